@@ -1,0 +1,49 @@
+"""Triton, or a stand-in that says what to install.
+
+Triton, triton-ascend and torch_npu are optional, and on real machines each of them is sometimes present but broken
+(triton-ascend installed over triton, a driver library missing). Importing this package must work all the same, so this
+is the one module that imports Triton; the others take `triton`, `tl` and `jit` from here.
+"""
+
+import os
+from typing import Any
+
+__all__ = ["IMPORT_ERROR", "INTERPRETED", "MissingDependencyError", "jit", "tl", "triton"]
+
+
+class MissingDependencyError(ImportError):
+    """An optional dependency is missing or cannot be imported; the message names the extra that installs it."""
+
+
+IMPORT_ERROR: Exception | None = None
+try:
+    import triton
+    import triton.language as tl
+
+    # A half-installed Triton (triton-ascend's files over Triton's, say) imports, but lacks parts of itself.
+    triton.jit, tl.load, triton.runtime.JITFunction  # noqa: B018
+except (ImportError, OSError, AttributeError, RuntimeError, SyntaxError) as error:
+    IMPORT_ERROR = error
+    triton = tl = None
+
+# Read at decoration time by `triton.jit`, hence once and here.
+INTERPRETED = IMPORT_ERROR is None and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
+
+
+class _MissingKernel:
+    """Stands for a kernel where Triton cannot be imported; using it raises."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn, self.__name__ = fn, fn.__name__
+
+    def __getitem__(self, grid: object) -> Any:
+        raise MissingDependencyError(
+            f"the Triton kernel {self.__name__} was asked for, but Triton cannot be imported "
+            f"({type(IMPORT_ERROR).__name__}: {IMPORT_ERROR}). Install the extra for your device: "
+            "'npu_trainer_kernels[cuda]' (triton) or 'npu_trainer_kernels[npu]' (triton-ascend)."
+        )
+
+
+def jit(fn: Any) -> Any:
+    """`triton.jit`, or a stand-in that raises `MissingDependencyError` when it is launched."""
+    return _MissingKernel(fn) if IMPORT_ERROR is not None else triton.jit(fn)

@@ -1,0 +1,138 @@
+"""What the code knows of devices: the only file that names npu, cuda or cpu.
+
+`spec(device)` answers with a frozen `DeviceSpec`, found once per device and cached, so that no call of an op queries a
+driver. `use_chip("Ascend910B4")` makes the CPU answer as that chip, for compiling and checking kernels without it.
+"""
+
+import contextlib
+import contextvars
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+__all__ = ["ASCEND_CHIPS", "DeviceSpec", "accelerator", "chip_spec", "spec", "synchronize", "use_chip", "use_spec"]
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """What tiling needs to know of a device.
+
+    Attributes:
+        kind: `"npu"`, `"cuda"` or `"cpu"`.
+        name: the chip, for example `"Ascend910B4"` or `"NVIDIA H200"`.
+        vector_cores: programs worth starting at once for elementwise work (Ascend: vector cores; CUDA:
+            multiprocessors; CPU: 1).
+        on_chip_bytes: on-chip memory of one such core that a kernel may plan with (Ascend: the unified buffer; CUDA:
+            the register file, 0 on the CPU).
+        memory_bytes: device memory (0: not known).
+    """
+
+    kind: str
+    name: str
+    vector_cores: int
+    on_chip_bytes: int
+    memory_bytes: int = 0
+
+
+# Vector cores and unified buffer as `bishengir-compile --target=<chip>` (ascendnpu-ir 1.2.0) plans with them.
+ASCEND_CHIPS: dict[str, DeviceSpec] = {
+    name: DeviceSpec("npu", name, vector_cores, on_chip_kib * KIB)
+    for name, vector_cores, on_chip_kib in (
+        ("Ascend910B1", 48, 192),
+        ("Ascend910B2", 48, 192),
+        ("Ascend910B2C", 48, 192),
+        ("Ascend910B3", 40, 192),
+        ("Ascend910B4", 40, 192),
+        ("Ascend910B4-1", 40, 192),
+        ("Ascend910_9362", 40, 192),
+        ("Ascend910_9372", 48, 192),
+        ("Ascend910_9381", 48, 192),
+        ("Ascend910_9382", 48, 192),
+        ("Ascend910_9391", 48, 192),
+        ("Ascend910_9392", 48, 192),
+        ("Ascend950PR_9589", 64, 248),
+    )
+}
+# The smallest of the family: what fits it fits the others.
+_UNKNOWN_ASCEND = ASCEND_CHIPS["Ascend910B4"]
+_CPU = DeviceSpec("cpu", "cpu", vector_cores=1, on_chip_bytes=0)
+
+_override: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar("npu_kernels_chip", default=None)
+
+
+def chip_spec(name: str) -> DeviceSpec:
+    """The `DeviceSpec` of an Ascend chip by name. Raises `ValueError` for a chip that is not in `ASCEND_CHIPS`."""
+    if name not in ASCEND_CHIPS:
+        raise ValueError(f"chip must be one of {', '.join(ASCEND_CHIPS)}; got {name!r}")
+    return ASCEND_CHIPS[name]
+
+
+@contextlib.contextmanager
+def use_spec(device_spec: DeviceSpec) -> Iterator[None]:
+    """Inside the `with` block every device answers as `device_spec` (on this thread)."""
+    token = _override.set(device_spec)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def use_chip(name: str) -> contextlib.AbstractContextManager[None]:
+    """Inside the `with` block every device answers as the named Ascend chip, as when compiling without the card."""
+    return use_spec(chip_spec(name))
+
+
+@functools.cache
+def _ascend_of_environment() -> DeviceSpec | None:
+    name = os.environ.get("NPU_KERNELS_CHIP")
+    return chip_spec(name) if name else None
+
+
+@functools.cache
+def _query(kind: str, index: int) -> DeviceSpec:
+    if kind == "cuda":
+        p = torch.cuda.get_device_properties(index)
+        # 64 Ki 32-bit registers per multiprocessor on every chip since Kepler.
+        return DeviceSpec("cuda", p.name, p.multi_processor_count, 256 * KIB, p.total_memory)
+    if kind == "npu":
+        p = torch.npu.get_device_properties(index)
+        known = ASCEND_CHIPS.get(p.name)
+        if known is None:
+            warnings.warn(
+                f"unknown Ascend chip {p.name!r}: tiles are sized as for {_UNKNOWN_ASCEND.name} "
+                f"(known: {', '.join(ASCEND_CHIPS)})",
+                stacklevel=2,
+            )
+            known = replace(_UNKNOWN_ASCEND, name=p.name)
+        return replace(known, memory_bytes=p.total_memory)
+    return _CPU
+
+
+def spec(device: torch.device) -> DeviceSpec:
+    """The `DeviceSpec` of a torch device; cached, so cheap enough for every call of an op."""
+    override = _override.get()
+    if override is not None:
+        return override
+    if device.type in ("cuda", "npu"):
+        return _query(device.type, device.index or 0)
+    return _ascend_of_environment() or _CPU
+
+
+@functools.cache
+def accelerator() -> str:
+    """The kind of device that training would use here: `"npu"`, `"cuda"` or `"cpu"`."""
+    if hasattr(torch, "npu") and torch.npu.is_available():
+        return "npu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device's queue; nothing to wait for on the CPU."""
+    if device.type in ("cuda", "npu"):
+        getattr(torch, device.type).synchronize(device)

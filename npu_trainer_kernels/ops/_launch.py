@@ -1,0 +1,37 @@
+"""The one place where kernels are launched.
+
+Every op calls `launch(kernel, grid, *args, **constexprs)`. By default that is `kernel[grid](*args, **constexprs)`; a
+launcher installed with `use_launcher` can record the launches instead (the Ascend compile gate runs an op on `meta`
+tensors and compiles what it would have launched) or execute them another way (the Ascend lowering on CPU tensors).
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["Launcher", "launch", "use_launcher"]
+
+Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+
+
+def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+    kernel[grid](*args, **constexprs)
+
+
+_launcher: contextvars.ContextVar[Launcher] = contextvars.ContextVar("npu_kernels_launcher", default=_run)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constexprs: Any) -> None:
+    """Launches `kernel` over `grid` (a tuple of at least one positive int) with positional arguments and constexprs."""
+    _launcher.get()(kernel, grid, args, constexprs)
+
+
+@contextlib.contextmanager
+def use_launcher(launcher: Launcher) -> Iterator[None]:
+    """Sends the launches made inside the `with` block (on this thread) to `launcher(kernel, grid, args, constexprs)`."""
+    token = _launcher.set(launcher)
+    try:
+        yield
+    finally:
+        _launcher.reset(token)
