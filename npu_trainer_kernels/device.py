@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["ASCEND_CHIPS", "DeviceSpec", "accelerator", "chip_spec", "spec", "synchronize", "use_chip", "use_spec"]
+__all__ = ["ASCEND_CHIPS", "DeviceSpec", "accelerator", "chip_spec", "has_fp32_output_product", "spec", "synchronize", "use_chip", "use_spec"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -136,3 +136,8 @@ def synchronize(device: torch.device) -> None:
     """Waits for the device's queue; nothing to wait for on the CPU."""
     if device.type in ("cuda", "npu"):
         getattr(torch, device.type).synchronize(device)
+
+
+def has_fp32_output_product(device: torch.device) -> bool:
+    """Whether `torch.addmm(..., out_dtype=torch.float32)` takes bf16 and fp16 factors there."""
+    return device.type == "cuda"

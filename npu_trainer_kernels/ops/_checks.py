@@ -1,10 +1,12 @@
 """Checks of arguments that several ops share. Every message names the argument, its value and what is allowed."""
 
+import functools
+import os
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["FLOATS", "check_choice", "check_float", "check_ids", "check_same_device"]
+__all__ = ["FLOATS", "check_choice", "check_float", "check_head", "check_ids", "check_range", "check_same_device", "debug"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int64, torch.int32)
@@ -37,3 +39,40 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
     devices = {name: t.device for name, t in tensors.items() if t is not None}
     if len(set(devices.values())) > 1:
         raise ValueError("all tensors must be on one device; got " + ", ".join(f"{n} on {d}" for n, d in devices.items()))
+
+
+def check_head(
+    x: torch.Tensor, weight: torch.Tensor, ids_name: str, ids: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Arguments of an op on the LM head: x `[..., H]`, weight `[V, H]`, ids of x's leading shape, bias `[V]`."""
+    check_float("x", x)
+    check_float("weight", weight)
+    check_ids(ids_name, ids)
+    if weight.dim() != 2 or weight.shape[0] < 1:
+        raise ValueError(f"weight must have shape [V, H] with V >= 1; got {list(weight.shape)}")
+    if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must have shape [..., {weight.shape[1]}], like weight's columns; got {list(x.shape)}")
+    if ids.shape != x.shape[:-1]:
+        raise ValueError(f"{ids_name} must have x's leading shape {list(x.shape[:-1])}; got {list(ids.shape)}")
+    if weight.shape[0] >= 1 << 24:
+        raise ValueError(f"weight has {weight.shape[0]} rows; at most {(1 << 24) - 1} are supported")
+    if bias is not None:
+        check_float("bias", bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must have shape [{weight.shape[0]}]; got {list(bias.shape)}")
+    check_same_device(x=x, weight=weight, **{ids_name: ids}, bias=bias)
+
+
+@functools.cache
+def debug() -> bool:
+    """Whether NPU_KERNELS_DEBUG asks for checks that wait for the device."""
+    return os.environ.get("NPU_KERNELS_DEBUG", "0").lower() in ("1", "true", "on", "yes")
+
+
+def check_range(name: str, ids: torch.Tensor, size: int) -> None:
+    """Every id must lie in [0, size). Reads the values, so on an accelerator only in debug mode."""
+    if ids.device.type == "meta" or ids.numel() == 0 or (ids.device.type != "cpu" and not debug()):
+        return
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if low < 0 or high >= size:
+        raise ValueError(f"{name} must lie in [0, {size}); got values from {low} to {high}")

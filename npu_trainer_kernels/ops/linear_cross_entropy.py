@@ -1,0 +1,222 @@
+"""Linear projection and cross-entropy in one op, without the `[N, V]` logits.
+
+    z_i = softcap(logit_scale * (x_i W^T + bias))        lse_i = log sum_j exp z_ij        K = sum_j k_j
+    loss_i = k_y (1 - s) (lse_i - z_iy)  +  s / V (K lse_i - sum_j k_j z_ij)  +  zeta lse_i^2
+
+with y = target_i, label smoothing s, class weights k (1 where not given) and z-loss coefficient zeta, the definition of
+`torch.nn.functional.cross_entropy` plus the z-loss of PaLM (arXiv:2204.02311). Rows with `target == ignore_index` are
+left out before the projection and cost nothing.
+
+The loss is a sum over rows divided by a number that is known up front, so its gradient is formed in forward while a
+chunk's logits are live: three matrix products in all (`ops/_head.py`, mode planned).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .. import backends
+from ._checks import check_choice, check_head, check_range
+from ._head import HeadOptions, HeadStatistics, head_statistics, transform
+
+__all__ = ["LinearCrossEntropyOutput", "fused_linear_cross_entropy", "linear_cross_entropy_reference", "valid_rows"]
+
+REDUCTIONS = ("mean", "sum", "none")
+OUTPUTS = ("token_accuracy", "predicted_ids")
+
+
+class LinearCrossEntropyOutput(NamedTuple):
+    """What `fused_linear_cross_entropy` returns when `outputs` asks for more than the loss.
+
+    Attributes:
+        loss: the loss.
+        token_accuracy: fp32 scalar, the share of valid targets that are the argmax (0 without valid targets).
+        predicted_ids: int64 of target's shape, the argmax; `ignore_index` where the target is ignored.
+    """
+
+    loss: torch.Tensor
+    token_accuracy: torch.Tensor | None
+    predicted_ids: torch.Tensor | None
+
+
+def linear_cross_entropy_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | float | torch.Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The op in plain PyTorch, on full logits: what a model followed by `cross_entropy` computes."""
+    logits = torch.nn.functional.linear(x, weight, bias).reshape(-1, weight.shape[0])
+    flat = target.reshape(-1).long()
+    z = transform(logits if logits.dtype == torch.float64 else logits.float(), HeadOptions(1.0, softcap, logit_scale))
+    k = None if class_weights is None else class_weights.to(z.dtype)
+    loss = torch.nn.functional.cross_entropy(
+        z, flat, k, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    valid = flat != ignore_index
+    if z_loss:
+        loss = loss + z_loss * torch.where(valid, torch.logsumexp(z, -1) ** 2, 0.0)
+    if reduction == "none":
+        return loss.view(target.shape)
+    if reduction == "sum":
+        return loss.sum()
+    if num_items is None:
+        num_items = valid.sum().clamp(min=1) if k is None else k[flat[valid]].sum().clamp(min=torch.finfo(k.dtype).tiny)
+    return loss.sum() / num_items
+
+
+def valid_rows(target: torch.Tensor, ignore_index: int) -> torch.Tensor | None:
+    """Indices of the rows that count, int64 `[n]`, or None when all do. Waits for the device once."""
+    rows = torch.nonzero(target.reshape(-1) != ignore_index).squeeze(1)
+    return None if rows.shape[0] == target.numel() else rows
+
+
+def _check_options(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    reduction: str,
+    num_items: int | float | torch.Tensor | None,
+    label_smoothing: float,
+    z_loss: float,
+    class_weights: torch.Tensor | None,
+    outputs: Sequence[str],
+) -> None:
+    check_choice("reduction", reduction, REDUCTIONS)
+    if num_items is not None:
+        if reduction != "mean":
+            raise ValueError(f"num_items divides a mean; with reduction={reduction!r} it must be None")
+        if isinstance(num_items, torch.Tensor) and num_items.numel() != 1:
+            raise ValueError(f"num_items must be a number or a tensor of one; got shape {list(num_items.shape)}")
+        if not isinstance(num_items, torch.Tensor) and not num_items > 0:
+            raise ValueError(f"num_items must be positive; got {num_items!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must lie in [0, 1]; got {label_smoothing!r}")
+    if not z_loss >= 0.0:
+        raise ValueError(f"z_loss must not be negative; got {z_loss!r}")
+    if class_weights is not None and (class_weights.shape != weight.shape[:1] or class_weights.device != x.device):
+        raise ValueError(
+            f"class_weights must have shape [{weight.shape[0]}] on {x.device}; "
+            f"got {list(class_weights.shape)} on {class_weights.device}"
+        )
+    if isinstance(outputs, str) or any(o not in OUTPUTS for o in outputs):
+        raise ValueError(f"outputs must be a sequence of {', '.join(OUTPUTS)}; got {outputs!r}")
+
+
+def fused_linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | float | torch.Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weights: torch.Tensor | None = None,
+    outputs: Sequence[str] = (),
+    rows: torch.Tensor | None = None,
+    chunk_rows: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | LinearCrossEntropyOutput:
+    """Cross-entropy of a linear head, with at most one token chunk of logits alive.
+
+    Args:
+        x: hidden states `[..., H]`, fp32, bf16 or fp16, any strides. Products run in this dtype, or in autocast's.
+        weight: `[V, H]`; cast to that dtype when it differs. Its gradient is accumulated in fp32 and returned in
+            weight's dtype.
+        target: int64 or int32 of x's leading shape, each in `[0, V)` or `ignore_index` (checked on the CPU; on an
+            accelerator under NPU_KERNELS_DEBUG=1).
+        bias: `[V]` or None.
+        ignore_index: targets that do not count.
+        reduction: "mean" (over the valid targets, weighted by `class_weights`; zero, not NaN, when there are none),
+            "sum", or "none" (per token, zero where ignored; costs a fourth product).
+        num_items: divides the sum instead of the number of valid targets (gradient accumulation, several ranks).
+        softcap, logit_scale: see the module's formula; `softcap` None: no cap.
+        label_smoothing: s in [0, 1].
+        z_loss: zeta >= 0.
+        class_weights: k, `[V]`.
+        outputs: any of "token_accuracy", "predicted_ids".
+        rows: what `valid_rows(target, ignore_index)` returned, where the caller has it already.
+        chunk_rows: rows of logits alive at once; None: chosen for the device.
+        backend: overrides the choice of `backends.choose("linear_cross_entropy", ...)`.
+
+    Returns:
+        The loss, fp32 (a scalar, or of target's shape for "none"); `LinearCrossEntropyOutput` when `outputs` is given.
+
+    Raises:
+        TypeError: a dtype that is not supported.
+        ValueError: shapes that do not match, tensors on several devices, options or targets out of range.
+    """
+    check_head(x, weight, "target", target, bias)
+    _check_options(x, weight, reduction, num_items, label_smoothing, z_loss, class_weights, outputs)
+    flat = target.reshape(-1)
+    if rows is None:
+        rows = valid_rows(flat, ignore_index)
+    ids = flat if rows is None else flat.index_select(0, rows)
+    check_range("target", ids, weight.shape[0])
+    k = None if class_weights is None else class_weights.detach().float().contiguous()
+    options = HeadOptions(softcap=softcap, logit_scale=logit_scale, mean=label_smoothing > 0, argmax=bool(outputs))
+    k_sum = weight.shape[0] if k is None else k.sum()
+    k_id = None if k is None else k[ids.long()]
+    scale = None
+    if reduction == "mean":
+        scale = 1.0 / _denominator(num_items, ids.shape[0], k_id, x.device)
+
+    def row_losses(s: HeadStatistics, chunk: slice) -> torch.Tensor:
+        loss = -s.log_prob if k_id is None else -s.log_prob * k_id[chunk]
+        if label_smoothing:
+            assert s.mean is not None
+            # The mean statistic is sum_j k_j z_j with class weights and the plain mean, 1/V sum_j z_j, without.
+            mean = s.mean if k is None else s.mean / weight.shape[0]
+            loss = (1 - label_smoothing) * loss + label_smoothing * (k_sum / weight.shape[0] * s.lse - mean)
+        return loss + z_loss * s.lse * s.lse if z_loss else loss
+
+    # fp16 gradients of a mean over many tokens would underflow: there the division waits until after the products.
+    early = scale is not None and torch.float16 not in (x.dtype, torch.get_autocast_dtype(x.device.type))
+
+    def objective(s: HeadStatistics, chunk: slice) -> torch.Tensor:
+        total = row_losses(s, chunk).sum()
+        return total * scale if early else total
+
+    total, s = head_statistics(
+        x.reshape(-1, x.shape[-1]), weight, ids, bias, options,
+        rows=rows, class_weights=k, objective=None if reduction == "none" else objective, chunk_rows=chunk_rows,
+        backend=backends.choose("linear_cross_entropy", x.device, backend),
+    )  # fmt: skip
+    if total is None:
+        loss = row_losses(s, slice(None))
+        loss = (loss if rows is None else loss.new_zeros(flat.shape).index_copy(0, rows, loss)).view(target.shape)
+    else:
+        loss = total if scale is None or early else total * scale
+    if not outputs:
+        return loss
+    assert s.argmax is not None
+    accuracy = (s.argmax == ids).sum() / max(1, ids.shape[0]) if "token_accuracy" in outputs else None
+    predicted = None
+    if "predicted_ids" in outputs:
+        predicted = s.argmax if rows is None else flat.long().index_copy(0, rows, s.argmax)
+        predicted = predicted.view(target.shape)
+    return LinearCrossEntropyOutput(loss, accuracy, predicted)
+
+
+def _denominator(
+    num_items: int | float | torch.Tensor | None, n: int, k_id: torch.Tensor | None, where: torch.device
+) -> torch.Tensor | float:
+    if isinstance(num_items, torch.Tensor):
+        return num_items.detach().reshape(()).to(where, torch.float32)
+    if num_items is not None:
+        return float(num_items)
+    return float(max(1, n)) if k_id is None else k_id.sum().clamp(min=torch.finfo(torch.float32).tiny)

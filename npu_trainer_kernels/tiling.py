@@ -1,0 +1,111 @@
+"""From bytes to block sizes: pure integer functions that return frozen dataclasses (no torch, testable anywhere)."""
+
+from dataclasses import dataclass, field
+from functools import cache
+
+from .device import GIB, MIB, DeviceSpec
+
+__all__ = ["GradientTile", "StatisticsTile", "gradient_tile", "head_chunk", "launch_options", "statistics_tile"]
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n` (at least 1)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def programs(tasks: int, spec: DeviceSpec) -> int:
+    """How many programs to start for `tasks` independent row tiles: at least 1.
+
+    On Ascend a persistent grid of one program per vector core (a grid beyond 65535 is refused there, and each further
+    wave costs a launch); elsewhere the hardware schedules, and one program per tile balances best.
+    """
+    if spec.kind == "npu":
+        return max(1, min(tasks, spec.vector_cores))
+    return max(1, tasks)
+
+
+def launch_options(spec: DeviceSpec, num_warps: int) -> dict[str, int]:
+    """Launch options that exist on this kind of device (warps are a CUDA notion)."""
+    return {"num_warps": num_warps} if spec.kind == "cuda" else {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LM head
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StatisticsTile:
+    """Blocks of the row-statistics kernel: a step reads `fold * width` contiguous logits of one row and folds them
+    into `width` running maxima and sums."""
+
+    fold: int
+    width: int
+    programs: int
+    options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class GradientTile:
+    """Blocks of the in-place gradient kernel: a step turns `block` contiguous logits of one row into gradients."""
+
+    block: int
+    programs: int
+    options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@cache
+def statistics_tile(n_rows: int, n_cols: int, n_sums: int, spec: DeviceSpec) -> StatisticsTile:
+    """Tile of the row-statistics kernel.
+
+    Args:
+        n_rows: rows of the chunk.
+        n_cols: vocabulary size.
+        n_sums: running accumulators per lane, the maximum included (2 for lse alone, up to 6).
+        spec: the device.
+    """
+    if spec.kind == "cuda":
+        # 1024 lanes x 8 warps: 16-byte loads of bf16; four of them in flight hide HBM latency (H200).
+        width, fold = min(1024, next_power_of_2(n_cols)), 4
+        return StatisticsTile(fold, width, programs(n_rows, spec), launch_options(spec, 4))
+    if spec.kind == "npu":
+        width, fold = min(2048, next_power_of_2(n_cols)), 2
+        return StatisticsTile(fold, width, programs(n_rows, spec))
+    # The interpreter: small, so that short rows take several steps and a tail.
+    return StatisticsTile(2, min(64, next_power_of_2(n_cols)), min(n_rows, 2) or 1)
+
+
+@cache
+def gradient_tile(n_rows: int, n_cols: int, spec: DeviceSpec) -> GradientTile:
+    """Tile of the in-place gradient kernel; arguments as for `statistics_tile`."""
+    if spec.kind == "cuda":
+        return GradientTile(min(4096, next_power_of_2(n_cols)), programs(n_rows, spec), launch_options(spec, 8))
+    if spec.kind == "npu":
+        # 92% of 192 KiB with double buffering; 8192 does not fit (bishengir-compile, 910B4, bf16).
+        return GradientTile(min(4096, next_power_of_2(n_cols)), programs(n_rows, spec))
+    return GradientTile(min(64, next_power_of_2(n_cols)), min(n_rows, 2) or 1)
+
+
+@cache
+def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec) -> int:
+    """Rows of logits that are alive at once in the LM head engine.
+
+    Few, large products: the matrix unit needs a thousand rows and more, and every chunk re-reads the weight and the
+    fp32 weight gradient. So the budget is in bytes of logits, with a floor in rows, and the rows are split evenly so
+    that no small last chunk remains.
+
+    Args:
+        n_rows: rows in all.
+        vocab: vocabulary size.
+        itemsize: bytes of a logit.
+        spec: the device.
+    """
+    # 0.5 GiB on an accelerator. On a CPU the chunk should stay near the cache, but 256 rows feed its matrix product.
+    budget, floor, multiple = (16 * MIB, 256, 8) if spec.kind == "cpu" else (GIB // 2, 1024, 128)
+    rows = max(floor, budget // (vocab * itemsize))
+    chunks = max(1, _cdiv(n_rows, rows))
+    return max(1, min(n_rows, _cdiv(_cdiv(n_rows, chunks), multiple) * multiple))

@@ -1,0 +1,210 @@
+"""fused_linear_cross_entropy against its reference: values, gradients, options, edges and bad input."""
+
+import pytest
+import torch
+
+from npu_trainer_kernels.ops import fused_linear_cross_entropy, linear_cross_entropy_reference
+from tests.closeness import assert_op_close
+
+# Vocabulary and hidden size divide nothing; the interpreter's tiles are small, so a row takes several steps and a tail.
+N, H, V = 37, 24, 301
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def make(device, dtype=torch.float32, bias=True, ignored=True):
+    x = torch.randn(N, H, device=device, dtype=dtype).requires_grad_()
+    weight = (0.3 * torch.randn(V, H, device=device)).to(dtype).requires_grad_()
+    b = torch.randn(V, device=device, dtype=dtype).requires_grad_() if bias else None
+    target = torch.randint(0, V, (N,), device=device)
+    if ignored:
+        target[::5] = -100
+    return [x, weight, target, b]
+
+
+def check(inputs, backend, chunk_rows=None, **options):
+    assert_op_close(
+        lambda *a: fused_linear_cross_entropy(*a, backend=backend, chunk_rows=chunk_rows, **options),
+        lambda *a: linear_cross_entropy_reference(*a, **options),
+        inputs,
+        lambda outputs: (outputs[0] * torch.linspace(0.5, 1.5, outputs[0].numel(), device=outputs[0].device).view_as(outputs[0])).sum(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_rows", [None, 8])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softcap": 3.0},
+        {"logit_scale": 0.25},
+        {"softcap": 3.0, "logit_scale": 2.0, "label_smoothing": 0.1, "z_loss": 1e-2},
+        {"label_smoothing": 0.2},
+        {"z_loss": 1e-2, "num_items": 100},
+        {"reduction": "sum"},
+        {"reduction": "none", "label_smoothing": 0.1},
+    ],
+    ids=str,
+)
+def test_matches_reference(device, backend, dtype, chunk_rows, options):
+    check(make(device, dtype), backend, chunk_rows, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}], ids=str)
+def test_class_weights(device, backend, options):
+    k = torch.rand(V, device=device) + 0.5
+    check(make(device), backend, 8, class_weights=k, **options)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 3])
+def test_frozen_inputs_get_no_gradient(device, backend, frozen):
+    inputs = make(device)
+    inputs[frozen] = inputs[frozen].detach()
+    check(inputs, backend, 8)
+
+
+def test_without_bias_and_without_ignored_targets(device, backend):
+    check(make(device, bias=False, ignored=False), backend, 8)
+
+
+def test_num_items_as_tensor_equals_number(device, backend):
+    x, w, t, b = make(device)
+    a = fused_linear_cross_entropy(x, w, t, b, num_items=torch.tensor(17, device=device), backend=backend)
+    assert a.item() == fused_linear_cross_entropy(x, w, t, b, num_items=17, backend=backend).item()
+
+
+def test_leading_shapes_strides_and_int32(device, backend):
+    x, w, t, _ = make(device)
+    loss = fused_linear_cross_entropy(x, w, t, backend=backend)
+    strided = torch.stack([x, x], -1)[..., 0].view(1, N, H)
+    assert not strided.is_contiguous()
+    w_t = w.detach().t().contiguous().t()
+    other = fused_linear_cross_entropy(strided, w_t, t.int().view(1, N), backend=backend)
+    torch.testing.assert_close(other, loss, rtol=1e-6, atol=0)
+
+
+def test_all_ignored_is_a_zero_that_can_be_differentiated(device, backend):
+    x, w, t, b = make(device)
+    loss = fused_linear_cross_entropy(x, w, torch.full_like(t, -100), b, backend=backend)
+    grads = torch.autograd.grad(loss, (x, w, b))
+    assert loss.item() == 0.0
+    assert all(not g.any() for g in grads)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_zero_rows(device, backend, reduction):
+    x = torch.zeros(0, H, device=device, requires_grad=True)
+    w = torch.randn(V, H, device=device, requires_grad=True)
+    loss = fused_linear_cross_entropy(
+        x, w, torch.zeros(0, dtype=torch.long, device=device), reduction=reduction, backend=backend
+    )
+    gx, gw = torch.autograd.grad(loss.sum(), (x, w))
+    assert loss.sum().item() == 0.0
+    assert gx.shape == x.shape
+    assert not gw.any()
+
+
+def test_tied_weight_collects_both_gradients(device, backend):
+    w = torch.randn(V, H, device=device, requires_grad=True)
+    ids = torch.randint(0, V, (N,), device=device)
+    embed = torch.nn.functional.embedding
+    assert_op_close(
+        lambda w: fused_linear_cross_entropy(embed(ids, w), w, ids, backend=backend),
+        lambda w: linear_cross_entropy_reference(embed(ids, w), w, ids),
+        [w],
+        lambda outputs: outputs[0],
+    )
+
+
+def test_second_backward_gives_the_same_gradient(device, backend):
+    def twice(x, w, t, b):
+        loss = fused_linear_cross_entropy(x, w, t, b, backend=backend)
+        first = torch.autograd.grad(loss, (x, w, b), retain_graph=True)
+        return [*first, *torch.autograd.grad(loss, (x, w, b))]
+
+    def expected(x, w, t, b):
+        return 2 * torch.autograd.grad(linear_cross_entropy_reference(x, w, t, b), (x, w, b))
+
+    assert_op_close(twice, expected, make(device))
+
+
+def test_autocast_computes_in_its_dtype(device, backend):
+    x, w, t, _ = make(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = fused_linear_cross_entropy(x, w, t, backend=backend)
+        expected = linear_cross_entropy_reference(x, w, t)
+    gx, gw = torch.autograd.grad(loss, (x, w))
+    assert gx.dtype == gw.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for g, e in zip((gx, gw), torch.autograd.grad(expected, (x, w)), strict=True):
+        assert (g - e).norm() <= 2**-7 * e.norm()
+
+
+def test_no_grad(device, backend):
+    x, w, t, b = make(device)
+    with torch.no_grad():
+        loss = fused_linear_cross_entropy(x, w, t, b, backend=backend)
+    assert not loss.requires_grad
+    assert loss.item() == fused_linear_cross_entropy(x, w, t, b, backend=backend).item()
+
+
+def test_outputs(device, backend):
+    x, w, t, b = make(device)
+    out = fused_linear_cross_entropy(x, w, t, b, outputs=("token_accuracy", "predicted_ids"), backend=backend)
+    argmax = torch.nn.functional.linear(x, w, b).argmax(-1)
+    valid = t != -100
+    assert torch.equal(out.predicted_ids, torch.where(valid, argmax, -100))
+    assert out.token_accuracy.item() == pytest.approx((argmax == t)[valid].float().mean().item())
+
+
+def test_same_bits_twice(device, backend):
+    inputs = make(device)
+    runs = [
+        torch.autograd.grad(
+            fused_linear_cross_entropy(*inputs, chunk_rows=8, backend=backend), [inputs[0], inputs[1], inputs[3]]
+        )
+        for _ in range(2)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_torch_compile_of_a_model_that_contains_it(device):
+    w = torch.randn(V, H, device=device, requires_grad=True)
+    t = torch.randint(0, V, (N,), device=device)
+
+    def model(x):
+        return fused_linear_cross_entropy(torch.tanh(x), w, t) * 2
+
+    x = torch.randn(N, H, device=device, requires_grad=True)
+    compiled = torch.compile(model, backend="aot_eager")
+    expected = torch.autograd.grad(model(x), (x, w))
+    for a, b in zip(torch.autograd.grad(compiled(x), (x, w)), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+BAD = [
+    (lambda x, w, t: (x.long(), w, t), {}, TypeError, "x must be float32"),
+    (lambda x, w, t: (x, w.double(), t), {}, TypeError, "weight must be float32"),
+    (lambda x, w, t: (x, w, t.float()), {}, TypeError, "target must be int64"),
+    (lambda x, w, t: (x, w[:, :-1], t), {}, ValueError, r"x must have shape \[..., 23\]"),
+    (lambda x, w, t: (x, w[0], t), {}, ValueError, "weight must have shape"),
+    (lambda x, w, t: (x, w, t[:-1]), {}, ValueError, r"target must have x's leading shape \[37\]; got \[36\]"),
+    (lambda x, w, t: (x, w, t, w[0]), {}, ValueError, r"bias must have shape \[301\]"),
+    (lambda x, w, t: (x, w, t + V), {}, ValueError, r"target must lie in \[0, 301\)"),
+    (lambda x, w, t: (x, w, t), {"reduction": "avg"}, ValueError, "reduction must be one of mean, sum, none; got 'avg'"),
+    (lambda x, w, t: (x, w, t), {"reduction": "sum", "num_items": 3}, ValueError, "num_items"),
+    (lambda x, w, t: (x, w, t), {"num_items": 0}, ValueError, "num_items must be positive; got 0"),
+    (lambda x, w, t: (x, w, t), {"softcap": 0.0}, ValueError, "softcap must be None or a positive"),
+    (lambda x, w, t: (x, w, t), {"label_smoothing": 1.5}, ValueError, "label_smoothing must lie in"),
+    (lambda x, w, t: (x, w, t), {"z_loss": -1.0}, ValueError, "z_loss must not be negative"),
+    (lambda x, w, t: (x, w, t), {"class_weights": torch.ones(3)}, ValueError, "class_weights must have shape"),
+    (lambda x, w, t: (x, w, t), {"outputs": ("loss",)}, ValueError, "outputs must be a sequence of"),
+    (lambda x, w, t: (x, w, t), {"backend": "cudnn"}, ValueError, "backend must be one of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "options", "error", "message"), BAD)
+def test_bad_input_names_argument_value_and_what_is_allowed(change, options, error, message):
+    x, w, t, _ = make(torch.device("cpu"), ignored=False)
+    with pytest.raises(error, match=message):
+        fused_linear_cross_entropy(*change(x.detach(), w.detach(), t), **options)
