@@ -100,7 +100,7 @@ def _choose(op: str, kind: str, override: str | None, environment: str) -> tuple
         if reason is not None:
             raise ValueError(f"{op}: backend {asked!r} (from {source}) cannot run on {kind}: {reason}")
         return asked, f"asked for by {source}"
-    skipped = []
+    skipped: list[str] = []
     for choice in _ORDER[op][kind]:
         reason = unavailable(choice.backend, kind)
         if reason is None:

@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["ASCEND_CHIPS", "DeviceSpec", "accelerator", "chip_spec", "has_fp32_output_product", "spec", "synchronize", "use_chip", "use_spec"]
+__all__ = [
+    "ASCEND_CHIPS",
+    "DeviceSpec",
+    "accelerator",
+    "chip_spec",
+    "has_fp32_output_product",
+    "spec",
+    "synchronize",
+    "use_chip",
+    "use_spec",
+]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -101,7 +111,7 @@ def _query(kind: str, index: int) -> DeviceSpec:
         # 64 Ki 32-bit registers per multiprocessor on every chip since Kepler.
         return DeviceSpec("cuda", p.name, p.multi_processor_count, 256 * KIB, p.total_memory)
     if kind == "npu":
-        p = torch.npu.get_device_properties(index)
+        p = getattr(torch, kind).get_device_properties(index)  # torch_npu adds torch.npu
         known = ASCEND_CHIPS.get(p.name)
         if known is None:
             warnings.warn(
@@ -127,7 +137,8 @@ def spec(device: torch.device) -> DeviceSpec:
 @functools.cache
 def accelerator() -> str:
     """The kind of device that training would use here: `"npu"`, `"cuda"` or `"cpu"`."""
-    if hasattr(torch, "npu") and torch.npu.is_available():
+    npu = getattr(torch, "npu", None)
+    if npu is not None and npu.is_available():
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 

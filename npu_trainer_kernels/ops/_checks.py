@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["FLOATS", "check_choice", "check_float", "check_head", "check_ids", "check_range", "check_same_device", "debug"]
+__all__ = [
+    "FLOATS",
+    "check_choice",
+    "check_float",
+    "check_head",
+    "check_ids",
+    "check_range",
+    "check_same_device",
+    "debug",
+]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int64, torch.int32)
@@ -38,7 +47,8 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
     """All tensors that are given must be on one device."""
     devices = {name: t.device for name, t in tensors.items() if t is not None}
     if len(set(devices.values())) > 1:
-        raise ValueError("all tensors must be on one device; got " + ", ".join(f"{n} on {d}" for n, d in devices.items()))
+        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"all tensors must be on one device; got {found}")
 
 
 def check_head(

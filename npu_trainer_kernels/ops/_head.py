@@ -40,7 +40,7 @@ Memory beyond inputs and gradients: one chunk of logits, an fp32 weight gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,6 +102,14 @@ class HeadStatistics(NamedTuple):
     mean: torch.Tensor | None = None
     log_sum_sq: torch.Tensor | None = None
     argmax: torch.Tensor | None = None
+
+
+class _Softmax(NamedTuple):
+    """A chunk's softmax in the form that loses nothing to rounding: p_ij = exp(z_ij - row_max_i) / s_i."""
+
+    row_max: torch.Tensor
+    inverse_s: torch.Tensor
+    shift: torch.Tensor | None  # lse - entropy: log p + entropy = z - shift
 
 
 # From a chunk's statistics, and which rows these are, to a scalar whose gradient is wanted.
@@ -229,7 +237,8 @@ def _row_statistics_kernel(
             m = m_new
         for start in range(n_folded, n_cols, WIDTH):
             mask = start + lane < n_cols
-            z = _transformed(tl.load(start_of_row + start + lane, mask=mask, other=0.0), inner, outer, HAS_CAP, IS_IDENTITY)
+            x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
+            z = _transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
             if HAS_MEAN:
                 if HAS_WEIGHTS:
                     us += z * tl.load(class_weights + start + lane, mask=mask, other=0.0)
@@ -267,9 +276,9 @@ def _row_gradient_kernel(
     logits,  # [n_rows, n_cols], overwritten with dL/dl
     ids,  # [n_rows] int32
     class_weights,  # [n_cols] fp32, read where HAS_WEIGHTS
-    lse,  # [n_rows] fp32, as are entropy, a, b, c, e
-    entropy,
-    a,
+    row_max,  # [n_rows] fp32, as are shift = lse - entropy and the coefficients
+    shift,
+    a,  # a / s and e / s with s = sum_j exp(z_j - row_max), so that exp(z - row_max) need not be normalised
     b,
     c,
     e,
@@ -290,31 +299,30 @@ def _row_gradient_kernel(
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
         start_of_row = logits + tl.cast(row, tl.int64) * row_stride
         row_id = tl.load(ids + row)
-        row_lse = tl.load(lse + row)
+        z_max = tl.load(row_max + row)
         row_a = tl.load(a + row)
         row_b = tl.load(b + row)
         row_c = tl.load(c + row) if HAS_MEAN else 0.0
         row_e = tl.load(e + row) if HAS_ENTROPY else 0.0
-        # log p + entropy = z - (lse - entropy)
-        row_shift = row_lse - tl.load(entropy + row) if HAS_ENTROPY else 0.0
+        row_shift = tl.load(shift + row) if HAS_ENTROPY else 0.0
         for start in range(0, n_full, BLOCK):
             x = tl.load(start_of_row + start + lane)
             u = tl.load(class_weights + start + lane) if HAS_WEIGHTS else 1.0
-            g = _logit_gradient(x, u, start + lane == row_id, row_lse, row_a, row_b, row_c, row_e, row_shift, inner,
+            g = _logit_gradient(x, u, start + lane == row_id, z_max, row_a, row_b, row_c, row_e, row_shift, inner,
                                 outer, HAS_CAP, IS_IDENTITY, HAS_MEAN, HAS_ENTROPY)  # fmt: skip
             tl.store(start_of_row + start + lane, g.to(logits.dtype.element_ty))
         for start in range(n_full, n_cols, BLOCK):
             mask = start + lane < n_cols
             x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
             u = tl.load(class_weights + start + lane, mask=mask, other=0.0) if HAS_WEIGHTS else 1.0
-            g = _logit_gradient(x, u, start + lane == row_id, row_lse, row_a, row_b, row_c, row_e, row_shift, inner,
+            g = _logit_gradient(x, u, start + lane == row_id, z_max, row_a, row_b, row_c, row_e, row_shift, inner,
                                 outer, HAS_CAP, IS_IDENTITY, HAS_MEAN, HAS_ENTROPY)  # fmt: skip
             tl.store(start_of_row + start + lane, g.to(logits.dtype.element_ty), mask=mask)
 
 
 @jit
-def _logit_gradient(x, u, is_id, lse, a, b, c, e, shift, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr,
-                    HAS_MEAN: tl.constexpr, HAS_ENTROPY: tl.constexpr):  # fmt: skip
+def _logit_gradient(x, u, is_id, z_max, a, b, c, e, shift, inner, outer, HAS_CAP: tl.constexpr,
+                    IS_IDENTITY: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_ENTROPY: tl.constexpr):  # fmt: skip
     """dL/dl of one block, the formula of the module's docstring."""
     x = x.to(tl.float32)
     if HAS_CAP:
@@ -324,11 +332,7 @@ def _logit_gradient(x, u, is_id, lse, a, b, c, e, shift, inner, outer, HAS_CAP: 
         z = x
     else:
         z = inner * x
-    p = tl.exp(z - lse)
-    if HAS_ENTROPY:
-        g = p * (a + e * (z - shift))
-    else:
-        g = p * a
+    g = tl.exp(z - z_max) * (a + e * (z - shift) if HAS_ENTROPY else a)
     g += tl.where(is_id, b, 0.0)
     if HAS_MEAN:
         g += c * u
@@ -345,7 +349,7 @@ def _logit_gradient(x, u, is_id, lse, a, b, c, e, shift, inner, outer, HAS_CAP: 
 
 
 def _kernel_flags(options: HeadOptions) -> dict[str, Any]:
-    inner, outer = options.factors
+    inner, _ = options.factors
     return {"HAS_CAP": options.softcap is not None, "IS_IDENTITY": options.softcap is None and inner == 1.0}
 
 
@@ -390,34 +394,38 @@ def _raw_statistics_torch(
 
 def _statistics(
     logits: torch.Tensor, ids: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions, backend: str
-) -> HeadStatistics:
+) -> tuple[HeadStatistics, _Softmax]:
     """Statistics of one chunk of logits, which stay as they are."""
     raw = _raw_statistics_torch if backend == "torch" else _raw_statistics_triton
     row_max, s, xs, us, sq, best = raw(logits, class_weights, options)
-    lse = row_max + s.log()
+    log_s = s.log()
+    lse = row_max + log_s
     z_id = transform(logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).float(), options)
-    return HeadStatistics(
-        log_prob=z_id - lse,
+    entropy = lse - xs / s if options.entropy else None
+    statistics = HeadStatistics(
+        # Not z_id - lse: the difference to the maximum is exact where the id is likely.
+        log_prob=(z_id - row_max) - log_s,
         lse=lse,
-        entropy=lse - xs / s if options.entropy else None,
+        entropy=entropy,
         mean=(us / logits.shape[1] if class_weights is None else us) if options.mean else None,
-        log_sum_sq=sq.log() - 2 * s.log() if options.log_sum_sq else None,
+        log_sum_sq=sq.log() - 2 * log_s if options.log_sum_sq else None,
         argmax=best.long() if options.argmax else None,
     )
+    return statistics, _Softmax(row_max, 1.0 / s, None if entropy is None else lse - entropy)
 
 
 def _gradient_in_place(
     logits: torch.Tensor,
     ids: torch.Tensor,
     class_weights: torch.Tensor | None,
-    statistics: HeadStatistics,
+    softmax: _Softmax,
     k: _Coefficients,
     options: HeadOptions,
     backend: str,
 ) -> None:
     """Overwrites one chunk of logits with dL/dl."""
     if backend == "torch":
-        logits.copy_(_gradient_torch(logits, ids, class_weights, statistics, k, options))
+        logits.copy_(_gradient_torch(logits, ids, class_weights, softmax, k, options))
         return
     n_rows, n_cols = logits.shape
     tile = tiling.gradient_tile(n_rows, n_cols, device.spec(logits.device))
@@ -426,12 +434,13 @@ def _gradient_in_place(
     launch(
         _row_gradient_kernel, (tile.programs,),
         logits, ids.int(), unused if class_weights is None else class_weights,
-        statistics.lse, unused if k.e is None else statistics.entropy,
-        k.a, k.b, unused if k.c is None else k.c, unused if k.e is None else k.e,
+        softmax.row_max, unused if softmax.shift is None else softmax.shift,
+        k.a * softmax.inverse_s, k.b, unused if k.c is None else k.c,
+        unused if k.e is None else k.e * softmax.inverse_s,
         n_rows, n_cols, n_cols // tile.block * tile.block, logits.stride(0), inner, outer,
         **_kernel_flags(options),
-        HAS_MEAN=k.c is not None, HAS_WEIGHTS=k.c is not None and class_weights is not None, HAS_ENTROPY=k.e is not None,
-        BLOCK=tile.block, **tile.options,
+        HAS_MEAN=k.c is not None, HAS_WEIGHTS=k.c is not None and class_weights is not None,
+        HAS_ENTROPY=k.e is not None, BLOCK=tile.block, **tile.options,
     )  # fmt: skip
 
 
@@ -439,7 +448,7 @@ def _gradient_torch(
     logits: torch.Tensor,
     ids: torch.Tensor,
     class_weights: torch.Tensor | None,
-    statistics: HeadStatistics,
+    softmax: _Softmax,
     k: _Coefficients,
     options: HeadOptions,
 ) -> torch.Tensor:
@@ -452,13 +461,12 @@ def _gradient_torch(
         z = outer * t
     elif inner != 1.0:
         z = z.mul_(inner)
-    lse, a = statistics.lse.unsqueeze(-1), k.a.unsqueeze(-1)
-    if k.e is None:
-        g = z.sub_(lse).exp_().mul_(a)
+    row_max, a = softmax.row_max.unsqueeze(-1), (k.a * softmax.inverse_s).unsqueeze(-1)
+    if k.e is None or softmax.shift is None:
+        g = z.sub_(row_max).exp_().mul_(a)
     else:
-        assert statistics.entropy is not None
-        shift = lse - statistics.entropy.unsqueeze(-1)
-        g = torch.exp(z - lse).mul_(z.sub_(shift).mul_(k.e.unsqueeze(-1)).add_(a))
+        e = (k.e * softmax.inverse_s).unsqueeze(-1)
+        g = torch.exp(z - row_max).mul_(z.sub_(softmax.shift.unsqueeze(-1)).mul_(e).add_(a))
     g.scatter_add_(1, ids.long().unsqueeze(1), k.b.unsqueeze(1))
     if k.c is not None:
         # u = 1/V is folded into c by the caller.
@@ -574,20 +582,13 @@ class _Chunks:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _coefficients(
-    d_log_prob: torch.Tensor | None,
-    d_lse: torch.Tensor | None,
-    d_entropy: torch.Tensor | None,
-    d_mean: torch.Tensor | None,
-    like: torch.Tensor,
-    uniform: float | None,
-) -> _Coefficients:
-    """From gradients of the statistics to the four numbers per row (u = `uniform` where it is a constant)."""
-    b = torch.zeros_like(like) if d_log_prob is None else d_log_prob
+def _coefficients(d: Sequence[torch.Tensor | None], like: torch.Tensor, uniform: float | None) -> _Coefficients:
+    """From gradients of log_prob, lse, entropy and mean to the four numbers per row (u = `uniform` where constant)."""
+    d_log_prob, d_lse, d_entropy, d_mean = (None if t is None else t.float() for t in d)
+    b = torch.zeros_like(like) if d_log_prob is None else d_log_prob.contiguous()
     a = -b if d_lse is None else d_lse - b
     c = d_mean if d_mean is None or uniform is None else d_mean * uniform
-    return _Coefficients(*(None if t is None else t.float().contiguous() for t in (a, b, c)), None
-                         if d_entropy is None else (-d_entropy).float().contiguous())  # fmt: skip
+    return _Coefficients(a, b, None if c is None else c.contiguous(), None if d_entropy is None else -d_entropy)
 
 
 def _objective_gradient(
@@ -596,7 +597,7 @@ def _objective_gradient(
     """The objective of a chunk and its gradient with respect to log_prob, lse, entropy and mean."""
     with torch.enable_grad():
         leaves = [None if t is None else t.detach().requires_grad_() for t in statistics[:4]]
-        value = objective(HeadStatistics(*leaves, *statistics[4:]), chunk)  # type: ignore[arg-type]
+        value = objective(HeadStatistics._make([*leaves, *statistics[4:]]), chunk)
     given = [t for t in leaves if t is not None]
     found = iter(torch.autograd.grad(value, given, allow_unused=True))
     return value.detach(), tuple(None if t is None else next(found) for t in leaves)
@@ -618,22 +619,25 @@ class _Head(torch.autograd.Function):
         uniform = 1.0 / weight.shape[0] if class_weights is None else None
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         collected: list[HeadStatistics] = []
+        softmaxes: list[_Softmax] = []
         grads = _Gradients.empty(x, weight, bias, rows, needs, chunks.count) if planned else None
         for chunk, x_chunk, ids_chunk, logits in chunks:
-            statistics = _statistics(logits, ids_chunk, class_weights, options, backend)
+            statistics, softmax = _statistics(logits, ids_chunk, class_weights, options, backend)
             collected.append(statistics)
+            softmaxes.append(softmax)
             if objective is not None and grads is None:
                 total += objective(statistics, chunk)
             elif objective is not None and grads is not None:
                 value, d = _objective_gradient(objective, statistics, chunk)
                 total += value
-                k = _coefficients(*d, like=statistics.lse, uniform=uniform)
-                _gradient_in_place(logits, ids_chunk, class_weights, statistics, k, options, backend)
+                k = _coefficients(d, statistics.lse, uniform)
+                _gradient_in_place(logits, ids_chunk, class_weights, softmax, k, options, backend)
                 grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1])
-        merged = _merge(collected, options, x.device)
+        merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(options, x.device)))
         ctx.planned = None if grads is None else grads.cast(weight, bias)
-        ctx.save_for_backward(x, weight, bias, ids, rows, class_weights, merged.lse, merged.entropy)
-        ctx.options, ctx.backend, ctx.chunk_rows, ctx.dtype, ctx.objective = options, backend, chunk_rows, dtype, objective
+        ctx.save_for_backward(x, weight, bias, ids, rows, class_weights, *_concatenated(softmaxes, (None,) * 3))
+        ctx.options, ctx.objective = options, objective
+        ctx.backend, ctx.chunk_rows, ctx.dtype = backend, chunk_rows, dtype
         ctx.mark_non_differentiable(*(t for t in merged[4:] if t is not None))
         return (None if objective is None else total, *merged)
 
@@ -651,21 +655,28 @@ class _Head(torch.autograd.Function):
         return *_recomputed_gradients(ctx, d_total, d_rows), *nothing
 
 
-def _merge(collected: list[HeadStatistics], options: HeadOptions, where: torch.device) -> HeadStatistics:
-    if not collected:
-        wanted = (True, True, options.entropy, options.mean, options.log_sum_sq, options.argmax)
-        dtypes = (torch.float32,) * 5 + (torch.int64,)
-        return HeadStatistics(*(torch.empty(0, dtype=d, device=where) if w else None for w, d in zip(wanted, dtypes, strict=True)))  # type: ignore[arg-type]
-    if len(collected) == 1:
-        return collected[0]
-    return HeadStatistics(*(None if c[0] is None else torch.cat(c) for c in zip(*collected, strict=True)))  # type: ignore[arg-type]
+def _empty_statistics(options: HeadOptions, where: torch.device) -> HeadStatistics:
+    def empty(wanted: bool) -> Any:
+        return torch.empty(0, device=where) if wanted else None
+
+    fields = [empty(wanted) for wanted in (True, True, options.entropy, options.mean, options.log_sum_sq)]
+    return HeadStatistics._make([*fields, torch.empty(0, dtype=torch.int64, device=where) if options.argmax else None])
+
+
+def _concatenated(
+    chunks: Sequence[tuple[torch.Tensor | None, ...]], empty: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """The chunks' tensors, field by field, as one; `empty` where there is no chunk."""
+    if len(chunks) < 2:
+        return chunks[0] if chunks else empty
+    return tuple(None if field[0] is None else torch.cat(field) for field in zip(*chunks, strict=True))
 
 
 def _recomputed_gradients(
     ctx: Any, d_total: torch.Tensor | None, d_rows: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients from the real upstream gradients: the logits are formed once more, chunk by chunk."""
-    x, weight, bias, ids, rows, class_weights, lse, entropy = ctx.saved_tensors
+    x, weight, bias, ids, rows, class_weights, row_max, inverse_s, shift = ctx.saved_tensors
     needs = tuple(ctx.needs_input_grad[:3])
     options = ctx.options
     uniform = 1.0 / weight.shape[0] if class_weights is None else None
@@ -673,14 +684,14 @@ def _recomputed_gradients(
     grads = _Gradients.empty(x, weight, bias, rows, needs, chunks.count)
     for chunk, x_chunk, ids_chunk, logits in chunks:
         d = [None if t is None else t[chunk] for t in d_rows]
-        statistics = HeadStatistics(lse[chunk], lse[chunk], None if entropy is None else entropy[chunk])
+        softmax = _Softmax(row_max[chunk], inverse_s[chunk], None if shift is None else shift[chunk])
         if d_total is not None and ctx.objective is not None:
             # A second backward, or an objective used beside the statistics.
-            statistics = _statistics(logits, ids_chunk, class_weights, options, ctx.backend)
+            statistics, _ = _statistics(logits, ids_chunk, class_weights, options, ctx.backend)
             _, extra = _objective_gradient(ctx.objective, statistics, chunk)
             d = [_add(u, None if v is None else v * d_total) for u, v in zip(d, extra, strict=True)]
-        k = _coefficients(*d, like=lse[chunk], uniform=uniform)
-        _gradient_in_place(logits, ids_chunk, class_weights, statistics, k, options, ctx.backend)
+        k = _coefficients(d, softmax.row_max, uniform)
+        _gradient_in_place(logits, ids_chunk, class_weights, softmax, k, options, ctx.backend)
         grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1])
     grads = grads.cast(weight, bias)
     return grads.x, grads.weight, grads.bias

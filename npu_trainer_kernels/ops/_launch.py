@@ -29,7 +29,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constexprs: Any) ->
 
 @contextlib.contextmanager
 def use_launcher(launcher: Launcher) -> Iterator[None]:
-    """Sends the launches made inside the `with` block (on this thread) to `launcher(kernel, grid, args, constexprs)`."""
+    """Inside the `with` block, on this thread, launches go to `launcher(kernel, grid, args, constexprs)`."""
     token = _launcher.set(launcher)
     try:
         yield

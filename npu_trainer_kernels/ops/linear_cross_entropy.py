@@ -185,11 +185,11 @@ def fused_linear_cross_entropy(
         return loss + z_loss * s.lse * s.lse if z_loss else loss
 
     # fp16 gradients of a mean over many tokens would underflow: there the division waits until after the products.
-    early = scale is not None and torch.float16 not in (x.dtype, torch.get_autocast_dtype(x.device.type))
+    early = torch.float16 not in (x.dtype, torch.get_autocast_dtype(x.device.type))
 
     def objective(s: HeadStatistics, chunk: slice) -> torch.Tensor:
         total = row_losses(s, chunk).sum()
-        return total * scale if early else total
+        return total * scale if early and scale is not None else total
 
     total, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, ids, bias, options,
@@ -200,7 +200,7 @@ def fused_linear_cross_entropy(
         loss = row_losses(s, slice(None))
         loss = (loss if rows is None else loss.new_zeros(flat.shape).index_copy(0, rows, loss)).view(target.shape)
     else:
-        loss = total if scale is None or early else total * scale
+        loss = total if early or scale is None else total * scale
     if not outputs:
         return loss
     assert s.argmax is not None
