@@ -1,0 +1,12 @@
+"""The real Ascend compiler without an Ascend card: lower a kernel, plan its on-chip memory, run what was lowered.
+
+    Specialization.of(kernel, args, constexprs, chip)   a launch as the compiler sees it        (lower.py)
+    lower(spec) -> MLIR                                 triton-ascend's own passes              (lower.py)
+    plan(spec) -> MemoryPlan, violations(plan)          bishengir-compile's memory planner      (plan.py)
+    execute(spec, grid, args, level) -> Traffic         the lowered kernel on CPU tensors       (execute.py)
+    Recorder, lowering_launcher                         launchers for `ops._launch.use_launcher` (launcher.py)
+    Case, collect, write_report, report_is_current      the gate                                (gate.py)
+
+It needs the extra `npu_trainer_kernels[ascend]`; executing needs LLVM 19 and a C compiler too. What this cannot show:
+races between cores, a missing synchronisation, the accuracy of the chip's own exp and log, and time.
+"""

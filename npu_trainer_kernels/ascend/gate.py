@@ -1,0 +1,232 @@
+"""The gate: every kernel that an op would launch, on every chip, against the rules; and the table that says so.
+
+A `Case` is an op at one production shape and dtype. Its host code runs on `meta` tensors as if on the chip, so that
+the grid and the block sizes are those that `tiling.py` chooses there; each launch is then planned by the real compiler.
+Where the case can also be run small, the launches are executed and their HBM traffic is held against the least that
+would do.
+
+    rows = collect(cases, CHIPS)
+    failures(rows)                        what fails, by kernel and rule: empty for a gate that passes
+    write_report(rows, path), report_is_current(rows, path)
+
+The report's compile time is the one column that a rerun would change: it is shown in coarse steps and left out when the
+report is compared, so that the file changes only with the kernels or the compiler.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import device
+from ..ops._launch import use_launcher
+from .launcher import LoweringLauncher, Recorder
+from .lower import Specialization, lower
+from .plan import MemoryPlan, plan_lowered, violations
+from .toolchain import ToolchainError
+
+__all__ = [
+    "CHIPS",
+    "REPORTED_CHIPS",
+    "Case",
+    "Row",
+    "collect",
+    "failures",
+    "render",
+    "report_is_current",
+    "write_report",
+]
+
+CHIPS = ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4", "Ascend910_9382")
+REPORTED_CHIPS = ("Ascend950PR_9589",)  # in the table, but not gating: no kernel is tuned for it yet
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op at one shape.
+
+    Attributes:
+        op: the op's name, for example `"rms_norm"`.
+        shape: a label, for example `"4096 x 8192"`.
+        dtype: a label, for example `"bf16"`.
+        run: calls the op (forward, and backward where it has one) on meta tensors of that shape.
+        run_small: calls the op on CPU tensors of a small shape, and returns the fewest bytes that it could have moved
+            between HBM and the chip; None where the traffic is not measured.
+        max_traffic: the most bytes moved, over the fewest possible, that passes.
+    """
+
+    op: str
+    shape: str
+    dtype: str
+    run: Callable[[], object]
+    run_small: Callable[[], int] | None = None
+    max_traffic: float = 1.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of one case on one chip. `plan` is None where the compiler failed, which `broken` then tells."""
+
+    op: str
+    kernel: str
+    shape: str
+    dtype: str
+    chip: str
+    plan: MemoryPlan | None
+    traffic: float | None
+    broken: tuple[str, ...]
+
+
+def collect(cases: Iterable[Case], chips: Sequence[str] = CHIPS, workers: int = 2) -> list[Row]:
+    """Records, plans and measures the cases; rows in the order of cases, chips and launches.
+
+    Args:
+        cases: the cases.
+        chips: names of `device.ASCEND_CHIPS`.
+        workers: compilers that run at once. Each is a process of its own, which a thread waits for.
+
+    Raises:
+        MissingDependencyError: a tool is not installed.
+        RuntimeError: a case launches nothing on a chip, so that passing it would mean nothing.
+    """
+    jobs: dict[tuple[str, str], tuple[Specialization, str]] = {}
+    wanted: list[tuple[Case, str, tuple[str, str], float | None]] = []
+    unlowered: dict[tuple[str, str], ToolchainError] = {}
+    for case in cases:
+        for chip in chips:
+            traffic = _traffic(case, chip)
+            for spec in _launched(case, chip):
+                key = (spec.content, chip)
+                wanted.append((case, spec.name, key, traffic))
+                if key in jobs or key in unlowered:
+                    continue
+                try:
+                    jobs[key] = spec, lower(spec)
+                except ToolchainError as error:
+                    unlowered[key] = error
+
+    def planned(job: tuple[Specialization, str]) -> MemoryPlan | ToolchainError:
+        spec, lowered = job
+        try:
+            multi_buffer = bool(spec.options.get("multibuffer", True))
+            return plan_lowered(spec.name, lowered, spec.chip, multi_buffer=multi_buffer)
+        except ToolchainError as error:
+            return error
+
+    with ThreadPoolExecutor(workers) as pool:
+        plans = {**unlowered, **dict(zip(jobs, pool.map(planned, jobs.values()), strict=True))}
+    return [_row(case, name, key[1], plans[key], traffic) for case, name, key, traffic in wanted]
+
+
+def _launched(case: Case, chip: str) -> list[Specialization]:
+    """The distinct specializations that a case launches on a chip, in order."""
+    recorder = Recorder()
+    with device.use_chip(chip), use_launcher(recorder):
+        case.run()
+    if not recorder.launches:
+        raise RuntimeError(f"{case.op} {case.shape} {case.dtype} launches no kernel on {chip}")
+    specs = [launch.specialize(chip) for launch in recorder.launches]
+    return list({spec.content: spec for spec in specs}.values())
+
+
+def _traffic(case: Case, chip: str) -> float | None:
+    """Bytes moved over the fewest possible, executed with the tiles of `chip`."""
+    if case.run_small is None:
+        return None
+    launcher = LoweringLauncher(chip)
+    with device.use_chip(chip), use_launcher(launcher):
+        least = case.run_small()
+    return launcher.total.bytes / least
+
+
+def _row(case: Case, kernel: str, chip: str, plan: MemoryPlan | ToolchainError, traffic: float | None) -> Row:
+    if isinstance(plan, ToolchainError):
+        broken = [f"does not compile: {plan.stage}: {' | '.join(plan.diagnostics)}"]
+        return Row(case.op, kernel, case.shape, case.dtype, chip, None, traffic, tuple(broken))
+    broken = violations(plan)
+    if traffic is not None and traffic > case.max_traffic:
+        broken.append(f"traffic: {traffic:.3f} of the fewest bytes possible, at most {case.max_traffic}")
+    return Row(case.op, kernel, case.shape, case.dtype, chip, plan, traffic, tuple(broken))
+
+
+def failures(rows: Iterable[Row]) -> list[str]:
+    """What breaks the gate, a line each: `op kernel shape dtype chip: rule: fact`. `REPORTED_CHIPS` never do."""
+    return [
+        f"{row.op} {row.kernel} {row.shape} {row.dtype} {row.chip}: {rule}"
+        for row in rows
+        if row.chip not in REPORTED_CHIPS
+        for rule in row.broken
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+_TIME_STEPS = ((1.0, "< 1"), (10.0, "< 10"), (60.0, "< 60"))
+_COLUMNS = (
+    "op",
+    "kernel",
+    "shape",
+    "dtype",
+    "chips",
+    "buffer",
+    "double-buffered",
+    "switches",
+    "traffic",
+    "verdict",
+    "seconds",
+)
+_HEADER = """# What the Ascend compiler says of every kernel
+
+Written by the gate (`make test-ascend`) from the real compiler's output; no chip was used, and nothing here is a time
+on one. *buffer*: KiB of a core's unified buffer used / available. *switches*: waits between the vector and the scalar
+unit per row or tile of rows. *traffic*: bytes moved between HBM and the chip by the op, counted when its lowering is
+executed at a small shape, over the fewest possible. *seconds*: seconds to compile, in steps (not compared).
+"""
+
+
+def render(rows: Iterable[Row]) -> str:
+    """The report as Markdown: chips with the same facts share a line; the order is that of `rows`."""
+    lines: dict[tuple[str, ...], tuple[list[str], list[float]]] = {}
+    for row in rows:
+        chips, seconds = lines.setdefault(_facts(row), ([], []))
+        if row.chip not in chips:
+            chips.append(row.chip)
+        seconds.append(row.plan.seconds if row.plan else 0.0)
+    table = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+    for facts, (chips, seconds) in lines.items():
+        names = ", ".join(chip.removeprefix("Ascend") for chip in chips)
+        slowest = next((label for limit, label in _TIME_STEPS if max(seconds) < limit), ">= 60")
+        table.append(_line([*facts[:4], names, *facts[4:], slowest]))
+    return _HEADER + "\n" + "\n".join(table) + "\n"
+
+
+def _facts(row: Row) -> tuple[str, ...]:
+    traffic = "" if row.traffic is None else f"{row.traffic:.3f}"
+    verdict = "; ".join(row.broken) or "passes"
+    where = (row.op, row.kernel, row.shape, row.dtype)
+    if row.plan is None:
+        return (*where, "", "", "", traffic, verdict)
+    used, size = row.plan.buffer_used / 1024, row.plan.buffer_size / 1024
+    buffered = "yes" if row.plan.double_buffered else "no"
+    return (*where, f"{used:.1f} / {size:.0f}", buffered, str(row.plan.vector_scalar_switches), traffic, verdict)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def write_report(rows: Iterable[Row], path: Path) -> None:
+    """Writes `render(rows)` to `path`; a report that is current is left as it is, compile times included."""
+    rows = list(rows)
+    if not report_is_current(rows, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(rows))
+
+
+def report_is_current(rows: Iterable[Row], path: Path) -> bool:
+    """Whether the file says what `rows` say, compile times aside."""
+    return path.exists() and _without_times(path.read_text()) == _without_times(render(rows))
+
+
+def _without_times(report: str) -> str:
+    return re.sub(r" \| [^|]* \|$", " |", report, flags=re.MULTILINE)

@@ -1,0 +1,68 @@
+"""Launchers for `ops._launch.use_launcher`: one records launches, one executes them on their real lowering."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import device
+from .execute import LEVELS, Traffic, execute
+from .lower import Specialization, bind
+
+__all__ = ["Launch", "LoweringLauncher", "Recorder", "lowering_launcher"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch as an op made it: `kernel[grid](*args, **constexprs)`."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constexprs: dict[str, Any]
+
+    def specialize(self, chip: str) -> Specialization:
+        """What the compiler would be given for this launch on `chip`."""
+        return Specialization.of(self.kernel, self.args, self.constexprs, chip)
+
+
+@dataclass
+class Recorder:
+    """A launcher that runs nothing: `with use_launcher(recorder): op(...)`, then read `recorder.launches`."""
+
+    launches: list[Launch] = field(default_factory=list)
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+        self.launches.append(Launch(kernel, tuple(grid), tuple(args), dict(constexprs)))
+
+
+@dataclass
+class LoweringLauncher:
+    """A launcher that executes each launch through the Ascend compiler's output, on CPU tensors.
+
+    Attributes:
+        chip: the chip to lower for.
+        level: `"ttadapter"` or `"hfusion"`, see `execute`.
+        traffic: what all launches so far moved, per kernel name.
+    """
+
+    chip: str = "Ascend910B4"
+    level: str = "ttadapter"
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        device.chip_spec(self.chip)
+        if self.level not in LEVELS:
+            raise ValueError(f"level must be one of {', '.join(LEVELS)}; got {self.level!r}")
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+        spec = Specialization.of(kernel, args, constexprs, self.chip)
+        moved = execute(spec, grid, bind(kernel, args, constexprs)[0], self.level)
+        self.traffic[spec.name] = self.traffic.get(spec.name, Traffic()) + moved
+
+    @property
+    def total(self) -> Traffic:
+        """What all launches so far moved."""
+        return sum(self.traffic.values(), Traffic())
+
+
+lowering_launcher = LoweringLauncher()
+"""The launcher of the backend named "ascend-lowering"."""

@@ -1,0 +1,211 @@
+"""Where the Ascend compiler's tools are, how they are run, and a cache of what they produced.
+
+The compiler is `ascendnpu-ir` (bishengir-compile, bishengir-opt) behind `triton-ascend` (the Triton frontend); running
+its output on a CPU also takes LLVM 19, because the compiler is built on LLVM 19 and its output is read by no other.
+Nothing here imports Triton before a tool is asked for.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+__all__ = [
+    "INSTALL_PACKAGES",
+    "INSTALL_TOOLS",
+    "ToolchainError",
+    "ascend_compiler",
+    "bishengir",
+    "cache_dir",
+    "cached",
+    "digest",
+    "host_tool",
+    "invoke",
+    "llvm_libraries",
+    "require_all",
+    "stand_in_hivmc",
+    "versions",
+]
+
+INSTALL_PACKAGES = "pip install 'npu_trainer_kernels[ascend]'"
+INSTALL_TOOLS = "apt-get install mlir-19-tools llvm-19 libmlir-19-dev gcc"
+CACHE_VARIABLE = "NPU_KERNELS_CACHE"
+HOST_TOOLS = ("mlir-translate-19", "opt-19", "llc-19", "llvm-config-19", "gcc")
+
+_TELLING = re.compile(r"error|\[NOTE\]|assertion|unreachable|overflow|not supported|timed out", re.IGNORECASE)
+_TIMEOUT_S = 600
+
+
+class ToolchainError(RuntimeError):
+    """A stage of the compiler failed on a kernel.
+
+    Attributes:
+        kernel: the kernel's name.
+        stage: what was being done, for example `"plan on-chip memory"`.
+        diagnostics: the lines of the tool's output that say what went wrong.
+    """
+
+    def __init__(self, kernel: str, stage: str, diagnostics: Sequence[str]) -> None:
+        self.kernel, self.stage, self.diagnostics = kernel, stage, tuple(diagnostics)
+        super().__init__("\n  ".join([f"{kernel}: {stage} failed", *diagnostics]))
+
+
+def telling_lines(output: str, limit: int = 6) -> list[str]:
+    """The lines of a tool's output that carry a diagnosis, each once; the end of the output where there is none."""
+    lines = [line.strip()[:300] for line in output.splitlines() if line.strip()]
+    telling = dict.fromkeys(line for line in lines if _TELLING.search(line))
+    return list(telling)[:limit] or lines[-limit:]
+
+
+# ------------------------------------------------------------------------------------------------------------ the tools
+def _missing(what: str, install: str) -> ImportError:
+    # Imported here because `_triton` imports Triton, which asking where a tool is must not do.
+    from .._triton import MissingDependencyError
+
+    return MissingDependencyError(f"{what} is missing; install it with: {install}")
+
+
+@cache
+def ascend_compiler() -> ModuleType:
+    """`triton.backends.ascend.compiler`. Raises `MissingDependencyError` where triton-ascend is not installed."""
+    if importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.backends.ascend") is None:
+        raise _missing("triton-ascend (a `triton` with the ascend backend)", INSTALL_PACKAGES)
+    return importlib.import_module("triton.backends.ascend.compiler")
+
+
+def bishengir(tool: str, chip: str) -> Path:
+    """The path of `bishengir-compile` or `bishengir-opt` for a chip (the 950 has builds of its own).
+
+    Raises:
+        MissingDependencyError: ascendnpu-ir is not installed, or lacks this tool.
+    """
+    found = importlib.util.find_spec("ascendnpuir")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        path = Path(folder, "bin", tool + ("-a5" if chip.startswith("Ascend950") else ""))
+        if path.exists():
+            return path
+    raise _missing(f"{tool} (ascendnpu-ir)", INSTALL_PACKAGES)
+
+
+def host_tool(name: str) -> Path:
+    """The path of one of `HOST_TOOLS`. Raises `MissingDependencyError` with the command that installs it."""
+    found = shutil.which(name)
+    if found is None:
+        raise _missing(name, INSTALL_TOOLS)
+    return Path(found)
+
+
+@cache
+def llvm_libraries() -> Path:
+    """LLVM 19's library folder, which holds MLIR's C runtime. Raises `MissingDependencyError` where it does not."""
+    text = subprocess.run([host_tool("llvm-config-19"), "--libdir"], capture_output=True, text=True, check=True).stdout
+    folder = Path(text.strip())
+    if not (folder / "libmlir_c_runner_utils.so").exists():
+        raise _missing("libmlir_c_runner_utils.so", INSTALL_TOOLS)
+    return folder
+
+
+def require_all() -> None:
+    """Raises `MissingDependencyError` for the first tool that lowering, planning or executing would miss."""
+    ascend_compiler()
+    bishengir("bishengir-compile", "")
+    bishengir("bishengir-opt", "")
+    for name in HOST_TOOLS:
+        host_tool(name)
+    llvm_libraries()
+
+
+@cache
+def versions() -> str:
+    """The versions of the compiler's two packages: part of every cache key."""
+    ascend_compiler()
+    bishengir("bishengir-compile", "")
+    return " ".join(f"{name}={metadata.version(name)}" for name in ("triton-ascend", "ascendnpu-ir"))
+
+
+def invoke(
+    kernel: str, stage: str, command: Sequence[str | Path], *, check: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a tool.
+
+    Args:
+        kernel: the kernel's name, for the error.
+        stage: what the tool is run for, for the error.
+        command: the program and its arguments.
+        check: raise where the tool fails (else the caller reads `returncode`).
+        **environment: variables added to the environment.
+
+    Raises:
+        ToolchainError: the tool failed (and `check`), or did not end within ten minutes.
+    """
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            env={**os.environ, **environment},
+        )
+    except subprocess.TimeoutExpired:
+        raise ToolchainError(kernel, stage, [f"timed out after {_TIMEOUT_S} s"]) from None
+    if check and done.returncode != 0:
+        raise ToolchainError(kernel, stage, telling_lines(done.stderr + done.stdout))
+    return done
+
+
+# ------------------------------------------------------------------------------------------------------------ the cache
+def cache_dir() -> Path:
+    """The folder of the cache: `$NPU_KERNELS_CACHE`, or `npu_trainer_kernels` in the user's cache folder."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "npu_trainer_kernels")
+
+
+def digest(*parts: str) -> str:
+    """A name for content: 32 hexadecimal digits that differ where any part differs."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def cached(name: str, produce: Callable[[Path], None]) -> Path:
+    """The cached file `name`, which says what its content was made from (see `digest`).
+
+    Where it does not exist `produce(path)` writes it under a temporary name in the same folder and it is moved into
+    place whole, so that two processes may do the same work but none ever reads half a file.
+    """
+    path = cache_dir() / name
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as folder:
+            made = Path(folder, path.name)
+            produce(made)
+            made.replace(path)
+    return path
+
+
+# `bishengir-compile` hands the planned IR to `hivmc`, Huawei's closed code generator, which is in no package. The
+# planned IR is all that is wanted, so this stands in its place: it answers the version question and keeps its input.
+_HIVMC = """#!/bin/sh
+if [ "$1" = --version ]; then echo "hivmc 0.1.0"; exit 0; fi
+cp "$1" "$NPU_KERNELS_PLANNED_IR"
+"""
+
+
+def stand_in_hivmc() -> Path:
+    """A folder to put first on PATH: its `hivmc` copies the planned IR to `$NPU_KERNELS_PLANNED_IR`."""
+
+    def write(path: Path) -> None:
+        path.write_text(_HIVMC)
+        path.chmod(0o755)
+
+    programs = [cached(f"hivmc-{digest(_HIVMC)}/{name}", write) for name in ("hivmc", "hivmc-a5")]
+    return programs[0].parent

@@ -1,0 +1,27 @@
+"""Setup of the tests that need the real Ascend compiler; they run in a session of their own (`pytest tests/ascend`).
+
+Where the compiler is missing they fail with the command that installs it: a gate that passes by skipping proves
+nothing.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+# The other tests run kernels in Triton's interpreter, which is decided when a kernel is decorated: before any import.
+if "npu_trainer_kernels._triton" in sys.modules:
+    raise pytest.UsageError("run tests/ascend on their own: other tests have set Triton's interpreter up already")
+os.environ["TRITON_INTERPRET"] = "0"
+
+from npu_trainer_kernels.ascend import toolchain
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Asks for the tools, and uses a cache of this run's own: the tools are tested, not an earlier run's files."""
+    toolchain.require_all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(toolchain.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -1,0 +1,85 @@
+import pytest
+import torch
+
+from npu_trainer_kernels import device
+from npu_trainer_kernels.ascend.gate import Case, collect, failures, render, report_is_current, write_report
+from npu_trainer_kernels.ops._launch import launch
+
+from . import toys
+
+
+def _scale(x, scale, block):
+    y = torch.empty_like(x)
+    programs = min(x.shape[0], device.spec(x.device).vector_cores)
+    launch(toys.scaled_rows, (programs,), x, scale, y, x.shape[0], x.shape[1], 1.0, BLOCK=block)
+    return y
+
+
+def _case(block=4096, op="scale", **more):
+    def run():
+        x = torch.empty(4000, 4096, dtype=torch.bfloat16, device="meta")
+        _scale(x, torch.empty(4000, device="meta"), block)
+
+    return Case(op, "4000 x 4096", "bf16", run, **more)
+
+
+def _small():
+    x, scale = torch.randn(16, 512), torch.randn(16)
+    assert torch.equal(_scale(x, scale, 512), x * scale[:, None])
+    return 2 * x.numel() * 4
+
+
+def test_a_passing_gate():
+    rows = collect([_case(run_small=_small)], ["Ascend910B1", "Ascend910B4"])
+    assert [(row.op, row.kernel, row.shape, row.dtype, row.chip) for row in rows] == [
+        ("scale", "scaled_rows", "4000 x 4096", "bf16", "Ascend910B1"),
+        ("scale", "scaled_rows", "4000 x 4096", "bf16", "Ascend910B4"),
+    ]
+    assert failures(rows) == []
+    assert rows[0].traffic == (2 * 16 * 512 * 4 + 16 * 4) / (2 * 16 * 512 * 4)
+
+
+def test_each_failure_names_the_kernel_the_case_and_the_rule():
+    def refused():
+        launch(toys.refused, (1,), torch.empty(64, device="meta"), torch.empty(64, device="meta"), BLOCK=64)
+
+    cases = [_case(block=65536), _case(run_small=_small, max_traffic=1.0), Case("refused", "64", "fp32", refused)]
+    found = failures(collect(cases, ["Ascend910B4"]))
+    assert [line.partition(" Ascend910B4: ")[0] for line in found] == [
+        "scale scaled_rows 4000 x 4096 bf16",
+        "scale scaled_rows 4000 x 4096 bf16",
+        "refused refused 64 fp32",
+    ]
+    rules = [line.partition(" Ascend910B4: ")[2] for line in found]
+    assert rules[0] == "buffer overflow: needs 393216 bytes of 196608"
+    assert rules[1] == "traffic: 1.001 of the fewest bytes possible, at most 1.0"
+    assert rules[2].startswith("does not compile: Triton frontend: ")
+
+
+def test_the_950_is_reported_but_does_not_gate():
+    rows = collect([_case(block=65536)], ["Ascend950PR_9589"])
+    assert rows[0].broken == ("buffer overflow: needs 262144 bytes of 253952",)
+    assert failures(rows) == []
+
+
+def test_a_case_that_launches_nothing_does_not_pass():
+    with pytest.raises(RuntimeError, match="nothing 1 bf16 launches no kernel on Ascend910B4"):
+        collect([Case("nothing", "1", "bf16", lambda: None)], ["Ascend910B4"])
+
+
+def test_the_report_is_stale_exactly_when_the_facts_change(tmp_path):
+    path = tmp_path / "docs" / "report.md"
+    rows = collect([_case(run_small=_small)], ["Ascend910B1", "Ascend910B4"])
+    assert not report_is_current(rows, path)
+    write_report(rows, path)
+    assert report_is_current(rows, path)
+    line = "| scale | scaled_rows | 4000 x 4096 | bf16 | 910B1, 910B4 | 48.0 / 192 | yes | 0 | 1.001 | passes | < 1 |"
+    assert line in path.read_text().splitlines()
+    # Another machine's compile times are no news, and do not touch the file.
+    path.write_text(path.read_text().replace("| < 1 |", "| < 10 |"))
+    assert report_is_current(rows, path)
+    write_report(rows, path)
+    assert "| < 10 |" in path.read_text()
+    other = collect([_case(block=8192)], ["Ascend910B1", "Ascend910B4"])
+    assert not report_is_current(other, path)
+    assert render(rows) == render(rows)
