@@ -5,7 +5,18 @@ from functools import cache
 
 from .device import GIB, MIB, DeviceSpec
 
-__all__ = ["GradientTile", "StatisticsTile", "gradient_tile", "head_chunk", "launch_options", "statistics_tile"]
+__all__ = [
+    "GradientTile",
+    "RowTile",
+    "StatisticsTile",
+    "accumulating_programs",
+    "gradient_tile",
+    "head_chunk",
+    "launch_options",
+    "norm_backward_tile",
+    "norm_forward_tile",
+    "statistics_tile",
+]
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -109,3 +120,56 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec) -> int:
     rows = max(floor, budget // (vocab * itemsize))
     chunks = max(1, _cdiv(n_rows, rows))
     return max(1, min(n_rows, _cdiv(_cdiv(n_rows, chunks), multiple) * multiple))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norms
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """Blocks of a kernel that takes whole rows: a step reads `rows` rows of up to `cols` columns."""
+
+    rows: int
+    cols: int
+    options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+def accumulating_programs(tasks: int, spec: DeviceSpec) -> int:
+    """How many programs to start for `tasks` row tiles when each program adds up a row of its own over its tiles."""
+    if spec.kind == "cuda":
+        # Four per multiprocessor hide each other's latency; more would only write more partial sums (H200).
+        return max(1, min(tasks, 4 * spec.vector_cores))
+    return programs(tasks, spec)
+
+
+def _row_tile(cols: int, itemsize: int, bytes_per_element: int, spec: DeviceSpec) -> RowTile:
+    if spec.kind == "cuda":
+        # 16 bytes of bf16 per thread and row tile, up to 16 warps; short rows share a program.
+        cols = next_power_of_2(cols)
+        rows = max(1, 2048 // cols)
+        return RowTile(rows, cols, launch_options(spec, max(1, min(16, rows * cols // 512))))
+    if spec.kind == "npu":
+        return RowTile(max(1, min(64, spec.on_chip_bytes // (bytes_per_element * cols))), cols)
+    # The interpreter, which knows powers of two only: small, so that a few rows make several tiles and a tail.
+    return RowTile(4 if cols <= 64 else 1, next_power_of_2(cols))
+
+
+@cache
+def norm_forward_tile(cols: int, itemsize: int, extra: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the norms' forward kernel.
+
+    Args:
+        cols: hidden size.
+        itemsize: bytes of the widest element that is read or written.
+        extra: tensors read or written beyond x and y.
+        spec: the device.
+    """
+    return _row_tile(cols, itemsize, (2 + extra) * 2 * itemsize + 8, spec)
+
+
+@cache
+def norm_backward_tile(cols: int, itemsize: int, extra: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the norms' backward kernel; arguments as above (`extra`: beyond x, dy and dx)."""
+    return _row_tile(cols, itemsize, (3 + extra) * 2 * itemsize + 16, spec)

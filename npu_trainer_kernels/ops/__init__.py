@@ -6,6 +6,7 @@ from .linear_cross_entropy import (
     linear_cross_entropy_reference,
 )
 from .linear_logprob import LinearLogProbOutput, linear_logprob, linear_logprob_reference
+from .rms_norm import rms_norm, rms_norm_reference
 
 __all__ = [
     "LinearCrossEntropyOutput",
@@ -14,4 +15,6 @@ __all__ = [
     "linear_cross_entropy_reference",
     "linear_logprob",
     "linear_logprob_reference",
+    "rms_norm",
+    "rms_norm_reference",
 ]

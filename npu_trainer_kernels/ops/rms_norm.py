@@ -1,0 +1,88 @@
+"""Root mean square norm over the last dimension (arXiv:1910.07467), in the roundings that model families use.
+
+    rstd = (mean_j x_j^2 + eps)^(-1/2)          n = x rstd          w' = offset + weight          fp32
+
+    casting "llama"   y = w' * n.to(x.dtype)        LlamaRMSNorm; y has the promoted dtype of weight and x
+            "gemma"   y = (n * w').to(x.dtype)      Gemma (offset 1), Olmo2 and nn.RMSNorm (offset 0)
+            "none"    y = (x * rstd.to(x.dtype)) * w'.to(x.dtype)      every product in x's dtype
+
+    g = dy w'        dx = rstd (g - n mean_j g_j n_j)        dw = sum over rows of dy n
+
+Kernels and torch twin: `ops/_norm.py`. Saved for backward: x, weight and one fp32 number per row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import backends
+from ._norm import check_norm, norm_backward, norm_forward, norm_reference
+
+__all__ = ["rms_norm", "rms_norm_reference"]
+
+
+def rms_norm_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> torch.Tensor:
+    """The op in plain PyTorch: what transformers' modules compute."""
+    return norm_reference(x, weight, eps, offset, casting)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str,
+                backend: str) -> torch.Tensor:  # fmt: skip
+        y, _, rstd = norm_forward(x, None, weight, eps, offset, casting, False, backend)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.options = offset, casting, backend
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        offset, casting, backend = ctx.options
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        dx, dw = norm_backward(x, None, weight, rstd, dy, None, offset, casting, needs_dx, needs_dw, backend)
+        return dx, dw, None, None, None, None
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """RMS norm over the last dimension; formulas in the module's docstring.
+
+    Args:
+        x: `[..., H]`, fp32, bf16 or fp16; any strides.
+        weight: `[H]` or None (y = n, rounded to x's dtype).
+        eps: added to the mean square; not negative.
+        offset: added to the weight.
+        casting: `"llama"`, `"gemma"` or `"none"`.
+        backend: overrides the choice of `backends.choose`.
+
+    Returns:
+        `[..., H]` in x's dtype; with casting `"llama"` in the promoted dtype of weight and x.
+
+    Raises:
+        TypeError: a dtype that is not allowed.
+        ValueError: shapes that do not match, an eps or offset that is not finite, an unknown casting or backend.
+    """
+    check_norm(x, weight, eps, offset, casting)
+    chosen = backends.choose("rms_norm", x.device, backend)
+    if torch.compiler.is_compiling():
+        return rms_norm_reference(x, weight, eps, offset=offset, casting=casting)
+    return _RmsNorm.apply(x, weight, eps, offset, casting, chosen)
