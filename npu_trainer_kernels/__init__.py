@@ -1,0 +1,45 @@
+"""Fused kernels for Hugging Face Trainer and TRL on Ascend NPUs, CUDA GPUs and CPUs.
+
+The names below are loaded on first use: importing this package needs torch and nothing else, and works where Triton,
+torch_npu or TRL is missing or broken. `npu_trainer_kernels.ops` holds the ops as functions.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._triton import MissingDependencyError
+
+if TYPE_CHECKING:
+    from .arguments import NpuKernelsArguments
+    from .callback import NpuKernelsCallback
+    from .patching import NpuKernels, Report, apply_npu_kernels
+    from .trainers.grpo import GRPOTrainer
+
+_HOMES = {
+    "GRPOTrainer": ".trainers.grpo",
+    "NpuKernels": ".patching",
+    "NpuKernelsArguments": ".arguments",
+    "NpuKernelsCallback": ".callback",
+    "Report": ".patching",
+    "apply_npu_kernels": ".patching",
+}
+
+__all__ = [
+    "GRPOTrainer",
+    "MissingDependencyError",
+    "NpuKernels",
+    "NpuKernelsArguments",
+    "NpuKernelsCallback",
+    "Report",
+    "apply_npu_kernels",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,42 @@
+"""The fields behind `--use_npu_kernels`, for `HfArgumentParser` and `TrlParser` (command line and YAML)."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from . import backends
+
+if TYPE_CHECKING:
+    from .callback import NpuKernelsCallback
+
+__all__ = ["NpuKernelsArguments"]
+
+
+@dataclass
+class NpuKernelsArguments:
+    """Arguments that put the fused kernels into a training script."""
+
+    use_npu_kernels: bool = field(
+        default=False, metadata={"help": "Train with the fused kernels, on whatever device the run uses."}
+    )
+    npu_kernels_ops: list[str] | None = field(
+        default=None,
+        metadata={"help": "Which ops to use; all that apply by default. See apply_npu_kernels for the names."},
+    )
+    npu_kernels_backend: str | None = field(
+        default=None,
+        metadata={"help": "Overrides the choice of backend: 'torch', or 'rms_norm=torch,linear_logprob=triton'."},
+    )
+
+    def __post_init__(self) -> None:
+        if not self.use_npu_kernels and (self.npu_kernels_ops or self.npu_kernels_backend):
+            raise ValueError("npu_kernels_ops and npu_kernels_backend do nothing without --use_npu_kernels")
+        if self.npu_kernels_backend is not None:
+            backends.parse_override(self.npu_kernels_backend)
+
+    def callbacks(self) -> "list[NpuKernelsCallback]":
+        """What to pass as a Trainer's `callbacks`: one `NpuKernelsCallback`, or none without the flag."""
+        from .callback import NpuKernelsCallback
+
+        if not self.use_npu_kernels:
+            return []
+        return [NpuKernelsCallback(ops=self.npu_kernels_ops, backend=self.npu_kernels_backend)]

@@ -1,0 +1,194 @@
+"""`apply_npu_kernels`: from a model to its handle."""
+
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from .. import backends, device
+from ._call import CallSettings, track_calls
+from ._classes import original_class
+from ._head import patch_head, recognise_head
+from ._norms import is_candidate, patched_norm_class, recognise_norm
+from ._report import LeftAlone, Replaced, Report
+from ._trl import seam
+from ._undo import Undo
+
+__all__ = ["PATCHES", "NpuKernels", "apply_npu_kernels"]
+
+PATCHES = ("rms_norm", "linear_cross_entropy", "linear_logprob")
+
+_handles: "weakref.WeakKeyDictionary[nn.Module, NpuKernels]" = weakref.WeakKeyDictionary()
+
+
+class NpuKernels:
+    """What `apply_npu_kernels` returns: says what was replaced, and puts it back.
+
+    A context manager: leaving it restores. Applying again to the same model returns the same handle.
+    """
+
+    def __init__(self, model: nn.Module, ops: tuple[str, ...], backend: str | None) -> None:
+        self._model = weakref.ref(model)
+        self._ops, self._backend = ops, backend
+        self._undo = Undo()
+        self._report = Report()
+        self._settings = CallSettings(trl_backend=backend)
+        self._tracked: set[int] = set()
+        self._head_detail = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is replaced at present."""
+        return len(self._undo) > 0
+
+    @property
+    def tokens(self) -> int:
+        """Input tokens that training forwards of the patched model have seen, on this process."""
+        return self._settings.tokens
+
+    def report(self) -> Report:
+        """What was replaced and what was left alone; it stays after `restore`."""
+        return self._report
+
+    def restore(self) -> None:
+        """Puts everything back as it was: classes, attributes, hooks, TRL's names. Does nothing the second time."""
+        self._undo.restore()
+        self._tracked.clear()
+        self._settings.serves_trl = False
+        model = self._model()
+        if model is not None and _handles.get(model) is self:
+            del _handles[model]
+
+    def __enter__(self) -> "NpuKernels":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def refresh(self) -> None:
+        """Patches what has been added or exchanged in the model since; what is patched already stays."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model that these kernels were applied to no longer exists")
+        where = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if where.type == "meta":
+            where = torch.device(device.accelerator())
+        self._report = Report(device=device.spec(where).name, notes=self._report.notes)
+        try:
+            for op in self._ops:
+                name, reason = backends.explain(op, where, self._backend)
+                self._report.reasons[op] = reason
+                getattr(self, f"_patch_{op}")(model, name)
+        except BaseException:
+            self.restore()
+            raise
+
+    def _patch_rms_norm(self, model: nn.Module, backend: str) -> None:
+        for path, module in model.named_modules():
+            if not is_candidate(module):
+                continue
+            kind = original_class(module).__name__
+            form = recognise_norm(module)
+            if isinstance(form, str):
+                self._report.left_alone.append(LeftAlone(path, kind, "rms_norm", form))
+                continue
+            if original_class(module) is type(module):
+                self._undo.set_class(module, patched_norm_class(module, form, self._backend))
+            self._report.replaced.append(Replaced(path, kind, "rms_norm", backend, str(form)))
+
+    def _track(self, *modules: nn.Module) -> None:
+        # PEFT and prompt wrappers are given the labels first, and some call the inner model's forward directly.
+        for module in modules:
+            if id(module) not in self._tracked:
+                track_calls(module, self._settings, self._undo)
+                self._tracked.add(id(module))
+
+    def _patch_linear_cross_entropy(self, model: nn.Module, backend: str) -> None:
+        path, causal_lm = _causal_lm(model)
+        if causal_lm is None:
+            self._report.left_alone.append(LeftAlone("", "", "linear_cross_entropy", "no causal language model found"))
+            return
+        kind = original_class(causal_lm).__name__
+        head = causal_lm.get_output_embeddings()  # type: ignore[operator]
+        if head is None or original_class(head) is type(head):
+            found = recognise_head(causal_lm)
+            if isinstance(found, str):
+                self._report.left_alone.append(LeftAlone(path, kind, "linear_cross_entropy", found))
+                return
+            head, form = found
+            patch_head(causal_lm, head, form, self._backend, self._undo)
+            self._head_detail = str(form)
+        self._track(model, causal_lm)
+        self._report.replaced.append(Replaced(path, kind, "linear_cross_entropy", backend, self._head_detail))
+        self._report.note("while training with labels the model returns its loss, and logits of width 0")
+
+    def _patch_linear_logprob(self, model: nn.Module, backend: str) -> None:
+        reason = seam.unsupported()
+        path, causal_lm = _causal_lm(model)
+        if reason is None and causal_lm is None:
+            reason = "no causal language model found"
+        if reason is not None or causal_lm is None:
+            self._report.left_alone.append(LeftAlone("", "", "linear_logprob", reason or ""))
+            return
+        if not self._settings.serves_trl:
+            seam.acquire()
+            self._undo.add(seam.release)
+            self._settings.serves_trl = True
+        self._track(model, causal_lm)
+        self._report.replaced.append(Replaced(path, original_class(causal_lm).__name__, "linear_logprob", backend))
+
+
+def _causal_lm(model: nn.Module) -> tuple[str, nn.Module | None]:
+    """The module inside `model` (or itself) that owns the LM head and the loss."""
+    for path, module in model.named_modules():
+        if hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function"):
+            if module.get_output_embeddings() is not None:  # type: ignore[operator]
+                return path, module
+    return "", None
+
+
+def apply_npu_kernels(model: nn.Module, *, ops: Sequence[str] | None = None, backend: str | None = None) -> NpuKernels:
+    """Puts the fused kernels into a model, in place, on this instance alone.
+
+    - `rms_norm`: every RMSNorm module, recognised by what it computes;
+    - `linear_cross_entropy`: LM head and loss, when the model is trained with labels;
+    - `linear_logprob`: the head that TRL's trainers add (SFT, DPO, KTO, RLOO, GRPO).
+
+    Parameters, names, `state_dict` keys and dtypes stay as they are, so a checkpoint saved while patched loads
+    unpatched and the other way round.
+
+    Args:
+        model: a `transformers` model, or a PEFT model around one.
+        ops: which of `PATCHES`; None: all.
+        backend: overrides the choice of backend, as `"torch"` or `"rms_norm=torch,linear_logprob=triton"`.
+
+    Returns:
+        The handle; also usable as a context manager. A second call for the same model returns the same handle after
+        looking for modules that were added since.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: unknown op or backend, a backend that cannot run on the model's device, or the model is patched
+            already with other options.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    chosen = PATCHES if ops is None else tuple(ops)
+    unknown = [op for op in chosen if op not in PATCHES]
+    if isinstance(ops, str) or unknown:
+        raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
+    handle = _handles.get(model)
+    if handle is None:
+        handle = NpuKernels(model, chosen, backend)
+    elif (handle._ops, handle._backend) != (chosen, backend):
+        raise ValueError(
+            f"this model is patched already with ops={handle._ops}, backend={handle._backend!r}; "
+            f"restore that first, or ask for the same (got ops={chosen}, backend={backend!r})"
+        )
+    handle.refresh()
+    _handles[model] = handle
+    return handle

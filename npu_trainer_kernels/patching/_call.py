@@ -1,0 +1,93 @@
+"""What a patched model is computing right now.
+
+Forward hooks on the patched model put a `Call` into a context variable while its forward runs; the head, the loss
+function and TRL's seam read it. Nothing is stored on the model, so copies of a patched model do not share state, and two
+models, or two threads, do not see each other's labels.
+"""
+
+import contextvars
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._undo import Undo
+
+__all__ = ["Call", "CallSettings", "current_call", "track_calls"]
+
+
+@dataclass
+class CallSettings:
+    """What the calls of a patched model have in common.
+
+    Attributes:
+        serves_trl: whether ours answers at TRL's seam.
+        trl_backend: the backend for `linear_logprob`, or None for the device's own choice.
+        tokens: input tokens of the training forwards so far, on this process.
+    """
+
+    serves_trl: bool = False
+    trl_backend: str | None = None
+    tokens: int = 0
+
+
+@dataclass
+class Call:
+    """One forward of a patched model.
+
+    Attributes:
+        settings: of the model.
+        labels, shift_labels, num_items_in_batch: as the model was given them.
+        wants_loss: training, with labels, through the model's own head.
+        loss: the fused loss, from when the head has computed it until the model's loss function returns it.
+        previous: the call that this one is nested in.
+    """
+
+    settings: CallSettings
+    labels: torch.Tensor | None
+    shift_labels: torch.Tensor | None
+    num_items_in_batch: torch.Tensor | int | None
+    wants_loss: bool
+    loss: torch.Tensor | None = None
+    previous: "Call | None" = None
+
+
+_current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
+
+
+def current_call() -> Call | None:
+    """The call whose forward is running on this thread, if any."""
+    return _current.get()
+
+
+@torch.compiler.disable
+def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
+    given = labels if shift_labels is None else shift_labels
+    ids = kwargs.get("input_ids")
+    if isinstance(ids, torch.Tensor) and module.training and torch.is_grad_enabled() and _current.get() is None:
+        settings.tokens += ids.numel()
+    wants_loss = (
+        isinstance(given, torch.Tensor)
+        and module.training
+        and torch.is_grad_enabled()
+        and not kwargs.get("fused_lm_head", False)
+    )
+    num_items = kwargs.get("num_items_in_batch")
+    _current.set(Call(settings, labels, shift_labels, num_items, wants_loss, previous=_current.get()))
+
+
+@torch.compiler.disable
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    call = _current.get()
+    _current.set(None if call is None else call.previous)
+
+
+def track_calls(module: nn.Module, settings: CallSettings, undo: Undo) -> None:
+    """Makes `current_call` answer while `module`'s forward runs, also when it raises."""
+    before = module.register_forward_pre_hook(functools.partial(_enter, settings), with_kwargs=True, prepend=True)
+    after = module.register_forward_hook(_leave, always_call=True)
+    undo.add(before.remove)
+    undo.add(after.remove)

@@ -1,0 +1,144 @@
+"""TRL's head seam: SFT, DPO, KTO, RLOO and GRPO compute log-probabilities through one function.
+
+TRL (1.15 and later) gives the model a fused head that looks up `trl.trainer.utils._ChunkedLogProbFunction` at each call,
+and `_use_triton` to learn whether rows without a label may be left out. Both names are module-level, so what stands in
+their place decides call by call: inside the forward of a patched model (`_call`) ours answers, everywhere else TRL's own.
+The dispatchers are installed once, counted, and taken away with the last handle.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._triton import MissingDependencyError
+from ..ops.linear_logprob import OUTPUTS, linear_logprob
+from ._call import current_call
+
+__all__ = ["TrlSeam", "seam"]
+
+_MODULE, _FUNCTION, _COMPACTS = "trl.trainer.utils", "_ChunkedLogProbFunction", "_use_triton"
+# What TRL calls an output, and what this package does.
+_NAMES = {
+    "entropy": "entropy",
+    "log_sum_sq_probs": "log_sum_sq_probs",
+    "mean_logits": "mean_logit",
+    "is_top1": "is_top1",
+}
+_PARAMETERS = (
+    "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "outputs",
+)  # fmt: skip
+assert set(_NAMES.values()) == set(OUTPUTS)
+
+
+def _apply(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: Sequence[str] = tuple(_NAMES),
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """TRL's function by ours: same arguments, same five outputs. `chunk_size` is TRL's tile width; ours needs none."""
+    out = linear_logprob(
+        hidden, weight, targets, bias, temperature=temperature, softcap=final_logit_softcapping,
+        logit_scale=logit_scale, outputs=tuple(_NAMES[o] for o in outputs if o in _NAMES), backend=backend,
+    )  # fmt: skip
+    monitored = (None if t is None else t.detach() for t in (out.log_sum_sq_probs, out.mean_logit, out.is_top1))
+    return out.log_prob, out.entropy, *monitored
+
+
+class TrlSeam:
+    """The dispatchers in place of TRL's two names; `acquire` and `release` count the handles that need them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._originals: dict[str, Any] = {}
+
+    @staticmethod
+    def unsupported() -> str | None:
+        """Why TRL's head cannot be served here, or None."""
+        if importlib.util.find_spec("trl") is None:
+            return "TRL is not installed (pip install 'trl>=1.15,<2')"
+        try:
+            utils = importlib.import_module(_MODULE)
+        except (ImportError, OSError, RuntimeError) as error:
+            return f"{_MODULE} cannot be imported ({type(error).__name__}: {error})"
+        if not hasattr(utils, _FUNCTION) or not hasattr(utils, "add_fused_lm_head"):
+            return f"TRL {_version()} has no fused head to serve (1.15 and later have)"
+        function = getattr(utils, _FUNCTION)
+        if function is not None:  # TRL 1.15 without Triton has the name, but no function
+            found = tuple(inspect.signature(function.forward).parameters)[1:]
+            if found != _PARAMETERS:
+                return f"TRL {_version()}'s {_FUNCTION} takes {', '.join(found)}; expected {', '.join(_PARAMETERS)}"
+        return None
+
+    def acquire(self) -> None:
+        """Installs the dispatchers for the first user. Raises `MissingDependencyError` where TRL cannot be served."""
+        reason = self.unsupported()
+        if reason is not None:
+            raise MissingDependencyError(reason)
+        utils = importlib.import_module(_MODULE)
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                ours = {_FUNCTION: _dispatcher(getattr(utils, _FUNCTION))}
+                if hasattr(utils, _COMPACTS):  # TRL 1.15 always leaves unlabelled rows out
+                    ours[_COMPACTS] = _dispatching_use_triton(getattr(utils, _COMPACTS))
+                self._originals = {name: getattr(utils, name) for name in ours}
+                for name, value in ours.items():
+                    setattr(utils, name, value)
+
+    def release(self) -> None:
+        """Gives TRL its own names back when the last user leaves."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                utils = importlib.import_module(_MODULE)
+                for name, original in self._originals.items():
+                    setattr(utils, name, original)
+                self._originals = {}
+
+
+def _dispatcher(original: Any) -> Any:
+    class Dispatcher:
+        """`apply` by ours inside the forward of a patched model, by TRL's function elsewhere."""
+
+        forward = getattr(original, "forward", None)
+
+        @staticmethod
+        def apply(*args: Any) -> tuple[torch.Tensor | None, ...]:
+            call = current_call()
+            if call is None or not call.settings.serves_trl:
+                return original.apply(*args)
+            return _apply(*args, backend=call.settings.trl_backend)
+
+    return Dispatcher
+
+
+def _dispatching_use_triton(original: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
+    def use_triton(device: torch.device) -> bool:
+        # TRL asks in order to leave out the rows without a label. Ours can on every device.
+        call = current_call()
+        return True if call is not None and call.settings.serves_trl else original(device)
+
+    return use_triton
+
+
+def _version() -> str:
+    return importlib.metadata.version("trl")
+
+
+seam = TrlSeam()
