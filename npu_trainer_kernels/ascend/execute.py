@@ -278,7 +278,7 @@ _ROUNDING = {"rint": "roundeven", "floor": "floor", "ceil": "ceil", "round": "ro
 def _through_hfusion(kernel: str, lowered: str, folder: Path) -> str:
     source = folder / "lowered.mlir"
     source.write_text(without_mix_mode(lowered))
-    command = [
+    command: list[str | Path] = [
         toolchain.bishengir("bishengir-opt", ""),
         source,
         "--lower-hfusion-pipeline=enable-triton-kernel-compile=true",

@@ -51,16 +51,20 @@ class MemoryPlan:
         double_buffered: transfers inside loops rotate between two buffers (True where no loop transfers anything).
         multi_buffer_dropped: the compiler gave double buffering up to make the plan fit.
         single_buffers: tile transfers inside loops whose buffer does not rotate.
+        loads_after_stores: waits of loads for earlier stores in loops that stream tiles. Each of them stops the overlap
+            that double buffering is for; reading and writing through one argument causes them.
         element_loops: loops over single elements that the streamed bytes do not pay for.
         element_transfers: HBM accesses of less than 32 bytes per row, beyond those that the streamed bytes pay for.
         atomics: atomic updates of HBM in the program text.
         vector_scalar_switches: waits between the vector and the scalar unit per row.
         block_switches: those of them in loops of runtime length, which repeat for each block of the row.
         tiny_vector_ops: vector instructions on 32 bytes or less per row.
+        vector_bytes: bytes of the widest operand of each vector operation per row: over `bytes_streamed`, how much work
+            the vector unit has for each byte that arrives.
         bytes_streamed: bytes in transfers of 32 bytes and more per row (masked tails count in full).
         largest_transfer: bytes of the largest transfer.
         structured: the planned IR still has its loops. The 950's has not: switches and tiny operations are then those
-            of the program text, bytes and element transfers are not known (0).
+            of the program text; bytes, element transfers and waits for stores are not known (0).
         seconds: what the compiler took when it was run (not part of equality).
         diagnostics: the compiler's remarks and errors.
     """
@@ -73,12 +77,14 @@ class MemoryPlan:
     double_buffered: bool = False
     multi_buffer_dropped: bool = False
     single_buffers: int = 0
+    loads_after_stores: int = 0
     element_loops: int = 0
     element_transfers: int = 0
     atomics: int = 0
     vector_scalar_switches: int = 0
     block_switches: int = 0
     tiny_vector_ops: int = 0
+    vector_bytes: int = 0
     bytes_streamed: int = 0
     largest_transfer: int = 0
     structured: bool = True
@@ -99,6 +105,8 @@ def violations(plan: MemoryPlan) -> list[str]:
         broken.append("double buffering lost: the compiler dropped it to make the buffers fit")
     elif not plan.double_buffered:
         broken.append("double buffering lost: no transfer inside a loop rotates between two buffers")
+    elif plan.loads_after_stores:
+        broken.append(f"double buffering lost: loads wait for earlier stores, {plan.loads_after_stores} times per row")
     if plan.element_loops:
         broken.append(f"element loop: {plan.element_loops} loops work on one element at a time")
     if plan.element_transfers:
@@ -155,7 +163,7 @@ def _compile_to(kernel: str, lowered: str, chip: str, flags: tuple[str, ...], pa
         source, planned = Path(folder, "kernel.mlir"), Path(folder, "planned.mlir")
         source.write_text(without_mix_mode(lowered))
         search = f"{toolchain.stand_in_hivmc()}:{os.environ.get('PATH', '')}"
-        command = [tool, source, *flags, "-o", Path(folder, "kernel.o")]
+        command: list[str | Path] = [tool, source, *flags, "-o", Path(folder, "kernel.o")]
         started = time.perf_counter()
         # The code generator's stand-in produces no object file, so that success is a planned IR, not an exit status.
         done = toolchain.invoke(kernel, stage, command, check=False, PATH=search, NPU_KERNELS_PLANNED_IR=str(planned))
@@ -172,6 +180,8 @@ _REQUIRED = re.compile(r"ub overflow, requires (\d+) bits while (\d+) bits avail
 _UB_SIZE = re.compile(r'"UB_SIZE", (\d+) : i32')
 _DROPPED = "set enable-auto-multi-buffer to false"
 _SWITCH = re.compile(r"hivm\.hir\.wait_flag\[<PIPE_V>, <PIPE_S>|hivm\.hir\.wait_flag\[<PIPE_S>, <PIPE_V>")
+# A fixed event is the store just before; where buffers rotate the event does too, and stands for the store before that.
+_LOAD_AFTER_STORE = "hivm.hir.wait_flag[<PIPE_MTE3>, <PIPE_MTE2>, <EVENT"
 _ASSIGN = re.compile(r"\s*(%[\w$.-]+)(?::\d+)? = (.*)")
 _NAME = re.compile(r"%[\w$.-]+")
 _ROTATING_STRUCT = re.compile(r"llvm\.select .*!llvm\.struct<\(ptr<6>")
@@ -201,7 +211,7 @@ def read_plan(kernel: str, chip: str, lowered: str, planned: str, log: str) -> M
     rotates = walk.single_buffers < walk.loop_transfers or walk.loop_transfers == 0
     if not structured:
         # Without loops there is no row body. What the lowered form still says: loops over single elements are marked.
-        worst.streamed = worst.small_accesses = worst.block_switches = 0
+        worst.streamed = worst.small_accesses = worst.block_switches = worst.vector_bytes = 0
         worst.element_loops = [None] * lowered.count("{ExtractedLoadOrStore}")
         rotates = any(_ROTATING_STRUCT.search(line) for line in body)
     paid = worst.streamed // BYTES_PER_ELEMENT_ACCESS
@@ -214,12 +224,14 @@ def read_plan(kernel: str, chip: str, lowered: str, planned: str, log: str) -> M
         double_buffered=not dropped and rotates,
         multi_buffer_dropped=dropped,
         single_buffers=walk.single_buffers,
+        loads_after_stores=worst.loads_after_stores,
         element_loops=sum(1 for runs in worst.element_loops if runs is None or runs > paid),
         element_transfers=max(0, worst.small_accesses - paid),
         atomics=lowered.count("GenericAtomicRMW"),
         vector_scalar_switches=worst.switches,
         block_switches=worst.block_switches,
         tiny_vector_ops=worst.tiny_vector_ops,
+        vector_bytes=worst.vector_bytes,
         bytes_streamed=worst.streamed,
         largest_transfer=walk.largest_transfer,
         structured=structured,
@@ -297,15 +309,26 @@ class _Region:
     switches: int = 0
     block_switches: int = 0
     tiny_vector_ops: int = 0
+    vector_bytes: int = 0
     wide_ops: int = 0  # vector operations and transfers of more than 32 bytes
+    own_tiles: int = 0  # tile transfers in this loop itself, not in loops inside it
+    own_waits: int = 0  # waits of loads for stores, likewise
+    loads_after_stores: int = 0
     streamed: int = 0
     small_accesses: int = 0
     touches_elements: bool = False  # single elements, at places that follow this loop's counter
     element_loops: list[int | None] = field(default_factory=list)
 
+    def close(self) -> None:
+        """Settles what only the whole loop shows: a wait for a store stops transfers that the loop itself makes."""
+        if self.is_loop and self.own_tiles:
+            self.loads_after_stores += self.own_waits
+
     def absorb(self, inner: "_Region") -> None:
         """Adds the work of a loop inside this region, as often as it runs."""
         times = 1 if inner.runs is None else inner.runs
+        self.loads_after_stores += times * inner.loads_after_stores
+        self.vector_bytes += times * inner.vector_bytes
         self.switches += times * inner.switches
         self.block_switches += inner.switches if inner.runs is None else times * inner.block_switches
         self.tiny_vector_ops += times * inner.tiny_vector_ops
@@ -338,7 +361,7 @@ class _Walk:
         if not self.row_loops:
             return program
         worst = _Region(indent=-1)
-        for name in ("switches", "block_switches", "tiny_vector_ops", "small_accesses"):
+        for name in ("switches", "block_switches", "tiny_vector_ops", "vector_bytes", "loads_after_stores"):
             setattr(worst, name, max(getattr(loop, name) for loop in self.row_loops))
         # Element accesses are paid for by their own loop's bytes, so take the loop where most are left to pay.
         dearest = max(self.row_loops, key=lambda r: r.small_accesses * BYTES_PER_ELEMENT_ACCESS - r.streamed)
@@ -356,6 +379,8 @@ class _Walk:
         self._enter_loop(line, indent)
         if _SWITCH.search(line):
             self.regions[-1].switches += 1
+        if _LOAD_AFTER_STORE in line:
+            self.regions[-1].own_waits += 1
         called = _CALL.search(line)
         if called:
             self._call(called[1], [name.strip() for name in called[2].split(",") if name.strip()])
@@ -366,6 +391,7 @@ class _Walk:
     def _close(self, indent: int) -> None:
         while len(self.regions) > 1 and self.regions[-1].indent >= indent:
             inner = self.regions.pop()
+            inner.close()
             if inner.is_row_loop:
                 self.row_loops.append(inner)
             else:
@@ -423,13 +449,13 @@ class _Walk:
     def _call(self, function: str, operands: list[str]) -> None:
         region = self.regions[-1]
         memories = [self.memories[o] for o in operands if o in self.memories]
-        in_loop = any(r.is_loop for r in self.regions)
         sizes = [memory.bytes for memory in memories if memory.bytes is not None]
         if not function.startswith(("load_gm_to_", "store_ub")):
             if sizes and max(sizes) <= DMA_BLOCK_BYTES:
                 region.tiny_vector_ops += 1
             elif sizes:
                 region.wide_ops += 1
+            region.vector_bytes += max(sizes, default=0)
             return
         moved = min(sizes, default=0)
         outside = next((memory for memory in memories if memory.space == "gm"), None)
@@ -441,7 +467,8 @@ class _Walk:
         if moved > DMA_BLOCK_BYTES:
             region.wide_ops += 1
         self.largest_transfer = max(self.largest_transfer, moved if run >= DMA_BLOCK_BYTES else run)
-        if in_loop and moved >= BYTES_PER_ELEMENT_ACCESS:
+        if moved >= BYTES_PER_ELEMENT_ACCESS and any(r.is_loop for r in self.regions):
+            region.own_tiles += 1
             self.loop_transfers += 1
             self.single_buffers += not any(memory.rotates for memory in memories if memory.space == "ub")
 

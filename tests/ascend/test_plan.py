@@ -38,6 +38,8 @@ def test_a_good_kernel_passes(chip):
     assert planned.single_buffers == 0
     assert planned.bytes_streamed == 2 * 4096 * 2
     assert planned.largest_transfer == 4096 * 2
+    # To fp32, twice a multiplication, to bf16: each fp32 wide. The fill of a masked tail is bf16.
+    assert planned.vector_bytes == 4 * 4096 * 4 + 4096 * 2
     assert planned.vector_scalar_switches == 0
 
 
@@ -65,6 +67,14 @@ def test_double_buffering_that_was_switched_off_is_named():
     planned = _plan(toys.scaled_rows, BLOCK=4096, multibuffer=False)
     assert (planned.multi_buffer_dropped, planned.double_buffered, planned.single_buffers) == (False, False, 2)
     assert _rules(planned) == ["double buffering lost"]
+
+
+def test_loads_that_wait_for_stores_are_named():
+    apart, in_place = _plan(toys.doubled, BLOCK=2048), _plan(toys.doubled_in_place, BLOCK=2048)
+    assert (apart.loads_after_stores, violations(apart)) == (0, [])
+    assert in_place.double_buffered
+    assert in_place.loads_after_stores == 1
+    assert _rules(in_place) == ["double buffering lost"]
 
 
 def test_a_loop_over_elements_of_hbm_is_named():

@@ -105,6 +105,28 @@ def block_maxima(x, y, n_rows, n_cols, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def doubled(x, y, n_rows, n_cols, BLOCK: tl.constexpr):
+    """y = 2 x by blocks; `doubled_in_place` does it through one argument."""
+    cols = tl.arange(0, BLOCK)
+    for row in tl.range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        for start in tl.range(0, n_cols, BLOCK):
+            at = row.to(tl.int64) * n_cols + start + cols
+            mask = start + cols < n_cols
+            tl.store(y + at, tl.load(x + at, mask=mask, other=0.0) * 2, mask=mask)
+
+
+@triton.jit
+def doubled_in_place(x, n_rows, n_cols, BLOCK: tl.constexpr):
+    """x = 2 x: as the compiler cannot tell the blocks apart, each load waits for the store before it."""
+    cols = tl.arange(0, BLOCK)
+    for row in tl.range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        for start in tl.range(0, n_cols, BLOCK):
+            at = row.to(tl.int64) * n_cols + start + cols
+            mask = start + cols < n_cols
+            tl.store(x + at, tl.load(x + at, mask=mask, other=0.0) * 2, mask=mask)
+
+
+@triton.jit
 def refused(x, y, BLOCK: tl.constexpr):
     """Not valid Triton: the two shapes do not broadcast."""
     tl.store(y + tl.arange(0, BLOCK), tl.load(x + tl.arange(0, BLOCK)) + tl.arange(0, BLOCK * 2))
