@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import device, tiling
+from .._opaque import opaque
 from .._triton import jit, tl
 from ._launch import launch
 
@@ -701,7 +702,7 @@ def _add(u: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor | None:
     return v if u is None else u if v is None else u + v
 
 
-@torch.compiler.disable
+@opaque
 def head_statistics(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,7 +114,7 @@ class NpuKernels:
             self._report.left_alone.append(LeftAlone("", "", "linear_cross_entropy", "no causal language model found"))
             return
         kind = original_class(causal_lm).__name__
-        head = causal_lm.get_output_embeddings()  # type: ignore[operator]
+        head = causal_lm.get_output_embeddings()
         if head is None or original_class(head) is type(head):
             found = recognise_head(causal_lm)
             if isinstance(found, str):
@@ -142,12 +143,12 @@ class NpuKernels:
         self._report.replaced.append(Replaced(path, original_class(causal_lm).__name__, "linear_logprob", backend))
 
 
-def _causal_lm(model: nn.Module) -> tuple[str, nn.Module | None]:
+def _causal_lm(model: nn.Module) -> tuple[str, Any]:
     """The module inside `model` (or itself) that owns the LM head and the loss."""
     for path, module in model.named_modules():
-        if hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function"):
-            if module.get_output_embeddings() is not None:  # type: ignore[operator]
-                return path, module
+        owns = hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function")
+        if owns and module.get_output_embeddings() is not None:
+            return path, module
     return "", None
 
 

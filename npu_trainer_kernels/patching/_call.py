@@ -1,8 +1,8 @@
 """What a patched model is computing right now.
 
 Forward hooks on the patched model put a `Call` into a context variable while its forward runs; the head, the loss
-function and TRL's seam read it. Nothing is stored on the model, so copies of a patched model do not share state, and two
-models, or two threads, do not see each other's labels.
+function and TRL's seam read it. Nothing is stored on the model, so copies of a patched model do not share state, and
+two models, or two threads, do not see each other's labels.
 """
 
 import contextvars
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._opaque import opaque
 from ._undo import Undo
 
 __all__ = ["Call", "CallSettings", "current_call", "track_calls"]
@@ -62,7 +63,7 @@ def current_call() -> Call | None:
     return _current.get()
 
 
-@torch.compiler.disable
+@opaque
 def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
     given = labels if shift_labels is None else shift_labels
@@ -79,7 +80,7 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     _current.set(Call(settings, labels, shift_labels, num_items, wants_loss, previous=_current.get()))
 
 
-@torch.compiler.disable
+@opaque
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     call = _current.get()
     _current.set(None if call is None else call.previous)

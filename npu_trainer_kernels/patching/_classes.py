@@ -16,7 +16,7 @@ __all__ = ["original_class", "subclass_with_forward"]
 
 
 @functools.cache
-def subclass_with_forward(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+def subclass_with_forward(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
     """A subclass of `cls` with another `forward`; the same one for the same arguments."""
 
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -27,7 +27,7 @@ def subclass_with_forward(cls: type[nn.Module], forward: Callable[..., Any]) -> 
 
     def reduce(self: nn.Module, protocol: object) -> tuple[Any, ...]:
         # A pickle names the original class, so that it loads as if nothing had been patched.
-        return copyreg.__newobj__, (cls,), self.__dict__  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (cls, object, None), self.__dict__  # type: ignore[attr-defined]
 
     namespace = {
         "forward": forward,

@@ -1,8 +1,8 @@
 """The LM head and loss of a causal language model that `transformers.Trainer` trains.
 
-When a model's loss function is called, its logits exist already; so the loss is computed one step earlier, in the head's
-forward, from the labels that `_call` has noted, and the loss function only hands it over. The head then returns logits
-of width zero: nothing in a training step reads them, and full logits are what this is about.
+When a model's loss function is called, its logits exist already; so the loss is computed one step earlier, in the
+head's forward, from the labels that `_call` has noted, and the loss function only hands it over. The head then returns
+logits of width zero: nothing in a training step reads them, and full logits are what this is about.
 
 What the model does to the logits between head and loss function (a soft cap, a scale) is measured, not looked up: the
 model's own forward is run once with its backbone and its head replaced by constants, and the probe values that reach
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._opaque import opaque
 from ..ops.linear_cross_entropy import fused_linear_cross_entropy
 from ._call import current_call
 from ._classes import original_class, subclass_with_forward
@@ -35,7 +36,7 @@ _REL = 1e-5
 
 @dataclass(frozen=True)
 class HeadForm:
-    """How a model gets from its head's output to the logits of its loss: `softcap * tanh(logit_scale * l / softcap)`."""
+    """From a head's output l to the logits of the loss: `softcap * tanh(logit_scale * l / softcap)`."""
 
     logit_scale: float
     softcap: float | None
@@ -60,7 +61,7 @@ class _ReachedLoss(Exception):
         self.logits = logits
 
 
-def _probe_tail(model: nn.Module, head: nn.Linear) -> torch.Tensor | str:
+def _probe_tail(model: Any, head: nn.Linear) -> torch.Tensor | str:
     """The probe values as they reach the model's loss function, or why they do not."""
     backbone = getattr(model, "base_model", None)
     if backbone is None or backbone is model:
@@ -91,7 +92,7 @@ def _probe_tail(model: nn.Module, head: nn.Linear) -> torch.Tensor | str:
     return "its forward does not call its loss function"
 
 
-def recognise_head(model: nn.Module) -> tuple[nn.Linear, HeadForm] | str:
+def recognise_head(model: Any) -> tuple[nn.Linear, HeadForm] | str:
     """The LM head of a causal language model and the transform of its logits, or why the model is left alone."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
@@ -116,7 +117,7 @@ def recognise_head(model: nn.Module) -> tuple[nn.Linear, HeadForm] | str:
     return head, HeadForm(scale, softcap)
 
 
-@torch.compiler.disable
+@opaque
 def _fused_loss(head: nn.Linear, hidden: torch.Tensor, form: HeadForm, backend: str | None) -> bool:
     """Computes the loss of the call that is running, if it is to be fused here; says whether it did."""
     call = current_call()
@@ -142,7 +143,7 @@ def _fused_loss(head: nn.Linear, hidden: torch.Tensor, form: HeadForm, backend: 
 
 
 @functools.cache
-def _forward(cls: type[nn.Linear], form: HeadForm, backend: str | None) -> Callable[..., torch.Tensor]:
+def _forward(cls: Any, form: HeadForm, backend: str | None) -> Callable[..., torch.Tensor]:
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         if _fused_loss(self, input, form, backend):
             return input.new_empty(*input.shape[:-1], 0)
@@ -153,7 +154,7 @@ def _forward(cls: type[nn.Linear], form: HeadForm, backend: str | None) -> Calla
 
 def patch_head(model: Any, head: nn.Linear, form: HeadForm, backend: str | None, undo: Undo) -> None:
     """Moves the loss of `model` into the forward of its head; `_call.track_calls` must be on for the model."""
-    cls = original_class(head)
+    cls: Any = original_class(head)
     undo.set_class(head, subclass_with_forward(cls, _forward(cls, form, backend)))
     original = model.loss_function
 

@@ -60,7 +60,7 @@ def _epsilons(module: nn.Module) -> list[float]:
 
 
 def _probe(module: nn.Module, dtype: torch.dtype, weight: torch.Tensor | None) -> nn.Module:
-    """The module with another weight on the CPU, sharing nothing that can be changed: works for meta and sharded ones."""
+    """The module with another weight, on the CPU, as a copy: works for meta and sharded modules too."""
     twin = copy.copy(module)
     twin.__class__ = original_class(module)
     parameters = {} if weight is None else {"weight": nn.Parameter(weight.to(dtype), requires_grad=False)}
@@ -104,13 +104,14 @@ def recognise_norm(module: nn.Module) -> NormForm | str:
 
 @functools.cache
 def _forward(form: NormForm, backend: str | None) -> Callable[..., Any]:
-    def forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self.weight if form.weighted else None
         return rms_norm(hidden_states, weight, form.eps, offset=form.offset, casting=form.casting, backend=backend)
 
     return forward
 
 
-def patched_norm_class(module: nn.Module, form: NormForm, backend: str | None) -> type[nn.Module]:
+def patched_norm_class(module: Any, form: NormForm, backend: str | None) -> type[nn.Module]:
     """The class to give to a recognised module."""
-    return subclass_with_forward(original_class(module), _forward(form, backend))
+    cls: Any = original_class(module)
+    return subclass_with_forward(cls, _forward(form, backend))

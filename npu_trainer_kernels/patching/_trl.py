@@ -1,9 +1,9 @@
 """TRL's head seam: SFT, DPO, KTO, RLOO and GRPO compute log-probabilities through one function.
 
-TRL (1.15 and later) gives the model a fused head that looks up `trl.trainer.utils._ChunkedLogProbFunction` at each call,
-and `_use_triton` to learn whether rows without a label may be left out. Both names are module-level, so what stands in
-their place decides call by call: inside the forward of a patched model (`_call`) ours answers, everywhere else TRL's own.
-The dispatchers are installed once, counted, and taken away with the last handle.
+TRL (1.15 and later) gives the model a fused head that looks up `trl.trainer.utils._ChunkedLogProbFunction` at each
+call, and `_use_triton` to learn whether rows without a label may be left out. Both names are module-level, so what
+stands in their place decides call by call: inside the forward of a patched model (`_call`) ours answers, everywhere
+else TRL's own. The dispatchers are installed once, counted, and taken away with the last handle.
 """
 
 import importlib

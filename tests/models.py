@@ -1,0 +1,69 @@
+"""Small models of the families that the tests patch: every number odd where it may be, random weights, fp32."""
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 331,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+}
+# name -> (config class, model class, what differs from SMALL)
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "llama-tied": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "output_router_logits": True,
+            "experts_implementation": "eager",
+        },
+    ),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {}),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {"logits_scaling": 8.0}),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.0625}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
+}
+
+
+@functools.cache
+def _classes(name: str) -> tuple[Any, Any]:
+    config, model, _ = FAMILIES[name]
+    return getattr(transformers, config), getattr(transformers, model)
+
+
+def small_model(name: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
+    """A new model of a family, the same weights for the same seed, in training mode."""
+    config, model = _classes(name)
+    torch.manual_seed(seed)
+    return model(config(**{**SMALL, **FAMILIES[name][2], **overrides})).train()
+
+
+def batch(rows: int = 2, length: int = 17, ignored: int = 4) -> dict[str, torch.Tensor]:
+    """Token ids with labels, the first few of each row ignored."""
+    ids = torch.randint(3, SMALL["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :ignored] = -100
+    return {"input_ids": ids, "labels": labels}

@@ -1,0 +1,278 @@
+"""apply_npu_kernels on whole models: same loss and gradients, exact undo, checkpoints, reports, bad input."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.patching import PATCHES
+from tests.closeness import assert_as_close
+from tests.models import FAMILIES, batch, small_model
+
+
+def loss_and_gradients(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def state_of(model: nn.Module) -> dict[str, tuple[type, set[str], int, int]]:
+    """What undo must bring back: classes, instance attributes and the number of hooks of every module."""
+    return {
+        path: (type(m), set(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks))
+        for path, m in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_items", [None, 50])
+def test_loss_and_gradients_are_the_models_own(family, num_items):
+    inputs = batch() if num_items is None else {**batch(), "num_items_in_batch": num_items}
+    expected = loss_and_gradients(small_model(family), inputs)
+    truth = loss_and_gradients(small_model(family).double(), inputs)
+    model = small_model(family)
+    with apply_npu_kernels(model) as kernels:
+        patched = loss_and_gradients(model, inputs)
+        assert {r.op for r in kernels.report().replaced} >= {"linear_cross_entropy", "linear_logprob"}
+    names = ["loss", *(n for n, _ in model.named_parameters())]
+    for name, actual, reference, exact in zip(names, patched, expected, truth, strict=True):
+        assert_as_close(actual, reference, exact, f"{family} {name}")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_restore_is_exact(family):
+    import trl.trainer.utils as trl_utils
+
+    model = small_model(family)
+    before = state_of(model), trl_utils._ChunkedLogProbFunction, trl_utils._use_triton
+    expected = loss_and_gradients(model, batch())
+    kernels = apply_npu_kernels(model)
+    assert state_of(model) != before[0]
+    kernels.restore()
+    kernels.restore()
+    assert (state_of(model), trl_utils._ChunkedLogProbFunction, trl_utils._use_triton) == before
+    assert all(torch.equal(a, b) for a, b in zip(loss_and_gradients(model, batch()), expected, strict=True))
+    assert not kernels.active
+
+
+def test_applying_twice_is_one_patch():
+    model = small_model("llama")
+    kernels = apply_npu_kernels(model)
+    once = state_of(model)
+    assert apply_npu_kernels(model) is kernels
+    assert state_of(model) == once
+    kernels.restore()
+    assert type(model.model.norm).__mro__[1] is nn.Module
+
+
+def test_what_is_added_later_is_patched_by_applying_again():
+    model = small_model("llama")
+    norm = model.model.norm
+    with apply_npu_kernels(model) as kernels:
+        model.model.norm = copy.deepcopy(small_model("llama").model.norm)
+        apply_npu_kernels(model)
+        assert any(r.module == "model.norm" for r in kernels.report().replaced)
+        assert type(model.model.norm) is type(norm)
+
+
+def test_modules_keep_class_identity_names_and_parameters():
+    model, plain = small_model("llama"), small_model("llama")
+    cls = type(plain.model.norm)
+    parameters = [id(p) for p in model.parameters()]
+    with apply_npu_kernels(model):
+        assert isinstance(model.model.norm, cls)
+        assert type(model.model.norm).__name__ == cls.__name__
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert [id(p) for p in model.parameters()] == parameters
+
+
+def test_checkpoints_are_the_same_bits_patched_or_not(tmp_path):
+    model = small_model("qwen3")
+    model.save_pretrained(tmp_path / "plain")
+    with apply_npu_kernels(model):
+        model.save_pretrained(tmp_path / "patched")
+        whole = io.BytesIO()
+        torch.save(model.model.norm, whole)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "patched" / name).read_bytes()
+    whole.seek(0)
+    loaded = torch.load(whole, weights_only=False)
+    assert type(loaded) is type(model.model.norm)
+
+
+def test_pickled_modules_name_their_original_class():
+    model = small_model("llama")
+    with apply_npu_kernels(model):
+        text = pickle.dumps(model.model.norm)
+    assert b"npu_trainer_kernels" not in text
+
+
+def test_deepcopy_of_a_patched_model_computes_the_same_and_shares_nothing():
+    model = small_model("llama")
+    with apply_npu_kernels(model):
+        twin = copy.deepcopy(model)
+        assert type(twin.model.norm) is type(model.model.norm)
+        a, b = loss_and_gradients(model, batch()), loss_and_gradients(twin, batch())
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        with torch.no_grad():
+            twin.model.norm.weight.zero_()
+        assert model.model.norm.weight.any()
+
+
+def test_two_models_one_patched_do_not_disturb_each_other():
+    patched, plain = small_model("llama"), small_model("llama")
+    expected = loss_and_gradients(plain, batch())
+    with apply_npu_kernels(patched):
+        assert patched(**batch()).logits.shape[-1] == 0
+        assert plain(**batch()).logits.shape[-1] == 331
+        assert all(torch.equal(a, b) for a, b in zip(loss_and_gradients(plain, batch()), expected, strict=True))
+
+
+def test_logits_stay_in_evaluation_and_without_labels():
+    model = small_model("llama")
+    with apply_npu_kernels(model):
+        assert model(input_ids=batch()["input_ids"]).logits.shape[-1] == 331
+        model.eval()
+        out = model(**batch())
+        assert out.logits.shape[-1] == 331
+        assert torch.isfinite(out.loss)
+        model.train()
+        with torch.no_grad():
+            assert model(**batch()).logits.shape[-1] == 331
+
+
+def test_shift_labels_are_not_shifted_again():
+    inputs = batch()
+    shifted = nn.functional.pad(inputs.pop("labels")[:, 1:], (0, 1), value=-100)
+    expected = small_model("llama")(**inputs, labels=shifted, shift_labels=shifted).loss
+    model = small_model("llama")
+    with apply_npu_kernels(model):
+        loss = model(**inputs, labels=shifted, shift_labels=shifted).loss
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_all_labels_ignored_is_a_finite_zero():
+    model = small_model("llama")
+    inputs = batch()
+    with apply_npu_kernels(model):
+        loss = model(input_ids=inputs["input_ids"], labels=torch.full_like(inputs["labels"], -100)).loss
+        loss.backward()
+    assert loss.item() == 0.0
+
+
+def test_exception_in_forward_leaves_no_call_behind():
+    from npu_trainer_kernels.patching._call import current_call
+
+    model = small_model("llama")
+    with apply_npu_kernels(model):
+        with pytest.raises(ValueError, match="target must lie in"):
+            model(input_ids=batch()["input_ids"], labels=batch()["labels"] + 1000)
+        assert current_call() is None
+
+
+def test_gradient_checkpointing_and_generation():
+    model, plain = small_model("llama"), small_model("llama")
+    expected = loss_and_gradients(plain, batch())
+    prompt = batch()["input_ids"][:1, :5]
+    generated = plain.eval().generate(prompt, max_new_tokens=4, do_sample=False)
+    with apply_npu_kernels(model):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        actual = loss_and_gradients(model, batch())
+        model.gradient_checkpointing_disable()
+        assert torch.equal(model.eval().generate(prompt, max_new_tokens=4, do_sample=False), generated)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a - e).norm() <= 1e-5 * e.norm()
+
+
+def test_torch_compile_of_a_patched_model():
+    model, plain = small_model("llama"), small_model("llama")
+    expected = plain(**batch()).loss
+    with apply_npu_kernels(model):
+        compiled = torch.compile(model, backend="aot_eager")
+        loss = compiled(**batch()).loss
+        loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert model.lm_head.weight.grad.any()
+
+
+def test_peft_model_with_lora():
+    from peft import LoraConfig, get_peft_model
+
+    def build():
+        torch.manual_seed(3)
+        return get_peft_model(small_model("llama"), LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False))
+
+    plain, model = build(), build()
+    expected = plain(**batch()).loss
+    with apply_npu_kernels(model) as kernels:
+        out = model(**batch())
+        assert out.logits.shape[-1] == 0
+        assert {"rms_norm", "linear_cross_entropy"} <= {r.op for r in kernels.report().replaced}
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_adapter_on_the_head_is_left_alone():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(small_model("llama"), LoraConfig(target_modules=["lm_head"], r=4))
+    with apply_npu_kernels(model) as kernels:
+        left = [x for x in kernels.report().left_alone if x.op == "linear_cross_entropy"]
+        assert "not a plain nn.Linear" in left[0].reason
+        assert model(**batch()).logits.shape[-1] == 331
+
+
+def test_report_names_what_was_left_alone_and_why():
+    model = small_model("cohere")
+    with apply_npu_kernels(model) as kernels:
+        report = kernels.report()
+    assert {x.kind for x in report.left_alone if x.op == "rms_norm"} == {"CohereLayerNorm"}
+    assert "does not compute an RMSNorm" in str(report)
+    assert report.as_dict()["replaced"][0]["backend"] == "torch"
+
+
+def test_chosen_ops_alone():
+    model = small_model("llama")
+    with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
+        assert {r.op for r in kernels.report().replaced} == {"rms_norm"}
+        assert model(**batch()).logits.shape[-1] == 331
+
+
+def test_bad_input():
+    model = small_model("llama")
+    before = state_of(model)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module; got str"):
+        apply_npu_kernels("llama")
+    with pytest.raises(ValueError, match=r"ops must be a sequence of .*; got \['rms'\]"):
+        apply_npu_kernels(model, ops=["rms"])
+    with pytest.raises(ValueError, match="backend must be one of triton, torch"):
+        apply_npu_kernels(model, backend="cuda")
+    assert state_of(model) == before
+    with apply_npu_kernels(model), pytest.raises(ValueError, match="patched already with"):
+        apply_npu_kernels(model, ops=["rms_norm"])
+    assert state_of(model) == before
+
+
+def test_a_failure_half_way_leaves_the_model_unpatched(monkeypatch):
+    from npu_trainer_kernels.patching import _apply
+
+    model = small_model("llama")
+    before = state_of(model)
+
+    def broken(*args):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(_apply, "patch_head", broken)
+    with pytest.raises(RuntimeError, match="planted"):
+        apply_npu_kernels(model)
+    assert state_of(model) == before
+
+
+def test_every_patch_has_a_backend_table():
+    from npu_trainer_kernels.backends import OPS
+
+    assert set(PATCHES) <= set(OPS)

@@ -1,0 +1,208 @@
+"""NpuKernelsCallback in a real Trainer: when it patches, when it restores, what it logs."""
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback
+from npu_trainer_kernels.patching._classes import original_class
+from tests.models import batch, small_model
+
+
+class Rows(torch.utils.data.Dataset):
+    """Eight rows of random tokens."""
+
+    def __init__(self, rows=8):
+        self.data = batch(rows=rows)
+
+    def __len__(self):
+        return len(self.data["input_ids"])
+
+    def __getitem__(self, i):
+        return {k: v[i] for k, v in self.data.items()}
+
+
+def patched(model) -> bool:
+    return original_class(model.model.norm) is not type(model.model.norm)
+
+
+def make_trainer(tmp_path, model=None, callbacks=(), **arguments):
+    defaults = {
+        "output_dir": str(tmp_path),
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+    }
+    model = small_model("llama") if model is None else model
+    return Trainer(
+        model, TrainingArguments(**{**defaults, **arguments}), train_dataset=Rows(), callbacks=list(callbacks)
+    )
+
+
+def losses(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_patched_from_construction_to_the_end_of_training(tmp_path, capsys):
+    callback = NpuKernelsCallback()
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen.append(patched(model))
+
+    trainer = make_trainer(tmp_path, callbacks=[callback, Look()])
+    assert patched(trainer.model)
+    trainer.train()
+    assert seen == [True] * 3
+    assert not patched(trainer.model)
+    assert capsys.readouterr().out.count("NPU kernels on") == 1
+    assert {r.op for r in callback.report().replaced} >= {"rms_norm", "linear_cross_entropy"}
+
+
+def test_same_losses_as_without(tmp_path):
+    plain, fused = make_trainer(tmp_path), make_trainer(tmp_path, callbacks=[NpuKernelsCallback()])
+    plain.train()
+    fused.train()
+    assert losses(fused) == pytest.approx(losses(plain), rel=1e-5)
+
+
+def test_uneven_gradient_accumulation_divides_by_the_tokens_of_the_window(tmp_path):
+    """The normaliser spans the accumulation window; rows with different numbers of labels show a wrong one."""
+    runs = []
+    for callbacks in ([], [NpuKernelsCallback()]):
+        trainer = make_trainer(tmp_path, callbacks=callbacks, gradient_accumulation_steps=3)
+        for i, row in enumerate(trainer.train_dataset.data["labels"]):
+            row[: 2 * i] = -100
+        trainer.train()
+        runs.append(losses(trainer))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+
+
+def test_logs_tokens_per_second_and_peak_memory_everywhere(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[NpuKernelsCallback()])
+    trainer.train()
+    entry = next(e for e in trainer.state.log_history if "loss" in e)
+    assert entry["tokens_per_second"] > 0
+    assert entry["peak_memory_gib"] > 0
+    assert "log" not in vars(trainer)
+
+
+def test_tokens_are_counted_once_also_under_a_peft_wrapper(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    callback = NpuKernelsCallback()
+    model = get_peft_model(small_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+    make_trainer(tmp_path, model, [callback], max_steps=1).train()
+    assert callback.handle.tokens == 2 * 17
+
+
+@pytest.mark.parametrize("where", ["step", "data", "callback"])
+def test_restored_when_training_raises(tmp_path, where):
+    class Broken(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            if where == "callback":
+                raise RuntimeError("planted")
+
+    trainer = make_trainer(tmp_path, callbacks=[NpuKernelsCallback(), Broken()])
+    if where == "step":
+        trainer.train_dataset.data["labels"] += 10_000
+    elif where == "data":
+        trainer.train_dataset.data["labels"] = None
+    with pytest.raises((RuntimeError, ValueError, TypeError)):
+        trainer.train()
+    assert not patched(trainer.model)
+    assert "log" not in vars(trainer)
+
+
+def test_trains_again_after_restoring(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[NpuKernelsCallback()])
+    trainer.train()
+    trainer.train()
+    assert not patched(trainer.model)
+
+
+def test_attach_to_an_existing_trainer(tmp_path):
+    trainer, callback = make_trainer(tmp_path), NpuKernelsCallback()
+    trainer.add_callback(callback)
+    callback.attach(trainer)
+    assert patched(trainer.model)
+    trainer.train()
+    assert not patched(trainer.model)
+
+
+def test_added_later_without_attach_restores_after_a_failing_step(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(NpuKernelsCallback())
+    trainer.train_dataset.data["labels"] += 10_000
+    with pytest.raises(ValueError, match="target must lie in"):
+        trainer.train()
+    assert not patched(trainer.model)
+
+
+def test_model_init_rebuilds_the_model(tmp_path):
+    callback = NpuKernelsCallback()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(
+        model_init=lambda: small_model("llama"), args=arguments, train_dataset=Rows(), callbacks=[callback]
+    )
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first
+    assert not patched(first)
+    assert not patched(trainer.model)
+    assert callback.report().replaced
+
+
+def test_label_smoothing_is_reported(tmp_path):
+    callback = NpuKernelsCallback()
+    make_trainer(tmp_path, callbacks=[callback], label_smoothing_factor=0.1).train()
+    assert "label_smoothing_factor makes the Trainer take the full logits" in str(callback.report())
+
+
+def test_compute_loss_func_is_reported_and_gets_full_logits(tmp_path):
+    callback = NpuKernelsCallback()
+    widths = []
+
+    def compute_loss(outputs, labels, num_items_in_batch=None):
+        widths.append(outputs.logits.shape[-1])
+        return outputs.logits.float().square().mean()
+
+    trainer = make_trainer(tmp_path, callbacks=[callback])
+    trainer.compute_loss_func = compute_loss
+    trainer.train()
+    assert set(widths) == {331}
+    assert "compute_loss_func makes the Trainer take the full logits" in str(callback.report())
+
+
+def test_arguments_give_the_callback_only_with_the_flag():
+    assert NpuKernelsArguments().callbacks() == []
+    (callback,) = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_ops=["rms_norm"]).callbacks()
+    assert isinstance(callback, NpuKernelsCallback)
+    with pytest.raises(ValueError, match="without --use_npu_kernels"):
+        NpuKernelsArguments(npu_kernels_ops=["rms_norm"])
+    with pytest.raises(ValueError, match="backend must be one of"):
+        NpuKernelsArguments(use_npu_kernels=True, npu_kernels_backend="fast")
+
+
+@pytest.mark.parametrize("source", ["command line", "yaml"])
+def test_arguments_parse(tmp_path, source):
+    from transformers import HfArgumentParser
+    from trl import TrlParser
+
+    if source == "yaml":
+        config = tmp_path / "run.yaml"
+        config.write_text("use_npu_kernels: true\nnpu_kernels_ops: [rms_norm, linear_logprob]\n")
+        (parsed,) = TrlParser((NpuKernelsArguments,)).parse_args_and_config(["--config", str(config)])
+    else:
+        line = ["--use_npu_kernels", "--npu_kernels_ops", "rms_norm", "linear_logprob"]
+        (parsed,) = HfArgumentParser((NpuKernelsArguments,)).parse_args_into_dataclasses(line)
+    assert parsed.use_npu_kernels
+    assert parsed.npu_kernels_ops == ["rms_norm", "linear_logprob"]
