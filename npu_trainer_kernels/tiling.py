@@ -28,14 +28,14 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def programs(tasks: int, spec: DeviceSpec) -> int:
-    """How many programs to start for `tasks` independent row tiles: at least 1.
+def programs(tasks: int, spec: DeviceSpec, blocks: int = 1) -> int:
+    """How many programs to start for `tasks` independent row tiles (of each of `blocks` column blocks): at least 1.
 
     On Ascend a persistent grid of one program per vector core (a grid beyond 65535 is refused there, and each further
     wave costs a launch); elsewhere the hardware schedules, and one program per tile balances best.
     """
     if spec.kind == "npu":
-        return max(1, min(tasks, spec.vector_cores))
+        return max(1, min(tasks, spec.vector_cores // blocks))
     return max(1, tasks)
 
 
@@ -129,30 +129,50 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec) -> int:
 
 @dataclass(frozen=True)
 class RowTile:
-    """Blocks of a kernel that takes whole rows: a step reads `rows` rows of up to `cols` columns."""
+    """Blocks of a kernel over rows: a step takes `rows` rows of `cols` columns, the whole row or one of `blocks`."""
 
     rows: int
     cols: int
+    blocks: int = 1
     options: dict[str, int] = field(default_factory=dict, hash=False)
 
 
-def accumulating_programs(tasks: int, spec: DeviceSpec) -> int:
+def accumulating_programs(tasks: int, spec: DeviceSpec, blocks: int = 1) -> int:
     """How many programs to start for `tasks` row tiles when each program adds up a row of its own over its tiles."""
     if spec.kind == "cuda":
         # Four per multiprocessor hide each other's latency; more would only write more partial sums (H200).
-        return max(1, min(tasks, 4 * spec.vector_cores))
-    return programs(tasks, spec)
+        return max(1, min(tasks, 4 * spec.vector_cores // blocks))
+    return programs(tasks, spec, blocks)
 
 
-def _row_tile(cols: int, itemsize: int, bytes_per_element: int, spec: DeviceSpec) -> RowTile:
+def _row_tile(cols: int, per_element: int, per_column: int, spec: DeviceSpec) -> RowTile:
+    """Whole rows where at least one fits, else column blocks.
+
+    Args:
+        cols: columns of a row.
+        per_element: bytes of on-chip memory per element of the tile, buffers of both turns and temporaries together.
+        per_column: bytes per column whatever the rows: what a program keeps for its lifetime.
+        spec: the device.
+    """
     if spec.kind == "cuda":
-        # 16 bytes of bf16 per thread and row tile, up to 16 warps; short rows share a program.
-        cols = next_power_of_2(cols)
+        # 8 elements per thread at least (16 bytes of bf16), 64 at most with 16 warps; short rows share a program.
+        # The H200 keeps 32768 fp32 columns of a few tensors in the registers of one program, not more.
+        blocks = _cdiv(cols, 32768)
+        cols = next_power_of_2(_cdiv(cols, blocks))
         rows = max(1, 2048 // cols)
-        return RowTile(rows, cols, launch_options(spec, max(1, min(16, rows * cols // 512))))
+        return RowTile(rows, cols, blocks, launch_options(spec, max(1, min(16, rows * cols // 512))))
     if spec.kind == "npu":
-        return RowTile(max(1, min(64, spec.on_chip_bytes // (bytes_per_element * cols))), cols)
-    # The interpreter, which knows powers of two only: small, so that a few rows make several tiles and a tail.
+        rows = (spec.on_chip_bytes // cols - per_column) // per_element
+        if rows >= 1:
+            # 64 rows of 512 columns and less are 32 KiB of bf16: transfers reach their full rate from 24 KiB on.
+            return RowTile(min(rows, 128), cols)
+        blocks = _cdiv(cols, 2048)
+        cols = _cdiv(_cdiv(cols, blocks), 64) * 64
+        return RowTile(max(1, (spec.on_chip_bytes // cols - per_column) // per_element), cols, blocks)
+    # The interpreter, which knows powers of two only: small, so that a few rows make several tiles and a tail, and a
+    # row of more than 128 columns several blocks.
+    if cols > 128:
+        return RowTile(2, 64, _cdiv(cols, 64))
     return RowTile(4 if cols <= 64 else 1, next_power_of_2(cols))
 
 
@@ -163,13 +183,18 @@ def norm_forward_tile(cols: int, itemsize: int, extra: int, spec: DeviceSpec) ->
     Args:
         cols: hidden size.
         itemsize: bytes of the widest element that is read or written.
-        extra: tensors read or written beyond x and y.
+        extra: tensors read or written beyond x and y: 1 with a residual, 2 where the sum is written too.
         spec: the device.
     """
-    return _row_tile(cols, itemsize, (2 + extra) * 2 * itemsize + 8, spec)
+    # Largest tiles that kept double buffering, 910B4, hidden 512 to 8192, llama casting (bishengir-compile 1.2.0):
+    # 16-bit 13.7 bytes an element (x and y twice, two fp32 temporaries less what shares their place), fp32 16.
+    per_element = {0: (13, 16), 1: (13, 19), 2: (19, 21)}[extra][itemsize == 4]
+    return _row_tile(cols, per_element, 4, spec)
 
 
 @cache
-def norm_backward_tile(cols: int, itemsize: int, extra: int, spec: DeviceSpec) -> RowTile:
-    """Tile of the norms' backward kernel; arguments as above (`extra`: beyond x, dy and dx)."""
-    return _row_tile(cols, itemsize, (3 + extra) * 2 * itemsize + 16, spec)
+def norm_backward_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the norms' backward kernel; arguments as above."""
+    # As above: x, dy and dx twice and three fp32 temporaries; per column w' and the weight gradient in fp32. A residual
+    # or a gradient of the sum changes nothing: they take the place of a temporary.
+    return _row_tile(cols, 26 if itemsize == 4 else 23, 8, spec)

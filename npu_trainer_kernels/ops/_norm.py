@@ -21,8 +21,11 @@ added up afterwards in a fixed order: no atomics, the same bits every time.
 Tiles
 -----
 A row tile `[ROWS, COLS]` holds whole rows, so each element is read once. Rows that are too wide for the chip go in
-column blocks instead, a second read each. Per-row values stay `[ROWS, 1]` tensors: a scalar would cross from the
+column blocks instead, at the price of a second read. Per-row values stay `[ROWS, 1]` tensors: a scalar would cross from the
 vector to the scalar unit and back on an NPU.
+
+Column blocks run each kernel twice, by its flags REDUCE and APPLY: the first run leaves one partial sum per row and
+block (and S, and dw), the second is elementwise.
 """
 
 from __future__ import annotations
@@ -117,10 +120,10 @@ def _store(pointers, value, mask, MASKED: tl.constexpr):
 
 
 @jit
-def _mask(row, n_rows, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _mask(row, n_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Which elements of the tile at `row` exist."""
     rows = row + tl.arange(0, ROWS)[:, None] < n_rows
-    cols = tl.arange(0, COLS)[None, :] < HIDDEN
+    cols = tl.arange(0, COLS)[None, :] < width
     return rows & cols
 
 
@@ -140,34 +143,39 @@ def _rounded(value, like, ROUND: tl.constexpr):
 
 
 @jit
-def _row_of_weight(weight, offset, HIDDEN: tl.constexpr, COLS: tl.constexpr, ROUND: tl.constexpr):
+def _row_of_weight(weight, offset, width, COLS: tl.constexpr, MASKED: tl.constexpr, ROUND: tl.constexpr):
     """w' as `[1, COLS]` fp32, rounded to the weight's dtype where the casting adds the offset there."""
     cols = tl.arange(0, COLS)[None, :]
-    w = _load(weight + cols, cols < HIDDEN, COLS != HIDDEN) + offset
+    w = _load(weight + cols, cols < width, MASKED) + offset
     return _rounded(w, weight, ROUND)
 
 
 @jit
-def _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, x_stride, residual_stride, eps,
+def _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
                   HAS_RESIDUAL: tl.constexpr, STORE_SUM: tl.constexpr, ROUND_SUM: tl.constexpr,
-                  HAS_WEIGHT: tl.constexpr, CASTING: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
-                  COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
-    MASKED: tl.constexpr = TAIL or COLS != HIDDEN
-    mask = _mask(row, n_rows, HIDDEN, ROWS, COLS)
+                  HAS_WEIGHT: tl.constexpr, CASTING: tl.constexpr, REDUCE: tl.constexpr, APPLY: tl.constexpr,
+                  HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+    MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
+    mask = _mask(row, n_rows, width, ROWS, COLS)
+    row_index = row + tl.arange(0, ROWS)
     s = _load(_tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
     if HAS_RESIDUAL:
         r = _load(_tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
         s = _rounded(s + r, x, ROUND_SUM)
     if STORE_SUM:
         _store(_tile_of(s_out, row, HIDDEN, ROWS, COLS), s, mask, MASKED)
-    rstd = tl.rsqrt(tl.sum(s * s, axis=1) * (1.0 / HIDDEN) + eps)
-    row_index = row + tl.arange(0, ROWS)
-    _store(rstd_out + row_index, rstd, row_index < n_rows, TAIL)
-    rstd = rstd[:, None]
-    n = s * _rounded(rstd, x, ROUND_SUM and CASTING == "none")
-    if HAS_WEIGHT:
-        n = _rounded(n, x, ROUND_SUM and CASTING != "gemma") * w
-    _store(_tile_of(y, row, HIDDEN, ROWS, COLS), n, mask, MASKED)
+    if REDUCE:
+        rstd = tl.sum(s * s, axis=1)
+        if APPLY:
+            rstd = tl.rsqrt(rstd * (1.0 / HIDDEN) + eps)
+        _store(rstd_out + row_index, rstd, row_index < n_rows, TAIL)
+    else:
+        rstd = _load(rstd_out + row_index, row_index < n_rows, TAIL)
+    if APPLY:
+        n = s * _rounded(rstd[:, None], x, ROUND_SUM and CASTING == "none")
+        if HAS_WEIGHT:
+            n = _rounded(n, x, ROUND_SUM and CASTING != "gemma") * w
+        _store(_tile_of(y, row, HIDDEN, ROWS, COLS), n, mask, MASKED)
 
 
 @jit
@@ -177,7 +185,7 @@ def _forward_kernel(
     weight,  # [HIDDEN], read where HAS_WEIGHT
     s_out,  # [n_rows, HIDDEN] contiguous, written where STORE_SUM
     y,  # [n_rows, HIDDEN] contiguous
-    rstd_out,  # [n_rows] fp32
+    rstd_out,  # [n_rows] fp32; [blocks, n_rows] sums of squares where they are only reduced
     n_rows,
     x_stride,
     residual_stride,
@@ -189,6 +197,8 @@ def _forward_kernel(
     HAS_WEIGHT: tl.constexpr,
     CASTING: tl.constexpr,
     CONTIGUOUS: tl.constexpr,  # rows lie back to back: a tile is one transfer
+    REDUCE: tl.constexpr,  # form the sums of squares
+    APPLY: tl.constexpr,  # form y; without REDUCE from rstd_out
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -196,31 +206,45 @@ def _forward_kernel(
     if CONTIGUOUS:
         x_stride = HIDDEN
         residual_stride = HIDDEN
+    width = HIDDEN
+    if not (REDUCE and APPLY):
+        # Column blocks along the grid's second axis.
+        column = tl.program_id(1) * COLS
+        width -= column
+        x += column
+        residual += column
+        weight += column
+        s_out += column
+        y += column
+        if REDUCE:
+            rstd_out += tl.program_id(1) * n_rows
     w = 0.0
-    if HAS_WEIGHT:
-        w = _row_of_weight(weight, offset, HIDDEN, COLS, CASTING != "gemma")
+    if HAS_WEIGHT and APPLY:
+        w = _row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, CASTING != "gemma")
         w = _rounded(w, x, ROUND_SUM and CASTING == "none")
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
     n_whole = n_rows // ROWS * ROWS
     for row in range(first, n_whole, step):
-        _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, x_stride, residual_stride, eps, HAS_RESIDUAL,
-                      STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, HIDDEN, ROWS, COLS, False)  # fmt: skip
+        _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
+                      HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, HIDDEN, ROWS, COLS,
+                      False)  # fmt: skip
     if ROWS > 1:
         # The rows that fill no tile go to the last program, which has no more tiles than any other.
         for row in range(n_whole + step - ROWS - first, n_rows, step):
-            _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, x_stride, residual_stride, eps, HAS_RESIDUAL,
-                          STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, HIDDEN, ROWS, COLS, True)  # fmt: skip
+            _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
+                          HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, HIDDEN, ROWS, COLS,
+                          True)  # fmt: skip
 
 
 @jit
-def _backward_tile(x, residual, w, dy, ds, rstd_in, dx, row, n_rows, x_stride, residual_stride, dy_stride, ds_stride,
-                   HAS_RESIDUAL: tl.constexpr, HAS_DS: tl.constexpr, ROUND_SUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-                   STORE_DX: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-                   TAIL: tl.constexpr):  # fmt: skip
+def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride, residual_stride, dy_stride,
+                   ds_stride, HAS_RESIDUAL: tl.constexpr, HAS_DS: tl.constexpr, ROUND_SUM: tl.constexpr,
+                   HAS_WEIGHT: tl.constexpr, STORE_DX: tl.constexpr, REDUCE: tl.constexpr, APPLY: tl.constexpr,
+                   HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     """Writes ds of the tile; returns dy n, of which dw is the sum over rows."""
-    MASKED: tl.constexpr = TAIL or COLS != HIDDEN
-    mask = _mask(row, n_rows, HIDDEN, ROWS, COLS)
+    MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
+    mask = _mask(row, n_rows, width, ROWS, COLS)
     row_index = row + tl.arange(0, ROWS)
     rstd = _load(rstd_in + row_index, row_index < n_rows, TAIL)[:, None]
     s = _load(_tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
@@ -231,15 +255,22 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dx, row, n_rows, x_stride, r
     n = s * rstd
     dy_n = g * n
     if STORE_DX:
-        g_n = dy_n
-        if HAS_WEIGHT:
-            g = g * w
-            g_n = dy_n * w
-        mean = tl.sum(g_n, axis=1)[:, None] * (1.0 / HIDDEN)
-        d = rstd * (g - n * mean)
-        if HAS_DS:
-            d += _load(_tile_of(ds, row, ds_stride, ROWS, COLS), mask, MASKED)
-        _store(_tile_of(dx, row, HIDDEN, ROWS, COLS), d, mask, MASKED)
+        if REDUCE:
+            g_n = dy_n
+            if HAS_WEIGHT:
+                g_n = dy_n * w
+            dot = tl.sum(g_n, axis=1)
+            if not APPLY:
+                _store(dots + row_index, dot, row_index < n_rows, TAIL)
+        else:
+            dot = _load(dots + row_index, row_index < n_rows, TAIL)
+        if APPLY:
+            if HAS_WEIGHT:
+                g = g * w
+            d = rstd * (g - n * (dot[:, None] * (1.0 / HIDDEN)))
+            if HAS_DS:
+                d += _load(_tile_of(ds, row, ds_stride, ROWS, COLS), mask, MASKED)
+            _store(_tile_of(dx, row, HIDDEN, ROWS, COLS), d, mask, MASKED)
     return dy_n
 
 
@@ -251,6 +282,7 @@ def _backward_kernel(
     dy,
     ds,
     rstd_in,  # [n_rows] fp32
+    dots,  # [n_rows] fp32 sums of g n; [blocks, n_rows] where they are only reduced; unused in one pass
     dx,  # [n_rows, HIDDEN] contiguous, written where STORE_DX
     dw,  # [programs, HIDDEN] fp32, written where STORE_DW
     n_rows,
@@ -267,6 +299,8 @@ def _backward_kernel(
     STORE_DX: tl.constexpr,
     STORE_DW: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
+    REDUCE: tl.constexpr,  # form the sums of g n
+    APPLY: tl.constexpr,  # form dx; without REDUCE from dots
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -276,17 +310,30 @@ def _backward_kernel(
         residual_stride = HIDDEN
         dy_stride = HIDDEN
         ds_stride = HIDDEN
+    width = HIDDEN
+    if not (REDUCE and APPLY):
+        column = tl.program_id(1) * COLS
+        width -= column
+        x += column
+        residual += column
+        weight += column
+        dy += column
+        ds += column
+        dx += column
+        dw += column
+        if REDUCE:
+            dots += tl.program_id(1) * n_rows
     w = 0.0
-    if HAS_WEIGHT:
-        w = _row_of_weight(weight, offset, HIDDEN, COLS, ROUND_WEIGHT)
+    if HAS_WEIGHT and STORE_DX:
+        w = _row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, ROUND_WEIGHT)
     total = tl.zeros([1, COLS], tl.float32)
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
     n_whole = n_rows // ROWS * ROWS
     for row in range(first, n_whole, step):
-        dy_n = _backward_tile(x, residual, w, dy, ds, rstd_in, dx, row, n_rows, x_stride, residual_stride, dy_stride,
-                              ds_stride, HAS_RESIDUAL, HAS_DS, ROUND_SUM, HAS_WEIGHT, STORE_DX, HIDDEN, ROWS, COLS,
-                              False)  # fmt: skip
+        dy_n = _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride, residual_stride,
+                              dy_stride, ds_stride, HAS_RESIDUAL, HAS_DS, ROUND_SUM, HAS_WEIGHT, STORE_DX, REDUCE,
+                              APPLY, HIDDEN, ROWS, COLS, False)  # fmt: skip
         if STORE_DW:
             if ROWS > 1:
                 total += tl.sum(dy_n, axis=0)[None, :]
@@ -294,14 +341,14 @@ def _backward_kernel(
                 total += dy_n
     if ROWS > 1:
         for row in range(n_whole + step - ROWS - first, n_rows, step):
-            dy_n = _backward_tile(x, residual, w, dy, ds, rstd_in, dx, row, n_rows, x_stride, residual_stride,
-                                  dy_stride, ds_stride, HAS_RESIDUAL, HAS_DS, ROUND_SUM, HAS_WEIGHT, STORE_DX, HIDDEN,
-                                  ROWS, COLS, True)  # fmt: skip
+            dy_n = _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride,
+                                  residual_stride, dy_stride, ds_stride, HAS_RESIDUAL, HAS_DS, ROUND_SUM, HAS_WEIGHT,
+                                  STORE_DX, REDUCE, APPLY, HIDDEN, ROWS, COLS, True)  # fmt: skip
             if STORE_DW:
                 total += tl.sum(dy_n, axis=0)[None, :]
     if STORE_DW:
         cols = tl.arange(0, COLS)[None, :]
-        _store(dw + tl.program_id(0) * HIDDEN + cols, total, cols < HIDDEN, COLS != HIDDEN)
+        _store(dw + tl.program_id(0) * HIDDEN + cols, total, cols < width, HIDDEN % COLS != 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -314,6 +361,25 @@ def as_rows(t: torch.Tensor) -> torch.Tensor:
     rows = t.reshape(-1, t.shape[-1]) if t.numel() else t.new_empty(t.shape[:-1].numel(), t.shape[-1])
     # The offsets inside a tile are 32-bit.
     return rows if rows.stride(1) == 1 and 0 < rows.stride(0) < 1 << 24 else rows.contiguous()
+
+
+def _launch_forward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, s_out: torch.Tensor | None,
+    y: torch.Tensor, rstd: torch.Tensor, eps: float, offset: float, casting: str, tile: tiling.RowTile,
+    spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
+) -> None:  # fmt: skip
+    n_rows, hidden = x.shape
+    r = x if residual is None else residual
+    programs = tiling.programs(-(-n_rows // tile.rows), spec, tile.blocks)
+    launch(
+        _forward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),
+        x, r, x if weight is None else weight, y if s_out is None else s_out, y, rstd,
+        n_rows, x.stride(0), r.stride(0), eps, offset,
+        HAS_RESIDUAL=residual is not None, STORE_SUM=s_out is not None,
+        ROUND_SUM=torch.promote_types(x.dtype, r.dtype) == x.dtype,
+        HAS_WEIGHT=weight is not None, CASTING=casting, CONTIGUOUS=x.stride(0) == hidden and r.stride(0) == hidden,
+        REDUCE=reduce, APPLY=apply, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+    )  # fmt: skip
 
 
 def norm_forward(
@@ -334,19 +400,44 @@ def norm_forward(
     rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if not n_rows:
         return y, s_out, rstd
-    r_rows = rows if residual is None else as_rows(residual)
-    tile = tiling.norm_forward_tile(hidden, max(t.dtype.itemsize for t in (rows, r_rows, y)),
-                                    (residual is not None) + store_sum, device.spec(x.device))  # fmt: skip
-    launch(
-        _forward_kernel, (tiling.programs(-(-n_rows // tile.rows), device.spec(x.device)),),
-        rows, r_rows, rows if weight is None else weight.contiguous(), y if s_out is None else s_out, y, rstd,
-        n_rows, rows.stride(0), r_rows.stride(0), eps, offset,
-        HAS_RESIDUAL=residual is not None, STORE_SUM=store_sum, ROUND_SUM=dtype == x.dtype,
-        HAS_WEIGHT=weight is not None, CASTING=casting,
-        CONTIGUOUS=rows.stride(0) == hidden and r_rows.stride(0) == hidden,
-        HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
-    )  # fmt: skip
+    r_rows = None if residual is None else as_rows(residual)
+    w = None if weight is None else weight.contiguous()
+    spec = device.spec(x.device)
+    itemsize = max(t.dtype.itemsize for t in (rows, r_rows, y) if t is not None)
+    tile = tiling.norm_forward_tile(hidden, itemsize, (residual is not None) + store_sum, spec)
+    if tile.blocks == 1:
+        _launch_forward(rows, r_rows, w, s_out, y, rstd, eps, offset, casting, tile, spec)
+        return y, s_out, rstd
+    squares = torch.empty(tile.blocks, n_rows, dtype=torch.float32, device=x.device)
+    _launch_forward(rows, r_rows, w, s_out, y, squares, eps, offset, casting, tile, spec, apply=False)
+    rstd = torch.rsqrt(squares.sum(0) / hidden + eps)
+    if s_out is not None:
+        rows, r_rows = s_out.view(rows.shape), None
+    _launch_forward(rows, r_rows, w, None, y, rstd, eps, offset, casting, tile, spec, reduce=False)
     return y, s_out, rstd
+
+
+def _launch_backward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor,
+    ds: torch.Tensor | None, dots: torch.Tensor, dx: torch.Tensor | None, needs_dw: bool, offset: float, casting: str,
+    tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
+) -> torch.Tensor | None:  # fmt: skip
+    """Returns dw in fp32, where it is needed."""
+    n_rows, hidden = x.shape
+    r, s = x if residual is None else residual, x if ds is None else ds
+    programs = tiling.accumulating_programs(-(-n_rows // tile.rows), spec, tile.blocks)
+    dw = torch.empty(programs, hidden, dtype=torch.float32, device=x.device) if needs_dw else None
+    launch(
+        _backward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),
+        x, r, x if weight is None else weight, dy, s, rstd, dots, x if dx is None else dx, rstd if dw is None else dw,
+        n_rows, x.stride(0), r.stride(0), dy.stride(0), s.stride(0), offset,
+        HAS_RESIDUAL=residual is not None, HAS_DS=ds is not None,
+        ROUND_SUM=torch.promote_types(x.dtype, r.dtype) == x.dtype,
+        HAS_WEIGHT=weight is not None, ROUND_WEIGHT=casting != "gemma", STORE_DX=dx is not None, STORE_DW=needs_dw,
+        CONTIGUOUS=all(t.stride(0) == hidden for t in (x, r, dy, s)),
+        REDUCE=reduce, APPLY=apply, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+    )  # fmt: skip
+    return None if dw is None else dw.sum(0)
 
 
 def norm_backward(
@@ -362,25 +453,23 @@ def norm_backward(
     n_rows, hidden = rows.shape
     if not n_rows:
         return dx, torch.zeros_like(weight) if weight is not None and needs_dw else None
-    spec = device.spec(x.device)
-    r_rows = rows if residual is None else as_rows(residual)
+    r_rows = None if residual is None else as_rows(residual)
+    s_rows = None if ds is None else as_rows(ds)
     g_rows = as_rows(dy)
-    s_rows = rows if ds is None else as_rows(ds)
-    tile = tiling.norm_backward_tile(hidden, max(t.dtype.itemsize for t in (rows, r_rows, g_rows)),
-                                     (residual is not None) + (ds is not None), spec)  # fmt: skip
-    programs = tiling.accumulating_programs(-(-n_rows // tile.rows), spec)
-    dw = torch.empty(programs, hidden, dtype=torch.float32, device=x.device) if needs_dw else None
-    launch(
-        _backward_kernel, (programs,),
-        rows, r_rows, rows if weight is None else weight.contiguous(), g_rows, s_rows, rstd,
-        rows if dx is None else dx, rstd if dw is None else dw,
-        n_rows, rows.stride(0), r_rows.stride(0), g_rows.stride(0), s_rows.stride(0), offset,
-        HAS_RESIDUAL=residual is not None, HAS_DS=ds is not None, ROUND_SUM=dtype == x.dtype,
-        HAS_WEIGHT=weight is not None, ROUND_WEIGHT=casting != "gemma", STORE_DX=needs_ds, STORE_DW=needs_dw,
-        CONTIGUOUS=all(t.stride(0) == hidden for t in (rows, r_rows, g_rows, s_rows)),
-        HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
-    )  # fmt: skip
-    return dx, dw if dw is None or weight is None else dw.sum(0).to(weight.dtype)
+    w = None if weight is None else weight.contiguous()
+    spec = device.spec(x.device)
+    itemsize = max(t.dtype.itemsize for t in (rows, r_rows, g_rows, s_rows) if t is not None)
+    tile = tiling.norm_backward_tile(hidden, itemsize, spec)
+    if tile.blocks == 1:
+        dw = _launch_backward(rows, r_rows, w, rstd, g_rows, s_rows, rstd, dx, needs_dw, offset, casting, tile, spec)
+    else:
+        dots = torch.empty(tile.blocks, n_rows, dtype=torch.float32, device=x.device)
+        dw = _launch_backward(rows, r_rows, w, rstd, g_rows, None, dots, dx, needs_dw, offset, casting, tile, spec,
+                              apply=False)  # fmt: skip
+        if dx is not None:
+            _launch_backward(rows, r_rows, w, rstd, g_rows, s_rows, dots.sum(0), dx, False, offset, casting, tile, spec,
+                             reduce=False)  # fmt: skip
+    return dx, None if dw is None or weight is None else dw.to(weight.dtype)
 
 
 def _backward_torch(
