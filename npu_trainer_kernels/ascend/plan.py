@@ -289,12 +289,30 @@ def _memory_of(text: str) -> _Memory | None:
         return None
     dims = tuple(None if d == "?" else int(d) for d in found[1].split("x")[:-1])
     if found[3] is None:
-        strides: tuple[int | None, ...] = tuple(
-            None if None in dims[i + 1 :] else math.prod(d or 0 for d in dims[i + 1 :]) for i in range(len(dims))
-        )
-    else:
-        strides = tuple(None if s.strip() == "?" else int(s) for s in found[3].split(",") if s.strip())
+        return _Memory(dims, _row_major(dims), found[2], found[4] or "")
+    strides = tuple(None if s.strip() == "?" else int(s) for s in found[3].split(",") if s.strip())
     return _Memory(dims, strides, found[2], found[4] or "")
+
+
+def _row_major(dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    return tuple(None if None in dims[i + 1 :] else math.prod(d or 0 for d in dims[i + 1 :]) for i in range(len(dims)))
+
+
+def _collapsed(text: str, source: _Memory, memory: _Memory) -> _Memory:
+    """The result of a `memref.collapse_shape` with the sizes that are known of what it collapses."""
+    groups = [
+        [int(axis) for axis in group.split(",")] for group in re.findall(r"\[([\d, ]+)\]", text.partition(" : ")[0])
+    ]
+    if len(groups) != len(memory.dims) or sum(map(len, groups)) != len(source.dims):
+        return memory
+    known = [
+        None if None in sizes else math.prod(d or 0 for d in sizes)
+        for sizes in ([source.dims[axis] for axis in group] for group in groups)
+    ]
+    dims = tuple(k if d is None else d for d, k in zip(memory.dims, known, strict=True))
+    return replace(
+        memory, dims=dims, strides=memory.strides if "strided<" in text[text.rindex("memref<") :] else _row_major(dims)
+    )
 
 
 @dataclass
@@ -426,6 +444,8 @@ class _Walk:
             places = [self.constants[o] for o in operands if o in self.constants]
             self.buffer_end = max([self.buffer_end, *(place + memory.bytes for place in places)])
         elif source is not None:
+            if text.startswith("memref.collapse_shape"):
+                memory = _collapsed(text, source, memory)
             memory = replace(memory, rotates=source.rotates)
         self.memories[name] = memory
 

@@ -102,6 +102,13 @@ def test_a_number_per_row_is_paid_for_by_the_row():
     assert planned.tiny_vector_ops == 1  # the fill of the four factors
 
 
+def test_a_masked_tile_of_whole_rows_is_one_transfer():
+    planned = _plan(toys.scaled_whole_rows, COLS=1024, ROWS=4)
+    assert violations(planned) == []
+    assert planned.bytes_streamed == 2 * 4 * 1024 * 2
+    assert planned.largest_transfer == 4 * 1024 * 2
+
+
 def test_an_atomic_is_named():
     planned = _plan(toys.column_sums, BLOCK=4096, out=FP32)
     assert _rules(planned) == ["atomics"]

@@ -28,6 +28,16 @@ def scaled_tiles(x, scale, y, n_rows, n_cols, ROWS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def scaled_whole_rows(x, y, n_rows, COLS: tl.constexpr, ROWS: tl.constexpr):
+    """y = 2 x in tiles of whole rows: the compiler folds each tile to one dimension."""
+    at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        start = (tile * ROWS).to(tl.int64) * COLS
+        mask = (tile * ROWS + tl.arange(0, ROWS) < n_rows)[:, None]
+        tl.store(y + start + at, tl.load(x + start + at, mask=mask, other=0.0) * 2, mask=mask)
+
+
+@triton.jit
 def grid_of_three(y, X: tl.constexpr, Y: tl.constexpr):
     """Writes its program's number at its place: 32 copies of x + 10 y + 100 z."""
     x, z = tl.program_id(0), tl.program_id(2)
