@@ -1,0 +1,190 @@
+"""What both examples share: arguments, data and models from the hub or from scratch, peak memory, metrics."""
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Trainer,
+)
+
+from npu_trainer_kernels import NpuKernelsCallback
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+PAD, EOS = "<pad>", "<eos>"
+SMALLEST_VOCAB = 256 + 2
+
+
+@dataclass
+class SourceArguments:
+    """Where the model and the data come from: fields that both scripts have."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Hub id or local path of a causal LM; without it a small one is made."}
+    )
+    dtype: str = field(
+        default="float32",
+        metadata={"help": f"Dtype of the weights, one of {', '.join(DTYPES)} (--bf16 computes in bfloat16 with any)."},
+    )
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Hub id, local folder, or .json, .jsonl, .csv, .parquet, .txt file; without it one is made."},
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "The configuration of --dataset_name."})
+    dataset_split: str | None = field(
+        default=None, metadata={"help": "The split of --dataset_name to train on (default: train)."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+        if self.dataset_name is None:
+            refuse("dataset_config", self.dataset_config, "without --dataset_name")
+            refuse("dataset_split", self.dataset_split, "without --dataset_name")
+
+
+def refuse(name: str, value: object, reason: str) -> None:
+    """Raises `ValueError` for an argument that was given (is not None) where it would have no effect."""
+    if value is not None:
+        raise ValueError(f"{name}={value!r} has no effect {reason}; leave it out")
+
+
+def load_rows(args: SourceArguments) -> Dataset:
+    """The split of `args.dataset_name`: from the hub, a data file, a folder of them or a `save_to_disk` folder."""
+    assert args.dataset_name is not None
+    path, split = Path(args.dataset_name), args.dataset_split or "train"
+    if path.is_file():
+        if path.suffix not in BUILDERS:
+            raise ValueError(f"dataset_name: a file must end with one of {', '.join(BUILDERS)}; got {path.name!r}")
+        refuse("dataset_config", args.dataset_config, "with a single file")
+        refuse("dataset_split", args.dataset_split, "with a single file")
+        return load_dataset(BUILDERS[path.suffix], data_files=str(path), split=split)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        refuse("dataset_config", args.dataset_config, "with a folder written by save_to_disk")
+        saved = load_from_disk(str(path))
+        if not isinstance(saved, DatasetDict):
+            refuse("dataset_split", args.dataset_split, "with a saved data set that has no splits")
+            return saved
+        if split not in saved:
+            raise ValueError(f"dataset_split must be one of {', '.join(saved)}; got {split!r}")
+        return saved[split]
+    return load_dataset(args.dataset_name, args.dataset_config, split=split)
+
+
+def require_columns(rows: Dataset, names: Iterable[str], argument: str) -> None:
+    """Raises `ValueError` when the data set lacks a column."""
+    for name in names:
+        if name not in rows.column_names:
+            raise ValueError(f"{argument}: the data set has no column {name!r}; it has {', '.join(rows.column_names)}")
+
+
+def load_model(args: SourceArguments, small: PreTrainedConfig) -> PreTrainedModel:
+    """The model of `args.model_name_or_path`, or one with random weights from `small`."""
+    if args.model_name_or_path is not None:
+        return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype)
+    dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
+    return AutoModelForCausalLM.from_config(small, dtype=dtype)
+
+
+def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with a padding token."""
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def byte_level_tokenizer(texts: Iterable[str] = (), vocab_size: int = SMALLEST_VOCAB) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `texts`; without texts it has the 256 bytes, padding and an end."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def parameters_in_millions(model: PreTrainedModel) -> str:
+    """For the screen, as in `4.05M`."""
+    return f"{model.num_parameters() / 1e6:.2f}M"
+
+
+class PeakMemory:
+    """Bytes that a run needed beyond what was resident when this object was made.
+
+    On an accelerator this is the allocator's peak, where what is resident counts too, as users quote it. On a CPU it
+    is the process's peak resident set above the one at the start.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+        if device.type == "cpu":
+            self._reset_resident_peak()
+            self._before = self._resident_peak()
+        else:
+            torch.get_device_module(device).reset_peak_memory_stats(device)
+
+    def bytes(self) -> int:
+        """The peak so far."""
+        if self._device.type == "cpu":
+            return self._resident_peak() - self._before
+        return torch.get_device_module(self._device).max_memory_allocated(self._device)
+
+    @staticmethod
+    def _reset_resident_peak() -> None:
+        # Linux only. Elsewhere the peak is that of the whole process, and a run that stays under it reads 0.
+        clear_refs = Path("/proc/self/clear_refs")
+        if clear_refs.exists() and os.access(clear_refs, os.W_OK):
+            clear_refs.write_text("5")
+
+    @staticmethod
+    def _resident_peak() -> int:
+        # Not `ru_maxrss` on Linux: it cannot be reset, and a child starts with its parent's.
+        status = Path("/proc/self/status")
+        if status.exists():
+            line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+            return int(line.split()[1]) * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def kernel_report(trainer: Trainer) -> str | None:
+    """What the kernels replaced in this run, or None for a run without them."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, NpuKernelsCallback):
+            return str(callback.report())
+    return None
+
+
+def write_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
+    """Writes `metrics.json` in the output folder, once and in one step: a reader never sees half of it."""
+    if not trainer.is_world_process_zero():
+        return
+    target = Path(trainer.args.output_dir) / "metrics.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_suffix(".json.tmp")
+    unfinished.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(target)

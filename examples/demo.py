@@ -1,0 +1,151 @@
+"""The main job, with and without the kernels: `make demo` runs this and prints what the flag changed.
+
+Runs `sft.py` and `grpo.py` twice each from the same seed, one after the other, each in its own process so that its
+peak memory is its own. Models, metrics and the whole output of each run stay under `--output_dir`.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+# What a line of a trainer's log says of progress, the first that is found.
+SHOWN = (r"'(reward)': '?(-?[\d.]+)", r"'(eval_loss)': '?(-?[\d.]+)", r"'(loss)': '?(-?[\d.]+)")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process: a script, with the kernels or without."""
+
+    script: str
+    kernels: bool
+
+    @property
+    def title(self) -> str:
+        """For the screen."""
+        return f"{self.script} {'with' if self.kernels else 'without'} the kernels"
+
+    def command(self, output_dir: Path, seed: int) -> list[str]:
+        """The command line; the flag is the only difference between two runs of a script."""
+        command = [sys.executable, str(HERE / f"{self.script}.py"), "--output_dir", str(output_dir)]
+        command += ["--seed", str(seed), "--disable_tqdm", "True"]
+        return [*command, "--use_npu_kernels"] if self.kernels else command
+
+
+RUNS = tuple(Run(script, kernels) for script in ("sft", "grpo") for kernels in (False, True))
+
+
+class RunFailedError(RuntimeError):
+    """A run ended with an error; the message holds the end of its output."""
+
+
+def shown(line: str) -> str | None:
+    """What is worth showing of a line of output, if anything."""
+    for pattern in SHOWN:
+        match = re.search(pattern, line)
+        if match is not None:
+            return f"{match[1]} {float(match[2]):.3f}"
+    return "warming up" if line.startswith("warming up") else None
+
+
+def execute(run: Run, output_dir: Path, seed: int, progress: Progress) -> dict[str, Any]:
+    """Runs one process, shows what it says, keeps its output in `log.txt` and returns its metrics."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    metrics = output_dir / "metrics.json"
+    metrics.unlink(missing_ok=True)  # or those of an earlier demo would be taken for this one's
+    task = progress.add_task(run.title, total=None, note="starting")
+    tail: deque[str] = deque(maxlen=30)
+    command = run.command(output_dir, seed)
+    with (
+        (output_dir / "log.txt").open("w", encoding="utf-8") as log,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # or a pipe shows progress only every few kilobytes
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                log.write(line)
+                tail.append(line)
+                note = shown(line)
+                if note is not None:
+                    progress.update(task, note=note)
+        except BaseException:  # an interrupt: the process must not outlive the demo
+            process.kill()
+            raise
+    progress.update(task, total=1, completed=1)
+    if process.returncode != 0:
+        progress.update(task, note="[red]failed")
+        raise RunFailedError(f"{' '.join(command)}\nended with status {process.returncode}:\n{''.join(tail)}")
+    return json.loads(metrics.read_text(encoding="utf-8"))
+
+
+def table(results: dict[Run, dict[str, Any]]) -> Table:
+    """What the flag changed: one row per run."""
+    result = Table(title="The same runs, without and with --use_npu_kernels")
+    for name in ("run", "device"):
+        result.add_column(name)
+    for name in ("loss or reward", "held out", "peak memory", "seconds", "tokens/s"):
+        result.add_column(name, justify="right")
+    for run, metrics in results.items():
+        quality = "loss" if run.script == "sft" else "reward"
+        held_out = metrics["eval_loss" if run.script == "sft" else "held_out_reward"]
+        result.add_row(
+            run.title,
+            metrics["device"],
+            f"{quality} {metrics[f'first_{quality}']:.3f} -> {metrics[f'final_{quality}']:.3f}",
+            f"{held_out:.3f}",
+            f"{metrics['peak_memory_bytes'] / MIB:,.0f} MiB",
+            f"{metrics['seconds']:.1f}",
+            f"{metrics['tokens_per_second']:,.0f}",
+            end_section=run.kernels,
+        )
+    return result
+
+
+def main() -> int:
+    """Runs everything; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=42, help="of all the runs (default: %(default)s)")
+    args = parser.parse_args()
+    console, results, start = Console(), {}, time.monotonic()
+    texts = (TextColumn("{task.description}"), TextColumn("{task.fields[note]}"))
+    try:
+        with Progress(SpinnerColumn(), *texts, TimeElapsedColumn(), console=console) as progress:
+            for run in RUNS:
+                folder = args.output_dir / f"{run.script}-{'kernels' if run.kernels else 'plain'}"
+                results[run] = execute(run, folder, args.seed, progress)
+    except RunFailedError as error:
+        console.print(f"[red]The demo failed.[/red] {args.output_dir} holds the whole output.")
+        console.print(str(error), markup=False, highlight=False)
+        return 1
+    console.print(table(results))
+    for run, metrics in results.items():
+        if metrics["kernels"] is not None:
+            console.print(Panel(metrics["kernels"], title=f"{run.script}: what the flag replaced", title_align="left"))
+    console.print(f"{time.monotonic() - start:.0f} seconds in all; models, metrics and logs are in {args.output_dir}/")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
