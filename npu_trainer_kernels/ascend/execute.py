@@ -291,7 +291,7 @@ def _through_hfusion(kernel: str, lowered: str, folder: Path) -> str:
 
 
 def _spelled_out(lines: Iterable[str]) -> Iterator[str]:
-    """Writes out what bishengir's conversion to upstream operations drops: `vnot`, and how casts to integers round."""
+    """Writes out what bishengir's conversion to upstream operations drops: `vnot`, and how casts to whole numbers round."""
     for number, line in enumerate(lines):
         found = _CONVERSION.match(line)
         if found is None:
@@ -299,12 +299,13 @@ def _spelled_out(lines: Iterable[str]) -> Iterator[str]:
             continue
         pad, operand, kind = found["pad"], found["operand"], found["from"]
         rounding = re.search(r"round_mode<(\w+)>", found["how"])
-        to_integer = found["to_element"].startswith("i") and found["to_element"] != "i1"
+        # floor and its like are casts from fp32 to fp32; to a narrower float a rounding mode is about the last bit.
+        to_whole = found["to_element"] in ("f32", "i8", "i16", "i32", "i64")
         if "unary_fn<vnot>" in found["how"]:
             ones = "true" if found["from_element"] == "i1" else "-1"
             yield f"{pad}%npuk_ones{number} = arith.constant dense<{ones}> : {kind}"
             yield f"{pad}{found['result']} = arith.xori {operand}, %npuk_ones{number} : {kind}"
-        elif rounding and rounding[1] in _ROUNDING and to_integer and found["from_element"] == "f32":
+        elif rounding and rounding[1] in _ROUNDING and to_whole and found["from_element"] == "f32":
             yield f"{pad}%npuk_rounded{number} = math.{_ROUNDING[rounding[1]]} {operand} : {kind}"
             yield line.replace(f"ins({operand} ", f"ins(%npuk_rounded{number} ")
         else:

@@ -63,6 +63,13 @@ def test_a_grid_of_three_dimensions(level):
     assert (moved.transfers_out, moved.bytes_out) == (24, 24 * 32 * 4)
 
 
+def test_rounding_and_negation_survive_the_rewrites(level):
+    x = torch.tensor([-2.5, -1.5, -0.5, 0.0, 0.5, 1.5, 2.5, 1e6 + 0.75] * 8)
+    y = torch.full((3, 64), -9, dtype=torch.int32)
+    _run(level, toys.converted, (1,), x, y, BLOCK=64)
+    assert torch.equal(y, torch.stack([x.int(), x.floor().int(), (~(x > 0)).int()]))
+
+
 def test_tensors_are_raw_pointers(level):
     # A view with an offset and a gap between its rows: the kernel, which knows one row length, walks straight on.
     storage = torch.arange(4096, dtype=torch.float32)

@@ -38,6 +38,16 @@ def scaled_whole_rows(x, y, n_rows, COLS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def converted(x, y, BLOCK: tl.constexpr):
+    """y = trunc(x), floor(x), and not (x > 0), as int32: what bishengir rewrites for the vector unit."""
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + at)
+    tl.store(y + at, value.to(tl.int32))
+    tl.store(y + BLOCK + at, tl.floor(value).to(tl.int32))
+    tl.store(y + 2 * BLOCK + at, tl.where(~(value > 0), 1, 0))
+
+
+@triton.jit
 def grid_of_three(y, X: tl.constexpr, Y: tl.constexpr):
     """Writes its program's number at its place: 32 copies of x + 10 y + 100 z."""
     x, z = tl.program_id(0), tl.program_id(2)
