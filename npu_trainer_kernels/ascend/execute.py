@@ -291,7 +291,7 @@ def _through_hfusion(kernel: str, lowered: str, folder: Path) -> str:
 
 
 def _spelled_out(lines: Iterable[str]) -> Iterator[str]:
-    """Writes out what bishengir's conversion to upstream operations drops: `vnot`, and how casts to whole numbers round."""
+    """Writes out what the conversion to upstream operations drops: `vnot`, and how casts to whole numbers round."""
     for number, line in enumerate(lines):
         found = _CONVERSION.match(line)
         if found is None:
