@@ -1,0 +1,4 @@
+"""Small models trained without and with the kernels, and compared by the noise-floor rule of `verify`.
+
+`python -m convergence --help`. The rows are in `cases.py`, the faults that must be caught in `mutations.py`.
+"""

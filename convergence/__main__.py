@@ -1,0 +1,99 @@
+"""`python -m convergence`: trains small models without and with the kernels and compares every curve.
+
+Ends with status 1 when a case fails, a planted fault is not caught, or nothing could run.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+
+# Before the libraries are imported: nothing is downloaded, and nothing else draws progress bars.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import datasets
+import torch
+import transformers
+from rich.console import Console
+
+from npu_trainer_kernels import device as devices
+
+from .cases import CASES, Case, find
+from .mutations import MUTATIONS, run_mutations
+from .output import Live, case_table, mutation_table, write_json, write_results
+from .suite import run_cases
+
+HERE = Path(__file__).resolve().parent
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m convergence", description=__doc__)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--quick", action="store_true", help="the subset for every change (default)")
+    which.add_argument("--full", action="store_true", help="every case, and the planted faults")
+    which.add_argument("--case", nargs="+", metavar="NAME", help="these cases")
+    parser.add_argument("--mutations", action="store_true", help="also plant faults; alone: only that")
+    parser.add_argument("--mutation", nargs="+", metavar="NAME", help="only these faults")
+    parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--device", default=devices.accelerator(), choices=("cpu", "cuda", "npu"))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write this file alone, no figures, no table")
+    parser.add_argument("--list", action="store_true", help="list cases and faults, run nothing")
+    return parser.parse_args(arguments)
+
+
+def chosen_cases(args: argparse.Namespace) -> list[Case]:
+    """The cases that the command line asks for."""
+    if args.case:
+        return [find(name) for name in args.case]
+    if args.full:
+        return list(CASES)
+    only_mutations = (args.mutations or args.mutation) and not args.quick
+    return [] if only_mutations else [case for case in CASES if case.quick]
+
+
+def quiet() -> None:
+    """Progress bars and remarks of the libraries would tear the table apart."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore", UserWarning)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what was asked for, and returns the exit status."""
+    args = parse(arguments)
+    console = Console()
+    if args.list:
+        console.print("cases:", *(case.name for case in CASES), sep="\n  ")
+        console.print("faults:", *(mutation.name for mutation in MUTATIONS), sep="\n  ")
+        return 0
+    quiet()
+    if args.device == "cpu":
+        # These models are too small to gain from a second thread.
+        torch.set_num_threads(1)
+    torch.manual_seed(0)
+    cases = chosen_cases(args)
+    with Live(console, [case.name for case in cases]) as live:
+        results = run_cases(cases, args.device, live.progress)
+        caught = run_mutations(args.device, live, args.mutation) if args.mutations or args.full or args.mutation else []
+    if args.json:
+        write_json(args.json, results, caught, args.device)
+    else:
+        for table in (case_table(results), mutation_table(caught)):
+            if table is not None:
+                console.print(table)
+        for result in results:
+            for line in result.verdict.failures():
+                console.print(f"[red]{result.name}[/]: {line}", highlight=False)
+        console.print(f"results: {write_results(args.output, results, caught, args.device)}", highlight=False)
+    ran = [result for result in results if not result.skipped]
+    good = all(result.passed for result in ran) and all(result.caught for result in caught)
+    return 0 if good and (ran or caught) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

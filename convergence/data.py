@@ -1,0 +1,112 @@
+"""Texts, sums and tokenizers, from the example scripts; made once per process."""
+
+import functools
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+# The scripts are run by path and import one another by bare name.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+
+import _common as common
+import grpo as sums_script
+import sft as text_script
+
+__all__ = [
+    "BYTES_VOCAB", "TEXT_VOCAB", "held_out", "lm", "preferences", "prompts", "rewards", "texts", "tokenizer_for", "warm_up",
+]  # fmt: skip
+
+# Primes: they divide by no block size.
+TEXT_VOCAB, BYTES_VOCAB = 1009, 263
+LENGTH = 48
+IGNORED = -100
+
+
+@functools.cache
+def _documents() -> list[str]:
+    return text_script.standard_library_texts(400_000, seed=0)
+
+
+@functools.cache
+def tokenizer_for(task: str) -> Any:
+    """Bytes for sums; for texts a byte-level tokenizer trained on them."""
+    return common.byte_level_tokenizer() if task == "grpo" else common.byte_level_tokenizer(_documents(), TEXT_VOCAB)
+
+
+@functools.cache
+def _packed() -> Dataset:
+    return text_script.packed_dataset(_documents(), tokenizer_for("lm"), LENGTH)
+
+
+def lm(rows: int) -> Dataset:
+    """Packed sequences; the labels of a random part at the start of each are ignored, as a prompt's are."""
+    generator = random.Random(1)
+    sequences = _packed().select(range(16, 16 + rows))["input_ids"]
+    starts = [generator.randrange(LENGTH // 2) for _ in sequences]
+    labels = [[IGNORED] * start + list(row[start:]) for row, start in zip(sequences, starts, strict=True)]
+    return Dataset.from_dict({"input_ids": list(sequences), "labels": labels})
+
+
+def held_out(task: str) -> torch.Tensor:
+    """`[rows, length]` ids that are not trained on: text, or sums with their answers."""
+    if task != "grpo":
+        return torch.tensor(_packed().select(range(8))["input_ids"])
+    tokenizer = tokenizer_for(task)
+    rows = sums(1200).select(range(64))
+    ids = [tokenizer(r["prompt"] + r["answer"].zfill(3))["input_ids"] for r in rows if len(r["prompt"]) == 6]
+    return torch.tensor(ids)
+
+
+def texts(rows: int) -> Dataset:
+    """Lines of source as documents of different lengths, for TRL's SFT."""
+    lines = [line for text in _documents() for line in text.split("\n\n") if 20 < len(line) < 400]
+    return Dataset.from_dict({"text": lines[:rows]})
+
+
+def preferences(rows: int) -> Dataset:
+    """A paragraph's first half as the prompt, its own second half preferred to that of the next paragraph."""
+    paragraphs = texts(rows + 1)["text"]
+    halves = [(text[: len(text) // 2], text[len(text) // 2 :]) for text in paragraphs]
+    return Dataset.from_dict(
+        {
+            "prompt": [prompt for prompt, _ in halves[:-1]],
+            "chosen": [rest for _, rest in halves[:-1]],
+            "rejected": [rest for _, rest in halves[1:]],
+        }
+    )
+
+
+@functools.cache
+def sums(rows: int) -> Dataset:
+    """Prompts such as `12+7=` and their answers; the first 64 are held out."""
+    return sums_script.sums(rows, sums_script.LARGEST_OPERAND, seed=0)
+
+
+def prompts() -> Dataset:
+    """The sums to train on."""
+    rows = sums(1200)
+    return rows.select(range(64, len(rows)))
+
+
+def rewards(tokenizer: Any) -> list[Any]:
+    """Exact match, and a graded reward for looking like an answer."""
+    return [sums_script.exact_match, sums_script.format_reward(tokenizer.eos_token_id)]
+
+
+def warm_up(model: Any, tokenizer: Any, steps: int) -> None:
+    """Supervised steps on sums with their answers: a model that never answers right has nothing to reinforce."""
+    tokenizer.padding_side = "right"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    rows, generator = prompts(), random.Random(2)
+    for _ in range(steps):
+        chosen = [rows[generator.randrange(len(rows))] for _ in range(64)]
+        texts = [row["prompt"] + row["answer"] + tokenizer.eos_token for row in chosen]
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,291 @@
+"""What a run leaves behind: progress and tables on the terminal, JSON, a summary page, one figure per case."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from npu_trainer_kernels.verify import NOISE_RUNS, TOP_K, WINDOW, Check, K
+
+from .suite import CaseResult
+
+if TYPE_CHECKING:
+    from .mutations import MutationResult
+
+__all__ = ["Live", "case_table", "mutation_table", "write_json", "write_results"]
+
+UNITS = {
+    "loss": "loss [nats/token]",
+    "gradient norm": "gradient norm [1]",
+    "held-out log-probability": "held-out log-probability [nats/token]",
+}
+GRPO_LOSS = "loss (GRPO objective) [1]"
+UNPATCHED, PATCHED, BAND = "#4c72b0", "#dd8452", "#b8c4d9"
+
+
+class Live:
+    """A progress line per piece of work, on a terminal; nothing elsewhere."""
+
+    def __init__(self, console: Console, names: Sequence[str]) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description:30}"), BarColumn(20), TimeElapsedColumn(),
+                   TextColumn("{task.fields[note]}"))  # fmt: skip
+        self._console = console
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._tasks = {name: self._bar.add_task(name, total=1.0, start=False, note="") for name in names}
+
+    def __enter__(self) -> Live:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def progress(self, name: str, note: str, part: float) -> None:
+        """Shows what is being done for `name`."""
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(name, total=1.0, start=False, note="")
+        self._bar.start_task(self._tasks[name])
+        self._bar.update(self._tasks[name], completed=part, note=note)
+        if part >= 1.0:
+            self._bar.stop_task(self._tasks[name])
+            if not self._console.is_terminal:
+                self._console.print(f"{name} done", highlight=False)
+
+
+def _ratio(check: Check) -> str:
+    return f"{check.ratio:.2g} / {check.k:g}"
+
+
+def _row(result: CaseResult) -> tuple[str, ...]:
+    """The cells of a case, without markup."""
+    case, verdict = result.case, result.verdict
+    outcome = "skipped" if result.skipped else "pass" if result.passed else "FAIL"
+    cells = (result.name, f"{case['family']} {case['task']}", case["precision"], case["backend"], str(case["steps"]))
+    if not result.checks:
+        return (*cells, outcome, (result.skipped or "; ".join(result.problems)).splitlines()[0][:80], "", "")
+    worst = verdict.worst
+    return (*cells, outcome, worst.name, _ratio(worst), f"{result.seconds:.0f}")
+
+
+CASE_COLUMNS = ("case", "model, task", "precision", "backend", "steps", "verdict", "nearest to its limit",
+                "noise floors / allowed", "seconds")  # fmt: skip
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], outcome: int) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column)
+    colours = {"pass": "green", "caught": "green", "FAIL": "bold red", "MISSED": "bold red"}
+    for row in rows:
+        colour = colours.get(row[outcome], "yellow")
+        table.add_row(*(f"[{colour}]{cell}[/]" if i == outcome else cell for i, cell in enumerate(row)))
+    return table
+
+
+def case_table(results: Sequence[CaseResult]) -> Table | None:
+    """The verdicts; None when there are none."""
+    if not results:
+        return None
+    return _table("Unpatched against patched", CASE_COLUMNS, [_row(result) for result in results], 5)
+
+
+MUTATION_COLUMNS = ("planted fault", "case", "verdict", "shows most in", "noise floors / allowed", "seconds")
+
+
+def _mutation_row(result: MutationResult) -> tuple[str, ...]:
+    return (result.name, result.case, result.outcome, result.shown_in, result.ratio_text, f"{result.seconds:.1f}")
+
+
+def mutation_table(results: Sequence[MutationResult]) -> Table | None:
+    """The planted faults; None when there are none."""
+    if not results:
+        return None
+    return _table("Planted faults", MUTATION_COLUMNS, [_mutation_row(result) for result in results], 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _commit() -> str:
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+def _machine(device: str) -> str:
+    if device == "cpu":
+        return f"{platform.machine()} CPU"
+    return str(torch.get_device_module(device).get_device_name())
+
+
+def _document(results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str) -> dict[str, Any]:
+    ran = [result for result in results if not result.skipped]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "device": device,
+        "machine": _machine(device),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")},
+        "rule": {"k": K, "noise_runs": NOISE_RUNS, "window": WINDOW, "top_k": TOP_K},
+        "passed": bool(ran or mutations) and all(r.passed for r in ran) and all(m.caught for m in mutations),
+        "cases": [result.as_dict() for result in results],
+        "mutations": [mutation.as_dict() for mutation in mutations],
+    }
+
+
+def write_json(
+    path: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str
+) -> dict[str, Any]:
+    """Writes the result file in one step, and returns what it holds."""
+    document = _document(results, mutations, device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+    return document
+
+
+def write_results(
+    folder: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str
+) -> Path:
+    """JSON, summary and figures, named by date and device. Returns the summary's path."""
+    stem = f"{datetime.date.today().isoformat()}-{device}"
+    document = write_json(folder / f"{stem}.json", results, mutations, device)
+    for result in results:
+        if result.checks:
+            figure(result, folder / stem / f"{result.name}.png")
+    summary = folder / f"{stem}.md"
+    summary.write_text(_summary(document, results, mutations, stem), encoding="utf-8")
+    return summary
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [" | ".join(columns), " | ".join("---" for _ in columns), *(" | ".join(row) for row in rows)]
+    return [f"| {line} |" for line in lines]
+
+
+def _summary(
+    document: dict[str, Any], results: Sequence[CaseResult], mutations: Sequence[MutationResult], stem: str
+) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    allowed = ", ".join(f"{k:g} in {precision}" for precision, k in K.items())
+    lines = [
+        f"# Convergence: {'passed' if document['passed'] else 'FAILED'}",
+        "",
+        f"{document['date']}, {document['machine']}, commit `{document['commit']}`, {versions}.",
+        "",
+        f"Each case is trained without the kernels {NOISE_RUNS + 1} times, once as it is and {NOISE_RUNS} times with "
+        "every product and sum added up in another order, and once with the kernels. Distances are in noise floors: "
+        f"the largest distance between two of the unpatched runs within {WINDOW} steps. Allowed: {allowed}. The rule "
+        "is in `npu_trainer_kernels/verify.py`.",
+        "",
+    ]
+    if results:
+        rows = [_row(result) for result in results]
+        linked = [(f"[{row[0]}]({stem}/{row[0]}.png)" if r.checks else row[0], *row[1:]) for r, row in
+                  zip(results, rows, strict=True)]  # fmt: skip
+        lines += [*_markdown_table(CASE_COLUMNS, linked), ""]
+    if mutations:
+        lines += [
+            "## Planted faults",
+            "",
+            *_markdown_table(MUTATION_COLUMNS, [_mutation_row(m) for m in mutations]),
+            "",
+        ]
+    failures = [f"- {result.name}: {line}" for result in results for line in result.verdict.failures()]
+    return "\n".join(lines + (["## Failures", "", *failures, ""] if failures else []))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figures
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def figure(result: CaseResult, path: Path) -> None:
+    """Curves, their differences with the noise band, and the checks that have no curve."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    checks = {check.name: check for check in result.checks}
+    grid, axes = plt.subplots(3, 3, figsize=(15, 10.5), layout="constrained")
+    case = result.case
+    grid.suptitle(
+        f"{result.name}: {'passed' if result.passed else 'FAILED'}  ({case['family']}, {case['task']}, "
+        f"{case['precision']}, backend: {case['backend']}, {NOISE_RUNS + 1} unpatched runs)"
+    )
+    for column, (name, unit) in enumerate(UNITS.items()):
+        unit = GRPO_LOSS if name == "loss" and case["task"] == "grpo" else unit
+        _curves(axes[0, column], name, unit, result.curves[name])
+        _distance(axes[1, column], f"difference of {name}", unit[unit.rindex("[") :], checks[name])
+    _distance(axes[2, 0], "held-out log-probabilities by token, rms", "[nats]",
+              checks["held-out log-probabilities, by token"])  # fmt: skip
+    _distance(axes[2, 1], f"positions with another top {TOP_K}", "[share]", checks[f"held-out top {TOP_K}"])
+    _parameters(axes[2, 2], checks["parameters at the end"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    grid.savefig(path, dpi=80)
+    plt.close(grid)
+
+
+def _curves(axis: Any, name: str, unit: str, curves: dict[str, Any]) -> None:
+    steps = range(1, len(curves["patched"]) + 1)
+    for i, run in enumerate(curves["unpatched"]):
+        axis.plot(steps, run, color=UNPATCHED, linewidth=1.5, alpha=0.6, label="without the kernels" if not i else None)
+    axis.plot(steps, curves["patched"], color=PATCHED, linewidth=1.5, linestyle=(0, (4, 3)), label="with the kernels")
+    axis.set(title=name, xlabel="step", ylabel=unit)
+    axis.legend(frameon=False)
+    axis.grid(alpha=0.3)
+
+
+def _distance(axis: Any, title: str, unit: str, check: Check) -> None:
+    steps = range(1, len(check.distance) + 1)
+    limit = [check.k * floor for floor in check.floor]
+    bottom = min(check.floor) / 30
+    axis.fill_between(steps, bottom, check.floor, color=BAND, label="noise floor", linewidth=0)
+    axis.plot(steps, limit, color="black", linewidth=1, linestyle=":", label=f"allowed: {check.k:g} noise floors")
+    # Where both agree to the last bit there is nothing to draw on a logarithmic axis.
+    shown = [d if d > 0 and math.isfinite(d) else math.nan for d in check.distance]
+    axis.plot(steps, shown, color=PATCHED, marker=".", linewidth=1, label="with the kernels")
+    if all(math.isnan(value) for value in shown):
+        axis.text(0.5, 0.5, "no difference at any step", transform=axis.transAxes, ha="center")
+    axis.set_yscale("log")
+    axis.set_ylim(bottom=bottom)
+    axis.set(title=title, xlabel="step", ylabel=f"distance from the reference {unit}")
+    axis.legend(frameon=False, loc="lower right", fontsize="small")
+    axis.grid(alpha=0.3)
+
+
+def _parameters(axis: Any, check: Check) -> None:
+    ratios = sorted(check.ratios)
+    axis.plot(range(1, len(ratios) + 1), ratios, ".", color=PATCHED)
+    axis.axhline(check.k, color="black", linewidth=1, linestyle=":", label=f"allowed: {check.k:g}")
+    axis.axhspan(0, 1, color=BAND, label="noise floor", linewidth=0)
+    axis.set(
+        title="parameters at the end, rms by tensor", xlabel="tensor, by distance", ylabel="distance [noise floors]"
+    )
+    axis.set_ylim(bottom=0)
+    axis.legend(frameon=False, fontsize="small")
+    axis.grid(alpha=0.3)

@@ -1,0 +1,207 @@
+"""From a case and a variant to a trainer that has run: models, trainers, replayed rollouts."""
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import trl
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
+
+from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments, NpuKernelsCallback, device, tiling
+from npu_trainer_kernels.ops._launch import use_launcher
+from npu_trainer_kernels.verify import Curves, Variant, record
+from tests.models import small_model
+
+from . import data
+from .cases import Case
+
+__all__ = ["Workshop", "run"]
+
+SEED = 11
+# Rows of logits alive at once. The device's own choice would hold these small runs in one chunk, and what happens
+# between chunks would not be tested. It divides nothing.
+CHUNK_ROWS = 61
+WARM_UP_STEPS = 120
+
+COMMON: dict[str, Any] = {
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "lr_scheduler_type": "constant",
+    "dataloader_num_workers": 0,
+    "seed": SEED,
+}
+TASK_OPTIONS: dict[str, dict[str, Any]] = {
+    # Two micro-batches of different numbers of labels: the normaliser must span both.
+    "lm": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3},
+    "sft": {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_length": 64, "gradient_checkpointing": False},
+    "dpo": {"per_device_train_batch_size": 4, "learning_rate": 5e-4, "max_length": 96, "gradient_checkpointing": False},
+    # Two passes over each rollout: in the second the importance ratio is not 1.
+    "grpo": {
+        "per_device_train_batch_size": 32,
+        "num_generations": 8,
+        "num_iterations": 2,
+        "max_completion_length": 6,
+        "learning_rate": 5e-4,
+        "reward_weights": [0.8, 0.2],
+        "gradient_checkpointing": False,
+    },
+}
+CONFIGS: dict[str, type[TrainingArguments]] = {
+    "lm": TrainingArguments, "sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig,
+}  # fmt: skip
+
+
+@dataclass
+class Workshop:
+    """What the runs of one process share: initial models on disk, recorded rollouts.
+
+    Attributes:
+        folder: for models and the trainers' outputs; the caller removes it.
+        device: "cpu", or None for the accelerator that is there.
+        rollouts: case name -> what the reference run has generated, call by call.
+        sabotage: applied to the patched trainer; a fault of `mutations`.
+    """
+
+    folder: Path
+    device: str | None = None
+    rollouts: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
+    sabotage: Callable[[Trainer], None] | None = None
+
+    def model_path(self, case: Case) -> Path:
+        """The case's initial model; made once. For GRPO it is warmed up: one that never answers learns nothing."""
+        tokenizer = data.tokenizer_for(case.task)
+        overrides = {
+            "vocab_size": data.BYTES_VOCAB if case.task == "grpo" else data.TEXT_VOCAB,
+            "hidden_size": 64,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            **case.model,
+        }
+        kind = "sums" if case.task == "grpo" else "text"
+        path = self.folder / "-".join([case.family, kind, *(f"{k}={v}" for k, v in sorted(case.model.items()))])
+        if not path.exists():
+            model = small_model(case.family, SEED, **overrides)
+            if case.task == "grpo":
+                data.warm_up(model, tokenizer, WARM_UP_STEPS)
+            model.save_pretrained(path)
+        return path
+
+    def _arguments(self, case: Case, steps: int) -> Any:
+        options = {**COMMON, **TASK_OPTIONS[case.task], **case.options}
+        return CONFIGS[case.task](
+            output_dir=str(self.folder / "output"),
+            max_steps=steps,
+            bf16=case.precision == "bf16-autocast",
+            use_cpu=self.device == "cpu",
+            **options,
+        )
+
+    def trainer(self, case: Case, variant: Variant) -> Trainer:
+        """The case's trainer, with the kernels where the variant has them."""
+        dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+        path = self.model_path(case)
+        backend = None if case.backend == "device" else case.backend
+        kwargs: dict[str, Any] = {
+            "model": AutoModelForCausalLM.from_pretrained(path, dtype=dtype),
+            "args": self._arguments(case, case.steps),
+        }
+        if case.lora:
+            kwargs["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        rows = case.steps * kwargs["args"].per_device_train_batch_size * kwargs["args"].gradient_accumulation_steps
+        if case.task == "grpo":
+            return self._grpo(case, variant, kwargs, backend)
+        callbacks = [NpuKernelsCallback(backend=backend)] if variant.patched else []
+        kwargs |= {"callbacks": callbacks}
+        if case.task == "lm":
+            return Trainer(train_dataset=data.lm(rows), data_collator=default_data_collator, **kwargs)
+        tokenizer = data.tokenizer_for(case.task)
+        if case.task == "sft":
+            return SFTTrainer(train_dataset=data.texts(min(rows, 400)), processing_class=tokenizer, **kwargs)
+        return DPOTrainer(train_dataset=data.preferences(min(rows, 200)), processing_class=tokenizer, **kwargs)
+
+    def _grpo(self, case: Case, variant: Variant, kwargs: dict[str, Any], backend: str | None) -> Trainer:
+        tokenizer = data.tokenizer_for(case.task)
+        kwargs |= {
+            "reward_funcs": data.rewards(tokenizer), "train_dataset": data.prompts(), "processing_class": tokenizer,
+        }  # fmt: skip
+        if variant.patched:
+            arguments = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_backend=backend)
+            trainer: Any = GRPOTrainer(npu_kernels=arguments, **kwargs)
+        else:
+            trainer = trl.GRPOTrainer(**kwargs)
+        is_reference = not variant.patched and variant.noise_seed is None
+        if is_reference:
+            self.rollouts[case.name] = []
+        play = _recording if is_reference else _replaying
+        trainer._generate_single_turn = play(trainer._generate_single_turn, self.rollouts[case.name])
+        return trainer
+
+
+def _recording(generate: Callable[..., Any], rollouts: list[tuple[Any, Any]]) -> Callable[..., Any]:
+    """Generates and notes; what sampling draws from the random state is given back, as a replay draws nothing."""
+
+    def generate_single_turn(prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng():
+            result = generate(prompt_ids, *args, **kwargs)
+        rollouts.append((copy.deepcopy(prompt_ids), copy.deepcopy(result)))
+        return result
+
+    return generate_single_turn
+
+
+def _replaying(generate: Callable[..., Any], rollouts: list[tuple[Any, Any]]) -> Callable[..., Any]:
+    """What the reference run has generated, in its order; sampling anew would branch on the last bit."""
+    left: Iterator[tuple[Any, Any]] = iter(rollouts)
+
+    def generate_single_turn(prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        prompts, result = next(left)
+        if prompts != prompt_ids:
+            raise RuntimeError("the runs of a case were given different prompts: the rollouts cannot be replayed")
+        return copy.deepcopy(result)
+
+    return generate_single_turn
+
+
+@contextlib.contextmanager
+def _small_chunks() -> Iterator[None]:
+    def head_chunk(n: int, *args: Any, **kwargs: Any) -> int:
+        return max(1, min(n, CHUNK_ROWS))
+
+    with mock.patch.object(tiling, "head_chunk", head_chunk):
+        yield
+
+
+@contextlib.contextmanager
+def _launching(case: Case, variant: Variant) -> Iterator[None]:
+    """For the backend that executes the Ascend compiler's output: its launcher, and tiles for the chip."""
+    if case.backend != "ascend-lowering" or not variant.patched:
+        yield
+        return
+    from npu_trainer_kernels.ascend.launcher import LoweringLauncher
+
+    launcher = LoweringLauncher()
+    with use_launcher(launcher), device.use_chip(launcher.chip):
+        yield
+
+
+def run(workshop: Workshop, case: Case, variant: Variant) -> Curves:
+    """Trains one variant of a case."""
+    torch.manual_seed(SEED)
+    with _small_chunks(), _launching(case, variant):
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer = workshop.trainer(case, variant)
+        if variant.patched and workshop.sabotage is not None:
+            workshop.sabotage(trainer)
+        return record(trainer, data.held_out(case.task), variant)

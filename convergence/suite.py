@@ -1,0 +1,159 @@
+"""The loop: runs cases, by themselves or in a process of their own, and gives back plain results."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from npu_trainer_kernels import _triton, backends
+from npu_trainer_kernels.verify import Check, Curves, Verdict, judge, variants
+
+from .cases import Case
+from .runs import Workshop, run
+
+__all__ = ["CaseResult", "Progress", "run_case", "run_cases", "unavailable"]
+
+# Case name, what is being done, part done from 0 to 1.
+Progress = Callable[[str, str, float], None]
+
+
+@dataclass
+class CaseResult:
+    """What is kept of a case; plain data, as JSON.
+
+    Attributes:
+        case: the row.
+        skipped: why it could not run here, or "".
+        problems: reasons to fail that are not distances.
+        checks: the verdict's, worst numbers and per-step distances and floors.
+        curves: scalar name -> {"unpatched": one list per run, "patched": list}.
+        replaced: op -> how many modules it serves, by the kernels' report.
+        seconds: wall clock of the whole case.
+        train_seconds: of the reference and of the patched run.
+    """
+
+    case: dict[str, Any]
+    skipped: str = ""
+    problems: list[str] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    curves: dict[str, dict[str, Any]] = field(default_factory=dict)
+    replaced: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    train_seconds: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def name(self) -> str:
+        """The case's name."""
+        return self.case["name"]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The checks with their rule."""
+        return Verdict(self.checks, self.problems)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it ran and nothing speaks against it."""
+        return not self.skipped and bool(self.checks) and self.verdict.passed
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with the verdict."""
+        return {**asdict(self), "passed": self.passed}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "CaseResult":
+        """From `as_dict`."""
+        known = {name: value for name, value in fields.items() if name != "passed"}
+        known["checks"] = [Check(**check) for check in fields["checks"]]
+        return cls(**known)
+
+
+def unavailable(case: Case, device: str) -> str:
+    """Why a case cannot run on this machine, or ""."""
+    if case.backend == "triton" and _triton.IMPORT_ERROR is not None:
+        return f"Triton cannot be imported ({_triton.IMPORT_ERROR})"
+    if case.backend == "triton" and device != "cpu":
+        return f"the interpreter is for the CPU; on {device} every case runs Triton"
+    if case.backend == "ascend-lowering":
+        reason = backends.unavailable(case.backend, device)
+        if reason is not None:
+            return reason
+        from npu_trainer_kernels.ascend import toolchain
+
+        try:
+            toolchain.require_all()
+        except (ImportError, toolchain.ToolchainError) as error:
+            return str(error).splitlines()[0]
+    return ""
+
+
+def run_case(case: Case, workshop: Workshop, progress: Progress, unpatched: list[Curves] | None = None) -> CaseResult:
+    """All the runs of a case, in this process.
+
+    Args:
+        case: the row.
+        workshop: what its runs share.
+        progress: is told what is being done.
+        unpatched: the unpatched runs, where they exist already; an empty list is filled with them.
+    """
+    start = time.perf_counter()
+    given = [] if unpatched is None else unpatched
+    todo = [variant for variant in variants() if variant.patched or not unpatched]
+    for i, variant in enumerate(todo):
+        progress(case.name, str(variant), i / len(todo))
+        curves = run(workshop, case, variant)
+        if not variant.patched:
+            given.append(curves)
+    progress(case.name, "", 1.0)
+    return _result(case, given, curves, judge(given, curves, case.precision), time.perf_counter() - start)
+
+
+def _result(case: Case, unpatched: Sequence[Curves], patched: Curves, verdict: Verdict, seconds: float) -> CaseResult:
+    curves = {
+        name: {"unpatched": [run.scalars[name] for run in unpatched], "patched": patched.scalars.get(name, [])}
+        for name in unpatched[0].scalars
+    }
+    replaced: dict[str, int] = {}
+    for entry in patched.report.replaced if patched.report is not None else []:
+        replaced[entry.op] = replaced.get(entry.op, 0) + 1
+    train_seconds = (round(unpatched[0].seconds, 3), round(patched.seconds, 3))
+    return CaseResult(
+        asdict(case), "", verdict.problems, verdict.checks, curves, replaced, round(seconds, 1), train_seconds
+    )
+
+
+def _in_own_process(case: Case, folder: Path, progress: Progress) -> CaseResult:
+    """With Triton's interpreter, which is switched on by the environment, before Triton is imported."""
+    progress(case.name, "in a process with Triton's interpreter", 0.0)
+    output = folder / f"{case.name}.json"
+    command = [sys.executable, "-m", "convergence", "--case", case.name, "--device", "cpu", "--json", str(output)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    progress(case.name, "", 1.0)
+    if not output.exists():
+        tail = "\n".join(process.stderr.splitlines()[-15:])
+        return CaseResult(asdict(case), problems=[f"its process ended with status {process.returncode}:\n{tail}"])
+    return CaseResult.from_dict(json.loads(output.read_text(encoding="utf-8"))["cases"][0])
+
+
+def run_cases(cases: Sequence[Case], device: str, progress: Progress) -> list[CaseResult]:
+    """Runs cases one after the other. Where one cannot run, its result says why."""
+    results = []
+    with TemporaryDirectory() as folder:
+        workshop = Workshop(Path(folder), device)
+        for case in cases:
+            reason = unavailable(case, device)
+            if reason:
+                progress(case.name, "", 1.0)
+                results.append(CaseResult(asdict(case), skipped=reason))
+            elif case.backend == "triton" and not _triton.INTERPRETED:
+                results.append(_in_own_process(case, Path(folder), progress))
+            else:
+                results.append(run_case(case, workshop, progress))
+    return results

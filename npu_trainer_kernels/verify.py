@@ -1,0 +1,540 @@
+"""Does a model train the same with the kernels? The noise-floor rule, and `verify` for any model.
+
+Two correct implementations of one training step differ by rounding, and training amplifies the difference. So equality
+is no criterion and no fixed tolerance is right; what rounding does to *this* run on *this* machine is measured:
+
+1. The run is trained without the kernels several times. The first is the reference. In the others every matrix product
+   and every sum, forward and backward, is added up in another order (`SummationNoise`): the same in exact arithmetic,
+   and what another BLAS or another tile size would do.
+2. The **noise floor** of a quantity at a step is the largest distance between any two of these runs within `WINDOW`
+   steps, and never less than what its own number format can resolve.
+3. It is trained with the kernels. At every step, for every quantity, the distance from the reference may be at most
+   `K[precision]` noise floors.
+4. **Drift**: the signed distance, in noise floors, is averaged over the whole curve. A bias that hides in the noise of
+   each step does not hide in the average. It may be at most K times the largest average that two of the unpatched runs
+   have between them, and is never asked to be below what rounding to the quantity's own format makes of it.
+
+The quantities: loss, gradient norm, mean log-probability of a fixed held-out batch, its log-probabilities token by
+token (root mean square), which tokens are its `TOP_K` most likely ones (share of positions that differ), evaluation
+loss, and at the end every parameter (root mean square, tensor by tensor).
+
+Why K = 3 and five noisy runs: were a quantity one normal number per run, the worst that correlation can do, a correct
+run would exceed 3 times the range of six others with probability 0.001; the window and the averages over tokens
+and elements make it far less. The smallest deviation that is always caught is about 7 standard deviations of rounding,
+where a fault of one percent of a gradient is thousands in fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import math
+import random
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .callback import NpuKernelsCallback
+from .patching import Report
+
+__all__ = [
+    "NOISE_RUNS",
+    "PRECISIONS",
+    "Check",
+    "Curves",
+    "K",
+    "SummationNoise",
+    "Variant",
+    "Verdict",
+    "judge",
+    "judge_runs",
+    "record",
+    "variants",
+    "verify",
+]
+
+# The one place where what is allowed is said: noise floors, per precision.
+K = {"fp32": 3.0, "bf16": 3.0, "bf16-autocast": 3.0}
+PRECISIONS = tuple(K)
+NOISE_RUNS = 5
+WINDOW = 5
+TOP_K = 5
+# Per tensor: enough for its root mean square, and five runs of a large model fit in memory.
+MAX_ELEMENTS = 1 << 16
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Noise: the same arithmetic, added up in another order
+# ---------------------------------------------------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+
+
+class SummationNoise(TorchDispatchMode):
+    """While it is on, products are formed as two partial products, and sums run backwards.
+
+    The place where a product is split is drawn anew for each call, from the seed. It sits below autograd and autocast,
+    so it reaches forward and backward of every module alike, and each partial product is rounded to the dtype in use,
+    as with a split-K kernel.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (_aten.mm.default, _aten.bmm.default) and not kwargs:
+            return self._product(func, *args)
+        if func is _aten.addmm.default and not kwargs:
+            return self._product(_aten.mm.default, args[1], args[2]) + args[0]
+        if func in (_aten.sum.dim_IntList, _aten.mean.dim) and args[1]:
+            return func(args[0].flip(args[1]), *args[1:], **kwargs)
+        if func is _aten.sum.default and args[0].dim():
+            return func(args[0].flip(0), **kwargs)
+        return func(*args, **kwargs)
+
+    def _product(self, func: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        size = a.shape[-1]
+        if size < 4:
+            return func(a, b)
+        # Near the middle: a split that leaves a few terms over changes the rounding of few elements.
+        at = self._random.randint(size // 4, size - size // 4)
+        return func(a[..., :at], b[..., :at, :]) + func(a[..., at:], b[..., at:, :])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a run differs from the reference: by noise, or by the kernels."""
+
+    patched: bool = False
+    noise_seed: int | None = None
+
+    def __str__(self) -> str:
+        if self.patched:
+            return "with the kernels"
+        return "reference" if self.noise_seed is None else f"noise {self.noise_seed}"
+
+
+def variants(noise_runs: int = NOISE_RUNS) -> list[Variant]:
+    """The reference, the noisy runs, the patched run."""
+    return [Variant(), *(Variant(noise_seed=seed) for seed in range(1, noise_runs + 1)), Variant(patched=True)]
+
+
+@dataclass
+class Curves:
+    """What one run leaves behind.
+
+    Attributes:
+        scalars: name -> one number per step, or per evaluation.
+        log_probs: `[steps, tokens]` of the held-out batch, fp32.
+        top: `[steps, tokens, TOP_K]` ids, the most likely first.
+        parameters: name -> (a part of) the trained tensor, and the relative spacing of its dtype.
+        seconds: wall clock of the training.
+        report: what the kernels replaced, where they were in.
+    """
+
+    scalars: dict[str, list[float]] = field(default_factory=dict)
+    log_probs: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    top: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, TOP_K))
+    parameters: dict[str, tuple[torch.Tensor, float]] = field(default_factory=dict)
+    seconds: float = 0.0
+    report: Report | None = None
+
+
+class _Recorder(TrainerCallback):
+    """Collects losses and gradient norms from the Trainer's log, and probes the held-out batch after each step."""
+
+    def __init__(self, held_out: torch.Tensor) -> None:
+        self._held_out = held_out
+        self.scalars: dict[str, list[float]] = {"loss": [], "gradient norm": [], "held-out log-probability": []}
+        self.log_probs: list[torch.Tensor] = []
+        self.top: list[torch.Tensor] = []
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
+        if "loss" in logs and "grad_norm" in logs:
+            self.scalars["loss"].append(float(logs["loss"]))
+            self.scalars["gradient norm"].append(float(logs["grad_norm"]))
+        if "eval_loss" in logs:
+            self.scalars.setdefault("evaluation loss", []).append(float(logs["eval_loss"]))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        model = kwargs["model"]
+        ids = self._held_out.to(args.device)
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            log_probs = model(input_ids=ids).logits[:, :-1].float().log_softmax(-1)
+        model.train(was_training)
+        chosen = log_probs.gather(-1, ids[:, 1:].unsqueeze(-1)).flatten().cpu()
+        self.log_probs.append(chosen)
+        self.top.append(log_probs.topk(TOP_K, -1).indices.reshape(-1, TOP_K).cpu())
+        self.scalars["held-out log-probability"].append(float(chosen.double().mean()))
+
+
+def _snapshot(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, float]]:
+    """The trained parameters, evenly thinned to MAX_ELEMENTS each."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            flat = parameter.detach().flatten()
+            found[name] = flat[:: -(-flat.numel() // MAX_ELEMENTS)].float().cpu(), torch.finfo(parameter.dtype).eps
+    return found
+
+
+def record(trainer: Trainer, held_out: torch.Tensor, variant: Variant) -> Curves:
+    """Trains and returns the run's curves. The caller has put the kernels in, if the variant asks for them.
+
+    Args:
+        trainer: ready to train, with `logging_steps=1`.
+        held_out: `[rows, length]` token ids without padding, which are never trained on.
+        variant: says whether the run is a noisy one.
+    """
+    recorder = _Recorder(held_out)
+    trainer.add_callback(recorder)
+    trainer.remove_callback(PrinterCallback)
+    noise = contextlib.nullcontext() if variant.noise_seed is None else SummationNoise(variant.noise_seed)
+    start = time.perf_counter()
+    # The kernels' report belongs into the result, not between the caller's lines.
+    with contextlib.redirect_stdout(io.StringIO()), noise:
+        trainer.train()
+    seconds = time.perf_counter() - start
+    assert trainer.model is not None
+    return Curves(
+        scalars=recorder.scalars,
+        log_probs=torch.stack(recorder.log_probs),
+        top=torch.stack(recorder.top),
+        parameters=_snapshot(trainer.model),
+        seconds=seconds,
+        report=_report(trainer),
+    )
+
+
+def _report(trainer: Trainer) -> Report | None:
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, NpuKernelsCallback):
+            return callback.report()
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rule
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Check:
+    """One quantity held against its noise floor.
+
+    Attributes:
+        name: of the quantity; `drift of ...` for its average over the curve.
+        distance, floor: one number per step (or per tensor), in the quantity's own unit.
+        labels: what the numbers stand for; empty: steps, from 1.
+        k: how many floors are allowed.
+    """
+
+    name: str
+    distance: list[float]
+    floor: list[float]
+    k: float
+    labels: list[str] = field(default_factory=list)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Distances in noise floors; infinite where a distance is not a number."""
+        return [d / f if math.isfinite(d) else math.inf for d, f in zip(self.distance, self.floor, strict=True)]
+
+    @property
+    def worst(self) -> int:
+        """Where the ratio is largest."""
+        ratios = self.ratios
+        return max(range(len(ratios)), key=ratios.__getitem__)
+
+    @property
+    def ratio(self) -> float:
+        """The largest distance, in noise floors."""
+        return self.ratios[self.worst]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every distance is allowed."""
+        return self.ratio <= self.k
+
+    def __str__(self) -> str:
+        where = self.labels[self.worst] if self.labels else f"step {self.worst + 1}"
+        return (
+            f"{self.name}: {self.ratio:.3g} noise floors at {where}, {self.k:g} allowed "
+            f"({self.distance[self.worst]:.3g}, floor {self.floor[self.worst]:.3g})"
+        )
+
+
+@dataclass
+class Verdict:
+    """The outcome: every check, and reasons to fail that are not distances."""
+
+    checks: list[Check]
+    problems: list[str] = field(default_factory=list)
+    report: Report | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing speaks against the kernels."""
+        return not self.problems and all(check.passed for check in self.checks)
+
+    @property
+    def worst(self) -> Check:
+        """The check that comes nearest to its limit, or exceeds it most."""
+        return max(self.checks, key=lambda check: check.ratio / check.k)
+
+    def failures(self) -> list[str]:
+        """What failed, in words."""
+        return [*self.problems, *(str(check) for check in self.checks if not check.passed)]
+
+    def __str__(self) -> str:
+        lines = ["the kernels train this model as it trains without them" if self.passed else "NOT the same training"]
+        lines += [f"  {'ok    ' if check.passed else 'FAILED'} {check}" for check in self.checks]
+        return "\n".join(lines + [f"  FAILED {problem}" for problem in self.problems])
+
+
+def _ulp(values: torch.Tensor, eps: float = torch.finfo(torch.float32).eps) -> torch.Tensor:
+    return values.abs().clamp(min=torch.finfo(torch.float32).tiny) * eps
+
+
+def _pairs(runs: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return itertools.combinations(runs, 2)
+
+
+def _floors(between: Sequence[torch.Tensor], resolution: torch.Tensor) -> torch.Tensor:
+    """Per step: the largest distance between two unpatched runs within WINDOW steps, at least the resolution."""
+    largest = torch.stack(list(between)).amax(0)
+    windows = [largest[max(0, t - WINDOW) : t + WINDOW + 1].max() for t in range(len(largest))]
+    return torch.maximum(torch.stack(windows), resolution)
+
+
+def _scalar_checks(name: str, unpatched: Sequence[Sequence[float]], patched: Sequence[float], k: float) -> list[Check]:
+    runs = [torch.tensor(run, dtype=torch.float64) for run in unpatched]
+    signed = torch.tensor(patched, dtype=torch.float64) - runs[0]
+    floors = _floors([(a - b).abs() for a, b in _pairs(runs)], _ulp(runs[0]))
+    # Numbers rounded at random to the floor's resolution average out to no better than this.
+    resolution = math.sqrt(1 / (12 * len(signed)))
+    drift_floor = max(resolution, *(float(((a - b) / floors).mean().abs()) for a, b in _pairs(runs)))
+    drift = float((signed / floors).mean().abs())
+    return [
+        Check(name, signed.abs().tolist(), floors.tolist(), k),
+        Check(f"drift of {name}", [drift], [drift_floor], k, ["the whole curve, in noise floors"]),
+    ]
+
+
+def _rms(difference: torch.Tensor) -> torch.Tensor:
+    return difference.double().square().mean(-1).sqrt()
+
+
+def _log_prob_check(unpatched: Sequence[torch.Tensor], patched: torch.Tensor, k: float) -> Check:
+    floors = _floors([_rms(a - b) for a, b in _pairs(unpatched)], _ulp(_rms(unpatched[0])))
+    return Check("held-out log-probabilities, by token", _rms(patched - unpatched[0]).tolist(), floors.tolist(), k)
+
+
+def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a != b).any(-1).double().mean(-1)
+
+
+def _top_check(unpatched: Sequence[torch.Tensor], patched: torch.Tensor, k: float) -> Check:
+    one_position = torch.full((patched.shape[0],), 1.0 / patched.shape[1], dtype=torch.float64)
+    floors = _floors([_differing(a, b) for a, b in _pairs(unpatched)], one_position)
+    return Check(f"held-out top {TOP_K}", _differing(patched, unpatched[0]).tolist(), floors.tolist(), k)
+
+
+def _parameter_check(unpatched: Sequence[Curves], patched: Curves, k: float) -> Check:
+    names = list(unpatched[0].parameters)
+    distances, floors = [], []
+    for name in names:
+        runs = [run.parameters[name][0] for run in unpatched]
+        eps = unpatched[0].parameters[name][1]
+        # The least that can differ: one element, by one unit in the last place.
+        least = float(_ulp(runs[0].abs().max(), eps)) / math.sqrt(runs[0].numel())
+        floors.append(max(least, *(float(_rms(a - b)) for a, b in _pairs(runs))))
+        distances.append(float(_rms(patched.parameters[name][0] - runs[0])))
+    return Check("parameters at the end", distances, floors, k, names)
+
+
+def _shape_problems(reference: Curves, other: Curves) -> list[str]:
+    problems = [
+        f"{name}: {len(values)} values without the kernels, {len(other.scalars.get(name, []))} with them"
+        for name, values in reference.scalars.items()
+        if len(values) != len(other.scalars.get(name, [])) or not values
+    ]
+    if reference.parameters.keys() != other.parameters.keys():
+        problems.append("the kernels changed which parameters are trained")
+    return problems
+
+
+def judge(unpatched: Sequence[Curves], patched: Curves, precision: str) -> Verdict:
+    """The module's rule.
+
+    Args:
+        unpatched: the reference and the noisy runs.
+        patched: the run with the kernels.
+        precision: one of `PRECISIONS`.
+
+    Raises:
+        ValueError: fewer than two noisy runs, or an unknown precision.
+    """
+    if precision not in K:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+    if len(unpatched) < 3:
+        raise ValueError(f"unpatched must hold a reference and at least two noisy runs; got {len(unpatched)} runs")
+    reference, k = unpatched[0], K[precision]
+    problems = _shape_problems(reference, patched)
+    if patched.report is not None and not patched.report.replaced:
+        problems.append("the kernels replaced nothing")
+    if not all(math.isfinite(v) for values in reference.scalars.values() for v in values):
+        problems.append("the reference itself has values that are not finite: this run decides nothing")
+    if problems:
+        return Verdict([], problems, patched.report)
+    checks: list[Check] = []
+    for name in reference.scalars:
+        checks += _scalar_checks(name, [run.scalars[name] for run in unpatched], patched.scalars[name], k)
+    checks.append(_log_prob_check([run.log_probs for run in unpatched], patched.log_probs, k))
+    checks.append(_top_check([run.top for run in unpatched], patched.top, k))
+    checks.append(_parameter_check(unpatched, patched, k))
+    return Verdict(checks, [], patched.report)
+
+
+def judge_runs(run: Callable[[Variant], Curves], precision: str, noise_runs: int = NOISE_RUNS) -> Verdict:
+    """Makes all the runs, one after the other, and judges."""
+    *unpatched, patched = [run(variant) for variant in variants(noise_runs)]
+    return judge(unpatched, patched, precision)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _texts(dataset: Any, column: str, characters: int) -> list[str]:
+    """The texts of a dataset; without one the sources of Python's standard library."""
+    if dataset is not None:
+        texts = dataset if isinstance(dataset, list) else dataset[column]
+        return [text for text in texts if text]
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    random.Random(0).shuffle(files)
+    texts = []
+    for file in files:
+        if characters > 0:
+            texts.append(file.read_text(encoding="utf-8", errors="replace")[:characters])
+            characters -= len(texts[-1])
+    return texts
+
+
+def _sequences(texts: list[str], tokenizer: Any, length: int, needed: int) -> list[list[int]]:
+    stream = list(itertools.chain.from_iterable(tokenizer(texts, add_special_tokens=False)["input_ids"]))
+    sequences = [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
+    if len(sequences) < needed:
+        raise ValueError(
+            f"dataset: {needed} sequences of {length} tokens are needed; the texts give {len(sequences)}. "
+            "Ask for fewer steps, a smaller batch or shorter sequences, or give more text"
+        )
+    return sequences[:needed]
+
+
+def _training_arguments(
+    folder: str, steps: int, batch_size: int, learning_rate: float, precision: str, seed: int
+) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        learning_rate=learning_rate,
+        lr_scheduler_type="constant",
+        bf16=precision == "bf16-autocast",
+        seed=seed,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def verify(
+    model_name_or_path: str,
+    dataset: Any = None,
+    steps: int = 50,
+    *,
+    text_column: str = "text",
+    batch_size: int = 2,
+    sequence_length: int = 256,
+    learning_rate: float = 1e-4,
+    precision: str = "fp32",
+    ops: Sequence[str] | None = None,
+    backend: str | None = None,
+    noise_runs: int = NOISE_RUNS,
+    seed: int = 0,
+    on_run: Callable[[Variant], None] | None = None,
+) -> Verdict:
+    """Trains a causal language model with and without the kernels on this machine, and says whether they agree.
+
+    The model is trained `noise_runs` + 2 times by `transformers.Trainer`, in full, from the same weights and on the
+    same batches. Nothing is saved.
+
+    Args:
+        model_name_or_path: hub id or local path, as for `AutoModelForCausalLM.from_pretrained`.
+        dataset: a list of texts, or a `datasets.Dataset`; None: the sources of Python's standard library.
+        steps: optimizer steps per run.
+        text_column: the column of `dataset` that holds the text.
+        batch_size, sequence_length, learning_rate: of the training.
+        precision: "fp32", "bf16" (weights too) or "bf16-autocast" (fp32 weights).
+        ops, backend: as for `apply_npu_kernels`.
+        noise_runs: unpatched runs that measure the noise floor, beside the reference; at least 2.
+        seed: of the order of batches.
+        on_run: is called before each run, to show progress.
+
+    Raises:
+        ValueError: an option out of range, or too little text.
+    """
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
+
+    for name, value, least in (("steps", steps, 1), ("batch_size", batch_size, 1), ("noise_runs", noise_runs, 2),
+                               ("sequence_length", sequence_length, 2)):  # fmt: skip
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}; got {value}")
+    if precision not in K:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+    tokenizer = AutoTokenizer.from_pretrained(model_name_or_path)
+    needed = (steps + 1) * batch_size
+    texts = _texts(dataset, text_column, characters=16 * needed * sequence_length)
+    sequences = _sequences(texts, tokenizer, sequence_length, needed)
+    rows, held_out = sequences[batch_size:], torch.tensor(sequences[:batch_size])
+    train_dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
+    def run(variant: Variant) -> Curves:
+        if on_run is not None:
+            on_run(variant)
+        with TemporaryDirectory() as folder:
+            trainer = Trainer(
+                model=AutoModelForCausalLM.from_pretrained(model_name_or_path, dtype=dtype),
+                args=_training_arguments(folder, steps, batch_size, learning_rate, precision, seed),
+                train_dataset=train_dataset,
+                data_collator=default_data_collator,
+                callbacks=[NpuKernelsCallback(ops=ops, backend=backend)] if variant.patched else [],
+            )
+            return record(trainer, held_out, variant)
+
+    return judge_runs(run, precision, noise_runs)
