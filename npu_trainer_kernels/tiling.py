@@ -10,11 +10,14 @@ __all__ = [
     "RowTile",
     "StatisticsTile",
     "accumulating_programs",
+    "elementwise_block",
+    "embedding_tile",
     "gradient_tile",
     "head_chunk",
     "launch_options",
     "norm_backward_tile",
     "norm_forward_tile",
+    "rope_tile",
     "statistics_tile",
 ]
 
@@ -70,34 +73,44 @@ class GradientTile:
 
 
 @cache
-def statistics_tile(n_rows: int, n_cols: int, n_sums: int, spec: DeviceSpec) -> StatisticsTile:
+def statistics_tile(n_rows: int, n_cols: int, itemsize: int, wide: bool, spec: DeviceSpec) -> StatisticsTile:
     """Tile of the row-statistics kernel.
 
     Args:
         n_rows: rows of the chunk.
         n_cols: vocabulary size.
-        n_sums: running accumulators per lane, the maximum included (2 for lse alone, up to 6).
+        itemsize: bytes of a logit.
+        wide: whether a step also holds column numbers (argmax) or class weights.
         spec: the device.
     """
     if spec.kind == "cuda":
-        # 1024 lanes x 8 warps: 16-byte loads of bf16; four of them in flight hide HBM latency (H200).
-        width, fold = min(1024, next_power_of_2(n_cols)), 4
-        return StatisticsTile(fold, width, programs(n_rows, spec), launch_options(spec, 4))
+        # 1024 lanes over 4 warps: 16-byte loads of bf16; four of them in flight hide HBM latency (H200).
+        return StatisticsTile(4, min(1024, next_power_of_2(n_cols)), programs(n_rows, spec), launch_options(spec, 4))
     if spec.kind == "npu":
-        width, fold = min(2048, next_power_of_2(n_cols)), 2
+        # Narrow lanes, a tall fold: accumulators stay small, transfers reach 24 KiB, the lanes are rescaled once per
+        # fold. The largest that keeps double buffering on 910B4 with every combination of flags (bishengir-compile,
+        # sweep of 2048 to 14336 elements): bf16 56 x 256, fp32 40 x 256; with argmax or class weights 32 and 24.
+        width = min(256, n_cols)
+        largest = (32 if wide else 56) if itemsize <= 2 else (24 if wide else 32)
+        lanes = n_cols // width
+        # A step of the tail is short and masked: it costs about a third of a full one.
+        fold = min(range(min(largest, max(lanes, 1)), 0, -1), key=lambda f: 3 * (lanes // f) + lanes % f)
         return StatisticsTile(fold, width, programs(n_rows, spec))
     # The interpreter: small, so that short rows take several steps and a tail.
     return StatisticsTile(2, min(64, next_power_of_2(n_cols)), min(n_rows, 2) or 1)
 
 
 @cache
-def gradient_tile(n_rows: int, n_cols: int, spec: DeviceSpec) -> GradientTile:
+def gradient_tile(n_rows: int, n_cols: int, itemsize: int, has_weights: bool, spec: DeviceSpec) -> GradientTile:
     """Tile of the in-place gradient kernel; arguments as for `statistics_tile`."""
     if spec.kind == "cuda":
         return GradientTile(min(4096, next_power_of_2(n_cols)), programs(n_rows, spec), launch_options(spec, 8))
     if spec.kind == "npu":
-        # 92% of 192 KiB with double buffering; 8192 does not fit (bishengir-compile, 910B4, bf16).
-        return GradientTile(min(4096, next_power_of_2(n_cols)), programs(n_rows, spec))
+        # The largest that keeps double buffering on 910B4 (bishengir-compile): bf16 12288, with class weights 8192;
+        # fp32 6144. Blocks of equal size, so that the last one is nearly full.
+        largest = (8192 if has_weights else 12288) if itemsize <= 2 else 6144
+        block = _cdiv(_cdiv(n_cols, _cdiv(n_cols, largest)), 64) * 64
+        return GradientTile(min(block, largest), programs(n_rows, spec))
     return GradientTile(min(64, next_power_of_2(n_cols)), min(n_rows, 2) or 1)
 
 
@@ -145,13 +158,14 @@ def accumulating_programs(tasks: int, spec: DeviceSpec, blocks: int = 1) -> int:
     return programs(tasks, spec, blocks)
 
 
-def _row_tile(cols: int, per_element: int, per_column: int, spec: DeviceSpec) -> RowTile:
+def _row_tile(cols: int, per_element: int, per_column: int, one_row: int, spec: DeviceSpec) -> RowTile:
     """Whole rows where at least one fits, else column blocks.
 
     Args:
         cols: columns of a row.
         per_element: bytes of on-chip memory per element of the tile, buffers of both turns and temporaries together.
         per_column: bytes per column whatever the rows: what a program keeps for its lifetime.
+        one_row: bytes per column, all in all, of a tile of one row (nothing is broadcast over rows there).
         spec: the device.
     """
     if spec.kind == "cuda":
@@ -163,12 +177,13 @@ def _row_tile(cols: int, per_element: int, per_column: int, spec: DeviceSpec) ->
         return RowTile(rows, cols, blocks, launch_options(spec, max(1, min(16, rows * cols // 512))))
     if spec.kind == "npu":
         rows = (spec.on_chip_bytes // cols - per_column) // per_element
-        if rows >= 1:
+        if rows >= 1 or one_row * cols <= spec.on_chip_bytes:
             # 64 rows of 512 columns and less are 32 KiB of bf16: transfers reach their full rate from 24 KiB on.
-            return RowTile(min(rows, 128), cols)
+            return RowTile(max(1, min(rows, 128)), cols)
         blocks = _cdiv(cols, 2048)
         cols = _cdiv(_cdiv(cols, blocks), 64) * 64
-        return RowTile(max(1, (spec.on_chip_bytes // cols - per_column) // per_element), cols, blocks)
+        # Kernels that only reduce or only apply keep more temporaries apart: 16 bytes at least.
+        return RowTile(max(1, (spec.on_chip_bytes // cols - per_column) // max(16, per_element)), cols, blocks)
     # The interpreter, which knows powers of two only: small, so that a few rows make several tiles and a tail, and a
     # row of more than 128 columns several blocks.
     if cols > 128:
@@ -177,24 +192,109 @@ def _row_tile(cols: int, per_element: int, per_column: int, spec: DeviceSpec) ->
 
 
 @cache
-def norm_forward_tile(cols: int, itemsize: int, extra: int, spec: DeviceSpec) -> RowTile:
+def norm_forward_tile(cols: int, itemsize: int, rounds: bool, stores_sum: bool, has_residual: bool,
+                      spec: DeviceSpec) -> RowTile:  # fmt: skip
     """Tile of the norms' forward kernel.
 
     Args:
         cols: hidden size.
         itemsize: bytes of the widest element that is read or written.
-        extra: tensors read or written beyond x and y: 1 with a residual, 2 where the sum is written too.
+        rounds: the normed value is rounded before the weight multiplies it.
+        stores_sum: the sum with the residual is written.
+        has_residual: there is one.
         spec: the device.
     """
-    # Largest tiles that kept double buffering, 910B4, hidden 512 to 8192, llama casting (bishengir-compile 1.2.0):
-    # 16-bit 13.7 bytes an element (x and y twice, two fp32 temporaries less what shares their place), fp32 16.
-    per_element = {0: (13, 16), 1: (13, 19), 2: (19, 21)}[extra][itemsize == 4]
-    return _row_tile(cols, per_element, 4, spec)
+    # The largest tiles for which the planner (bishengir-compile 1.2.0, 910B4, hidden 512 to 8192) kept double
+    # buffering and let no load wait for an earlier store; 4 bytes a column are w' in fp32.
+    if stores_sum:
+        return _row_tile(cols, 24, 4, 32 if itemsize == 4 else 24, spec)
+    if itemsize == 2 and not has_residual:
+        # x and y twice are 8 bytes. With a rounded n the fp32 temporaries share one place more.
+        return _row_tile(cols, 13 if rounds else 16, 4, 24, spec)
+    return _row_tile(cols, 16, 4, 24, spec)
 
 
 @cache
-def norm_backward_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
-    """Tile of the norms' backward kernel; arguments as above."""
-    # As above: x, dy and dx twice and three fp32 temporaries; per column w' and the weight gradient in fp32. A residual
-    # or a gradient of the sum changes nothing: they take the place of a temporary.
-    return _row_tile(cols, 26 if itemsize == 4 else 23, 8, spec)
+def norm_backward_tile(cols: int, itemsize: int, has_ds: bool, spec: DeviceSpec) -> RowTile:
+    """Tile of the norms' backward kernel.
+
+    Args:
+        cols: hidden size.
+        itemsize: bytes of the widest element that is read or written.
+        has_ds: a gradient of the sum itself is read.
+        spec: the device.
+    """
+    # As above: x, dy and dx twice and three fp32 temporaries; 8 bytes a column are w' and the weight gradient in fp32.
+    # A residual changes nothing, it takes the place of a temporary.
+    if itemsize == 4:
+        return _row_tile(cols, 31 if has_ds else 26, 8, 36, spec)
+    return _row_tile(cols, 23, 8, 32, spec)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SwiGLU, rotary embedding, embedding
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """Block of an elementwise kernel: a step takes `size` elements that lie one after another."""
+
+    size: int
+    options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@cache
+def elementwise_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
+    """Block of SwiGLU's kernels.
+
+    Args:
+        itemsize: bytes of an element.
+        tensors: read and written.
+        spec: the device.
+    """
+    if spec.kind == "cuda":
+        # 8 elements a thread: one 16-byte access of bf16 per tensor (H200).
+        return Block(2048, launch_options(spec, 8))
+    if spec.kind == "npu":
+        # Every tensor twice, and about four fp32 temporaries.
+        return Block(spec.on_chip_bytes // (2 * tensors * itemsize + 16) // 256 * 256)
+    return Block(64)
+
+
+@cache
+def rope_tile(half: int, itemsize: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the rotary kernel: `rows` tokens by half a head (`cols` >= `half` columns).
+
+    Args:
+        half: half the head's size.
+        itemsize: bytes of the widest element.
+        spec: the device.
+    """
+    if spec.kind == "cuda":
+        cols = next_power_of_2(half)
+        return RowTile(max(1, 1024 // cols), cols, 1, launch_options(spec, 4))
+    if spec.kind == "npu":
+        # Two halves in and out, twice; four halves of cos and sin in fp32, and temporaries.
+        return RowTile(max(1, spec.on_chip_bytes // (8 * itemsize + 32) // half), half)
+    return RowTile(4, next_power_of_2(half))
+
+
+@cache
+def embedding_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the embedding's kernels: `rows` rows of `cols` columns, or of a block of them.
+
+    Args:
+        cols: columns of the table.
+        itemsize: bytes of the widest element.
+        spec: the device.
+    """
+    if spec.kind == "cuda":
+        blocks = _cdiv(cols, 2048)
+        cols = next_power_of_2(_cdiv(cols, blocks))
+        return RowTile(max(1, 1024 // cols), cols, blocks, launch_options(spec, 4))
+    if spec.kind == "npu":
+        blocks = _cdiv(cols, 8192)
+        cols = cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 64) * 64
+        return RowTile(max(1, spec.on_chip_bytes // (8 * itemsize) // cols), cols, blocks)
+    return RowTile(2, min(32, next_power_of_2(cols)), _cdiv(cols, 32))

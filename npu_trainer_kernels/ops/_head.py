@@ -29,8 +29,13 @@ them lives the loss.
 Modes
 -----
 planned     an `objective` is given: its gradient is formed in forward while the chunk's logits are live (three matrix
-            products in all), and backward only scales it.
-recompute   gradients arrive for the statistics: backward repeats the logits (four products).
+            products in all). A gradient of the objective itself only scales it. Gradients that arrive for the
+            statistics instead are compared with the plan's, row by row: where they are the plan's times one scalar,
+            that scalar is applied; the rows where they are not are formed again from the real gradient and added. A
+            wrong plan costs time, never correctness.
+recompute   no plan: backward repeats the logits (four products).
+frozen      weight and bias need no gradient: forward forms d log_prob / dx, and backward multiplies each row (two
+            products); gradients of other statistics are recomputed.
 no grad     one product.
 
 Memory beyond inputs and gradients: one chunk of logits, an fp32 weight gradient while several chunks accumulate, and
@@ -39,6 +44,8 @@ Memory beyond inputs and gradients: one chunk of logits, an fp32 weight gradient
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -110,7 +117,7 @@ class _Softmax(NamedTuple):
 
     row_max: torch.Tensor
     inverse_s: torch.Tensor
-    shift: torch.Tensor | None  # lse - entropy: log p + entropy = z - shift
+    shift: torch.Tensor | None  # log s - entropy: log p + entropy = z - row_max - shift
 
 
 # From a chunk's statistics, and which rows these are, to a scalar whose gradient is wanted.
@@ -184,7 +191,7 @@ def _transformed(x, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constex
 def _row_statistics_kernel(
     logits,  # [n_rows, n_cols], row stride given, any float dtype
     class_weights,  # [n_cols] fp32, read where HAS_WEIGHTS
-    out,  # [6, n_rows] fp32: max, sum e, sum e z, sum u z, sum e^2, argmax (e = exp(z - max))
+    out,  # [6, n_rows] fp32: max, sum e, sum e d, sum u z, sum e^2, argmax (d = z - max, e = exp(d))
     n_rows,
     n_cols,
     n_folded,  # columns that the folded loop covers: n_cols rounded down to FOLD * WIDTH
@@ -211,7 +218,7 @@ def _row_statistics_kernel(
         start_of_row = logits + tl.cast(row, tl.int64) * row_stride
         m = tl.full([WIDTH], NEGATIVE, tl.float32)
         s = tl.zeros([WIDTH], tl.float32)
-        xs = tl.zeros([WIDTH], tl.float32)
+        ds = tl.zeros([WIDTH], tl.float32)
         us = tl.zeros([WIDTH], tl.float32)
         sq = tl.zeros([WIDTH], tl.float32)
         best = tl.zeros([WIDTH], tl.int32)
@@ -224,10 +231,12 @@ def _row_statistics_kernel(
                 best = tl.where(block_max > m, first, best)
             m_new = tl.where(block_max > m, block_max, m)
             rescale = tl.exp(m - m_new)
-            e = tl.exp(z - m_new[None, :])
-            s = s * rescale + tl.sum(e, axis=0)
+            d = z - m_new[None, :]
+            e = tl.exp(d)
             if HAS_ENTROPY:
-                xs = xs * rescale + tl.sum(e * z, axis=0)
+                # Sums of e d, not e z: the entropy would be a small difference of large numbers.
+                ds = (ds + s * (m - m_new)) * rescale + tl.sum(e * d, axis=0)
+            s = s * rescale + tl.sum(e, axis=0)
             if HAS_MEAN:
                 if HAS_WEIGHTS:
                     us += tl.sum(z * tl.load(class_weights + start + folded), axis=0)
@@ -251,10 +260,11 @@ def _row_statistics_kernel(
             m_new = tl.where(z > m, z, m)
             rescale = tl.exp(m - m_new)
             # Without the mask a lane that has seen nothing would count exp(NEGATIVE - NEGATIVE) = 1.
-            e = tl.where(mask, tl.exp(z - m_new), 0.0)
-            s = s * rescale + e
+            d = z - m_new
+            e = tl.where(mask, tl.exp(d), 0.0)
             if HAS_ENTROPY:
-                xs = xs * rescale + e * z
+                ds = (ds + s * (m - m_new)) * rescale + e * d
+            s = s * rescale + e
             if HAS_SQUARES:
                 sq = sq * rescale * rescale + e * e
             m = m_new
@@ -263,7 +273,7 @@ def _row_statistics_kernel(
         tl.store(out + row, row_max)
         tl.store(out + n_rows + row, tl.sum(s * rescale, axis=0))
         if HAS_ENTROPY:
-            tl.store(out + 2 * n_rows + row, tl.sum(xs * rescale, axis=0))
+            tl.store(out + 2 * n_rows + row, tl.sum((ds + s * (m - row_max)) * rescale, axis=0))
         if HAS_MEAN:
             tl.store(out + 3 * n_rows + row, tl.sum(us, axis=0))
         if HAS_SQUARES:
@@ -274,13 +284,13 @@ def _row_statistics_kernel(
 
 @jit
 def _row_gradient_kernel(
-    logits,  # [n_rows, n_cols], overwritten with dL/dl
-    ids,  # [n_rows] int32
+    logits,  # [n_rows, n_cols]
+    grads,  # the same memory, overwritten with dL/dl less its b term. A second pointer, because an NPU's loads would
+    # otherwise wait for the stores before them.
     class_weights,  # [n_cols] fp32, read where HAS_WEIGHTS
-    row_max,  # [n_rows] fp32, as are shift = lse - entropy and the coefficients
+    row_max,  # [n_rows] fp32, as are shift = log s - entropy and the coefficients
     shift,
     a,  # a / s and e / s with s = sum_j exp(z_j - row_max), so that exp(z - row_max) need not be normalised
-    b,
     c,
     e,
     n_rows,
@@ -298,33 +308,31 @@ def _row_gradient_kernel(
 ):
     lane = tl.arange(0, BLOCK)
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
-        start_of_row = logits + tl.cast(row, tl.int64) * row_stride
-        row_id = tl.load(ids + row)
+        offset = tl.cast(row, tl.int64) * row_stride
         z_max = tl.load(row_max + row)
         row_a = tl.load(a + row)
-        row_b = tl.load(b + row)
         row_c = tl.load(c + row) if HAS_MEAN else 0.0
         row_e = tl.load(e + row) if HAS_ENTROPY else 0.0
         row_shift = tl.load(shift + row) if HAS_ENTROPY else 0.0
         for start in range(0, n_full, BLOCK):
-            x = tl.load(start_of_row + start + lane)
+            x = tl.load(logits + offset + start + lane)
             u = tl.load(class_weights + start + lane) if HAS_WEIGHTS else 1.0
-            g = _logit_gradient(x, u, start + lane == row_id, z_max, row_a, row_b, row_c, row_e, row_shift, inner,
-                                outer, HAS_CAP, IS_IDENTITY, HAS_MEAN, HAS_ENTROPY)  # fmt: skip
-            tl.store(start_of_row + start + lane, g.to(logits.dtype.element_ty))
+            g = _logit_gradient(x, u, z_max, row_a, row_c, row_e, row_shift, inner, outer,
+                                HAS_CAP, IS_IDENTITY, HAS_MEAN, HAS_ENTROPY)  # fmt: skip
+            tl.store(grads + offset + start + lane, g.to(grads.dtype.element_ty))
         for start in range(n_full, n_cols, BLOCK):
             mask = start + lane < n_cols
-            x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
+            x = tl.load(logits + offset + start + lane, mask=mask, other=0.0)
             u = tl.load(class_weights + start + lane, mask=mask, other=0.0) if HAS_WEIGHTS else 1.0
-            g = _logit_gradient(x, u, start + lane == row_id, z_max, row_a, row_b, row_c, row_e, row_shift, inner,
-                                outer, HAS_CAP, IS_IDENTITY, HAS_MEAN, HAS_ENTROPY)  # fmt: skip
-            tl.store(start_of_row + start + lane, g.to(logits.dtype.element_ty), mask=mask)
+            g = _logit_gradient(x, u, z_max, row_a, row_c, row_e, row_shift, inner, outer,
+                                HAS_CAP, IS_IDENTITY, HAS_MEAN, HAS_ENTROPY)  # fmt: skip
+            tl.store(grads + offset + start + lane, g.to(grads.dtype.element_ty), mask=mask)
 
 
 @jit
-def _logit_gradient(x, u, is_id, z_max, a, b, c, e, shift, inner, outer, HAS_CAP: tl.constexpr,
-                    IS_IDENTITY: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_ENTROPY: tl.constexpr):  # fmt: skip
-    """dL/dl of one block, the formula of the module's docstring."""
+def _logit_gradient(x, u, z_max, a, c, e, shift, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr,
+                    HAS_MEAN: tl.constexpr, HAS_ENTROPY: tl.constexpr):  # fmt: skip
+    """dL/dl of one block without the b term, the formula of the module's docstring."""
     x = x.to(tl.float32)
     if HAS_CAP:
         t = 2.0 * tl.sigmoid(2.0 * inner * x) - 1.0
@@ -333,8 +341,8 @@ def _logit_gradient(x, u, is_id, z_max, a, b, c, e, shift, inner, outer, HAS_CAP
         z = x
     else:
         z = inner * x
-    g = tl.exp(z - z_max) * (a + e * (z - shift) if HAS_ENTROPY else a)
-    g += tl.where(is_id, b, 0.0)
+    d = z - z_max
+    g = tl.exp(d) * (a + e * (d - shift) if HAS_ENTROPY else a)
     if HAS_MEAN:
         g += c * u
     if HAS_CAP:
@@ -359,8 +367,8 @@ def _raw_statistics_triton(
 ) -> tuple[torch.Tensor, ...]:
     n_rows, n_cols = logits.shape
     out = torch.empty(6, n_rows, dtype=torch.float32, device=logits.device)
-    n_sums = 2 + options.entropy + options.mean + options.log_sum_sq + options.argmax
-    tile = tiling.statistics_tile(n_rows, n_cols, n_sums, device.spec(logits.device))
+    wide = options.argmax or class_weights is not None
+    tile = tiling.statistics_tile(n_rows, n_cols, logits.element_size(), wide, device.spec(logits.device))
     step = tile.fold * tile.width
     inner, outer = options.factors
     launch(
@@ -381,12 +389,13 @@ def _raw_statistics_torch(
     """The kernel's outputs in torch: the whole chunk at once instead of a lane at a time."""
     z = transform(logits.float(), options)
     row_max = z.amax(-1)
-    e = (z - row_max.unsqueeze(-1)).exp_()
+    d = z - row_max.unsqueeze(-1)
+    e = d.exp() if options.entropy else d.exp_()
     none = row_max
     return (
         row_max,
         e.sum(-1),
-        torch.linalg.vecdot(e, z) if options.entropy else none,
+        torch.linalg.vecdot(e, d) if options.entropy else none,
         (z.sum(-1) if class_weights is None else z @ class_weights) if options.mean else none,
         torch.linalg.vecdot(e, e) if options.log_sum_sq else none,
         z.argmax(-1) if options.argmax else none,
@@ -398,21 +407,21 @@ def _statistics(
 ) -> tuple[HeadStatistics, _Softmax]:
     """Statistics of one chunk of logits, which stay as they are."""
     raw = _raw_statistics_torch if backend == "torch" else _raw_statistics_triton
-    row_max, s, xs, us, sq, best = raw(logits, class_weights, options)
+    row_max, s, ds, us, sq, best = raw(logits, class_weights, options)
     log_s = s.log()
     lse = row_max + log_s
     z_id = transform(logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).float(), options)
-    entropy = lse - xs / s if options.entropy else None
+    shift = ds / s if options.entropy else None
     statistics = HeadStatistics(
         # Not z_id - lse: the difference to the maximum is exact where the id is likely.
         log_prob=(z_id - row_max) - log_s,
         lse=lse,
-        entropy=entropy,
+        entropy=None if shift is None else log_s - shift,
         mean=(us / logits.shape[1] if class_weights is None else us) if options.mean else None,
         log_sum_sq=sq.log() - 2 * log_s if options.log_sum_sq else None,
         argmax=best.long() if options.argmax else None,
     )
-    return statistics, _Softmax(row_max, 1.0 / s, None if entropy is None else lse - entropy)
+    return statistics, _Softmax(row_max, 1.0 / s, shift)
 
 
 def _gradient_in_place(
@@ -424,54 +433,74 @@ def _gradient_in_place(
     options: HeadOptions,
     backend: str,
 ) -> None:
-    """Overwrites one chunk of logits with dL/dl."""
+    """Overwrites one chunk of logits with dL/dl.
+
+    The b term touches one element of each row. That element is worked out here on `[n]` numbers, in fp32, and put in
+    its place: comparing every column with the id would cost the kernel as much as the rest of its arithmetic.
+    """
+    column = ids.long().unsqueeze(1)
+    at_id = logits.gather(1, column)
+    u = None if class_weights is None else class_weights[ids.long()].unsqueeze(1)
+    at_id = _gradient_torch(at_id.float(), u, softmax, k, options, k.b).to(logits.dtype)
     if backend == "torch":
-        logits.copy_(_gradient_torch(logits, ids, class_weights, softmax, k, options))
-        return
-    n_rows, n_cols = logits.shape
-    tile = tiling.gradient_tile(n_rows, n_cols, device.spec(logits.device))
-    inner, outer = options.factors
-    unused = k.a
-    launch(
-        _row_gradient_kernel, (tile.programs,),
-        logits, ids.int(), unused if class_weights is None else class_weights,
-        softmax.row_max, unused if softmax.shift is None else softmax.shift,
-        k.a * softmax.inverse_s, k.b, unused if k.c is None else k.c,
-        unused if k.e is None else k.e * softmax.inverse_s,
-        n_rows, n_cols, n_cols // tile.block * tile.block, logits.stride(0), inner, outer,
-        **_kernel_flags(options),
-        HAS_MEAN=k.c is not None, HAS_WEIGHTS=k.c is not None and class_weights is not None,
-        HAS_ENTROPY=k.e is not None, BLOCK=tile.block, **tile.options,
-    )  # fmt: skip
+        logits.copy_(_gradient_torch(logits.float(), class_weights, softmax, k, options))
+    else:
+        _gradient_triton(logits, class_weights, softmax, k, options)
+    logits.scatter_(1, column, at_id)
 
 
-def _gradient_torch(
+def _gradient_triton(
     logits: torch.Tensor,
-    ids: torch.Tensor,
     class_weights: torch.Tensor | None,
     softmax: _Softmax,
     k: _Coefficients,
     options: HeadOptions,
-) -> torch.Tensor:
-    """dL/dl of a chunk; may overwrite fp32 logits, because the caller does so next."""
+) -> None:
+    n_rows, n_cols = logits.shape
+    has_weights = k.c is not None and class_weights is not None
+    tile = tiling.gradient_tile(n_rows, n_cols, logits.element_size(), has_weights, device.spec(logits.device))
     inner, outer = options.factors
-    z = logits.float()  # fp32 logits themselves: what follows works in place on them
+    unused = k.a
+    launch(
+        _row_gradient_kernel, (tile.programs,),
+        logits, logits, unused if class_weights is None else class_weights,
+        softmax.row_max, unused if softmax.shift is None else softmax.shift,
+        k.a * softmax.inverse_s, unused if k.c is None else k.c, unused if k.e is None else k.e * softmax.inverse_s,
+        n_rows, n_cols, n_cols // tile.block * tile.block, logits.stride(0), inner, outer,
+        **_kernel_flags(options),
+        HAS_MEAN=k.c is not None, HAS_WEIGHTS=has_weights, HAS_ENTROPY=k.e is not None,
+        BLOCK=tile.block, **tile.options,
+    )  # fmt: skip
+
+
+def _gradient_torch(
+    z: torch.Tensor,
+    u: torch.Tensor | None,
+    softmax: _Softmax,
+    k: _Coefficients,
+    options: HeadOptions,
+    b: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """dL/dl of fp32 logits, which it may overwrite; with b's term where `b` is given."""
+    inner, outer = options.factors
     t = None
     if options.softcap is not None:
-        t = torch.tanh(inner * z)
+        t = z.mul_(inner).tanh_()
         z = outer * t
     elif inner != 1.0:
         z = z.mul_(inner)
     row_max, a = softmax.row_max.unsqueeze(-1), (k.a * softmax.inverse_s).unsqueeze(-1)
+    d = z.sub_(row_max)
     if k.e is None or softmax.shift is None:
-        g = z.sub_(row_max).exp_().mul_(a)
+        g = d.exp_().mul_(a)
     else:
         e = (k.e * softmax.inverse_s).unsqueeze(-1)
-        g = torch.exp(z - row_max).mul_(z.sub_(softmax.shift.unsqueeze(-1)).mul_(e).add_(a))
-    g.scatter_add_(1, ids.long().unsqueeze(1), k.b.unsqueeze(1))
+        g = torch.exp(d).mul_(d.sub_(softmax.shift.unsqueeze(-1)).mul_(e).add_(a))
+    if b is not None:
+        g.add_(b.unsqueeze(-1))
     if k.c is not None:
         # u = 1/V is folded into c by the caller.
-        g.add_(k.c.unsqueeze(-1) if class_weights is None else torch.outer(k.c, class_weights))
+        g.add_(k.c.unsqueeze(-1) if u is None else k.c.unsqueeze(-1) * u)
     if t is not None:
         g.mul_(outer * inner).mul_(1 - t * t)
     elif inner != 1.0:
@@ -539,6 +568,20 @@ class _Gradients:
         if self.bias is not None:
             self.bias += g.sum(0, dtype=torch.float32)
 
+    def scaled(self, factor: torch.Tensor) -> _Gradients:
+        """All of them times a scalar (or x's rows times one each), in place."""
+        for t in (self.x, self.weight, self.bias):
+            if t is not None:
+                t.mul_(factor)
+        return self
+
+    def plus(self, other: _Gradients) -> _Gradients:
+        """The sum with gradients from other rows, in place."""
+        for t, u in ((self.x, other.x), (self.weight, other.weight), (self.bias, other.bias)):
+            if t is not None and u is not None:
+                t.add_(u)
+        return self
+
     def cast(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Gradients:
         dw = None if self.weight is None else self.weight.to(weight.dtype)
         db = None if self.bias is None or bias is None else self.bias.to(bias.dtype)
@@ -547,6 +590,8 @@ class _Gradients:
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     kind = x.device.type
+    if kind == "meta":
+        return x.dtype
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
@@ -554,28 +599,30 @@ class _Chunks:
     """Walks over the rows in chunks of logits: yields (chunk, its x, its ids, its logits); the buffer is reused."""
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor,
-                 rows: torch.Tensor | None, dtype: torch.dtype, chunk_rows: int | None) -> None:  # fmt: skip
+                 rows: torch.Tensor | None, dtype: torch.dtype,
+                 chunk_rows: int | Sequence[int] | None) -> None:  # fmt: skip
         self.x, self.ids, self.rows, self.dtype = x, ids, rows, dtype
         self.weight = weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)
-        self.n = ids.shape[0]
-        spec = device.spec(x.device)
-        self.size = chunk_rows or tiling.head_chunk(self.n, weight.shape[0], dtype.itemsize, spec)
-        self.count = -(-self.n // self.size) if self.n else 0
+        n = ids.shape[0]
+        if chunk_rows is None:
+            chunk_rows = tiling.head_chunk(n, weight.shape[0], dtype.itemsize, device.spec(x.device))
+        stops = [*range(chunk_rows, n, chunk_rows), n] if isinstance(chunk_rows, int) else list(chunk_rows)
+        self.slices = [slice(i, j) for i, j in itertools.pairwise([0, *stops]) if j > i]
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        if not self.n:
+        if not self.slices:
             return
         # A row stride that is a multiple of 16 bytes keeps the matrix unit's and the kernels' accesses aligned for a
         # vocabulary that divides nothing.
         vocab, per_16_bytes = self.weight.shape[0], 16 // self.dtype.itemsize
         stride = -(-vocab // per_16_bytes) * per_16_bytes
-        buffer = torch.empty(self.size, stride, dtype=self.dtype, device=self.x.device)[:, :vocab]
-        for start in range(0, self.n, self.size):
-            chunk = slice(start, min(start + self.size, self.n))
+        longest = max(chunk.stop - chunk.start for chunk in self.slices)
+        buffer = torch.empty(longest, stride, dtype=self.dtype, device=self.x.device)[:, :vocab]
+        for chunk in self.slices:
             x = self.x[chunk] if self.rows is None else self.x.index_select(0, self.rows[chunk])
             x = x.to(self.dtype)
-            yield chunk, x, self.ids[chunk], _project(x, self.weight, self.bias, buffer[: chunk.stop - start])
+            yield chunk, x, self.ids[chunk], _project(x, self.weight, self.bias, buffer[: chunk.stop - chunk.start])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -604,56 +651,146 @@ def _objective_gradient(
     return value.detach(), tuple(None if t is None else next(found) for t in leaves)
 
 
+@dataclass
+class _Plan:
+    """What forward has formed for backward.
+
+    Attributes:
+        gradients: of x, weight and bias, for the rows' gradients below.
+        d_rows: gradients of log_prob, lse, entropy and mean that they were formed from.
+        row_by_row: mode `frozen`: each row may still be scaled by a number of its own.
+    """
+
+    gradients: _Gradients
+    d_rows: tuple[torch.Tensor | None, ...]
+    row_by_row: bool
+
+
 class _Head(torch.autograd.Function):
     """(x, weight, bias) -> (objective, *statistics). Everything differentiable comes back to backward as gradients of
-    these outputs; gradients of the objective are a scalar times what forward has formed already."""
+    these outputs; see the modes in the module's docstring."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor,
-                rows: torch.Tensor | None, class_weights: torch.Tensor | None, options: HeadOptions,
-                objective: Objective | None, backend: str, chunk_rows: int | None,
-                dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+                rows: torch.Tensor | None, class_weights: torch.Tensor | None,
+                call: _Call) -> tuple[Any, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        chunks = _Chunks(x, weight, bias, ids, rows, dtype, chunk_rows)
+        chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, call.chunk_rows)
         needs = tuple(ctx.needs_input_grad[:3])
-        planned = objective is not None and any(needs)
+        objective, frozen = call.objective, needs == (True, False, False) and call.objective is None
         uniform = 1.0 / weight.shape[0] if class_weights is None else None
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         collected: list[HeadStatistics] = []
         softmaxes: list[_Softmax] = []
-        grads = _Gradients.empty(x, weight, bias, rows, needs, chunks.count) if planned else None
+        d_rows: list[tuple[torch.Tensor | None, ...]] = []
+        forms = any(needs) and (objective is not None or frozen)
+        grads = _Gradients.empty(x, weight, bias, rows, needs, len(chunks.slices)) if forms else None
         for chunk, x_chunk, ids_chunk, logits in chunks:
-            statistics, softmax = _statistics(logits, ids_chunk, class_weights, options, backend)
+            statistics, softmax = _statistics(logits, ids_chunk, class_weights, call.options, call.backend)
             collected.append(statistics)
             softmaxes.append(softmax)
-            if objective is not None and grads is None:
-                total += objective(statistics, chunk)
-            elif objective is not None and grads is not None:
+            d: tuple[torch.Tensor | None, ...] = (torch.ones_like(statistics.lse), None, None, None)
+            if objective is not None and forms:
                 value, d = _objective_gradient(objective, statistics, chunk)
                 total += value
+            elif objective is not None:
+                total += objective(statistics, chunk)
+            if grads is not None:
+                d_rows.append(d)
                 k = _coefficients(d, statistics.lse, uniform)
-                _gradient_in_place(logits, ids_chunk, class_weights, softmax, k, options, backend)
+                _gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend)
                 grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1])
-        merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(options, x.device)))
-        ctx.planned = None if grads is None else grads.cast(weight, bias)
+        merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, x.device)))
+        ctx.call, ctx.plan = call, None
+        if grads is not None:
+            ctx.plan = _Plan(grads.cast(weight, bias), _concatenated(d_rows, (None,) * 4), frozen)
         ctx.save_for_backward(x, weight, bias, ids, rows, class_weights, *_concatenated(softmaxes, (None,) * 3))
-        ctx.options, ctx.objective = options, objective
-        ctx.backend, ctx.chunk_rows, ctx.dtype = backend, chunk_rows, dtype
         ctx.mark_non_differentiable(*(t for t in merged[4:] if t is not None))
         return (None if objective is None else total, *merged)
 
     @staticmethod
     def backward(ctx: Any, d_total: torch.Tensor | None, *d_statistics: torch.Tensor | None) -> tuple[Any, ...]:
-        d_rows = d_statistics[:4]
-        nothing = (None,) * 8
-        if d_total is not None and all(d is None for d in d_rows) and ctx.planned is not None:
-            # Autograd may keep what is returned as `.grad`, so it is handed over, not kept for a second backward.
-            planned, ctx.planned = ctx.planned, None
-            for t in (planned.x, planned.weight, planned.bias):
-                if t is not None:
-                    t.mul_(d_total)
-            return planned.x, planned.weight, planned.bias, *nothing
-        return *_recomputed_gradients(ctx, d_total, d_rows), *nothing
+        d_rows = [None if d is None else d.float() for d in d_statistics[:4]]
+        # Autograd may keep what is returned as `.grad`, so the plan is handed over, not kept for a second backward.
+        plan, ctx.plan = ctx.plan, None
+        grads = None
+        if plan is not None:
+            # What a second backward of the objective will need.
+            ctx.d_planned = plan.d_rows
+            grads = _from_plan(ctx, plan, d_total, d_rows)
+        if grads is None:
+            if d_total is not None:
+                d_rows = [
+                    _add(u, None if v is None else v * d_total) for u, v in zip(d_rows, ctx.d_planned, strict=True)
+                ]
+            grads = _recomputed(ctx, d_rows)
+        return (grads.x, grads.weight, grads.bias, *(None,) * 4)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call of the engine is given besides tensors."""
+
+    options: HeadOptions
+    objective: Objective | None
+    backend: str
+    chunk_rows: int | Sequence[int] | None
+    dtype: torch.dtype
+    on_mismatch: Callable[[float], None] | None
+
+
+# A row's gradient is the plan's when they differ by less than this part of the largest gradient: fp32 rounding of two
+# ways to write the same formula. What is waived so is as small as the rounding of an fp32 sum.
+_PLAN_TOLERANCE = 1e-5
+
+
+def _from_plan(
+    ctx: Any, plan: _Plan, d_total: torch.Tensor | None, d_rows: list[torch.Tensor | None]
+) -> _Gradients | None:
+    """The gradients by the plan, or None where it is no help."""
+    grads = plan.gradients
+    if all(d is None for d in d_rows):
+        return None if d_total is None else grads.scaled(d_total)
+    if d_total is not None:
+        return None
+    if plan.row_by_row:
+        if d_rows[0] is None or any(d is not None for d in d_rows[1:]):
+            return None
+        rows = ctx.saved_tensors[4]
+        factor = d_rows[0]
+        if rows is not None and grads.x is not None:
+            factor = factor.new_zeros(grads.x.shape[0]).index_copy_(0, rows, factor)
+        return grads.scaled(factor.unsqueeze(-1))
+    scale, wrong = _compare(plan.d_rows, d_rows)
+    if wrong.numel():
+        share = wrong.numel() / ctx.saved_tensors[3].shape[0]
+        if ctx.call.on_mismatch is not None:
+            ctx.call.on_mismatch(share)
+        if share > 0.5:
+            return None
+    grads = grads.scaled(scale)
+    if wrong.numel():
+        rest = [_subtract(d, None if p is None else p * scale) for d, p in zip(d_rows, plan.d_rows, strict=True)]
+        grads = grads.plus(_recomputed(ctx, rest, wrong))
+    return grads
+
+
+def _compare(
+    planned: Sequence[torch.Tensor | None], real: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scalar that takes the plan's row gradients to the real ones, and the rows where it does not. Waits for the
+    device: whether anything is left to do is a decision of the host."""
+    pairs = [(p, r) for p, r in zip(planned, real, strict=True) if p is not None or r is not None]
+    p = torch.stack([torch.zeros_like(r) if p is None else p for p, r in pairs])  # type: ignore[arg-type]
+    r = torch.stack([torch.zeros_like(p) if r is None else r for p, r in pairs])  # type: ignore[arg-type]
+    # The scalar is read off the largest planned gradient; should that row be one of the wrong ones, the others will
+    # look wrong, and everything is formed again: slower, still right.
+    top = p.abs().argmax()
+    p_top, r_top = p.flatten()[top], r.flatten()[top]
+    scale = torch.where(p_top == 0, torch.ones_like(p_top), r_top / p_top)
+    limit = _PLAN_TOLERANCE * (scale * p).abs().amax()
+    # Not `>`: a NaN must not pass for a match.
+    return scale, torch.nonzero(~((r - scale * p).abs() <= limit).all(0)).squeeze(1)
 
 
 def _empty_statistics(options: HeadOptions, where: torch.device) -> HeadStatistics:
@@ -673,29 +810,30 @@ def _concatenated(
     return tuple(None if field[0] is None else torch.cat(field) for field in zip(*chunks, strict=True))
 
 
-def _recomputed_gradients(
-    ctx: Any, d_total: torch.Tensor | None, d_rows: tuple[torch.Tensor | None, ...]
-) -> tuple[torch.Tensor | None, ...]:
-    """Gradients from the real upstream gradients: the logits are formed once more, chunk by chunk."""
-    x, weight, bias, ids, rows, class_weights, row_max, inverse_s, shift = ctx.saved_tensors
-    needs = tuple(ctx.needs_input_grad[:3])
-    options = ctx.options
+def _recomputed(ctx: Any, d_rows: Sequence[torch.Tensor | None], select: torch.Tensor | None = None) -> _Gradients:
+    """Gradients from the real upstream gradients: the logits are formed once more, chunk by chunk; of all rows, or of
+    those that `select` names."""
+    x, weight, bias, ids, rows, class_weights, *softmax_fields = ctx.saved_tensors
+    call, needs = ctx.call, tuple(ctx.needs_input_grad[:3])
+    chunk_rows = call.chunk_rows
+    if select is not None:
+        rows, ids = select if rows is None else rows[select], ids[select]
+        softmax_fields = [None if t is None else t[select] for t in softmax_fields]
+        d_rows = [None if t is None else t[select] for t in d_rows]
+        chunk_rows = None
     uniform = 1.0 / weight.shape[0] if class_weights is None else None
-    chunks = _Chunks(x, weight, bias, ids, rows, ctx.dtype, ctx.chunk_rows)
-    grads = _Gradients.empty(x, weight, bias, rows, needs, chunks.count)
+    chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, chunk_rows)
+    grads = _Gradients.empty(x, weight, bias, rows, needs, len(chunks.slices))
     for chunk, x_chunk, ids_chunk, logits in chunks:
-        d = [None if t is None else t[chunk] for t in d_rows]
-        softmax = _Softmax(row_max[chunk], inverse_s[chunk], None if shift is None else shift[chunk])
-        if d_total is not None and ctx.objective is not None:
-            # A second backward, or an objective used beside the statistics.
-            statistics, _ = _statistics(logits, ids_chunk, class_weights, options, ctx.backend)
-            _, extra = _objective_gradient(ctx.objective, statistics, chunk)
-            d = [_add(u, None if v is None else v * d_total) for u, v in zip(d, extra, strict=True)]
-        k = _coefficients(d, softmax.row_max, uniform)
-        _gradient_in_place(logits, ids_chunk, class_weights, softmax, k, options, ctx.backend)
+        softmax = _Softmax(*(None if t is None else t[chunk] for t in softmax_fields))  # type: ignore[arg-type]
+        k = _coefficients([None if t is None else t[chunk] for t in d_rows], softmax.row_max, uniform)
+        _gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend)
         grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1])
-    grads = grads.cast(weight, bias)
-    return grads.x, grads.weight, grads.bias
+    return grads.cast(weight, bias)
+
+
+def _subtract(u: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor | None:
+    return _add(u, None if v is None else -v)
 
 
 def _add(u: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor | None:
@@ -714,7 +852,8 @@ def head_statistics(
     class_weights: torch.Tensor | None = None,
     objective: Objective | None = None,
     backend: str,
-    chunk_rows: int | None = None,
+    chunk_rows: int | Sequence[int] | None = None,
+    on_mismatch: Callable[[float], None] | None = None,
 ) -> tuple[torch.Tensor | None, HeadStatistics]:
     """Statistics of the head for chosen rows, and the sum of an objective over chunks of them. Opaque to
     `torch.compile` (it would have to trace a host loop of unknown length).
@@ -729,17 +868,17 @@ def head_statistics(
         class_weights: `[V]` fp32, the u of `mean`.
         objective: what forward should form the gradients of (mode `planned`).
         backend: `"torch"`, or any other for the kernels.
-        chunk_rows: rows of logits alive at once; None: as `tiling.head_chunk` says.
+        chunk_rows: rows of logits alive at once, or the row at which each chunk ends; None: as `tiling.head_chunk`
+            says.
+        on_mismatch: told the share of rows whose real gradient was not the plan's, when there are any.
 
     Returns:
         The objective summed over chunks (None without one) and the `[n]` statistics, all differentiable as the
-        module's docstring says. A backward from the objective alone uses the gradients formed in forward; any other
-        repeats the logits.
+        module's docstring says.
     """
     dtype = _compute_dtype(x)
     # The products run in this dtype and everything else in fp32: autocast has no further say.
-    with torch.autocast(x.device.type, enabled=False):
-        total, *statistics = _Head.apply(
-            x, weight, bias, ids, rows, class_weights, options, objective, backend, chunk_rows, dtype
-        )
+    with contextlib.nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
+        call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch)
+        total, *statistics = _Head.apply(x, weight, bias, ids, rows, class_weights, call)
     return total, HeadStatistics(*statistics)

@@ -1,0 +1,128 @@
+"""The head engine's modes: a plan that holds, one that holds up to a scalar, one that fails for some rows or all."""
+
+import pytest
+import torch
+
+from npu_trainer_kernels.ops import _head
+from npu_trainer_kernels.ops._head import HeadOptions, head_statistics, head_statistics_reference
+from tests.closeness import assert_op_close
+
+N, H, V = 40, 16, 211
+OPTIONS = HeadOptions(entropy=True)
+
+
+def make(device, weight_grad=True):
+    x = torch.randn(N, H, device=device, requires_grad=True)
+    w = torch.randn(V, H, device=device, requires_grad=weight_grad)
+    return x, w, torch.randint(0, V, (N,), device=device)
+
+
+def upstream(log_prob, entropy):
+    """A loss of the statistics, quadratic so that every row has a gradient of its own."""
+    return (log_prob * log_prob).sum() - 0.3 * (entropy * entropy).sum()
+
+
+def count_logits(monkeypatch) -> list[int]:
+    """Notes the rows of every projection."""
+    rows: list[int] = []
+    original = _head._project
+
+    def project(x, *args):
+        rows.append(x.shape[0])
+        return original(x, *args)
+
+    monkeypatch.setattr(_head, "_project", project)
+    return rows
+
+
+def check(device, backend, objective, scale=1.0, mismatch=None, rows=None, weight_grad=True, chunk_rows=16):
+    def op(x, w, ids):
+        chosen = ids if rows is None else ids[rows]
+        _, s = head_statistics(
+            x, w, chosen, None, OPTIONS, rows=rows, objective=objective, backend=backend, chunk_rows=chunk_rows,
+            on_mismatch=mismatch,
+        )  # fmt: skip
+        return s.log_prob, s.entropy
+
+    def reference(x, w, ids):
+        if rows is not None:
+            x, ids = x[rows], ids[rows]
+        s = head_statistics_reference(x, w, ids, None, OPTIONS)
+        return s.log_prob, s.entropy
+
+    assert_op_close(op, reference, make(device, weight_grad), lambda out: scale * upstream(out[0], out[1]))
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.125, 65536.0])
+def test_a_plan_that_holds_up_to_a_scalar_is_used(device, backend, monkeypatch, scale):
+    rows, seen = count_logits(monkeypatch), []
+    check(device, backend, lambda s, chunk: upstream(s.log_prob, s.entropy), scale, seen.append)
+    assert rows == [16, 16, 8]
+    assert seen == []
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 7, (5, 30, N)])
+def test_chunks_of_any_size(device, backend, chunk_rows):
+    check(device, backend, lambda s, chunk: upstream(s.log_prob, s.entropy), chunk_rows=chunk_rows)
+
+
+def test_rows_where_the_plan_fails_are_formed_again(device, backend, monkeypatch):
+    rows, seen = count_logits(monkeypatch), []
+
+    def partly_wrong(s, chunk):
+        weight = torch.ones_like(s.log_prob)
+        if chunk.start == 0:
+            weight[3:6] = 0.5
+        return upstream(s.log_prob * weight, s.entropy)
+
+    check(device, backend, partly_wrong, mismatch=seen.append)
+    assert rows == [16, 16, 8, 3]
+    assert seen == [3 / N]
+
+
+def test_a_wrong_plan_costs_time_not_correctness(device, backend, monkeypatch):
+    rows, seen = count_logits(monkeypatch), []
+    check(device, backend, lambda s, chunk: s.log_prob.sum(), mismatch=seen.append)
+    assert rows == [16, 16, 8, 16, 16, 8]
+    assert len(seen) == 1
+    assert seen[0] > 0.5
+
+
+def test_a_plan_of_zeros_against_real_gradients(device, backend):
+    check(device, backend, lambda s, chunk: 0.0 * s.log_prob.sum())
+
+
+@pytest.mark.parametrize("weight_grad", [True, False])
+def test_rows_left_out_get_no_gradient(device, backend, weight_grad):
+    rows = torch.arange(1, N, 3, device=device)
+    check(device, backend, None, rows=rows, weight_grad=weight_grad)
+
+
+def test_frozen_head_needs_no_second_projection(device, backend, monkeypatch):
+    rows = count_logits(monkeypatch)
+    x, w, ids = make(device, weight_grad=False)
+
+    def op(x, w, ids):
+        return head_statistics(x, w, ids, None, HeadOptions(), backend=backend, chunk_rows=16)[1].log_prob
+
+    assert_op_close(
+        op,
+        lambda *a: head_statistics_reference(*a, None, HeadOptions()).log_prob,
+        [x, w, ids],
+        lambda out: (out[0] * out[0]).sum(),
+    )
+    assert rows == [16, 16, 8]
+
+
+def test_frozen_head_with_an_entropy_gradient(device, backend):
+    check(device, backend, None, weight_grad=False)
+
+
+def test_nan_in_the_real_gradient_is_no_match(device, backend):
+    x, w, ids = make(device)
+    _, s = head_statistics(x, w, ids, None, OPTIONS, objective=lambda s, c: s.log_prob.sum(), backend=backend)
+    upstream = torch.ones(N, device=device)
+    upstream[4] = torch.nan
+    grad = torch.autograd.grad(s.log_prob, x, upstream)[0]
+    assert grad[4].isnan().all()
+    assert grad[:4].isfinite().all()
