@@ -43,6 +43,10 @@ _TRITON_FIRST = {
 }
 _ORDER: dict[str, dict[str, tuple[Choice, ...]]] = {
     "rms_norm": _TRITON_FIRST,
+    "add_rms_norm": _TRITON_FIRST,
+    "swiglu": _TRITON_FIRST,
+    "rope": _TRITON_FIRST,
+    "embedding": _TRITON_FIRST,
     "linear_cross_entropy": _TRITON_FIRST,
     "linear_logprob": _TRITON_FIRST,
 }

@@ -1,5 +1,7 @@
 """The ops, as functions of tensors. See each one's docstring for formula, shapes, dtypes and errors."""
 
+from .add_rms_norm import add_rms_norm, add_rms_norm_reference
+from .embedding import embedding, embedding_reference
 from .linear_cross_entropy import (
     LinearCrossEntropyOutput,
     fused_linear_cross_entropy,
@@ -7,14 +9,24 @@ from .linear_cross_entropy import (
 )
 from .linear_logprob import LinearLogProbOutput, linear_logprob, linear_logprob_reference
 from .rms_norm import rms_norm, rms_norm_reference
+from .rope import rope, rope_reference
+from .swiglu import swiglu, swiglu_reference
 
 __all__ = [
     "LinearCrossEntropyOutput",
     "LinearLogProbOutput",
+    "add_rms_norm",
+    "add_rms_norm_reference",
+    "embedding",
+    "embedding_reference",
     "fused_linear_cross_entropy",
     "linear_cross_entropy_reference",
     "linear_logprob",
     "linear_logprob_reference",
     "rms_norm",
     "rms_norm_reference",
+    "rope",
+    "rope_reference",
+    "swiglu",
+    "swiglu_reference",
 ]

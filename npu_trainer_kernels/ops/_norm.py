@@ -21,8 +21,8 @@ added up afterwards in a fixed order: no atomics, the same bits every time.
 Tiles
 -----
 A row tile `[ROWS, COLS]` holds whole rows, so each element is read once. Rows that are too wide for the chip go in
-column blocks instead, at the price of a second read. Per-row values stay `[ROWS, 1]` tensors: a scalar would cross from the
-vector to the scalar unit and back on an NPU.
+column blocks instead, at the price of a second read. Per-row values stay `[ROWS, 1]` tensors: a scalar would cross from
+the vector to the scalar unit and back on an NPU.
 
 Column blocks run each kernel twice, by its flags REDUCE and APPLY: the first run leaves one partial sum per row and
 block (and S, and dw), the second is elementwise.
@@ -36,6 +36,7 @@ import torch
 
 from .. import device, tiling
 from .._triton import jit, tl
+from ._blocks import load_fp32, store
 from ._checks import check_choice, check_float, check_same_device
 from ._launch import launch
 
@@ -102,24 +103,6 @@ def _shifted(weight: torch.Tensor, offset: float) -> torch.Tensor:
 
 
 @jit
-def _load(pointers, mask, MASKED: tl.constexpr):
-    """fp32 values; zeros where the mask says no, if there is one."""
-    if MASKED:
-        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    else:
-        return tl.load(pointers).to(tl.float32)
-
-
-@jit
-def _store(pointers, value, mask, MASKED: tl.constexpr):
-    value = value.to(pointers.dtype.element_ty)
-    if MASKED:
-        tl.store(pointers, value, mask=mask)
-    else:
-        tl.store(pointers, value)
-
-
-@jit
 def _mask(row, n_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Which elements of the tile at `row` exist."""
     rows = row + tl.arange(0, ROWS)[:, None] < n_rows
@@ -146,7 +129,7 @@ def _rounded(value, like, ROUND: tl.constexpr):
 def _row_of_weight(weight, offset, width, COLS: tl.constexpr, MASKED: tl.constexpr, ROUND: tl.constexpr):
     """w' as `[1, COLS]` fp32, rounded to the weight's dtype where the casting adds the offset there."""
     cols = tl.arange(0, COLS)[None, :]
-    w = _load(weight + cols, cols < width, MASKED) + offset
+    w = load_fp32(weight + cols, cols < width, MASKED) + offset
     return _rounded(w, weight, ROUND)
 
 
@@ -158,24 +141,24 @@ def _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stri
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
     mask = _mask(row, n_rows, width, ROWS, COLS)
     row_index = row + tl.arange(0, ROWS)
-    s = _load(_tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
+    s = load_fp32(_tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
     if HAS_RESIDUAL:
-        r = _load(_tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
+        r = load_fp32(_tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
         s = _rounded(s + r, x, ROUND_SUM)
     if STORE_SUM:
-        _store(_tile_of(s_out, row, HIDDEN, ROWS, COLS), s, mask, MASKED)
+        store(_tile_of(s_out, row, HIDDEN, ROWS, COLS), s, mask, MASKED)
     if REDUCE:
         rstd = tl.sum(s * s, axis=1)
         if APPLY:
             rstd = tl.rsqrt(rstd * (1.0 / HIDDEN) + eps)
-        _store(rstd_out + row_index, rstd, row_index < n_rows, TAIL)
+        store(rstd_out + row_index, rstd, row_index < n_rows, TAIL)
     else:
-        rstd = _load(rstd_out + row_index, row_index < n_rows, TAIL)
+        rstd = load_fp32(rstd_out + row_index, row_index < n_rows, TAIL)
     if APPLY:
         n = s * _rounded(rstd[:, None], x, ROUND_SUM and CASTING == "none")
         if HAS_WEIGHT:
             n = _rounded(n, x, ROUND_SUM and CASTING != "gemma") * w
-        _store(_tile_of(y, row, HIDDEN, ROWS, COLS), n, mask, MASKED)
+        store(_tile_of(y, row, HIDDEN, ROWS, COLS), n, mask, MASKED)
 
 
 @jit
@@ -246,12 +229,12 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
     mask = _mask(row, n_rows, width, ROWS, COLS)
     row_index = row + tl.arange(0, ROWS)
-    rstd = _load(rstd_in + row_index, row_index < n_rows, TAIL)[:, None]
-    s = _load(_tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
+    rstd = load_fp32(rstd_in + row_index, row_index < n_rows, TAIL)[:, None]
+    s = load_fp32(_tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
     if HAS_RESIDUAL:
-        r = _load(_tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
+        r = load_fp32(_tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
         s = _rounded(s + r, x, ROUND_SUM)
-    g = _load(_tile_of(dy, row, dy_stride, ROWS, COLS), mask, MASKED)
+    g = load_fp32(_tile_of(dy, row, dy_stride, ROWS, COLS), mask, MASKED)
     n = s * rstd
     dy_n = g * n
     if STORE_DX:
@@ -261,16 +244,16 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
                 g_n = dy_n * w
             dot = tl.sum(g_n, axis=1)
             if not APPLY:
-                _store(dots + row_index, dot, row_index < n_rows, TAIL)
+                store(dots + row_index, dot, row_index < n_rows, TAIL)
         else:
-            dot = _load(dots + row_index, row_index < n_rows, TAIL)
+            dot = load_fp32(dots + row_index, row_index < n_rows, TAIL)
         if APPLY:
             if HAS_WEIGHT:
                 g = g * w
             d = rstd * (g - n * (dot[:, None] * (1.0 / HIDDEN)))
             if HAS_DS:
-                d += _load(_tile_of(ds, row, ds_stride, ROWS, COLS), mask, MASKED)
-            _store(_tile_of(dx, row, HIDDEN, ROWS, COLS), d, mask, MASKED)
+                d += load_fp32(_tile_of(ds, row, ds_stride, ROWS, COLS), mask, MASKED)
+            store(_tile_of(dx, row, HIDDEN, ROWS, COLS), d, mask, MASKED)
     return dy_n
 
 
@@ -348,7 +331,7 @@ def _backward_kernel(
                 total += tl.sum(dy_n, axis=0)[None, :]
     if STORE_DW:
         cols = tl.arange(0, COLS)[None, :]
-        _store(dw + tl.program_id(0) * HIDDEN + cols, total, cols < width, HIDDEN % COLS != 0)
+        store(dw + tl.program_id(0) * HIDDEN + cols, total, cols < width, HIDDEN % COLS != 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -404,7 +387,8 @@ def norm_forward(
     w = None if weight is None else weight.contiguous()
     spec = device.spec(x.device)
     itemsize = max(t.dtype.itemsize for t in (rows, r_rows, y) if t is not None)
-    tile = tiling.norm_forward_tile(hidden, itemsize, (residual is not None) + store_sum, spec)
+    rounds = casting == "llama" and weight is not None
+    tile = tiling.norm_forward_tile(hidden, itemsize, rounds, store_sum, residual is not None, spec)
     if tile.blocks == 1:
         _launch_forward(rows, r_rows, w, s_out, y, rstd, eps, offset, casting, tile, spec)
         return y, s_out, rstd
@@ -459,7 +443,7 @@ def norm_backward(
     w = None if weight is None else weight.contiguous()
     spec = device.spec(x.device)
     itemsize = max(t.dtype.itemsize for t in (rows, r_rows, g_rows, s_rows) if t is not None)
-    tile = tiling.norm_backward_tile(hidden, itemsize, spec)
+    tile = tiling.norm_backward_tile(hidden, itemsize, ds is not None, spec)
     if tile.blocks == 1:
         dw = _launch_backward(rows, r_rows, w, rstd, g_rows, s_rows, rstd, dx, needs_dw, offset, casting, tile, spec)
     else:

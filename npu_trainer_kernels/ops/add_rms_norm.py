@@ -1,0 +1,117 @@
+"""Residual addition and RMS norm in one pass.
+
+    S = x + residual                        in the promoted dtype, rounded as PyTorch would
+    y = rms_norm(S, weight)                 formulas and castings in `ops/rms_norm.py`
+
+    mode "pre"    returns (y, S): S goes on as the residual stream (Llama, Qwen).
+         "post"   returns y alone: the normed value goes on, S is never written and formed again in backward.
+
+    dx = dresidual = ds of the norm + dS    dS: what arrives for S itself (mode "pre"), added in the same kernel
+
+Kernels and torch twin: `ops/_norm.py`. Saved for backward: S (`"pre"`, an output anyway) or x and residual (`"post"`),
+weight and one fp32 number per row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import backends
+from ._checks import check_choice, check_float, check_same_device
+from ._norm import check_norm, norm_backward, norm_forward, norm_reference
+
+__all__ = ["MODES", "add_rms_norm", "add_rms_norm_reference"]
+
+MODES = ("pre", "post")
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+    mode: str = "pre",
+) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    """The op in plain PyTorch: what a decoder layer's two statements compute."""
+    s = x + residual
+    y = norm_reference(s, weight, eps, offset, casting)
+    return (y, s) if mode == "pre" else y
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float,
+                offset: float, casting: str, mode: str,
+                backend: str) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        y, s, rstd = norm_forward(x, residual, weight, eps, offset, casting, mode == "pre", backend)
+        ctx.save_for_backward(x if s is None else s, residual if s is None else None, weight, rstd)
+        ctx.options = offset, casting, backend
+        ctx.dtypes = x.dtype, residual.dtype
+        return y if s is None else (y, s)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None = None) -> tuple[Any, ...]:
+        x, residual, weight, rstd = ctx.saved_tensors
+        offset, casting, backend = ctx.options
+        needs_x, needs_residual, needs_dw = ctx.needs_input_grad[:3]
+        needs_sum = needs_x or needs_residual
+        if dy is None:
+            # The normed value was not used: S is the whole result.
+            d, dw = ds, None
+        else:
+            ds = ds if needs_sum else None
+            d, dw = norm_backward(x, residual, weight, rstd, dy, ds, offset, casting, needs_sum, needs_dw, backend)
+        dx, dresidual = (d.to(t) if d is not None and needed else None
+                         for t, needed in zip(ctx.dtypes, (needs_x, needs_residual), strict=True))  # fmt: skip
+        return dx, dresidual, dw, None, None, None, None, None
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+    mode: str = "pre",
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    """RMS norm of x + residual over the last dimension; formulas in the module's docstring.
+
+    Args:
+        x: `[..., H]`, fp32, bf16 or fp16; any strides.
+        residual: x's shape; its dtype may differ.
+        weight: `[H]` or None.
+        eps: added to the mean square; not negative.
+        offset: added to the weight.
+        casting: `"llama"`, `"gemma"` or `"none"`.
+        mode: `"pre"` or `"post"`.
+        backend: overrides the choice of `backends.choose`.
+
+    Returns:
+        `(y, S)` in mode `"pre"`, y in mode `"post"`. S has the promoted dtype of x and residual, and so has y; with
+        casting `"llama"` y has the promoted dtype of the weight and S.
+
+    Raises:
+        TypeError: a dtype that is not allowed.
+        ValueError: shapes that do not match, an eps or offset that is not finite, an unknown casting, mode or backend.
+    """
+    check_norm(x, weight, eps, offset, casting)
+    check_choice("mode", mode, MODES)
+    check_float("residual", residual)
+    if residual.shape != x.shape:
+        raise ValueError(f"residual must have x's shape {list(x.shape)}; got {list(residual.shape)}")
+    check_same_device(x=x, residual=residual)
+    chosen = backends.choose("add_rms_norm", x.device, backend)
+    if torch.compiler.is_compiling():
+        return add_rms_norm_reference(x, residual, weight, eps, offset=offset, casting=casting, mode=mode)
+    return _AddRmsNorm.apply(x, residual, weight, eps, offset, casting, mode, chosen)

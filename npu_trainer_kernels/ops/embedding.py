@@ -1,0 +1,220 @@
+"""Embedding lookup with a deterministic gradient.
+
+    y_i = scale W[id_i]                            [*, D]; in W's dtype, rounded once
+    dW[v] = scale sum over i with id_i = v of dy_i     fp32, in the order of i; zero for `padding_idx`
+
+Backward sorts the ids (stable), finds where each distinct id begins, and lets one program per distinct id add up its
+rows: no atomics, the same bits every time, and besides the zero fill only rows that occur are touched. The number of
+distinct ids stays on the device, so nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import backends, device, tiling
+from .._triton import jit, tl
+from ._blocks import load_fp32, store
+from ._checks import check_float, check_ids, check_range, check_same_device
+from ._launch import launch
+
+__all__ = ["embedding", "embedding_reference"]
+
+
+def embedding_reference(
+    ids: torch.Tensor, weight: torch.Tensor, *, padding_idx: int | None = None, scale: float | None = None
+) -> torch.Tensor:
+    """The op in plain PyTorch."""
+    y = torch.nn.functional.embedding(ids, weight, padding_idx)
+    return y if scale is None else y * scale
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _gather_kernel(
+    ids,  # [n_rows] int32
+    weight,  # [V, n_cols] contiguous
+    y,  # [n_rows, n_cols] contiguous
+    n_rows,
+    scale,
+    HAS_SCALE: tl.constexpr,
+    N_COLS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    first_column = tl.program_id(1) * COLS
+    lane = tl.arange(0, COLS)
+    mask = first_column + lane < N_COLS
+    MASKED: tl.constexpr = N_COLS % COLS != 0
+    weight += first_column
+    y += first_column
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        # 64-bit: tables of 2^31 elements exist (262144 x 8192).
+        source = weight + tl.cast(tl.load(ids + row), tl.int64) * N_COLS + lane
+        target = y + tl.cast(row, tl.int64) * N_COLS + lane
+        if HAS_SCALE:
+            store(target, load_fp32(source, mask, MASKED) * scale, mask, MASKED)
+        elif MASKED:
+            tl.store(target, tl.load(source, mask=mask, other=0.0), mask=mask)
+        else:
+            tl.store(target, tl.load(source))
+
+
+@jit
+def _scatter_kernel(
+    ids,  # [n_rows] int32, sorted
+    order,  # [n_rows] int32: row of dy that the sorted id came from
+    starts,  # int32: where each distinct id begins in ids, and n_rows after the last
+    n_distinct,  # [1] int32
+    dy,  # [n_rows, n_cols], row stride given
+    dw,  # [V, n_cols] contiguous, zeros
+    dy_stride,
+    scale,
+    padding_idx,  # -1: none
+    N_COLS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    first_column = tl.program_id(1) * COLS
+    lane = tl.arange(0, COLS)
+    mask = first_column + lane < N_COLS
+    MASKED: tl.constexpr = N_COLS % COLS != 0
+    dy += first_column
+    dw += first_column
+    for segment in range(tl.program_id(0), tl.load(n_distinct), tl.num_programs(0)):
+        start = tl.load(starts + segment)
+        end = tl.load(starts + segment + 1)
+        row_id = tl.load(ids + start)
+        if row_id != padding_idx:
+            total = tl.zeros([COLS], tl.float32)
+            for i in range(start, end):
+                source = dy + tl.cast(tl.load(order + i), tl.int64) * dy_stride + lane
+                total += load_fp32(source, mask, MASKED)
+            store(dw + tl.cast(row_id, tl.int64) * N_COLS + lane, total * scale, mask, MASKED)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two steps, by Triton or in torch
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _forward(ids: torch.Tensor, weight: torch.Tensor, scale: float | None, backend: str) -> torch.Tensor:
+    if backend == "torch":
+        return embedding_reference(ids, weight, scale=scale)
+    n_cols = weight.shape[1]
+    y = torch.empty(*ids.shape, n_cols, dtype=weight.dtype, device=weight.device)
+    if not y.numel():
+        return y
+    spec = device.spec(weight.device)
+    tile = tiling.embedding_tile(n_cols, weight.dtype.itemsize, spec)
+    n_rows = ids.numel()
+    launch(
+        _gather_kernel, (tiling.programs(n_rows, spec, tile.blocks), tile.blocks),
+        ids.reshape(-1).int(), weight.contiguous(), y, n_rows, 1.0 if scale is None else scale,
+        HAS_SCALE=scale is not None, N_COLS=n_cols, COLS=tile.cols, **tile.options,
+    )  # fmt: skip
+    return y
+
+
+def _backward(ids: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, padding_idx: int | None, scale: float | None,
+              backend: str) -> torch.Tensor:  # fmt: skip
+    n_cols = weight.shape[1]
+    dw = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+    flat = ids.reshape(-1)
+    if not dy.numel():
+        return dw
+    rows = dy.reshape(-1, n_cols)
+    if backend == "torch":
+        distinct, place = torch.unique(flat, return_inverse=True)
+        total = torch.zeros(distinct.shape[0], n_cols, dtype=torch.float32, device=dw.device)
+        total.index_add_(0, place, rows.float())
+        if scale is not None:
+            total *= scale
+        dw[distinct] = total.to(dw.dtype)
+        if padding_idx is not None:
+            dw[padding_idx] = 0
+        return dw
+    n_rows = flat.shape[0]
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    in_order, order = torch.sort(flat.int(), stable=True)
+    begins = torch.ones(n_rows, dtype=torch.bool, device=dw.device)
+    torch.ne(in_order[1:], in_order[:-1], out=begins[1:])
+    rank = begins.cumsum(0)
+    # Entry rank - 1 of every beginning; the others write to a last entry that nobody reads.
+    starts = torch.full((n_rows + 2,), n_rows, dtype=torch.int32, device=dw.device)
+    starts.scatter_(0, torch.where(begins, rank - 1, n_rows + 1),
+                    torch.arange(n_rows, dtype=torch.int32, device=dw.device))  # fmt: skip
+    spec = device.spec(dw.device)
+    tile = tiling.embedding_tile(n_cols, max(rows.dtype.itemsize, dw.dtype.itemsize), spec)
+    launch(
+        _scatter_kernel, (tiling.programs(n_rows, spec, tile.blocks), tile.blocks),
+        in_order, order.int(), starts, rank[-1:].int(), rows, dw, rows.stride(0), 1.0 if scale is None else scale,
+        -1 if padding_idx is None else padding_idx, N_COLS=n_cols, COLS=tile.cols, **tile.options,
+    )  # fmt: skip
+    return dw
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None, scale: float | None,
+                backend: str) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(ids, weight)
+        ctx.options = padding_idx, scale, backend
+        return _forward(ids, weight, scale, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        ids, weight = ctx.saved_tensors
+        return None, _backward(ids, weight, dy, *ctx.options), None, None, None
+
+
+def embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    padding_idx: int | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Rows of `weight` by id; formulas in the module's docstring.
+
+    Args:
+        ids: int64 or int32 of any shape, values in `[0, V)`.
+        weight: `[V, D]`, fp32, bf16 or fp16.
+        padding_idx: an id whose row gets no gradient, in `[-V, V)`; None: none.
+        scale: multiplies the rows in fp32 before they are rounded; None: 1. A model that multiplies by a scale of its
+            weight's dtype passes that rounded number.
+        backend: overrides the choice of `backends.choose`.
+
+    Returns:
+        `[*ids.shape, D]` in weight's dtype.
+
+    Raises:
+        TypeError: a dtype that is not allowed.
+        ValueError: a weight that is no matrix, a padding_idx or (on a CPU, or with NPU_KERNELS_DEBUG=1) an id out of
+            range, a scale that is not finite, an unknown backend.
+    """
+    check_ids("ids", ids)
+    check_float("weight", weight)
+    check_same_device(ids=ids, weight=weight)
+    if weight.dim() != 2 or not 1 <= weight.shape[0] < 1 << 31 or weight.shape[1] < 1:
+        raise ValueError(f"weight must have shape [V, D] with V and D at least 1; got {list(weight.shape)}")
+    size = weight.shape[0]
+    if padding_idx is not None:
+        if not -size <= padding_idx < size:
+            raise ValueError(f"padding_idx must lie in [{-size}, {size}); got {padding_idx!r}")
+        padding_idx %= size
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be None or a finite number; got {scale!r}")
+    chosen = backends.choose("embedding", weight.device, backend)
+    if torch.compiler.is_compiling():
+        return embedding_reference(ids, weight, padding_idx=padding_idx, scale=scale)
+    check_range("ids", ids, size)
+    return _Embedding.apply(ids, weight, padding_idx, scale, chosen)

@@ -1,0 +1,220 @@
+"""Rotary position embedding of queries and keys (arXiv:2104.09864) in the half-rotating form of transformers.
+
+With x = [x1, x2] the halves of a head, and cos, sin `[T, D]` in the same halves,
+
+    y1 = x1 cos1 - x2 sin1         dx1 = dy1 cos1 + dy2 sin2
+    y2 = x2 cos2 + x1 sin2         dx2 = dy2 cos2 - dy1 sin1
+
+so backward is the same kernel with the halves of sin exchanged and negated. fp32 between loads and stores. Nothing is
+saved but cos and sin. Heads of which only a part rotates are the caller's to slice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import backends, device, tiling
+from .._triton import jit, tl
+from ._blocks import load_fp32, store
+from ._checks import check_float, check_same_device
+from ._launch import launch
+
+__all__ = ["rope", "rope_reference"]
+
+
+def rope_reference(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op in plain PyTorch, operation for operation as transformers' `apply_rotary_pos_emb`."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    x1, x2 = x.chunk(2, -1)
+    return x * cos + torch.cat((-x2, x1), -1) * sin
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernel
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _mask(left, HALF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return (tl.arange(0, ROWS)[:, None] < left) & (tl.arange(0, COLS)[None, :] < HALF)
+
+
+@jit
+def _half_heads(pointer, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Pointers `[ROWS, COLS]` to half a head of successive tokens."""
+    return pointer + tl.arange(0, ROWS)[:, None] * row_stride + tl.arange(0, COLS)[None, :]
+
+
+@jit
+def _rotate_tile(x, y, cos, sin, batch, token, n_tokens, n_heads, x_batch, x_head, x_token, y_batch, y_head, y_token,
+                 cos_batch, cos_token, sin_batch, sin_token, INVERSE: tl.constexpr, TAIL: tl.constexpr,
+                 HALF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """All heads of the tokens at `token`; cos and sin are read once for them."""
+    MASKED: tl.constexpr = TAIL or COLS != HALF
+    mask = _mask(n_tokens - token, HALF, ROWS, COLS)
+    batch = tl.cast(batch, tl.int64)
+    token = tl.cast(token, tl.int64)
+    cos += batch * cos_batch + token * cos_token
+    sin += batch * sin_batch + token * sin_token
+    c1 = load_fp32(_half_heads(cos, cos_token, ROWS, COLS), mask, MASKED)
+    c2 = load_fp32(_half_heads(cos + HALF, cos_token, ROWS, COLS), mask, MASKED)
+    s1 = load_fp32(_half_heads(sin, sin_token, ROWS, COLS), mask, MASKED)
+    s2 = load_fp32(_half_heads(sin + HALF, sin_token, ROWS, COLS), mask, MASKED)
+    x += batch * x_batch + token * x_token
+    y += batch * y_batch + token * y_token
+    for head in range(0, n_heads):
+        x_at = x + tl.cast(head, tl.int64) * x_head
+        y_at = y + tl.cast(head, tl.int64) * y_head
+        x1 = load_fp32(_half_heads(x_at, x_token, ROWS, COLS), mask, MASKED)
+        x2 = load_fp32(_half_heads(x_at + HALF, x_token, ROWS, COLS), mask, MASKED)
+        if INVERSE:
+            y1 = x1 * c1 + x2 * s2
+            y2 = x2 * c2 - x1 * s1
+        else:
+            y1 = x1 * c1 - x2 * s1
+            y2 = x2 * c2 + x1 * s2
+        store(_half_heads(y_at, y_token, ROWS, COLS), y1, mask, MASKED)
+        store(_half_heads(y_at + HALF, y_token, ROWS, COLS), y2, mask, MASKED)
+
+
+@jit
+def _rotate_kernel(
+    x,  # [n_batches, n_heads, n_tokens, 2 HALF] by strides, the last one 1; so is y
+    y,
+    cos,  # [n_batches, n_tokens, 2 HALF] by strides; so is sin
+    sin,
+    n_batches,
+    n_tokens,
+    n_heads,
+    x_batch,
+    x_head,
+    x_token,
+    y_batch,
+    y_head,
+    y_token,
+    cos_batch,
+    cos_token,
+    sin_batch,
+    sin_token,
+    INVERSE: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    whole = n_tokens // ROWS
+    for task in range(tl.program_id(0), n_batches * whole, tl.num_programs(0)):
+        batch = task // whole
+        _rotate_tile(x, y, cos, sin, batch, (task - batch * whole) * ROWS, n_tokens, n_heads, x_batch, x_head, x_token,
+                     y_batch, y_head, y_token, cos_batch, cos_token, sin_batch, sin_token, INVERSE, False, HALF, ROWS,
+                     COLS)  # fmt: skip
+    if whole * ROWS < n_tokens:
+        # The tokens of each sequence that fill no tile; from the last program on, which has the fewest whole tiles.
+        for batch in range(tl.num_programs(0) - 1 - tl.program_id(0), n_batches, tl.num_programs(0)):
+            _rotate_tile(x, y, cos, sin, batch, whole * ROWS, n_tokens, n_heads, x_batch, x_head, x_token, y_batch,
+                         y_head, y_token, cos_batch, cos_token, sin_batch, sin_token, INVERSE, True, HALF, ROWS,
+                         COLS)  # fmt: skip
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, inverse: bool) -> torch.Tensor:
+    """x rotated, in `dtype`; keeps the order of x's dimensions in memory, as elementwise operations do."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    y = torch.empty_like(x, dtype=dtype)
+    if not x.numel():
+        return y
+    n_batches, n_heads, n_tokens, size = x.shape
+    spec = device.spec(x.device)
+    tile = tiling.rope_tile(size // 2, max(x.dtype.itemsize, cos.dtype.itemsize, sin.dtype.itemsize), spec)
+    launch(
+        _rotate_kernel, (tiling.programs(n_batches * -(-n_tokens // tile.rows), spec),),
+        x, y, cos, sin, n_batches, n_tokens, n_heads, *x.stride()[:3], *y.stride()[:3],
+        *(s for t in (cos, sin) for s in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))),
+        INVERSE=inverse, HALF=size // 2, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+    )  # fmt: skip
+    return y
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+                backend: str) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if backend != "torch":
+            cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
+        ctx.save_for_backward(cos, sin)
+        ctx.backend, ctx.dtypes = backend, (q.dtype, k.dtype)
+        ctx.set_materialize_grads(False)
+        if backend == "torch":
+            return rope_reference(q, k, cos, sin)
+        table = torch.promote_types(cos.dtype, sin.dtype)
+        return (
+            _rotate(q, cos, sin, torch.promote_types(q.dtype, table), False),
+            _rotate(k, cos, sin, torch.promote_types(k.dtype, table), False),
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: torch.Tensor | None, dk: torch.Tensor | None) -> tuple[Any, ...]:
+        cos, sin = ctx.saved_tensors
+        grads: list[torch.Tensor | None] = []
+        for d, dtype, needed in zip((dq, dk), ctx.dtypes, ctx.needs_input_grad[:2], strict=True):
+            if d is None or not needed:
+                grads.append(None)
+            elif ctx.backend == "torch":
+                c, (s1, s2) = cos.unsqueeze(1), sin.unsqueeze(1).chunk(2, -1)
+                grads.append(_rotated(d, c, -torch.cat((s2, s1), -1)).to(dtype))
+            else:
+                grads.append(_rotate(d, cos, sin, dtype, True))
+        return *grads, None, None, None
+
+
+def _check_table(name: str, table: torch.Tensor, q: torch.Tensor) -> None:
+    check_float(name, table)
+    batch, _, tokens, size = q.shape
+    if table.dim() != 3 or table.shape[0] not in (1, batch) or table.shape[1:] != (tokens, size):
+        raise ValueError(f"{name} must have shape [{batch} or 1, {tokens}, {size}], as q says; got {list(table.shape)}")
+    if table.requires_grad:
+        raise ValueError(f"{name} must not require a gradient: rope does not differentiate its tables")
+
+
+def rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backend: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates queries and keys by position; formulas in the module's docstring.
+
+    Args:
+        q: `[B, Hq, T, D]`, D even, fp32, bf16 or fp16; any strides.
+        k: `[B, Hkv, T, D]`.
+        cos: `[B or 1, T, D]`; it must not require a gradient.
+        sin: likewise.
+        backend: overrides the choice of `backends.choose`.
+
+    Returns:
+        q and k rotated, each in the promoted dtype of itself and the tables.
+
+    Raises:
+        TypeError: a dtype that is not allowed.
+        ValueError: shapes that do not match, an odd D, tables that require a gradient, an unknown backend.
+    """
+    check_float("q", q)
+    check_float("k", k)
+    if q.dim() != 4 or q.shape[-1] % 2 or not q.shape[-1]:
+        raise ValueError(f"q must have shape [B, H, T, D] with D even; got {list(q.shape)}")
+    if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
+        batch, _, tokens, size = q.shape
+        raise ValueError(f"k must have shape [{batch}, H, {tokens}, {size}], as q says; got {list(k.shape)}")
+    _check_table("cos", cos, q)
+    _check_table("sin", sin, q)
+    check_same_device(q=q, k=k, cos=cos, sin=sin)
+    chosen = backends.choose("rope", q.device, backend)
+    if torch.compiler.is_compiling():
+        return rope_reference(q, k, cos, sin)
+    return _Rope.apply(q, k, cos, sin, chosen)
