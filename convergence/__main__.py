@@ -66,7 +66,7 @@ def quiet() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs what was asked for, and returns the exit status."""
     args = parse(arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     if args.list:
         console.print("cases:", *(case.name for case in CASES), sep="\n  ")
         console.print("faults:", *(mutation.name for mutation in MUTATIONS), sep="\n  ")
@@ -79,7 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
     cases = chosen_cases(args)
     with Live(console, [case.name for case in cases]) as live:
         results = run_cases(cases, args.device, live.progress)
-        caught = run_mutations(args.device, live, args.mutation) if args.mutations or args.full or args.mutation else []
+        caught = (
+            run_mutations(args.device, live.progress, args.mutation)
+            if args.mutations or args.full or args.mutation
+            else []
+        )
     if args.json:
         write_json(args.json, results, caught, args.device)
     else:

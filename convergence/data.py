@@ -17,8 +17,17 @@ import grpo as sums_script
 import sft as text_script
 
 __all__ = [
-    "BYTES_VOCAB", "TEXT_VOCAB", "held_out", "lm", "preferences", "prompts", "rewards", "texts", "tokenizer_for", "warm_up",
-]  # fmt: skip
+    "BYTES_VOCAB",
+    "TEXT_VOCAB",
+    "held_out",
+    "lm",
+    "preferences",
+    "prompts",
+    "rewards",
+    "texts",
+    "tokenizer_for",
+    "warm_up",
+]
 
 # Primes: they divide by no block size.
 TEXT_VOCAB, BYTES_VOCAB = 1009, 263

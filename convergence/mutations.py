@@ -1,21 +1,370 @@
-"""Faults that the suite must catch."""
+"""Faults that the suite must catch: each is planted into the patched side of a small case, which must then fail.
 
-from dataclasses import dataclass
+A fault sits in a kernel's own code or around it, or in what the patched trainer computes; the unpatched runs never see
+it. The faults of gradients are found, not listed: every autograd Function of the package gets two.
+"""
+
+import contextlib
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import torch
+
+from npu_trainer_kernels import GRPOTrainer, ops, patching
+from npu_trainer_kernels.ops._head import HeadOptions
+from npu_trainer_kernels.verify import Curves
+
+from .cases import find
+from .runs import Workshop
+from .suite import Progress, run_case
+
+__all__ = ["MUTATIONS", "Mutation", "MutationResult", "run_mutations"]
+
+# A few steps show a fault in fp32. In bf16 one of one percent is inside the noise of a step, and shows in the drift.
+CASES = {
+    "lm": replace(find("llama-lm"), name="fault-llama-lm", steps=6),
+    "lm-softcap": replace(find("gemma2-lm"), name="fault-gemma2-lm", steps=6),
+    "lm-autocast": replace(find("llama-lm-autocast"), name="fault-llama-lm-autocast", steps=30),
+    "grpo": replace(
+        find("qwen3-grpo-dapo"),
+        name="fault-qwen3-grpo",
+        steps=6,
+        options={"loss_type": "dapo", "beta": 0.04, "temperature": 0.9},
+    ),
+}
+SCALE = 1.01
+BLOCK = 128
+
+Plant = Callable[["Fired"], AbstractContextManager[Any]]
+
+
+class Fired:
+    """Counts how often a planted fault was reached."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self) -> None:
+        self.times += 1
 
 
 @dataclass(frozen=True)
 class Mutation:
+    """A fault.
+
+    Attributes:
+        name: what is wrong.
+        cases: keys of `CASES`, in which it is planted until one reaches it.
+        plant: puts it in for the length of a `with` block; it calls its argument whenever the fault is reached.
+        required: whether it is an error that no case reaches it.
+    """
+
     name: str
+    cases: tuple[str, ...]
+    plant: Plant
+    required: bool = True
 
 
 @dataclass
 class MutationResult:
+    """What became of a fault; `outcome` is "caught", "MISSED", "not reached", or for the control "pass" or "FAIL"."""
+
     name: str
+    case: str
+    outcome: str
     caught: bool
+    shown_in: str = ""
+    ratio_text: str = ""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
 
 
-MUTATIONS: tuple[Mutation, ...] = ()
+# ---------------------------------------------------------------------------------------------------------------------
+# Planting
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-def run_mutations(device: str, live: object, names: object) -> list[MutationResult]:
-    return []
+@contextlib.contextmanager
+def _in_place_of(original: Any, wrapper: Any, within: str = "npu_trainer_kernels") -> Iterator[None]:
+    """Puts `wrapper` wherever a module of the package has imported `original`."""
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.split(".")[0] == "npu_trainer_kernels" and name.startswith(within):
+                for attribute in [key for key, value in vars(module).items() if value is original]:
+                    stack.enter_context(mock.patch.object(module, attribute, wrapper))
+        yield
+
+
+def _around(target: str, fault: Callable[..., Any], within: str = "npu_trainer_kernels") -> Plant:
+    """`fault(original, *args, **kwargs)` in place of `original(*args, **kwargs)`; `target` is the original's path."""
+
+    def plant(fired: Fired) -> AbstractContextManager[Any]:
+        original = pkgutil.resolve_name(f"npu_trainer_kernels.{target}")
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            fired()
+            return fault(original, *args, **kwargs)
+
+        return _in_place_of(original, wrapper, within)
+
+    return plant
+
+
+def _scaled_gradient(function: Any, last: bool) -> Plant:
+    """The first or the last gradient that an autograd Function returns, off by one percent."""
+
+    def plant(fired: Fired) -> AbstractContextManager[Any]:
+        original = function.backward
+
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            result = original(ctx, *gradients)
+            found = list(result) if isinstance(result, tuple) else [result]
+            places = [i for i, g in enumerate(found) if isinstance(g, torch.Tensor)]
+            if places:
+                fired()
+                at = places[-1 if last else 0]
+                found[at] = found[at] * SCALE
+            return tuple(found)
+
+        return mock.patch.object(function, "backward", staticmethod(backward))
+
+    return plant
+
+
+def _functions() -> list[tuple[str, Any]]:
+    """(name of the op's file, autograd Function), for every one in the package."""
+    found = []
+    for info in pkgutil.iter_modules(ops.__path__):
+        module = importlib.import_module(f"{ops.__name__}.{info.name}")
+        for value in vars(module).values():
+            is_function = isinstance(value, type) and issubclass(value, torch.autograd.Function)
+            if is_function and value.__module__ == module.__name__:
+                found.append((info.name, value))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults of the head and its loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _scaled_logit_gradient(original: Any, logits: torch.Tensor, *args: Any) -> None:
+    original(logits, *args)
+    logits.mul_(SCALE)
+
+
+def _bf16_accumulation(original: Any, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    original(total, a, b)
+    total.copy_(total.bfloat16())
+
+
+def _last_columns_dropped(original: Any, logits: torch.Tensor, *args: Any) -> Any:
+    return original(logits[:, : logits.shape[1] // BLOCK * BLOCK], *args)
+
+
+def _no_cap_derivative(original: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    inner = next(arg for arg in args if isinstance(arg, HeadOptions)).factors[0]
+    t = torch.tanh(inner * logits.float())
+    return original(logits, *args, **kwargs) / (1 - t * t)
+
+
+def _label_off_by_one(original: Any, x: Any, weight: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return original(x, weight, target.roll(1, -1), *args, **kwargs)
+
+
+def _ignored_counted(original: Any, x: Any, weight: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    kwargs["num_items"] = kwargs["num_items"] * target.numel() / (target != -100).sum()
+    return original(x, weight, target, *args, **kwargs)
+
+
+def _own_mean_per_micro_batch(original: Any, *args: Any, **kwargs: Any) -> Any:
+    # Divided by the number of micro-batches: right, were their numbers of labels equal.
+    return original(*args, **{**kwargs, "num_items": None}) / 2
+
+
+def _temperature_ignored(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{**kwargs, "temperature": 1.0})
+
+
+def _mean_upstream(original: Any, *args: Any, **kwargs: Any) -> Any:
+    output = original(*args, **kwargs)
+    if output.log_prob.requires_grad:
+        output.log_prob.register_hook(lambda gradient: gradient.mean().expand_as(gradient))
+    return output
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults of the norms
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _epsilon_outside(
+    original: Any, x: torch.Tensor, residual: torch.Tensor | None, weight: Any, eps: float, *args: Any
+) -> Any:
+    y, s, rstd = original(x, residual, weight, eps, *args)
+    total = x if residual is None else x + residual
+    square = total.float().square().mean(-1, keepdim=True)
+    wrong = 1 / (square.sqrt() + eps)
+    return (y * (wrong * (square + eps).sqrt())).to(y.dtype), s, wrong.reshape(rstd.shape)
+
+
+def _last_rows_dropped(original: Any, x: torch.Tensor, *args: Any) -> Any:
+    y, s, rstd = original(x, *args)
+    rows = y.reshape(-1, y.shape[-1]).clone()
+    rows[rows.shape[0] // BLOCK * BLOCK :] = 0
+    return rows.view(y.shape), s, rstd
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults of the patched trainer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _in_grpo_loss(fault: Callable[[Any, dict[str, Any]], AbstractContextManager[Any]]) -> Plant:
+    """`fault(trainer, inputs)` around the patched GRPO trainer's loss; it may change `inputs`."""
+
+    def plant(fired: Fired) -> AbstractContextManager[Any]:
+        original = GRPOTrainer._compute_loss
+
+        def compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
+            fired()
+            changed = dict(inputs)
+            with fault(self, changed):
+                return original(self, model, changed)
+
+        return mock.patch.object(GRPOTrainer, "_compute_loss", compute_loss)
+
+    return plant
+
+
+def _no_ratio(trainer: Any, inputs: dict[str, Any]) -> AbstractContextManager[Any]:
+    # TRL then takes the ratio to the current policy, which is 1.
+    inputs.pop("old_per_token_logps")
+    return contextlib.nullcontext()
+
+
+def _no_kl(trainer: Any, inputs: dict[str, Any]) -> AbstractContextManager[Any]:
+    return mock.patch.object(trainer, "beta", 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------------------------------------------------
+
+_LOGIT_GRADIENT = "ops._head:_gradient_in_place"
+_LOSS = "patching._head:fused_linear_cross_entropy"
+_SEAM = "patching._trl:linear_logprob"
+_NORM = "ops._norm:norm_forward"
+_IN_PATCHING = "npu_trainer_kernels.patching"
+
+
+def _mutations() -> tuple[Mutation, ...]:
+    found = [
+        Mutation("logit gradient x 1.01", ("lm",), _around(_LOGIT_GRADIENT, _scaled_logit_gradient)),
+        Mutation("logit gradient x 1.01, GRPO", ("grpo",), _around(_LOGIT_GRADIENT, _scaled_logit_gradient)),
+        Mutation(
+            "logit gradient x 1.01, bf16 autocast",
+            ("lm-autocast",),
+            _around(_LOGIT_GRADIENT, _scaled_logit_gradient),
+        ),
+        Mutation("ignored labels counted in the mean", ("lm",), _around(_LOSS, _ignored_counted, _IN_PATCHING)),
+        Mutation("mean of each micro-batch", ("lm",), _around(_LOSS, _own_mean_per_micro_batch, _IN_PATCHING)),
+        Mutation("label off by one", ("lm",), _around(_LOSS, _label_off_by_one, _IN_PATCHING)),
+        Mutation("weight gradient accumulated in bf16", ("lm",), _around("ops._head:_accumulate", _bf16_accumulation)),
+        Mutation("last partial block of the vocabulary dropped", ("lm",),
+                 _around("ops._head:_raw_statistics_torch", _last_columns_dropped)),
+        Mutation("softcap without its derivative", ("lm-softcap",),
+                 _around("ops._head:_gradient_torch", _no_cap_derivative)),
+        Mutation("epsilon outside the root", ("lm",), _around(_NORM, _epsilon_outside)),
+        Mutation("last partial block of rows dropped", ("lm",), _around(_NORM, _last_rows_dropped)),
+        Mutation("importance ratio missing", ("grpo",), _in_grpo_loss(_no_ratio)),
+        Mutation("KL term dropped", ("grpo",), _in_grpo_loss(_no_kl)),
+        Mutation("temperature ignored", ("grpo",), _around(_SEAM, _temperature_ignored, _IN_PATCHING)),
+        Mutation("mean of the upstream gradients", ("grpo",), _around(_SEAM, _mean_upstream, _IN_PATCHING)),
+    ]  # fmt: skip
+    for op, function in _functions():
+        for last in (False, True):
+            name = f"{op}.{function.__name__}: {'last' if last else 'first'} gradient x 1.01"
+            found.append(Mutation(name, ("lm", "grpo"), _scaled_gradient(function, last), op in patching.PATCHES))
+    return tuple(found)
+
+
+MUTATIONS = _mutations()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Bench:
+    """The small cases with their unpatched runs, which all faults share."""
+
+    def __init__(self, workshop: Workshop, progress: Progress) -> None:
+        self._workshop, self._progress = workshop, progress
+        self._unpatched: dict[str, list[Curves]] = {}
+
+    def control(self, key: str) -> MutationResult:
+        """The case without a fault, which must pass."""
+        self._unpatched[key] = []
+        result = run_case(CASES[key], self._workshop, self._progress, self._unpatched[key])
+        worst = result.verdict.worst
+        return MutationResult(
+            "none", CASES[key].name, "pass" if result.passed else "FAIL", result.passed, worst.name,
+            f"{worst.ratio:.2g} / {worst.k:g}", result.seconds,
+        )  # fmt: skip
+
+    def plant(self, mutation: Mutation) -> MutationResult:
+        """The fault, in the first of its cases that reaches it."""
+        for key in mutation.cases:
+            fired = Fired()
+            with mutation.plant(fired):
+                result = run_case(CASES[key], self._workshop, _silent, self._unpatched[key])
+            if fired.times:
+                break
+        else:
+            return MutationResult(mutation.name, "", "not reached", not mutation.required)
+        caught = not result.passed
+        worst = result.verdict.worst if result.checks else None
+        return MutationResult(
+            mutation.name, CASES[key].name, "caught" if caught else "MISSED", caught,
+            worst.name if worst else result.problems[0], f"{worst.ratio:.2g} / {worst.k:g}" if worst else "",
+            result.seconds,
+        )  # fmt: skip
+
+
+def _silent(name: str, note: str, part: float) -> None:
+    pass
+
+
+def run_mutations(device: str, progress: Progress, names: Sequence[str] | None = None) -> list[MutationResult]:
+    """Plants every fault, or those named; the first rows are the cases without one.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    known = {mutation.name: mutation for mutation in MUTATIONS}
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"mutation must be one of {', '.join(known)}; got {name!r}")
+    chosen = [known[name] for name in names] if names else list(MUTATIONS)
+    with TemporaryDirectory() as folder:
+        bench = _Bench(Workshop(Path(folder), device), progress)
+        needed = dict.fromkeys(key for mutation in chosen for key in mutation.cases)
+        results = [bench.control(key) for key in needed]
+        for i, mutation in enumerate(chosen):
+            progress("planted faults", mutation.name, i / len(chosen))
+            results.append(bench.plant(mutation))
+        progress("planted faults", "", 1.0)
+    return results

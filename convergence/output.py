@@ -90,6 +90,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], ou
     table = Table(title=title)
     for column in columns:
         table.add_column(column)
+    table.columns[0].no_wrap = True
     colours = {"pass": "green", "caught": "green", "FAIL": "bold red", "MISSED": "bold red"}
     for row in rows:
         colour = colours.get(row[outcome], "yellow")
@@ -266,15 +267,15 @@ def _distance(axis: Any, title: str, unit: str, check: Check) -> None:
     bottom = min(check.floor) / 30
     axis.fill_between(steps, bottom, check.floor, color=BAND, label="noise floor", linewidth=0)
     axis.plot(steps, limit, color="black", linewidth=1, linestyle=":", label=f"allowed: {check.k:g} noise floors")
-    # Where both agree to the last bit there is nothing to draw on a logarithmic axis.
-    shown = [d if d > 0 and math.isfinite(d) else math.nan for d in check.distance]
+    # Where both agree to the last bit the point lies on the lower edge: the axis is logarithmic.
+    shown = [max(d, bottom) if math.isfinite(d) else math.nan for d in check.distance]
     axis.plot(steps, shown, color=PATCHED, marker=".", linewidth=1, label="with the kernels")
-    if all(math.isnan(value) for value in shown):
+    if not any(check.distance):
         axis.text(0.5, 0.5, "no difference at any step", transform=axis.transAxes, ha="center")
     axis.set_yscale("log")
     axis.set_ylim(bottom=bottom)
     axis.set(title=title, xlabel="step", ylabel=f"distance from the reference {unit}")
-    axis.legend(frameon=False, loc="lower right", fontsize="small")
+    axis.legend(loc="lower right", fontsize="small")
     axis.grid(alpha=0.3)
 
 

@@ -52,7 +52,7 @@ TASK_OPTIONS: dict[str, dict[str, Any]] = {
         "num_generations": 8,
         "num_iterations": 2,
         "max_completion_length": 6,
-        "learning_rate": 5e-4,
+        "learning_rate": 3e-4,
         "reward_weights": [0.8, 0.2],
         "gradient_checkpointing": False,
     },
@@ -70,13 +70,11 @@ class Workshop:
         folder: for models and the trainers' outputs; the caller removes it.
         device: "cpu", or None for the accelerator that is there.
         rollouts: case name -> what the reference run has generated, call by call.
-        sabotage: applied to the patched trainer; a fault of `mutations`.
     """
 
     folder: Path
     device: str | None = None
     rollouts: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
-    sabotage: Callable[[Trainer], None] | None = None
 
     def model_path(self, case: Case) -> Path:
         """The case's initial model; made once. For GRPO it is warmed up: one that never answers learns nothing."""
@@ -202,6 +200,4 @@ def run(workshop: Workshop, case: Case, variant: Variant) -> Curves:
     with _small_chunks(), _launching(case, variant):
         with contextlib.redirect_stdout(io.StringIO()):
             trainer = workshop.trainer(case, variant)
-        if variant.patched and workshop.sabotage is not None:
-            workshop.sabotage(trainer)
         return record(trainer, data.held_out(case.task), variant)
