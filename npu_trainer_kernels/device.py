@@ -1,7 +1,8 @@
 """What the code knows of devices: the only file that names npu, cuda or cpu.
 
 `spec(device)` answers with a frozen `DeviceSpec`, found once per device and cached, so that no call of an op queries a
-driver. `use_chip("Ascend910B4")` makes the CPU answer as that chip, for compiling and checking kernels without it.
+driver. `use_chip("Ascend910B4")` makes the CPU answer as that chip, for compiling and checking kernels without it; so
+does the environment variable NPU_KERNELS_CHIP, which is Ascend910B4 where the backend "ascend-lowering" is asked for.
 """
 
 import contextlib
@@ -99,9 +100,11 @@ def use_chip(name: str) -> contextlib.AbstractContextManager[None]:
 
 
 @functools.cache
-def _ascend_of_environment() -> DeviceSpec | None:
-    name = os.environ.get("NPU_KERNELS_CHIP")
-    return chip_spec(name) if name else None
+def _of_environment(chip: str, backend: str) -> DeviceSpec:
+    if chip:
+        return chip_spec(chip)
+    # Its tiles must be a chip's: the code that an NPU would get is what it is for.
+    return _UNKNOWN_ASCEND if "ascend-lowering" in backend else _CPU
 
 
 @functools.cache
@@ -131,7 +134,7 @@ def spec(device: torch.device) -> DeviceSpec:
         return override
     if device.type in ("cuda", "npu"):
         return _query(device.type, device.index or 0)
-    return _ascend_of_environment() or _CPU
+    return _of_environment(os.environ.get("NPU_KERNELS_CHIP", ""), os.environ.get("NPU_KERNELS_BACKEND", ""))
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .. import device
 from .execute import LEVELS, Traffic, execute
 from .lower import Specialization, bind
@@ -39,22 +41,23 @@ class LoweringLauncher:
     """A launcher that executes each launch through the Ascend compiler's output, on CPU tensors.
 
     Attributes:
-        chip: the chip to lower for.
+        chip: the chip to lower for; None: the one whose tiles the launch has (`device.spec`).
         level: `"ttadapter"` or `"hfusion"`, see `execute`.
         traffic: what all launches so far moved, per kernel name.
     """
 
-    chip: str = "Ascend910B4"
+    chip: str | None = None
     level: str = "ttadapter"
     traffic: dict[str, Traffic] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        device.chip_spec(self.chip)
+        if self.chip is not None:
+            device.chip_spec(self.chip)
         if self.level not in LEVELS:
             raise ValueError(f"level must be one of {', '.join(LEVELS)}; got {self.level!r}")
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
-        spec = Specialization.of(kernel, args, constexprs, self.chip)
+        spec = Specialization.of(kernel, args, constexprs, self.chip or _chip_of(args[0].device))
         moved = execute(spec, grid, bind(kernel, args, constexprs)[0], self.level)
         self.traffic[spec.name] = self.traffic.get(spec.name, Traffic()) + moved
 
@@ -62,6 +65,16 @@ class LoweringLauncher:
     def total(self) -> Traffic:
         """What all launches so far moved."""
         return sum(self.traffic.values(), Traffic())
+
+
+def _chip_of(where: torch.device) -> str:
+    spec = device.spec(where)
+    if spec.kind != "npu":
+        raise ValueError(
+            "the Ascend lowering needs a chip to lower for: set NPU_KERNELS_CHIP or "
+            f"NPU_KERNELS_BACKEND=ascend-lowering, or use device.use_chip; got {spec.name!r}"
+        )
+    return spec.name
 
 
 lowering_launcher = LoweringLauncher()

@@ -588,7 +588,8 @@ class _Gradients:
         return _Gradients(self.x, dw, db)
 
 
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of the products with x: its own, or autocast's."""
     kind = x.device.type
     if kind == "meta":
         return x.dtype
@@ -876,7 +877,7 @@ def head_statistics(
         The objective summed over chunks (None without one) and the `[n]` statistics, all differentiable as the
         module's docstring says.
     """
-    dtype = _compute_dtype(x)
+    dtype = compute_dtype(x)
     # The products run in this dtype and everything else in fp32: autocast has no further say.
     with contextlib.nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
         call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch)

@@ -1,8 +1,9 @@
 """The one place where kernels are launched.
 
-Every op calls `launch(kernel, grid, *args, **constexprs)`. By default that is `kernel[grid](*args, **constexprs)`; a
-launcher installed with `use_launcher` can record the launches instead (the Ascend compile gate runs an op on `meta`
-tensors and compiles what it would have launched) or execute them another way (the Ascend lowering on CPU tensors).
+Every op calls `launch(kernel, grid, *args, **constexprs)`. By default that is `kernel[grid](*args, **constexprs)`, and
+for CPU tensors without Triton's interpreter the kernel's Ascend lowering (backend "ascend-lowering": no other backend
+launches that). A launcher installed with `use_launcher` can record the launches instead (the Ascend compile gate runs
+an op on `meta` tensors and compiles what it would have launched) or execute them another way.
 """
 
 import contextlib
@@ -10,13 +11,22 @@ import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .._triton import INTERPRETED
+
 __all__ = ["Launcher", "launch", "use_launcher"]
 
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
-    kernel[grid](*args, **constexprs)
+    # Every kernel's first argument is a tensor, and its arguments are on one device.
+    if not INTERPRETED and args[0].is_cpu:
+        # Development only, so neither imported nor looked for before.
+        from ..ascend.launcher import lowering_launcher
+
+        lowering_launcher(kernel, grid, args, constexprs)
+    else:
+        kernel[grid](*args, **constexprs)
 
 
 _launcher: contextvars.ContextVar[Launcher] = contextvars.ContextVar("npu_kernels_launcher", default=_run)

@@ -18,7 +18,7 @@ import torch
 
 from .. import backends
 from ._checks import check_choice, check_head, check_range
-from ._head import HeadOptions, HeadStatistics, head_statistics, transform
+from ._head import HeadOptions, HeadStatistics, compute_dtype, head_statistics, transform
 
 __all__ = ["LinearCrossEntropyOutput", "fused_linear_cross_entropy", "linear_cross_entropy_reference", "valid_rows"]
 
@@ -185,7 +185,7 @@ def fused_linear_cross_entropy(
         return loss + z_loss * s.lse * s.lse if z_loss else loss
 
     # fp16 gradients of a mean over many tokens would underflow: there the division waits until after the products.
-    early = torch.float16 not in (x.dtype, torch.get_autocast_dtype(x.device.type))
+    early = torch.float16 not in (x.dtype, compute_dtype(x))
 
     def objective(s: HeadStatistics, chunk: slice) -> torch.Tensor:
         total = row_losses(s, chunk).sum()
