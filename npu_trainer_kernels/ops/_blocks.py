@@ -1,5 +1,7 @@
 """Triton pieces that several ops share."""
 
+from __future__ import annotations
+
 from .._triton import jit, tl
 
 __all__ = ["load_fp32", "store"]
