@@ -22,7 +22,7 @@ from npu_trainer_kernels import device as devices
 
 from .cases import CASES, Case, find
 from .mutations import MUTATIONS, run_mutations
-from .output import Live, case_table, mutation_table, write_json, write_results
+from .output import Live, case_table, mutation_table, release_problem, write_json, write_results
 from .suite import run_cases
 
 HERE = Path(__file__).resolve().parent
@@ -35,6 +35,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     which.add_argument("--quick", action="store_true", help="the subset for every change (default)")
     which.add_argument("--full", action="store_true", help="every case, and the planted faults")
     which.add_argument("--case", nargs="+", metavar="NAME", help="these cases")
+    which.add_argument("--check-release", action="store_true",
+                       help="run nothing; status 0 if a full result for this commit is there and passed")  # fmt: skip
     parser.add_argument("--mutations", action="store_true", help="also plant faults; alone: only that")
     parser.add_argument("--mutation", nargs="+", metavar="NAME", help="only these faults")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="default: %(default)s")
@@ -71,6 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
         console.print("cases:", *(case.name for case in CASES), sep="\n  ")
         console.print("faults:", *(mutation.name for mutation in MUTATIONS), sep="\n  ")
         return 0
+    if args.check_release:
+        problem = release_problem(args.output)
+        console.print(problem or "the full result for this commit passed", highlight=False)
+        return 1 if problem else 0
     quiet()
     if args.device == "cpu":
         # These models are too small to gain from a second thread.

@@ -23,6 +23,7 @@ class Case:
         model: what differs from the family's small configuration.
         options: arguments of the task's config class that differ from `runs.TASK_OPTIONS`.
         lora: trains an adapter instead of the model.
+        seeds: not 0: nothing is replayed; this many runs each way sample freely, and their mean rewards are compared.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
+    seeds: int = 0
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -58,7 +60,7 @@ CASES: tuple[Case, ...] = (
     Case("gemma2-lm-bf16", "gemma2", "lm", "bf16"),
     Case("gemma3-lm", "gemma3", "lm"),
     Case("llama-sft-packing", "llama", "sft", options={"packing": True}),
-    Case("qwen3-sft-padding-free", "qwen3", "sft", options={"padding_free": True}),
+    Case("qwen3-sft-padding-free", "qwen3", "sft", options={"padding_free": True, "max_length": None}),
     Case("qwen2-sft-autocast", "qwen2", "sft", "bf16-autocast"),
     Case("gemma2-sft", "gemma2", "sft"),
     Case("llama-dpo", "llama", "dpo"),
@@ -74,10 +76,13 @@ CASES: tuple[Case, ...] = (
     Case("llama-grpo-autocast-kl", "llama", "grpo", "bf16-autocast", options={"loss_type": "dapo", "beta": 0.04}),
     Case("qwen2-grpo-dapo", "qwen2", "grpo", options={"loss_type": "dapo"}),
     Case("gemma3-grpo-dapo", "gemma3", "grpo", options={"loss_type": "dapo"}),
+    Case("qwen3-grpo-free", "qwen3", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
+    Case("llama-grpo-free", "llama", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
+    Case("gemma3-grpo-free", "gemma3", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
     Case("llama-lm-triton", "llama", "lm", backend="triton", steps=4, quick=True, options=FEW),
     Case("gemma2-lm-triton", "gemma2", "lm", backend="triton", steps=4, options=FEW),
     Case(
-        "qwen3-grpo-triton", "qwen3", "grpo", backend="triton", steps=4, quick=True,
+        "qwen3-grpo-triton", "qwen3", "grpo", backend="triton", steps=2, quick=True,
         options={"loss_type": "dapo", "per_device_train_batch_size": 8, "num_generations": 4},
     ),
     Case("llama-lm-ascend", "llama", "lm", backend="ascend-lowering", steps=3, options=FEW),

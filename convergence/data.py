@@ -72,7 +72,7 @@ def held_out(task: str) -> torch.Tensor:
 
 def texts(rows: int) -> Dataset:
     """Lines of source as documents of different lengths, for TRL's SFT."""
-    lines = [line for text in _documents() for line in text.split("\n\n") if 20 < len(line) < 400]
+    lines = [line for text in _documents() for line in text.split("\n\n") if 20 < len(line) < 200]
     return Dataset.from_dict({"text": lines[:rows]})
 
 

@@ -33,6 +33,7 @@ CASES = {
     "lm": replace(find("llama-lm"), name="fault-llama-lm", steps=6),
     "lm-softcap": replace(find("gemma2-lm"), name="fault-gemma2-lm", steps=6),
     "lm-autocast": replace(find("llama-lm-autocast"), name="fault-llama-lm-autocast", steps=30),
+    "lm-bf16": replace(find("llama-lm-bf16"), name="fault-llama-lm-bf16", steps=30),
     "grpo": replace(
         find("qwen3-grpo-dapo"),
         name="fault-qwen3-grpo",
@@ -278,6 +279,7 @@ def _mutations() -> tuple[Mutation, ...]:
             ("lm-autocast",),
             _around(_LOGIT_GRADIENT, _scaled_logit_gradient),
         ),
+        Mutation("logit gradient x 1.01, bf16", ("lm-bf16",), _around(_LOGIT_GRADIENT, _scaled_logit_gradient)),
         Mutation("ignored labels counted in the mean", ("lm",), _around(_LOSS, _ignored_counted, _IN_PATCHING)),
         Mutation("mean of each micro-batch", ("lm",), _around(_LOSS, _own_mean_per_micro_batch, _IN_PATCHING)),
         Mutation("label off by one", ("lm",), _around(_LOSS, _label_off_by_one, _IN_PATCHING)),

@@ -20,12 +20,13 @@ from rich.table import Table
 
 from npu_trainer_kernels.verify import NOISE_RUNS, TOP_K, WINDOW, Check, K
 
+from .cases import CASES
 from .suite import CaseResult
 
 if TYPE_CHECKING:
     from .mutations import MutationResult
 
-__all__ = ["Live", "case_table", "mutation_table", "write_json", "write_results"]
+__all__ = ["Live", "case_table", "mutation_table", "release_problem", "write_json", "write_results"]
 
 UNITS = {
     "loss": "loss [nats/token]",
@@ -150,6 +151,7 @@ def _document(results: Sequence[CaseResult], mutations: Sequence[MutationResult]
         "machine": _machine(device),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")},
         "rule": {"k": K, "noise_runs": NOISE_RUNS, "window": WINDOW, "top_k": TOP_K},
+        "full": {case.name for case in CASES} <= {result.name for result in results} and bool(mutations),
         "passed": bool(ran or mutations) and all(r.passed for r in ran) and all(m.caught for m in mutations),
         "cases": [result.as_dict() for result in results],
         "mutations": [mutation.as_dict() for mutation in mutations],
@@ -219,6 +221,18 @@ def _summary(
     return "\n".join(lines + (["## Failures", "", *failures, ""] if failures else []))
 
 
+def release_problem(folder: Path) -> str:
+    """Why the results in `folder` do not allow a release of the commit that is checked out, or ""."""
+    commit = _commit()
+    if commit == "unknown" or commit.endswith("-dirty"):
+        return f"the working tree is not a commit ({commit}): results of it would not be those of the release"
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    for document in found:
+        if document["commit"] == commit and document["full"]:
+            return "" if document["passed"] else f"the full run of {document['date']} failed for this commit"
+    return f"{folder} holds no full result for commit {commit}: run python -m convergence --full"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Figures
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,6 +245,9 @@ def figure(result: CaseResult, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    if result.case.get("seeds"):
+        _free_figure(result, path, plt)
+        return
     checks = {check.name: check for check in result.checks}
     grid, axes = plt.subplots(3, 3, figsize=(15, 10.5), layout="constrained")
     case = result.case
@@ -246,6 +263,35 @@ def figure(result: CaseResult, path: Path) -> None:
               checks["held-out log-probabilities, by token"])  # fmt: skip
     _distance(axes[2, 1], f"positions with another top {TOP_K}", "[share]", checks[f"held-out top {TOP_K}"])
     _parameters(axes[2, 2], checks["parameters at the end"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    grid.savefig(path, dpi=80)
+    plt.close(grid)
+
+
+def _free_figure(result: CaseResult, path: Path, plt: Any) -> None:
+    """Rewards of all the free runs, and their means over the second half."""
+    check, runs = result.checks[0], result.curves["reward"]
+    grid, (left, right) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained", width_ratios=(2, 1))
+    grid.suptitle(
+        f"{result.name}: {'passed' if result.passed else 'FAILED'}  (free-running, "
+        f"{result.case['seeds']} sampling seeds each way)"
+    )
+    for place, (kind, colour) in enumerate((("unpatched", UNPATCHED), ("patched", PATCHED))):
+        label = "with the kernels" if place else "without the kernels"
+        for i, run in enumerate(runs[kind]):
+            left.plot(range(1, len(run) + 1), run, color=colour, linewidth=0.8, alpha=0.7, label=None if i else label)
+        means = [sum(run[len(run) // 2 :]) / len(run[len(run) // 2 :]) for run in runs[kind]]
+        right.plot([place] * len(means), means, "o", color=colour, alpha=0.7)
+        right.plot([place - 0.2, place + 0.2], [sum(means) / len(means)] * 2, color=colour, linewidth=3)
+    left.set(title="reward", xlabel="step", ylabel="mean reward of a batch [1]")
+    left.legend(frameon=False)
+    right.set(
+        title=f"second half: {check.distance[0]:.3g} apart, floor {check.floor[0]:.3g}",
+        ylabel="mean reward of a run [1]", xlim=(-0.6, 1.6),
+    )  # fmt: skip
+    right.set_xticks([0, 1], ["without the kernels", "with the kernels"])
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     grid.savefig(path, dpi=80)
     plt.close(grid)

@@ -96,11 +96,11 @@ class Workshop:
             model.save_pretrained(path)
         return path
 
-    def _arguments(self, case: Case, steps: int) -> Any:
-        options = {**COMMON, **TASK_OPTIONS[case.task], **case.options}
+    def _arguments(self, case: Case, variant: Variant) -> Any:
+        options = {**COMMON, "seed": SEED + variant.sampling_seed, **TASK_OPTIONS[case.task], **case.options}
         return CONFIGS[case.task](
             output_dir=str(self.folder / "output"),
-            max_steps=steps,
+            max_steps=case.steps,
             bf16=case.precision == "bf16-autocast",
             use_cpu=self.device == "cpu",
             **options,
@@ -113,7 +113,7 @@ class Workshop:
         backend = None if case.backend == "device" else case.backend
         kwargs: dict[str, Any] = {
             "model": AutoModelForCausalLM.from_pretrained(path, dtype=dtype),
-            "args": self._arguments(case, case.steps),
+            "args": self._arguments(case, variant),
         }
         if case.lora:
             kwargs["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -139,6 +139,8 @@ class Workshop:
             trainer: Any = GRPOTrainer(npu_kernels=arguments, **kwargs)
         else:
             trainer = trl.GRPOTrainer(**kwargs)
+        if case.seeds:
+            return trainer
         is_reference = not variant.patched and variant.noise_seed is None
         if is_reference:
             self.rollouts[case.name] = []
@@ -196,7 +198,7 @@ def _launching(case: Case, variant: Variant) -> Iterator[None]:
 
 def run(workshop: Workshop, case: Case, variant: Variant) -> Curves:
     """Trains one variant of a case."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED + variant.sampling_seed)
     with _small_chunks(), _launching(case, variant):
         with contextlib.redirect_stdout(io.StringIO()):
             trainer = workshop.trainer(case, variant)

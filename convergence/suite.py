@@ -5,14 +5,16 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from npu_trainer_kernels import _triton, backends
-from npu_trainer_kernels.verify import Check, Curves, Verdict, judge, variants
+from npu_trainer_kernels.verify import Check, Curves, Variant, Verdict, judge, judge_samples, variants
 
 from .cases import Case
 from .runs import Workshop, run
@@ -102,6 +104,8 @@ def run_case(case: Case, workshop: Workshop, progress: Progress, unpatched: list
         progress: is told what is being done.
         unpatched: the unpatched runs, where they exist already; an empty list is filled with them.
     """
+    if case.seeds:
+        return _run_free_case(case, workshop, progress)
     start = time.perf_counter()
     given = [] if unpatched is None else unpatched
     todo = [variant for variant in variants() if variant.patched or not unpatched]
@@ -112,6 +116,24 @@ def run_case(case: Case, workshop: Workshop, progress: Progress, unpatched: list
             given.append(curves)
     progress(case.name, "", 1.0)
     return _result(case, given, curves, judge(given, curves, case.precision), time.perf_counter() - start)
+
+
+def _run_free_case(case: Case, workshop: Workshop, progress: Progress) -> CaseResult:
+    """Runs that sample for themselves: the mean rewards of the second half of training are compared."""
+    start = time.perf_counter()
+    runs: dict[bool, list[Curves]] = {False: [], True: []}
+    for seed in range(case.seeds):
+        for patched in runs:
+            variant = Variant(patched=patched, sampling_seed=seed)
+            progress(case.name, f"seed {seed} {variant}", (2 * seed + patched) / (2 * case.seeds))
+            runs[patched].append(run(workshop, case, variant))
+    progress(case.name, "", 1.0)
+    rewards = {patched: [curves.scalars["reward"] for curves in runs[patched]] for patched in runs}
+    means = {patched: [fmean(reward[len(reward) // 2 :]) for reward in rewards[patched]] for patched in runs}
+    check = judge_samples("reward, second half", means[False], means[True], case.precision)
+    result = _result(case, runs[False], runs[True][0], Verdict([check]), time.perf_counter() - start)
+    result.curves = {"reward": {"unpatched": rewards[False], "patched": rewards[True]}}
+    return result
 
 
 def _result(case: Case, unpatched: Sequence[Curves], patched: Curves, verdict: Verdict, seconds: float) -> CaseResult:
@@ -155,5 +177,15 @@ def run_cases(cases: Sequence[Case], device: str, progress: Progress) -> list[Ca
             elif case.backend == "triton" and not _triton.INTERPRETED:
                 results.append(_in_own_process(case, Path(folder), progress))
             else:
-                results.append(run_case(case, workshop, progress))
+                results.append(_attempt(case, workshop, progress))
     return results
+
+
+def _attempt(case: Case, workshop: Workshop, progress: Progress) -> CaseResult:
+    """`run_case`, where a crash is a failure of this case: the others still have their say."""
+    try:
+        return run_case(case, workshop, progress)
+    except Exception as error:  # noqa: BLE001  whatever a kernel, a model or a trainer may raise
+        progress(case.name, "", 1.0)
+        trace = traceback.format_tb(error.__traceback__)[-1].strip()
+        return CaseResult(asdict(case), problems=[f"{type(error).__name__}: {error}\n{trace}"])

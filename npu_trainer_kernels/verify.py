@@ -57,6 +57,7 @@ __all__ = [
     "Verdict",
     "judge",
     "judge_runs",
+    "judge_samples",
     "record",
     "variants",
     "verify",
@@ -119,10 +120,11 @@ class SummationNoise(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Variant:
-    """How a run differs from the reference: by noise, or by the kernels."""
+    """How a run differs from the reference: by noise, by the kernels, or by what it samples (free-running cases)."""
 
     patched: bool = False
     noise_seed: int | None = None
+    sampling_seed: int = 0
 
     def __str__(self) -> str:
         if self.patched:
@@ -170,6 +172,8 @@ class _Recorder(TrainerCallback):
         if "loss" in logs and "grad_norm" in logs:
             self.scalars["loss"].append(float(logs["loss"]))
             self.scalars["gradient norm"].append(float(logs["grad_norm"]))
+        if "reward" in logs:
+            self.scalars.setdefault("reward", []).append(float(logs["reward"]))
         if "eval_loss" in logs:
             self.scalars.setdefault("evaluation loss", []).append(float(logs["eval_loss"]))
 
@@ -413,6 +417,26 @@ def judge(unpatched: Sequence[Curves], patched: Curves, precision: str) -> Verdi
     checks.append(_top_check([run.top for run in unpatched], patched.top, k))
     checks.append(_parameter_check(unpatched, patched, k))
     return Verdict(checks, [], patched.report)
+
+
+def judge_samples(name: str, unpatched: Sequence[float], patched: Sequence[float], precision: str) -> Check:
+    """For runs that sample, and so cannot be compared step by step: one number per run, many runs each way.
+
+    The distance is that of the two means. Its noise floor is the largest distance between the means of two halves of
+    the unpatched runs, over all ways to halve them.
+
+    Raises:
+        ValueError: fewer than four unpatched runs, or an odd number of them.
+    """
+    n = len(unpatched)
+    if n < 4 or n % 2 or not patched:
+        raise ValueError(f"unpatched must hold an even number of runs, at least four; got {n}")
+    total = sum(unpatched)
+    halves = (sum(half) for half in itertools.combinations(unpatched, n // 2))
+    floor = max(abs(half - (total - half)) / (n // 2) for half in halves)
+    distance = abs(sum(patched) / len(patched) - total / n)
+    least = max(floor, float(_ulp(torch.tensor(total / n))))
+    return Check(name, [distance], [least], K[precision], ["the mean over all runs"])
 
 
 def judge_runs(run: Callable[[Variant], Curves], precision: str, noise_runs: int = NOISE_RUNS) -> Verdict:

@@ -1,0 +1,159 @@
+"""The suite around the rule: cases, replayed rollouts, planted faults, output, exit status, `verify`."""
+
+import json
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from convergence import __main__ as command
+from convergence import mutations, output
+from convergence.cases import CASES, TASKS, find
+from convergence.data import tokenizer_for
+from convergence.runs import _recording, _replaying
+from convergence.suite import CaseResult
+from npu_trainer_kernels.verify import PRECISIONS, Check, verify
+from tests.models import FAMILIES, small_model
+
+
+def result(distance: float = 1.0) -> CaseResult:
+    """A case with all the quantities that a figure shows."""
+    per_step = ["loss", "gradient norm", "held-out log-probability", "held-out log-probabilities, by token",
+                "held-out top 5"]  # fmt: skip
+    checks = [Check(name, [0.0, distance], [1.0, 1.0], 3.0) for name in per_step]
+    checks.append(Check("parameters at the end", [distance], [1.0], 3.0, ["weight"]))
+    curves = {name: {"unpatched": [[1.0, 2.0]] * 3, "patched": [1.0, 2.0]} for name in per_step[:3]}
+    case = {"name": "a-case", "family": "llama", "task": "lm", "precision": "fp32", "backend": "device", "steps": 2}
+    return CaseResult(case, checks=checks, curves=curves, seconds=1.0)
+
+
+def test_cases_are_consistent() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    assert {case.task for case in CASES} == set(TASKS)
+    assert {case.precision for case in CASES} == set(PRECISIONS)
+    assert {case.family for case in CASES} <= set(FAMILIES)
+
+
+def test_the_quick_subset_trains_both_ways_for_fifty_steps() -> None:
+    long = {(case.family, case.task) for case in CASES if case.quick and case.steps >= 50}
+    assert {("llama", "lm"), ("qwen3", "grpo")} <= long
+    assert any(case.quick and case.backend == "triton" for case in CASES)
+
+
+def test_an_unknown_case_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"llama-lm.*got 'lama'"):
+        find("lama")
+
+
+def test_rollouts_are_replayed_and_leave_the_random_state_alone() -> None:
+    rollouts: list[Any] = []
+    record = _recording(lambda prompts: ([torch.randint(99, (3,)).tolist() for _ in prompts], None), rollouts)
+    torch.manual_seed(3)
+    first = record([[1], [2]])
+    after_recording = torch.rand(1)
+    replay = _replaying(record, rollouts)
+    torch.manual_seed(3)
+    assert replay([[1], [2]]) == first
+    assert torch.equal(torch.rand(1), after_recording)
+    with pytest.raises(RuntimeError, match="different prompts"):
+        _replaying(record, rollouts)([[1], [3]])
+
+
+def test_what_is_to_be_sabotaged_exists() -> None:
+    internals = ("_accumulate", "_raw_statistics_torch", "_gradient_torch")
+    targets = [mutations._LOGIT_GRADIENT, mutations._LOSS, mutations._SEAM, mutations._NORM]
+    for target in [*targets, *(f"ops._head:{name}" for name in internals)]:
+        assert callable(pkgutil.resolve_name(f"npu_trainer_kernels.{target}"))
+
+
+def test_a_planted_fault_is_removed_again() -> None:
+    for mutation in mutations.MUTATIONS:
+        with mutation.plant(mutations.Fired()):
+            pass
+    for _, function in mutations._functions():
+        assert "mutations" not in function.backward.__module__
+
+
+def test_results_survive_json(tmp_path: Path) -> None:
+    document = output.write_json(tmp_path / "r.json", [result()], [], "cpu")
+    loaded = json.loads((tmp_path / "r.json").read_text())
+    assert loaded == json.loads(json.dumps(document))
+    again = CaseResult.from_dict(loaded["cases"][0])
+    assert again.passed
+    assert again.verdict.worst.ratio == 1.0
+
+
+@pytest.mark.parametrize(("distance", "passed"), [(3.0, True), (3.1, False)])
+def test_summary_figure_and_verdict(tmp_path: Path, distance: float, passed: bool) -> None:
+    summary = output.write_results(tmp_path, [result(distance)], [], "cpu")
+    text = summary.read_text()
+    assert ("# Convergence: passed" in text) == passed
+    assert ("a-case: loss" in text) != passed
+    assert len(list(tmp_path.rglob("*.png"))) == 1
+
+
+def test_a_skipped_case_is_no_pass() -> None:
+    assert not CaseResult({"name": "x"}, skipped="no compiler").passed
+    assert not CaseResult({"name": "x"}).passed
+
+
+@pytest.mark.parametrize(("distance", "status"), [(1.0, 0), (9.0, 1)])
+def test_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, distance: float, status: int) -> None:
+    monkeypatch.setattr(command, "run_cases", lambda *args: [result(distance)])
+    assert command.main(["--case", "llama-lm", "--device", "cpu", "--output", str(tmp_path)]) == status
+
+
+def test_a_release_needs_a_full_passing_result_of_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(output, "_commit", lambda: "abc")
+    assert "no full result" in output.release_problem(tmp_path)
+    for full, passed, expected in ((False, True, "no full"), (True, False, "failed"), (True, True, "")):
+        document = {"commit": "abc", "full": full, "passed": passed, "date": "today"}
+        (tmp_path / "r.json").write_text(json.dumps(document))
+        problem = output.release_problem(tmp_path)
+        assert expected in problem
+        assert bool(expected) == bool(problem)
+    monkeypatch.setattr(output, "_commit", lambda: "abc-dirty")
+    assert "not a commit" in output.release_problem(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Llama with its tokenizer, on disk."""
+    folder, tokenizer = tmp_path_factory.mktemp("tiny"), tokenizer_for("grpo")
+    small_model("llama", vocab_size=263).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_verify_accepts_the_kernels(tiny: str) -> None:
+    said: list[str] = []
+    verdict = verify(tiny, steps=3, sequence_length=32, noise_runs=3, on_run=lambda variant: said.append(str(variant)))
+    assert verdict.passed, str(verdict)
+    assert verdict.report is not None
+    assert verdict.report.replaced
+    assert said == ["reference", "noise 1", "noise 2", "noise 3", "with the kernels"]
+
+
+def test_verify_refuses_a_faulty_kernel(tiny: str) -> None:
+    fault = next(m for m in mutations.MUTATIONS if m.name == "logit gradient x 1.01")
+    with fault.plant(mutations.Fired()) as _:
+        verdict = verify(tiny, steps=3, sequence_length=32, noise_runs=3)
+    assert not verdict.passed
+    assert "gradient norm" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1; got 0"),
+        ({"noise_runs": 1}, "noise_runs must be at least 2; got 1"),
+        ({"precision": "int8"}, "precision must be one of"),
+        ({"dataset": ["too short"]}, "sequences of 256 tokens are needed"),
+    ],
+)
+def test_verify_names_a_bad_argument(tiny: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verify(tiny, **options)
