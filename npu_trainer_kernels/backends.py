@@ -49,6 +49,7 @@ _ORDER: dict[str, dict[str, tuple[Choice, ...]]] = {
     "embedding": _TRITON_FIRST,
     "linear_cross_entropy": _TRITON_FIRST,
     "linear_logprob": _TRITON_FIRST,
+    "grpo_loss": _TRITON_FIRST,
 }
 OPS = tuple(_ORDER)
 

@@ -2,6 +2,14 @@
 
 from .add_rms_norm import add_rms_norm, add_rms_norm_reference
 from .embedding import embedding, embedding_reference
+from .grpo_loss import (
+    GrpoLossOutput,
+    GrpoOptions,
+    fused_linear_grpo_loss,
+    fused_linear_grpo_loss_reference,
+    grpo_loss,
+    grpo_loss_reference,
+)
 from .linear_cross_entropy import (
     LinearCrossEntropyOutput,
     fused_linear_cross_entropy,
@@ -13,6 +21,12 @@ from .rope import rope, rope_reference
 from .swiglu import swiglu, swiglu_reference
 
 __all__ = [
+    "GrpoLossOutput",
+    "GrpoOptions",
+    "fused_linear_grpo_loss",
+    "fused_linear_grpo_loss_reference",
+    "grpo_loss",
+    "grpo_loss_reference",
     "LinearCrossEntropyOutput",
     "LinearLogProbOutput",
     "add_rms_norm",

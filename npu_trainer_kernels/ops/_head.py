@@ -58,7 +58,16 @@ from .._opaque import opaque
 from .._triton import jit, tl
 from ._launch import launch
 
-__all__ = ["HeadOptions", "HeadStatistics", "Objective", "head_statistics", "head_statistics_reference", "transform"]
+__all__ = [
+    "HeadOptions",
+    "HeadStatistics",
+    "Objective",
+    "head_statistics",
+    "head_statistics_reference",
+    "logits_statistics",
+    "logits_statistics_reference",
+    "transform",
+]
 
 # Chosen so that exp(NEGATIVE - m) is 0 for every finite m and NEGATIVE * 0 is 0, which -inf would not give.
 _NEGATIVE = -1e30
@@ -155,7 +164,13 @@ def head_statistics_reference(
     class_weights: torch.Tensor | None = None,
 ) -> HeadStatistics:
     """The statistics by their definitions, on full logits, in plain differentiable PyTorch."""
-    logits = torch.nn.functional.linear(x, weight, bias)
+    return logits_statistics_reference(torch.nn.functional.linear(x, weight, bias), ids, options, class_weights)
+
+
+def logits_statistics_reference(
+    logits: torch.Tensor, ids: torch.Tensor, options: HeadOptions, class_weights: torch.Tensor | None = None
+) -> HeadStatistics:
+    """The same, from logits `[n, V]`."""
     z = transform(logits if logits.dtype == torch.float64 else logits.float(), options)
     lse = torch.logsumexp(z, -1)
     log_p = z - lse.unsqueeze(-1)
@@ -433,7 +448,21 @@ def _gradient_in_place(
     options: HeadOptions,
     backend: str,
 ) -> None:
-    """Overwrites one chunk of logits with dL/dl.
+    """Overwrites one chunk of logits with dL/dl."""
+    _gradient_of_logits(logits, logits, ids, class_weights, softmax, k, options, backend)
+
+
+def _gradient_of_logits(
+    logits: torch.Tensor,
+    grads: torch.Tensor,
+    ids: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    softmax: _Softmax,
+    k: _Coefficients,
+    options: HeadOptions,
+    backend: str,
+) -> None:
+    """Writes dL/dl of a chunk of logits to `grads`, which may be the logits themselves.
 
     The b term touches one element of each row. That element is worked out here on `[n]` numbers, in fp32, and put in
     its place: comparing every column with the id would cost the kernel as much as the rest of its arithmetic.
@@ -443,14 +472,18 @@ def _gradient_in_place(
     u = None if class_weights is None else class_weights[ids.long()].unsqueeze(1)
     at_id = _gradient_torch(at_id.float(), u, softmax, k, options, k.b).to(logits.dtype)
     if backend == "torch":
-        logits.copy_(_gradient_torch(logits.float(), class_weights, softmax, k, options))
+        z = logits.float()
+        if z is logits and grads is not logits:
+            z = grads.copy_(logits)
+        grads.copy_(_gradient_torch(z, class_weights, softmax, k, options))
     else:
-        _gradient_triton(logits, class_weights, softmax, k, options)
-    logits.scatter_(1, column, at_id)
+        _gradient_triton(logits, grads, class_weights, softmax, k, options)
+    grads.scatter_(1, column, at_id)
 
 
 def _gradient_triton(
     logits: torch.Tensor,
+    grads: torch.Tensor,
     class_weights: torch.Tensor | None,
     softmax: _Softmax,
     k: _Coefficients,
@@ -463,7 +496,7 @@ def _gradient_triton(
     unused = k.a
     launch(
         _row_gradient_kernel, (tile.programs,),
-        logits, logits, unused if class_weights is None else class_weights,
+        logits, grads, unused if class_weights is None else class_weights,
         softmax.row_max, unused if softmax.shift is None else softmax.shift,
         k.a * softmax.inverse_s, unused if k.c is None else k.c, unused if k.e is None else k.e * softmax.inverse_s,
         n_rows, n_cols, n_cols // tile.block * tile.block, logits.stride(0), inner, outer,
@@ -883,3 +916,36 @@ def head_statistics(
         call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch)
         total, *statistics = _Head.apply(x, weight, bias, ids, rows, class_weights, call)
     return total, HeadStatistics(*statistics)
+
+
+class _LogitsStatistics(torch.autograd.Function):
+    """Statistics of logits that exist already."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, options: HeadOptions,
+                backend: str) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        statistics, softmax = _statistics(logits, ids, None, options, backend)
+        ctx.save_for_backward(logits, ids, *softmax)
+        ctx.options, ctx.backend = options, backend
+        ctx.mark_non_differentiable(*(t for t in statistics[4:] if t is not None))
+        return tuple(statistics)
+
+    @staticmethod
+    def backward(ctx: Any, *d_statistics: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        logits, ids, *softmax_fields = ctx.saved_tensors
+        softmax = _Softmax._make(softmax_fields)
+        k = _coefficients(d_statistics[:4], softmax.row_max, 1.0 / logits.shape[1])
+        grads = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
+        _gradient_of_logits(logits, grads, ids, None, softmax, k, ctx.options, ctx.backend)
+        return grads, None, None, None
+
+
+@opaque
+def logits_statistics(logits: torch.Tensor, ids: torch.Tensor, options: HeadOptions, *, backend: str) -> HeadStatistics:
+    """Statistics of logits `[n, V]`, differentiable as those of `head_statistics`. One read of the logits in forward;
+    one read and one write in backward."""
+    if logits.shape[0] == 0:
+        return logits_statistics_reference(logits, ids, options)
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    return HeadStatistics._make(_LogitsStatistics.apply(logits, ids, options, backend))

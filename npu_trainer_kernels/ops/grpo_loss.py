@@ -1,0 +1,605 @@
+"""GRPO and its relatives at the LM head: loss and gradients in one pass over each chunk of logits.
+
+For token t of completion b, with log-probability l, old log-probability l' (l itself, without gradient, when
+on-policy), reference log-probability l'', advantage A and importance ratio of the sampler q (1 where not given):
+
+    log r   = l - l'                               importance_level "token"
+            = mean over the completion of l - l'   importance_level "sequence" (GSPO)
+    r       = exp(log r)
+    kl      = exp(l'' - l) - (l'' - l) - 1         times r with `bias_corrected_kl`
+
+    policy  = -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)    grpo bnpo dr_grpo dapo luspo
+            = -stop(min(r, epsilon_high)) A l                                        cispo
+            = -4 / tau sigmoid(tau (r - 1)) A        tau by the sign of A            sapo
+            = -stop(phi) A l                                                         vespo
+
+    phi     = exp(lambda + k log w - lambda w)     w: ratio of the whole completion, k and lambda by the sign of A
+
+    loss    = sum_bt weight_bt (q_bt e_bt policy_bt + beta kl_bt) - entropy_coef mean_t H_t
+
+with e the entropy mask, H the entropy, and the weight of an unmasked token by loss type:
+
+    grpo, sapo    1 / (B length_b)            bnpo     1 / tokens in the batch
+    dr_grpo       1 / (B max_completion_length)   luspo   1 / B
+    dapo, cispo, vespo   1 / num_items (the tokens in the batch unless given)
+
+These are the definitions of TRL's `GRPOTrainer._compute_loss`, against which they are tested option by option. Given
+the statistics of `ops/_head.py` all of it is arithmetic on `[n]` numbers; the gradient with respect to log-probability
+and entropy comes from autograd on those numbers, and the kernels do the rest.
+
+A token's gradient depends on the log-probabilities of other tokens only through the sequence-level ratio. So it is
+formed in forward (mode planned) for every token-level loss, for sequence-level losses on-policy (`planned` below), and
+off-policy for those whose completions fit a chunk each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import backends, device, tiling
+from ._checks import check_choice, check_float, check_head, check_ids, check_range, check_same_device
+from ._head import (
+    HeadOptions,
+    HeadStatistics,
+    Objective,
+    head_statistics,
+    head_statistics_reference,
+    logits_statistics,
+    logits_statistics_reference,
+)
+
+__all__ = [
+    "GrpoLossOutput",
+    "GrpoOptions",
+    "GrpoPlan",
+    "GrpoTokens",
+    "fused_linear_grpo_loss",
+    "fused_linear_grpo_loss_reference",
+    "grpo_loss",
+    "grpo_loss_reference",
+    "planned",
+]
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+LEVELS = ("token", "sequence")
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+
+
+@dataclass(frozen=True)
+class GrpoOptions:
+    """The numbers of the formula in the module's docstring. Raises `ValueError` for values outside their range."""
+
+    loss_type: str = "dapo"
+    importance_level: str = "token"
+    epsilon_low: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    bias_corrected_kl: bool = False
+    entropy_coef: float = 0.0
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_choice("loss_type", self.loss_type, LOSS_TYPES)
+        check_choice("importance_level", self.importance_level, LEVELS)
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)!r}")
+        for name in ("epsilon_low", "epsilon_high", "delta"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name} must not be negative; got {value!r}")
+        if self.delta is not None and self.loss_type not in _CLIPPED:
+            raise ValueError(f"delta={self.delta!r} has no effect with loss_type={self.loss_type!r}; leave it None")
+        if self.bias_corrected_kl and self.beta == 0.0:
+            raise ValueError("bias_corrected_kl=True has no effect with beta=0.0")
+
+    @property
+    def upper(self) -> float:
+        """epsilon_high, which is epsilon_low unless given."""
+        return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
+
+
+@dataclass(frozen=True)
+class GrpoTokens:
+    """What the loss needs to know of each of the n scored tokens, in the order of the head's rows; `[n]` fp32 tensors.
+
+    Attributes:
+        advantage: A.
+        weight: of the token in the loss; 0 for a token that is scored but not trained on.
+        counted: 1 for tokens that count towards their completion's ratio, else 0.
+        old: l', or None when on-policy.
+        reference: l'', or None with beta = 0.
+        policy_weight: q e, or None for ones.
+        log_sampler_ratio: log q, for vespo; None for zeros.
+        entropy_weight: of the token in the entropy's mean, or None without a bonus.
+        sequence: int64, which completion the token belongs to.
+        lengths: `[B]`, the counted tokens of each completion (at least 1).
+    """
+
+    advantage: torch.Tensor
+    weight: torch.Tensor
+    counted: torch.Tensor
+    old: torch.Tensor | None
+    reference: torch.Tensor | None
+    policy_weight: torch.Tensor | None
+    log_sampler_ratio: torch.Tensor | None
+    entropy_weight: torch.Tensor | None
+    sequence: torch.Tensor
+    lengths: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.advantage.shape[0]
+
+    def of(self, chunk: slice) -> GrpoTokens:
+        """The tokens of one chunk."""
+        cut = {
+            f.name: value[chunk]
+            for f in fields(self)
+            if f.name != "lengths" and (value := getattr(self, f.name)) is not None
+        }
+        return replace(self, **cut)
+
+    def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of counted values over each token's completion, given to each token."""
+        sums = values.new_zeros(self.lengths.shape).index_add(0, self.sequence, values * self.counted)
+        return sums[self.sequence]
+
+
+class _Terms(NamedTuple):
+    policy: torch.Tensor
+    kl: torch.Tensor | None
+    ratio: torch.Tensor
+
+
+def _terms(log_prob: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions) -> _Terms:
+    """policy, kl and r of the module's docstring, per token."""
+    advantage = tokens.advantage
+    log_ratio = log_prob - (log_prob.detach() if tokens.old is None else tokens.old)
+    log_weight = log_ratio
+    if o.importance_level == "sequence":
+        log_weight = tokens.per_sequence(log_ratio) / tokens.lengths[tokens.sequence]
+    ratio = log_weight.exp()
+    kl = None
+    if tokens.reference is not None:
+        gap = tokens.reference - log_prob
+        kl = gap.exp() - gap - 1
+        kl = kl * ratio if o.bias_corrected_kl else kl
+    if o.loss_type == "cispo":
+        policy = -ratio.clamp(max=o.upper).detach() * advantage * log_prob
+    elif o.loss_type == "sapo":
+        tau = torch.where(advantage > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
+        policy = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
+    elif o.loss_type == "vespo":
+        policy = -_phi(log_ratio.detach(), tokens, o) * advantage * log_prob
+    else:
+        clipped = ratio.clamp(1 - o.epsilon_low, 1 + o.upper)
+        ratio = ratio if o.delta is None else ratio.clamp(max=o.delta)
+        policy = -torch.min(ratio * advantage, clipped * advantage)
+    return _Terms(policy, kl, ratio)
+
+
+def _phi(log_ratio: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions) -> torch.Tensor:
+    lowest = math.log(1e-8)
+    log_w = tokens.per_sequence(log_ratio.clamp(-20.0, 20.0))
+    if tokens.log_sampler_ratio is not None:
+        log_w = log_w + tokens.log_sampler_ratio
+    log_w = log_w.clamp(lowest, 20.0)
+    up = tokens.advantage >= 0
+    k = torch.where(up, o.vespo_k_pos, o.vespo_k_neg)
+    lam = torch.where(up, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
+    return (lam + k * log_w - lam * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def grpo_objective(
+    log_prob: torch.Tensor, entropy: torch.Tensor | None, tokens: GrpoTokens, o: GrpoOptions
+) -> torch.Tensor:
+    """The part of the loss that these tokens contribute."""
+    terms = _terms(log_prob, tokens, o)
+    policy = terms.policy if tokens.policy_weight is None else terms.policy * tokens.policy_weight
+    per_token = policy if terms.kl is None else policy + o.beta * terms.kl
+    loss = (per_token * tokens.weight).sum()
+    if tokens.entropy_weight is not None and entropy is not None:
+        loss = loss - o.entropy_coef * (entropy * tokens.entropy_weight).sum()
+    return loss
+
+
+def as_objective(tokens: GrpoTokens, o: GrpoOptions) -> Objective:
+    """The objective for the head engine."""
+    return lambda s, chunk: grpo_objective(s.log_prob, s.entropy, tokens.of(chunk), o)
+
+
+class GrpoPlan(NamedTuple):
+    """How the head engine can form the gradient in forward.
+
+    Attributes:
+        objective: for the engine.
+        chunk_rows: where its chunks end, or None where any row will do.
+    """
+
+    objective: Objective
+    chunk_rows: Sequence[int] | None
+
+
+def planned(
+    tokens: GrpoTokens, o: GrpoOptions, lengths: Sequence[int], vocab: int, itemsize: int, where: torch.device
+) -> GrpoPlan | None:
+    """The plan for a batch, or None where the gradient needs the whole batch's log-probabilities first.
+
+    Args:
+        tokens, o: the batch.
+        lengths: how many of the tokens each completion has, in order.
+        vocab, itemsize, where: what decides how many rows of logits are alive at once.
+    """
+    tokens, o = _on_policy(tokens, o)
+    coupled = o.importance_level == "sequence" or (o.loss_type == "vespo" and tokens.old is not None)
+    if not coupled:
+        return GrpoPlan(as_objective(tokens, o), None)
+    rows = tiling.head_chunk(len(tokens), vocab, itemsize, device.spec(where))
+    if max(lengths, default=0) > rows:
+        return None
+    ends, start, end = [], 0, 0
+    for length in lengths:
+        if end + length - start > rows:
+            ends.append(end)
+            start = end
+        end += length
+    return GrpoPlan(as_objective(tokens, o), [*ends, end])
+
+
+def _on_policy(tokens: GrpoTokens, o: GrpoOptions) -> tuple[GrpoTokens, GrpoOptions]:
+    """A token-level loss with the same gradient as a sequence-level one, where there is one.
+
+    On-policy every ratio is 1, and the gradient of a completion's policy terms with respect to its one ratio is shared
+    evenly by its tokens: the mean of (weight q e A) over the completion takes the place of each token's own.
+    """
+    if tokens.old is not None or o.importance_level == "token" or o.bias_corrected_kl:
+        return tokens, o
+    o = replace(o, importance_level="token")
+    if o.loss_type in ("cispo", "vespo"):  # their ratios have no gradient
+        return tokens, o
+    signed = tokens.advantage * tokens.weight
+    signed = signed if tokens.policy_weight is None else signed * tokens.policy_weight
+    mean = tokens.per_sequence(signed) / tokens.lengths[tokens.sequence]
+    advantage = torch.where(tokens.weight > 0, mean / tokens.weight, torch.zeros_like(mean))
+    return replace(tokens, advantage=advantage, policy_weight=None), o
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ops
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class GrpoLossOutput(NamedTuple):
+    """What the ops return.
+
+    Attributes:
+        loss: fp32 scalar, differentiable.
+        log_prob: fp32 `[B, T]`, 0 where the token is masked. It, and what follows, without gradient.
+        entropy: fp32 `[B, T]`, in nats, or None unless asked for or part of the loss.
+        kl: fp32 `[B, T]`, or None with beta = 0.
+        clipped_low, clipped_high: bool `[B, T]`, where the ratio was outside its bounds on the side that matters for
+            the advantage's sign; None for loss types that do not clip.
+    """
+
+    loss: torch.Tensor
+    log_prob: torch.Tensor
+    entropy: torch.Tensor | None
+    kl: torch.Tensor | None
+    clipped_low: torch.Tensor | None
+    clipped_high: torch.Tensor | None
+
+
+def _mask_like(name: str, mask: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
+    if mask is None:
+        return None
+    if mask.shape != ids.shape:
+        raise ValueError(f"{name} must have ids' shape {list(ids.shape)}; got {list(mask.shape)}")
+    return mask != 0
+
+
+def _rows_like(name: str, value: torch.Tensor | None, ids: torch.Tensor, allow_per_sequence: bool = False) -> Any:
+    if value is None:
+        return None
+    check_float(name, value)
+    allowed = [ids.shape] + ([ids.shape[:1], (ids.shape[0], 1)] if allow_per_sequence else [])
+    if value.shape not in allowed:
+        raise ValueError(
+            f"{name} must have shape {' or '.join(str(list(s)) for s in allowed)}; got {list(value.shape)}"
+        )
+    value = value.detach().float()
+    return (value.unsqueeze(1) if value.dim() == 1 else value).expand(ids.shape)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Checked arguments: which tokens are scored, and what the loss needs of them."""
+
+    keep: torch.Tensor  # [B, T] bool
+    rows: torch.Tensor  # [n] int64, into B T
+    lengths: list[int]
+    tokens: GrpoTokens
+    options: GrpoOptions
+
+
+def _batch(
+    ids: torch.Tensor,
+    advantages: torch.Tensor,
+    options: GrpoOptions,
+    *,
+    completion_mask: torch.Tensor | None,
+    tool_mask: torch.Tensor | None,
+    entropy_mask: torch.Tensor | None,
+    old_log_prob: torch.Tensor | None,
+    ref_log_prob: torch.Tensor | None,
+    importance_ratio: torch.Tensor | None,
+    max_completion_length: int | None,
+    num_items: int | float | torch.Tensor | None,
+) -> _Batch:
+    if ids.dim() != 2:
+        raise ValueError(f"ids must have shape [B, T]; got {list(ids.shape)}")
+    if (ref_log_prob is None) != (options.beta == 0.0):
+        raise ValueError(f"ref_log_prob must be given exactly when beta is not 0; got beta={options.beta!r}")
+    if (max_completion_length is not None) != (options.loss_type == "dr_grpo"):
+        raise ValueError("max_completion_length must be given exactly for loss_type='dr_grpo'")
+    if num_items is not None and options.loss_type not in ("dapo", "cispo", "vespo"):
+        raise ValueError(f"num_items has no effect with loss_type={options.loss_type!r}; leave it None")
+    advantage = _rows_like("advantages", advantages, ids, allow_per_sequence=True)
+    old = _rows_like("old_log_prob", old_log_prob, ids)
+    reference = _rows_like("ref_log_prob", ref_log_prob, ids)
+    per_sequence = importance_ratio is not None and importance_ratio.shape != ids.shape
+    ratio = _rows_like("importance_ratio", importance_ratio, ids, allow_per_sequence=True)
+    check_same_device(ids=ids, advantages=advantages, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    for name, mask in (("completion_mask", completion_mask), ("tool_mask", tool_mask)):
+        given = _mask_like(name, mask, ids)
+        keep = keep if given is None else keep & given
+    chosen = _mask_like("entropy_mask", entropy_mask, ids)
+
+    counts = keep.sum(1)
+    lengths = counts.clamp(min=1).float()
+    total = counts.sum().clamp(min=1).float()
+    weight = _token_weight(options.loss_type, lengths, total, max_completion_length, num_items)
+    rows = torch.nonzero(keep.reshape(-1)).squeeze(1)
+
+    def pick(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.reshape(-1)[rows]
+
+    policy_weight = ratio if options.loss_type != "vespo" else None
+    log_sampler = None
+    if ratio is not None and options.loss_type == "vespo":
+        log_q = ratio.log().clamp(math.log(1e-8), 20.0)
+        log_sampler = (log_q[:, :1] if per_sequence else (log_q * keep).sum(1, keepdim=True)).expand(ids.shape)
+    if chosen is not None:
+        policy_weight = chosen.float() if policy_weight is None else policy_weight * chosen
+    entropy_weight = None
+    if options.entropy_coef:
+        effective = keep if chosen is None else keep & chosen
+        entropy_weight = effective.float() / effective.sum().clamp(min=1)
+    sequence = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand(ids.shape)
+    kept_sequence = sequence.reshape(-1)[rows]
+    tokens = GrpoTokens(
+        advantage=advantage.reshape(-1)[rows],
+        weight=weight[kept_sequence],
+        counted=torch.ones_like(kept_sequence, dtype=torch.float32),
+        old=pick(old),
+        reference=pick(reference),
+        policy_weight=pick(policy_weight),
+        log_sampler_ratio=pick(log_sampler),
+        entropy_weight=pick(entropy_weight),
+        sequence=kept_sequence,
+        lengths=lengths,
+    )
+    return _Batch(keep, rows, counts.tolist(), tokens, options)
+
+
+def _token_weight(
+    loss_type: str,
+    lengths: torch.Tensor,
+    total: torch.Tensor,
+    max_completion_length: int | None,
+    num_items: int | float | torch.Tensor | None,
+) -> torch.Tensor:
+    """The weight of an unmasked token of each completion, `[B]`."""
+    batch = lengths.shape[0]
+    ones = torch.ones_like(lengths)
+    if loss_type in ("grpo", "sapo"):
+        return 1.0 / (batch * lengths)
+    if loss_type == "bnpo":
+        return ones / total
+    if loss_type == "dr_grpo":
+        assert max_completion_length is not None
+        return ones / (batch * max_completion_length)
+    if loss_type == "luspo":
+        return ones / batch
+    if isinstance(num_items, torch.Tensor):
+        return ones / num_items.detach().reshape(()).to(lengths.device, torch.float32).clamp(min=1.0)
+    return ones / (total if num_items is None else max(float(num_items), 1.0))
+
+
+def _head_options(o: GrpoOptions, temperature: float, softcap: float | None, logit_scale: float, entropy: bool) -> Any:
+    return HeadOptions(temperature, softcap, logit_scale, entropy=entropy or o.entropy_coef != 0)
+
+
+def _output(loss: torch.Tensor, s: HeadStatistics, batch: _Batch) -> GrpoLossOutput:
+    with torch.no_grad():
+        terms = _terms(s.log_prob.detach(), batch.tokens, batch.options)
+        o, advantage = batch.options, batch.tokens.advantage
+        low = high = None
+        if o.loss_type in _CLIPPED:
+            low = (terms.ratio < 1 - o.epsilon_low) & (advantage < 0)
+            high = (terms.ratio > 1 + o.upper) & (advantage > 0)
+        elif o.loss_type == "cispo":
+            high = (terms.ratio > o.upper) & (advantage > 0)
+
+        def padded(t: torch.Tensor | None) -> torch.Tensor | None:
+            if t is None:
+                return None
+            flat = t.new_zeros(batch.keep.numel()).index_copy(0, batch.rows, t.detach())
+            return flat.view(batch.keep.shape)
+
+        log_prob = padded(s.log_prob)
+        assert log_prob is not None
+        return GrpoLossOutput(loss, log_prob, padded(s.entropy), padded(terms.kl), padded(low), padded(high))
+
+
+def fused_linear_grpo_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    advantages: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    completion_mask: torch.Tensor | None = None,
+    tool_mask: torch.Tensor | None = None,
+    entropy_mask: torch.Tensor | None = None,
+    old_log_prob: torch.Tensor | None = None,
+    ref_log_prob: torch.Tensor | None = None,
+    importance_ratio: torch.Tensor | None = None,
+    options: GrpoOptions | None = None,
+    max_completion_length: int | None = None,
+    num_items: int | float | torch.Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    entropy: bool = False,
+    backend: str | None = None,
+) -> GrpoLossOutput:
+    """GRPO loss of a linear head, with at most one token chunk of logits alive and three matrix products in all.
+
+    Masked tokens are left out before the projection and cost nothing.
+
+    Args:
+        x: hidden states `[B, T, H]`, position t predicting `ids[:, t]`; fp32, bf16 or fp16.
+        weight: `[V, H]`; its gradient is accumulated in fp32.
+        ids: completion ids `[B, T]`, int64 or int32.
+        advantages: `[B]`, `[B, 1]` or `[B, T]`.
+        bias: `[V]` or None.
+        completion_mask, tool_mask: `[B, T]` of any integer, bool or float dtype; a token counts where all are not 0.
+        entropy_mask: `[B, T]`; where 0 a token's policy term is left out, but not its KL.
+        old_log_prob: l', `[B, T]`; None: on-policy.
+        ref_log_prob: l'', `[B, T]`; given exactly when `options.beta` is not 0.
+        importance_ratio: q, of the sampler, `[B, T]`, `[B]` or `[B, 1]`.
+        options: `GrpoOptions`; None: its defaults.
+        max_completion_length: for loss type dr_grpo.
+        num_items: for dapo, cispo and vespo: what the sum is divided by; None: the counted tokens of this batch.
+        temperature, softcap, logit_scale: transform of the logits, as in `linear_logprob`.
+        entropy: whether to return the entropy.
+        backend: overrides the choice of `backends.choose("grpo_loss", ...)`.
+
+    Returns:
+        `GrpoLossOutput`.
+
+    Raises:
+        TypeError: a dtype that is not supported.
+        ValueError: shapes that do not match, options out of range or without effect.
+    """
+    check_head(x, weight, "ids", ids, bias)
+    batch = _batch(
+        ids, advantages, options or GrpoOptions(), completion_mask=completion_mask, tool_mask=tool_mask,
+        entropy_mask=entropy_mask, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,
+        importance_ratio=importance_ratio, max_completion_length=max_completion_length, num_items=num_items,
+    )  # fmt: skip
+    chosen = ids.reshape(-1)[batch.rows]
+    check_range("ids", chosen, weight.shape[0])
+    plan = planned(batch.tokens, batch.options, batch.lengths, weight.shape[0], x.element_size(), x.device)
+    total, s = head_statistics(
+        x.reshape(-1, x.shape[-1]), weight, chosen, bias,
+        _head_options(batch.options, temperature, softcap, logit_scale, entropy),
+        rows=batch.rows, objective=plan and plan.objective, chunk_rows=plan and plan.chunk_rows,
+        backend=backends.choose("grpo_loss", x.device, backend),
+    )  # fmt: skip
+    if total is None:
+        return _output(grpo_objective(s.log_prob, s.entropy, batch.tokens, batch.options), s, batch)
+    # The plan has the gradient; the value is that of the formula as it stands, in one sum over the batch.
+    with torch.no_grad():
+        value = grpo_objective(s.log_prob, s.entropy, batch.tokens, batch.options)
+    return _output(total + (value - total).detach(), s, batch)
+
+
+def fused_linear_grpo_loss_reference(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, advantages: torch.Tensor,
+    bias: torch.Tensor | None = None, *, options: GrpoOptions | None = None, temperature: float = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0, entropy: bool = False, **batch_arguments: Any,
+) -> GrpoLossOutput:  # fmt: skip
+    """The op on full logits, in plain PyTorch."""
+    batch = _batch(ids, advantages, options or GrpoOptions(), **{**_NOTHING, **batch_arguments})
+    s = head_statistics_reference(
+        x.reshape(-1, x.shape[-1])[batch.rows], weight, ids.reshape(-1)[batch.rows], bias,
+        _head_options(batch.options, temperature, softcap, logit_scale, entropy),
+    )  # fmt: skip
+    return _output(grpo_objective(s.log_prob, s.entropy, batch.tokens, batch.options), s, batch)
+
+
+def grpo_loss(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    completion_mask: torch.Tensor | None = None,
+    tool_mask: torch.Tensor | None = None,
+    entropy_mask: torch.Tensor | None = None,
+    old_log_prob: torch.Tensor | None = None,
+    ref_log_prob: torch.Tensor | None = None,
+    importance_ratio: torch.Tensor | None = None,
+    options: GrpoOptions | None = None,
+    max_completion_length: int | None = None,
+    num_items: int | float | torch.Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    backend: str | None = None,
+) -> GrpoLossOutput:
+    """GRPO loss on logits `[B, T, V]` that exist already; see `fused_linear_grpo_loss`, which does not need them.
+
+    Forward reads the logits once; backward reads them once more and writes their gradient.
+    """
+    check_float("logits", logits)
+    check_ids("ids", ids)
+    if logits.dim() != 3 or logits.shape[:2] != ids.shape:
+        raise ValueError(f"logits must have shape [B, T, V] with ids' {list(ids.shape)}; got {list(logits.shape)}")
+    batch = _batch(
+        ids, advantages, options or GrpoOptions(), completion_mask=completion_mask, tool_mask=tool_mask,
+        entropy_mask=entropy_mask, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,
+        importance_ratio=importance_ratio, max_completion_length=max_completion_length, num_items=num_items,
+    )  # fmt: skip
+    flat = ids.reshape(-1)
+    # A masked id may be anything; its row is read, but nothing comes of it.
+    flat = torch.where(batch.keep.reshape(-1), flat, torch.zeros_like(flat))
+    check_range("ids", flat, logits.shape[-1])
+    every = logits_statistics(
+        logits.reshape(-1, logits.shape[-1]), flat, _head_options(batch.options, temperature, None, 1.0, entropy),
+        backend=backends.choose("grpo_loss", logits.device, backend),
+    )  # fmt: skip
+    s = HeadStatistics._make(None if t is None else t[batch.rows] for t in every)
+    return _output(grpo_objective(s.log_prob, s.entropy, batch.tokens, batch.options), s, batch)
+
+
+def grpo_loss_reference(
+    logits: torch.Tensor, ids: torch.Tensor, advantages: torch.Tensor, *, options: GrpoOptions | None = None,
+    temperature: float = 1.0, entropy: bool = False, **batch_arguments: Any,
+) -> GrpoLossOutput:  # fmt: skip
+    """The op in plain PyTorch."""
+    batch = _batch(ids, advantages, options or GrpoOptions(), **{**_NOTHING, **batch_arguments})
+    s = logits_statistics_reference(
+        logits.reshape(-1, logits.shape[-1])[batch.rows], ids.reshape(-1)[batch.rows],
+        _head_options(batch.options, temperature, None, 1.0, entropy),
+    )  # fmt: skip
+    return _output(grpo_objective(s.log_prob, s.entropy, batch.tokens, batch.options), s, batch)
+
+
+_NOTHING: dict[str, Any] = dict.fromkeys(
+    (
+        "completion_mask", "tool_mask", "entropy_mask", "old_log_prob", "ref_log_prob", "importance_ratio",
+        "max_completion_length", "num_items",
+    )
+)  # fmt: skip

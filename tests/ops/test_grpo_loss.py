@@ -1,0 +1,213 @@
+"""grpo_loss and fused_linear_grpo_loss against their references: every loss type, level, option and mask.
+
+That the formula itself is TRL's is tested with TRL's own trainer, in tests/trainers.
+"""
+
+import pytest
+import torch
+
+from npu_trainer_kernels.ops import (
+    GrpoOptions,
+    fused_linear_grpo_loss,
+    fused_linear_grpo_loss_reference,
+    grpo_loss,
+    grpo_loss_reference,
+    linear_logprob_reference,
+)
+from npu_trainer_kernels.ops.grpo_loss import LEVELS, LOSS_TYPES
+from tests.closeness import assert_op_close
+
+B, T, H, V = 4, 33, 20, 131
+TEMPERATURE = 0.9
+LENGTHS = [T, 14, 0, 21]
+
+
+def make(device, dtype=torch.float32):
+    x = torch.randn(B, T, H, device=device, dtype=dtype).requires_grad_()
+    weight = (0.5 * torch.randn(V, H, device=device)).to(dtype).requires_grad_()
+    return x, weight, torch.randint(0, V, (B, T), device=device)
+
+
+def batch(device, inputs, off_policy=True, beta=0.0, loss_type="dapo"):
+    """Masks with completions of several lengths, one of them empty; ratios on both sides of the clip, none of them so
+    large that one token's rounding decides the whole comparison."""
+    lengths = torch.tensor(LENGTHS, device=device)
+    given = {"completion_mask": (torch.arange(T, device=device) < lengths.unsqueeze(1)).long()}
+    x, weight, ids = inputs
+    with torch.no_grad():
+        log_prob = linear_logprob_reference(x.float(), weight.float(), ids, temperature=TEMPERATURE).log_prob
+    if off_policy:
+        given["old_log_prob"] = log_prob + 0.3 * torch.randn(B, T, device=device)
+    if beta:
+        given["ref_log_prob"] = log_prob + 0.3 * torch.randn(B, T, device=device)
+    if loss_type == "dr_grpo":
+        given["max_completion_length"] = 11
+    return given
+
+
+def check(device, backend, options, inputs, given, advantages=None, entropy=False):
+    x, weight, ids = inputs
+    advantages = torch.randn(B, device=device) if advantages is None else advantages
+    common = {**given, "options": options, "temperature": TEMPERATURE, "entropy": entropy}
+
+    def loss_first(outputs):
+        return 3.0 * outputs[0]
+
+    def only_tensors(fn):
+        return lambda *a, **k: [t for t in fn(*a, **k) if t is not None]
+
+    # The fp64 run of the reference keeps the fp32 numbers of the batch: they are data, not rounding.
+    assert_op_close(
+        only_tensors(lambda x, w, i: fused_linear_grpo_loss(x, w, i, advantages, backend=backend, **common)),
+        only_tensors(lambda x, w, i: fused_linear_grpo_loss_reference(x, w, i, advantages, **common)),
+        [x, weight, ids],
+        loss_first,
+    )
+    logits = torch.nn.functional.linear(x, weight).detach().requires_grad_()
+    assert_op_close(
+        only_tensors(lambda z, i: grpo_loss(z, i, advantages, backend=backend, **common)),
+        only_tensors(lambda z, i: grpo_loss_reference(z, i, advantages, **common)),
+        [logits, ids],
+        loss_first,
+    )
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_types_and_levels(device, loss_type, level, off_policy):
+    inputs = make(device)
+    given = batch(device, inputs, off_policy, loss_type=loss_type)
+    check(device, "torch", GrpoOptions(loss_type, level), inputs, given)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        (GrpoOptions(), torch.float32),
+        (GrpoOptions("grpo", "sequence", beta=0.1, bias_corrected_kl=True), torch.float32),
+        # Loss types without a clip: at one, rounding of a bf16 logit decides which side a token is on.
+        (GrpoOptions("sapo", entropy_coef=0.1), torch.bfloat16),
+        (GrpoOptions("vespo"), torch.float16),
+    ],
+    ids=str,
+)
+def test_kernels(device, options, dtype):
+    inputs = make(device, dtype)
+    check(device, "triton", options, inputs, batch(device, inputs, beta=options.beta))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        GrpoOptions(epsilon_low=0.1, epsilon_high=0.4),
+        GrpoOptions(delta=1.5),
+        GrpoOptions("grpo", beta=0.05),
+        GrpoOptions("grpo", beta=0.05, bias_corrected_kl=True),
+        GrpoOptions("grpo", "sequence", beta=0.05, bias_corrected_kl=True),
+        GrpoOptions("cispo", "sequence", epsilon_high=2.0),
+        GrpoOptions("bnpo", entropy_coef=0.2),
+        GrpoOptions("sapo", sapo_temperature_pos=2.0, sapo_temperature_neg=0.5),
+        GrpoOptions("vespo", vespo_k_pos=1.0, vespo_lambda_neg=1.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_options(device, options, off_policy):
+    inputs = make(device)
+    check(device, "torch", options, inputs, batch(device, inputs, off_policy, options.beta), entropy=True)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_masks_ratios_and_advantages_per_token(device, level, off_policy, loss_type):
+    options = GrpoOptions(loss_type, level, entropy_coef=0.1)
+    inputs = make(device)
+    given = batch(device, inputs, off_policy)
+    given["completion_mask"] = given["completion_mask"].bool()
+    given["tool_mask"] = (torch.rand(B, T, device=device) > 0.3).to(torch.uint8)
+    given["entropy_mask"] = (torch.rand(B, T, device=device) > 0.5).float()
+    given["importance_ratio"] = torch.rand(B, T, device=device) + 0.5
+    given["num_items"] = 17
+    check(device, "torch", options, inputs, given, torch.randn(B, T, device=device))
+    given["importance_ratio"] = torch.rand(B, device=device) + 0.5
+    check(device, "torch", options, inputs, given, torch.randn(B, 1, device=device))
+
+
+def test_masked_tokens_are_not_projected(device, monkeypatch):
+    from npu_trainer_kernels.ops import _head
+
+    rows = []
+    original = _head._project
+
+    def project(x, *args):
+        rows.append(x.shape[0])
+        return original(x, *args)
+
+    monkeypatch.setattr(_head, "_project", project)
+    x, weight, ids = make(device)
+    given = batch(device, (x, weight, ids))
+    out = fused_linear_grpo_loss(x, weight, ids, torch.randn(B, device=device), **given)
+    out.loss.backward()
+    assert rows == [sum(LENGTHS)]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_on_policy_needs_no_second_projection_at_any_chunk_size(device, monkeypatch, loss_type, level):
+    """The gradient is right although chunks end inside completions."""
+    from npu_trainer_kernels import tiling
+    from npu_trainer_kernels.ops import _head
+
+    rows = []
+    original = _head._project
+
+    def project(x, *args):
+        rows.append(x.shape[0])
+        return original(x, *args)
+
+    monkeypatch.setattr(tiling, "head_chunk", lambda *args: 20)
+    monkeypatch.setattr(_head, "_project", project)
+    options = GrpoOptions(loss_type, level)
+    x, weight, ids = make(device)
+    advantages = torch.randn(B, T, device=device)
+    given = batch(device, (x, weight, ids), off_policy=False, loss_type=loss_type)
+    assert_op_close(
+        lambda *a: fused_linear_grpo_loss(*a, advantages, options=options, **given).loss,
+        lambda *a: fused_linear_grpo_loss_reference(*a, advantages, options=options, **given).loss,
+        [x, weight, ids],
+        lambda outputs: outputs[0],
+    )
+    assert rows == [20, 20, 20, 8]
+
+
+def test_everything_masked_is_a_zero_that_can_be_differentiated(device, backend):
+    x, weight, ids = make(device)
+    nothing = torch.zeros(B, T, device=device)
+    out = fused_linear_grpo_loss(x, weight, ids, torch.ones(B, device=device), completion_mask=nothing, backend=backend)
+    gx, gw = torch.autograd.grad(out.loss, (x, weight))
+    assert out.loss.item() == 0.0
+    assert not gx.any()
+    assert not gw.any()
+
+
+BAD = [
+    ({"options": {"loss_type": "ppo"}}, "loss_type must be one of grpo, .*; got 'ppo'"),
+    ({"options": {"importance_level": "word"}}, "importance_level must be one of token, sequence"),
+    ({"options": {"delta": 2.0, "loss_type": "sapo"}}, "delta=2.0 has no effect with loss_type='sapo'"),
+    ({"options": {"bias_corrected_kl": True}}, "bias_corrected_kl=True has no effect with beta=0.0"),
+    ({"options": {"beta": 0.1}}, "ref_log_prob must be given exactly when beta is not 0; got beta=0.1"),
+    ({"options": {"loss_type": "dr_grpo"}}, "max_completion_length must be given exactly for"),
+    ({"options": {"loss_type": "grpo"}, "num_items": 3}, "num_items has no effect with loss_type='grpo'"),
+    ({"completion_mask": torch.ones(B, T - 1)}, r"completion_mask must have ids' shape \[4, 33\]; got \[4, 32\]"),
+    ({"old_log_prob": torch.ones(B)}, r"old_log_prob must have shape \[4, 33\]; got \[4\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_bad_input(change, message):
+    x, weight, ids = make(torch.device("cpu"))
+    rest = {k: v for k, v in change.items() if k != "options"}
+    with pytest.raises(ValueError, match=message):
+        fused_linear_grpo_loss(x, weight, ids, torch.ones(B), options=GrpoOptions(**change.get("options", {})), **rest)
