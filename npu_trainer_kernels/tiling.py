@@ -10,7 +10,6 @@ __all__ = [
     "RowTile",
     "StatisticsTile",
     "accumulating_programs",
-    "elementwise_block",
     "embedding_tile",
     "gradient_tile",
     "head_chunk",
@@ -19,6 +18,7 @@ __all__ = [
     "norm_forward_tile",
     "rope_tile",
     "statistics_tile",
+    "swiglu_block",
 ]
 
 
@@ -245,20 +245,22 @@ class Block:
 
 
 @cache
-def elementwise_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
+def swiglu_block(itemsize: int, backward: bool, spec: DeviceSpec) -> Block:
     """Block of SwiGLU's kernels.
 
     Args:
         itemsize: bytes of an element.
-        tensors: read and written.
+        backward: five tensors are read and written instead of three.
         spec: the device.
     """
     if spec.kind == "cuda":
         # 8 elements a thread: one 16-byte access of bf16 per tensor (H200).
         return Block(2048, launch_options(spec, 8))
     if spec.kind == "npu":
-        # Every tensor twice, and about four fp32 temporaries.
-        return Block(spec.on_chip_bytes // (2 * tensors * itemsize + 16) // 256 * 256)
+        # The largest that keep double buffering, 910B4 (bishengir-compile, sweep of 3072 to 16384): 10240 and 8192
+        # elements forward, 6144 and 4608 backward.
+        per_element = ((19, 24), (32, 42))[backward][itemsize == 4]
+        return Block(spec.on_chip_bytes // per_element // 256 * 256)
     return Block(64)
 
 
@@ -275,18 +277,18 @@ def rope_tile(half: int, itemsize: int, spec: DeviceSpec) -> RowTile:
         cols = next_power_of_2(half)
         return RowTile(max(1, 1024 // cols), cols, 1, launch_options(spec, 4))
     if spec.kind == "npu":
-        # Two halves in and out, twice; four halves of cos and sin in fp32, and temporaries.
+        # Two halves in and out, twice; four halves of cos and sin in fp32, and temporaries. At head sizes 64 to 256 no
+        # larger tile keeps double buffering (bishengir-compile, 910B4).
         return RowTile(max(1, spec.on_chip_bytes // (8 * itemsize + 32) // half), half)
     return RowTile(4, next_power_of_2(half))
 
 
 @cache
-def embedding_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
+def embedding_tile(cols: int, spec: DeviceSpec) -> RowTile:
     """Tile of the embedding's kernels: `rows` rows of `cols` columns, or of a block of them.
 
     Args:
         cols: columns of the table.
-        itemsize: bytes of the widest element.
         spec: the device.
     """
     if spec.kind == "cuda":
@@ -296,5 +298,6 @@ def embedding_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
     if spec.kind == "npu":
         blocks = _cdiv(cols, 8192)
         cols = cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 64) * 64
-        return RowTile(max(1, spec.on_chip_bytes // (8 * itemsize) // cols), cols, blocks)
+        # 16 bytes an element: a scaled fp32 row, in and out, twice. bf16 makes transfers of 24 KiB of it.
+        return RowTile(max(1, min(64, spec.on_chip_bytes // (16 * cols))), cols, blocks)
     return RowTile(2, min(32, next_power_of_2(cols)), _cdiv(cols, 32))

@@ -39,6 +39,26 @@ def embedding_reference(
 
 
 @jit
+def _gather_tile(ids, weight, y, row, width, scale, HAS_SCALE: tl.constexpr, N_COLS: tl.constexpr, ROWS: tl.constexpr,
+                 COLS: tl.constexpr):  # fmt: skip
+    MASKED: tl.constexpr = N_COLS % COLS != 0
+    rows = tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, COLS)[None, :]
+    # 64-bit offsets: tables of 2^31 elements exist (262144 x 8192). One transfer per row on an NPU.
+    if ROWS == 1:
+        # A scalar: triton-ascend 3.2.0 cannot lower a gather by a vector of one id.
+        source = weight + tl.load(ids + row).to(tl.int64) * N_COLS + cols
+    else:
+        source = weight + tl.load(ids + row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * N_COLS + cols
+    target = y + tl.cast(row, tl.int64) * N_COLS + rows * N_COLS + cols
+    if HAS_SCALE:
+        store(target, load_fp32(source, cols < width, MASKED) * scale, cols < width, MASKED)
+    else:
+        value = tl.load(source, mask=cols < width, other=0.0) if MASKED else tl.load(source)
+        store(target, value, cols < width, MASKED)
+
+
+@jit
 def _gather_kernel(
     ids,  # [n_rows] int32
     weight,  # [V, n_cols] contiguous
@@ -47,24 +67,20 @@ def _gather_kernel(
     scale,
     HAS_SCALE: tl.constexpr,
     N_COLS: tl.constexpr,
+    ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    first_column = tl.program_id(1) * COLS
-    lane = tl.arange(0, COLS)
-    mask = first_column + lane < N_COLS
-    MASKED: tl.constexpr = N_COLS % COLS != 0
-    weight += first_column
-    y += first_column
-    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
-        # 64-bit: tables of 2^31 elements exist (262144 x 8192).
-        source = weight + tl.cast(tl.load(ids + row), tl.int64) * N_COLS + lane
-        target = y + tl.cast(row, tl.int64) * N_COLS + lane
-        if HAS_SCALE:
-            store(target, load_fp32(source, mask, MASKED) * scale, mask, MASKED)
-        elif MASKED:
-            tl.store(target, tl.load(source, mask=mask, other=0.0), mask=mask)
-        else:
-            tl.store(target, tl.load(source))
+    column = tl.program_id(1) * COLS
+    width = N_COLS - column
+    weight += column
+    y += column
+    n_whole = n_rows // ROWS * ROWS
+    for row in range(tl.program_id(0) * ROWS, n_whole, tl.num_programs(0) * ROWS):
+        _gather_tile(ids, weight, y, row, width, scale, HAS_SCALE, N_COLS, ROWS, COLS)
+    if ROWS > 1:
+        # The rows that fill no tile, one by one and spread over the programs: no mask, nothing read in vain.
+        for row in range(n_whole + tl.program_id(0), n_rows, tl.num_programs(0)):
+            _gather_tile(ids, weight, y, row, width, scale, HAS_SCALE, N_COLS, 1, COLS)
 
 
 @jit
@@ -112,12 +128,12 @@ def _forward(ids: torch.Tensor, weight: torch.Tensor, scale: float | None, backe
     if not y.numel():
         return y
     spec = device.spec(weight.device)
-    tile = tiling.embedding_tile(n_cols, weight.dtype.itemsize, spec)
+    tile = tiling.embedding_tile(n_cols, spec)
     n_rows = ids.numel()
     launch(
-        _gather_kernel, (tiling.programs(n_rows, spec, tile.blocks), tile.blocks),
+        _gather_kernel, (tiling.programs(-(-n_rows // tile.rows), spec, tile.blocks), tile.blocks),
         ids.reshape(-1).int(), weight.contiguous(), y, n_rows, 1.0 if scale is None else scale,
-        HAS_SCALE=scale is not None, N_COLS=n_cols, COLS=tile.cols, **tile.options,
+        HAS_SCALE=scale is not None, N_COLS=n_cols, ROWS=tile.rows, COLS=tile.cols, **tile.options,
     )  # fmt: skip
     return y
 
@@ -151,7 +167,7 @@ def _backward(ids: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, padding
     starts.scatter_(0, torch.where(begins, rank - 1, n_rows + 1),
                     torch.arange(n_rows, dtype=torch.int32, device=dw.device))  # fmt: skip
     spec = device.spec(dw.device)
-    tile = tiling.embedding_tile(n_cols, max(rows.dtype.itemsize, dw.dtype.itemsize), spec)
+    tile = tiling.embedding_tile(n_cols, spec)
     launch(
         _scatter_kernel, (tiling.programs(n_rows, spec, tile.blocks), tile.blocks),
         in_order, order.int(), starts, rank[-1:].int(), rows, dw, rows.stride(0), 1.0 if scale is None else scale,

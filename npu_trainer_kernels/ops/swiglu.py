@@ -124,7 +124,7 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     rows = [t.view(1, -1) for t in inputs] if all(t.is_contiguous() for t in inputs) else [_rows(t) for t in inputs]
     n_rows, n_cols = rows[0].shape
     spec = device.spec(rows[0].device)
-    block = tiling.elementwise_block(outputs[0].dtype.itemsize, len(inputs) + len(outputs), spec)
+    block = tiling.swiglu_block(outputs[0].dtype.itemsize, kernel is _backward_kernel, spec)
     blocks = -(-n_cols // block.size)
     n_tasks = n_rows * blocks
     n_whole = n_tasks if n_cols % block.size == 0 else (n_tasks - 1 if n_rows == 1 else 0)

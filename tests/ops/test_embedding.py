@@ -32,7 +32,7 @@ def check(inputs, backend, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-# Blocks are of 32 columns in the interpreter: one and a tail, exactly two, less than one.
+# Tiles are of 2 x 32 in the interpreter: one block of columns and a tail, exactly two, less than one.
 @pytest.mark.parametrize("columns", [45, 64, 7])
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 4}, {"padding_idx": -5, "scale": 2.5}], ids=str)
 def test_matches_reference(device, backend, dtype, columns, options):
