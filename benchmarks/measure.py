@@ -1,0 +1,354 @@
+"""How a number is made: time, peak memory, floor, error.
+
+Time        warm-up, then single timed calls; median and quartiles over them. On an accelerator between two device
+            events, with the queue filled first so that Python's own time is hidden (it is measured apart, `host_us`),
+            and over inputs in rotation whose bytes are several times the cache, so that every call starts cold. On a
+            CPU by the wall clock. Backward is timed alone, after an untimed forward; gradients are None before it.
+Memory      the allocator's peak over one call, less what was there before it and less what the call leaves (outputs in
+            mode forward, gradients of inputs and weights otherwise).
+Floor       at the LM head the op's own matrix products, one by one, at their real shapes and dtype, random factors, in
+            the same run; elsewhere the bytes that must be moved at the bandwidth of a large copy.
+Error       |result - truth| / |truth| of every output and gradient against the reference in higher precision (fp64 for
+            fp32, fp32 for bf16), and how that compares to the plain reference's own error in the case's dtype.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# The profiler's own log lines, which it writes to the terminal.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+
+import torch
+from torch import Tensor
+
+from npu_trainer_kernels import device as devices
+
+from .cases import OPS, Case, Inputs, Outputs
+
+__all__ = [
+    "Settings",
+    "Summary",
+    "bandwidth",
+    "errors",
+    "is_accelerator",
+    "measure",
+    "peak_extra_bytes",
+    "product_seconds",
+    "summarise",
+    "truth_of",
+    "verdict",
+]
+
+Function = Callable[[Mapping[str, Tensor]], Outputs]
+# Rotating inputs: four times the 50 MB L2 of an H100 or H200, and more than any Ascend chip's 192 MB.
+COLD_BYTES = 256 << 20
+MAX_SETS = 8
+# How long the device is kept busy before a timed call, in cycles: 200 us at 2 GHz, longer than Python needs for one.
+HEAD_START_CYCLES = 400_000
+# Rows of the head per step while the truth is computed.
+TRUTH_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to measure.
+
+    Attributes:
+        seconds: timed calls of one row and mode are as many as fit, within the bounds.
+        least, most: those bounds.
+        warmup: calls before the first timed one.
+    """
+
+    seconds: float = 1.0
+    least: int = 10
+    most: int = 200
+    warmup: int = 3
+
+
+QUICK = Settings(seconds=0.15, least=5, most=30, warmup=2)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median, quartiles and number of the samples, in milliseconds."""
+
+    median: float
+    q1: float
+    q3: float
+    least: float
+    samples: int
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """Linear interpolation between the order statistics."""
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def summarise(samples: list[float]) -> Summary:
+    """Of at least one sample."""
+    if not samples:
+        raise ValueError("samples: at least one is needed; got none")
+    ordered = sorted(samples)
+    quartiles = (_quantile(ordered, share) for share in (0.5, 0.25, 0.75))
+    return Summary(*quartiles, ordered[0], len(ordered))
+
+
+def is_accelerator(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Time
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Timer:
+    """Milliseconds of one call, by device events or by the clock."""
+
+    def __init__(self, device: torch.device, head_start: bool) -> None:
+        self.device = device
+        self.events = is_accelerator(device)
+        self.head_start = head_start and device.type == "cuda"
+        self.host: list[float] = []
+
+    def __call__(self, region: Callable[[], Any]) -> float:
+        if not self.events:
+            start = time.perf_counter()
+            region()
+            return (time.perf_counter() - start) * 1e3
+        module = torch.get_device_module(self.device)
+        before, after = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        if self.head_start:
+            module._sleep(HEAD_START_CYCLES)
+        before.record()
+        start = time.perf_counter()
+        kept = region()
+        self.host.append(time.perf_counter() - start)
+        after.record()
+        after.synchronize()
+        del kept
+        return float(before.elapsed_time(after))
+
+
+def _backward(outputs: Outputs, grads: tuple[Tensor, ...]) -> None:
+    if not grads:
+        assert isinstance(outputs, Tensor)
+        outputs.backward()
+        return
+    torch.autograd.backward(list(_as_tuple(outputs)), list(grads))
+
+
+def _as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def _round(fn: Function, sets: list[Inputs], mode: str, timer: _Timer) -> list[float]:
+    """One timed call for each set of inputs."""
+    for inputs in sets:
+        inputs.drop_grads()
+    if mode == "forward":
+        return [timer(lambda inputs=inputs: fn(inputs.tensors)) for inputs in sets]  # type: ignore[misc]
+    if mode == "both":
+        return [timer(lambda inputs=inputs: _backward(fn(inputs.tensors), inputs.grads)) for inputs in sets]  # type: ignore[misc]
+    # All forwards first: what they read and write pushes the earlier sets out of the cache.
+    outputs = [fn(inputs.tensors) for inputs in sets]
+    times = []
+    for inputs in sets:
+        pending = outputs.pop(0)
+        times.append(timer(lambda inputs=inputs, pending=pending: _backward(pending, inputs.grads)))  # type: ignore[misc]
+    return times
+
+
+def rotation(case: Case, device: torch.device, bytes_of_one: int) -> int:
+    """How many sets of inputs to rotate through."""
+    if not is_accelerator(device) or OPS[case.op].products is not None:
+        return 1
+    return max(2, min(MAX_SETS, math.ceil(COLD_BYTES / bytes_of_one) + 1))
+
+
+def measure(
+    fn: Function, sets: list[Inputs], mode: str, device: torch.device, settings: Settings, cold: bool
+) -> tuple[Summary, float | None]:
+    """(milliseconds, median microseconds of Python to enqueue one call on an accelerator)."""
+    timer = _Timer(device, head_start=cold)
+    for _ in range(max(1, math.ceil(settings.warmup / len(sets)))):
+        estimate = min(_round(fn, sets, mode, timer))
+    calls = settings.seconds * 1e3 / max(estimate, 1e-3)
+    rounds = math.ceil(max(settings.least, min(settings.most, calls)) / len(sets))
+    timer.host.clear()
+    samples: list[float] = []
+    for _ in range(rounds):
+        samples += _round(fn, sets, mode, timer)
+    for inputs in sets:
+        inputs.drop_grads()
+    return summarise(samples), summarise(timer.host).median * 1e6 if timer.host else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _call(fn: Function, inputs: Inputs, mode: str) -> tuple[Tensor, ...]:
+    """Runs one call and returns what it leaves."""
+    outputs = fn(inputs.tensors)
+    if mode == "forward":
+        return _as_tuple(outputs)
+    _backward(outputs, inputs.grads)
+    return tuple(g for g in inputs.leaf_grads().values() if g is not None)
+
+
+def peak_extra_bytes(fn: Function, inputs: Inputs, mode: str, device: torch.device) -> int:
+    """Peak memory of a call beyond inputs, weights and what it leaves. In mode backward forward counts too, because
+    what it saved is alive."""
+    inputs.drop_grads()
+    if is_accelerator(device):
+        module = torch.get_device_module(device)
+        devices.synchronize(device)
+        before = module.memory_allocated(device)
+        module.reset_peak_memory_stats(device)
+        left = sum(t.nbytes for t in _call(fn, inputs, mode))
+        devices.synchronize(device)
+        peak = module.max_memory_allocated(device) - before
+    else:
+        peak, left = _peak_on_cpu(lambda: sum(t.nbytes for t in _call(fn, inputs, mode)))
+    inputs.drop_grads()
+    return max(0, peak - left)
+
+
+def _peak_on_cpu(call: Callable[[], int]) -> tuple[int, int]:
+    """(largest sum of live allocations during the call, its result), from the profiler's log of the allocator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        left = call()
+    live = peak = 0
+    assert profile.profiler is not None
+    results = profile.profiler.kineto_results
+    assert results is not None
+    for event in results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak, left
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Floors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _median_seconds(call: Callable[[], Any], device: torch.device, settings: Settings) -> float:
+    timer = _Timer(device, head_start=False)
+    for _ in range(2):
+        estimate = timer(call)
+    count = math.ceil(max(settings.least, min(settings.most, settings.seconds * 1e3 / max(estimate, 1e-3))))
+    return summarise([timer(call) for _ in range(count)]).median / 1e3
+
+
+def product_seconds(case: Case, device: torch.device, settings: Settings) -> dict[str, float]:
+    """Seconds of the head's products at their real shapes, by mode."""
+    products = OPS[case.op].products
+    assert products is not None
+    rows, hidden, vocab = products(case)
+    x = torch.randn(rows, hidden, device=device).to(case.torch_dtype)
+    weight = torch.randn(vocab, hidden, device=device).to(case.torch_dtype)
+    gradient = torch.empty(rows, vocab, dtype=case.torch_dtype, device=device).normal_()
+    # Each one's result is dropped before the next.
+    forward = _median_seconds(lambda: torch.mm(x, weight.t()), device, settings)
+    backward = _median_seconds(lambda: torch.mm(gradient, weight), device, settings)
+    backward += _median_seconds(lambda: torch.mm(gradient.t(), x), device, settings)
+    return {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+def bandwidth(device: torch.device, settings: Settings) -> float:
+    """Bytes per second of a large copy on the device, bytes read plus bytes written."""
+    size = (2 << 30) if is_accelerator(device) else (64 << 20)
+    source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()
+    target = torch.empty_like(source)
+    return 2 * size / _median_seconds(lambda: target.copy_(source), device, settings)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Error
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _results(fn: Function, inputs: Inputs) -> dict[str, Tensor]:
+    """Outputs and gradients by name."""
+    outputs = fn(inputs.tensors)
+    found = {f"out{i}": t.detach().clone() for i, t in enumerate(_as_tuple(outputs))}
+    _backward(outputs, inputs.grads)
+    for name, grad in inputs.leaf_grads().items():
+        if grad is None:
+            raise RuntimeError(f"no gradient arrived at {name}")
+        found[f"d{name}"] = grad
+    return found
+
+
+def truth_of(case: Case, inputs: Inputs) -> dict[str, Tensor]:
+    """Outputs and gradients in higher precision."""
+    exact = torch.float64 if case.dtype == "float32" else torch.float32
+    if OPS[case.op].row_truth is not None:
+        return _head_truth(case, inputs, exact)
+    tensors = {n: t.detach().to(exact) if t.is_floating_point() else t for n, t in inputs.tensors.items()}
+    raised = Inputs(tensors, inputs.leaves, tuple(g.to(exact) for g in inputs.grads)).require_grad()
+    return _results(OPS[case.op].reference, raised)
+
+
+def _head_truth(case: Case, inputs: Inputs, exact: torch.dtype) -> dict[str, Tensor]:
+    row_truth = OPS[case.op].row_truth
+    assert row_truth is not None
+    x = inputs.tensors["x"].detach()
+    flat = x.reshape(-1, x.shape[-1])
+    weight = inputs.tensors["weight"].detach().to(exact).requires_grad_()
+    dx = torch.empty_like(flat, dtype=exact)
+    total = torch.zeros((), dtype=exact, device=x.device)
+    per_row: list[Tensor] = []
+    for rows in torch.arange(flat.shape[0], device=x.device).split(TRUTH_ROWS):
+        chunk = flat[rows].to(exact).requires_grad_()
+        outputs, objective = row_truth(torch.nn.functional.linear(chunk, weight), inputs, rows)
+        objective.backward()  # type: ignore[no-untyped-call]
+        assert chunk.grad is not None
+        dx[rows] = chunk.grad
+        total += objective.detach()
+        if outputs is not None:
+            per_row.append(outputs)
+    assert weight.grad is not None
+    return {"out0": torch.cat(per_row) if per_row else total, "dx": dx, "dweight": weight.grad}
+
+
+def errors(fn: Function, inputs: Inputs, truth: Mapping[str, Tensor]) -> dict[str, float]:
+    """Norm-relative error of each output and gradient; infinite where a result is not finite."""
+    inputs.drop_grads()
+    found = _results(fn, inputs)
+    inputs.drop_grads()
+    return {name: _relative(found[name], expected) for name, expected in truth.items()}
+
+
+def _relative(value: Tensor, expected: Tensor) -> float:
+    difference = torch.linalg.vector_norm(value.to(expected.dtype).reshape(expected.shape) - expected).item()
+    scale = torch.linalg.vector_norm(expected).item()
+    error = difference / scale if scale else difference
+    return error if math.isfinite(error) else math.inf
+
+
+def verdict(found: Mapping[str, float], reference: Mapping[str, float] | None, dtype: str) -> str:
+    """`"ok"`; `"inaccurate"` beyond three times the plain reference's own error plus the dtype's rounding; `"wrong"`
+    beyond a tenth, or not a number."""
+    if not all(math.isfinite(e) and e < 0.1 for e in found.values()):
+        return "wrong"
+    rounding = max({"bfloat16": 2.0**-8, "float32": 2.0**-23}[dtype], 2e-6)
+    base = reference or {}
+    within = all(e <= 3 * base.get(name, rounding) + rounding for name, e in found.items())
+    return "ok" if within else "inaccurate"
+
+
+def as_json(summary: Summary) -> dict[str, float]:
+    """For the results file."""
+    return asdict(summary)

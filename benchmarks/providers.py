@@ -1,0 +1,319 @@
+"""Who is measured. A provider is a function that imports what it needs and returns the op as a function of tensors.
+
+What cannot be imported raises `ImportError` or `AttributeError` there, and the results name it as absent. Every peer
+runs with the settings that its own documentation recommends, and where two are worth having (speed or accuracy), as
+two providers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from npu_trainer_kernels import backends, ops
+
+from .cases import EPS, GRPO_BETA, GRPO_EPSILON, OPS, Case, Outputs, Tensors, grpo_terms, grpo_tokens
+
+__all__ = ["Absent", "Provider", "providers"]
+
+Function = Callable[[Tensors], Outputs]
+Make = Callable[[Case, torch.device], Function]
+# Rows of logits alive at once in the low-memory setting of linear cross-entropy.
+LOW_MEMORY_ROWS = 1024
+
+
+class Absent(RuntimeError):
+    """What a provider needs is not there."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A name and how to make its function; `package` is the distribution whose version belongs to a result."""
+
+    name: str
+    make: Make
+    package: str
+    in_scaling: bool = True
+
+
+_PEERS: dict[str, list[Provider]] = {op: [] for op in OPS}
+
+
+def _peer(op: str, name: str, package: str, in_scaling: bool = False) -> Callable[[Make], Make]:
+    def register(make: Make) -> Make:
+        _PEERS[op].append(Provider(name, make, package, in_scaling))
+        return make
+
+    return register
+
+
+def _ours(op: str, backend: str) -> Provider:
+    def make(case: Case, device: torch.device) -> Function:
+        reason = backends.unavailable(backend, device.type)
+        if reason is not None:
+            raise Absent(f"backend {backend!r}: {reason}")
+        return _CALLS[op](backend)
+
+    return Provider(f"ours-{backend}", make, "npu_trainer_kernels")
+
+
+def _op(name: str) -> Callable[..., Any]:
+    if not hasattr(ops, name):
+        raise Absent(f"npu_trainer_kernels.ops has no {name!r} yet")
+    return getattr(ops, name)
+
+
+def _ours_grpo(backend: str) -> Function:
+    loss = _op("fused_linear_grpo_loss")
+
+    def call(t: Tensors) -> Outputs:
+        out = loss(
+            t["x"], t["weight"], t["ids"], advantages=t["advantages"], mask=t["mask"], old_log_prob=t["old"],
+            ref_log_prob=t["ref"], beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON,
+            loss_type="bnpo", backend=backend,
+        )  # fmt: skip
+        return out if isinstance(out, Tensor) else out.loss
+
+    return call
+
+
+def _ours_cross_entropy(backend: str) -> Function:
+    return lambda t: ops.fused_linear_cross_entropy(t["x"], t["weight"], t["target"], backend=backend)  # type: ignore[return-value]
+
+
+def _ours_embedding(backend: str) -> Function:
+    embedding = _op("embedding")
+    return lambda t: embedding(t["ids"], t["weight"], backend=backend)
+
+
+def _ours_swiglu(backend: str) -> Function:
+    swiglu = _op("swiglu")
+    return lambda t: swiglu(t["gate"], t["up"], backend=backend)
+
+
+def _ours_rope(backend: str) -> Function:
+    rope = _op("rope")
+    return lambda t: rope(t["q"], t["k"], t["cos"], t["sin"], backend=backend)
+
+
+def _ours_add_norm(backend: str) -> Function:
+    add_rms_norm = _op("add_rms_norm")
+    return lambda t: add_rms_norm(t["x"], t["residual"], t["weight"], EPS, backend=backend)
+
+
+_CALLS: dict[str, Callable[[str], Function]] = {
+    "linear_cross_entropy": _ours_cross_entropy,
+    "fused_linear_grpo_loss": _ours_grpo,
+    "linear_logprob": lambda backend: (
+        lambda t: ops.linear_logprob(t["x"], t["weight"], t["ids"], backend=backend).log_prob
+    ),
+    "rms_norm": lambda backend: lambda t: ops.rms_norm(t["x"], t["weight"], EPS, backend=backend),
+    "add_rms_norm": _ours_add_norm,
+    "embedding": _ours_embedding,
+    "swiglu": _ours_swiglu,
+    "rope": _ours_rope,
+}
+
+
+@_peer("linear_cross_entropy", "ours-low-memory", "npu_trainer_kernels", in_scaling=True)
+def _low_memory(case: Case, device: torch.device) -> Function:
+    return lambda t: ops.fused_linear_cross_entropy(  # type: ignore[return-value]
+        t["x"], t["weight"], t["target"], chunk_rows=min(LOW_MEMORY_ROWS, max(1, t["x"].shape[0] // 4))
+    )
+
+
+@_peer("fused_linear_grpo_loss", "ours-logprob", "npu_trainer_kernels")
+def _logprob_and_formula(case: Case, device: torch.device) -> Function:
+    """What TRL's trainer does with our head behind its seam."""
+
+    def call(t: Tensors) -> Outputs:
+        _, x, ids, old, ref, advantages = grpo_tokens(t)
+        return grpo_terms(ops.linear_logprob(x, t["weight"], ids).log_prob, old, ref, advantages).mean()
+
+    return call
+
+
+def _reference(op: str) -> Provider:
+    return Provider("reference", lambda case, device: OPS[op].reference, "torch")
+
+
+def _compiled(op: str) -> Provider:
+    def make(case: Case, device: torch.device) -> Function:
+        torch._dynamo.reset()
+        return torch.compile(OPS[op].reference, dynamic=False)  # type: ignore[no-any-return]
+
+    return Provider("torch.compile", make, "torch")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.nn.functional
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@_peer("linear_cross_entropy", "torch.nn.functional", "torch")
+def _functional_cross_entropy(case: Case, device: torch.device) -> Function:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Absent(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
+    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined, unused-ignore]
+    return lambda t: F.linear_cross_entropy(t["x"], t["weight"], t["target"], options=options)  # type: ignore[attr-defined, unused-ignore]
+
+
+@_peer("rms_norm", "torch.nn.functional", "torch")
+def _functional_norm(case: Case, device: torch.device) -> Function:
+    return lambda t: F.rms_norm(t["x"], t["weight"].shape, t["weight"], EPS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Liger-Kernel
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _liger_cross_entropy(**settings: Any) -> Function:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return lambda t: liger_fused_linear_cross_entropy(t["x"], t["weight"], t["target"], **settings)
+
+
+@_peer("linear_cross_entropy", "liger", "liger-kernel", in_scaling=True)
+def _liger_default(case: Case, device: torch.device) -> Function:
+    return _liger_cross_entropy()
+
+
+@_peer("linear_cross_entropy", "liger-fp32-accum", "liger-kernel")
+def _liger_fp32(case: Case, device: torch.device) -> Function:
+    return _liger_cross_entropy(accum_dtype=torch.float32)
+
+
+@_peer("rms_norm", "liger", "liger-kernel", in_scaling=True)
+def _liger_norm(case: Case, device: torch.device) -> Function:
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    return lambda t: liger_rms_norm(t["x"], t["weight"], EPS)
+
+
+@_peer("add_rms_norm", "liger", "liger-kernel")
+def _liger_add_norm(case: Case, device: torch.device) -> Function:
+    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
+
+    return lambda t: liger_fused_add_rms_norm(t["x"], t["residual"], t["weight"], EPS)
+
+
+@_peer("embedding", "liger", "liger-kernel")
+def _liger_embedding(case: Case, device: torch.device) -> Function:
+    from liger_kernel.transformers.experimental.embedding import LigerEmbeddingFunction
+
+    return lambda t: LigerEmbeddingFunction.apply(t["weight"], t["ids"])
+
+
+@_peer("swiglu", "liger", "liger-kernel")
+def _liger_swiglu(case: Case, device: torch.device) -> Function:
+    from liger_kernel.transformers.functional import liger_swiglu
+
+    return lambda t: liger_swiglu(t["gate"], t["up"])
+
+
+@_peer("rope", "liger", "liger-kernel")
+def _liger_rope(case: Case, device: torch.device) -> Function:
+    from liger_kernel.transformers.functional import liger_rope
+
+    return lambda t: liger_rope(t["q"], t["k"], t["cos"], t["sin"])
+
+
+@_peer("fused_linear_grpo_loss", "liger-chunked", "liger-kernel")
+def _liger_chunked_grpo(case: Case, device: torch.device) -> Function:
+    from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
+
+    loss = LigerFusedLinearGRPOLoss(
+        beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON, loss_type="bnpo", use_ref_model=True
+    )
+
+    def call(t: Tensors) -> Outputs:
+        result = loss(
+            t["x"], t["weight"], t["ids"], t["mask"].int(), t["advantages"],
+            ref_per_token_logps=t["ref"], old_per_token_logps=t["old"],
+        )  # fmt: skip
+        return result[0]
+
+    return call
+
+
+@_peer("fused_linear_grpo_loss", "liger-triton", "liger-kernel")
+def _liger_triton_grpo(case: Case, device: torch.device) -> Function:
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    def call(t: Tensors) -> Outputs:
+        # It wants the logits of one position more than there are completion tokens.
+        logits = F.linear(F.pad(t["x"], (0, 0, 0, 1)), t["weight"])
+        loss, _ = triton_grpo_loss(
+            logits, t["old"], t["ref"], t["ids"], t["advantages"], t["mask"].int(), temperature=1.0, beta=GRPO_BETA,
+            eps_low=GRPO_EPSILON, eps_high=GRPO_EPSILON, loss_type="bnpo", reduce=True,
+        )  # fmt: skip
+        return loss
+
+    return call
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TRL and cut-cross-entropy
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _trl_log_prob() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    from trl.trainer import utils
+
+    function = getattr(utils, "_ChunkedLogProbFunction", None)
+    if function is None:
+        raise Absent("this TRL has no fused head here (1.15 and later have, with Triton)")
+    chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    return lambda x, weight, ids: function.apply(x, weight, None, ids, 1.0, chunk, None, 1.0, ("log_probs",))[0]
+
+
+@_peer("linear_cross_entropy", "trl", "trl", in_scaling=True)
+def _trl_cross_entropy(case: Case, device: torch.device) -> Function:
+    log_prob = _trl_log_prob()
+    return lambda t: -log_prob(t["x"], t["weight"], t["target"]).mean()
+
+
+@_peer("linear_logprob", "trl", "trl")
+def _trl_logprob(case: Case, device: torch.device) -> Function:
+    log_prob = _trl_log_prob()
+    return lambda t: log_prob(t["x"], t["weight"], t["ids"])
+
+
+@_peer("fused_linear_grpo_loss", "trl", "trl")
+def _trl_grpo(case: Case, device: torch.device) -> Function:
+    log_prob = _trl_log_prob()
+
+    def call(t: Tensors) -> Outputs:
+        _, x, ids, old, ref, advantages = grpo_tokens(t)
+        return grpo_terms(log_prob(x, t["weight"], ids), old, ref, advantages).mean()
+
+    return call
+
+
+def _cut_cross_entropy(filter_eps: str | None) -> Function:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda t: linear_cross_entropy(t["x"], t["weight"], t["target"], filter_eps=filter_eps)
+
+
+@_peer("linear_cross_entropy", "cut-cross-entropy", "cut-cross-entropy")
+def _cut_default(case: Case, device: torch.device) -> Function:
+    return _cut_cross_entropy("high")
+
+
+@_peer("linear_cross_entropy", "cut-cross-entropy-unfiltered", "cut-cross-entropy")
+def _cut_unfiltered(case: Case, device: torch.device) -> Function:
+    return _cut_cross_entropy(None)
+
+
+def providers(case: Case) -> list[Provider]:
+    """Who is measured in a row: ours first, then the reference, then the peers."""
+    peers = sorted(_PEERS[case.op], key=lambda p: not p.name.startswith("ours"))
+    ours = [_ours(case.op, "triton"), _ours(case.op, "torch")]
+    extra = [p for p in peers if p.name.startswith("ours")]
+    everyone = [*ours, *extra, _reference(case.op), _compiled(case.op), *peers[len(extra) :]]
+    return [p for p in everyone if case.group == "ops" or p.in_scaling]

@@ -1,0 +1,295 @@
+"""From rows to what people read: tables in Markdown and on the terminal, and plots."""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .endtoend import ratios
+from .results import Comparison, Row
+
+__all__ = ["comparison_table", "markdown", "plot", "terminal_tables"]
+
+MODES = ("forward", "backward", "both")
+FLOOR = "floor"
+# An op's y axis is its time; the x axis of a scaling curve is the size that varies.
+AXIS_LABELS = {"BT": "tokens", "V": "vocabulary", "H": "hidden size"}
+
+
+def _unique(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _ops(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """(group, op) of the rows that are not end to end, in order."""
+    return _unique((r["group"], r["op"]) for r in rows if r["group"] != "end-to-end")
+
+
+def _of(rows: Sequence[Row], **wanted: Any) -> list[Row]:
+    return [r for r in rows if all(r.get(k) == v for k, v in wanted.items())]
+
+
+def _ms(row: Row) -> str:
+    ms = row["ms"]
+    return f"{ms['median']:.4g} [{ms['q1']:.4g}, {ms['q3']:.4g}]"
+
+
+def _mode_cell(rows: Sequence[Row], mode: str) -> str:
+    """Median [quartiles], and the ratio to the floor."""
+    found = _of(rows, mode=mode)
+    if not found or found[0]["status"] != "ok":
+        return ""
+    row = found[0]
+    ratio = f", {row['floor_ratio']:.2f}x" if row.get("floor_ratio") else ""
+    return _ms(row) + ratio
+
+
+def _rate(row: Row) -> str:
+    if row.get("tflops"):
+        return f"{row['tflops']:.3g} TFLOP/s"
+    return f"{row.get('gbps', 0):.4g} GB/s"
+
+
+def _error(row: Row) -> str:
+    found = row.get("errors")
+    if not found:
+        return str(row.get("verdict", ""))
+    worst = max(found, key=found.get)
+    text = f"{found[worst]:.1e} ({worst})"
+    return text if row["verdict"] == "ok" else f"{text} **{row['verdict'].upper()}**"
+
+
+def _mib(count: float | None) -> str:
+    return "" if count is None else f"{count / (1 << 20):.1f}"
+
+
+def _fields(rows: Sequence[Row]) -> list[str]:
+    """The columns of one provider at one shape."""
+    last = rows[-1]
+    name = [last["shape"], last["provider"]]
+    if last["status"] != "ok":
+        return [*name, "", "", "", "", "", f"{last['status']}: {last['reason']}"]
+    times = [_mode_cell(rows, mode) for mode in MODES]
+    return [
+        *name,
+        *times,
+        _mib(last.get("extra_bytes")),
+        _rate(last),
+        _error(last) if last["provider"] != FLOOR else "",
+    ]
+
+
+COLUMNS = ("shape", "provider", "forward ms", "backward ms", "both ms", "extra MiB", "rate", "error / why not")
+
+
+def _op_lines(rows: Sequence[Row], group: str, op: str) -> list[list[str]]:
+    of_op = _of(rows, group=group, op=op)
+    lines = []
+    for shape in _unique(r["shape"] for r in of_op):
+        of_shape = _of(of_op, shape=shape)
+        lines += [_fields(_of(of_shape, provider=p)) for p in _unique(r["provider"] for r in of_shape)]
+    return lines
+
+
+E2E_COLUMNS = (
+    "workload",
+    "shape",
+    "variant",
+    "step ms",
+    "tokens/s",
+    "peak GiB",
+    "speed / plain",
+    "memory / plain",
+    "last loss",
+)
+
+
+def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
+    of_group = _of(rows, group="end-to-end")
+    lines = []
+    for op, shape in _unique((r["op"], r["shape"]) for r in of_group):
+        of_shape = _of(of_group, op=op, shape=shape)
+        compared = ratios(of_shape)
+        for row in of_shape:
+            start = [op, shape, row["provider"]]
+            if row["status"] != "ok":
+                lines.append([*start, f"{row['status']}: {row['reason']}", "", "", "", "", ""])
+                continue
+            speed, memory = (f"{x:.3f}" for x in compared.get(row["provider"], (1.0, 1.0)))
+            lines.append([
+                *start, _ms(row), f"{row['tokens_per_second']:.0f}", f"{row['peak_bytes'] / (1 << 30):.3f}", speed,
+                memory, f"{row['losses'][-1]:.4f}",
+            ])  # fmt: skip
+    return lines
+
+
+def _markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    rows = [columns, ["---"] * len(columns), *lines]
+    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+def markdown(meta: Row, rows: Sequence[Row]) -> str:
+    """The whole report."""
+    device, packages = meta["device"], meta["packages"]
+    text = [
+        f"# Benchmarks on {device['name']}, {meta['date'][:10]}",
+        "",
+        f"`{meta['command']}`",
+        "",
+        "Python " + meta["python"] + ", " + ", ".join(f"{n} {v}" for n, v in packages.items() if v != "not installed"),
+        f"(not installed: {', '.join(n for n, v in packages.items() if v == 'not installed') or 'none'}); "
+        f"commit {meta['commit']}; {meta['cpu']['cores']} CPU cores, {meta['cpu']['threads']} threads.",
+        "",
+        "Times are medians with quartiles, then the ratio to the floor of the same run. Extra memory is beyond inputs, "
+        "weights and final gradients. Errors are relative to the reference in higher precision, the worst of outputs "
+        "and gradients; INACCURATE is beyond three times the plain reference's own.",
+    ]
+    copied = meta.get("copy_bytes_per_second")
+    if copied:
+        text += ["", f"Copy bandwidth in this run: {copied / 1e9:.0f} GB/s (read plus written)."]
+    lines = _end_to_end_lines(rows)
+    if lines:
+        text += ["", "## End to end", "", *_markdown_table(E2E_COLUMNS, lines)]
+    for group, op in _ops(rows):
+        title = op if group == "ops" else f"{op}, {group.replace('scaling-', 'scaling with ')}"
+        text += ["", f"## {title}", "", *_markdown_table(COLUMNS, _op_lines(rows, group, op))]
+    return "\n".join(text) + "\n"
+
+
+def _table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for line in lines:
+        table.add_row(*(str(cell).replace("**", "") for cell in line))
+    return table
+
+
+def terminal_tables(rows: Sequence[Row]) -> list[Table]:
+    """The same tables for the terminal."""
+    lines = _end_to_end_lines(rows)
+    tables = [_table("end to end", E2E_COLUMNS, lines)] if lines else []
+    return tables + [_table(f"{op} ({group})", COLUMNS, _op_lines(rows, group, op)) for group, op in _ops(rows)]
+
+
+def comparison_table(result: Comparison) -> Table:
+    """Row by row, regressions marked."""
+    lines = [
+        [key, f"{old:.4g}", f"{new:.4g}", f"{ratio:.3f}", "" if memory is None else f"{memory:.3f}", remark]
+        for key, old, new, ratio, memory, remark in result.rows
+    ]
+    return _table("new / old", ("row", "old ms", "new ms", "time", "memory", "remark"), lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plots
+# ---------------------------------------------------------------------------------------------------------------------
+
+# One colour per provider in every plot; ours stand out by weight.
+_COLOURS = {
+    "ours-triton": "#d62728", "ours-torch": "#ff7f0e", "ours-low-memory": "#e377c2", "ours-logprob": "#ff9896",
+    "reference": "#7f7f7f", "torch.compile": "#1f77b4", "torch.nn.functional": "#17becf", "liger": "#2ca02c",
+    "liger-fp32-accum": "#98df8a", "liger-chunked": "#98df8a", "liger-triton": "#2ca02c", "trl": "#9467bd",
+    "cut-cross-entropy": "#8c564b", "cut-cross-entropy-unfiltered": "#c49c94", FLOOR: "black",
+}  # fmt: skip
+
+
+def plot(rows: Sequence[Row], path: Path) -> list[Path]:
+    """Writes `<path>-ops.png` and `<path>-scaling.png`, where there are rows for them.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    ok = [r for r in rows if r["status"] == "ok" and r["group"] != "end-to-end"]
+    written = []
+    bars = [op for op in _ops(ok) if op[0] == "ops"]
+    if bars:
+        written.append(_plot_bars(ok, bars, path.with_name(path.name + "-ops.png")))
+    curves = [op for op in _ops(ok) if op[0] != "ops"]
+    if curves:
+        written.append(_plot_curves(ok, curves, path.with_name(path.name + "-scaling.png")))
+    return written
+
+
+def _plot_bars(rows: Sequence[Row], ops: Sequence[tuple[str, str]], target: Path) -> Path:
+    """Forward plus backward of every op at its largest shape, and the memory beside it."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(ops), 2, figsize=(13, 2.3 * len(ops) + 0.8), squeeze=False)
+    for (time_axis, memory_axis), (group, op) in zip(axes, ops, strict=True):
+        shape = _unique(r["shape"] for r in _of(rows, group=group, op=op))[-1]
+        found = _of(rows, group=group, op=op, shape=shape, mode="both")
+        _bar(time_axis, [r for r in found if r["provider"] != FLOOR], lambda r: r["ms"]["median"])
+        for floor in _of(found, provider=FLOOR):
+            time_axis.axvline(floor["ms"]["median"], color="black", linestyle="--", linewidth=1, label="floor")
+            time_axis.legend(loc="lower right", fontsize=7)
+        _bar(memory_axis, [r for r in found if r["provider"] != FLOOR], lambda r: r["extra_bytes"] / (1 << 20))
+        time_axis.set_title(f"{op}, {shape}", fontsize=9, loc="left")
+        time_axis.set_xlabel("forward + backward, ms", fontsize=8)
+        memory_axis.set_xlabel("peak extra memory, MiB", fontsize=8)
+        memory_axis.set_yticklabels([])
+    return _save(figure, target)
+
+
+def _bar(axis: Any, rows: Sequence[Row], value: Any) -> None:
+    names = [r["provider"] for r in rows]
+    values = [value(r) for r in rows]
+    bars = axis.barh(names, values, color=[_COLOURS.get(n, "#bcbd22") for n in names])
+    for bar, row, number in zip(bars, rows, values, strict=True):
+        flag = "" if row["verdict"] in ("ok", "unchecked") else f" ({row['verdict']})"
+        axis.text(bar.get_width(), bar.get_y() + bar.get_height() / 2, f" {number:.3g}{flag}", va="center", fontsize=7)
+    axis.set_xlim(0, 1.25 * max([v for v in values if math.isfinite(v)], default=1) or 1)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=7)
+
+
+def _plot_curves(rows: Sequence[Row], curves: Sequence[tuple[str, str]], target: Path) -> Path:
+    """Time per token and extra memory against the size that varies."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(curves), 2, figsize=(12, 3.4 * len(curves)), squeeze=False)
+    for (time_axis, memory_axis), (group, op) in zip(axes, curves, strict=True):
+        name = group.removeprefix("scaling-")
+        found = _of(rows, group=group, op=op, mode="both")
+        for provider in _unique(r["provider"] for r in found):
+            mine = sorted(_of(found, provider=provider), key=lambda r: r["sizes"][name])
+            sizes = [r["sizes"][name] for r in mine]
+            style: dict[str, Any] = {
+                "color": _COLOURS.get(provider, "#bcbd22"),
+                "label": provider,
+                "marker": "o",
+                "markersize": 3,
+            }
+            style |= {"linestyle": "--", "marker": ""} if provider == FLOOR else {}
+            style["linewidth"] = 2.4 if provider.startswith("ours") else 1.2
+            tokens = [r["sizes"].get("BT", r["sizes"].get("N")) for r in mine]
+            time_axis.plot(sizes, [1e3 * r["ms"]["median"] / t for r, t in zip(mine, tokens, strict=True)], **style)
+            if provider != FLOOR:
+                memory_axis.plot(sizes, [r["extra_bytes"] / (1 << 20) for r in mine], **style)
+        for axis in (time_axis, memory_axis):
+            axis.set_xscale("log", base=2)
+            axis.set_xlabel(AXIS_LABELS.get(name, name), fontsize=8)
+            axis.grid(alpha=0.3)
+            axis.tick_params(labelsize=7)
+        time_axis.set_yscale("log")
+        memory_axis.set_yscale("symlog", linthresh=1)
+        time_axis.set_ylabel("forward + backward, us per token", fontsize=8)
+        memory_axis.set_ylabel("peak extra memory, MiB", fontsize=8)
+        fixed = ", ".join(f"{k}={v}" for k, v in found[0]["sizes"].items() if k != name)
+        time_axis.set_title(f"{op} ({fixed})", fontsize=9, loc="left")
+        time_axis.legend(fontsize=7)
+    return _save(figure, target)
+
+
+def _save(figure: Any, target: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
+    pyplot.close(figure)
+    return target
