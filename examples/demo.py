@@ -133,6 +133,8 @@ def main() -> int:
     try:
         with Progress(SpinnerColumn(), *texts, TimeElapsedColumn(), console=console) as progress:
             for run in RUNS:
+                if not console.is_terminal:  # where the live display would show only its last state
+                    console.print(f"{time.monotonic() - start:.0f} s: {run.title}")
                 folder = args.output_dir / f"{run.script}-{'kernels' if run.kernels else 'plain'}"
                 results[run] = execute(run, folder, args.seed, progress)
     except RunFailedError as error:

@@ -33,7 +33,16 @@ from _common import (
     write_metrics,
 )
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, set_seed
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 from trl import GRPOConfig, SFTConfig, SFTTrainer, TrlParser
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments
@@ -41,7 +50,7 @@ from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments
 NUM_PROMPTS = 2400
 LARGEST_OPERAND = 49
 HELD_OUT = 64
-SUPERVISED_STEPS = 200
+SUPERVISED_STEPS = 600
 # Of 1: a right answer earns all of it, a well-formed wrong one the second part.
 REWARD_WEIGHTS = [0.8, 0.2]
 
@@ -59,9 +68,13 @@ class ScriptArguments(SourceArguments):
     supervised_steps: int | None = field(
         default=None,
         metadata={
-            "help": "Supervised steps before the reinforcement "
+            "help": "Supervised steps before the reinforcement, at most "
             f"(default: {SUPERVISED_STEPS}, and 0 with --model_name_or_path)."
         },
+    )
+    supervised_accuracy: float = field(
+        default=0.8,
+        metadata={"help": "The supervised steps end sooner, when this part of the answers' tokens is right."},
     )
 
     def __post_init__(self) -> None:
@@ -73,6 +86,8 @@ class ScriptArguments(SourceArguments):
             self.supervised_steps = SUPERVISED_STEPS if self.model_name_or_path is None else 0
         if self.supervised_steps < 0:
             raise ValueError(f"supervised_steps must be at least 0; got {self.supervised_steps}")
+        if not 0 < self.supervised_accuracy <= 1:
+            raise ValueError(f"supervised_accuracy must be above 0 and at most 1; got {self.supervised_accuracy}")
         if self.largest_operand is not None and self.largest_operand < 1:
             raise ValueError(f"largest_operand must be at least 1; got {self.largest_operand}")
 
@@ -82,11 +97,11 @@ def make_parser() -> TrlParser:
     parser = TrlParser((ScriptArguments, NpuKernelsArguments, GRPOConfig))
     parser.set_defaults(
         output_dir="runs/grpo",
-        num_train_epochs=4.0,
+        num_train_epochs=3.0,
         per_device_train_batch_size=128,
         per_device_eval_batch_size=64,
         num_generations=4,
-        max_completion_length=6,
+        max_completion_length=4,
         learning_rate=2e-4,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=20,
@@ -171,6 +186,21 @@ def small_qwen3(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
     )
 
 
+class StopWhenAccurate(TrainerCallback):
+    """Ends supervised training at an accuracy: after a number of steps, models of different seeds differ too much."""
+
+    def __init__(self, accuracy: float) -> None:
+        self._accuracy = accuracy
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """`mean_token_accuracy` is TRL's name for it."""
+        if state.log_history[-1].get("mean_token_accuracy", 0.0) >= self._accuracy:
+            control.should_training_stop = True
+        return control
+
+
 def with_completion(row: dict[str, Any]) -> dict[str, Any]:
     """The answer as the completion that TRL expects for this kind of prompt."""
     text = str(row["answer"])
@@ -178,13 +208,20 @@ def with_completion(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def warm_up(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset, steps: int, config: GRPOConfig
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Dataset,
+    args: ScriptArguments,
+    config: GRPOConfig,
 ) -> None:
     """Supervised steps on prompts with their answers, with TRL's own trainer and without the kernels."""
-    print(f"warming up: {steps} supervised steps on prompts with their answers, so that some answers are right")
+    print(
+        f"warming up: at most {args.supervised_steps} supervised steps on prompts with their answers, until "
+        f"{args.supervised_accuracy:.0%} of the answers' tokens are right"
+    )
     arguments = SFTConfig(
         output_dir=str(Path(config.output_dir) / "warm_up"),
-        max_steps=steps,
+        max_steps=args.supervised_steps,
         per_device_train_batch_size=64,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
@@ -194,13 +231,21 @@ def warm_up(
         fp16=config.fp16,
         use_cpu=config.use_cpu,
         seed=config.seed,
-        logging_steps=50,
+        logging_steps=10,
         save_strategy="no",
         report_to="none",
         disable_tqdm=config.disable_tqdm,
     )
     pairs = rows.map(with_completion, remove_columns=[c for c in rows.column_names if c != "prompt"])
-    SFTTrainer(model=model, args=arguments, train_dataset=pairs, processing_class=tokenizer).train()
+    trainer = SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=pairs,
+        processing_class=tokenizer,
+        callbacks=[StopWhenAccurate(args.supervised_accuracy)],
+    )
+    trainer.train()
+    print(f"warmed up with {trainer.state.global_step} supervised steps")
 
 
 def make_trainer(kernels: NpuKernelsArguments, **kwargs: Any) -> trl.GRPOTrainer:
@@ -222,7 +267,7 @@ def main() -> None:
         f"{len(train_dataset)} prompts such as {train_dataset[0]['prompt']!r}, {len(eval_dataset)} held out"
     )
     if args.supervised_steps:
-        warm_up(model, tokenizer, train_dataset, args.supervised_steps, training)
+        warm_up(model, tokenizer, train_dataset, args, training)
 
     trainer = make_trainer(
         kernels,
@@ -241,7 +286,7 @@ def main() -> None:
     trainer.save_model()
 
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
-    window = max(1, len(rewards) // 10)
+    window = max(1, len(rewards) // 20)
     seconds = result.metrics["train_runtime"]
     write_metrics(
         trainer,

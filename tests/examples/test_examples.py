@@ -37,7 +37,7 @@ def run(script: str, output_dir: Path, *options: str) -> subprocess.CompletedPro
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / script), "--output_dir", str(output_dir), *FEW_STEPS, *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def metrics_of(script: str, output_dir: Path, *options: str) -> dict:
@@ -180,6 +180,7 @@ def test_grpo_arguments(tiny_model: str) -> None:
         (grpo, ["--dataset_split", "test"], "dataset_split='test' has no effect without --dataset_name"),
         (grpo, ["--num_prompts", "9", "--dataset_name", "x"], "num_prompts=9 has no effect with --dataset_name"),
         (grpo, ["--supervised_steps", "-1"], "supervised_steps must be at least 0; got -1"),
+        (grpo, ["--supervised_accuracy", "0"], "supervised_accuracy must be above 0 and at most 1; got 0.0"),
     ],
 )
 def test_bad_arguments_are_named(script: ModuleType, options: list[str], message: str) -> None:
