@@ -1,1 +1,6 @@
 """Benchmarks: one runner over a table of ops, shapes and peers. `python -m benchmarks --help`."""
+
+import os
+
+# The profiler, which counts memory on a CPU, would log to the terminal; it reads this when torch is loaded.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")

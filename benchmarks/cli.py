@@ -6,8 +6,8 @@
     python -m benchmarks --compare old.json      measures, then compares
     python -m benchmarks --compare old.json new.json
 
-A run that is started again goes on where the one before stopped: rows in the results file are not measured again, except
-where they failed or where the package's sources (for our rows) or the peer's version (for its) have changed.
+A run that is started again goes on where the one before stopped: rows in the results file are not measured again,
+except where they failed or where the package's sources (for our rows) or the peer's version (for its) have changed.
 """
 
 import argparse
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lost = True
             console.print(f"the device was lost: {error}", style="red", highlight=False)
     for each in report.terminal_tables(results.rows):
-        console.print(each)
+        console.print(each, highlight=False, soft_wrap=isinstance(each, str))
     write_reports(results, console)
     left = run.unmeasured(results)
     if left:

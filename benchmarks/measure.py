@@ -13,14 +13,10 @@ Error       |result - truth| / |truth| of every output and gradient against the 
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
-
-# The profiler's own log lines, which it writes to the terminal.
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 import torch
 from torch import Tensor
@@ -63,7 +59,7 @@ class Settings:
         warmup: calls before the first timed one.
     """
 
-    seconds: float = 1.0
+    seconds: float = 0.6
     least: int = 10
     most: int = 200
     warmup: int = 3
@@ -96,8 +92,8 @@ def summarise(samples: list[float]) -> Summary:
     if not samples:
         raise ValueError("samples: at least one is needed; got none")
     ordered = sorted(samples)
-    quartiles = (_quantile(ordered, share) for share in (0.5, 0.25, 0.75))
-    return Summary(*quartiles, ordered[0], len(ordered))
+    median, q1, q3 = (_quantile(ordered, share) for share in (0.5, 0.25, 0.75))
+    return Summary(median, q1, q3, ordered[0], len(ordered))
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -313,7 +309,7 @@ def _head_truth(case: Case, inputs: Inputs, exact: torch.dtype) -> dict[str, Ten
     for rows in torch.arange(flat.shape[0], device=x.device).split(TRUTH_ROWS):
         chunk = flat[rows].to(exact).requires_grad_()
         outputs, objective = row_truth(torch.nn.functional.linear(chunk, weight), inputs, rows)
-        objective.backward()  # type: ignore[no-untyped-call]
+        objective.backward()
         assert chunk.grad is not None
         dx[rows] = chunk.grad
         total += objective.detach()

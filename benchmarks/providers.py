@@ -67,15 +67,14 @@ def _op(name: str) -> Callable[..., Any]:
 
 
 def _ours_grpo(backend: str) -> Function:
-    loss = _op("fused_linear_grpo_loss")
+    loss, options = _op("fused_linear_grpo_loss"), _op("GrpoOptions")
+    chosen = options(loss_type="bnpo", beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON)
 
     def call(t: Tensors) -> Outputs:
-        out = loss(
-            t["x"], t["weight"], t["ids"], advantages=t["advantages"], mask=t["mask"], old_log_prob=t["old"],
-            ref_log_prob=t["ref"], beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON,
-            loss_type="bnpo", backend=backend,
-        )  # fmt: skip
-        return out if isinstance(out, Tensor) else out.loss
+        return loss(
+            t["x"], t["weight"], t["ids"], t["advantages"], completion_mask=t["mask"], old_log_prob=t["old"],
+            ref_log_prob=t["ref"], options=chosen, backend=backend,
+        ).loss  # fmt: skip
 
     return call
 
@@ -143,7 +142,7 @@ def _reference(op: str) -> Provider:
 def _compiled(op: str) -> Provider:
     def make(case: Case, device: torch.device) -> Function:
         torch._dynamo.reset()
-        return torch.compile(OPS[op].reference, dynamic=False)  # type: ignore[no-any-return]
+        return torch.compile(OPS[op].reference, dynamic=False)
 
     return Provider("torch.compile", make, "torch")
 

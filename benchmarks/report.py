@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
-from .endtoend import ratios
+from .endtoend import differs, ratios
 from .results import Comparison, Row
 
 __all__ = ["comparison_table", "markdown", "plot", "terminal_tables"]
@@ -93,6 +94,7 @@ def _op_lines(rows: Sequence[Row], group: str, op: str) -> list[list[str]]:
     return lines
 
 
+BRIEF_COLUMNS = ("shape", "provider", "forward", "backward", "both", "extra MiB", "accuracy")
 E2E_COLUMNS = (
     "workload",
     "shape",
@@ -102,8 +104,15 @@ E2E_COLUMNS = (
     "peak GiB",
     "speed / plain",
     "memory / plain",
-    "last loss",
+    "first loss, gradient norm",
 )
+
+
+def _agreement(row: Row, of_shape: Sequence[Row]) -> str:
+    """The first step's numbers, and whether they are those of the unpatched run."""
+    text = f"{row['losses'][0]:.4g}, {row['grad_norms'][0]:.4g}"
+    plain = _of(of_shape, provider="plain", status="ok")
+    return f"{text} **DIFFERS**" if plain and differs(row, plain[0]) else text
 
 
 def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
@@ -120,7 +129,7 @@ def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
             speed, memory = (f"{x:.3f}" for x in compared.get(row["provider"], (1.0, 1.0)))
             lines.append([
                 *start, _ms(row), f"{row['tokens_per_second']:.0f}", f"{row['peak_bytes'] / (1 << 30):.3f}", speed,
-                memory, f"{row['losses'][-1]:.4f}",
+                memory, _agreement(row, of_shape),
             ])  # fmt: skip
     return lines
 
@@ -159,7 +168,7 @@ def markdown(meta: Row, rows: Sequence[Row]) -> str:
 
 
 def _table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     for line in lines:
@@ -167,11 +176,30 @@ def _table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -
     return table
 
 
-def terminal_tables(rows: Sequence[Row]) -> list[Table]:
-    """The same tables for the terminal."""
+def _brief(rows: Sequence[Row]) -> list[str]:
+    """One provider at one shape for the terminal: medians and ratios to the floor."""
+    last = rows[-1]
+    line = [last["shape"], last["provider"]]
+    for mode in MODES:
+        found = _of(rows, mode=mode)
+        ratio = f" {found[0]['floor_ratio']:.2f}x" if found and "floor_ratio" in found[0] else ""
+        line.append(f"{found[0]['ms']['median']:.4g}{ratio}" if found else "")
+    verdict = last.get("verdict", "")
+    return [*line, _mib(last.get("extra_bytes")), "" if verdict == "ok" else verdict]
+
+
+def terminal_tables(rows: Sequence[Row]) -> list[Table | str]:
+    """The same, short, for the terminal: who could not run is named under each table."""
     lines = _end_to_end_lines(rows)
-    tables = [_table("end to end", E2E_COLUMNS, lines)] if lines else []
-    return tables + [_table(f"{op} ({group})", COLUMNS, _op_lines(rows, group, op)) for group, op in _ops(rows)]
+    found: list[Table | str] = [_table("end to end", E2E_COLUMNS, lines)] if lines else []
+    for group, op in _ops(rows):
+        of_op = _of(rows, group=group, op=op)
+        keys = _unique((r["shape"], r["provider"]) for r in of_op if r["status"] == "ok")
+        brief = [_brief(_of(of_op, shape=shape, provider=provider, status="ok")) for shape, provider in keys]
+        found.append(_table(f"{op} ({group}), ms and ratio to the floor", BRIEF_COLUMNS, brief))
+        reasons = _unique((r["provider"], r["status"], r["reason"]) for r in of_op if r["status"] != "ok")
+        found += [f"  {provider}: {status}: {reason[:130]}" for provider, status, reason in reasons]
+    return found
 
 
 def comparison_table(result: Comparison) -> Table:

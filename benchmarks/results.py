@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,10 +56,17 @@ def _commit() -> str:
         return "unknown"
 
 
+def _processor() -> str:
+    """The CPU's model; where the system does not say, its architecture."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
 def environment(device: torch.device, arguments: list[str]) -> Row:
     """The machine, the versions, the command."""
     spec = devices.spec(device)
-    name = platform.processor() or platform.machine() if spec.kind == "cpu" else spec.name
+    name = _processor() if spec.kind == "cpu" else spec.name
     return {
         "format": FORMAT,
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -106,7 +112,7 @@ class Results:
                 before, rows = read(source)
                 if before["device"]["name"] != meta["device"]["name"]:
                     raise ValueError(
-                        f"{source.name} is of {before['device']['name']!r}, this machine is {meta['device']['name']!r}: "
+                        f"{source.name} is of {before['device']['name']!r}, this is {meta['device']['name']!r}: "
                         "rows of two machines do not belong in one file"
                     )
                 self._rows.update({key_of(row): row for row in rows})
@@ -204,8 +210,3 @@ def compare(old: Path, new: Path) -> Comparison:
     if any(only):
         result.notes.append(f"{only[0]} rows only in {old.name}, {only[1]} only in {new.name}: not compared")
     return result
-
-
-def warn(text: str) -> None:
-    """One line on standard error."""
-    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,310 @@
+"""The benchmarks' own logic: the table, inputs and truth, statistics, results, comparison. No assertion on a time."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from benchmarks import cli, endtoend, measure, report, results, runner
+from benchmarks.cases import OPS, Case, table
+from benchmarks.providers import Absent, Provider, providers
+
+CPU = torch.device("cpu")
+FAST = measure.Settings(seconds=0.0, least=2, most=2, warmup=1)
+TINY = {
+    "linear_cross_entropy": {"BT": 12, "H": 8, "V": 31},
+    "fused_linear_grpo_loss": {"B": 4, "T": 5, "H": 8, "V": 31},
+    "linear_logprob": {"BT": 12, "H": 8, "V": 31},
+    "rms_norm": {"N": 6, "H": 16},
+    "add_rms_norm": {"N": 6, "H": 16},
+    "embedding": {"N": 6, "V": 11, "D": 8},
+    "swiglu": {"N": 6, "I": 16},
+    "rope": {"S": 6, "Q": 4, "K": 2, "D": 8},
+}
+
+
+def tiny(op: str, **changes) -> Case:
+    return Case(op, TINY[op], "float32", **changes)
+
+
+def row(ms=(1.0, 0.9, 1.1), mode="both", provider="ours-torch", extra=0, **changes):
+    median, q1, q3 = ms
+    return {
+        "group": "ops", "op": "rms_norm", "shape": "N=6 H=16", "sizes": {"N": 6, "H": 16}, "dtype": "float32",
+        "provider": provider, "version": "1", "mode": mode, "status": "ok", "extra_bytes": extra, "verdict": "ok",
+        "ms": {"median": median, "q1": q1, "q3": q3, "least": q1, "samples": 5}, "floor_ratio": 2.0, "gbps": 1.0,
+        "tflops": 0.0, "errors": {"out0": 1e-7}, **changes,
+    }  # fmt: skip
+
+
+def meta(**changes):
+    return results.environment(CPU, ["--quick"]) | changes
+
+
+def write(path, rows, **changes):
+    results.Results(path, meta(**changes)).add(rows)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
+def test_table_names_each_row_once(kind):
+    cases = table(kind)
+    assert len({c.key for c in cases}) == len(cases)
+    assert {c.op for c in cases if c.group == "ops"} == set(OPS)
+    for case in cases:
+        names = [p.name for p in providers(case)]
+        assert len(set(names)) == len(names)
+        assert {"ours-triton", "ours-torch", "reference", "torch.compile"} <= set(names)
+
+
+def test_grpo_counts_unmasked_tokens_alone():
+    case = next(c for c in table("cuda") if c.op == "fused_linear_grpo_loss")
+    rows, hidden, vocab = OPS[case.op].products(case)
+    assert rows == pytest.approx(0.8 * 8 * 1024, abs=4)
+    assert OPS[case.op].work(case)["both"].flops == 6.0 * rows * hidden * vocab
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_reference_agrees_with_the_truth(op):
+    case = tiny(op)
+    truth = measure.truth_of(case, runner._inputs(case, CPU, seed=0))
+    found = measure.errors(OPS[op].reference, runner._inputs(case, CPU, seed=0), truth)
+    assert set(found) >= {"out0"}
+    assert {f"d{leaf}" for leaf in runner._inputs(case, CPU, 0).leaves} <= set(found)
+    assert max(found.values()) < 1e-5
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_ours_runs_in_every_mode(op, tmp_path):
+    case = tiny(op)
+    cell = next(c for c in runner.cells([case], lambda path: path.endswith("ours-torch"))[0])
+    store = results.Results(tmp_path / "r.json", meta())
+    ((_, rows),) = runner.run_case([cell], CPU, FAST, store, runner.Budget(None), 1e9)
+    assert [r["mode"] for r in rows] == list(case.modes)
+    assert all(r["status"] == "ok" and r["verdict"] == "ok" for r in rows), rows
+    assert {r["provider"] for r in store.rows} == {"ours-torch", runner.FLOOR}
+
+
+def test_what_raises_is_a_row_and_does_not_end_the_run(tmp_path):
+    def broken(case, device):
+        raise ValueError("no such luck\nsecond line")
+
+    def absent(case, device):
+        raise Absent("not installed")
+
+    case = tiny("rms_norm", modes=("forward",))
+    cells = [runner.Cell(case, Provider(make.__name__, make, "torch")) for make in (broken, absent)]
+    store = results.Results(tmp_path / "r.json", meta())
+    found = dict(
+        zip(("broken", "absent"), runner.run_case(cells, CPU, FAST, store, runner.Budget(None), 1e9), strict=True)
+    )
+    assert found["broken"][1][0]["status"] == "error"
+    assert found["broken"][1][0]["reason"] == "ValueError: no such luck"
+    assert found["absent"][1][0]["status"] == "absent"
+    text = report.markdown(store.meta, store.rows)
+    assert "no such luck" in text
+    assert "not installed" in text
+
+
+def test_a_wrong_provider_is_flagged(tmp_path):
+    def make(case, device):
+        return lambda t: 1.01 * OPS["rms_norm"].reference(t)
+
+    def nan(case, device):
+        return lambda t: OPS["rms_norm"].reference(t) * float("nan")
+
+    case = tiny("rms_norm", modes=("forward",))
+    cells = [runner.Cell(case, Provider(name, fn, "torch")) for name, fn in (("off", make), ("nan", nan))]
+    store = results.Results(tmp_path / "r.json", meta())
+    verdicts = {c.provider.name: rows[0]["verdict"] for c, rows in
+                runner.run_case(cells, CPU, FAST, store, runner.Budget(None), 1e9)}  # fmt: skip
+    assert verdicts == {"off": "inaccurate", "nan": "wrong"}
+    assert "INACCURATE" in report.markdown(store.meta, store.rows)
+
+
+def test_gradients_do_not_add_up_between_calls():
+    case = tiny("rms_norm")
+    inputs = runner._inputs(case, CPU, 0)
+    seen = []
+
+    def fn(t):
+        seen.append(t["x"].grad)
+        return OPS["rms_norm"].reference(t)
+
+    measure.measure(fn, [inputs], "both", CPU, FAST, cold=True)
+    assert seen
+    assert all(grad is None for grad in seen)
+
+
+def test_peak_memory_counts_temporaries_and_not_what_is_left():
+    case = Case("swiglu", {"N": 64, "I": 64}, "float32")
+    size = 64 * 64 * 4
+    inputs = runner._inputs(case, CPU, 0)
+    # The factor becomes a scalar tensor of a few bytes.
+    assert measure.peak_extra_bytes(lambda t: t["gate"].detach() * 2, inputs, "forward", CPU) < 64
+    assert measure.peak_extra_bytes(
+        lambda t: (t["gate"].detach() * 2) * 2 + 1, inputs, "forward", CPU
+    ) == pytest.approx(size, abs=64)
+
+
+def test_statistics():
+    summary = measure.summarise([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (summary.median, summary.q1, summary.q3, summary.least, summary.samples) == (3.0, 2.0, 4.0, 1.0, 5)
+    assert measure.summarise([1.0, 2.0]).median == 1.5
+    with pytest.raises(ValueError, match="at least one"):
+        measure.summarise([])
+
+
+@pytest.mark.parametrize(
+    ("found", "reference", "expected"),
+    [
+        ({"out0": 0.002}, {"out0": 0.002}, "ok"),
+        ({"out0": 0.02}, {"out0": 0.002}, "inaccurate"),
+        ({"out0": 0.001, "dx": 0.5}, {"out0": 0.002, "dx": 0.002}, "wrong"),
+        ({"out0": math.inf}, None, "wrong"),
+        ({"out0": math.nan}, None, "wrong"),
+    ],
+)
+def test_verdict(found, reference, expected):
+    assert measure.verdict(found, reference, "bfloat16") == expected
+
+
+def test_results_survive_and_are_resumed(tmp_path):
+    path = write(tmp_path / "r.json", [row(), row(mode="forward", status="error", reason="x"),
+                                       row(mode="backward", status="error", reason="x", fatal=True)])  # fmt: skip
+    again = results.Results(path, meta())
+    assert again.has(results.key_of(row()), "1")
+    assert not again.has(results.key_of(row()), "2"), "made by another version"
+    assert not again.has(results.key_of(row(mode="forward")), "1"), "what failed is tried again"
+    assert again.has(results.key_of(row(mode="backward")), "1"), "what lost the device is not"
+    assert not path.with_suffix(".json.tmp").exists()
+    elsewhere = results.Results(tmp_path / "new.json", meta(), [path])
+    assert len(elsewhere.rows) == 3
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_rows_of_two_machines_are_not_mixed(tmp_path):
+    path = write(tmp_path / "r.json", [row()], device={"kind": "cuda", "name": "other", "memory_bytes": 0})
+    with pytest.raises(ValueError, match="two machines"):
+        results.Results(path, meta())
+
+
+def test_a_file_of_another_format_is_refused(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"rows": []}))
+    with pytest.raises(ValueError, match="format"):
+        results.read(path)
+
+
+@pytest.mark.parametrize(
+    ("new", "remark"),
+    [
+        (row(ms=(1.05, 1.0, 1.2)), ""),  # within the spread
+        (row(ms=(1.5, 1.4, 1.6)), "slower"),
+        (row(ms=(0.5, 0.4, 0.6)), "faster"),
+        (row(extra=64 << 20), "larger"),
+        (row(verdict="wrong"), "wrong"),
+        (row(status="error", reason="x"), "now error"),
+    ],
+)
+def test_compare(tmp_path, new, remark, capsys):
+    old = write(tmp_path / "old.json", [row(), row(mode="forward")])
+    now = write(tmp_path / "new.json", [new])
+    found = results.compare(old, now)
+    assert [r[5] for r in found.rows] == [remark]
+    is_regression = remark not in ("", "faster")
+    assert bool(found.regressions) == is_regression
+    assert any("only in old.json" in note for note in found.notes)
+    assert cli.main(["--compare", str(old), str(now)]) == int(is_regression)
+    assert "rms_norm" in capsys.readouterr().out
+
+
+def test_comparing_two_devices_is_refused(tmp_path, capsys):
+    old = write(tmp_path / "old.json", [row()])
+    now = write(tmp_path / "new.json", [row()], device={"kind": "cuda", "name": "other", "memory_bytes": 0})
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--compare", str(old), str(now)])
+    assert stopped.value.code == 2
+    assert "not comparable" in capsys.readouterr().err
+
+
+def test_patterns():
+    wanted = cli.matcher(["rms_norm", "end-to-end/*flag"], ["liger"])
+    assert wanted("ops/rms_norm/N=1 H=2/float32/ours-torch")
+    assert wanted("end-to-end/sft-trainer/x/float32/flag")
+    assert not wanted("ops/rms_norm/N=1 H=2/float32/liger")
+    assert not wanted("ops/swiglu/N=1/float32/reference")
+
+
+def test_list_measures_nothing(tmp_path, capsys):
+    assert (
+        cli.main(["--list", "--device", "cuda", "--only", "linear_cross_entropy/BT=8192", "--output", str(tmp_path)])
+        == 0
+    )
+    lines = capsys.readouterr().out.split("\n")
+    assert "ops/linear_cross_entropy/BT=8192 H=4096 V=128256/bfloat16/cut-cross-entropy" in lines
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["--groups", "nothing"], ["--steps", "0"], ["--budget-seconds", "-1"],
+                                       ["--resume", "missing.json"]])  # fmt: skip
+def test_bad_arguments_are_named(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert arguments[1] in capsys.readouterr().err
+
+
+def test_command_writes_reports_and_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "table", lambda kind: [tiny("rms_norm")])
+    monkeypatch.setattr(cli, "QUICK", FAST)
+    monkeypatch.setattr(runner, "bandwidth", lambda device, settings: 1e9)
+    command = ["--quick", "--device", "cpu", "--groups", "ops", "--only", "ours-torch", "--only", "reference",
+               "--output", str(tmp_path), "--name", "r"]  # fmt: skip
+    assert cli.main(command) == 0
+    capsys.readouterr()
+    text = (tmp_path / "r.md").read_text()
+    assert re.search(r"\| N=6 H=16 \| ours-torch \| .*x \|", text)
+    before = results.read(tmp_path / "r.json")[1]
+    assert cli.main(command) == 0
+    assert results.read(tmp_path / "r.json")[1] == before, "nothing was measured again"
+    assert cli.main([*command, "--compare", str(tmp_path / "r.json")]) == 0
+    assert "no regression" in capsys.readouterr().out
+
+
+def test_budget_leaves_the_rest_for_later(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "table", lambda kind: [tiny("rms_norm")])
+    monkeypatch.setattr(runner, "bandwidth", lambda device, settings: 1e9)
+    arguments = ["--device", "cpu", "--groups", "ops", "--only", "ours-torch", "--output", str(tmp_path)]
+    assert cli.main([*arguments, "--budget-seconds", "1e-9"]) == 0
+    assert "1 not measured" in capsys.readouterr().out
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    scaling = [row(group="scaling-H", sizes={"N": 6, "H": h}, shape=f"N=6 H={h}") for h in (16, 32)]
+    written = report.plot([row(), row(provider="floor"), *scaling], tmp_path / "r")
+    assert [p.name for p in written] == ["r-ops.png", "r-scaling.png"]
+    assert all(p.stat().st_size > 1000 for p in written)
+
+
+def test_an_end_to_end_step_in_a_process_of_its_own():
+    workload = endtoend.Workload("sft-trainer", "tiny-llama", 2, 8)
+    rows = [{**endtoend.run(workload, variant, steps=2, timeout=300), "version": "1"} for variant in ("plain", "flag")]
+    assert [r["status"] for r in rows] == ["ok", "ok"], rows
+    assert all(r["tokens_per_second"] > 0 and len(r["losses"]) == 5 for r in rows)
+    assert not endtoend.differs(rows[1], rows[0])
+    assert set(endtoend.ratios(rows)) == {"flag"}
+    text = report.markdown(meta(), rows)
+    assert "sft-trainer" in text
+    assert "DIFFERS" not in text
+    rows[1]["losses"][0] *= 1.1
+    assert "DIFFERS" in report.markdown(meta(), rows)
+
+
+def test_an_end_to_end_failure_is_a_row():
+    found = endtoend.run(endtoend.Workload("sft-trainer", "tiny-llama", 2, 8), "plain", steps=2, timeout=0.01)
+    assert found["status"] == "error"
+    assert "not finished" in found["reason"]
