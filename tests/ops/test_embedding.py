@@ -47,15 +47,16 @@ def test_ids_of_any_shape(device, backend, shape, ids_dtype):
 
 def test_one_id_many_times(device, backend):
     _, weight = make(device, torch.bfloat16)
-    check([torch.full((300,), 5, device=device), weight], backend)
+    check([torch.full((60,), 5, device=device), weight], backend)
 
 
 def test_gradient_adds_up_in_fp32(device, backend):
-    ids = torch.zeros(4097, dtype=torch.long, device=device)
+    ids = torch.zeros(513, dtype=torch.long, device=device)
     weight = torch.zeros(V, 7, device=device, dtype=torch.bfloat16, requires_grad=True)
     y = embedding(ids, weight, backend=backend)
     (g,) = torch.autograd.grad(y, weight, torch.full_like(y, 0.125))
-    assert torch.equal(g[0].float(), torch.full((7,), 512.0, device=device))
+    # In bf16 the sum would stop at 32.
+    assert torch.equal(g[0].float(), torch.full((7,), 64.0, device=device))
 
 
 def test_padding_row_is_read_and_gets_no_gradient(device, backend):
@@ -114,7 +115,7 @@ def test_tied_weight_collects_both_gradients(device, backend):
 
 
 def test_same_bits_twice(device, backend):
-    ids, weight = make(device, shape=(400,))
+    ids, weight = make(device, shape=(60,))
     runs = [torch.autograd.grad(upstream([embedding(ids, weight, backend=backend)]), weight) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
