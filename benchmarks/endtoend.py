@@ -130,6 +130,12 @@ def workloads(kind: str) -> list[Workload]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _child_environment() -> dict[str, str]:
+    """One device: with several in sight the Trainer would spread the batch over them by itself."""
+    one = {"CUDA_VISIBLE_DEVICES": "0", "ASCEND_RT_VISIBLE_DEVICES": "0"}
+    return {**one, **os.environ, "HF_HUB_OFFLINE": "1"}
+
+
 def run(workload: Workload, variant: str, steps: int, timeout: float) -> Row:
     """Runs a workload in a process of its own and returns its row; a failure is a row too."""
     row: Row = {
@@ -147,7 +153,7 @@ def run(workload: Workload, variant: str, steps: int, timeout: float) -> Row:
         try:
             finished = subprocess.run(
                 command, capture_output=True, text=True, timeout=timeout, cwd=Path(__file__).parents[1],
-                env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False,
+                env=_child_environment(), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {**row, "status": "error", "reason": f"not finished after {timeout:.0f} s"}
