@@ -14,16 +14,17 @@ report is compared, so that the file changes only with the kernels or the compil
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from .. import device
 from ..ops._launch import use_launcher
 from .launcher import LoweringLauncher, Recorder
 from .lower import Specialization, lower
-from .plan import MemoryPlan, plan_lowered, violations
+from .plan import MemoryPlan, plan_lowered, target_facts, violations
 from .toolchain import ToolchainError
 
 __all__ = [
@@ -51,22 +52,30 @@ class Case:
         shape: a label, for example `"4096 x 8192"`.
         dtype: a label, for example `"bf16"`.
         run: calls the op (forward, and backward where it has one) on meta tensors of that shape.
-        run_small: calls the op on CPU tensors of a small shape, and returns the fewest bytes that it could have moved
-            between HBM and the chip; None where the traffic is not measured.
-        max_traffic: the most bytes moved, over the fewest possible, that passes.
+        run_small: calls the op on CPU tensors of a small shape, and returns the fewest bytes that each kernel, by name,
+            could have moved between HBM and the chip; None where the traffic is not measured.
+        max_traffic: the most bytes moved, over the fewest possible, that passes where rows fit on the chip; None: any.
     """
 
     op: str
     shape: str
     dtype: str
     run: Callable[[], object]
-    run_small: Callable[[], int] | None = None
-    max_traffic: float = 1.05
+    run_small: Callable[[], Mapping[str, int]] | None = None
+    max_traffic: float | None = 1.05
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel of one case on one chip. `plan` is None where the compiler failed, which `broken` then tells."""
+    """One kernel of one case on one chip. `plan` is None where the compiler failed, which `broken` then tells.
+
+    Attributes:
+        op, kernel, shape, dtype, chip: what.
+        plan: the compiler's plan.
+        traffic: bytes moved over the fewest possible, None where it is not measured.
+        in_blocks: a row goes in column blocks, because it does not fit on the chip: then it is read more than once.
+        broken: the rules that it breaks.
+    """
 
     op: str
     kernel: str
@@ -75,11 +84,17 @@ class Row:
     chip: str
     plan: MemoryPlan | None
     traffic: float | None
+    in_blocks: bool
     broken: tuple[str, ...]
+
+
+_Job = tuple[str, str]  # a specialization's content, and the facts of a target
 
 
 def collect(cases: Iterable[Case], chips: Sequence[str] = CHIPS, workers: int = 2) -> list[Row]:
     """Records, plans and measures the cases; rows in the order of cases, chips and launches.
+
+    Chips of which the compiler knows the same (`plan.target_facts`) share a plan.
 
     Args:
         cases: the cases.
@@ -90,64 +105,111 @@ def collect(cases: Iterable[Case], chips: Sequence[str] = CHIPS, workers: int = 
         MissingDependencyError: a tool is not installed.
         RuntimeError: a case launches nothing on a chip, so that passing it would mean nothing.
     """
-    jobs: dict[tuple[str, str], tuple[Specialization, str]] = {}
-    wanted: list[tuple[Case, str, tuple[str, str], float | None]] = []
-    unlowered: dict[tuple[str, str], ToolchainError] = {}
-    for case in cases:
-        for chip in chips:
-            traffic = _traffic(case, chip)
-            for spec in _launched(case, chip):
-                key = (spec.content, chip)
-                wanted.append((case, spec.name, key, traffic))
-                if key in jobs or key in unlowered:
-                    continue
-                try:
-                    jobs[key] = spec, lower(spec)
-                except ToolchainError as error:
-                    unlowered[key] = error
-
-    def planned(job: tuple[Specialization, str]) -> MemoryPlan | ToolchainError:
-        spec, lowered = job
-        try:
-            multi_buffer = bool(spec.options.get("multibuffer", True))
-            return plan_lowered(spec.name, lowered, spec.chip, multi_buffer=multi_buffer)
-        except ToolchainError as error:
-            return error
-
     with ThreadPoolExecutor(workers) as pool:
-        plans = {**unlowered, **dict(zip(jobs, pool.map(planned, jobs.values()), strict=True))}
-    return [_row(case, name, key[1], plans[key], traffic) for case, name, key, traffic in wanted]
+        plans = _Plans(pool)
+        rows: list[Callable[[], Row]] = []
+        for case in cases:
+            # Chips of one size have the same tiles, and with the same number of cores the same grid.
+            measured: dict[tuple[int, int], Future[Mapping[str, float]]] = {}
+            for chip in chips:
+                spec = device.chip_spec(chip)
+                like = spec.vector_cores, spec.on_chip_bytes
+                if like not in measured:
+                    measured[like] = pool.submit(_traffic, case, chip)
+                for launched, in_blocks in _launched(case, chip):
+                    planned = plans.of(launched)
+                    rows.append(partial(_row, case, launched.name, chip, planned, measured[like], in_blocks))
+        return [row() for row in rows]
 
 
-def _launched(case: Case, chip: str) -> list[Specialization]:
-    """The distinct specializations that a case launches on a chip, in order."""
+class _Plans:
+    """Plans under way: each specialization once for each kind of target."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._lowered: dict[str, str | ToolchainError] = {}
+        self._facts: dict[str, str] = {}
+        self._plans: dict[_Job, Future[MemoryPlan | ToolchainError]] = {}
+
+    def of(self, spec: Specialization) -> Future[MemoryPlan | ToolchainError]:
+        lowered = self._lower(spec)
+        if isinstance(lowered, ToolchainError):
+            failed: Future[MemoryPlan | ToolchainError] = Future()
+            failed.set_result(lowered)
+            return failed
+        key = spec.content, self._facts_of(spec, lowered)
+        if key not in self._plans:
+            self._plans[key] = self._pool.submit(_plan, spec, lowered)
+        return self._plans[key]
+
+    def _lower(self, spec: Specialization) -> str | ToolchainError:
+        if spec.content not in self._lowered:
+            try:
+                self._lowered[spec.content] = lower(spec)
+            except ToolchainError as error:
+                self._lowered[spec.content] = error
+        return self._lowered[spec.content]
+
+    def _facts_of(self, spec: Specialization, lowered: str) -> str:
+        if spec.chip not in self._facts:
+            try:
+                self._facts[spec.chip] = target_facts(spec.name, lowered, spec.chip)
+            except ToolchainError:  # this kernel has no plan to read them from; the next may
+                return spec.chip
+        return self._facts[spec.chip]
+
+
+def _plan(spec: Specialization, lowered: str) -> MemoryPlan | ToolchainError:
+    try:
+        return plan_lowered(spec.name, lowered, spec.chip, multi_buffer=bool(spec.options.get("multibuffer", True)))
+    except ToolchainError as error:
+        return error
+
+
+def _launched(case: Case, chip: str) -> list[tuple[Specialization, bool]]:
+    """The distinct specializations that a case launches on a chip, in order, and whether each goes in column blocks."""
     recorder = Recorder()
     with device.use_chip(chip), use_launcher(recorder):
         case.run()
     if not recorder.launches:
         raise RuntimeError(f"{case.op} {case.shape} {case.dtype} launches no kernel on {chip}")
-    specs = [launch.specialize(chip) for launch in recorder.launches]
-    return list({spec.content: spec for spec in specs}.values())
+    specs = [(launch.specialize(chip), len(launch.grid) > 1 and launch.grid[1] > 1) for launch in recorder.launches]
+    return list({spec.content: (spec, in_blocks) for spec, in_blocks in specs}.values())
 
 
-def _traffic(case: Case, chip: str) -> float | None:
-    """Bytes moved over the fewest possible, executed with the tiles of `chip`."""
-    if case.run_small is None:
-        return None
+def _traffic(case: Case, chip: str) -> Mapping[str, float]:
+    """Bytes moved by each kernel over the fewest possible, executed with the tiles of `chip`."""
+    if case.run_small is None or chip in REPORTED_CHIPS:
+        return {}
     launcher = LoweringLauncher(chip)
     with device.use_chip(chip), use_launcher(launcher):
         least = case.run_small()
-    return launcher.total.bytes / least
+    return {name: moved.bytes / least[name] for name, moved in launcher.traffic.items()}
 
 
-def _row(case: Case, kernel: str, chip: str, plan: MemoryPlan | ToolchainError, traffic: float | None) -> Row:
+def _row(
+    case: Case,
+    kernel: str,
+    chip: str,
+    planned: Future[MemoryPlan | ToolchainError],
+    measured: Future[Mapping[str, float]],
+    in_blocks: bool,
+) -> Row:
+    plan, traffic = planned.result(), None
+    if isinstance(plan, MemoryPlan):
+        plan = replace(plan, chip=chip)  # it may have been planned for another chip of the kind
+    broken: list[str] = []
+    try:
+        traffic = measured.result().get(kernel)
+    except ToolchainError as error:
+        broken.append(f"cannot be executed: {error.stage}: {' | '.join(error.diagnostics)}")
     if isinstance(plan, ToolchainError):
-        broken = [f"does not compile: {plan.stage}: {' | '.join(plan.diagnostics)}"]
-        return Row(case.op, kernel, case.shape, case.dtype, chip, None, traffic, tuple(broken))
-    broken = violations(plan)
-    if traffic is not None and traffic > case.max_traffic:
-        broken.append(f"traffic: {traffic:.3f} of the fewest bytes possible, at most {case.max_traffic}")
-    return Row(case.op, kernel, case.shape, case.dtype, chip, plan, traffic, tuple(broken))
+        broken.insert(0, f"does not compile: {plan.stage}: {' | '.join(plan.diagnostics)}")
+        return Row(case.op, kernel, case.shape, case.dtype, chip, None, traffic, in_blocks, tuple(broken))
+    broken = violations(plan) + broken
+    if traffic is not None and case.max_traffic is not None and not in_blocks and traffic > case.max_traffic:
+        broken.append(f"traffic: {traffic:.3f} of the fewest bytes possible, at most {case.max_traffic:.3f}")
+    return Row(case.op, kernel, case.shape, case.dtype, chip, plan, traffic, in_blocks, tuple(broken))
 
 
 def failures(rows: Iterable[Row]) -> list[str]:
@@ -201,7 +263,7 @@ def render(rows: Iterable[Row]) -> str:
 
 
 def _facts(row: Row) -> tuple[str, ...]:
-    traffic = "" if row.traffic is None else f"{row.traffic:.3f}"
+    traffic = "" if row.traffic is None else f"{row.traffic:.3f}" + (" (in blocks)" if row.in_blocks else "")
     verdict = "; ".join(row.broken) or "passes"
     where = (row.op, row.kernel, row.shape, row.dtype)
     if row.plan is None:

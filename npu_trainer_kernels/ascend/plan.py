@@ -25,12 +25,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from . import toolchain
 from .lower import Specialization, lower
 from .toolchain import ToolchainError
 
-__all__ = ["BYTES_PER_ELEMENT_ACCESS", "MAX_SWITCHES", "MemoryPlan", "plan", "plan_lowered", "read_plan", "violations"]
+__all__ = [
+    "BYTES_PER_ELEMENT_ACCESS",
+    "MAX_SWITCHES",
+    "MemoryPlan",
+    "plan",
+    "plan_lowered",
+    "read_plan",
+    "target_facts",
+    "violations",
+]
 
 MAX_SWITCHES = 6
 # A transfer shorter than one 32-byte block costs the chip as much as one of 512 bytes, its unit of full-speed transfer.
@@ -136,6 +146,22 @@ def plan(spec: Specialization) -> MemoryPlan:
 
 def plan_lowered(kernel: str, lowered: str, chip: str, *, multi_buffer: bool = True) -> MemoryPlan:
     """`plan` of a kernel that is lowered already; needs no Triton, so it can run on any thread. Raises as `plan`."""
+    compiled = _compiled(kernel, lowered, chip, multi_buffer)
+    facts = read_plan(kernel, chip, lowered, compiled["planned"], compiled["log"])
+    return replace(facts, seconds=compiled["seconds"])
+
+
+def target_facts(kernel: str, lowered: str, chip: str) -> str:
+    """All that the compiler knows of a chip, in its own words: the numbers of cores and the sizes of memories that it
+    wrote into the planned IR of some kernel. Chips of which it knows the same get the same plans."""
+    found = _TARGET.search(_compiled(kernel, lowered, chip, True)["planned"])
+    if found is None:
+        raise ToolchainError(kernel, f"description of {chip}", ["the planned IR has no target_device_spec"])
+    return found[1]
+
+
+def _compiled(kernel: str, lowered: str, chip: str, multi_buffer: bool) -> dict[str, Any]:
+    """The planned IR, the compiler's log and its seconds, from the cache or made now."""
     flags = (
         f"--target={chip}",
         f"--enable-auto-multi-buffer={str(multi_buffer).lower()}",
@@ -146,9 +172,8 @@ def plan_lowered(kernel: str, lowered: str, chip: str, *, multi_buffer: bool = T
     )
     key = toolchain.digest(toolchain.versions(), lowered, *flags)
     stored = toolchain.cached(f"planned/{kernel}-{key}.z", partial(_compile_to, kernel, lowered, chip, flags))
-    compiled = json.loads(zlib.decompress(stored.read_bytes()))
-    facts = read_plan(kernel, chip, lowered, compiled["planned"], compiled["log"])
-    return replace(facts, seconds=compiled["seconds"])
+    compiled: dict[str, Any] = json.loads(zlib.decompress(stored.read_bytes()))
+    return compiled
 
 
 def without_mix_mode(lowered: str) -> str:
@@ -178,6 +203,7 @@ def _compile_to(kernel: str, lowered: str, chip: str, flags: tuple[str, ...], pa
 # ------------------------------------------------------------------------------------------------- reading what it says
 _REQUIRED = re.compile(r"ub overflow, requires (\d+) bits while (\d+) bits available")
 _UB_SIZE = re.compile(r'"UB_SIZE", (\d+) : i32')
+_TARGET = re.compile(r"#hacc\.target_device_spec<(.*?>)>")
 _DROPPED = "set enable-auto-multi-buffer to false"
 _SWITCH = re.compile(r"hivm\.hir\.wait_flag\[<PIPE_V>, <PIPE_S>|hivm\.hir\.wait_flag\[<PIPE_S>, <PIPE_V>")
 # A fixed event is the store just before; where buffers rotate the event does too, and stands for the store before that.

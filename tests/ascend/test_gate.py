@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from npu_trainer_kernels import device
-from npu_trainer_kernels.ascend.gate import Case, collect, failures, render, report_is_current, write_report
+from npu_trainer_kernels.ascend import gate
+from npu_trainer_kernels.ascend.gate import CHIPS, Case, collect, failures, render, report_is_current, write_report
+from npu_trainer_kernels.ascend.plan import plan_lowered
 from npu_trainer_kernels.ops._launch import launch
 
 from . import toys
@@ -26,7 +30,7 @@ def _case(block=4096, op="scale", **more):
 def _small():
     x, scale = torch.randn(16, 512), torch.randn(16)
     assert torch.equal(_scale(x, scale, 512), x * scale[:, None])
-    return 2 * x.numel() * 4
+    return {"scaled_rows": 2 * x.numel() * 4}
 
 
 def test_a_passing_gate():
@@ -52,7 +56,7 @@ def test_each_failure_names_the_kernel_the_case_and_the_rule():
     ]
     rules = [line.partition(" Ascend910B4: ")[2] for line in found]
     assert rules[0] == "buffer overflow: needs 393216 bytes of 196608"
-    assert rules[1] == "traffic: 1.001 of the fewest bytes possible, at most 1.0"
+    assert rules[1] == "traffic: 1.001 of the fewest bytes possible, at most 1.000"
     assert rules[2].startswith("does not compile: Triton frontend: ")
 
 
@@ -60,6 +64,34 @@ def test_the_950_is_reported_but_does_not_gate():
     rows = collect([_case(block=65536)], ["Ascend950PR_9589"])
     assert rows[0].broken == ("buffer overflow: needs 262144 bytes of 253952",)
     assert failures(rows) == []
+
+
+def test_chips_that_the_compiler_knows_alike_share_a_plan(monkeypatch):
+    planned = []
+
+    def plan(kernel, lowered, chip, *, multi_buffer):
+        planned.append(chip)
+        return plan_lowered(kernel, lowered, chip, multi_buffer=multi_buffer)
+
+    monkeypatch.setattr(gate, "plan_lowered", plan)
+    rows = collect([_case()], [*CHIPS, "Ascend950PR_9589"])
+    assert planned == ["Ascend910B1", "Ascend910B3", "Ascend950PR_9589"]
+    assert [row.chip for row in rows] == [*CHIPS, "Ascend950PR_9589"]
+    # And rightly so: asked one by one they get the same.
+    alone = [collect([_case()], [chip])[0].plan for chip in CHIPS]
+    assert len({replace(plan, chip="") for plan in alone}) == 1
+
+
+def test_a_row_that_goes_in_blocks_may_be_read_twice():
+    def run():
+        x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
+        launch(toys.scaled_rows, (4, 2), x, x, x, 64, 4096, 1.0, BLOCK=4096)
+
+    case = Case("scale", "64 x 4096", "bf16", run, _small, 1.0)
+    (row,) = collect([case], ["Ascend910B4"])
+    assert row.in_blocks
+    assert row.traffic > 1.0
+    assert not any(rule.startswith("traffic") for rule in row.broken)
 
 
 def test_a_case_that_launches_nothing_does_not_pass():

@@ -1,0 +1,267 @@
+"""The gate's table: every op with the options that change its kernels, at production shapes, in every dtype.
+
+A row of `TABLE` is an op with options, the sizes it is built for, and a function that calls it forward and backward.
+The same function serves both purposes of a `gate.Case`: on `meta` tensors of the production shape it makes the op's own
+host code and tiling choose what would be launched; on CPU tensors it makes one core's share of that (the rows that one
+of the chip's cores gets, or two rows of logits), so that the bytes moved can be counted.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .. import device, ops
+from .gate import Case
+
+__all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "ROWS", "TABLE", "VOCABULARIES", "Entry", "Tensors", "cases"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+HIDDEN = (512, 896, 1024, 1536, 2048, 2560, 3584, 4096, 5120, 8192)
+VOCABULARIES = (32000, 49152, 128256, 151936, 152064, 262144)
+HEAD_DIMS = (64, 96, 128, 256)
+ROWS = 4096
+"""Tokens of a micro-batch."""
+_BACKEND = "ascend-lowering"
+
+# Bytes that a kernel moves beside rows: weights, weight gradients of each core, numbers per row.
+_ROW_LIMIT = 1.05
+# Statistics and gradient together: 2.05 reads and 1 write of a row of logits.
+_HEAD_LIMIT = 3.05 / 3
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Makes an op's arguments on `meta` or on the CPU.
+
+    Attributes:
+        dtype: of the floating tensors.
+        where: `"meta"` or `"cpu"`.
+    """
+
+    dtype: torch.dtype
+    where: str
+
+    def floats(self, *shape: int, dtype: torch.dtype | None = None, grad: bool = True) -> torch.Tensor:
+        """Normal numbers (undefined ones on meta)."""
+        made = torch.empty(shape, dtype=dtype or self.dtype, device=self.where)
+        return (made if made.is_meta else made.normal_()).requires_grad_(grad)
+
+    def ids(self, *shape: int, below: int) -> torch.Tensor:
+        """Whole numbers in [0, below)."""
+        made = torch.zeros(shape, dtype=torch.int64, device=self.where)
+        return made if made.is_meta else made.random_(0, below)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+
+# Calls an op for a number of rows at one size; returns the fewest bytes that each kernel must move, by its name.
+Call = Callable[[Tensors, int, int], Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table.
+
+    Attributes:
+        op: the op's name, with the options in words.
+        sizes: production values of the size that its kernels depend on.
+        label: what the size is, for example `"hidden"`.
+        call: forward and backward.
+        rows: of the production shape.
+        share: rows of one core's share; None: `rows` divided by the chip's vector cores.
+        dtypes: names of `DTYPES`.
+        max_traffic: the most bytes moved over the fewest possible; None: reported, not held against a limit.
+    """
+
+    op: str
+    sizes: tuple[int, ...]
+    label: str
+    call: Call
+    rows: int = ROWS
+    share: int | None = None
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    max_traffic: float | None = _ROW_LIMIT
+
+    def cases(self) -> Iterator[Case]:
+        """One case for each size and dtype."""
+        for size in self.sizes:
+            for name in self.dtypes:
+                yield self._case(size, name)
+
+    def _case(self, size: int, name: str) -> Case:
+        dtype = DTYPES[name]
+
+        def run() -> None:
+            self.call(Tensors(dtype, "meta"), self.rows, size)
+
+        def run_share() -> Mapping[str, int]:
+            chip = device.spec(torch.device("cpu"))
+            rows = self.share or self.rows // chip.vector_cores
+            with device.use_spec(replace(chip, vector_cores=1)):
+                return self.call(Tensors(dtype, "cpu"), rows, size)
+
+        # fp16 moves what bf16 moves.
+        measured = None if name == "fp16" else run_share
+        return Case(self.op, f"{self.rows} x {size} ({self.label})", name, run, measured, self.max_traffic)
+
+
+def _backward(*outputs: torch.Tensor | None) -> None:
+    """Backward with a contiguous gradient for each output, as the layers above make them."""
+    given = [output for output in outputs if output is not None]
+    torch.autograd.backward(given, [torch.ones_like(output) for output in given])
+
+
+# ---------------------------------------------------------------------------------------------------------------- norms
+def _rms_norm(**options: Any) -> Call:
+    def call(t: Tensors, rows: int, hidden: int) -> Mapping[str, int]:
+        weight = t.floats(hidden) if options.get("has_weight", True) else None
+        given = {key: value for key, value in options.items() if key != "has_weight"}
+        _backward(ops.rms_norm(t.floats(rows, hidden), weight, backend=_BACKEND, **given))
+        row = rows * hidden * t.itemsize
+        return {"_forward_kernel": 2 * row, "_backward_kernel": 3 * row}
+
+    return call
+
+
+def _fp32_weight(t: Tensors, rows: int, hidden: int) -> Mapping[str, int]:
+    """Llama's casting promotes: y and its gradient are fp32."""
+    _backward(ops.rms_norm(t.floats(rows, hidden), t.floats(hidden, dtype=torch.float32), backend=_BACKEND))
+    elements = rows * hidden
+    return {"_forward_kernel": elements * (t.itemsize + 4), "_backward_kernel": elements * (2 * t.itemsize + 4)}
+
+
+def _add_rms_norm(**options: Any) -> Call:
+    def call(t: Tensors, rows: int, hidden: int) -> Mapping[str, int]:
+        x, residual, weight = t.floats(rows, hidden), t.floats(rows, hidden), t.floats(hidden)
+        outputs = ops.add_rms_norm(x, residual, weight, backend=_BACKEND, **options)
+        _backward(*(outputs if isinstance(outputs, tuple) else (outputs,)))
+        row = rows * hidden * t.itemsize
+        # "pre" reads x and residual and writes y and S, then reads S, dy and dS and writes one gradient for both.
+        # "post" does not write S, and reads x and residual again in its place.
+        return {"_forward_kernel": (3 if options.get("mode") == "post" else 4) * row, "_backward_kernel": 4 * row}
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------- SwiGLU, rotation, embedding
+def _swiglu(strided: bool) -> Call:
+    def call(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
+        if strided:  # the halves of one projection
+            gate, up = t.floats(rows, 2 * size).chunk(2, -1)
+        else:
+            gate, up = t.floats(rows, size), t.floats(rows, size)
+        _backward(ops.swiglu(gate, up, backend=_BACKEND))
+        row = rows * size * t.itemsize
+        return {"_forward_kernel": 3 * row, "_backward_kernel": 5 * row}
+
+    return call
+
+
+def _rope(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
+    """As in a model: heads are cut out of the projection `[B, T, H D]` by a transposition."""
+    heads, kv_heads = 32, 8
+    q = t.floats(1, rows, heads * size).view(1, rows, heads, size).transpose(1, 2)
+    k = t.floats(1, rows, kv_heads * size).view(1, rows, kv_heads, size).transpose(1, 2)
+    cos, sin = (t.floats(1, rows, size, grad=False) for _ in range(2))
+    _backward(*ops.rope(q, k, cos, sin, backend=_BACKEND))
+    # Forward and backward: every head of q and k is read and written, cos and sin are read once for all of them.
+    return {"_rotate_kernel": 2 * rows * size * t.itemsize * (2 * (heads + kv_heads) + 2)}
+
+
+def _embedding(scale: float | None) -> Call:
+    def call(t: Tensors, rows: int, hidden: int) -> Mapping[str, int]:
+        vocabulary = 32000 if t.where == "meta" else 500
+        ids = t.ids(rows, below=vocabulary)
+        _backward(ops.embedding(ids, t.floats(vocabulary, hidden), scale=scale, backend=_BACKEND))
+        row = hidden * t.itemsize
+        distinct = rows if t.where == "meta" else ids.unique().numel()
+        return {"_gather_kernel": 2 * rows * row, "_scatter_kernel": (rows + distinct) * row}
+
+    return call
+
+
+# -------------------------------------------------------------------------------------------------------------- LM head
+# The kernels see logits: any hidden size will do.
+_HEAD_HIDDEN = 16
+
+
+def _head_bytes(t: Tensors, rows: int, vocabulary: int) -> Mapping[str, int]:
+    row = rows * vocabulary * t.itemsize
+    return {"_row_statistics_kernel": row, "_row_gradient_kernel": 2 * row}
+
+
+def _cross_entropy(has_weights: bool = False, **options: Any) -> Call:
+    def call(t: Tensors, rows: int, vocabulary: int) -> Mapping[str, int]:
+        x, weight = t.floats(rows, _HEAD_HIDDEN), t.floats(vocabulary, _HEAD_HIDDEN)
+        class_weights = t.floats(vocabulary, dtype=torch.float32, grad=False) if has_weights else None
+        everything = torch.arange(rows, device=t.where)  # `rows` is given, because no values can be read on meta
+        result = ops.fused_linear_cross_entropy(
+            x, weight, t.ids(rows, below=vocabulary),
+            rows=everything, class_weights=class_weights, backend=_BACKEND, **options,
+        )  # fmt: skip
+        _backward(result if isinstance(result, torch.Tensor) else result.loss)
+        return _head_bytes(t, rows, vocabulary)
+
+    return call
+
+
+def _logprob(**options: Any) -> Call:
+    def call(t: Tensors, rows: int, vocabulary: int) -> Mapping[str, int]:
+        x, weight = t.floats(rows, _HEAD_HIDDEN), t.floats(vocabulary, _HEAD_HIDDEN)
+        result = ops.linear_logprob(x, weight, t.ids(rows, below=vocabulary), backend=_BACKEND, **options)
+        _backward(result.log_prob, result.entropy, result.mean_logit)
+        return _head_bytes(t, rows, vocabulary)
+
+    return call
+
+
+def _head(op: str, call: Call, max_traffic: float | None = _HEAD_LIMIT) -> Entry:
+    return Entry(op, VOCABULARIES, "vocabulary", call, share=2, max_traffic=max_traffic)
+
+
+_EVERYTHING = {
+    "softcap": 30.0,
+    "label_smoothing": 0.1,
+    "z_loss": 1e-4,
+    "outputs": ("token_accuracy", "predicted_ids"),
+}
+
+TABLE: tuple[Entry, ...] = (
+    Entry("rms_norm", HIDDEN, "hidden", _rms_norm()),
+    Entry("rms_norm, gemma", HIDDEN, "hidden", _rms_norm(casting="gemma", offset=1.0)),
+    Entry("rms_norm, none", HIDDEN, "hidden", _rms_norm(casting="none")),
+    Entry("rms_norm, no weight", HIDDEN, "hidden", _rms_norm(has_weight=False)),
+    Entry("rms_norm, fp32 weight", HIDDEN, "hidden", _fp32_weight, dtypes=("bf16",)),
+    # The norms of queries and keys: many short rows.
+    Entry("rms_norm, of heads", HEAD_DIMS, "head", _rms_norm(), rows=32 * ROWS),
+    Entry("add_rms_norm, pre", HIDDEN, "hidden", _add_rms_norm()),
+    Entry("add_rms_norm, pre, gemma", HIDDEN, "hidden", _add_rms_norm(casting="gemma", offset=1.0)),
+    Entry("add_rms_norm, post", HIDDEN, "hidden", _add_rms_norm(mode="post")),
+    Entry("add_rms_norm, post, gemma", HIDDEN, "hidden", _add_rms_norm(mode="post", casting="gemma", offset=1.0)),
+    Entry("swiglu", (4864, 8192, 14336, 18944), "intermediate", _swiglu(strided=False)),
+    Entry("swiglu, halves of one projection", (4864, 8192, 14336, 18944), "intermediate", _swiglu(strided=True)),
+    Entry("rope", HEAD_DIMS, "head", _rope),
+    Entry("embedding", HIDDEN, "hidden", _embedding(None)),
+    Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25)),
+    _head("linear_cross_entropy", _cross_entropy()),
+    _head("linear_cross_entropy, softcap", _cross_entropy(softcap=30.0, logit_scale=0.5)),
+    _head("linear_cross_entropy, label smoothing, z-loss", _cross_entropy(label_smoothing=0.1, z_loss=1e-4)),
+    _head("linear_cross_entropy, accuracy", _cross_entropy(outputs=("token_accuracy",))),
+    # A row of fp32 class weights is read beside each row of logits.
+    _head("linear_cross_entropy, class weights", _cross_entropy(True, label_smoothing=0.1), None),
+    _head("linear_cross_entropy, everything", _cross_entropy(True, **_EVERYTHING), None),
+    _head("linear_logprob", _logprob()),
+    _head("linear_logprob, entropy", _logprob(temperature=0.7, outputs=("entropy",))),
+    _head("linear_logprob, everything", _logprob(softcap=30.0, temperature=0.7, outputs=(
+        "entropy", "is_top1", "mean_logit", "log_sum_sq_probs"))),
+)  # fmt: skip
+
+
+def cases() -> list[Case]:
+    """All cases of the table."""
+    return [case for entry in TABLE for case in entry.cases()]
