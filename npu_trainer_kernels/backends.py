@@ -15,7 +15,7 @@ import torch
 
 from . import _triton
 
-__all__ = ["BACKENDS", "OPS", "Choice", "choose", "explain", "parse_override", "unavailable"]
+__all__ = ["BACKENDS", "OPS", "Choice", "choose", "explain", "keeps_plain", "parse_override", "unavailable"]
 
 BACKENDS = ("triton", "torch", "ascend-lowering")
 ENVIRONMENT = "NPU_KERNELS_BACKEND"
@@ -52,6 +52,15 @@ _ORDER: dict[str, dict[str, tuple[Choice, ...]]] = {
     "grpo_loss": _TRITON_FIRST,
 }
 OPS = tuple(_ORDER)
+
+# Where a model's own PyTorch code is at least as fast as every backend here: such ops are put into a model only when
+# they are asked for by name.
+_PLAIN: dict[str, dict[str, str]] = {
+    "cpu": dict.fromkeys(
+        ("swiglu", "rope", "embedding"),
+        "the model's own code is as fast on a CPU (timed: `python -m benchmarks --device cpu`)",
+    )
+}
 
 
 def unavailable(backend: str, kind: str) -> str | None:
@@ -132,6 +141,14 @@ def choose(op: str, device: torch.device, override: str | None = None) -> str:
     if torch.compiler.is_compiling():
         return "torch"
     return _choose(op, _kind(device), override, os.environ.get(ENVIRONMENT, ""))[0]
+
+
+def keeps_plain(op: str, device: torch.device, override: str | None = None) -> str | None:
+    """Why a model keeps its own code for `op` on this device unless the op is asked for, or None."""
+    environment = os.environ.get(ENVIRONMENT, "")
+    if op in parse_override(override or "") or op in parse_override(environment):
+        return None
+    return _PLAIN.get(_kind(device), {}).get(op)
 
 
 def explain(op: str, device: torch.device, override: str | None = None) -> tuple[str, str]:

@@ -11,15 +11,19 @@ from torch import nn
 from .. import backends, device
 from ._call import CallSettings, track_calls
 from ._classes import original_class
+from ._embeddings import patched_embedding_class, recognise_embedding
 from ._head import patch_head, recognise_head
+from ._mlps import is_gated_mlp, patched_mlp_class, recognise_mlp
 from ._norms import is_candidate, patched_norm_class, recognise_norm
 from ._report import LeftAlone, Replaced, Report
+from ._rewrites import patched_layer_class, patched_rope_class, recognise_layer, recognise_rope
 from ._trl import seam
 from ._undo import Undo
 
 __all__ = ["PATCHES", "NpuKernels", "apply_npu_kernels"]
 
-PATCHES = ("rms_norm", "linear_cross_entropy", "linear_logprob")
+# In this order: a decoder layer's rewrite needs its norms, and both name the same modules.
+PATCHES = ("rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy", "linear_logprob")
 
 _handles: "weakref.WeakKeyDictionary[nn.Module, NpuKernels]" = weakref.WeakKeyDictionary()
 
@@ -30,8 +34,9 @@ class NpuKernels:
     A context manager: leaving it restores. Applying again to the same model returns the same handle.
     """
 
-    def __init__(self, model: nn.Module, ops: tuple[str, ...], backend: str | None) -> None:
+    def __init__(self, model: nn.Module, ops: tuple[str, ...], by_name: bool, backend: str | None) -> None:
         self._model = weakref.ref(model)
+        self._by_name = by_name
         self._ops, self._backend = ops, backend
         self._undo = Undo()
         self._report = Report()
@@ -81,6 +86,10 @@ class NpuKernels:
         self._report = Report(device=device.spec(where).name, notes=self._report.notes)
         try:
             for op in self._ops:
+                plain = None if self._by_name else backends.keeps_plain(op, where, self._backend)
+                if plain is not None:
+                    self._report.left_alone.append(LeftAlone("", "", op, plain))
+                    continue
                 name, reason = backends.explain(op, where, self._backend)
                 self._report.reasons[op] = reason
                 getattr(self, f"_patch_{op}")(model, name)
@@ -88,18 +97,62 @@ class NpuKernels:
             self.restore()
             raise
 
+    def _replace(self, path: str, module: nn.Module, op: str, backend: str, detail: str, cls: type[nn.Module]) -> None:
+        if original_class(module) is type(module):
+            self._undo.set_class(module, cls)
+        self._report.replaced.append(Replaced(path, original_class(module).__name__, op, backend, detail))
+
+    def _leave(self, path: str, module: nn.Module, op: str, reason: str) -> None:
+        self._report.left_alone.append(LeftAlone(path, original_class(module).__name__, op, reason))
+
     def _patch_rms_norm(self, model: nn.Module, backend: str) -> None:
         for path, module in model.named_modules():
             if not is_candidate(module):
                 continue
-            kind = original_class(module).__name__
             form = recognise_norm(module)
             if isinstance(form, str):
-                self._report.left_alone.append(LeftAlone(path, kind, "rms_norm", form))
+                self._leave(path, module, "rms_norm", form)
+            else:
+                cls = patched_norm_class(module, form, self._backend)
+                self._replace(path, module, "rms_norm", backend, str(form), cls)
+
+    def _patch_add_rms_norm(self, model: nn.Module, backend: str) -> None:
+        for path, module in model.named_modules():
+            found = recognise_layer(module)
+            if isinstance(found, str):
+                self._leave(path, module, "add_rms_norm", found)
+            elif found is not None:
+                cls = patched_layer_class(module, found, self._backend)
+                self._replace(path, module, "add_rms_norm", backend, ", ".join(name for name, _ in found[1]), cls)
+
+    def _patch_embedding(self, model: nn.Module, backend: str) -> None:
+        for path, module in model.named_modules():
+            if not isinstance(module, nn.Embedding):
                 continue
-            if original_class(module) is type(module):
-                self._undo.set_class(module, patched_norm_class(module, form, self._backend))
-            self._report.replaced.append(Replaced(path, kind, "rms_norm", backend, str(form)))
+            scale = recognise_embedding(module)
+            if isinstance(scale, str):
+                self._leave(path, module, "embedding", scale)
+            else:
+                cls = patched_embedding_class(module, scale, self._backend)
+                self._replace(path, module, "embedding", backend, "" if scale is None else f"scale={scale:g}", cls)
+
+    def _patch_swiglu(self, model: nn.Module, backend: str) -> None:
+        for path, module in model.named_modules():
+            if not is_gated_mlp(module):
+                continue
+            reason = recognise_mlp(module)
+            if reason is not None:
+                self._leave(path, module, "swiglu", reason)
+            else:
+                self._replace(path, module, "swiglu", backend, "", patched_mlp_class(module, self._backend))
+
+    def _patch_rope(self, model: nn.Module, backend: str) -> None:
+        for path, module in model.named_modules():
+            found = recognise_rope(module)
+            if isinstance(found, str):
+                self._leave(path, module, "rope", found)
+            elif found is not None:
+                self._replace(path, module, "rope", backend, "", patched_rope_class(module, found, self._backend))
 
     def _track(self, *modules: nn.Module) -> None:
         # PEFT and prompt wrappers are given the labels first, and some call the inner model's forward directly.
@@ -156,6 +209,8 @@ def apply_npu_kernels(model: nn.Module, *, ops: Sequence[str] | None = None, bac
     """Puts the fused kernels into a model, in place, on this instance alone.
 
     - `rms_norm`: every RMSNorm module, recognised by what it computes;
+    - `add_rms_norm`: a residual add right before a norm in a decoder layer;
+    - `embedding`, `swiglu`, `rope`: token embeddings, gated MLPs, rotary position embedding in attention;
     - `linear_cross_entropy`: LM head and loss, when the model is trained with labels;
     - `linear_logprob`: the head that TRL's trainers add (SFT, DPO, KTO, RLOO, GRPO).
 
@@ -164,7 +219,7 @@ def apply_npu_kernels(model: nn.Module, *, ops: Sequence[str] | None = None, bac
 
     Args:
         model: a `transformers` model, or a PEFT model around one.
-        ops: which of `PATCHES`; None: all.
+        ops: which of `PATCHES`; None: all that are worth it on the model's device.
         backend: overrides the choice of backend, as `"torch"` or `"rms_norm=torch,linear_logprob=triton"`.
 
     Returns:
@@ -184,7 +239,7 @@ def apply_npu_kernels(model: nn.Module, *, ops: Sequence[str] | None = None, bac
         raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
     handle = _handles.get(model)
     if handle is None:
-        handle = NpuKernels(model, chosen, backend)
+        handle = NpuKernels(model, chosen, ops is not None, backend)
     elif (handle._ops, handle._backend) != (chosen, backend):
         raise ValueError(
             f"this model is patched already with ops={handle._ops}, backend={handle._backend!r}; "

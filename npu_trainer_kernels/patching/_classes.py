@@ -16,8 +16,10 @@ __all__ = ["original_class", "subclass_with_forward"]
 
 
 @functools.cache
-def subclass_with_forward(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of `cls` with another `forward`; the same one for the same arguments."""
+def subclass_with_forward(
+    cls: Any, forward: Callable[..., Any], helpers: tuple[tuple[str, Callable[..., Any]], ...] = ()
+) -> type[nn.Module]:
+    """A subclass of `cls` with another `forward` and static helpers; the same one for the same arguments."""
 
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         new = self.__class__.__new__(self.__class__)
@@ -29,7 +31,8 @@ def subclass_with_forward(cls: Any, forward: Callable[..., Any]) -> type[nn.Modu
         # A pickle names the original class, so that it loads as if nothing had been patched.
         return copyreg._reconstructor, (cls, object, None), self.__dict__  # type: ignore[attr-defined]
 
-    namespace = {
+    namespace: dict[str, Any] = {
+        **{name: staticmethod(helper) for name, helper in helpers},
         "forward": forward,
         "__deepcopy__": deepcopy,
         "__reduce_ex__": reduce,

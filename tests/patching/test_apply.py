@@ -1,5 +1,6 @@
 """apply_npu_kernels on whole models: same loss and gradients, exact undo, checkpoints, reports, bad input."""
 
+import collections
 import copy
 import io
 import pickle
@@ -30,18 +31,83 @@ def state_of(model: nn.Module) -> dict[str, tuple[type, set[str], int, int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("num_items", [None, 50])
-def test_loss_and_gradients_are_the_models_own(family, num_items):
+@pytest.mark.parametrize(("num_items", "ops"), [(None, None), (50, PATCHES)])
+def test_loss_and_gradients_are_the_models_own(family, num_items, ops):
     inputs = batch() if num_items is None else {**batch(), "num_items_in_batch": num_items}
     expected = loss_and_gradients(small_model(family), inputs)
     truth = loss_and_gradients(small_model(family).double(), inputs)
     model = small_model(family)
-    with apply_npu_kernels(model) as kernels:
+    with apply_npu_kernels(model, ops=ops) as kernels:
         patched = loss_and_gradients(model, inputs)
         assert {r.op for r in kernels.report().replaced} >= {"linear_cross_entropy", "linear_logprob"}
     names = ["loss", *(n for n, _ in model.named_parameters())]
     for name, actual, reference, exact in zip(names, patched, expected, truth, strict=True):
         assert_as_close(actual, reference, exact, f"{family} {name}")
+
+
+# What must be found in each family: a patch that silently finds nothing would pass every comparison of losses.
+FOUND = {
+    "llama": {"rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy", "linear_logprob"},
+    "mistral": {"rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy", "linear_logprob"},
+    "qwen2": {"rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy", "linear_logprob"},
+    "qwen3": {"rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy", "linear_logprob"},
+    "qwen3-moe": {"rms_norm", "add_rms_norm", "embedding", "rope", "linear_cross_entropy", "linear_logprob"},
+    "gemma2": {"rms_norm", "add_rms_norm", "embedding", "rope", "linear_cross_entropy", "linear_logprob"},
+    "gemma3": {"rms_norm", "add_rms_norm", "embedding", "rope", "linear_cross_entropy", "linear_logprob"},
+    "cohere": {"embedding", "swiglu", "linear_cross_entropy", "linear_logprob"},
+    "olmo2": {"rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy", "linear_logprob"},
+}
+
+
+@pytest.mark.parametrize("family", FOUND)
+def test_what_is_found(family):
+    with apply_npu_kernels(small_model(family), ops=PATCHES) as kernels:
+        assert {r.op for r in kernels.report().replaced} == FOUND[family]
+
+
+def test_every_norm_of_a_llama_is_replaced_and_every_layer_rewritten():
+    with apply_npu_kernels(small_model("llama"), ops=PATCHES) as kernels:
+        count = collections.Counter(r.op for r in kernels.report().replaced)
+    assert count == {"rms_norm": 5, "add_rms_norm": 2, "embedding": 1, "swiglu": 2, "rope": 2,
+                     "linear_cross_entropy": 1, "linear_logprob": 1}  # fmt: skip
+
+
+def test_each_patch_is_what_runs(monkeypatch):
+    """Every op is called by the patched model as often as the model has places for it."""
+    from npu_trainer_kernels.patching import _embeddings, _mlps, _norms, _rewrites
+
+    calls = collections.Counter()
+
+    def spy(module, name):
+        original = getattr(module, name)
+
+        def wrapped(*args, **kwargs):
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, wrapped)
+
+    for module, name in ((_embeddings, "embedding"), (_mlps, "swiglu"), (_norms, "rms_norm"), (_rewrites, "rope"),
+                         (_rewrites, "add_rms_norm")):  # fmt: skip
+        spy(module, name)
+    model = small_model("llama")
+    with apply_npu_kernels(model, ops=PATCHES):
+        model(**batch())
+    # Two layers: the norm after attention is part of the fused add, the one before it and the last are their own.
+    assert calls == {"embedding": 1, "swiglu": 2, "rope": 2, "add_rms_norm": 2, "rms_norm": 3}
+
+
+def test_an_attention_with_other_rotation_is_left_alone():
+    with apply_npu_kernels(small_model("cohere"), ops=PATCHES) as kernels:
+        left = {x.op: x.reason for x in kernels.report().left_alone}
+    assert "not the rotation" in left["rope"]
+
+
+def test_ops_that_do_not_pay_on_this_device_are_left_alone_unless_named():
+    with apply_npu_kernels(small_model("llama")) as kernels:
+        assert any(x.op == "swiglu" and "as fast on a CPU" in x.reason for x in kernels.report().left_alone)
+    with apply_npu_kernels(small_model("llama"), backend="swiglu=torch") as kernels:
+        assert "swiglu" in {r.op for r in kernels.report().replaced}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
@@ -51,7 +117,7 @@ def test_restore_is_exact(family):
     model = small_model(family)
     before = state_of(model), trl_utils._ChunkedLogProbFunction, trl_utils._use_triton
     expected = loss_and_gradients(model, batch())
-    kernels = apply_npu_kernels(model)
+    kernels = apply_npu_kernels(model, ops=PATCHES)
     assert state_of(model) != before[0]
     kernels.restore()
     kernels.restore()
@@ -180,7 +246,7 @@ def test_gradient_checkpointing_and_generation():
     expected = loss_and_gradients(plain, batch())
     prompt = batch()["input_ids"][:1, :5]
     generated = plain.eval().generate(prompt, max_new_tokens=4, do_sample=False)
-    with apply_npu_kernels(model):
+    with apply_npu_kernels(model, ops=PATCHES):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         actual = loss_and_gradients(model, batch())
         model.gradient_checkpointing_disable()
