@@ -4,6 +4,7 @@ Ends with status 1 when a case fails, a planted fault is not caught, or nothing 
 """
 
 import argparse
+import logging
 import os
 import sys
 import warnings
@@ -60,6 +61,7 @@ def quiet() -> None:
     """Progress bars and remarks of the libraries would tear the table apart."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("trl").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", UserWarning)

@@ -18,6 +18,7 @@ import sft as text_script
 
 __all__ = [
     "BYTES_VOCAB",
+    "SUMS",
     "TEXT_VOCAB",
     "held_out",
     "lm",
@@ -29,6 +30,8 @@ __all__ = [
     "warm_up",
 ]
 
+# The tasks on sums; the others are on text.
+SUMS = ("dpo", "grpo")
 # Primes: they divide by no block size.
 TEXT_VOCAB, BYTES_VOCAB = 1009, 263
 LENGTH = 48
@@ -43,7 +46,7 @@ def _documents() -> list[str]:
 @functools.cache
 def tokenizer_for(task: str) -> Any:
     """Bytes for sums; for texts a byte-level tokenizer trained on them."""
-    return common.byte_level_tokenizer() if task == "grpo" else common.byte_level_tokenizer(_documents(), TEXT_VOCAB)
+    return common.byte_level_tokenizer() if task in SUMS else common.byte_level_tokenizer(_documents(), TEXT_VOCAB)
 
 
 @functools.cache
@@ -62,7 +65,7 @@ def lm(rows: int) -> Dataset:
 
 def held_out(task: str) -> torch.Tensor:
     """`[rows, length]` ids that are not trained on: text, or sums with their answers."""
-    if task != "grpo":
+    if task not in SUMS:
         return torch.tensor(_packed().select(range(8))["input_ids"])
     tokenizer = tokenizer_for(task)
     rows = sums(1200).select(range(64))
@@ -76,17 +79,11 @@ def texts(rows: int) -> Dataset:
     return Dataset.from_dict({"text": lines[:rows]})
 
 
-def preferences(rows: int) -> Dataset:
-    """A paragraph's first half as the prompt, its own second half preferred to that of the next paragraph."""
-    paragraphs = texts(rows + 1)["text"]
-    halves = [(text[: len(text) // 2], text[len(text) // 2 :]) for text in paragraphs]
-    return Dataset.from_dict(
-        {
-            "prompt": [prompt for prompt, _ in halves[:-1]],
-            "chosen": [rest for _, rest in halves[:-1]],
-            "rejected": [rest for _, rest in halves[1:]],
-        }
-    )
+def preferences() -> Dataset:
+    """Sums, the right answer preferred to one that is off by up to nine."""
+    generator, rows = random.Random(3), prompts()
+    wrong = [str(int(answer) + generator.randint(1, 9)) for answer in rows["answer"]]
+    return Dataset.from_dict({"prompt": list(rows["prompt"]), "chosen": list(rows["answer"]), "rejected": wrong})
 
 
 @functools.cache
