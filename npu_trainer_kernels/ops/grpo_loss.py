@@ -63,6 +63,7 @@ __all__ = [
     "grpo_loss",
     "grpo_loss_reference",
     "planned",
+    "token_weight",
 ]
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
@@ -369,7 +370,7 @@ def _batch(
     counts = keep.sum(1)
     lengths = counts.clamp(min=1).float()
     total = counts.sum().clamp(min=1).float()
-    weight = _token_weight(options.loss_type, lengths, total, max_completion_length, num_items)
+    weight = token_weight(options.loss_type, lengths, total, max_completion_length, num_items)
     rows = torch.nonzero(keep.reshape(-1)).squeeze(1)
 
     def pick(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -403,14 +404,14 @@ def _batch(
     return _Batch(keep, rows, counts.tolist(), tokens, options)
 
 
-def _token_weight(
+def token_weight(
     loss_type: str,
     lengths: torch.Tensor,
     total: torch.Tensor,
     max_completion_length: int | None,
     num_items: int | float | torch.Tensor | None,
 ) -> torch.Tensor:
-    """The weight of an unmasked token of each completion, `[B]`."""
+    """The weight of an unmasked token of each completion, `[B]`, from the counted tokens of each and of all."""
     batch = lengths.shape[0]
     ones = torch.ones_like(lengths)
     if loss_type in ("grpo", "sapo"):

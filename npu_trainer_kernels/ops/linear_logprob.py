@@ -6,16 +6,22 @@
 The maths of the other outputs and of the gradients is in `ops/_head.py`, which this is a thin face of.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from .. import backends
 from ._checks import check_head, check_range
-from ._head import HeadOptions, head_statistics, head_statistics_reference
+from ._head import HeadOptions, Objective, head_statistics, head_statistics_reference
 
-__all__ = ["LinearLogProbOutput", "linear_logprob", "linear_logprob_reference"]
+__all__ = [
+    "LinearLogProbOutput",
+    "linear_logprob",
+    "linear_logprob_reference",
+    "logprob_options",
+    "planned_linear_logprob",
+]
 
 OUTPUTS = ("entropy", "is_top1", "mean_logit", "log_sum_sq_probs")
 
@@ -38,7 +44,10 @@ class LinearLogProbOutput(NamedTuple):
     log_sum_sq_probs: torch.Tensor | None
 
 
-def _options(temperature: float, softcap: float | None, logit_scale: float, outputs: Sequence[str]) -> HeadOptions:
+def logprob_options(
+    temperature: float, softcap: float | None, logit_scale: float, outputs: Sequence[str]
+) -> HeadOptions:
+    """The engine's options for the arguments of `linear_logprob`; raises `ValueError` as that does."""
     unknown = [o for o in outputs if o not in OUTPUTS]
     if isinstance(outputs, str) or unknown:
         raise ValueError(f"outputs must be a sequence of {', '.join(OUTPUTS)}; got {outputs!r}")
@@ -65,7 +74,7 @@ def linear_logprob_reference(
     outputs: Sequence[str] = (),
 ) -> LinearLogProbOutput:
     """The op in plain PyTorch, on full logits."""
-    s = head_statistics_reference(x, weight, ids, bias, _options(temperature, softcap, logit_scale, outputs))
+    s = head_statistics_reference(x, weight, ids, bias, logprob_options(temperature, softcap, logit_scale, outputs))
     return LinearLogProbOutput(
         s.log_prob, s.entropy, None if s.argmax is None else s.argmax == ids, s.mean, s.log_sum_sq
     )
@@ -106,12 +115,29 @@ def linear_logprob(
 
     Forward costs one product and backward three (the logits are formed again).
     """
+    options = logprob_options(temperature, softcap, logit_scale, outputs)
+    return planned_linear_logprob(x, weight, ids, bias, options, backend=backend)
+
+
+def planned_linear_logprob(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: HeadOptions,
+    *,
+    backend: str | None,
+    objective: Objective | None = None,
+    chunk_rows: Sequence[int] | None = None,
+    on_mismatch: Callable[[float], None] | None = None,
+) -> LinearLogProbOutput:
+    """`linear_logprob` with a plan of what will be made of its outputs; see `head_statistics`."""
     check_head(x, weight, "ids", ids, bias)
     check_range("ids", ids, weight.shape[0])
-    options = _options(temperature, softcap, logit_scale, outputs)
     flat_ids = ids.reshape(-1)
     _, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, flat_ids, bias, options,
+        objective=objective, chunk_rows=chunk_rows, on_mismatch=on_mismatch,
         backend=backends.choose("linear_logprob", x.device, backend),
     )  # fmt: skip
     is_top1 = None if s.argmax is None else s.argmax == flat_ids

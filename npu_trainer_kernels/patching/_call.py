@@ -5,18 +5,32 @@ function and TRL's seam read it. Nothing is stored on the model, so copies of a 
 two models, or two threads, do not see each other's labels.
 """
 
+import contextlib
 import contextvars
 import functools
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from .._opaque import opaque
+from ..ops.grpo_loss import GrpoPlan
+from ._learned import LearnedPlan
 from ._undo import Undo
 
-__all__ = ["Call", "CallSettings", "current_call", "track_calls"]
+__all__ = ["Call", "CallSettings", "HeadPlan", "current_call", "current_plan", "track_calls", "use_plan"]
+
+
+class HeadPlan(Protocol):
+    """What a trainer knows of the loss before the head has run."""
+
+    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int) -> GrpoPlan | None:
+        """The plan for a head of so many rows, or None where it is for other rows, or does not fit."""
+
+    def mismatch(self, share: float) -> None:
+        """Told the share of rows whose real gradient was not the plan's."""
 
 
 @dataclass
@@ -27,11 +41,13 @@ class CallSettings:
         serves_trl: whether ours answers at TRL's seam.
         trl_backend: the backend for `linear_logprob`, or None for the device's own choice.
         tokens: input tokens of the training forwards so far, on this process.
+        learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
     """
 
     serves_trl: bool = False
     trl_backend: str | None = None
     tokens: int = 0
+    learned: LearnedPlan = field(default_factory=LearnedPlan)
 
 
 @dataclass
@@ -56,6 +72,24 @@ class Call:
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
+
+
+_plan: contextvars.ContextVar[HeadPlan | None] = contextvars.ContextVar("npu_kernels_plan", default=None)
+
+
+def current_plan() -> HeadPlan | None:
+    """The plan that the trainer whose loss is being computed has handed over, if any."""
+    return _plan.get()
+
+
+@contextlib.contextmanager
+def use_plan(plan: HeadPlan | None) -> Iterator[None]:
+    """Hands a plan to TRL's head for the length of the `with` block."""
+    token = _plan.set(plan)
+    try:
+        yield
+    finally:
+        _plan.reset(token)
 
 
 def current_call() -> Call | None:

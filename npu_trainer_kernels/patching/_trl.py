@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from .._triton import MissingDependencyError
-from ..ops.linear_logprob import OUTPUTS, linear_logprob
-from ._call import current_call
+from ..ops.linear_logprob import OUTPUTS, logprob_options, planned_linear_logprob
+from ._call import CallSettings, current_call, current_plan
 
 __all__ = ["TrlSeam", "seam"]
 
@@ -48,13 +48,25 @@ def _apply(
     logit_scale: float = 1.0,
     outputs: Sequence[str] = tuple(_NAMES),
     *,
-    backend: str | None = None,
+    settings: CallSettings,
 ) -> tuple[torch.Tensor | None, ...]:
     """TRL's function by ours: same arguments, same five outputs. `chunk_size` is TRL's tile width; ours needs none."""
-    out = linear_logprob(
-        hidden, weight, targets, bias, temperature=temperature, softcap=final_logit_softcapping,
-        logit_scale=logit_scale, outputs=tuple(_NAMES[o] for o in outputs if o in _NAMES), backend=backend,
+    wanted = tuple(_NAMES[o] for o in outputs if o in _NAMES)
+    options = logprob_options(temperature, final_logit_softcapping, logit_scale, wanted)
+    objective = chunk_rows = on_mismatch = None
+    plan = current_plan()
+    if torch.is_grad_enabled() and plan is not None:
+        found = plan.for_rows(targets.shape[0], weight, hidden.element_size())
+        if found is not None:
+            objective, chunk_rows, on_mismatch = found.objective, found.chunk_rows, plan.mismatch
+    elif torch.is_grad_enabled() and settings.learned.usable is not None:
+        objective, on_mismatch = settings.learned.usable, settings.learned.mismatch
+    out = planned_linear_logprob(
+        hidden, weight, targets, bias, options, backend=settings.trl_backend,
+        objective=objective, chunk_rows=chunk_rows, on_mismatch=on_mismatch,
     )  # fmt: skip
+    if plan is None:
+        settings.learned.watch(out.log_prob)
     monitored = (None if t is None else t.detach() for t in (out.log_sum_sq_probs, out.mean_logit, out.is_top1))
     return out.log_prob, out.entropy, *monitored
 
@@ -123,7 +135,7 @@ def _dispatcher(original: Any) -> Any:
             call = current_call()
             if call is None or not call.settings.serves_trl:
                 return original.apply(*args)
-            return _apply(*args, backend=call.settings.trl_backend)
+            return _apply(*args, settings=call.settings)
 
     return Dispatcher
 

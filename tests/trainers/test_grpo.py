@@ -102,13 +102,13 @@ def test_kernels_serve_trls_head(tmp_path, monkeypatch):
     from npu_trainer_kernels.patching import _trl
 
     rows = []
-    original = _trl.linear_logprob
+    original = _trl.planned_linear_logprob
 
     def spy(hidden, *args, **kwargs):
         rows.append(hidden.shape[0])
         return original(hidden, *args, **kwargs)
 
-    monkeypatch.setattr(_trl, "linear_logprob", spy)
+    monkeypatch.setattr(_trl, "planned_linear_logprob", spy)
     train(GRPOTrainer, tmp_path)
     assert rows
     # Prompt and padding rows are left out before the projection: 8 completions of at most 7 tokens remain.

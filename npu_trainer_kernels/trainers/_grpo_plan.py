@@ -1,0 +1,156 @@
+"""From a GRPO batch of TRL's to a plan for the head: which gradient TRL's loss will send back.
+
+Nothing here decides the loss: TRL's own `_compute_loss` does, and its real gradient is compared with the plan's in
+backward. What is wrong or missing here costs time, and a warning.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+
+from ..ops.grpo_loss import GrpoOptions, GrpoPlan, GrpoTokens, planned, token_weight
+
+__all__ = ["BatchPlan", "Planner"]
+
+# More rows than this not as planned: the formula is another one, rather than a ratio on the edge of its clip.
+_GIVE_UP = 0.5
+
+
+class Planner:
+    """Plans the batches of one trainer, for as long as its plans hold.
+
+    Attributes:
+        off: why batches are not planned, or None.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.off: str | None = self._never()
+
+    def _never(self) -> str | None:
+        """What makes a token's gradient depend on the whole batch's log-probabilities or entropies."""
+        t = self._trainer
+        if t.top_entropy_quantile < 1.0:
+            return f"top_entropy_quantile={t.top_entropy_quantile} selects tokens by the whole batch's entropies"
+        if t.off_policy_mask_threshold is not None:
+            return "off_policy_mask_threshold drops completions by the whole completion's log-probabilities"
+        return None
+
+    def plan(self, inputs: dict[str, Any]) -> "BatchPlan | None":
+        """The plan for a batch, or None."""
+        return None if self.off is not None else BatchPlan(self, inputs)
+
+    def describe(self) -> str:
+        """The options that shape the loss, for the warning."""
+        args = self._trainer.args
+        names = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta")
+        return ", ".join(f"{name}={getattr(args, name)!r}" for name in names)
+
+    def give_up(self, share: float) -> None:
+        """Stops planning, with one warning."""
+        self.off = f"the gradient of TRL's loss was not the planned one for {share:.0%} of the tokens"
+        warnings.warn(
+            f"GRPOTrainer: {self.off} ({self.describe()}). The result is right all the same; from now on the head's "
+            "backward forms the logits a second time.",
+            stacklevel=2,
+        )
+
+    def options(self) -> GrpoOptions:
+        """The trainer's numbers as the op takes them."""
+        t, args = self._trainer, self._trainer.args
+        bonus = 0.0
+        if t._entropy_bonus_enabled:
+            adaptive_off = t.use_adaptive_entropy and t._last_world_entropy > args.entropy_target
+            bonus = 0.0 if adaptive_off else t.entropy_coef
+        clips = t.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+        return GrpoOptions(
+            loss_type=t.loss_type,
+            importance_level=t.importance_sampling_level,
+            epsilon_low=t.epsilon_low,
+            epsilon_high=t.epsilon_high,
+            delta=args.delta if clips else None,
+            beta=t.beta,
+            bias_corrected_kl=args.use_bias_correction_kl and t.beta != 0.0,
+            entropy_coef=bonus,
+            sapo_temperature_pos=args.sapo_temperature_pos,
+            sapo_temperature_neg=args.sapo_temperature_neg,
+            vespo_k_pos=args.vespo_k_pos,
+            vespo_lambda_pos=args.vespo_lambda_pos,
+            vespo_k_neg=args.vespo_k_neg,
+            vespo_lambda_neg=args.vespo_lambda_neg,
+        )
+
+    def scale(self, inputs: dict[str, Any]) -> tuple[torch.Tensor | float, float]:
+        """What divides the policy terms beyond the tokens' own weights, and what divides the entropy bonus."""
+        t = self._trainer
+        accumulation = t.current_gradient_accumulation_steps
+        if t.loss_type in ("cispo", "dapo", "vespo"):
+            items = inputs["num_items_in_batch"].clamp(min=1.0) / t.accelerator.num_processes
+            return items * accumulation / t.args.steps_per_generation, accumulation
+        return accumulation, accumulation
+
+
+class BatchPlan:
+    """The plan for one batch; made when the head asks for it."""
+
+    def __init__(self, planner: Planner, inputs: dict[str, Any]) -> None:
+        self._planner, self._inputs = planner, inputs
+
+    def mismatch(self, share: float) -> None:
+        """A few rows are ratios on the edge of a clip; many are another formula."""
+        if share > _GIVE_UP:
+            self._planner.give_up(share)
+
+    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int) -> GrpoPlan | None:
+        """See `HeadPlan`. TRL scores the tokens of `completion_mask`, completion by completion."""
+        if not weight.requires_grad:
+            # A frozen head needs no plan: two products whatever the loss.
+            return None
+        keep = self._inputs["completion_mask"].bool()
+        lengths = keep.sum(1).tolist()
+        if sum(lengths) != rows:
+            return None
+        options = self._planner.options()
+        tokens = self._tokens(keep, options)
+        return planned(tokens, options, lengths, weight.shape[0], itemsize, weight.device)
+
+    def _tokens(self, keep: torch.Tensor, options: GrpoOptions) -> GrpoTokens:
+        inputs, trainer = self._inputs, self._planner._trainer
+        mask = inputs["completion_mask"]
+        mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).float()
+        lengths = mask.sum(1).clamp(min=1.0)
+        total = mask.sum().clamp(min=1.0)
+        divisor, bonus_divisor = self._planner.scale(inputs)
+        per_sequence = token_weight(options.loss_type, lengths, total, trainer.max_completion_length, 1)
+        sampler = None
+        if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+            sampler = inputs.get("importance_sampling_ratio")
+
+        def pick(t: torch.Tensor | None) -> torch.Tensor | None:
+            if t is None:
+                return None
+            t = t.detach().float()
+            return (t.unsqueeze(1) if t.dim() == 1 else t).expand(keep.shape)[keep]
+
+        log_sampler = None
+        if sampler is not None and options.loss_type == "vespo":
+            log_sampler = sampler.log().clamp(-18.420680743952367, 20.0).sum(-1, keepdim=True)
+        sequence = torch.arange(keep.shape[0], device=keep.device).unsqueeze(1).expand(keep.shape)
+        advantage = pick(inputs["advantages"])
+        weights, counted = pick(mask * (per_sequence / divisor).unsqueeze(1)), pick(mask)
+        assert advantage is not None
+        assert weights is not None
+        assert counted is not None
+        return GrpoTokens(
+            advantage=advantage,
+            weight=weights,
+            counted=counted,
+            old=pick(inputs.get("old_per_token_logps")),
+            reference=pick(inputs["ref_per_token_logps"]) if options.beta != 0.0 else None,
+            policy_weight=pick(sampler) if options.loss_type != "vespo" else None,
+            log_sampler_ratio=pick(log_sampler),
+            entropy_weight=pick(mask / (total * bonus_divisor)) if options.entropy_coef else None,
+            sequence=sequence[keep],
+            lengths=lengths,
+        )
