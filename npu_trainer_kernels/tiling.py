@@ -16,9 +16,13 @@ __all__ = [
     "launch_options",
     "norm_backward_tile",
     "norm_forward_tile",
+    "partial_sums_tile",
     "rope_tile",
+    "scale_block",
     "statistics_tile",
     "swiglu_block",
+    "vocabulary_tile",
+    "wants_int32_ids",
 ]
 
 
@@ -128,9 +132,16 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec) -> int:
         itemsize: bytes of a logit.
         spec: the device.
     """
-    # 0.5 GiB on an accelerator. On a CPU the chunk should stay near the cache, but 256 rows feed its matrix product.
-    budget, floor, multiple = (16 * MIB, 256, 8) if spec.kind == "cpu" else (GIB // 2, 1024, 128)
+    if spec.kind == "cuda" and n_rows * vocab * itemsize <= GIB:
+        # One chunk needs no fp32 weight gradient beside it, which would take as much memory.
+        return max(1, n_rows)
+    # 0.5 GiB on an accelerator. On a CPU a thousand rows feed the matrix product: chunks of 64, 256 and 512 rows took
+    # 3.5, 1.7 and 1.25 times as long as 1024 (2 cores, 4096 x 256 x 8191, fp32, forward and backward).
+    budget, floor, multiple = (32 * MIB, 1024, 8) if spec.kind == "cpu" else (GIB // 2, 1024, 128)
     rows = max(floor, budget // (vocab * itemsize))
+    if spec.kind == "cuda":
+        # Multiples of 2048 rows fill whole waves of the product with the weight: 16 tiles of 128 x H / 256 (H200).
+        rows = max(floor, GIB * 5 // 8 // (vocab * itemsize) // 1024 * 1024)
     chunks = max(1, _cdiv(n_rows, rows))
     return max(1, min(n_rows, _cdiv(_cdiv(n_rows, chunks), multiple) * multiple))
 
@@ -231,6 +242,17 @@ def norm_backward_tile(cols: int, itemsize: int, has_ds: bool, spec: DeviceSpec)
     return _row_tile(cols, 23, 8, 32, spec)
 
 
+@cache
+def partial_sums_tile(cols: int, spec: DeviceSpec) -> RowTile | None:
+    """Tile of the kernel that adds up the programs' partial weight gradients; None: PyTorch does."""
+    if spec.kind == "npu":
+        return None
+    if spec.kind == "cuda":
+        # 128 bytes of each row: short columns, so that there are programs enough.
+        return RowTile(64, 32, _cdiv(cols, 32), launch_options(spec, 8))
+    return RowTile(2, 16, _cdiv(cols, 16))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # SwiGLU, rotary embedding, embedding
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,6 +264,14 @@ class Block:
 
     size: int
     options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@cache
+def scale_block(spec: DeviceSpec) -> Block | None:
+    """Block of the kernel that multiplies by a number unless it is one; None: PyTorch multiplies."""
+    if spec.kind == "npu":
+        return None
+    return Block(4096, launch_options(spec, 8)) if spec.kind == "cuda" else Block(64)
 
 
 @cache
@@ -281,6 +311,22 @@ def rope_tile(half: int, itemsize: int, spec: DeviceSpec) -> RowTile:
         # larger tile keeps double buffering (bishengir-compile, 910B4).
         return RowTile(max(1, spec.on_chip_bytes // (8 * itemsize + 32) // half), half)
     return RowTile(4, next_power_of_2(half))
+
+
+def wants_int32_ids(spec: DeviceSpec) -> bool:
+    """Whether the embedding's kernels should get 32-bit ids (an NPU's scalar loads), or ids as they come."""
+    return spec.kind != "cuda"
+
+
+@cache
+def vocabulary_tile(cols: int, spec: DeviceSpec) -> RowTile | None:
+    """Tile of the embedding's backward that writes every row of the weight gradient: `rows` rows of dy at once, for a
+    block of `cols` columns; None: rows that occur are written over zeros."""
+    if spec.kind != "cuda":
+        return None
+    blocks = _cdiv(cols, 2048)
+    cols = next_power_of_2(_cdiv(cols, blocks))
+    return RowTile(4, cols, blocks, launch_options(spec, 4))
 
 
 @cache

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import backends
 from ..ops._norm import CASTINGS
 from ..ops.rms_norm import rms_norm, rms_norm_reference
 from ._classes import original_class, subclass_with_forward
 
-__all__ = ["NormForm", "is_candidate", "patched_norm_class", "recognise_norm"]
+__all__ = ["NormForm", "is_candidate", "keeps_own_code", "patched_norm_class", "recognise_norm"]
 
 _ROWS = 4
 # Where a module has no weight, its width does not matter.
@@ -102,9 +103,17 @@ def recognise_norm(module: nn.Module) -> NormForm | str:
     return forms[0]
 
 
+def keeps_own_code(op: str, x: torch.Tensor, backend: str | None) -> bool:
+    """Whether a patched module had better run its own code for this call: without gradients the torch backend saves
+    nothing, and generation calls every norm once a token."""
+    return not torch.is_grad_enabled() and backends.choose(op, x.device, backend) == "torch"
+
+
 @functools.cache
-def _forward(form: NormForm, backend: str | None) -> Callable[..., Any]:
+def _forward(cls: Any, form: NormForm, backend: str | None) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if keeps_own_code("rms_norm", hidden_states, backend):
+            return cls.forward(self, hidden_states)
         weight = self.weight if form.weighted else None
         return rms_norm(hidden_states, weight, form.eps, offset=form.offset, casting=form.casting, backend=backend)
 
@@ -114,4 +123,4 @@ def _forward(form: NormForm, backend: str | None) -> Callable[..., Any]:
 def patched_norm_class(module: Any, form: NormForm, backend: str | None) -> type[nn.Module]:
     """The class to give to a recognised module."""
     cls: Any = original_class(module)
-    return subclass_with_forward(cls, _forward(form, backend))
+    return subclass_with_forward(cls, _forward(cls, form, backend))

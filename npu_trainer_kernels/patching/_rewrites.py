@@ -29,7 +29,7 @@ from torch import nn
 from ..ops.add_rms_norm import add_rms_norm
 from ..ops.rope import rope, rope_reference
 from ._classes import original_class, subclass_with_forward
-from ._norms import NormForm, is_candidate, recognise_norm
+from ._norms import NormForm, is_candidate, keeps_own_code, recognise_norm
 
 __all__ = ["patched_layer_class", "patched_rope_class", "recognise_layer", "recognise_rope"]
 
@@ -236,6 +236,9 @@ def _layer_parts(
     by_name = dict(forms)
 
     def fused(norm: Any, name: str, hidden: torch.Tensor, residual: torch.Tensor) -> Any:
+        if keeps_own_code("add_rms_norm", hidden, backend):
+            total = residual + hidden
+            return norm(total), total
         form = by_name[name]
         weight = norm.weight if form.weighted else None
         return add_rms_norm(
