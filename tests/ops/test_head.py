@@ -118,6 +118,16 @@ def test_frozen_head_with_an_entropy_gradient(device, backend):
     check(device, backend, None, weight_grad=False)
 
 
+@pytest.mark.parametrize("weight_grad", [True, False])
+def test_a_plan_for_no_rows(device, backend, weight_grad):
+    x, w, _ = make(device, weight_grad)
+    nothing = torch.empty(0, dtype=torch.long, device=device)
+    _, s = head_statistics(
+        x, w, nothing, None, OPTIONS, rows=nothing, objective=lambda s, c: s.log_prob.sum(), backend=backend
+    )
+    assert not torch.autograd.grad(s.log_prob.sum() + s.entropy.sum(), x)[0].any()
+
+
 def test_nan_in_the_real_gradient_is_no_match(device, backend):
     x, w, ids = make(device)
     _, s = head_statistics(x, w, ids, None, OPTIONS, objective=lambda s, c: s.log_prob.sum(), backend=backend)
