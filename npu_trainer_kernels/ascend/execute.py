@@ -192,11 +192,13 @@ void npuk_launch(void **args, const int32_t *grid, int64_t *result) {{
 
 
 @functools.cache
-def _host_cpu() -> str:
-    """The CPU that llc compiles for: part of the key of a library, which may be on a disk that machines share."""
+def _host() -> tuple[str, str]:
+    """The machine and CPU that LLVM compiles for, as flags; without the first it knows of no vector instructions. Part
+    of the key of a library, which may be on a disk that machines share."""
     text = toolchain.invoke("llc", "ask for the host's CPU", [toolchain.host_tool("llc-19"), "--version"]).stdout
-    found = re.search(r"Host CPU: (\S+)", text)
-    return found[1] if found else "generic"
+    machine, cpu = re.search(r"Default target: (\S+)", text), re.search(r"Host CPU: (\S+)", text)
+    assert machine is not None, "llc names its default target"
+    return f"-mtriple={machine[1]}", f"-mcpu={cpu[1] if cpu else 'generic'}"
 
 
 _libraries: dict[tuple[str, str], Callable[..., None]] = {}
@@ -208,7 +210,7 @@ def _launcher_of(spec: Specialization, level: str) -> Callable[..., None]:
     key = (spec.content, level)
     if key not in _libraries:
         text = lower(spec)
-        name = toolchain.digest(toolchain.versions(), text, level, *_PASSES, _DRIVER, _host_cpu())
+        name = toolchain.digest(toolchain.versions(), text, level, *_PASSES, _DRIVER, _SUM.pattern, *_host())
         path = toolchain.cached(f"host/{spec.name}-{name}.so", lambda made: _build(made, spec, text, level))
         function = ctypes.CDLL(str(path)).npuk_launch
         function.restype = None
@@ -236,8 +238,8 @@ def _build(library: Path, spec: Specialization, lowered: str, level: str) -> Non
 
     step("lowering to LLVM", optimizer, source, *_PASSES, "-o", in_llvm)
     step("translation", toolchain.host_tool("mlir-translate-19"), "--mlir-to-llvmir", in_llvm, "-o", in_ir)
-    step("optimization", toolchain.host_tool("opt-19"), "-O2", f"-mcpu={_host_cpu()}", in_ir, "-o", optimized)
-    compile_flags = ("-O2", f"-mcpu={_host_cpu()}", "-relocation-model=pic", "-filetype=obj")
+    step("optimization", toolchain.host_tool("opt-19"), "-O2", *_host(), in_ir, "-o", optimized)
+    compile_flags = ("-O2", *_host(), "-relocation-model=pic", "-filetype=obj")
     step("compilation", toolchain.host_tool("llc-19"), *compile_flags, optimized, "-o", machine)
     libraries = toolchain.llvm_libraries()
     linked = ("-lm", f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lmlir_c_runner_utils")
@@ -325,13 +327,17 @@ _SCALAR_LOAD = re.compile(rf"\s*{_VALUE} = (?:memref|affine)\.load ({_VALUE})\[.
 _SCALAR_STORE = re.compile(rf"\s*(?:memref|affine)\.store {_VALUE}, ({_VALUE})\[.*\] : (memref<.*>)")
 _ATOMIC = re.compile(rf"\s*linalg\.generic .*outs\(({_VALUE}) : (memref<.*>)\) attrs = .*GenericAtomicRMW")
 _SHAPE = re.compile(r"memref<((?:[\d?]+x)*)(\w+)")
+# The body of a sum. Its order is the compiler's to choose: the chip adds up blocks side by side, a plain loop would add
+# one element after the other, and thousands of them would gather an error that no kernel makes.
+_SUM = re.compile(r"(\s*%\w+ = arith\.addf %in\w*, %init\w*)( : f32)$")
 _VIEWS = {"reinterpret_cast", "subview", "cast", "collapse_shape", "expand_shape"}
 _IN, _OUT, _LOAD, _SCALAR_OUT, _UPDATE = range(5)
 _ELEMENT_BYTES = {"f64": 8, "i64": 8, "f32": 4, "i32": 4, "f16": 2, "bf16": 2, "i16": 2, "i8": 1, "i1": 1}
 
 
 def instrument(text: str) -> str:
-    """Adds to a lowered kernel a call of `npuk_count(kind, elements, bytes of an element)` beside every HBM access."""
+    """Adds to a lowered kernel a call of `npuk_count(kind, elements, bytes of an element)` beside every HBM access, and
+    leaves the order of sums open."""
     in_hbm: set[str] = set()
     fresh = itertools.count()
     result: list[str] = []
@@ -349,7 +355,7 @@ def instrument(text: str) -> str:
         for kind, value, memref in _accesses(line):
             if value in in_hbm:
                 result += [pad + call for call in _count_call(kind, value, memref, next(fresh))]
-        result.append(line)
+        result.append(_SUM.sub(r"\1 fastmath<reassoc>\2", line))
         if line.startswith("module"):
             result.append("  func.func private @npuk_count(i32, index, i32)")
     return "\n".join(result) + "\n"

@@ -1,0 +1,175 @@
+"""Every op on the code that an NPU would get, executed on the CPU, against the op's reference by the one closeness rule.
+
+The tiles are the chip's, so shapes are chosen to end in masked tails there: rows that fill no tile, columns that fill
+no block.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from npu_trainer_kernels import device, ops
+from npu_trainer_kernels.ascend.cases import DTYPES, TABLE, Tensors
+from npu_trainer_kernels.ascend.execute import LEVELS
+from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder
+from npu_trainer_kernels.ascend.plan import plan, violations
+from npu_trainer_kernels.ops._head import _raw_statistics_triton
+from npu_trainer_kernels.ops._head import HeadOptions
+from npu_trainer_kernels.ops._launch import use_launcher
+from tests.closeness import assert_op_close
+
+CHIP = "Ascend910B4"
+
+
+@pytest.fixture(params=LEVELS)
+def launcher(request):
+    """Executes launches at one level of the lowering, with the chip's tiles."""
+    launcher = LoweringLauncher(CHIP, request.param)
+    with device.use_chip(CHIP), use_launcher(launcher):
+        yield launcher
+
+
+@pytest.fixture(params=DTYPES)
+def tensors(request):
+    return Tensors(DTYPES[request.param], "cpu")
+
+
+def weighted(outputs):
+    """A gradient that differs from element to element, for every differentiable output."""
+    total = torch.zeros((), dtype=torch.float64)
+    for number, y in enumerate(y for y in outputs if y is not None and y.requires_grad):
+        g = (torch.arange(y.numel()) * 0.37 + number).sin().view(y.shape)
+        total = total + (y * g.to(y.dtype)).sum(dtype=torch.float64)
+    return total
+
+
+def check(launcher, op, inputs, kernels, **options):
+    reference = getattr(ops, {"fused_linear_cross_entropy": "linear_cross_entropy"}.get(op, op) + "_reference")
+    function = getattr(ops, op)
+    assert_op_close(
+        lambda *a: function(*a, backend="ascend-lowering", **options),
+        lambda *a: reference(*a, **options),
+        inputs,
+        weighted,
+    )
+    assert set(launcher.traffic) == set(kernels), "the comparison says nothing where no kernel ran"
+
+
+NORM = ("_forward_kernel", "_backward_kernel")
+# Tiles of many rows and a tail; of a few rows; one row each; column blocks whose last one is short.
+NORM_SHAPES = [(150, 200), (7, 2500), (3, 5120), (3, 9000)]
+CASTINGS = [{"casting": "llama"}, {"casting": "gemma", "offset": 1.0}, {"casting": "none"}]
+
+
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("options", CASTINGS, ids=str)
+def test_rms_norm(launcher, tensors, shape, options):
+    check(launcher, "rms_norm", [tensors.floats(*shape), tensors.floats(shape[1])], NORM, **options)
+
+
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("mode", ["pre", "post"])
+def test_add_rms_norm(launcher, tensors, shape, mode):
+    inputs = [tensors.floats(*shape), tensors.floats(*shape), tensors.floats(shape[1])]
+    check(launcher, "add_rms_norm", inputs, NORM, mode=mode)
+
+
+def test_add_rms_norm_to_an_fp32_residual(launcher):
+    t = Tensors(torch.bfloat16, "cpu")
+    check(launcher, "add_rms_norm", [t.floats(11, 200), t.floats(11, 200, dtype=torch.float32), t.floats(200)], NORM)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_swiglu(launcher, tensors, strided):
+    # Whole blocks and a tail: contiguous tensors are one row of 30000.
+    gate, up = tensors.floats(3, 20000).detach().chunk(2, -1)
+    if not strided:
+        gate, up = gate.contiguous(), up.contiguous()
+    check(launcher, "swiglu", [gate.requires_grad_(), up.requires_grad_()], NORM)
+
+
+@pytest.mark.parametrize("size", [64, 96])
+def test_rope(launcher, tensors, size):
+    q, k = tensors.floats(2, 3, 130, size), tensors.floats(2, 1, 130, size)
+    cos, sin = (tensors.floats(1, 130, size, grad=False) for _ in range(2))
+    check(launcher, "rope", [q, k, cos, sin], ["_rotate_kernel"])
+
+
+@pytest.mark.parametrize("columns", [200, 9000])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 4, "scale": 2.5}], ids=str)
+def test_embedding(launcher, tensors, columns, options):
+    ids = tensors.ids(3, 50, below=17)
+    check(launcher, "embedding", [ids, tensors.floats(19, columns)], ["_gather_kernel", "_scatter_kernel"], **options)
+
+
+HEAD = ("_row_statistics_kernel", "_row_gradient_kernel")
+# Shorter than the lanes; folded steps and a tail; several gradient blocks and a tail.
+VOCABULARIES = [99, 3001, 20011]
+
+
+def head_inputs(tensors, vocabulary):
+    x = tensors.floats(5, 24)
+    weight = (0.3 * tensors.floats(vocabulary, 24).detach()).requires_grad_()
+    return [x, weight, tensors.ids(5, below=vocabulary), tensors.floats(vocabulary)]
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 3.0, "logit_scale": 2.0}, {"label_smoothing": 0.1, "z_loss": 1e-2}, {"reduction": "none"}],
+    ids=str,
+)
+def test_linear_cross_entropy(launcher, tensors, vocabulary, options):
+    inputs = head_inputs(tensors, vocabulary)
+    inputs[2][1] = -100
+    check(launcher, "fused_linear_cross_entropy", inputs, HEAD, **options)
+
+
+def test_linear_cross_entropy_with_class_weights(launcher, tensors):
+    weights = torch.rand(3001) + 0.5
+    options = {"class_weights": weights, "label_smoothing": 0.1, "softcap": 3.0}
+    check(launcher, "fused_linear_cross_entropy", head_inputs(tensors, 3001), HEAD, **options)
+
+
+def test_token_accuracy_and_predicted_ids(launcher, tensors):
+    x, weight, target, bias = head_inputs(tensors, 3001)
+    out = ops.fused_linear_cross_entropy(
+        x, weight, target, bias, outputs=("token_accuracy", "predicted_ids"), backend="ascend-lowering"
+    )
+    argmax = torch.nn.functional.linear(x, weight, bias).argmax(-1)
+    assert torch.equal(out.predicted_ids, argmax)
+    assert out.token_accuracy == (argmax == target).float().mean()
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"outputs": ("entropy",), "temperature": 0.7},
+        {"outputs": ("entropy", "is_top1", "mean_logit", "log_sum_sq_probs"), "softcap": 3.0},
+    ],
+    ids=str,
+)
+def test_linear_logprob(launcher, tensors, vocabulary, options):
+    check(launcher, "linear_logprob", head_inputs(tensors, vocabulary), HEAD, **options)
+
+
+def test_every_op_of_the_gate_is_executed_here():
+    executed = {"rms_norm", "add_rms_norm", "swiglu", "rope", "embedding", "linear_cross_entropy", "linear_logprob"}
+    assert {entry.op.partition(",")[0] for entry in TABLE} == executed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_the_tile_of_the_statistics_fits_with_every_combination_of_flags(dtype, has_weights):
+    logits = torch.empty(4096, 151936, dtype=dtype, device="meta")
+    class_weights = torch.empty(151936, device="meta") if has_weights else None
+    recorder = Recorder()
+    with device.use_chip(CHIP), use_launcher(recorder):
+        for softcap, entropy, squares, argmax in itertools.product((None, 30.0), *[(False, True)] * 3):
+            options = HeadOptions(softcap=softcap, entropy=entropy, mean=True, log_sum_sq=squares, argmax=argmax)
+            _raw_statistics_triton(logits, class_weights, options)
+    plans = [plan(launch.specialize(CHIP)) for launch in recorder.launches]
+    assert len(plans) == 16
+    assert [violations(p) for p in plans] == [[]] * 16
