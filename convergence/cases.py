@@ -22,6 +22,7 @@ class Case:
         quick: whether it belongs to the subset for every change.
         model: what differs from the family's small configuration.
         options: arguments of the task's config class that differ from `runs.TASK_OPTIONS`.
+        held_out: rows of the held-out batch; None: all.
         lora: trains an adapter instead of the model.
         seeds: not 0: nothing is replayed; this many runs each way sample freely, and their mean rewards are compared.
     """
@@ -35,6 +36,7 @@ class Case:
     quick: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    held_out: int | None = None
     lora: bool = False
     seeds: int = 0
 
@@ -79,13 +81,13 @@ CASES: tuple[Case, ...] = (
     Case("qwen3-grpo-free", "qwen3", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
     Case("llama-grpo-free", "llama", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
     Case("gemma3-grpo-free", "gemma3", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
-    Case("llama-lm-triton", "llama", "lm", backend="triton", steps=4, quick=True, options=FEW),
-    Case("gemma2-lm-triton", "gemma2", "lm", backend="triton", steps=4, options=FEW),
+    Case("llama-lm-triton", "llama", "lm", backend="triton", steps=3, quick=True, options=FEW, held_out=2),
+    Case("gemma2-lm-triton", "gemma2", "lm", backend="triton", steps=3, options=FEW, held_out=2),
     Case(
         "qwen3-grpo-triton", "qwen3", "grpo", backend="triton", steps=2, quick=True,
-        options={"loss_type": "dapo", "per_device_train_batch_size": 8, "num_generations": 4},
+        options={"loss_type": "dapo", "per_device_train_batch_size": 4, "num_generations": 4}, held_out=4,
     ),
-    Case("llama-lm-ascend", "llama", "lm", backend="ascend-lowering", steps=3, options=FEW),
+    Case("llama-lm-ascend", "llama", "lm", backend="ascend-lowering", steps=3, options=FEW, held_out=2),
 )  # fmt: skip
 
 

@@ -194,15 +194,17 @@ def _own_mean_per_micro_batch(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **{**kwargs, "num_items": None}) / 2
 
 
-def _temperature_ignored(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **{**kwargs, "temperature": 1.0})
+def _temperature_ignored(
+    original: Any, x: Any, weight: Any, bias: Any, ids: Any, temperature: float, *args: Any, **kwargs: Any
+) -> Any:
+    return original(x, weight, bias, ids, 1.0, *args, **kwargs)
 
 
 def _mean_upstream(original: Any, *args: Any, **kwargs: Any) -> Any:
-    output = original(*args, **kwargs)
-    if output.log_prob.requires_grad:
-        output.log_prob.register_hook(lambda gradient: gradient.mean().expand_as(gradient))
-    return output
+    log_prob, *others = original(*args, **kwargs)
+    if log_prob.requires_grad:
+        log_prob.register_hook(lambda gradient: gradient.mean().expand_as(gradient))
+    return log_prob, *others
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ def _no_kl(trainer: Any, inputs: dict[str, Any]) -> AbstractContextManager[Any]:
 
 _LOGIT_GRADIENT = "ops._head:_gradient_in_place"
 _LOSS = "patching._head:fused_linear_cross_entropy"
-_SEAM = "patching._trl:linear_logprob"
+_SEAM = "patching._trl:_apply"
 _NORM = "ops._norm:norm_forward"
 _IN_PATCHING = "npu_trainer_kernels.patching"
 

@@ -198,4 +198,4 @@ def run(workshop: Workshop, case: Case, variant: Variant) -> Curves:
     with _small_chunks(), _tiles_for(case, variant):
         with contextlib.redirect_stdout(io.StringIO()):
             trainer = workshop.trainer(case, variant)
-        return record(trainer, data.held_out(case.task), variant)
+        return record(trainer, data.held_out(case.task)[: case.held_out], variant)

@@ -14,9 +14,9 @@ is no criterion and no fixed tolerance is right; what rounding does to *this* ru
    each step does not hide in the average. It may be at most K times the largest average that two of the unpatched runs
    have between them, and is never asked to be below what rounding to the quantity's own format makes of it.
 
-The quantities: loss, gradient norm, mean log-probability of a fixed held-out batch, its log-probabilities token by
-token (root mean square), which tokens are its `TOP_K` most likely ones (share of positions that differ), evaluation
-loss, and at the end every parameter (root mean square, tensor by tensor).
+The quantities: loss, gradient norm (of all parameters and of each), mean log-probability of a fixed held-out batch, its
+log-probabilities token by token (root mean square), which tokens are its `TOP_K` most likely ones (share of positions
+that differ), evaluation loss, and at the end every parameter (root mean square, tensor by tensor).
 
 Why K = 3 and five noisy runs: were a quantity one normal number per run, the worst that correlation can do, a correct
 run would exceed 3 times the range of six others with probability 0.001; the window and the averages over tokens
@@ -145,6 +145,7 @@ class Curves:
         scalars: name -> one number per step, or per evaluation.
         log_probs: `[steps, tokens]` of the held-out batch, fp32.
         top: `[steps, tokens, TOP_K]` ids, the most likely first.
+        gradient_norms: `[steps, trained tensors]`, fp64; the order is that of `parameters`.
         parameters: name -> (a part of) the trained tensor, and the relative spacing of its dtype.
         seconds: wall clock of the training.
         report: what the kernels replaced, where they were in.
@@ -153,6 +154,7 @@ class Curves:
     scalars: dict[str, list[float]] = field(default_factory=dict)
     log_probs: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
     top: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, TOP_K))
+    gradient_norms: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
     parameters: dict[str, tuple[torch.Tensor, float]] = field(default_factory=dict)
     seconds: float = 0.0
     report: Report | None = None
@@ -166,6 +168,14 @@ class _Recorder(TrainerCallback):
         self.scalars: dict[str, list[float]] = {"loss": [], "gradient norm": [], "held-out log-probability": []}
         self.log_probs: list[torch.Tensor] = []
         self.top: list[torch.Tensor] = []
+        self.gradient_norms: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trained = _trained(kwargs["model"]).values()
+        norms = [p.new_zeros(()) if p.grad is None else p.grad.float().norm() for p in trained]
+        self.gradient_norms.append(torch.stack([norm.float() for norm in norms]).double().cpu())
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs = kwargs["logs"]
@@ -191,13 +201,16 @@ class _Recorder(TrainerCallback):
         self.scalars["held-out log-probability"].append(float(chosen.double().mean()))
 
 
+def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+
+
 def _snapshot(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, float]]:
     """The trained parameters, evenly thinned to MAX_ELEMENTS each."""
     found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.numel():
-            flat = parameter.detach().flatten()
-            found[name] = flat[:: -(-flat.numel() // MAX_ELEMENTS)].float().cpu(), torch.finfo(parameter.dtype).eps
+    for name, parameter in _trained(model).items():
+        flat = parameter.detach().flatten()
+        found[name] = flat[:: -(-flat.numel() // MAX_ELEMENTS)].float().cpu(), torch.finfo(parameter.dtype).eps
     return found
 
 
@@ -223,6 +236,7 @@ def record(trainer: Trainer, held_out: torch.Tensor, variant: Variant) -> Curves
         scalars=recorder.scalars,
         log_probs=torch.stack(recorder.log_probs),
         top=torch.stack(recorder.top),
+        gradient_norms=torch.stack(recorder.gradient_norms),
         parameters=_snapshot(trainer.model),
         seconds=seconds,
         report=_report(trainer),
@@ -324,9 +338,10 @@ def _pairs(runs: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.T
 
 
 def _floors(between: Sequence[torch.Tensor], resolution: torch.Tensor) -> torch.Tensor:
-    """Per step: the largest distance between two unpatched runs within WINDOW steps, at least the resolution."""
+    """Per step (the first dimension): the largest distance between two unpatched runs within WINDOW steps, at least
+    the resolution."""
     largest = torch.stack(list(between)).amax(0)
-    windows = [largest[max(0, t - WINDOW) : t + WINDOW + 1].max() for t in range(len(largest))]
+    windows = [largest[max(0, t - WINDOW) : t + WINDOW + 1].amax(0) for t in range(len(largest))]
     return torch.maximum(torch.stack(windows), resolution)
 
 
@@ -341,6 +356,24 @@ def _scalar_checks(name: str, unpatched: Sequence[Sequence[float]], patched: Seq
     return [
         Check(name, signed.abs().tolist(), floors.tolist(), k),
         Check(f"drift of {name}", [drift], [drift_floor], k, ["the whole curve, in noise floors"]),
+    ]
+
+
+def _gradient_checks(unpatched: Sequence[Curves], patched: Curves, k: float) -> list[Check]:
+    """The norm of each parameter's gradient. The norm of all gradients hides a fault in the gradient of a small one,
+    and Adam, which divides a gradient by its own size, hides it from the parameter."""
+    names = list(unpatched[0].parameters)
+    runs = [run.gradient_norms for run in unpatched]
+    floors = _floors([(a - b).abs() for a, b in _pairs(runs)], _ulp(runs[0]))
+    signed = (patched.gradient_norms - runs[0]) / floors
+    worst, ones = signed.abs().amax(0), [1.0] * len(names)
+    resolution = math.sqrt(1 / (12 * len(signed)))
+    # In noise floors all tensors are alike, so that each is held against the drift between unpatched runs of any.
+    drift_floor = max(resolution, *(float(((a - b) / floors).mean(0).abs().max()) for a, b in _pairs(runs)))
+    drift = signed.mean(0).abs()
+    return [
+        Check("gradient norm of each parameter", worst.tolist(), ones, k, names),
+        Check("drift of gradient norm of each parameter", drift.tolist(), [drift_floor] * len(names), k, names),
     ]
 
 
@@ -415,6 +448,7 @@ def judge(unpatched: Sequence[Curves], patched: Curves, precision: str) -> Verdi
         checks += _scalar_checks(name, [run.scalars[name] for run in unpatched], patched.scalars[name], k)
     checks.append(_log_prob_check([run.log_probs for run in unpatched], patched.log_probs, k))
     checks.append(_top_check([run.top for run in unpatched], patched.top, k))
+    checks += _gradient_checks(unpatched, patched, k)
     checks.append(_parameter_check(unpatched, patched, k))
     return Verdict(checks, [], patched.report)
 

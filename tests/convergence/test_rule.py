@@ -33,6 +33,7 @@ def curves(seed: int, noise: float = EPS, bias: float = 0.0) -> Curves:
         },
         log_probs=noisy(log_probs).float(),
         top=top,
+        gradient_norms=noisy(0.1 + torch.rand(STEPS, 1, generator=base, dtype=torch.float64)),
         parameters={"weight": (weight, torch.finfo(torch.float32).eps)},
     )
 
@@ -105,6 +106,19 @@ def test_one_wrong_parameter_fails_and_is_named() -> None:
     patched.parameters["weight"] = (weight + 1e-5, eps)
     verdict = judge(UNPATCHED, patched, "fp32")
     assert any("parameters at the end" in line and "weight" in line for line in verdict.failures())
+
+
+def test_a_wrong_gradient_of_one_small_parameter_fails_and_is_named() -> None:
+    patched = curves(7)
+    patched.gradient_norms = patched.gradient_norms * 1.01
+    verdict = judge(UNPATCHED, patched, "fp32")
+    assert {check.name for check in verdict.checks if not check.passed} == {
+        "gradient norm of each parameter",
+        "drift of gradient norm of each parameter",
+    }
+    assert "at weight" in verdict.failures()[0]
+    patched.gradient_norms[7] = math.nan
+    assert not judge(UNPATCHED, patched, "fp32").passed
 
 
 def test_missing_steps_and_parameters_fail() -> None:
