@@ -77,25 +77,34 @@ class GradientTile:
 
 
 @cache
-def statistics_tile(n_rows: int, n_cols: int, itemsize: int, wide: bool, spec: DeviceSpec) -> StatisticsTile:
+def statistics_tile(n_rows: int, n_cols: int, itemsize: int, spec: DeviceSpec, *, entropy: bool = False,
+                    mean: bool = False, squares: bool = False, argmax: bool = False,
+                    weights: bool = False) -> StatisticsTile:  # fmt: skip
     """Tile of the row-statistics kernel.
 
     Args:
         n_rows: rows of the chunk.
         n_cols: vocabulary size.
         itemsize: bytes of a logit.
-        wide: whether a step also holds column numbers (argmax) or class weights.
         spec: the device.
+        entropy, mean, squares, argmax: which sums the kernel forms beyond the maximum and the sum of exponentials.
+        weights: class weights are read beside the logits.
     """
     if spec.kind == "cuda":
         # 1024 lanes over 4 warps: 16-byte loads of bf16; four of them in flight hide HBM latency (H200).
         return StatisticsTile(4, min(1024, next_power_of_2(n_cols)), programs(n_rows, spec), launch_options(spec, 4))
     if spec.kind == "npu":
         # Narrow lanes, a tall fold: accumulators stay small, transfers reach 24 KiB, the lanes are rescaled once per
-        # fold. The largest that keeps double buffering on 910B4 with every combination of flags (bishengir-compile,
-        # sweep of 2048 to 14336 elements): bf16 56 x 256, fp32 40 x 256; with argmax or class weights 32 and 24.
+        # fold. The largest folds of 256 lanes, in steps of 4, that keep double buffering with and without a softcap on
+        # 910B4 (bishengir-compile 1.2.0, V = 151936, every combination of flags; fp16 as bf16).
+        narrow = itemsize <= 2
+        if argmax:
+            largest = (24 if weights and entropy and squares else 32) if narrow else 28
+        elif weights:
+            largest = (28 if entropy and squares else 44) if narrow else (28 if entropy and squares else 32)
+        else:
+            largest = (44 if narrow else 36) if entropy and mean else (56 if narrow else 40)
         width = min(256, n_cols)
-        largest = (32 if wide else 56) if itemsize <= 2 else (24 if wide else 32)
         lanes = n_cols // width
         # A step of the tail is short and masked: it costs about a third of a full one.
         fold = min(range(min(largest, max(lanes, 1)), 0, -1), key=lambda f: 3 * (lanes // f) + lanes % f)

@@ -382,8 +382,10 @@ def _raw_statistics_triton(
 ) -> tuple[torch.Tensor, ...]:
     n_rows, n_cols = logits.shape
     out = torch.empty(6, n_rows, dtype=torch.float32, device=logits.device)
-    wide = options.argmax or class_weights is not None
-    tile = tiling.statistics_tile(n_rows, n_cols, logits.element_size(), wide, device.spec(logits.device))
+    tile = tiling.statistics_tile(
+        n_rows, n_cols, logits.element_size(), device.spec(logits.device), entropy=options.entropy, mean=options.mean,
+        squares=options.log_sum_sq, argmax=options.argmax, weights=class_weights is not None,
+    )  # fmt: skip
     step = tile.fold * tile.width
     inner, outer = options.factors
     launch(
