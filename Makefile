@@ -8,8 +8,9 @@ TORCH  ?= torch==2.13.0
 EXTRAS ?= cuda,dev
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
+ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 
-.PHONY: demo test test-convergence test-convergence-quick test-ascend checkstyle bench clean
+.PHONY: demo test test-convergence test-convergence-quick test-ascend ascend-tools checkstyle bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +34,14 @@ test-convergence-quick: $(STAMP)
 
 test-ascend: $(STAMP)  ## every kernel through the real Ascend compiler, in an environment of its own
 	$(BIN)/tox run -e ascend
+
+# LLVM 19, whose tools run the Ascend compiler's output on the CPU. Other systems than Debian: the same by other names.
+ascend-tools:  ## installs what test-ascend needs beside Python packages, where it is absent and this is root
+	@for tool in opt-19 llc-19 mlir-translate-19 llvm-config-19 gcc; do command -v $$tool >/dev/null || missing=1; done; \
+	test -e "$$(llvm-config-19 --libdir 2>/dev/null)/libmlir_c_runner_utils.so" || missing=1; \
+	if test -z "$$missing"; then exit 0; fi; \
+	if test "$$(id -u)" = 0; then apt-get update -q && apt-get install -qy $(ASCEND_TOOLS); \
+	else echo "missing; as root: apt-get install $(ASCEND_TOOLS)" >&2; exit 1; fi
 
 checkstyle: $(STAMP)
 	$(BIN)/ruff check .

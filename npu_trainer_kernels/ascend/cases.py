@@ -49,9 +49,9 @@ class Tensors:
         return (made if made.is_meta else made.normal_()).requires_grad_(grad)
 
     def ids(self, *shape: int, below: int) -> torch.Tensor:
-        """Whole numbers in [0, below)."""
+        """Whole numbers in [0, below), always the same: how often one repeats decides what is moved."""
         made = torch.zeros(shape, dtype=torch.int64, device=self.where)
-        return made if made.is_meta else made.random_(0, below)
+        return made if made.is_meta else made.random_(0, below, generator=torch.Generator().manual_seed(0))
 
     @property
     def itemsize(self) -> int:

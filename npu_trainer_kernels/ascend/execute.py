@@ -201,6 +201,12 @@ def _host() -> tuple[str, str]:
     return f"-mtriple={machine[1]}", f"-mcpu={cpu[1] if cpu else 'generic'}"
 
 
+@functools.cache
+def _this_module() -> str:
+    """What is done to a kernel on its way to a library: part of the library's key, too."""
+    return Path(__file__).read_text()
+
+
 _libraries: dict[tuple[str, str], Callable[..., None]] = {}
 _running = threading.Lock()  # a library counts in static variables
 
@@ -210,7 +216,7 @@ def _launcher_of(spec: Specialization, level: str) -> Callable[..., None]:
     key = (spec.content, level)
     if key not in _libraries:
         text = lower(spec)
-        name = toolchain.digest(toolchain.versions(), text, level, *_PASSES, _DRIVER, _SUM.pattern, *_host())
+        name = toolchain.digest(toolchain.versions(), text, level, _this_module(), *_host())
         path = toolchain.cached(f"host/{spec.name}-{name}.so", lambda made: _build(made, spec, text, level))
         function = ctypes.CDLL(str(path)).npuk_launch
         function.restype = None

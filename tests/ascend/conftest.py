@@ -25,3 +25,15 @@ def _compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(toolchain.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+_USERS_CACHE = os.environ.get(toolchain.CACHE_VARIABLE)
+
+
+@pytest.fixture
+def kept_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of earlier runs, for tests of kernels: what it holds is named by all that it was made from."""
+    if _USERS_CACHE is None:
+        monkeypatch.delenv(toolchain.CACHE_VARIABLE)
+    else:
+        monkeypatch.setenv(toolchain.CACHE_VARIABLE, _USERS_CACHE)

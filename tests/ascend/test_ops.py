@@ -14,12 +14,12 @@ from npu_trainer_kernels.ascend.cases import DTYPES, TABLE, Tensors
 from npu_trainer_kernels.ascend.execute import LEVELS
 from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder
 from npu_trainer_kernels.ascend.plan import plan, violations
-from npu_trainer_kernels.ops._head import _raw_statistics_triton
-from npu_trainer_kernels.ops._head import HeadOptions
+from npu_trainer_kernels.ops._head import HeadOptions, _raw_statistics_triton
 from npu_trainer_kernels.ops._launch import use_launcher
 from tests.closeness import assert_op_close
 
 CHIP = "Ascend910B4"
+pytestmark = pytest.mark.usefixtures("kept_cache")
 
 
 @pytest.fixture(params=LEVELS)

@@ -10,6 +10,7 @@ from npu_trainer_kernels.patching import PATCHES
 from tests.closeness import assert_as_close
 from tests.models import batch, small_model
 
+pytestmark = pytest.mark.usefixtures("kept_cache")
 FAMILIES = ("llama", "qwen3")
 KERNELS = {
     "_forward_kernel",
