@@ -17,7 +17,7 @@ class Case:
         family: a key of `tests.models.FAMILIES`.
         task: "lm" (`transformers.Trainer`), or one of TRL's trainers.
         precision: one of `verify.PRECISIONS`.
-        backend: for `apply_npu_kernels`; "device": the device's own choice.
+        backend: for `apply_npu_kernels`; "device": its own choice, on a CPU torch for every op.
         steps: optimizer steps.
         quick: whether it belongs to the subset for every change.
         model: what differs from the family's small configuration.
@@ -81,8 +81,8 @@ CASES: tuple[Case, ...] = (
     Case("qwen3-grpo-free", "qwen3", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
     Case("llama-grpo-free", "llama", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
     Case("gemma3-grpo-free", "gemma3", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
-    Case("llama-lm-triton", "llama", "lm", backend="triton", steps=3, quick=True, options=FEW, held_out=2),
-    Case("gemma2-lm-triton", "gemma2", "lm", backend="triton", steps=3, options=FEW, held_out=2),
+    Case("llama-lm-triton", "llama", "lm", backend="triton", steps=2, quick=True, options=FEW, held_out=2),
+    Case("gemma2-lm-triton", "gemma2", "lm", backend="triton", steps=2, options=FEW, held_out=2),
     Case(
         "qwen3-grpo-triton", "qwen3", "grpo", backend="triton", steps=2, quick=True,
         options={"loss_type": "dapo", "per_device_train_batch_size": 4, "num_generations": 4}, held_out=4,

@@ -108,11 +108,17 @@ class Workshop:
             **options,
         )
 
+    def _backend(self, case: Case) -> str | None:
+        if case.backend != "device":
+            return case.backend
+        # Left to itself a CPU keeps the model's own code for some ops; asked for by name, all of them are tested.
+        return "torch" if self.device == "cpu" else None
+
     def trainer(self, case: Case, variant: Variant) -> Trainer:
         """The case's trainer, with the kernels where the variant has them."""
         dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
         path = self.model_path(case)
-        backend = None if case.backend == "device" else case.backend
+        backend = self._backend(case)
         kwargs: dict[str, Any] = {
             "model": AutoModelForCausalLM.from_pretrained(path, dtype=dtype),
             "args": self._arguments(case, variant),
