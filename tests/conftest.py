@@ -17,8 +17,6 @@ import torch
 torch.set_num_threads(1)
 
 
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves out tests/ascend, which run without the interpreter, in a session and an environment of their own
     (`make test-ascend`), unless they are what was asked for."""

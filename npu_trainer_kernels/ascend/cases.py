@@ -76,6 +76,7 @@ class Entry:
         share: rows of one core's share; None: `rows` divided by the chip's vector cores.
         dtypes: names of `DTYPES`.
         max_traffic: the most bytes moved over the fewest possible; None: reported, not held against a limit.
+        reads_values: the op's host code reads masks, so that its launches are recorded on CPU tensors, of few rows.
     """
 
     op: str
@@ -86,6 +87,7 @@ class Entry:
     share: int | None = None
     dtypes: tuple[str, ...] = tuple(DTYPES)
     max_traffic: float | None = _ROW_LIMIT
+    reads_values: bool = False
 
     def cases(self) -> Iterator[Case]:
         """One case for each size and dtype."""
@@ -97,7 +99,7 @@ class Entry:
         dtype = DTYPES[name]
 
         def run() -> None:
-            self.call(Tensors(dtype, "meta"), self.rows, size)
+            self.call(Tensors(dtype, "cpu" if self.reads_values else "meta"), self.rows, size)
 
         def run_share() -> Mapping[str, int]:
             chip = device.spec(torch.device("cpu"))
@@ -148,7 +150,7 @@ def _add_rms_norm(**options: Any) -> Call:
     return call
 
 
-# ------------------------------------------------------------------------------------------- SwiGLU, rotation, embedding
+# ------------------------------------------------------------------------------------------ SwiGLU, rotation, embedding
 def _swiglu(strided: bool) -> Call:
     def call(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
         if strided:  # the halves of one projection
@@ -220,11 +222,35 @@ def _logprob(**options: Any) -> Call:
     return call
 
 
+def _grpo(fused: bool) -> Call:
+    def call(t: Tensors, rows: int, vocabulary: int) -> Mapping[str, int]:
+        ids = t.ids(1, rows, below=vocabulary)
+        given: dict[str, Any] = {
+            "old_log_prob": torch.zeros(1, rows),
+            "temperature": 0.9,
+            "entropy": True,
+            "backend": _BACKEND,
+        }
+        if fused:
+            x, weight = t.floats(1, rows, _HEAD_HIDDEN), t.floats(vocabulary, _HEAD_HIDDEN)
+            result = ops.fused_linear_grpo_loss(x, weight, ids, torch.ones(1), **given)
+        else:
+            result = ops.grpo_loss(t.floats(1, rows, vocabulary), ids, torch.ones(1), **given)
+        _backward(result.loss)
+        return _head_bytes(t, rows, vocabulary)
+
+    return call
+
+
 def _head(op: str, call: Call, max_traffic: float | None = _HEAD_LIMIT) -> Entry:
     return Entry(op, VOCABULARIES, "vocabulary", call, share=2, max_traffic=max_traffic)
 
 
-_EVERYTHING = {
+def _head_of_values(op: str, call: Call) -> Entry:
+    return Entry(op, VOCABULARIES, "vocabulary", call, 16, share=2, max_traffic=_HEAD_LIMIT, reads_values=True)
+
+
+_EVERYTHING: dict[str, Any] = {
     "softcap": 30.0,
     "label_smoothing": 0.1,
     "z_loss": 1e-4,
@@ -259,6 +285,8 @@ TABLE: tuple[Entry, ...] = (
     _head("linear_logprob, entropy", _logprob(temperature=0.7, outputs=("entropy",))),
     _head("linear_logprob, everything", _logprob(softcap=30.0, temperature=0.7, outputs=(
         "entropy", "is_top1", "mean_logit", "log_sum_sq_probs"))),
+    _head_of_values("grpo_loss", _grpo(fused=False)),
+    _head_of_values("grpo_loss, fused with the projection", _grpo(fused=True)),
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Every op on the code that an NPU would get, executed on the CPU, against the op's reference by the one closeness rule.
+"""Every op on the code that an NPU would get, executed on the CPU, against its reference by the one closeness rule.
 
 The tiles are the chip's, so shapes are chosen to end in masked tails there: rows that fill no tile, columns that fill
 no block.
@@ -155,8 +155,36 @@ def test_linear_logprob(launcher, tensors, vocabulary, options):
     check(launcher, "linear_logprob", head_inputs(tensors, vocabulary), HEAD, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"importance_level": "sequence", "entropy_coef": 0.01}], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_grpo_loss(launcher, tensors, fused, options):
+    x, weight, _, _ = head_inputs(tensors, 3001)
+    x, ids, mask = x.detach().view(1, 5, 24).requires_grad_(), tensors.ids(1, 5, below=3001), torch.ones(1, 5)
+    mask[:, 4] = 0
+    logits = torch.nn.functional.linear(x, weight).detach().requires_grad_()
+    old = torch.log_softmax(logits.detach().float(), -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1) + 0.1
+    given = {"completion_mask": mask, "old_log_prob": old, "options": ops.GrpoOptions(**options)}
+    name, inputs = ("fused_linear_grpo_loss", [x, weight]) if fused else ("grpo_loss", [logits])
+    assert_op_close(
+        lambda *a: getattr(ops, name)(*a, ids, torch.ones(1), backend="ascend-lowering", **given).loss,
+        lambda *a: getattr(ops, name + "_reference")(*a, ids, torch.ones(1), **given).loss,
+        inputs,
+        lambda outputs: outputs[0],
+    )
+    assert set(launcher.traffic) == set(HEAD)
+
+
 def test_every_op_of_the_gate_is_executed_here():
-    executed = {"rms_norm", "add_rms_norm", "swiglu", "rope", "embedding", "linear_cross_entropy", "linear_logprob"}
+    executed = {
+        "rms_norm",
+        "add_rms_norm",
+        "swiglu",
+        "rope",
+        "embedding",
+        "linear_cross_entropy",
+        "linear_logprob",
+        "grpo_loss",
+    }
     assert {entry.op.partition(",")[0] for entry in TABLE} == executed
 
 
