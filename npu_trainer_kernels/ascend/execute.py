@@ -244,7 +244,9 @@ def _build(library: Path, spec: Specialization, lowered: str, level: str) -> Non
 
     step("lowering to LLVM", optimizer, source, *_PASSES, "-o", in_llvm)
     step("translation", toolchain.host_tool("mlir-translate-19"), "--mlir-to-llvmir", in_llvm, "-o", in_ir)
-    step("optimization", toolchain.host_tool("opt-19"), "-O2", *_host(), in_ir, "-o", optimized)
+    # Loops of constant length unrolled into thousands of instructions would take seconds to compile.
+    optimize_flags = ("-O2", "--disable-loop-unrolling", *_host())
+    step("optimization", toolchain.host_tool("opt-19"), *optimize_flags, in_ir, "-o", optimized)
     compile_flags = ("-O2", *_host(), "-relocation-model=pic", "-filetype=obj")
     step("compilation", toolchain.host_tool("llc-19"), *compile_flags, optimized, "-o", machine)
     libraries = toolchain.llvm_libraries()
