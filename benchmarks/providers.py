@@ -22,7 +22,7 @@ __all__ = ["Absent", "Provider", "providers"]
 Function = Callable[[Tensors], Outputs]
 Make = Callable[[Case, torch.device], Function]
 # Rows of logits alive at once in the low-memory setting of linear cross-entropy.
-LOW_MEMORY_ROWS = 1024
+LOW_MEMORY_ROWS = 2048
 
 
 class Absent(RuntimeError):
@@ -120,8 +120,9 @@ _CALLS: dict[str, Callable[[str], Function]] = {
 @_peer("linear_cross_entropy", "ours-low-memory", "npu_trainer_kernels", in_scaling=True)
 def _low_memory(case: Case, device: torch.device) -> Function:
     return lambda t: ops.fused_linear_cross_entropy(  # type: ignore[return-value]
-        t["x"], t["weight"], t["target"], chunk_rows=min(LOW_MEMORY_ROWS, max(1, t["x"].shape[0] // 4))
-    )
+        t["x"], t["weight"], t["target"], low_memory=True,
+        chunk_rows=min(LOW_MEMORY_ROWS, max(1, t["x"].shape[0] // 2)),
+    )  # fmt: skip
 
 
 @_peer("fused_linear_grpo_loss", "ours-logprob", "npu_trainer_kernels")

@@ -20,7 +20,9 @@ __all__ = [
     "DeviceSpec",
     "accelerator",
     "chip_spec",
+    "has_atomic_index_add",
     "has_fp32_output_product",
+    "has_libdevice",
     "spec",
     "synchronize",
     "use_chip",
@@ -154,4 +156,14 @@ def synchronize(device: torch.device) -> None:
 
 def has_fp32_output_product(device: torch.device) -> bool:
     """Whether `torch.addmm(..., out_dtype=torch.float32)` takes bf16 and fp16 factors there."""
+    return device.type == "cuda"
+
+
+def has_libdevice(device: torch.device) -> bool:
+    """Whether kernels there can call CUDA's library of accurate functions."""
+    return device.type == "cuda"
+
+
+def has_atomic_index_add(device: torch.device) -> bool:
+    """Whether `index_add_` adds in no fixed order there, and `index_put_` with accumulate in a fixed one."""
     return device.type == "cuda"

@@ -11,12 +11,14 @@ __all__ = [
     "StatisticsTile",
     "accumulating_programs",
     "embedding_tile",
+    "fused_tile",
     "gradient_tile",
     "head_chunk",
     "launch_options",
     "norm_backward_tile",
     "norm_forward_tile",
     "partial_sums_tile",
+    "rope_pair_tile",
     "rope_tile",
     "scale_block",
     "statistics_tile",
@@ -125,6 +127,20 @@ def gradient_tile(n_rows: int, n_cols: int, itemsize: int, has_weights: bool, sp
         block = _cdiv(_cdiv(n_cols, _cdiv(n_cols, largest)), 64) * 64
         return GradientTile(min(block, largest), programs(n_rows, spec))
     return GradientTile(min(64, next_power_of_2(n_cols)), min(n_rows, 2) or 1)
+
+
+@cache
+def fused_tile(n_cols: int, itemsize: int, spec: DeviceSpec) -> StatisticsTile | None:
+    """Tile of the kernel that forms statistics and gradient of a row at once; None: two kernels do.
+
+    Args:
+        n_cols: vocabulary size.
+        itemsize: bytes of a logit.
+        spec: the device.
+    """
+    if spec.kind != "cuda":
+        return None
+    return StatisticsTile(4, min(4096, next_power_of_2(n_cols)), spec.vector_cores, launch_options(spec, 16))
 
 
 @cache
@@ -320,6 +336,29 @@ def rope_tile(half: int, itemsize: int, spec: DeviceSpec) -> RowTile:
         # larger tile keeps double buffering (bishengir-compile, 910B4).
         return RowTile(max(1, spec.on_chip_bytes // (8 * itemsize + 32) // half), half)
     return RowTile(4, next_power_of_2(half))
+
+
+@dataclass(frozen=True)
+class HeadsTile:
+    """Blocks of the kernel that rotates a token of queries and keys: so many heads at once, half a head of `cols`."""
+
+    q_heads: int
+    k_heads: int
+    cols: int
+    options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@cache
+def rope_pair_tile(q_heads: int, k_heads: int, half: int, spec: DeviceSpec) -> HeadsTile | None:
+    """Tile of the rotary kernel for queries and keys in one launch; None: one launch for each."""
+    if spec.kind != "cuda":
+        return None
+    # A token's heads mostly lie one after another: at 32 x 64, 16 elements a thread.
+    cols = next_power_of_2(half)
+    most = max(1, 2048 // cols)
+    return HeadsTile(
+        min(most, next_power_of_2(q_heads)), min(most, next_power_of_2(k_heads)), cols, launch_options(spec, 4)
+    )
 
 
 def wants_int32_ids(spec: DeviceSpec) -> bool:

@@ -38,8 +38,9 @@ frozen      weight and bias need no gradient: forward forms d log_prob / dx, and
             products); gradients of other statistics are recomputed.
 no grad     one product.
 
-Memory beyond inputs and gradients: one chunk of logits, an fp32 weight gradient while several chunks accumulate, and
-`[N]` statistics; independent of the vocabulary times N. Accumulation and statistics are fp32 whatever the dtypes.
+Memory beyond inputs and gradients: one chunk of logits, half an fp32 weight gradient while several chunks accumulate
+(the other half lies where the gradient will), and `[N]` statistics; independent of the vocabulary times N.
+Accumulation and statistics are fp32 whatever the dtypes.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from ._launch import launch
 __all__ = [
     "HeadOptions",
     "HeadStatistics",
+    "LinearObjective",
     "Objective",
     "head_statistics",
     "head_statistics_reference",
@@ -133,6 +135,17 @@ class _Softmax(NamedTuple):
 Objective = Callable[[HeadStatistics, slice], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class LinearObjective:
+    """sum_i factor_i log_prob_i, `[n]` fp32 factors: an objective whose gradient is known before the logits are. Where
+    no other statistic is wanted, one kernel then forms statistics and gradient (`tiling.fused_tile`)."""
+
+    factor: torch.Tensor
+
+    def __call__(self, statistics: HeadStatistics, chunk: slice) -> torch.Tensor:
+        return (statistics.log_prob * self.factor[chunk]).sum()
+
+
 class _Coefficients(NamedTuple):
     """The four numbers per row of the module's docstring; None stands for zeros."""
 
@@ -192,11 +205,20 @@ def logits_statistics_reference(
 
 
 @jit
+def _tanh(y, HAS_CAP: tl.constexpr):
+    """2 sigmoid(2 y) - 1 is the one form that every backend compiles well; CUDA's fast sigmoid loses digits there."""
+    if HAS_CAP == 2:
+        return tl.extra.cuda.libdevice.tanh(y)
+    else:
+        return 2.0 * tl.sigmoid(2.0 * y) - 1.0
+
+
+@jit
 def _transformed(x, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr):
-    """z(l) in fp32. tanh(y) = 2 sigmoid(2 y) - 1: the one form that every backend compiles well."""
+    """z(l) in fp32."""
     z = x.to(tl.float32)
     if HAS_CAP:
-        z = outer * (2.0 * tl.sigmoid(2.0 * inner * z) - 1.0)
+        z = outer * _tanh(inner * z, HAS_CAP)
     elif not IS_IDENTITY:
         z = inner * z
     return z
@@ -345,12 +367,86 @@ def _row_gradient_kernel(
 
 
 @jit
+def _row_fused_kernel(
+    logits,  # [n_rows, n_cols], overwritten with dL/dl
+    ids,  # [n_rows]
+    factor,  # [n_rows] fp32: dL/dlog_prob
+    out,  # [4, n_rows] fp32: log_prob, lse, max, 1 / sum e
+    n_rows,
+    n_cols,
+    n_folded,
+    row_stride,
+    inner,
+    outer,
+    HAS_CAP: tl.constexpr,
+    IS_IDENTITY: tl.constexpr,
+    FOLD: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    # Few programs, so that their rows stay in the L2 cache until they are read again.
+    NEGATIVE: tl.constexpr = -1e30
+    lane = tl.arange(0, WIDTH)
+    folded = tl.arange(0, FOLD)[:, None] * WIDTH + lane[None, :]
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        start_of_row = logits + tl.cast(row, tl.int64) * row_stride
+        column = tl.load(ids + row).to(tl.int32)
+        f = tl.load(factor + row)
+        x_id = tl.load(start_of_row + column).to(tl.float32)
+        m = tl.full([WIDTH], NEGATIVE, tl.float32)
+        s = tl.zeros([WIDTH], tl.float32)
+        for start in range(0, n_folded, FOLD * WIDTH):
+            x = tl.load(start_of_row + start + folded, eviction_policy="evict_last")
+            z = _transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
+            m_new = tl.maximum(m, tl.max(z, axis=0))
+            s = s * tl.exp(m - m_new) + tl.sum(tl.exp(z - m_new[None, :]), axis=0)
+            m = m_new
+        for start in range(n_folded, n_cols, WIDTH):
+            mask = start + lane < n_cols
+            x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
+            z = tl.where(mask, _transformed(x, inner, outer, HAS_CAP, IS_IDENTITY), NEGATIVE)
+            m_new = tl.maximum(m, z)
+            s = s * tl.exp(m - m_new) + tl.where(mask, tl.exp(z - m_new), 0.0)
+            m = m_new
+        row_max = tl.max(m, axis=0)
+        total = tl.sum(s * tl.exp(m - row_max), axis=0)
+        log_s = tl.log(total)
+        z_id = _transformed(x_id, inner, outer, HAS_CAP, IS_IDENTITY)
+        tl.store(out + row, (z_id - row_max) - log_s)
+        tl.store(out + n_rows + row, row_max + log_s)
+        tl.store(out + 2 * n_rows + row, row_max)
+        tl.store(out + 3 * n_rows + row, 1.0 / total)
+        a = -f / total
+        # What the id's own column gets more than the others.
+        at_id = f
+        if HAS_CAP:
+            t = z_id / outer
+            at_id = f * (outer * inner) * (1.0 - t * t)
+        elif not IS_IDENTITY:
+            at_id = f * inner
+        # Nobody may overwrite x_id or a tail before everybody has read it.
+        tl.debug_barrier()
+        for start in range(n_folded, n_cols, WIDTH):
+            mask = start + lane < n_cols
+            x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
+            g = _logit_gradient(x, 1.0, row_max, a, 0.0, 0.0, 0.0, inner, outer, HAS_CAP, IS_IDENTITY, False, False)
+            g += tl.where(start + lane == column, at_id, 0.0)
+            tl.store(start_of_row + start + lane, g.to(logits.dtype.element_ty), mask=mask)
+        # Backwards: what was read last is the surest to be in the cache.
+        for done in range(0, n_folded, FOLD * WIDTH):
+            start = n_folded - FOLD * WIDTH - done
+            x = tl.load(start_of_row + start + folded, eviction_policy="evict_first")
+            g = _logit_gradient(x, 1.0, row_max, a, 0.0, 0.0, 0.0, inner, outer, HAS_CAP, IS_IDENTITY, False, False)
+            g += tl.where(start + folded == column, at_id, 0.0)
+            tl.store(start_of_row + start + folded, g.to(logits.dtype.element_ty))
+
+
+@jit
 def _logit_gradient(x, u, z_max, a, c, e, shift, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr,
                     HAS_MEAN: tl.constexpr, HAS_ENTROPY: tl.constexpr):  # fmt: skip
     """dL/dl of one block without the b term, the formula of the module's docstring."""
     x = x.to(tl.float32)
     if HAS_CAP:
-        t = 2.0 * tl.sigmoid(2.0 * inner * x) - 1.0
+        t = _tanh(inner * x, HAS_CAP)
         z = outer * t
     elif IS_IDENTITY:
         z = x
@@ -367,14 +463,43 @@ def _logit_gradient(x, u, z_max, a, c, e, shift, inner, outer, HAS_CAP: tl.const
     return g
 
 
+@jit
+def _scale_kernel(
+    values,  # [n] of any float dtype, multiplied in place
+    factor,  # one number
+    n,
+    BLOCK: tl.constexpr,
+):
+    f = tl.load(factor).to(tl.float32)
+    # The usual factor is one, and then nothing is read or written.
+    if f != 1.0:
+        lane = tl.arange(0, BLOCK)
+        for start in range(tl.cast(tl.program_id(0), tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+            mask = start + lane < n
+            value = tl.load(values + start + lane, mask=mask).to(tl.float32) * f
+            tl.store(values + start + lane, value.to(values.dtype.element_ty), mask=mask)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The two steps, by Triton or in torch
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _kernel_flags(options: HeadOptions) -> dict[str, Any]:
+def _scale(t: torch.Tensor, factor: torch.Tensor, backend: str) -> None:
+    """`t *= factor`, for next to nothing when the factor is the number one, without waiting to know."""
+    spec = device.spec(t.device)
+    tile = None if backend == "torch" or factor.dim() or not t.is_contiguous() else tiling.scale_block(spec)
+    if tile is None or not t.numel():
+        t.mul_(factor)
+    else:
+        programs = tiling.accumulating_programs(-(-t.numel() // tile.size), spec)
+        launch(_scale_kernel, (programs,), t, factor, t.numel(), BLOCK=tile.size, **tile.options)
+
+
+def _kernel_flags(options: HeadOptions, where: torch.device) -> dict[str, Any]:
     inner, _ = options.factors
-    return {"HAS_CAP": options.softcap is not None, "IS_IDENTITY": options.softcap is None and inner == 1.0}
+    cap = 2 if options.softcap is not None and device.has_libdevice(where) else options.softcap is not None
+    return {"HAS_CAP": cap, "IS_IDENTITY": options.softcap is None and inner == 1.0}
 
 
 def _raw_statistics_triton(
@@ -392,7 +517,7 @@ def _raw_statistics_triton(
         _row_statistics_kernel, (tile.programs,),
         logits, out if class_weights is None else class_weights, out,
         n_rows, n_cols, n_cols // step * step, logits.stride(0), inner, outer,
-        **_kernel_flags(options),
+        **_kernel_flags(options, logits.device),
         HAS_ENTROPY=options.entropy, HAS_MEAN=options.mean, HAS_WEIGHTS=class_weights is not None,
         HAS_SQUARES=options.log_sum_sq, HAS_ARGMAX=options.argmax,
         FOLD=tile.fold, WIDTH=tile.width, **tile.options,
@@ -439,6 +564,29 @@ def _statistics(
         argmax=best.long() if options.argmax else None,
     )
     return statistics, _Softmax(row_max, 1.0 / s, shift)
+
+
+def _fuses(objective: Objective | None, options: HeadOptions, backend: str) -> bool:
+    """Whether statistics and gradient may come from one kernel."""
+    more = options.entropy or options.mean or options.log_sum_sq or options.argmax
+    return isinstance(objective, LinearObjective) and not more and backend != "torch"
+
+
+def _statistics_and_gradient(
+    logits: torch.Tensor, ids: torch.Tensor, factor: torch.Tensor, options: HeadOptions, tile: tiling.StatisticsTile
+) -> tuple[HeadStatistics, _Softmax]:
+    """Statistics of one chunk of logits, which are overwritten with dL/dl of sum_i factor_i log_prob_i."""
+    n_rows, n_cols = logits.shape
+    out = torch.empty(4, n_rows, dtype=torch.float32, device=logits.device)
+    step = tile.fold * tile.width
+    inner, outer = options.factors
+    launch(
+        _row_fused_kernel, (tile.programs,), logits, ids, factor, out,
+        n_rows, n_cols, n_cols // step * step, logits.stride(0), inner, outer,
+        **_kernel_flags(options, logits.device), FOLD=tile.fold, WIDTH=tile.width, **tile.options,
+    )  # fmt: skip
+    log_prob, lse, row_max, inverse_s = out.unbind(0)
+    return HeadStatistics(log_prob, lse), _Softmax(row_max, inverse_s, None)
 
 
 def _gradient_in_place(
@@ -502,7 +650,7 @@ def _gradient_triton(
         softmax.row_max, unused if softmax.shift is None else softmax.shift,
         k.a * softmax.inverse_s, unused if k.c is None else k.c, unused if k.e is None else k.e * softmax.inverse_s,
         n_rows, n_cols, n_cols // tile.block * tile.block, logits.stride(0), inner, outer,
-        **_kernel_flags(options),
+        **_kernel_flags(options, logits.device),
         HAS_MEAN=k.c is not None, HAS_WEIGHTS=has_weights, HAS_ENTROPY=k.e is not None,
         BLOCK=tile.block, **tile.options,
     )  # fmt: skip
@@ -554,39 +702,101 @@ def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
 
 
 def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`total += a @ b` without rounding `a @ b` to the inputs' dtype first. `total` is fp32.
+    """`total += a @ b` without rounding `a @ b` to the inputs' dtype first. `total` is fp32, or of the inputs' dtype.
 
     Rounding every chunk's product would bias a long accumulation although each product's own error looks harmless.
     """
-    if a.dtype == torch.float32:
+    if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif total.dtype != torch.float32:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
     elif device.has_fp32_output_product(total.device):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a.float(), b.float())
 
 
+def _begin(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`total = a @ b`, likewise: the first product saves filling with zeros and reading them."""
+    if a.dtype not in (torch.float32, total.dtype) and device.has_fp32_output_product(total.device):
+        torch.mm(a, b, out_dtype=torch.float32, out=total)
+    else:
+        torch.mm(a.to(total.dtype), b.to(total.dtype), out=total)
+
+
+class _WeightSum:
+    """The fp32 sum of the chunks' weight gradients, half of it in the memory of the result.
+
+    A result of two bytes an element has room for half the fp32 sums, so only the other half needs memory of its own.
+    """
+
+    # Rows of the half begin where the matrix unit's accesses stay aligned.
+    _ALIGNED_ROWS = 256
+    # Elements that are copied aside when the sums are rounded in place.
+    _FIRST = 1 << 20
+
+    def __init__(self, weight: torch.Tensor, low_memory: bool) -> None:
+        """With `low_memory` there are no fp32 sums: the result itself is added to, and rounded after each chunk."""
+        n_rows, n_cols = weight.shape
+        self.result = torch.empty(n_rows, n_cols, dtype=weight.dtype, device=weight.device)
+        self.parts = [self.result]
+        self.begun = False
+        if weight.dtype != torch.float32 and not low_memory:
+            inside = n_rows // 2 // self._ALIGNED_ROWS * self._ALIGNED_ROWS
+            room = self.result.view(-1)[: 2 * inside * n_cols]
+            rest = torch.empty(n_rows - inside, n_cols, dtype=torch.float32, device=weight.device)
+            self.parts = [room.view(torch.float32).view(inside, n_cols), rest] if inside else [rest]
+
+    def add(self, g: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds g^T x."""
+        product = _accumulate if self.begun else _begin
+        self.begun = True
+        first = 0
+        for part in self.parts:
+            last = first + part.shape[0]
+            product(part, g[:, first:last].t(), x)
+            first = last
+
+    def finish(self) -> torch.Tensor:
+        """The sum in the result's dtype. To be called once."""
+        if not self.begun:
+            return self.result.zero_()
+        *inside, rest = self.parts
+        if rest is self.result:
+            return rest
+        for sums in inside:
+            # From the front, in pieces that double: each is written where only sums lay that are rounded already.
+            source, target = sums.view(-1), self.result.view(-1)
+            done = min(self._FIRST, source.shape[0])
+            target[:done] = source[:done].clone()
+            while done < source.shape[0]:
+                piece = slice(done, min(2 * done, source.shape[0]))
+                target[piece] = source[piece]
+                done = piece.stop
+        self.result[self.result.shape[0] - rest.shape[0] :] = rest
+        return self.result
+
+
 @dataclass
 class _Gradients:
-    """Gradients of x, weight and bias as they are formed chunk by chunk."""
+    """Gradients of x, weight and bias as they are formed chunk by chunk; `total`: weight's, while it is summed."""
 
     x: torch.Tensor | None
     weight: torch.Tensor | None
     bias: torch.Tensor | None
+    total: _WeightSum | None = None
 
     @classmethod
     def empty(cls, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor | None,
-              needs: tuple[bool, ...], n_chunks: int) -> _Gradients:  # fmt: skip
+              needs: tuple[bool, ...], n_chunks: int, low_memory: bool) -> _Gradients:  # fmt: skip
         dx = None
         if needs[0]:
             # Rows that were left out have gradient zero.
             dx = torch.zeros_like(x) if rows is not None else torch.empty_like(x)
         # One chunk: the product is the gradient. Several: they add up in fp32.
-        dw = None
-        if needs[1] and n_chunks != 1:
-            dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        total = _WeightSum(weight, low_memory) if needs[1] and n_chunks != 1 else None
         db = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if bias is not None and needs[2] else None
-        return cls(dx, dw, db)
+        return cls(dx, None, db, total)
 
     def add(self, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, chunk: slice, rows: torch.Tensor | None,
             needs_weight: bool) -> None:  # fmt: skip
@@ -596,18 +806,18 @@ class _Gradients:
             else:
                 self.x.index_copy_(0, rows[chunk], (g @ weight).to(self.x.dtype))
         if needs_weight:
-            if self.weight is None:
+            if self.total is None:
                 self.weight = g.t() @ x
             else:
-                _accumulate(self.weight, g.t(), x)
+                self.total.add(g, x)
         if self.bias is not None:
             self.bias += g.sum(0, dtype=torch.float32)
 
-    def scaled(self, factor: torch.Tensor) -> _Gradients:
+    def scaled(self, factor: torch.Tensor, backend: str) -> _Gradients:
         """All of them times a scalar (or x's rows times one each), in place."""
         for t in (self.x, self.weight, self.bias):
             if t is not None:
-                t.mul_(factor)
+                _scale(t, factor, backend)
         return self
 
     def plus(self, other: _Gradients) -> _Gradients:
@@ -619,6 +829,7 @@ class _Gradients:
 
     def cast(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _Gradients:
         dw = None if self.weight is None else self.weight.to(weight.dtype)
+        dw = dw if self.total is None else self.total.finish()
         db = None if self.bias is None or bias is None else self.bias.to(bias.dtype)
         return _Gradients(self.x, dw, db)
 
@@ -720,8 +931,19 @@ class _Head(torch.autograd.Function):
         softmaxes: list[_Softmax] = []
         d_rows: list[tuple[torch.Tensor | None, ...]] = []
         forms = any(needs) and (objective is not None or frozen)
-        grads = _Gradients.empty(x, weight, bias, rows, needs, len(chunks.slices)) if forms else None
+        grads = _Gradients.empty(x, weight, bias, rows, needs, len(chunks.slices), call.low_memory) if forms else None
+        fused = None
+        if forms and _fuses(objective, call.options, call.backend):
+            fused = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
         for chunk, x_chunk, ids_chunk, logits in chunks:
+            if fused is not None and isinstance(objective, LinearObjective) and grads is not None:
+                factor = objective.factor[chunk]
+                statistics, softmax = _statistics_and_gradient(logits, ids_chunk, factor, call.options, fused)
+                collected.append(statistics)
+                softmaxes.append(softmax)
+                d_rows.append((factor, None, None, None))
+                grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1])
+                continue
             statistics, softmax = _statistics(logits, ids_chunk, class_weights, call.options, call.backend)
             collected.append(statistics)
             softmaxes.append(softmax)
@@ -737,6 +959,8 @@ class _Head(torch.autograd.Function):
                 _gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend)
                 grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1])
         merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, x.device)))
+        if fused is not None and isinstance(objective, LinearObjective):
+            total = objective(merged, slice(None))
         ctx.call, ctx.plan = call, None
         if grads is not None:
             ctx.plan = _Plan(grads.cast(weight, bias), _concatenated(d_rows, (None,) * 4), frozen)
@@ -773,6 +997,7 @@ class _Call:
     chunk_rows: int | Sequence[int] | None
     dtype: torch.dtype
     on_mismatch: Callable[[float], None] | None
+    low_memory: bool
 
 
 # A row's gradient is the plan's when they differ by less than this part of the largest gradient: fp32 rounding of two
@@ -786,9 +1011,11 @@ def _from_plan(
     """The gradients by the plan, or None where it is no help."""
     grads = plan.gradients
     if all(d is None for d in d_rows):
-        return None if d_total is None else grads.scaled(d_total)
+        return None if d_total is None else grads.scaled(d_total, ctx.call.backend)
     if d_total is not None:
         return None
+    if ctx.saved_tensors[3].shape[0] == 0:
+        return grads
     if plan.row_by_row:
         if d_rows[0] is None or any(d is not None for d in d_rows[1:]):
             return None
@@ -796,7 +1023,7 @@ def _from_plan(
         factor = d_rows[0]
         if rows is not None and grads.x is not None:
             factor = factor.new_zeros(grads.x.shape[0]).index_copy_(0, rows, factor)
-        return grads.scaled(factor.unsqueeze(-1))
+        return grads.scaled(factor.unsqueeze(-1), ctx.call.backend)
     scale, wrong = _compare(plan.d_rows, d_rows)
     if wrong.numel():
         share = wrong.numel() / ctx.saved_tensors[3].shape[0]
@@ -804,7 +1031,7 @@ def _from_plan(
             ctx.call.on_mismatch(share)
         if share > 0.5:
             return None
-    grads = grads.scaled(scale)
+    grads = grads.scaled(scale, ctx.call.backend)
     if wrong.numel():
         rest = [_subtract(d, None if p is None else p * scale) for d, p in zip(d_rows, plan.d_rows, strict=True)]
         grads = grads.plus(_recomputed(ctx, rest, wrong))
@@ -859,7 +1086,7 @@ def _recomputed(ctx: Any, d_rows: Sequence[torch.Tensor | None], select: torch.T
         chunk_rows = None
     uniform = 1.0 / weight.shape[0] if class_weights is None else None
     chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, chunk_rows)
-    grads = _Gradients.empty(x, weight, bias, rows, needs, len(chunks.slices))
+    grads = _Gradients.empty(x, weight, bias, rows, needs, len(chunks.slices), call.low_memory)
     for chunk, x_chunk, ids_chunk, logits in chunks:
         softmax = _Softmax(*(None if t is None else t[chunk] for t in softmax_fields))  # type: ignore[arg-type]
         k = _coefficients([None if t is None else t[chunk] for t in d_rows], softmax.row_max, uniform)
@@ -890,6 +1117,7 @@ def head_statistics(
     backend: str,
     chunk_rows: int | Sequence[int] | None = None,
     on_mismatch: Callable[[float], None] | None = None,
+    low_memory: bool = False,
 ) -> tuple[torch.Tensor | None, HeadStatistics]:
     """Statistics of the head for chosen rows, and the sum of an objective over chunks of them. Opaque to
     `torch.compile` (it would have to trace a host loop of unknown length).
@@ -907,6 +1135,7 @@ def head_statistics(
         chunk_rows: rows of logits alive at once, or the row at which each chunk ends; None: as `tiling.head_chunk`
             says.
         on_mismatch: told the share of rows whose real gradient was not the plan's, when there are any.
+        low_memory: sum the chunks' weight gradients in weight's dtype, not in fp32.
 
     Returns:
         The objective summed over chunks (None without one) and the `[n]` statistics, all differentiable as the
@@ -915,7 +1144,7 @@ def head_statistics(
     dtype = compute_dtype(x)
     # The products run in this dtype and everything else in fp32: autocast has no further say.
     with contextlib.nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
-        call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch)
+        call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch, low_memory)
         total, *statistics = _Head.apply(x, weight, bias, ids, rows, class_weights, call)
     return total, HeadStatistics(*statistics)
 

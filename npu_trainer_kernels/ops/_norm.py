@@ -334,6 +334,24 @@ def _backward_kernel(
         store(dw + tl.program_id(0) * HIDDEN + cols, total, cols < width, HIDDEN % COLS != 0)
 
 
+@jit
+def _sum_kernel(
+    partials,  # [n_rows, HIDDEN] fp32
+    total,  # [HIDDEN], their sum in a fixed order
+    n_rows,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    at = tl.arange(0, ROWS)[:, None]
+    sums = tl.zeros([ROWS, COLS], tl.float32)
+    for row in range(0, n_rows, ROWS):
+        mask = (row + at < n_rows) & (cols[None, :] < HIDDEN)
+        sums += tl.load(partials + (row + at) * HIDDEN + cols[None, :], mask=mask, other=0.0)
+    store(total + cols, tl.sum(sums, axis=0), cols < HIDDEN, HIDDEN % COLS != 0)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The two steps, by Triton or in torch
 # ---------------------------------------------------------------------------------------------------------------------
@@ -406,7 +424,7 @@ def _launch_backward(
     ds: torch.Tensor | None, dots: torch.Tensor, dx: torch.Tensor | None, needs_dw: bool, offset: float, casting: str,
     tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Returns dw in fp32, where it is needed."""
+    """Returns dw in the weight's dtype, where it is needed."""
     n_rows, hidden = x.shape
     r, s = x if residual is None else residual, x if ds is None else ds
     programs = tiling.accumulating_programs(-(-n_rows // tile.rows), spec, tile.blocks)
@@ -421,7 +439,19 @@ def _launch_backward(
         CONTIGUOUS=all(t.stride(0) == hidden for t in (x, r, dy, s)),
         REDUCE=reduce, APPLY=apply, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
     )  # fmt: skip
-    return None if dw is None else dw.sum(0)
+    return None if dw is None or weight is None else _sum(dw, weight.dtype, spec)
+
+
+def _sum(partials: torch.Tensor, dtype: torch.dtype, spec: device.DeviceSpec) -> torch.Tensor:
+    """The programs' partial sums, added up."""
+    n_rows, hidden = partials.shape
+    tile = tiling.partial_sums_tile(hidden, spec)
+    if tile is None:
+        return partials.sum(0).to(dtype)
+    total = torch.empty(hidden, dtype=dtype, device=partials.device)
+    launch(_sum_kernel, (tile.blocks,), partials, total, n_rows,
+           HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options)  # fmt: skip
+    return total
 
 
 def norm_backward(
@@ -453,7 +483,7 @@ def norm_backward(
         if dx is not None:
             _launch_backward(rows, r_rows, w, rstd, g_rows, s_rows, dots.sum(0), dx, False, offset, casting, tile, spec,
                              reduce=False)  # fmt: skip
-    return dx, None if dw is None or weight is None else dw.to(weight.dtype)
+    return dx, dw
 
 
 def _backward_torch(

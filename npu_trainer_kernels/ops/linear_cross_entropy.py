@@ -18,7 +18,7 @@ import torch
 
 from .. import backends
 from ._checks import check_choice, check_head, check_range
-from ._head import HeadOptions, HeadStatistics, compute_dtype, head_statistics, transform
+from ._head import HeadOptions, HeadStatistics, LinearObjective, Objective, compute_dtype, head_statistics, transform
 
 __all__ = ["LinearCrossEntropyOutput", "fused_linear_cross_entropy", "linear_cross_entropy_reference", "valid_rows"]
 
@@ -129,6 +129,7 @@ def fused_linear_cross_entropy(
     outputs: Sequence[str] = (),
     rows: torch.Tensor | None = None,
     chunk_rows: int | None = None,
+    low_memory: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | LinearCrossEntropyOutput:
     """Cross-entropy of a linear head, with at most one token chunk of logits alive.
@@ -151,6 +152,8 @@ def fused_linear_cross_entropy(
         outputs: any of "token_accuracy", "predicted_ids".
         rows: what `valid_rows(target, ignore_index)` returned, where the caller has it already.
         chunk_rows: rows of logits alive at once; None: chosen for the device.
+        low_memory: sum the chunks' weight gradients in weight's dtype: one rounding more for each chunk, and half an
+            fp32 weight gradient less memory.
         backend: overrides the choice of `backends.choose("linear_cross_entropy", ...)`.
 
     Returns:
@@ -191,9 +194,14 @@ def fused_linear_cross_entropy(
         total = row_losses(s, chunk).sum()
         return total * scale if early and scale is not None else total
 
+    chosen: Objective | None = None if reduction == "none" else objective
+    if chosen is not None and not label_smoothing and not z_loss:
+        factor = torch.full(ids.shape, -1.0, dtype=torch.float32, device=x.device) if k_id is None else -k_id
+        chosen = LinearObjective(factor * scale if early and scale is not None else factor)
+
     total, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, ids, bias, options,
-        rows=rows, class_weights=k, objective=None if reduction == "none" else objective, chunk_rows=chunk_rows,
+        rows=rows, class_weights=k, objective=chosen, chunk_rows=chunk_rows, low_memory=low_memory,
         backend=backends.choose("linear_cross_entropy", x.device, backend),
     )  # fmt: skip
     if total is None:

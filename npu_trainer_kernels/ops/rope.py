@@ -124,6 +124,97 @@ def _rotate_kernel(
                          COLS)  # fmt: skip
 
 
+@jit
+def _rotate_heads(x, y, c1, c2, s1, s2, n_heads, x_head, y_head, INVERSE: tl.constexpr, HALF: tl.constexpr,
+                  HEADS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """One token's heads, HEADS at a time."""
+    cols = tl.arange(0, COLS)[None, :]
+    for first in range(0, n_heads, HEADS):
+        heads = first + tl.arange(0, HEADS)[:, None]
+        mask = (heads < n_heads) & (cols < HALF)
+        at_x = x + tl.cast(heads, tl.int64) * x_head + cols
+        at_y = y + tl.cast(heads, tl.int64) * y_head + cols
+        x1 = load_fp32(at_x, mask, True)
+        x2 = load_fp32(at_x + HALF, mask, True)
+        if INVERSE:
+            y1 = x1 * c1 + x2 * s2
+            y2 = x2 * c2 - x1 * s1
+        else:
+            y1 = x1 * c1 - x2 * s1
+            y2 = x2 * c2 + x1 * s2
+        store(at_y, y1, mask, True)
+        store(at_y + HALF, y2, mask, True)
+
+
+@jit
+def _rotate_pair_kernel(
+    q,  # [n_batches, q_heads, n_tokens, 2 HALF] by strides, the last one 1; so are k, and yq and yk, which are written
+    k,
+    yq,
+    yk,
+    cos,  # [n_batches, n_tokens, 2 HALF] by strides; so is sin
+    sin,
+    n_tokens,
+    q_heads,
+    k_heads,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    yq_batch,
+    yq_head,
+    yq_token,
+    yk_batch,
+    yk_head,
+    yk_token,
+    cos_batch,
+    cos_token,
+    sin_batch,
+    sin_token,
+    INVERSE: tl.constexpr,
+    HALF: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    # A program rotates one token of q and k: its heads are one tile, and the tables are read once.
+    batch = tl.cast(tl.program_id(0) // n_tokens, tl.int64)
+    token = tl.program_id(0) - batch * n_tokens
+    cols = tl.arange(0, COLS)[None, :]
+    cos += batch * cos_batch + token * cos_token
+    sin += batch * sin_batch + token * sin_token
+    c1 = load_fp32(cos + cols, cols < HALF, COLS != HALF)
+    c2 = load_fp32(cos + HALF + cols, cols < HALF, COLS != HALF)
+    s1 = load_fp32(sin + cols, cols < HALF, COLS != HALF)
+    s2 = load_fp32(sin + HALF + cols, cols < HALF, COLS != HALF)
+    _rotate_heads(q + batch * q_batch + token * q_token, yq + batch * yq_batch + token * yq_token, c1, c2, s1, s2,
+                  q_heads, q_head, yq_head, INVERSE, HALF, Q_HEADS, COLS)  # fmt: skip
+    _rotate_heads(k + batch * k_batch + token * k_token, yk + batch * yk_batch + token * yk_token, c1, c2, s1, s2,
+                  k_heads, k_head, yk_head, INVERSE, HALF, K_HEADS, COLS)  # fmt: skip
+
+
+def _rotate_pair(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype],
+    inverse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """q and k rotated, each in its dtype of `dtypes`; in one launch where that pays."""
+    n_batches, q_heads, n_tokens, size = q.shape
+    tile = tiling.rope_pair_tile(q_heads, k.shape[1], size // 2, device.spec(q.device))
+    if tile is None or not q.numel() or not k.numel():
+        return _rotate(q, cos, sin, dtypes[0], inverse), _rotate(k, cos, sin, dtypes[1], inverse)
+    q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
+    yq, yk = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
+    launch(
+        _rotate_pair_kernel, (n_batches * n_tokens,),
+        q, k, yq, yk, cos, sin, n_tokens, q_heads, k.shape[1], *(s for t in (q, k, yq, yk) for s in t.stride()[:3]),
+        *(s for t in (cos, sin) for s in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))),
+        INVERSE=inverse, HALF=size // 2, Q_HEADS=tile.q_heads, K_HEADS=tile.k_heads, COLS=tile.cols, **tile.options,
+    )  # fmt: skip
+    return yq, yk
+
+
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, inverse: bool) -> torch.Tensor:
     """x rotated, in `dtype`; keeps the order of x's dimensions in memory, as elementwise operations do."""
     if x.stride(-1) != 1:
@@ -155,15 +246,15 @@ class _Rope(torch.autograd.Function):
         if backend == "torch":
             return rope_reference(q, k, cos, sin)
         table = torch.promote_types(cos.dtype, sin.dtype)
-        return (
-            _rotate(q, cos, sin, torch.promote_types(q.dtype, table), False),
-            _rotate(k, cos, sin, torch.promote_types(k.dtype, table), False),
-        )
+        dtypes = torch.promote_types(q.dtype, table), torch.promote_types(k.dtype, table)
+        return _rotate_pair(q, k, cos, sin, dtypes, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor | None, dk: torch.Tensor | None) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
+        if ctx.backend != "torch" and dq is not None and dk is not None and all(ctx.needs_input_grad[:2]):
+            return *_rotate_pair(dq, dk, cos, sin, ctx.dtypes, True), None, None, None
         grads: list[torch.Tensor | None] = []
         for d, dtype, needed in zip((dq, dk), ctx.dtypes, ctx.needs_input_grad[:2], strict=True):
             if d is None or not needed:

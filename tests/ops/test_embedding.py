@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
+from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ops import embedding, embedding_reference
 from tests.closeness import assert_op_close
 
@@ -59,6 +60,16 @@ def test_gradient_adds_up_in_fp32(device, backend):
     assert torch.equal(g[0].float(), torch.full((7,), 64.0, device=device))
 
 
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 4, "scale": 2.5}], ids=str)
+@pytest.mark.parametrize("columns", [45, 64])
+def test_backward_by_vocabulary(device, monkeypatch, columns, options):
+    # What CUDA gets; elsewhere it would not be reached.
+    monkeypatch.setattr(tiling, "vocabulary_tile", lambda cols, spec: tiling.RowTile(4, 32, -(-cols // 32)))
+    check(make(device, torch.bfloat16, columns), "triton", **options)
+    _, weight = make(device, torch.bfloat16, columns)
+    check([torch.full((61,), 5, device=device), weight], "triton", **options)
+
+
 def test_padding_row_is_read_and_gets_no_gradient(device, backend):
     ids, weight = make(device)
     pad = int(ids[0, 0])
@@ -70,9 +81,9 @@ def test_padding_row_is_read_and_gets_no_gradient(device, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scaled_embedding_has_the_bits_of_transformers(backend, dtype):
-    ids, weight = make(torch.device("cpu"), dtype)
-    module = Gemma3TextScaledWordEmbedding(V, 45, padding_idx=0, embed_scale=45**0.5).to(dtype)
+def test_scaled_embedding_has_the_bits_of_transformers(device, backend, dtype):
+    ids, weight = make(device, dtype)
+    module = Gemma3TextScaledWordEmbedding(V, 45, padding_idx=0, embed_scale=45**0.5).to(device, dtype)
     with torch.no_grad():
         module.weight.copy_(weight)
         expected = module(ids)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ops import fused_linear_cross_entropy, linear_cross_entropy_reference
 from tests.closeness import assert_op_close
 
@@ -54,6 +55,25 @@ def check(inputs, backend, chunk_rows=None, **options):
 )
 def test_matches_reference(device, backend, dtype, chunk_rows, options):
     check(make(device, dtype), backend, chunk_rows, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"logit_scale": 0.25}, {"reduction": "sum"}], ids=str)
+@pytest.mark.parametrize("width", [16, 256])
+def test_statistics_and_gradient_in_one_kernel(device, monkeypatch, width, options):
+    # What CUDA gets; elsewhere it would not be reached.
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, width, 3))
+    check(make(device), "triton", 8, **options)
+    check(make(device), "triton", 8, class_weights=torch.rand(V, device=device) + 0.5, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_memory_rounds_each_chunk_and_no_more(device, backend, dtype):
+    inputs = make(device, dtype)
+    exact = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    for each, low_memory in ((inputs, True), (exact, False)):
+        fused_linear_cross_entropy(*each, chunk_rows=8, low_memory=low_memory, backend=backend).backward()
+    torch.testing.assert_close(inputs[1].grad, exact[1].grad, rtol=0.05, atol=1e-3 if dtype == torch.bfloat16 else 1e-6)
+    assert torch.equal(inputs[0].grad, exact[0].grad)
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}], ids=str)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ops import rope, rope_reference
 from tests.closeness import assert_op_close
 
@@ -50,6 +51,14 @@ def test_matches_reference(device, backend, dtype, size, tokens):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_layouts(device, backend, batched, transposed):
     check(make(device, batched=batched, transposed=transposed), backend)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("size", [24, 64])
+def test_queries_and_keys_in_one_launch(device, monkeypatch, size, heads):
+    # What CUDA gets; elsewhere it would not be reached.
+    monkeypatch.setattr(tiling, "rope_pair_tile", lambda q, k, half, spec: tiling.HeadsTile(heads, heads, 32))
+    check(make(device, torch.bfloat16, size, batched=True), "triton")
 
 
 def test_tables_of_another_dtype(device, backend):
