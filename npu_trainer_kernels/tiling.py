@@ -1,5 +1,6 @@
 """From bytes to block sizes: pure integer functions that return frozen dataclasses (no torch, testable anywhere)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -21,6 +22,7 @@ __all__ = [
     "rope_pair_tile",
     "rope_tile",
     "scale_block",
+    "shortest_chunk",
     "statistics_tile",
     "swiglu_block",
     "vocabulary_tile",
@@ -119,7 +121,7 @@ def statistics_tile(n_rows: int, n_cols: int, itemsize: int, spec: DeviceSpec, *
 def gradient_tile(n_rows: int, n_cols: int, itemsize: int, has_weights: bool, spec: DeviceSpec) -> GradientTile:
     """Tile of the in-place gradient kernel; arguments as for `statistics_tile`."""
     if spec.kind == "cuda":
-        return GradientTile(min(4096, next_power_of_2(n_cols)), programs(n_rows, spec), launch_options(spec, 8))
+        return GradientTile(min(4096, next_power_of_2(n_cols)), programs(n_rows, spec), launch_options(spec, 16))
     if spec.kind == "npu":
         # The largest that keeps double buffering on 910B4 (bishengir-compile): bf16 12288, with class weights 8192;
         # fp32 6144. Blocks of equal size, so that the last one is nearly full.
@@ -138,13 +140,14 @@ def fused_tile(n_cols: int, itemsize: int, spec: DeviceSpec) -> StatisticsTile |
         itemsize: bytes of a logit.
         spec: the device.
     """
-    if spec.kind != "cuda":
+    if spec.kind != "cuda" or itemsize == 4:
+        # Of fp32 logits more digits are wanted than its fast exponentials keep.
         return None
-    return StatisticsTile(4, min(4096, next_power_of_2(n_cols)), spec.vector_cores, launch_options(spec, 16))
+    return StatisticsTile(4, min(4096, next_power_of_2(n_cols)), 2 * spec.vector_cores, launch_options(spec, 16))
 
 
 @cache
-def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec) -> int:
+def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden: int = 0) -> int:
     """Rows of logits that are alive at once in the LM head engine.
 
     Few, large products: the matrix unit needs a thousand rows and more, and every chunk re-reads the weight and the
@@ -156,6 +159,7 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec) -> int:
         vocab: vocabulary size.
         itemsize: bytes of a logit.
         spec: the device.
+        hidden: columns of the weight, where its gradient is accumulated.
     """
     if spec.kind == "cuda" and n_rows * vocab * itemsize <= GIB:
         # One chunk needs no fp32 weight gradient beside it, which would take as much memory.
@@ -165,10 +169,19 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec) -> int:
     budget, floor, multiple = (32 * MIB, 1024, 8) if spec.kind == "cpu" else (GIB // 2, 1024, 128)
     rows = max(floor, budget // (vocab * itemsize))
     if spec.kind == "cuda":
-        # Multiples of 2048 rows fill whole waves of the product with the weight: 16 tiles of 128 x H / 256 (H200).
-        rows = max(floor, GIB * 5 // 8 // (vocab * itemsize) // 1024 * 1024)
+        # At multiples of 512 rows the products with the weight fill their last wave (H200, hidden 1024 to 4096). More
+        # rows accumulate less often; 1.6 GiB in all with the half of the fp32 weight gradient that needs memory of its
+        # own, and with a last chunk that is a quarter longer.
+        room = (16 * GIB // 10 - 2 * vocab * hidden) * 4 // 5 // (vocab * itemsize)
+        most = max(2560, 3 * GIB // 10 // (vocab * itemsize))
+        return max(1024, min(room, most) // 512 * 512)
     chunks = max(1, _cdiv(n_rows, rows))
     return max(1, min(n_rows, _cdiv(_cdiv(n_rows, chunks), multiple) * multiple))
+
+
+def shortest_chunk(rows: int, spec: DeviceSpec) -> int:
+    """A last chunk that is shorter than this joins the one before, where chunks have `rows` rows."""
+    return rows // 4 if spec.kind == "cuda" else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,11 +199,15 @@ class RowTile:
     options: dict[str, int] = field(default_factory=dict, hash=False)
 
 
-def accumulating_programs(tasks: int, spec: DeviceSpec, blocks: int = 1) -> int:
-    """How many programs to start for `tasks` row tiles when each program adds up a row of its own over its tiles."""
+def accumulating_programs(
+    tasks: int, spec: DeviceSpec, blocks: int = 1, options: Mapping[str, int] | None = None
+) -> int:
+    """How many programs to start for `tasks` row tiles when each program adds up a row of its own over its tiles;
+    `options` are the tile's launch options."""
     if spec.kind == "cuda":
-        # Four per multiprocessor hide each other's latency; more would only write more partial sums (H200).
-        return max(1, min(tasks, 4 * spec.vector_cores // blocks))
+        # 16 warps a multiprocessor hide each other's latency; more would only write more partial sums (H200).
+        each = max(1, 16 // (options or {}).get("num_warps", 4))
+        return max(1, min(tasks, each * spec.vector_cores // blocks))
     return programs(tasks, spec, blocks)
 
 
@@ -210,7 +227,8 @@ def _row_tile(cols: int, per_element: int, per_column: int, one_row: int, spec: 
         blocks = _cdiv(cols, 32768)
         cols = next_power_of_2(_cdiv(cols, blocks))
         rows = max(1, 2048 // cols)
-        return RowTile(rows, cols, blocks, launch_options(spec, max(1, min(16, rows * cols // 512))))
+        warps = max(1, min(8 if cols <= 8192 else 16, rows * cols // 512))
+        return RowTile(rows, cols, blocks, launch_options(spec, warps))
     if spec.kind == "npu":
         rows = (spec.on_chip_bytes // cols - per_column) // per_element
         if rows >= 1 or one_row * cols <= spec.on_chip_bytes:
@@ -260,6 +278,11 @@ def norm_backward_tile(cols: int, itemsize: int, has_ds: bool, spec: DeviceSpec)
         has_ds: a gradient of the sum itself is read.
         spec: the device.
     """
+    if spec.kind == "cuda" and cols <= 32768:
+        # 32 elements a thread: two rows or more, so that their loads overlap (H200, hidden 128 to 16384).
+        width = next_power_of_2(cols)
+        size = 4096 if width <= 1024 else 8192 if width <= 4096 or cols < width <= 8192 else 16384
+        return RowTile(max(1, size // width), width, 1, launch_options(spec, size // 1024))
     # As above: x, dy and dx twice and three fp32 temporaries; 8 bytes a column are w' and the weight gradient in fp32.
     # A residual changes nothing, it takes the place of a temporary.
     if itemsize == 4:
@@ -353,11 +376,11 @@ def rope_pair_tile(q_heads: int, k_heads: int, half: int, spec: DeviceSpec) -> H
     """Tile of the rotary kernel for queries and keys in one launch; None: one launch for each."""
     if spec.kind != "cuda":
         return None
-    # A token's heads mostly lie one after another: at 32 x 64, 16 elements a thread.
+    # 8 elements a thread of each half: one 16-byte access of bf16 (H200).
     cols = next_power_of_2(half)
-    most = max(1, 2048 // cols)
+    most = max(1, 512 // cols)
     return HeadsTile(
-        min(most, next_power_of_2(q_heads)), min(most, next_power_of_2(k_heads)), cols, launch_options(spec, 4)
+        min(most, next_power_of_2(q_heads)), min(most, next_power_of_2(k_heads)), cols, launch_options(spec, 2)
     )
 
 
@@ -372,9 +395,10 @@ def vocabulary_tile(cols: int, spec: DeviceSpec) -> RowTile | None:
     block of `cols` columns; None: rows that occur are written over zeros."""
     if spec.kind != "cuda":
         return None
-    blocks = _cdiv(cols, 2048)
+    # Whole rows: most ids do not occur, and their zeros leave in one go (H200).
+    blocks = _cdiv(cols, 4096)
     cols = next_power_of_2(_cdiv(cols, blocks))
-    return RowTile(4, cols, blocks, launch_options(spec, 4))
+    return RowTile(2, cols, blocks, launch_options(spec, max(1, min(8, cols // 512))))
 
 
 @cache

@@ -63,6 +63,7 @@ __all__ = [
     "HeadOptions",
     "HeadStatistics",
     "LinearObjective",
+    "LogProbObjective",
     "Objective",
     "head_statistics",
     "head_statistics_reference",
@@ -137,13 +138,23 @@ Objective = Callable[[HeadStatistics, slice], torch.Tensor]
 
 @dataclass(frozen=True)
 class LinearObjective:
-    """sum_i factor_i log_prob_i, `[n]` fp32 factors: an objective whose gradient is known before the logits are. Where
-    no other statistic is wanted, one kernel then forms statistics and gradient (`tiling.fused_tile`)."""
+    """sum_i factor_i log_prob_i, `[n]` fp32 factors: an objective whose gradient is known before the logits are."""
 
     factor: torch.Tensor
 
     def __call__(self, statistics: HeadStatistics, chunk: slice) -> torch.Tensor:
         return (statistics.log_prob * self.factor[chunk]).sum()
+
+
+@dataclass(frozen=True)
+class LogProbObjective:
+    """An objective of the log-probabilities alone, `function(log_prob, chunk)`. A row's gradient is then that of its
+    log-probability times one number: one kernel may form it before the number is known."""
+
+    function: Callable[[torch.Tensor, slice], torch.Tensor]
+
+    def __call__(self, statistics: HeadStatistics, chunk: slice) -> torch.Tensor:
+        return self.function(statistics.log_prob, chunk)
 
 
 class _Coefficients(NamedTuple):
@@ -371,7 +382,7 @@ def _row_fused_kernel(
     logits,  # [n_rows, n_cols], overwritten with dL/dl
     ids,  # [n_rows]
     factor,  # [n_rows] fp32: dL/dlog_prob
-    out,  # [4, n_rows] fp32: log_prob, lse, max, 1 / sum e
+    out,  # [5, n_rows] fp32: log_prob, lse, max, 1 / sum e, sum p d (d = z - max, e = exp(d))
     n_rows,
     n_cols,
     n_folded,
@@ -380,10 +391,12 @@ def _row_fused_kernel(
     outer,
     HAS_CAP: tl.constexpr,
     IS_IDENTITY: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    LIBDEVICE: tl.constexpr,
     FOLD: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # Few programs, so that their rows stay in the L2 cache until they are read again.
+    # Few programs, so that most of their rows stay in the L2 cache until they are read again.
     NEGATIVE: tl.constexpr = -1e30
     lane = tl.arange(0, WIDTH)
     folded = tl.arange(0, FOLD)[:, None] * WIDTH + lane[None, :]
@@ -394,28 +407,43 @@ def _row_fused_kernel(
         x_id = tl.load(start_of_row + column).to(tl.float32)
         m = tl.full([WIDTH], NEGATIVE, tl.float32)
         s = tl.zeros([WIDTH], tl.float32)
+        ds = tl.zeros([WIDTH], tl.float32)
         for start in range(0, n_folded, FOLD * WIDTH):
             x = tl.load(start_of_row + start + folded, eviction_policy="evict_last")
             z = _transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
             m_new = tl.maximum(m, tl.max(z, axis=0))
-            s = s * tl.exp(m - m_new) + tl.sum(tl.exp(z - m_new[None, :]), axis=0)
+            rescale = tl.exp(m - m_new)
+            d = z - m_new[None, :]
+            e = tl.exp(d)
+            if HAS_ENTROPY:
+                ds = (ds + s * (m - m_new)) * rescale + tl.sum(e * d, axis=0)
+            s = s * rescale + tl.sum(e, axis=0)
             m = m_new
         for start in range(n_folded, n_cols, WIDTH):
             mask = start + lane < n_cols
             x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
             z = tl.where(mask, _transformed(x, inner, outer, HAS_CAP, IS_IDENTITY), NEGATIVE)
             m_new = tl.maximum(m, z)
-            s = s * tl.exp(m - m_new) + tl.where(mask, tl.exp(z - m_new), 0.0)
+            rescale = tl.exp(m - m_new)
+            d = z - m_new
+            e = tl.where(mask, tl.exp(d), 0.0)
+            if HAS_ENTROPY:
+                ds = (ds + s * (m - m_new)) * rescale + e * d
+            s = s * rescale + e
             m = m_new
         row_max = tl.max(m, axis=0)
-        total = tl.sum(s * tl.exp(m - row_max), axis=0)
-        log_s = tl.log(total)
+        rescale = tl.exp(m - row_max)
+        total = tl.sum(s * rescale, axis=0)
+        inverse = tl.div_rn(1.0, total)
+        log_s = tl.extra.cuda.libdevice.log(total) if LIBDEVICE else tl.log(total)
         z_id = _transformed(x_id, inner, outer, HAS_CAP, IS_IDENTITY)
         tl.store(out + row, (z_id - row_max) - log_s)
         tl.store(out + n_rows + row, row_max + log_s)
         tl.store(out + 2 * n_rows + row, row_max)
-        tl.store(out + 3 * n_rows + row, 1.0 / total)
-        a = -f / total
+        tl.store(out + 3 * n_rows + row, inverse)
+        if HAS_ENTROPY:
+            tl.store(out + 4 * n_rows + row, tl.sum((ds + s * (m - row_max)) * rescale, axis=0) * inverse)
+        a = -f * inverse
         # What the id's own column gets more than the others.
         at_id = f
         if HAS_CAP:
@@ -492,7 +520,7 @@ def _scale(t: torch.Tensor, factor: torch.Tensor, backend: str) -> None:
     if tile is None or not t.numel():
         t.mul_(factor)
     else:
-        programs = tiling.accumulating_programs(-(-t.numel() // tile.size), spec)
+        programs = tiling.accumulating_programs(-(-t.numel() // tile.size), spec, options=tile.options)
         launch(_scale_kernel, (programs,), t, factor, t.numel(), BLOCK=tile.size, **tile.options)
 
 
@@ -566,10 +594,15 @@ def _statistics(
     return statistics, _Softmax(row_max, 1.0 / s, shift)
 
 
-def _fuses(objective: Objective | None, options: HeadOptions, backend: str) -> bool:
+def _fuses(objective: Objective | None, bias: torch.Tensor | None, dtype: torch.dtype, options: HeadOptions,
+           backend: str) -> bool:  # fmt: skip
     """Whether statistics and gradient may come from one kernel."""
-    more = options.entropy or options.mean or options.log_sum_sq or options.argmax
-    return isinstance(objective, LinearObjective) and not more and backend != "torch"
+    if options.mean or options.log_sum_sq or options.argmax or backend == "torch":
+        return False
+    if isinstance(objective, LogProbObjective):
+        # The number of a row multiplies x, and might leave fp16's range there.
+        return bias is None and dtype != torch.float16
+    return isinstance(objective, LinearObjective)
 
 
 def _statistics_and_gradient(
@@ -577,16 +610,18 @@ def _statistics_and_gradient(
 ) -> tuple[HeadStatistics, _Softmax]:
     """Statistics of one chunk of logits, which are overwritten with dL/dl of sum_i factor_i log_prob_i."""
     n_rows, n_cols = logits.shape
-    out = torch.empty(4, n_rows, dtype=torch.float32, device=logits.device)
+    out = torch.empty(5, n_rows, dtype=torch.float32, device=logits.device)
     step = tile.fold * tile.width
     inner, outer = options.factors
     launch(
         _row_fused_kernel, (tile.programs,), logits, ids, factor, out,
         n_rows, n_cols, n_cols // step * step, logits.stride(0), inner, outer,
-        **_kernel_flags(options, logits.device), FOLD=tile.fold, WIDTH=tile.width, **tile.options,
+        **_kernel_flags(options, logits.device), HAS_ENTROPY=options.entropy,
+        LIBDEVICE=device.has_libdevice(logits.device), FOLD=tile.fold, WIDTH=tile.width, **tile.options,
     )  # fmt: skip
-    log_prob, lse, row_max, inverse_s = out.unbind(0)
-    return HeadStatistics(log_prob, lse), _Softmax(row_max, inverse_s, None)
+    log_prob, lse, row_max, inverse_s, shift = out.unbind(0)
+    entropy = (lse - row_max) - shift if options.entropy else None
+    return HeadStatistics(log_prob, lse, entropy), _Softmax(row_max, inverse_s, shift if options.entropy else None)
 
 
 def _gradient_in_place(
@@ -731,7 +766,7 @@ class _WeightSum:
     """
 
     # Rows of the half begin where the matrix unit's accesses stay aligned.
-    _ALIGNED_ROWS = 256
+    _ALIGNED_ROWS = 128
     # Elements that are copied aside when the sums are rounded in place.
     _FIRST = 1 << 20
 
@@ -799,12 +834,20 @@ class _Gradients:
         return cls(dx, None, db, total)
 
     def add(self, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, chunk: slice, rows: torch.Tensor | None,
-            needs_weight: bool) -> None:  # fmt: skip
+            needs_weight: bool, factor: torch.Tensor | None = None) -> None:  # fmt: skip
+        """With `factor`, each row of g is still to be multiplied by its number (there is no bias then)."""
         if self.x is not None:
-            if rows is None:
-                torch.mm(g, weight, out=self.x[chunk]) if self.x.dtype == g.dtype else self.x[chunk].copy_(g @ weight)
+            if rows is None and factor is None and self.x.dtype == g.dtype:
+                torch.mm(g, weight, out=self.x[chunk])
             else:
-                self.x.index_copy_(0, rows[chunk], (g @ weight).to(self.x.dtype))
+                dx = g @ weight
+                dx = dx if factor is None else dx.mul_(factor.unsqueeze(1))
+                if rows is None:
+                    self.x[chunk] = dx
+                else:
+                    self.x.index_copy_(0, rows[chunk], dx.to(self.x.dtype))
+        if factor is not None:
+            x = (x * factor.unsqueeze(1)).to(x.dtype)
         if needs_weight:
             if self.total is None:
                 self.weight = g.t() @ x
@@ -852,9 +895,14 @@ class _Chunks:
         self.weight = weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)
         n = ids.shape[0]
+        shortest = 0
         if chunk_rows is None:
-            chunk_rows = tiling.head_chunk(n, weight.shape[0], dtype.itemsize, device.spec(x.device))
+            spec = device.spec(x.device)
+            chunk_rows = tiling.head_chunk(n, weight.shape[0], dtype.itemsize, spec, weight.shape[1])
+            shortest = tiling.shortest_chunk(chunk_rows, spec)
         stops = [*range(chunk_rows, n, chunk_rows), n] if isinstance(chunk_rows, int) else list(chunk_rows)
+        if len(stops) > 1 and stops[-1] - stops[-2] < shortest:
+            del stops[-2]
         self.slices = [slice(i, j) for i, j in itertools.pairwise([0, *stops]) if j > i]
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -933,16 +981,21 @@ class _Head(torch.autograd.Function):
         forms = any(needs) and (objective is not None or frozen)
         grads = _Gradients.empty(x, weight, bias, rows, needs, len(chunks.slices), call.low_memory) if forms else None
         fused = None
-        if forms and _fuses(objective, call.options, call.backend):
+        if forms and _fuses(objective, bias, call.dtype, call.options, call.backend):
             fused = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
         for chunk, x_chunk, ids_chunk, logits in chunks:
-            if fused is not None and isinstance(objective, LinearObjective) and grads is not None:
-                factor = objective.factor[chunk]
-                statistics, softmax = _statistics_and_gradient(logits, ids_chunk, factor, call.options, fused)
+            if fused is not None and objective is not None and grads is not None:
+                known = objective.factor[chunk] if isinstance(objective, LinearObjective) else None
+                ones = torch.ones(ids_chunk.shape, dtype=torch.float32, device=x.device) if known is None else known
+                statistics, softmax = _statistics_and_gradient(logits, ids_chunk, ones, call.options, fused)
                 collected.append(statistics)
                 softmaxes.append(softmax)
-                d_rows.append((factor, None, None, None))
-                grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1])
+                late = None
+                if known is None:
+                    value, (late, *_) = _objective_gradient(objective, statistics, chunk)
+                    total += value
+                d_rows.append((late if known is None else known, None, None, None))
+                grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1], late)
                 continue
             statistics, softmax = _statistics(logits, ids_chunk, class_weights, call.options, call.backend)
             collected.append(statistics)

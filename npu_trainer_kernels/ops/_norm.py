@@ -427,7 +427,7 @@ def _launch_backward(
     """Returns dw in the weight's dtype, where it is needed."""
     n_rows, hidden = x.shape
     r, s = x if residual is None else residual, x if ds is None else ds
-    programs = tiling.accumulating_programs(-(-n_rows // tile.rows), spec, tile.blocks)
+    programs = tiling.accumulating_programs(-(-n_rows // tile.rows), spec, tile.blocks, tile.options)
     dw = torch.empty(programs, hidden, dtype=torch.float32, device=x.device) if needs_dw else None
     launch(
         _backward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),

@@ -46,6 +46,7 @@ from ._checks import check_choice, check_float, check_head, check_ids, check_ran
 from ._head import (
     HeadOptions,
     HeadStatistics,
+    LogProbObjective,
     Objective,
     head_statistics,
     head_statistics_reference,
@@ -217,6 +218,8 @@ def grpo_objective(
 
 def as_objective(tokens: GrpoTokens, o: GrpoOptions) -> Objective:
     """The objective for the head engine."""
+    if tokens.entropy_weight is None:
+        return LogProbObjective(lambda log_prob, chunk: grpo_objective(log_prob, None, tokens.of(chunk), o))
     return lambda s, chunk: grpo_objective(s.log_prob, s.entropy, tokens.of(chunk), o)
 
 
@@ -233,13 +236,14 @@ class GrpoPlan(NamedTuple):
 
 
 def planned(
-    tokens: GrpoTokens, o: GrpoOptions, lengths: Sequence[int], vocab: int, itemsize: int, where: torch.device
-) -> GrpoPlan | None:
+    tokens: GrpoTokens, o: GrpoOptions, lengths: Sequence[int] | torch.Tensor, vocab: int, itemsize: int,
+    where: torch.device,
+) -> GrpoPlan | None:  # fmt: skip
     """The plan for a batch, or None where the gradient needs the whole batch's log-probabilities first.
 
     Args:
         tokens, o: the batch.
-        lengths: how many of the tokens each completion has, in order.
+        lengths: how many of the tokens each completion has, in order; of a tensor nothing is read unless it matters.
         vocab, itemsize, where: what decides how many rows of logits are alive at once.
     """
     tokens, o = _on_policy(tokens, o)
@@ -247,6 +251,7 @@ def planned(
     if not coupled:
         return GrpoPlan(as_objective(tokens, o), None)
     rows = tiling.head_chunk(len(tokens), vocab, itemsize, device.spec(where))
+    lengths = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
     if max(lengths, default=0) > rows:
         return None
     ends, start, end = [], 0, 0
@@ -328,7 +333,7 @@ class _Batch:
 
     keep: torch.Tensor  # [B, T] bool
     rows: torch.Tensor  # [n] int64, into B T
-    lengths: list[int]
+    counts: torch.Tensor  # [B] tokens of each completion that are scored
     tokens: GrpoTokens
     options: GrpoOptions
 
@@ -401,7 +406,7 @@ def _batch(
         sequence=kept_sequence,
         lengths=lengths,
     )
-    return _Batch(keep, rows, counts.tolist(), tokens, options)
+    return _Batch(keep, rows, counts, tokens, options)
 
 
 def token_weight(
@@ -513,7 +518,7 @@ def fused_linear_grpo_loss(
     )  # fmt: skip
     chosen = ids.reshape(-1)[batch.rows]
     check_range("ids", chosen, weight.shape[0])
-    plan = planned(batch.tokens, batch.options, batch.lengths, weight.shape[0], x.element_size(), x.device)
+    plan = planned(batch.tokens, batch.options, batch.counts, weight.shape[0], x.element_size(), x.device)
     total, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, chosen, bias,
         _head_options(batch.options, temperature, softcap, logit_scale, entropy),

@@ -131,7 +131,9 @@ def _rotate_heads(x, y, c1, c2, s1, s2, n_heads, x_head, y_head, INVERSE: tl.con
     cols = tl.arange(0, COLS)[None, :]
     for first in range(0, n_heads, HEADS):
         heads = first + tl.arange(0, HEADS)[:, None]
-        mask = (heads < n_heads) & (cols < HALF)
+        mask = heads < n_heads
+        if COLS != HALF:
+            mask = mask & (cols < HALF)
         at_x = x + tl.cast(heads, tl.int64) * x_head + cols
         at_y = y + tl.cast(heads, tl.int64) * y_head + cols
         x1 = load_fp32(at_x, mask, True)

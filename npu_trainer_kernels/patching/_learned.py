@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops._head import HeadStatistics, Objective
+from ..ops._head import LogProbObjective, Objective
 
 __all__ = ["LearnedPlan"]
 
@@ -19,12 +19,8 @@ _WATCHED = 2
 _TOLERANCE = 1e-5
 
 
-def _uniform(s: HeadStatistics, chunk: slice) -> torch.Tensor:
-    return s.log_prob.sum()
-
-
-def _probability(s: HeadStatistics, chunk: slice) -> torch.Tensor:
-    return s.log_prob.exp().sum()
+_uniform = LogProbObjective(lambda log_prob, chunk: log_prob.sum())
+_probability = LogProbObjective(lambda log_prob, chunk: log_prob.exp().sum())
 
 
 def _proportional(gradient: torch.Tensor, to: torch.Tensor) -> bool:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ops import _head
-from npu_trainer_kernels.ops._head import HeadOptions, head_statistics, head_statistics_reference
+from npu_trainer_kernels.ops._head import HeadOptions, LogProbObjective, head_statistics, head_statistics_reference
 from tests.closeness import assert_op_close
 
 N, H, V = 40, 16, 211
@@ -51,6 +52,28 @@ def check(device, backend, objective, scale=1.0, mismatch=None, rows=None, weigh
         return s.log_prob, s.entropy
 
     assert_op_close(op, reference, make(device, weight_grad), lambda out: scale * upstream(out[0], out[1]))
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_gradient_formed_before_its_factor_is_known(device, monkeypatch, subset):
+    # What CUDA gets; elsewhere it would not be reached.
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    seen = count_logits(monkeypatch)
+    rows = torch.arange(1, N, 3, device=device) if subset else None
+    objective = LogProbObjective(lambda log_prob, chunk: (log_prob * log_prob).sum())
+
+    def op(x, w, ids):
+        _, s = head_statistics(x, w, ids if rows is None else ids[rows], None, OPTIONS, rows=rows, objective=objective,
+                               backend="triton", chunk_rows=16)  # fmt: skip
+        return s.log_prob, s.entropy
+
+    def reference(x, w, ids):
+        x, ids = (x, ids) if rows is None else (x[rows], ids[rows])
+        s = head_statistics_reference(x, w, ids, None, OPTIONS)
+        return s.log_prob, s.entropy
+
+    assert_op_close(op, reference, make(device), lambda out: 3.0 * (out[0] * out[0]).sum())
+    assert seen == ([13] if subset else [16, 16, 8])
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.125, 65536.0])
