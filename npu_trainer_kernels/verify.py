@@ -12,7 +12,7 @@ is no criterion and no fixed tolerance is right; what rounding does to *this* ru
    `K[precision]` noise floors.
 4. **Drift**: the signed distance, in noise floors, is averaged over the whole curve. A bias that hides in the noise of
    each step does not hide in the average. It may be at most K times the largest average that two of the unpatched runs
-   have between them, and is never asked to be below what rounding to the quantity's own format makes of it.
+   have between them, and never less than what becomes of one unit in the last place per step, up or down at random.
 
 The quantities: loss, gradient norm (of all parameters and of each), mean log-probability of a fixed held-out batch, its
 log-probabilities token by token (root mean square), which tokens are its `TOP_K` most likely ones (share of positions
@@ -78,10 +78,15 @@ MAX_ELEMENTS = 1 << 16
 # ---------------------------------------------------------------------------------------------------------------------
 
 _aten = torch.ops.aten
+# The sums inside these run along one dimension.
+_SOFTMAXES = (_aten._softmax.default, _aten._log_softmax.default)
+_SOFTMAX_BACKWARDS = (_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
+_NO_REDUCTION = 0
 
 
 class SummationNoise(TorchDispatchMode):
-    """While it is on, products are formed as two partial products, and sums run backwards.
+    """While it is on, products are formed as two partial products, and sums run backwards, those in a softmax or in a
+    cross-entropy too.
 
     The place where a product is split is drawn anew for each call, from the seed. It sits below autograd and autocast,
     so it reaches forward and backward of every module alike, and each partial product is rounded to the dtype in use,
@@ -102,6 +107,12 @@ class SummationNoise(TorchDispatchMode):
             return func(args[0].flip(args[1]), *args[1:], **kwargs)
         if func is _aten.sum.default and args[0].dim():
             return func(args[0].flip(0), **kwargs)
+        if func in _SOFTMAXES:
+            return func(args[0].flip(args[1]), *args[1:]).flip(args[1])
+        if func in _SOFTMAX_BACKWARDS:
+            return func(args[0].flip(args[2]), args[1].flip(args[2]), *args[2:]).flip(args[2])
+        if func is _aten.nll_loss_forward.default and args[0].dim() == 2 and args[3] != _NO_REDUCTION:
+            return func(args[0].flip(0), args[1].flip(0), *args[2:])
         return func(*args, **kwargs)
 
     def _product(self, func: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -329,7 +340,10 @@ class Verdict:
         return "\n".join(lines + [f"  FAILED {problem}" for problem in self.problems])
 
 
-def _ulp(values: torch.Tensor, eps: float = torch.finfo(torch.float32).eps) -> torch.Tensor:
+_FP32_EPS = torch.finfo(torch.float32).eps
+
+
+def _ulp(values: torch.Tensor, eps: float = _FP32_EPS) -> torch.Tensor:
     return values.abs().clamp(min=torch.finfo(torch.float32).tiny) * eps
 
 
@@ -345,13 +359,19 @@ def _floors(between: Sequence[torch.Tensor], resolution: torch.Tensor) -> torch.
     return torch.maximum(torch.stack(windows), resolution)
 
 
-def _scalar_checks(name: str, unpatched: Sequence[Sequence[float]], patched: Sequence[float], k: float) -> list[Check]:
+def _random_walk(steps: torch.Tensor) -> float:
+    """The standard deviation of the mean of steps of these sizes, up or down at random."""
+    return float(steps.square().sum().sqrt()) / len(steps)
+
+
+def _scalar_checks(
+    name: str, unpatched: Sequence[Sequence[float]], patched: Sequence[float], k: float, eps: float
+) -> list[Check]:
     runs = [torch.tensor(run, dtype=torch.float64) for run in unpatched]
     signed = torch.tensor(patched, dtype=torch.float64) - runs[0]
-    floors = _floors([(a - b).abs() for a, b in _pairs(runs)], _ulp(runs[0]))
-    # Numbers rounded at random to the floor's resolution average out to no better than this.
-    resolution = math.sqrt(1 / (12 * len(signed)))
-    drift_floor = max(resolution, *(float(((a - b) / floors).mean().abs()) for a, b in _pairs(runs)))
+    ulp = _ulp(runs[0], eps)
+    floors = _floors([(a - b).abs() for a, b in _pairs(runs)], ulp)
+    drift_floor = max(_random_walk(ulp / floors), *(float(((a - b) / floors).mean().abs()) for a, b in _pairs(runs)))
     drift = float((signed / floors).mean().abs())
     return [
         Check(name, signed.abs().tolist(), floors.tolist(), k),
@@ -364,12 +384,14 @@ def _gradient_checks(unpatched: Sequence[Curves], patched: Curves, k: float) -> 
     and Adam, which divides a gradient by its own size, hides it from the parameter."""
     names = list(unpatched[0].parameters)
     runs = [run.gradient_norms for run in unpatched]
-    floors = _floors([(a - b).abs() for a, b in _pairs(runs)], _ulp(runs[0]))
+    ulp = _ulp(runs[0])
+    floors = _floors([(a - b).abs() for a, b in _pairs(runs)], ulp)
     signed = (patched.gradient_norms - runs[0]) / floors
     worst, ones = signed.abs().amax(0), [1.0] * len(names)
-    resolution = math.sqrt(1 / (12 * len(signed)))
     # In noise floors all tensors are alike, so that each is held against the drift between unpatched runs of any.
-    drift_floor = max(resolution, *(float(((a - b) / floors).mean(0).abs().max()) for a, b in _pairs(runs)))
+    drift_floor = max(
+        _random_walk((ulp / floors).amax(1)), *(float(((a - b) / floors).mean(0).abs().max()) for a, b in _pairs(runs))
+    )
     drift = signed.mean(0).abs()
     return [
         Check("gradient norm of each parameter", worst.tolist(), ones, k, names),
@@ -445,7 +467,10 @@ def judge(unpatched: Sequence[Curves], patched: Curves, precision: str) -> Verdi
         return Verdict([], problems, patched.report)
     checks: list[Check] = []
     for name in reference.scalars:
-        checks += _scalar_checks(name, [run.scalars[name] for run in unpatched], patched.scalars[name], k)
+        # PyTorch takes the norm of all gradients in their own dtype; every other number is fp32.
+        eps = max(eps for _, eps in reference.parameters.values()) if name == "gradient norm" else _FP32_EPS
+        runs = [run.scalars[name] for run in unpatched]
+        checks += _scalar_checks(name, runs, patched.scalars[name], k, eps)
     checks.append(_log_prob_check([run.log_probs for run in unpatched], patched.log_probs, k))
     checks.append(_top_check([run.top for run in unpatched], patched.top, k))
     checks += _gradient_checks(unpatched, patched, k)

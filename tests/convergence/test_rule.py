@@ -1,5 +1,6 @@
 """The noise-floor rule: what it must accept and what it must refuse, on curves made of random numbers."""
 
+import contextlib
 import math
 
 import pytest
@@ -153,12 +154,10 @@ def test_variants_begin_with_the_reference_and_end_with_the_kernels() -> None:
 def _gradients(dtype: torch.dtype, seed: int | None) -> list[torch.Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(40, 64), nn.SiLU(), nn.Linear(64, 8, bias=False)).to(dtype)
-    x = torch.randn(50, 40, dtype=dtype)
-    if seed is None:
-        net(x).square().mean(-1).sum().backward()
-    else:
-        with SummationNoise(seed):
-            net(x).square().mean(-1).sum().backward()
+    x, targets = torch.randn(50, 40, dtype=dtype), torch.arange(50) % 8
+    with contextlib.nullcontext() if seed is None else SummationNoise(seed):
+        y = net(x)
+        (y.square().mean(-1).sum() + nn.functional.cross_entropy(y, targets) + y.softmax(-1)[0, 0]).backward()
     return [p.grad for p in net.parameters() if p.grad is not None]
 
 
@@ -169,6 +168,30 @@ def test_noise_changes_rounding_and_nothing_else(dtype: torch.dtype) -> None:
         assert torch.equal(b, c), "the same seed must give the same bits"
         relative = ((a - b).norm() / a.norm()).item()
         assert 0 < relative < 10 * torch.finfo(dtype).eps
+
+
+def test_noise_reaches_the_loss_itself() -> None:
+    logits = torch.randn(60, 700, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(60)
+    differing = 0
+    for scale in range(1, 9):
+        plain = nn.functional.cross_entropy(scale * logits, targets)
+        with SummationNoise(1):
+            noisy = nn.functional.cross_entropy(scale * logits, targets)
+        torch.testing.assert_close(noisy, plain, rtol=1e-6, atol=0)
+        differing += int(not torch.equal(noisy, plain))
+    assert differing
+
+
+def test_the_norm_of_bf16_gradients_is_a_bf16_number() -> None:
+    runs, patched = [curves(seed, noise=0.0) for seed in range(3)], curves(7, noise=0.0)
+    patched.scalars["gradient norm"] = [
+        v * (1 + 2**-8 * (-1) ** i) for i, v in enumerate(patched.scalars["gradient norm"])
+    ]
+    assert not judge(runs, patched, "bf16").passed
+    for run in (*runs, patched):
+        run.parameters["weight"] = (run.parameters["weight"][0], torch.finfo(torch.bfloat16).eps)
+    assert judge(runs, patched, "bf16").passed
 
 
 def test_noise_differs_between_seeds() -> None:
