@@ -8,7 +8,7 @@ is the one module that imports Triton; the others take `triton`, `tl` and `jit` 
 import os
 from typing import Any
 
-__all__ = ["IMPORT_ERROR", "INTERPRETED", "MissingDependencyError", "jit", "tl", "triton"]
+__all__ = ["IMPORT_ERROR", "INTERPRETED", "MissingDependencyError", "jit", "libdevice", "tl", "triton"]
 
 
 class MissingDependencyError(ImportError):
@@ -20,11 +20,15 @@ try:
     import triton
     import triton.language as tl
 
+    # By its general name, which CUDA's compiler replaces by its own: `tl.extra.cuda` does not exist in triton-ascend,
+    # whose frontend looks up the names of branches that are not taken, too.
+    from triton.language.extra import libdevice
+
     # A half-installed Triton (triton-ascend's files over Triton's, say) imports, but lacks parts of itself.
     triton.jit, tl.load, triton.runtime.JITFunction  # noqa: B018
 except (ImportError, OSError, AttributeError, RuntimeError, SyntaxError) as error:
     IMPORT_ERROR = error
-    triton = tl = None
+    triton = tl = libdevice = None
 
 # Read at decoration time by `triton.jit`, hence once and here.
 INTERPRETED = IMPORT_ERROR is None and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")

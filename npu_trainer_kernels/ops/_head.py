@@ -56,7 +56,7 @@ import torch
 
 from .. import device, tiling
 from .._opaque import opaque
-from .._triton import jit, tl
+from .._triton import jit, libdevice, tl
 from ._launch import launch
 
 __all__ = [
@@ -219,7 +219,7 @@ def logits_statistics_reference(
 def _tanh(y, HAS_CAP: tl.constexpr):
     """2 sigmoid(2 y) - 1 is the one form that every backend compiles well; CUDA's fast sigmoid loses digits there."""
     if HAS_CAP == 2:
-        return tl.extra.cuda.libdevice.tanh(y)
+        return libdevice.tanh(y)
     else:
         return 2.0 * tl.sigmoid(2.0 * y) - 1.0
 
@@ -435,7 +435,7 @@ def _row_fused_kernel(
         rescale = tl.exp(m - row_max)
         total = tl.sum(s * rescale, axis=0)
         inverse = tl.div_rn(1.0, total)
-        log_s = tl.extra.cuda.libdevice.log(total) if LIBDEVICE else tl.log(total)
+        log_s = libdevice.log(total) if LIBDEVICE else tl.log(total)
         z_id = _transformed(x_id, inner, outer, HAS_CAP, IS_IDENTITY)
         tl.store(out + row, (z_id - row_max) - log_s)
         tl.store(out + n_rows + row, row_max + log_s)
