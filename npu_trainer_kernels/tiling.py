@@ -261,10 +261,13 @@ def norm_forward_tile(cols: int, itemsize: int, rounds: bool, stores_sum: bool, 
     # The largest tiles for which the planner (bishengir-compile 1.2.0, 910B4, hidden 512 to 8192) kept double
     # buffering and let no load wait for an earlier store; 4 bytes a column are w' in fp32.
     if stores_sum:
-        return _row_tile(cols, 24, 4, 32 if itemsize == 4 else 24, spec)
+        return _row_tile(cols, 24, 4, 32 if itemsize == 4 else 24 if rounds else 25, spec)
     if itemsize == 2 and not has_residual:
         # x and y twice are 8 bytes. With a rounded n the fp32 temporaries share one place more.
         return _row_tile(cols, 13 if rounds else 16, 4, 24, spec)
+    if itemsize == 2 and not rounds:
+        # At 17 to 21 everything fits, but y lies where the next tile's residual is to be loaded.
+        return _row_tile(cols, 22, 4, 24, spec)
     return _row_tile(cols, 16, 4, 24, spec)
 
 
@@ -286,8 +289,8 @@ def norm_backward_tile(cols: int, itemsize: int, has_ds: bool, spec: DeviceSpec)
     # As above: x, dy and dx twice and three fp32 temporaries; 8 bytes a column are w' and the weight gradient in fp32.
     # A residual changes nothing, it takes the place of a temporary.
     if itemsize == 4:
-        return _row_tile(cols, 31 if has_ds else 26, 8, 36, spec)
-    return _row_tile(cols, 23, 8, 32, spec)
+        return _row_tile(cols, 31 if has_ds else 27, 8, 36, spec)
+    return _row_tile(cols, 25 if has_ds else 23, 8, 32, spec)
 
 
 @cache

@@ -33,6 +33,7 @@ __all__ = [
     "Case",
     "Row",
     "collect",
+    "collect_all",
     "failures",
     "render",
     "report_is_current",
@@ -210,6 +211,13 @@ def _row(
     if traffic is not None and case.max_traffic is not None and not in_blocks and traffic > case.max_traffic:
         broken.append(f"traffic: {traffic:.3f} of the fewest bytes possible, at most {case.max_traffic:.3f}")
     return Row(case.op, kernel, case.shape, case.dtype, chip, plan, traffic, in_blocks, tuple(broken))
+
+
+def collect_all(cases: Iterable[Case], workers: int = 2) -> list[Row]:
+    """`collect` for all `CHIPS`, then for `REPORTED_CHIPS` what training uses there: bf16."""
+    cases = list(cases)
+    reported = [case for case in cases if case.dtype == "bf16"]
+    return collect(cases, CHIPS, workers) + collect(reported, REPORTED_CHIPS, workers)
 
 
 def failures(rows: Iterable[Row]) -> list[str]:
