@@ -171,8 +171,8 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden:
     if spec.kind == "cuda":
         # At multiples of 512 rows the products with the weight fill their last wave (H200, hidden 1024 to 4096). More
         # rows accumulate less often; 1.6 GiB in all with the half of the fp32 weight gradient that needs memory of its
-        # own, and with a last chunk that is a quarter longer.
-        room = (16 * GIB // 10 - 2 * vocab * hidden) * 4 // 5 // (vocab * itemsize)
+        # own, and with a last chunk that is an eighth longer.
+        room = (16 * GIB // 10 - 2 * vocab * hidden) * 8 // 9 // (vocab * itemsize)
         most = max(2560, 3 * GIB // 10 // (vocab * itemsize))
         return max(1024, min(room, most) // 512 * 512)
     chunks = max(1, _cdiv(n_rows, rows))
@@ -181,7 +181,7 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden:
 
 def shortest_chunk(rows: int, spec: DeviceSpec) -> int:
     """A last chunk that is shorter than this joins the one before, where chunks have `rows` rows."""
-    return rows // 4 if spec.kind == "cuda" else 0
+    return rows // 8 if spec.kind == "cuda" else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
