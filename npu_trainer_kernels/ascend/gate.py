@@ -249,36 +249,44 @@ _HEADER = """# What the Ascend compiler says of every kernel
 
 Written by the gate (`make test-ascend`) from the real compiler's output; no chip was used, and nothing here is a time
 on one. *buffer*: KiB of a core's unified buffer used / available. *switches*: waits between the vector and the scalar
-unit per row or tile of rows. *traffic*: bytes moved between HBM and the chip by the op, counted when its lowering is
-executed at a small shape, over the fewest possible. *seconds*: seconds to compile, in steps (not compared).
+unit per row or tile of rows. *traffic*: bytes that the kernel moved between HBM and the chip over the fewest possible,
+counted when the lowering of one core's share is executed; the worst of the chips. *In blocks*: a row does not fit on
+the chip and is read twice. A row of class weights is read beside each row of logits; the fewest possible does not count
+it. fp16 moves what bf16 moves. *seconds*: seconds to compile, in steps (not compared). The 950 does not gate: no kernel
+is tuned for it.
 """
 
 
 def render(rows: Iterable[Row]) -> str:
     """The report as Markdown: chips with the same facts share a line; the order is that of `rows`."""
-    lines: dict[tuple[str, ...], tuple[list[str], list[float]]] = {}
+    lines: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        chips, seconds = lines.setdefault(_facts(row), ([], []))
-        if row.chip not in chips:
-            chips.append(row.chip)
-        seconds.append(row.plan.seconds if row.plan else 0.0)
+        lines.setdefault(_facts(row), []).append(row)
     table = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
-    for facts, (chips, seconds) in lines.items():
-        names = ", ".join(chip.removeprefix("Ascend") for chip in chips)
-        slowest = next((label for limit, label in _TIME_STEPS if max(seconds) < limit), ">= 60")
-        table.append(_line([*facts[:4], names, *facts[4:], slowest]))
+    for (*where, buffer, buffered, switches, verdict), alike in lines.items():
+        chips = ", ".join(dict.fromkeys(row.chip.removeprefix("Ascend") for row in alike))
+        seconds = max(row.plan.seconds if row.plan else 0.0 for row in alike)
+        slowest = next((label for limit, label in _TIME_STEPS if seconds < limit), ">= 60")
+        table.append(_line([*where, chips, buffer, buffered, switches, _worst_traffic(alike), verdict, slowest]))
     return _HEADER + "\n" + "\n".join(table) + "\n"
 
 
 def _facts(row: Row) -> tuple[str, ...]:
-    traffic = "" if row.traffic is None else f"{row.traffic:.3f}" + (" (in blocks)" if row.in_blocks else "")
     verdict = "; ".join(row.broken) or "passes"
     where = (row.op, row.kernel, row.shape, row.dtype)
     if row.plan is None:
-        return (*where, "", "", "", traffic, verdict)
+        return (*where, "", "", "", verdict)
     used, size = row.plan.buffer_used / 1024, row.plan.buffer_size / 1024
     buffered = "yes" if row.plan.double_buffered else "no"
-    return (*where, f"{used:.1f} / {size:.0f}", buffered, str(row.plan.vector_scalar_switches), traffic, verdict)
+    return (*where, f"{used:.1f} / {size:.0f}", buffered, str(row.plan.vector_scalar_switches), verdict)
+
+
+def _worst_traffic(rows: Iterable[Row]) -> str:
+    found = [(row.traffic, row.in_blocks) for row in rows if row.traffic is not None]
+    if not found:
+        return ""
+    traffic, in_blocks = max(found)
+    return f"{traffic:.3f}" + (" (in blocks)" if in_blocks else "")
 
 
 def _line(cells: Iterable[str]) -> str:

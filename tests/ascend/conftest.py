@@ -30,10 +30,12 @@ def _compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 _USERS_CACHE = os.environ.get(toolchain.CACHE_VARIABLE)
 
 
-@pytest.fixture
-def kept_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def kept_cache() -> Iterator[None]:
     """The cache of earlier runs, for tests of kernels: what it holds is named by all that it was made from."""
-    if _USERS_CACHE is None:
-        monkeypatch.delenv(toolchain.CACHE_VARIABLE)
-    else:
-        monkeypatch.setenv(toolchain.CACHE_VARIABLE, _USERS_CACHE)
+    with pytest.MonkeyPatch.context() as patch:
+        if _USERS_CACHE is None:
+            patch.delenv(toolchain.CACHE_VARIABLE)
+        else:
+            patch.setenv(toolchain.CACHE_VARIABLE, _USERS_CACHE)
+        yield

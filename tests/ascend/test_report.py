@@ -18,7 +18,7 @@ REPORT = Path(__file__).parents[2] / "docs" / "ascend-report.md"
 
 
 @pytest.fixture(scope="module")
-def gate():
+def gate(kept_cache):
     """The gate's rows, and whether the report said the same before it was written anew."""
     rows = collect_all(cases())
     current = report_is_current(rows, REPORT)
@@ -26,7 +26,6 @@ def gate():
     return rows, current
 
 
-@pytest.mark.usefixtures("kept_cache")
 def test_every_kernel_passes_on_every_chip(gate):
     rows, _ = gate
     assert {row.chip for row in rows} == {*CHIPS, *REPORTED_CHIPS}
