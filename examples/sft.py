@@ -46,7 +46,7 @@ from npu_trainer_kernels import NpuKernelsArguments
 
 # A prime, as real vocabularies are awkward too, and large enough that the logits are most of the memory of a step.
 VOCAB_SIZE = 8009
-CHARACTERS = 800_000
+CHARACTERS = 500_000
 
 
 @dataclass
