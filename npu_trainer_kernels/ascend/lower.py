@@ -7,6 +7,7 @@ but without a device, and also from `meta` tensors, so that production shapes co
 
 import inspect
 import subprocess
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,8 @@ from .toolchain import ToolchainError
 
 __all__ = ["Specialization", "bind", "lower"]
 
+# Python's parser counts its depth per interpreter, not per thread: two threads in it at once end in a SystemError.
+_frontend = threading.RLock()
 _ALIGNMENT = 16  # the JIT's: pointers in bytes, integers as they are
 
 
@@ -88,7 +91,8 @@ class Specialization:
     def content(self) -> str:
         """Names what the lowering depends on: sources, types, constants and compiler (not the chip, see `lower`)."""
         # The JIT's key covers the source of the kernel and of all it calls, but not the globals that they read.
-        source = self.kernel.cache_key
+        with _frontend:
+            source = self.kernel.cache_key
         read_globals = sorted((name, repr(value)) for (name, _), (value, _) in self.kernel.used_global_vals.items())
         options = sorted((key, repr(value)) for key, value in self.options.items())
         constants = sorted((key, repr(value)) for key, value in self.constants.items())
@@ -140,8 +144,9 @@ def lower(spec: Specialization) -> str:
         MissingDependencyError: triton-ascend is not installed.
         ToolchainError: the frontend or a pass rejects the kernel.
     """
-    path = toolchain.cached(f"lowered/{spec.name}-{spec.content}.mlir", lambda made: _lower_to(made, spec))
-    return path.read_text()
+    name = f"lowered/{spec.name}-{spec.content}.mlir"
+    with _frontend:
+        return toolchain.cached(name, lambda made: _lower_to(made, spec)).read_text()
 
 
 def _lower_to(path: Path, spec: Specialization) -> None:
