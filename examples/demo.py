@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
 # What a line of a trainer's log says of progress, the first that is found.
@@ -144,7 +145,9 @@ def main() -> int:
     console.print(table(results))
     for run, metrics in results.items():
         if metrics["kernels"] is not None:
-            console.print(Panel(metrics["kernels"], title=f"{run.script}: what the flag replaced", title_align="left"))
+            # As text: the report's [brackets] are not markup.
+            report = Text(metrics["kernels"])
+            console.print(Panel(report, title=f"{run.script}: what the flag replaced", title_align="left"))
     console.print(f"{time.monotonic() - start:.0f} seconds in all; models, metrics and logs are in {args.output_dir}/")
     return 0
 
