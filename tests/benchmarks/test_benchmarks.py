@@ -283,7 +283,6 @@ def test_budget_leaves_the_rest_for_later(tmp_path, capsys, monkeypatch):
 
 
 def test_plots(tmp_path):
-    pytest.importorskip("matplotlib")
     scaling = [row(group="scaling-H", sizes={"N": 6, "H": h}, shape=f"N=6 H={h}") for h in (16, 32)]
     written = report.plot([row(), row(provider="floor"), *scaling], tmp_path / "r")
     assert [p.name for p in written] == ["r-ops.png", "r-scaling.png"]
