@@ -1,15 +1,14 @@
 """Fused kernels for Hugging Face Trainer and TRL on Ascend NPUs, CUDA GPUs and CPUs.
 
-The names below are loaded on first use: importing this package needs torch and nothing else, and works where Triton,
+The names below are loaded on first use: importing this package needs nothing, not even torch, and works where Triton,
 torch_npu or TRL is missing or broken. `npu_trainer_kernels.ops` holds the ops as functions.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._triton import MissingDependencyError
-
 if TYPE_CHECKING:
+    from ._triton import MissingDependencyError
     from .arguments import NpuKernelsArguments
     from .callback import NpuKernelsCallback
     from .patching import NpuKernels, Report, apply_npu_kernels
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "GRPOTrainer": ".trainers.grpo",
+    "MissingDependencyError": "._triton",
     "NpuKernels": ".patching",
     "NpuKernelsArguments": ".arguments",
     "NpuKernelsCallback": ".callback",

@@ -22,6 +22,7 @@ __all__ = [
     "chip_spec",
     "has_atomic_index_add",
     "has_fp32_output_product",
+    "has_fp64",
     "has_libdevice",
     "spec",
     "synchronize",
@@ -157,6 +158,11 @@ def synchronize(device: torch.device) -> None:
 def has_fp32_output_product(device: torch.device) -> bool:
     """Whether `torch.addmm(..., out_dtype=torch.float32)` takes bf16 and fp16 factors there."""
     return device.type == "cuda"
+
+
+def has_fp64(device: torch.device) -> bool:
+    """Whether the device computes in fp64."""
+    return device.type != "npu"
 
 
 def has_libdevice(device: torch.device) -> bool:

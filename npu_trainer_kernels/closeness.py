@@ -1,0 +1,105 @@
+"""The one accuracy rule.
+
+A result is close when its error against the fp64 truth is at most twice the error that plain PyTorch makes in the same
+dtype, plus a few units in the last place of the dtype that the result is stored in:
+
+    |actual_i - truth_i|  <=  2 max_j |reference_j - truth_j|  +  4 ulp(truth_i)                (every element)
+    rms(actual - truth)   <=  2 rms(reference - truth)         +  1 ulp(rms(truth))     (of more than one element)
+
+The second line is the sharp one: a systematic fault of one percent fails it in every dtype where it could matter.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import device
+
+__all__ = ["FACTOR", "ULPS_EACH", "ULPS_RMS", "Tensors", "assert_as_close", "assert_op_close", "run"]
+
+FACTOR = 2.0
+ULPS_EACH = 4.0
+ULPS_RMS = 1.0
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+def _require(holds: bool, message: str) -> None:
+    # Not `assert`: doctor relies on this, also under `python -O`.
+    if not holds:
+        raise AssertionError(message)
+
+
+def run(fn: Callable[..., object], inputs: Sequence[object], upstream: Callable[[Tensors], torch.Tensor] | None,
+        dtype: torch.dtype | None = None, where: torch.device | None = None) -> list[torch.Tensor | None]:  # fmt: skip
+    """Outputs of `fn(*inputs)` followed by the gradients of `upstream(outputs)` for every floating input.
+
+    With `dtype` the floating inputs are converted first (fp64 gives the truth), with `where` all tensors are moved.
+    """
+    leaves = []
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            to = (dtype or value.dtype) if value.is_floating_point() else value.dtype
+            value = value.detach().to(where or value.device, to).requires_grad_(value.requires_grad)
+        leaves.append(value)
+    result = fn(*leaves)
+    outputs = [result] if isinstance(result, torch.Tensor) else list(result)  # type: ignore[call-overload]
+    wanted = [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
+    grads: list[torch.Tensor | None] = []
+    if upstream is not None and wanted:
+        grads = list(torch.autograd.grad(upstream(outputs), wanted, allow_unused=True))
+    return [o if o is None else o.detach() for o in outputs] + grads
+
+
+def assert_as_close(actual: torch.Tensor, reference: torch.Tensor, truth: torch.Tensor, what: str) -> None:
+    """Raises AssertionError unless `actual` satisfies the rule of the module's docstring."""
+    _require(actual.shape == truth.shape, f"{what}: shape {list(actual.shape)}, expected {list(truth.shape)}")
+    _require(actual.dtype == reference.dtype, f"{what}: dtype {actual.dtype}, expected {reference.dtype}")
+    if not actual.is_floating_point():
+        _require(torch.equal(actual, truth.to(actual)), f"{what}: {actual} is not {truth}")
+        return
+    if actual.numel() == 0:
+        return
+    a, r, t = (v.to(truth.device, torch.float64) for v in (actual, reference, truth))
+    same = torch.equal(a.isfinite(), r.isfinite())
+    _require(same, f"{what}: not finite where the reference is, or the other way round")
+    finite = r.isfinite() & t.isfinite()
+    a, r, t = a[finite], r[finite], t[finite]
+    if a.numel() == 0:
+        return
+    eps = torch.finfo(actual.dtype).eps
+    error, allowed = (a - t).abs(), FACTOR * (r - t).abs().max() + ULPS_EACH * eps * t.abs()
+    worst = int((error - allowed).argmax())
+    _require(
+        bool((error <= allowed).all()),
+        f"{what}: element {worst}: error {error[worst]:.3e}, allowed {allowed[worst]:.3e} "
+        f"(value {a[worst]:.6e}, truth {t[worst]:.6e})",
+    )
+    if a.numel() == 1:
+        return
+    rms = [v.square().mean().sqrt().item() for v in (a - t, r - t, t)]
+    limit = FACTOR * rms[1] + ULPS_RMS * eps * rms[2]
+    _require(rms[0] <= limit, f"{what}: rms error {rms[0]:.3e}, allowed {limit:.3e} (reference's {rms[1]:.3e})")
+
+
+def assert_op_close(op: Callable[..., object], reference: Callable[..., object], inputs: Sequence[object],
+                    upstream: Callable[[Tensors], torch.Tensor] | None = None) -> None:  # fmt: skip
+    """Compares `op(*inputs)` and its gradients with the reference in the same dtype and in fp64.
+
+    Args:
+        op: what is tested.
+        reference: the op's reference; it must compute in fp64 when its inputs are fp64.
+        inputs: arguments; gradients are compared for those that require one.
+        upstream: maps the outputs to the scalar to differentiate; None compares outputs alone.
+    """
+    where = next((v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu"))
+    actual = run(op, inputs, upstream)
+    same = run(reference, inputs, upstream)
+    truth = run(reference, inputs, upstream, torch.float64, where if device.has_fp64(where) else torch.device("cpu"))
+    _require(len(actual) == len(same), f"{len(actual)} results, the reference gives {len(same)}")
+    for i, (a, r, t) in enumerate(zip(actual, same, truth, strict=True)):
+        if r is None:
+            _require(a is None, f"result {i} should be None")
+            continue
+        _require(a is not None, f"result {i} should not be None")
+        assert_as_close(a, r, t, f"result {i}")  # type: ignore[arg-type]
