@@ -10,7 +10,7 @@ BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 
-.PHONY: demo test test-convergence test-convergence-quick test-ascend ascend-tools checkstyle bench clean
+.PHONY: demo test test-trl-oldest test-convergence test-convergence-quick test-ascend ascend-tools checkstyle bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,17 @@ demo: $(STAMP)  ## both example scripts, with and without the flag, and a table
 
 test: $(STAMP)  ## the tests, on the CPU: torch and Triton's interpreter
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+# The oldest TRL that pyproject.toml allows, laid over the environment: TRL alone is another one.
+TRL_OLDEST = 1.15.0
+TRL_OLDEST_DIR = $(VENV)/trl-$(TRL_OLDEST)
+
+$(TRL_OLDEST_DIR): $(STAMP)
+	$(BIN)/pip install -q --no-deps --upgrade --target $@ trl==$(TRL_OLDEST)
+
+test-trl-oldest: $(TRL_OLDEST_DIR)  ## what depends on TRL, with the oldest that is supported
+	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -c "import trl; assert trl.__version__ == '$(TRL_OLDEST)', trl.__version__"
+	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -m pytest -n 2 --dist worksteal tests/patching/test_trl.py tests/trainers
 
 test-convergence: $(STAMP)  ## trains small models both ways and compares the curves; gates releases
 	$(BIN)/python -m convergence --full

@@ -90,11 +90,11 @@ def test_same_parameters_and_metrics_as_trl(tmp_path, options):
 def test_patched_while_training_and_restored_after(tmp_path):
     import trl.trainer.utils as trl_utils
 
-    names = trl_utils._ChunkedLogProbFunction, trl_utils._use_triton
+    before = dict(vars(trl_utils))
     trainer = train(GRPOTrainer, tmp_path)
     assert {"rms_norm", "linear_logprob"} <= {r.op for r in trainer.npu_kernels_report().replaced}
     assert original_class(trainer.model.model.norm) is type(trainer.model.model.norm)
-    assert (trl_utils._ChunkedLogProbFunction, trl_utils._use_triton) == names
+    assert vars(trl_utils) == before
 
 
 def test_kernels_serve_trls_head(tmp_path, monkeypatch):
@@ -123,7 +123,7 @@ def test_off_is_trls_own(tmp_path):
 def test_an_exception_restores_the_model(tmp_path):
     import trl.trainer.utils as trl_utils
 
-    names = trl_utils._ChunkedLogProbFunction, trl_utils._use_triton
+    before = dict(vars(trl_utils))
     model = small_model("qwen3")
 
     def broken(**kwargs):
@@ -138,4 +138,4 @@ def test_an_exception_restores_the_model(tmp_path):
     finally:
         here.reward = saved
     assert original_class(model.model.norm) is type(model.model.norm)
-    assert (trl_utils._ChunkedLogProbFunction, trl_utils._use_triton) == names
+    assert vars(trl_utils) == before
