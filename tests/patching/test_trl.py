@@ -1,7 +1,6 @@
 """TRL's head seam on models that TRL has given its fused head: who answers there, and when."""
 
 import pytest
-import torch
 import trl.trainer.utils as trl_utils
 
 from npu_trainer_kernels import apply_npu_kernels
