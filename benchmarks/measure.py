@@ -1,9 +1,6 @@
 """How a number is made: time, peak memory, floor, error.
 
-Time        warm-up, then single timed calls; median and quartiles over them. On an accelerator between two device
-            events, with the queue filled first so that Python's own time is hidden (it is measured apart, `host_us`),
-            and over inputs in rotation whose bytes are several times the cache, so that every call starts cold. On a
-            CPU by the wall clock. Backward is timed alone, after an untimed forward; gradients are None before it.
+Time        as `npu_trainer_kernels.timing` says.
 Memory      the allocator's peak over one call, less what was there before it and less what the call leaves (outputs in
             mode forward, gradients of inputs and weights otherwise).
 Floor       at the LM head the op's own matrix products, one by one, at their real shapes and dtype, random factors, in
@@ -13,19 +10,22 @@ Error       |result - truth| / |truth| of every output and gradient against the 
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from npu_trainer_kernels import device as devices
+from npu_trainer_kernels import timing
+from npu_trainer_kernels.timing import QUICK, Function, Settings, Summary, Timer, is_accelerator, measure, summarise
+from npu_trainer_kernels.workloads import Inputs, as_tuple
 
-from .cases import OPS, Case, Inputs, Outputs
+from .cases import OPS, Case
 
 __all__ = [
+    "QUICK",
     "Settings",
     "Summary",
     "bandwidth",
@@ -39,152 +39,13 @@ __all__ = [
     "verdict",
 ]
 
-Function = Callable[[Mapping[str, Tensor]], Outputs]
-# Rotating inputs: four times the 50 MB L2 of an H100 or H200, and more than any Ascend chip's 192 MB.
-COLD_BYTES = 256 << 20
-MAX_SETS = 8
-# How long the device is kept busy before a timed call, in cycles: 200 us at 2 GHz, longer than Python needs for one.
-HEAD_START_CYCLES = 400_000
 # Rows of the head per step while the truth is computed.
 TRUTH_ROWS = 4096
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How long to measure.
-
-    Attributes:
-        seconds: timed calls of one row and mode are as many as fit, within the bounds.
-        least, most: those bounds.
-        warmup: calls before the first timed one.
-    """
-
-    seconds: float = 0.6
-    least: int = 10
-    most: int = 200
-    warmup: int = 3
-
-
-QUICK = Settings(seconds=0.15, least=5, most=30, warmup=2)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Median, quartiles and number of the samples, in milliseconds."""
-
-    median: float
-    q1: float
-    q3: float
-    least: float
-    samples: int
-
-
-def _quantile(ordered: list[float], share: float) -> float:
-    """Linear interpolation between the order statistics."""
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def summarise(samples: list[float]) -> Summary:
-    """Of at least one sample."""
-    if not samples:
-        raise ValueError("samples: at least one is needed; got none")
-    ordered = sorted(samples)
-    median, q1, q3 = (_quantile(ordered, share) for share in (0.5, 0.25, 0.75))
-    return Summary(median, q1, q3, ordered[0], len(ordered))
-
-
-def is_accelerator(device: torch.device) -> bool:
-    return device.type != "cpu"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Time
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class _Timer:
-    """Milliseconds of one call, by device events or by the clock."""
-
-    def __init__(self, device: torch.device, head_start: bool) -> None:
-        self.device = device
-        self.events = is_accelerator(device)
-        self.head_start = head_start and device.type == "cuda"
-        self.host: list[float] = []
-
-    def __call__(self, region: Callable[[], Any]) -> float:
-        if not self.events:
-            start = time.perf_counter()
-            region()
-            return (time.perf_counter() - start) * 1e3
-        module = torch.get_device_module(self.device)
-        before, after = module.Event(enable_timing=True), module.Event(enable_timing=True)
-        if self.head_start:
-            module._sleep(HEAD_START_CYCLES)
-        before.record()
-        start = time.perf_counter()
-        kept = region()
-        self.host.append(time.perf_counter() - start)
-        after.record()
-        after.synchronize()
-        del kept
-        return float(before.elapsed_time(after))
-
-
-def _backward(outputs: Outputs, grads: tuple[Tensor, ...]) -> None:
-    if not grads:
-        assert isinstance(outputs, Tensor)
-        outputs.backward()
-        return
-    torch.autograd.backward(list(_as_tuple(outputs)), list(grads))
-
-
-def _as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
-    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-
-
-def _round(fn: Function, sets: list[Inputs], mode: str, timer: _Timer) -> list[float]:
-    """One timed call for each set of inputs."""
-    for inputs in sets:
-        inputs.drop_grads()
-    if mode == "forward":
-        return [timer(lambda inputs=inputs: fn(inputs.tensors)) for inputs in sets]  # type: ignore[misc]
-    if mode == "both":
-        return [timer(lambda inputs=inputs: _backward(fn(inputs.tensors), inputs.grads)) for inputs in sets]  # type: ignore[misc]
-    # All forwards first: what they read and write pushes the earlier sets out of the cache.
-    outputs = [fn(inputs.tensors) for inputs in sets]
-    times = []
-    for inputs in sets:
-        pending = outputs.pop(0)
-        times.append(timer(lambda inputs=inputs, pending=pending: _backward(pending, inputs.grads)))  # type: ignore[misc]
-    return times
-
-
 def rotation(case: Case, device: torch.device, bytes_of_one: int) -> int:
     """How many sets of inputs to rotate through."""
-    if not is_accelerator(device) or OPS[case.op].products is not None:
-        return 1
-    return max(2, min(MAX_SETS, math.ceil(COLD_BYTES / bytes_of_one) + 1))
-
-
-def measure(
-    fn: Function, sets: list[Inputs], mode: str, device: torch.device, settings: Settings, cold: bool
-) -> tuple[Summary, float | None]:
-    """(milliseconds, median microseconds of Python to enqueue one call on an accelerator)."""
-    timer = _Timer(device, head_start=cold)
-    for _ in range(max(1, math.ceil(settings.warmup / len(sets)))):
-        estimate = min(_round(fn, sets, mode, timer))
-    calls = settings.seconds * 1e3 / max(estimate, 1e-3)
-    rounds = math.ceil(max(settings.least, min(settings.most, calls)) / len(sets))
-    timer.host.clear()
-    samples: list[float] = []
-    for _ in range(rounds):
-        samples += _round(fn, sets, mode, timer)
-    for inputs in sets:
-        inputs.drop_grads()
-    return summarise(samples), summarise(timer.host).median * 1e6 if timer.host else None
+    return timing.rotation(device, bytes_of_one) if OPS[case.op].products is None else 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,8 +57,8 @@ def _call(fn: Function, inputs: Inputs, mode: str) -> tuple[Tensor, ...]:
     """Runs one call and returns what it leaves."""
     outputs = fn(inputs.tensors)
     if mode == "forward":
-        return _as_tuple(outputs)
-    _backward(outputs, inputs.grads)
+        return as_tuple(outputs)
+    inputs.backward(outputs)
     return tuple(g for g in inputs.leaf_grads().values() if g is not None)
 
 
@@ -240,7 +101,7 @@ def _peak_on_cpu(call: Callable[[], int]) -> tuple[int, int]:
 
 
 def _median_seconds(call: Callable[[], Any], device: torch.device, settings: Settings) -> float:
-    timer = _Timer(device, head_start=False)
+    timer = Timer(device, head_start=False)
     for _ in range(2):
         estimate = timer(call)
     count = math.ceil(max(settings.least, min(settings.most, settings.seconds * 1e3 / max(estimate, 1e-3))))
@@ -278,8 +139,8 @@ def bandwidth(device: torch.device, settings: Settings) -> float:
 def _results(fn: Function, inputs: Inputs) -> dict[str, Tensor]:
     """Outputs and gradients by name."""
     outputs = fn(inputs.tensors)
-    found = {f"out{i}": t.detach().clone() for i, t in enumerate(_as_tuple(outputs))}
-    _backward(outputs, inputs.grads)
+    found = {f"out{i}": t.detach().clone() for i, t in enumerate(as_tuple(outputs))}
+    inputs.backward(outputs)
     for name, grad in inputs.leaf_grads().items():
         if grad is None:
             raise RuntimeError(f"no gradient arrived at {name}")

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npu_trainer_kernels import backends, ops
+from npu_trainer_kernels.workloads import EPS, GRPO_BETA, GRPO_EPSILON, Outputs, Tensors, grpo_terms
+from npu_trainer_kernels.workloads import OPS as WORKLOADS
 
-from .cases import EPS, GRPO_BETA, GRPO_EPSILON, OPS, Case, Outputs, Tensors, grpo_terms, grpo_tokens
+from .cases import OPS, Case, grpo_tokens
 
 __all__ = ["Absent", "Provider", "providers"]
 
@@ -55,66 +57,9 @@ def _ours(op: str, backend: str) -> Provider:
         reason = backends.unavailable(backend, device.type)
         if reason is not None:
             raise Absent(f"backend {backend!r}: {reason}")
-        return _CALLS[op](backend)
+        return WORKLOADS[op].ours(backend)
 
     return Provider(f"ours-{backend}", make, "npu_trainer_kernels")
-
-
-def _op(name: str) -> Callable[..., Any]:
-    if not hasattr(ops, name):
-        raise Absent(f"npu_trainer_kernels.ops has no {name!r} yet")
-    return getattr(ops, name)
-
-
-def _ours_grpo(backend: str) -> Function:
-    loss, options = _op("fused_linear_grpo_loss"), _op("GrpoOptions")
-    chosen = options(loss_type="bnpo", beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON)
-
-    def call(t: Tensors) -> Outputs:
-        return loss(
-            t["x"], t["weight"], t["ids"], t["advantages"], completion_mask=t["mask"], old_log_prob=t["old"],
-            ref_log_prob=t["ref"], options=chosen, backend=backend,
-        ).loss  # fmt: skip
-
-    return call
-
-
-def _ours_cross_entropy(backend: str) -> Function:
-    return lambda t: ops.fused_linear_cross_entropy(t["x"], t["weight"], t["target"], backend=backend)  # type: ignore[return-value]
-
-
-def _ours_embedding(backend: str) -> Function:
-    embedding = _op("embedding")
-    return lambda t: embedding(t["ids"], t["weight"], backend=backend)
-
-
-def _ours_swiglu(backend: str) -> Function:
-    swiglu = _op("swiglu")
-    return lambda t: swiglu(t["gate"], t["up"], backend=backend)
-
-
-def _ours_rope(backend: str) -> Function:
-    rope = _op("rope")
-    return lambda t: rope(t["q"], t["k"], t["cos"], t["sin"], backend=backend)
-
-
-def _ours_add_norm(backend: str) -> Function:
-    add_rms_norm = _op("add_rms_norm")
-    return lambda t: add_rms_norm(t["x"], t["residual"], t["weight"], EPS, backend=backend)
-
-
-_CALLS: dict[str, Callable[[str], Function]] = {
-    "linear_cross_entropy": _ours_cross_entropy,
-    "fused_linear_grpo_loss": _ours_grpo,
-    "linear_logprob": lambda backend: (
-        lambda t: ops.linear_logprob(t["x"], t["weight"], t["ids"], backend=backend).log_prob
-    ),
-    "rms_norm": lambda backend: lambda t: ops.rms_norm(t["x"], t["weight"], EPS, backend=backend),
-    "add_rms_norm": _ours_add_norm,
-    "embedding": _ours_embedding,
-    "swiglu": _ours_swiglu,
-    "rope": _ours_rope,
-}
 
 
 @_peer("linear_cross_entropy", "ours-low-memory", "npu_trainer_kernels", in_scaling=True)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from npu_trainer_kernels import device as devices
+from npu_trainer_kernels.workloads import Inputs
 
-from .cases import OPS, Case, Inputs
+from .cases import OPS, Case
 from .measure import (
     Settings,
     as_json,

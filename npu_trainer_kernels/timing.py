@@ -1,0 +1,153 @@
+"""How long a call takes: warm-up, then single timed calls; median and quartiles over them.
+
+On an accelerator between two device events, with the queue filled first so that Python's own time is hidden (it is
+measured apart), and over inputs in rotation whose bytes are several times the cache, so that every call starts cold. On
+a CPU by the wall clock. Backward is timed alone, after an untimed forward; gradients are None before it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import device as devices
+from .workloads import Inputs, Outputs
+
+__all__ = ["QUICK", "Settings", "Summary", "Timer", "is_accelerator", "measure", "rotation", "summarise"]
+
+Function = Callable[[Mapping[str, Tensor]], Outputs]
+# Rotating inputs: four times the 50 MB L2 of an H100 or H200, and more than any Ascend chip's 192 MB.
+COLD_BYTES = 256 << 20
+MAX_SETS = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to measure.
+
+    Attributes:
+        seconds: timed calls of one row and mode are as many as fit, within the bounds.
+        least, most: those bounds.
+        warmup: calls before the first timed one.
+    """
+
+    seconds: float = 0.6
+    least: int = 10
+    most: int = 200
+    warmup: int = 3
+
+
+QUICK = Settings(seconds=0.15, least=5, most=30, warmup=2)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median, quartiles and number of the samples, in milliseconds."""
+
+    median: float
+    q1: float
+    q3: float
+    least: float
+    samples: int
+
+    def slower_than(self, other: "Summary", tolerance: float = 1.02) -> bool:
+        """Beyond the spread of both: the first quartile above the other's third, and the median above by 2%."""
+        return self.q1 > other.q3 and self.median > tolerance * other.median
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """Linear interpolation between the order statistics."""
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def summarise(samples: list[float]) -> Summary:
+    """Of at least one sample."""
+    if not samples:
+        raise ValueError("samples: at least one is needed; got none")
+    ordered = sorted(samples)
+    median, q1, q3 = (_quantile(ordered, share) for share in (0.5, 0.25, 0.75))
+    return Summary(median, q1, q3, ordered[0], len(ordered))
+
+
+def is_accelerator(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+class Timer:
+    """Milliseconds of one call, by device events or by the clock; `host` collects the seconds that Python took."""
+
+    def __init__(self, device: torch.device, head_start: bool) -> None:
+        self.device = device
+        self.head_start = head_start
+        self.host: list[float] = []
+
+    def __call__(self, region: Callable[[], Any]) -> float:
+        if not is_accelerator(self.device):
+            start = time.perf_counter()
+            region()
+            return (time.perf_counter() - start) * 1e3
+        module = torch.get_device_module(self.device)
+        before, after = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        if self.head_start:
+            devices.occupy(self.device)
+        before.record()
+        start = time.perf_counter()
+        kept = region()
+        self.host.append(time.perf_counter() - start)
+        after.record()
+        after.synchronize()
+        del kept
+        return float(before.elapsed_time(after))
+
+
+def _round(fn: Function, sets: list[Inputs], mode: str, timer: Timer) -> list[float]:
+    """One timed call for each set of inputs."""
+    for inputs in sets:
+        inputs.drop_grads()
+    if mode == "forward":
+        return [timer(lambda inputs=inputs: fn(inputs.tensors)) for inputs in sets]  # type: ignore[misc]
+    if mode == "both":
+        return [timer(lambda inputs=inputs: inputs.backward(fn(inputs.tensors))) for inputs in sets]  # type: ignore[misc]
+    # All forwards first: what they read and write pushes the earlier sets out of the cache.
+    outputs = [fn(inputs.tensors) for inputs in sets]
+    times = []
+    for inputs in sets:
+        pending = outputs.pop(0)
+        times.append(timer(lambda inputs=inputs, pending=pending: inputs.backward(pending)))  # type: ignore[misc]
+    return times
+
+
+def rotation(device: torch.device, bytes_of_one: int) -> int:
+    """How many sets of inputs to rotate through, where the time is that of memory."""
+    if not is_accelerator(device):
+        return 1
+    return max(2, min(MAX_SETS, math.ceil(COLD_BYTES / bytes_of_one) + 1))
+
+
+def measure(
+    fn: Function, sets: list[Inputs], mode: str, device: torch.device, settings: Settings, cold: bool
+) -> tuple[Summary, float | None]:
+    """Times a call in mode `"forward"`, `"backward"` or `"both"`.
+
+    Returns:
+        (milliseconds, median microseconds of Python to enqueue one call on an accelerator).
+    """
+    timer = Timer(device, head_start=cold)
+    for _ in range(max(1, math.ceil(settings.warmup / len(sets)))):
+        estimate = min(_round(fn, sets, mode, timer))
+    calls = settings.seconds * 1e3 / max(estimate, 1e-3)
+    rounds = math.ceil(max(settings.least, min(settings.most, calls)) / len(sets))
+    timer.host.clear()
+    samples: list[float] = []
+    for _ in range(rounds):
+        samples += _round(fn, sets, mode, timer)
+    for inputs in sets:
+        inputs.drop_grads()
+    return summarise(samples), summarise(timer.host).median * 1e6 if timer.host else None

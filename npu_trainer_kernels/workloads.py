@@ -1,0 +1,425 @@
+"""The ops at the shapes of a model: inputs on any device, our call, and plain PyTorch's.
+
+One table for all that runs an op by itself: `npu-kernels doctor` and `tune`, and the benchmarks.
+
+    shapes = ModelShapes.of_config(config)
+    for workload in of_model(shapes, tokens=4096, dtype="bfloat16"):
+        inputs = workload.inputs(device)
+        ours, plain = workload.ours("triton"), workload.reference
+        inputs.backward(ours(inputs.tensors))
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+__all__ = [
+    "DTYPES",
+    "EPS",
+    "GRPO_BETA",
+    "GRPO_EPSILON",
+    "OPS",
+    "Inputs",
+    "ModelShapes",
+    "Op",
+    "Outputs",
+    "Tensors",
+    "Workload",
+    "as_tuple",
+    "grpo_lengths",
+    "grpo_terms",
+    "of_model",
+]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EPS = 1e-6
+GRPO_BETA, GRPO_EPSILON = 0.04, 0.2
+Tensors = Mapping[str, Tensor]
+Outputs = Tensor | tuple[Tensor, ...]
+Function = Callable[[Tensors], Outputs]
+
+
+def as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+@dataclass
+class Inputs:
+    """One set of inputs.
+
+    Attributes:
+        tensors: by the names that references and calls use.
+        leaves: those that need a gradient.
+        grads: what arrives in backward, one for each output; empty where the output is a scalar loss.
+    """
+
+    tensors: dict[str, Tensor]
+    leaves: tuple[str, ...]
+    grads: tuple[Tensor, ...] = ()
+
+    def require_grad(self) -> "Inputs":
+        for name in self.leaves:
+            self.tensors[name].requires_grad_()
+        return self
+
+    def drop_grads(self) -> None:
+        for name in self.leaves:
+            self.tensors[name].grad = None
+
+    def leaf_grads(self) -> dict[str, Tensor | None]:
+        return {name: self.tensors[name].grad for name in self.leaves}
+
+    def backward(self, outputs: Outputs) -> None:
+        """Backward from `outputs` with the gradients that belong to them."""
+        torch.autograd.backward(list(as_tuple(outputs)), list(self.grads) or None)
+
+    def bytes(self) -> int:
+        return sum(t.nbytes for t in (*self.tensors.values(), *self.grads))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An op at one shape.
+
+    Attributes:
+        op: a key of `OPS`.
+        sizes: what the op's builder needs, by name.
+        dtype: of inputs and weights, a key of `DTYPES`.
+    """
+
+    op: str
+    sizes: Mapping[str, int] = field(hash=False)
+    dtype: str = "bfloat16"
+
+    @property
+    def shape(self) -> str:
+        """For people: `BT=8192 H=4096 V=128256`."""
+        return " ".join(f"{name}={size}" for name, size in self.sizes.items())
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def backend_op(self) -> str:
+        """The op's name in `backends.OPS`."""
+        return "grpo_loss" if self.op == "fused_linear_grpo_loss" else self.op
+
+    @property
+    def reference(self) -> Function:
+        return OPS[self.op].reference
+
+    def inputs(self, device: torch.device) -> Inputs:
+        return OPS[self.op].build(self, device).require_grad()
+
+    def ours(self, backend: str | None) -> Function:
+        """The op as a function of the inputs' tensors; with a backend of None as `backends.choose` says."""
+        return OPS[self.op].ours(backend)
+
+
+@dataclass(frozen=True)
+class Op:
+    """How an op is called.
+
+    Attributes:
+        build: inputs of a workload on a device.
+        reference: plain PyTorch, from tensors to output(s); in fp64 where the inputs are.
+        ours: the op by a backend.
+    """
+
+    build: Callable[[Workload, torch.device], Inputs]
+    reference: Function
+    ours: Callable[[str | None], Function]
+
+
+def _randn(work: Workload, device: torch.device, *shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=device) * scale).to(work.torch_dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LM head
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _head_weight(work: Workload, device: torch.device) -> Tensor:
+    # Logits of a standard deviation near one.
+    return _randn(work, device, work.sizes["V"], work.sizes["H"], scale=work.sizes["H"] ** -0.5)
+
+
+def _build_cross_entropy(work: Workload, device: torch.device) -> Inputs:
+    s = work.sizes
+    x = _randn(work, device, s["BT"], s["H"])
+    target = torch.randint(s["V"], (s["BT"],), device=device)
+    return Inputs({"x": x, "weight": _head_weight(work, device), "target": target}, ("x", "weight"))
+
+
+def _cross_entropy_reference(t: Tensors) -> Outputs:
+    return ops.linear_cross_entropy_reference(t["x"], t["weight"], t["target"])
+
+
+def _cross_entropy(backend: str | None) -> Function:
+    return lambda t: ops.fused_linear_cross_entropy(t["x"], t["weight"], t["target"], backend=backend)  # type: ignore[return-value]
+
+
+def _build_logprob(work: Workload, device: torch.device) -> Inputs:
+    inputs = _build_cross_entropy(work, device)
+    inputs.tensors["ids"] = inputs.tensors.pop("target")
+    inputs.grads = (torch.randn(work.sizes["BT"], device=device) / work.sizes["BT"],)
+    return inputs
+
+
+def _logprob_reference(t: Tensors) -> Outputs:
+    return _log_prob_eager(t["x"], t["weight"], t["ids"])
+
+
+def _logprob(backend: str | None) -> Function:
+    return lambda t: ops.linear_logprob(t["x"], t["weight"], t["ids"], backend=backend).log_prob
+
+
+def grpo_lengths(batch: int, length: int) -> Tensor:
+    """Completions of 60% to 100% of the length, 80% on average."""
+    return (torch.linspace(0.6, 1.0, batch, dtype=torch.float64) * length).round().long()
+
+
+def _build_grpo(work: Workload, device: torch.device) -> Inputs:
+    s = work.sizes
+    shape = (s["B"], s["T"])
+    x = _randn(work, device, *shape, s["H"])
+    weight = _head_weight(work, device)
+    ids = torch.randint(s["V"], shape, device=device)
+    mask = torch.arange(s["T"], device=device) < grpo_lengths(*shape).to(device).unsqueeze(1)
+    with torch.no_grad():
+        near = torch.stack([_log_prob_eager(x[b], weight, ids[b]) for b in range(s["B"])])
+    tensors = {
+        "x": x,
+        "weight": weight,
+        "ids": ids,
+        "mask": mask,
+        "advantages": torch.randn(s["B"], device=device),
+        "old": near + 0.1 * torch.randn(shape, device=device),
+        "ref": near + 0.1 * torch.randn(shape, device=device),
+    }
+    return Inputs(tensors, ("x", "weight"))
+
+
+def _log_prob_eager(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """What a trainer without a fused head computes. Not the ops' own references, which form every statistic whether it
+    is asked for or not: measured as a baseline they would flatter everybody else."""
+    logits = torch.nn.functional.linear(x, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, -1)
+
+
+def grpo_terms(log_prob: Tensor, old: Tensor, ref: Tensor, advantages: Tensor) -> Tensor:
+    """Loss of each token: clipped policy gradient plus the KL penalty (TRL's formula, token level)."""
+    ratio = torch.exp(log_prob - old)
+    clipped = torch.clamp(ratio, 1 - GRPO_EPSILON, 1 + GRPO_EPSILON)
+    policy = -torch.min(ratio * advantages, clipped * advantages)
+    return policy + GRPO_BETA * (torch.exp(ref - log_prob) - (ref - log_prob) - 1)
+
+
+def _grpo_reference(t: Tensors) -> Outputs:
+    log_prob = _log_prob_eager(t["x"], t["weight"], t["ids"])
+    terms = grpo_terms(log_prob, t["old"], t["ref"], t["advantages"].unsqueeze(1))
+    return (terms * t["mask"]).sum() / t["mask"].sum()
+
+
+def _grpo(backend: str | None) -> Function:
+    chosen = ops.GrpoOptions(loss_type="bnpo", beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON)
+
+    def call(t: Tensors) -> Outputs:
+        return ops.fused_linear_grpo_loss(
+            t["x"], t["weight"], t["ids"], t["advantages"], completion_mask=t["mask"], old_log_prob=t["old"],
+            ref_log_prob=t["ref"], options=chosen, backend=backend,
+        ).loss  # fmt: skip
+
+    return call
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Elementwise ops
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _build_norm(work: Workload, device: torch.device) -> Inputs:
+    shape = work.sizes["N"], work.sizes["H"]
+    weight = (1 + 0.1 * torch.randn(shape[1], device=device)).to(work.torch_dtype)
+    tensors = {"x": _randn(work, device, *shape), "weight": weight}
+    return Inputs(tensors, ("x", "weight"), (_randn(work, device, *shape),))
+
+
+def _norm_reference(t: Tensors) -> Outputs:
+    return ops.rms_norm_reference(t["x"], t["weight"], EPS)
+
+
+def _norm(backend: str | None) -> Function:
+    return lambda t: ops.rms_norm(t["x"], t["weight"], EPS, backend=backend)
+
+
+def _build_add_norm(work: Workload, device: torch.device) -> Inputs:
+    inputs = _build_norm(work, device)
+    shape = work.sizes["N"], work.sizes["H"]
+    inputs.tensors["residual"] = _randn(work, device, *shape)
+    inputs.leaves = ("x", "residual", "weight")
+    inputs.grads = (*inputs.grads, _randn(work, device, *shape))
+    return inputs
+
+
+def _add_norm_reference(t: Tensors) -> Outputs:
+    return ops.add_rms_norm_reference(t["x"], t["residual"], t["weight"], EPS)
+
+
+def _add_norm(backend: str | None) -> Function:
+    return lambda t: ops.add_rms_norm(t["x"], t["residual"], t["weight"], EPS, backend=backend)
+
+
+def _build_embedding(work: Workload, device: torch.device) -> Inputs:
+    s = work.sizes
+    ids = torch.randint(s["V"], (s["N"],), device=device)
+    tensors = {"weight": _randn(work, device, s["V"], s["D"]), "ids": ids}
+    return Inputs(tensors, ("weight",), (_randn(work, device, s["N"], s["D"]),))
+
+
+def _embedding_reference(t: Tensors) -> Outputs:
+    return ops.embedding_reference(t["ids"], t["weight"])
+
+
+def _embedding(backend: str | None) -> Function:
+    return lambda t: ops.embedding(t["ids"], t["weight"], backend=backend)
+
+
+def _build_swiglu(work: Workload, device: torch.device) -> Inputs:
+    shape = work.sizes["N"], work.sizes["I"]
+    tensors = {"gate": _randn(work, device, *shape), "up": _randn(work, device, *shape)}
+    return Inputs(tensors, ("gate", "up"), (_randn(work, device, *shape),))
+
+
+def _swiglu_reference(t: Tensors) -> Outputs:
+    return ops.swiglu_reference(t["gate"], t["up"])
+
+
+def _swiglu(backend: str | None) -> Function:
+    return lambda t: ops.swiglu(t["gate"], t["up"], backend=backend)
+
+
+def _build_rope(work: Workload, device: torch.device) -> Inputs:
+    s = work.sizes
+
+    def heads(count: int) -> Tensor:
+        # As attention has them: [B, S, heads, D] in memory, seen as [B, heads, S, D].
+        return _randn(work, device, 1, s["S"], count, s["D"]).transpose(1, 2)
+
+    frequency = 1.0 / 500000.0 ** (torch.arange(0, s["D"], 2, device=device) / s["D"])
+    angle = torch.arange(s["S"], device=device).unsqueeze(1) * frequency
+    angle = torch.cat((angle, angle), -1).unsqueeze(0)
+    tensors = {
+        "q": heads(s["Q"]),
+        "k": heads(s["K"]),
+        "cos": angle.cos().to(work.torch_dtype),
+        "sin": angle.sin().to(work.torch_dtype),
+    }
+    return Inputs(tensors, ("q", "k"), (heads(s["Q"]), heads(s["K"])))
+
+
+def _rope_reference(t: Tensors) -> Outputs:
+    return ops.rope_reference(t["q"], t["k"], t["cos"], t["sin"])
+
+
+def _rope(backend: str | None) -> Function:
+    return lambda t: ops.rope(t["q"], t["k"], t["cos"], t["sin"], backend=backend)
+
+
+OPS: dict[str, Op] = {
+    "linear_cross_entropy": Op(_build_cross_entropy, _cross_entropy_reference, _cross_entropy),
+    "fused_linear_grpo_loss": Op(_build_grpo, _grpo_reference, _grpo),
+    "linear_logprob": Op(_build_logprob, _logprob_reference, _logprob),
+    "rms_norm": Op(_build_norm, _norm_reference, _norm),
+    "add_rms_norm": Op(_build_add_norm, _add_norm_reference, _add_norm),
+    "embedding": Op(_build_embedding, _embedding_reference, _embedding),
+    "swiglu": Op(_build_swiglu, _swiglu_reference, _swiglu),
+    "rope": Op(_build_rope, _rope_reference, _rope),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """What the ops' shapes need to know of a causal language model.
+
+    Attributes:
+        hidden, intermediate, vocabulary: sizes of the residual stream, of the MLP (of one expert where there are
+            experts), and of the LM head.
+        heads, kv_heads, head_dim: of attention.
+    """
+
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of_config(cls, config: Any) -> "ModelShapes":
+        """From a transformers config (of a model with several parts, its text part).
+
+        Raises:
+            ValueError: the config has no such size, or one that is not a positive int.
+        """
+        text = config.get_text_config()
+
+        def size(*names: str, default: int | None = None) -> int:
+            value = next((v for name in names if (v := getattr(text, name, None)) is not None), default)
+            if type(value) is not int or value < 1:
+                raise ValueError(
+                    f"the config of {type(config).__name__} must have a positive {names[-1]}; got {value!r}"
+                )
+            return value
+
+        hidden, heads = size("hidden_size"), size("num_attention_heads")
+        return cls(
+            hidden=hidden,
+            intermediate=size("moe_intermediate_size", "intermediate_size"),
+            vocabulary=size("vocab_size"),
+            heads=heads,
+            kv_heads=size("num_key_value_heads", default=heads),
+            head_dim=size("head_dim", default=hidden // heads),
+        )
+
+
+def of_model(shapes: ModelShapes, tokens: int, dtype: str) -> list[Workload]:
+    """Every op at a model's shapes.
+
+    Args:
+        shapes: the model.
+        tokens: of a micro-batch; GRPO's are 8 completions of an eighth each.
+        dtype: a key of `DTYPES`.
+
+    Raises:
+        ValueError: fewer than 8 tokens, or an unknown dtype.
+    """
+    if tokens < 8:
+        raise ValueError(f"tokens must be at least 8; got {tokens}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    head = {"H": shapes.hidden, "V": shapes.vocabulary}
+    sizes: dict[str, dict[str, int]] = {
+        "rms_norm": {"N": tokens, "H": shapes.hidden},
+        "add_rms_norm": {"N": tokens, "H": shapes.hidden},
+        "swiglu": {"N": tokens, "I": shapes.intermediate},
+        "rope": {"S": tokens, "Q": shapes.heads, "K": shapes.kv_heads, "D": shapes.head_dim},
+        "embedding": {"N": tokens, "V": shapes.vocabulary, "D": shapes.hidden},
+        "linear_cross_entropy": {"BT": tokens, **head},
+        "linear_logprob": {"BT": tokens, **head},
+        "fused_linear_grpo_loss": {"B": 8, "T": tokens // 8, **head},
+    }
+    return [Workload(op, of_op, dtype) for op, of_op in sizes.items()]
