@@ -1,0 +1,57 @@
+"""`npu-kernels`: doctor, tune, compile, bench, verify.
+
+    npu-kernels COMMAND --help
+
+Every command works without an accelerator, and with `--json` writes one JSON object to stdout and nothing else there.
+Exit codes: 0 fine, 1 something was found or failed, 2 wrong usage or something to install first. `bench` has one more:
+3, the device was lost.
+
+Nothing is imported here that may be broken: torch, Triton and transformers come into the process when a command needs
+them, and `doctor` looks at them from outside first.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import _doctor
+from ._output import FINE, USAGE, Output, UsageError
+
+__all__ = ["main", "make_parser"]
+
+# One module a command, each with NAME, HELP, add_arguments(parser) and run(args, output) -> exit code.
+_COMMANDS = (_doctor,)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="npu-kernels",
+        description="Fused kernels for Hugging Face Trainer and TRL: look at an installation, measure it, check it.",
+        epilog="Exit codes: 0 fine, 1 something was found or failed, 2 wrong usage or something to install first.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in _COMMANDS:
+        command = commands.add_parser(
+            module.NAME, help=module.HELP, description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        module.add_arguments(command)
+        command.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
+        command.set_defaults(run=module.run)
+    # Its options are the benchmark runner's own, see `main`.
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    args = make_parser().parse_args(arguments)
+    with Output(args.json) as output:
+        try:
+            code: int = args.run(args, output)
+        except UsageError as error:
+            output.fail(f"npu-kernels {args.command}: {error}")
+            return USAGE
+    assert code >= FINE
+    return code

@@ -1,0 +1,201 @@
+"""What is installed and on which device, what does not work together, which backend each op would use and why, and
+whether every op is right and fast here.
+
+It looks at torch, torch_npu, triton, transformers and TRL from outside before anything is imported, and runs each op
+forward and backward against its reference in a process of its own. It ends with what to do about each finding.
+
+Exit codes: 0 nothing is broken (warnings may have been printed), 1 something is broken, 2 wrong usage.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from ._environment import ERROR, WARNING, Finding, broken_imports, findings, versions
+from ._output import FINE, FOUND, Output
+
+__all__ = ["HELP", "NAME", "add_arguments", "run", "self_check"]
+
+NAME = "doctor"
+HELP = "look at the installation, and run every op against its reference"
+# The workloads of `_selfcheck`, which cannot be asked: it imports torch.
+OPS = (
+    "rms_norm", "add_rms_norm", "swiglu", "rope", "embedding", "linear_cross_entropy", "linear_logprob",
+    "fused_linear_grpo_loss",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-self-check", action="store_true", help="look at the installation alone")
+    parser.add_argument("--no-times", action="store_true", help="check the ops, but do not time them")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds that the ops may take in all (default 600)"
+    )
+
+
+def _child(ops: list[str], times: bool, seconds: float) -> Iterator[dict[str, Any]]:
+    """Lines of one self-check; the last one, `{"ended": reason}`, where it did not get to its end."""
+    command = [sys.executable, "-m", "npu_trainer_kernels.cli._selfcheck", "--ops", ",".join(ops)]
+    command += [] if times else ["--no-times"]
+    # A kernel that fails is to be seen, not replaced.
+    environment = {**os.environ, "NPU_KERNELS_STRICT": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    timed_out = threading.Event()
+    timer = threading.Timer(seconds, lambda: (timed_out.set(), process.kill()))
+    # stderr is read beside stdout, or a full pipe would stop the child.
+    said: list[str] = []
+    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()))
+    timer.start()
+    reader.start()
+    try:
+        for line in process.stdout:
+            yield json.loads(line)
+    finally:
+        process.kill()
+        code = process.wait()
+        timer.cancel()
+        reader.join()
+    if timed_out.is_set():
+        yield {"ended": f"it was not done after {seconds:.0f} s"}
+    elif code < 0:
+        yield {"ended": f"its process was killed by {signal.Signals(-code).name}"}
+    elif code > 0:
+        lines = [line.strip() for line in said if line.strip()]
+        yield {"ended": lines[-1][:400] if lines else f"its process ended with exit code {code}"}
+
+
+def self_check(times: bool = True, seconds: float = 600.0) -> Iterator[dict[str, Any]]:
+    """Lines as `_selfcheck` writes them. An op that takes its process down is one with a `problem`, and the others go
+    on in a new process."""
+    left = list(OPS)
+    while left:
+        started: dict[str, Any] | None = None
+        for line in _child(left, times, seconds):
+            if "ended" not in line:
+                started = line if line.get("begins") else started
+                if "times" in line:
+                    left.remove(line["op"])
+                yield line
+                continue
+            if started is None:
+                yield line  # it did not come to the first op
+                return
+            yield {"op": started["op"], "dtype": started["dtype"], "problem": line["ended"]}
+            left.remove(started["op"])
+
+
+def _check_findings(line: dict[str, Any]) -> list[Finding]:
+    op, found = line.get("op"), []
+    if line.get("problem") is not None:
+        found.append(Finding(
+            ERROR, "self-check", f"{op}, {line['dtype']}: {line['problem']}",
+            f"train with NPU_KERNELS_BACKEND={'grpo_loss' if op == 'fused_linear_grpo_loss' else op}=torch meanwhile, "
+            "and report it with this output",
+        ))  # fmt: skip
+    times = line.get("times")
+    if times is not None and times["slower"] and not line["plain"]:
+        ours, plain = times["ours"]["median"], times["plain"]["median"]
+        found.append(Finding(
+            WARNING, "slow", f"{op}, {times['dtype']}, {times['shape']}: {ours:.3g} ms, plain PyTorch {plain:.3g} ms",
+            "npu-kernels tune --model YOUR_MODEL measures at your shapes, and leaves out what does not pay",
+        ))  # fmt: skip
+    return found
+
+
+def _versions_table(found: dict[str, str | None]) -> Table:
+    table = Table(title="Versions", title_justify="left", box=None)
+    for name, version in found.items():
+        table.add_row(name, version or "-")
+    return table
+
+
+def _ops_table(lines: list[dict[str, Any]]) -> Table:
+    table = Table(title="Ops", title_justify="left")
+    for column in ("op", "backend", "right", "ours", "plain PyTorch", "at", "in a model"):
+        table.add_column(column)
+    for op in OPS:
+        of_op = [line for line in lines if line.get("op") == op]
+        if not of_op:
+            continue
+        problems = [f"{line['dtype']}: no" for line in of_op if line.get("problem") is not None]
+        times = next((line["times"] for line in of_op if line.get("times")), None)
+        plain = next((line["plain"] for line in of_op if line.get("plain")), None)
+        milliseconds = [f"{times[who]['median']:.3g} ms" for who in ("ours", "plain")] if times else ["", ""]
+        table.add_row(
+            op, next((line["backend"] for line in of_op if "backend" in line), ""), ", ".join(problems) or "yes",
+            *milliseconds, f"{times['shape']} {times['dtype']}" if times else "",
+            "left out" if plain else "used",
+        )  # fmt: skip
+    return table
+
+
+def _why(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Reasons for backends, and for leaving out, each with its ops."""
+    reasons: dict[str, list[str]] = {}
+    for line in lines:
+        for reason in (f"{line['backend']}: {line['reason']}" if "reason" in line else None, line.get("plain")):
+            if reason is not None and line["op"] not in reasons.setdefault(reason, []):
+                reasons[reason].append(line["op"])
+    return reasons
+
+
+def _run_self_check(args: argparse.Namespace, output: Output) -> list[dict[str, Any]]:
+    lines = []
+    with output.progress() as progress:
+        task = progress.add_task("self-check", total=len(OPS))
+        for line in self_check(not args.no_times, args.timeout):
+            lines.append(line)
+            if line.get("begins"):
+                progress.update(task, description=f"self-check: {line['op']}, {line['dtype']}")
+            progress.update(task, advance=1 if "times" in line else 0)
+    return lines
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    installed = versions()
+    output.show(_versions_table(installed))
+    with output.progress() as progress:
+        progress.add_task("importing each package in a process of its own", total=None)
+        broken = broken_imports(installed)
+    found = findings(installed, broken)
+    lines: list[dict[str, Any]] = []
+    device: dict[str, Any] | None = None
+    if not args.no_self_check and installed["torch"] and "torch" not in broken:
+        lines = _run_self_check(args, output)
+        device = next((line["device"] for line in lines if "device" in line), None)
+        for line in lines:
+            if "ended" in line:
+                found.append(Finding(ERROR, "self-check", f"the self-check cannot start: {line['ended']}",
+                                     "mend what is named above; else report it with this output"))  # fmt: skip
+            found += _check_findings(line)
+    if device is not None:
+        output.text(f"\nDevice: {device['name']} ({device['kind']})\n")
+        output.show(_ops_table(lines))
+        for reason, ops in _why(lines).items():
+            output.text(f"  {', '.join(ops)}: {reason}")
+    output.text("\nFindings" if found else "\nNothing was found.")
+    for number, finding in enumerate(found, 1):
+        output.text(f"{number}. {finding.level}: {finding.what}\n   -> {finding.do}",
+                    style="red" if finding.level == ERROR else "yellow")  # fmt: skip
+    output.result({
+        "versions": installed,
+        "broken_imports": broken,
+        "device": device,
+        "ops": [line for line in lines if "op" in line and not line.get("begins")],
+        "backends": {
+            line["op"]: {"backend": line["backend"], "reason": line["reason"]} for line in lines if "reason" in line
+        },
+        "findings": [asdict(finding) for finding in found],
+    })  # fmt: skip
+    return FOUND if any(finding.level == ERROR for finding in found) else FINE

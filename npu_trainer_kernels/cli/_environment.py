@@ -1,0 +1,246 @@
+"""What is installed, and what of it cannot work together; without importing any of it into this process."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+__all__ = ["ERROR", "IMPORTS", "WARNING", "Finding", "broken_imports", "findings", "versions"]
+
+ERROR, WARNING = "error", "warning"
+
+PACKAGES = (
+    "npu_trainer_kernels", "torch", "torch_npu", "triton", "triton-ascend", "ascendnpu-ir", "transformers", "trl",
+    "accelerate", "datasets", "peft",
+)  # fmt: skip
+
+# What is imported to see whether it can be; of Triton also what a half-installed one lacks.
+IMPORTS = {
+    "torch": "import torch",
+    "torch_npu": "import torch_npu",
+    "triton": "import triton, triton.language; triton.jit, triton.language.load, triton.runtime.JITFunction",
+    "transformers": "import transformers; transformers.Trainer",
+    "trl": "import trl; trl.GRPOTrainer",
+}
+_IMPORT_SECONDS = 180.0
+_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception)\b")
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_REINSTALL_TRITON = (
+    "pip uninstall -y triton triton-ascend, then install one of them again: triton-ascend on an NPU, triton elsewhere"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a user should know of.
+
+    Attributes:
+        level: `ERROR` (it does not work) or `WARNING` (it works, less well than it could).
+        code: names the kind of finding, for programs and for the documentation.
+        what: what was found.
+        do: what to do about it.
+    """
+
+    level: str
+    code: str
+    what: str
+    do: str
+
+
+# ------------------------------------------------------------------------------------------------------------- versions
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _found_in(pattern: str, paths: Iterable[Path]) -> str | None:
+    """The first group of the pattern in the first of the files that exists and has it."""
+    for path in paths:
+        if path.is_file():
+            found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.IGNORECASE | re.MULTILINE)
+            if found is not None:
+                return found[1].strip()
+    return None
+
+
+def _cann(environment: Mapping[str, str]) -> str | None:
+    """CANN's version, from where its `set_env.sh` points or where it installs by default."""
+    homes = [environment[name] for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if environment.get(name)]
+    homes += ["/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann"]
+    for home in map(Path, homes):
+        infos = [*sorted(home.glob("*-linux/ascend_toolkit_install.info")), home / "compiler" / "version.info"]
+        version = _found_in(r"^version\s*=\s*(.+)$", infos)
+        if version is not None:
+            return version
+    return None
+
+
+def _drivers() -> dict[str, str | None]:
+    return {
+        "Ascend driver": _found_in(r"^version\s*=\s*(.+)$", [Path("/usr/local/Ascend/driver/version.info")]),
+        "NVIDIA driver": _found_in(r"Kernel Module\D*([\d.]+)", [Path("/proc/driver/nvidia/version")]),
+    }
+
+
+def versions(environment: Mapping[str, str] | None = None) -> dict[str, str | None]:
+    """Versions by name; None where it is not there."""
+    environment = os.environ if environment is None else environment
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    found.update({name: _installed(name) for name in PACKAGES})
+    return {**found, "CANN": _cann(environment), **_drivers()}
+
+
+# -------------------------------------------------------------------------------------------------------------- imports
+def _import_error(code: str, environment: Mapping[str, str]) -> str | None:
+    """Why `code` fails in a Python of its own, or None."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, errors="replace",
+            timeout=_IMPORT_SECONDS, env=dict(environment),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"it does not come back within {_IMPORT_SECONDS:.0f} s"
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        return f"it is killed by {signal.Signals(-done.returncode).name}"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if not lines:
+        return f"it ends with exit code {done.returncode}"
+    # Python prints a chain of exceptions with the first cause first.
+    cause = next((line for line in lines if _EXCEPTION.match(line)), lines[-1])
+    last = lines[-1] if lines[-1] != cause else ""
+    return f"{cause[:400]} ({last[:400]})" if last else cause[:400]
+
+
+def broken_imports(installed: Mapping[str, str | None], environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of the installed packages of `IMPORTS` those that cannot be imported, and why: each in a process of its own, so
+    that one that crashes or hangs is a finding and no more."""
+    environment = os.environ if environment is None else environment
+    names = [name for name in IMPORTS if installed.get(name) or (name == "triton" and installed.get("triton-ascend"))]
+    with ThreadPoolExecutor(len(names) or 1) as pool:
+        errors = pool.map(lambda name: _import_error(IMPORTS[name], environment), names)
+        return {name: error for name, error in zip(names, errors, strict=True) if error is not None}
+
+
+# ------------------------------------------------------------------------------------------------------------- findings
+def _files(name: str) -> dict[str, Path]:
+    """The Python files and libraries of a distribution, by their name in it."""
+    files = metadata.distribution(name).files or []
+    return {str(file): Path(str(file.locate())) for file in files if file.suffix in (".py", ".so")}
+
+
+def _triton_findings(installed: Mapping[str, str | None], broken: Mapping[str, str]) -> list[Finding]:
+    found = []
+    present = [name for name in ("triton", "triton-ascend") if installed.get(name)]
+    if len(present) == 2:
+        shared = len(_files("triton").keys() & _files("triton-ascend").keys())
+        found.append(Finding(
+            ERROR, "triton-overlap",
+            f"triton {installed['triton']} and triton-ascend {installed['triton-ascend']} are both installed: they own "
+            f"the same folder ({shared} files of the same name), and which one's file is there is chance",
+            _REINSTALL_TRITON,
+        ))  # fmt: skip
+    else:
+        for name in present:
+            missing = [file for file, path in _files(name).items() if not path.exists()]
+            if missing:
+                found.append(Finding(
+                    ERROR, "triton-damaged",
+                    f"{name} {installed[name]} lacks {len(missing)} of its files, {missing[0]} for one: another "
+                    "package that owned them was removed",
+                    _REINSTALL_TRITON,
+                ))  # fmt: skip
+    if "triton" in broken:
+        found.append(Finding(ERROR, "triton-broken", f"triton cannot be imported: {broken['triton']}",
+                             _REINSTALL_TRITON))  # fmt: skip
+    return found
+
+
+def _release(version: str) -> str:
+    """`2.7.1` of `2.7.1.post2+cpu`."""
+    return ".".join(re.split(r"[^\d.]", version)[0].split(".")[:3])
+
+
+def _torch_npu_findings(installed: Mapping[str, str | None], broken: Mapping[str, str]) -> list[Finding]:
+    torch, torch_npu = installed.get("torch"), installed.get("torch_npu")
+    if not torch or not torch_npu:
+        return []
+    found = []
+    if _release(torch) != _release(torch_npu):
+        found.append(Finding(
+            ERROR, "torch_npu-mismatch",
+            f"torch_npu {torch_npu} is made for torch {_release(torch_npu)}; torch is {torch}",
+            f"pip install torch_npu of version {_release(torch)}, or torch=={_release(torch_npu)}",
+        ))  # fmt: skip
+    if "torch_npu" in broken:
+        reason = broken["torch_npu"]
+        if installed.get("Ascend driver") is None:
+            cause, do = "; there is no Ascend driver here", "install the Ascend driver and CANN"
+        elif re.search(r"\.so", reason):
+            cause, do = "", "run `source /usr/local/Ascend/ascend-toolkit/set_env.sh`, or install CANN"
+        else:
+            cause, do = "", "install the torch_npu that belongs to this torch and CANN"
+        found.append(Finding(
+            ERROR, "torch_npu-broken", f"torch_npu cannot be imported: {reason}{cause}",
+            f"{do}; on a machine without an NPU: pip uninstall torch_npu (for one run: {_AUTOLOAD}=0)",
+        ))  # fmt: skip
+    return found
+
+
+def _import_findings(broken: Mapping[str, str]) -> list[Finding]:
+    found = []
+    for name in ("torch", "transformers", "trl"):
+        if name not in broken:
+            continue
+        do = f"pip install --force-reinstall {name}"
+        for cause in ("torch_npu", "triton", "torch", "transformers"):
+            # The same first cause in the chain of exceptions.
+            if cause != name and cause in broken and broken[cause].partition(" (")[0] in broken[name]:
+                do = f"mend {cause} (above), which it imports"
+                break
+        found.append(Finding(ERROR, f"{name}-broken", f"{name} cannot be imported: {broken[name]}", do))
+    return found
+
+
+def _requirement_findings(installed: Mapping[str, str | None]) -> list[Finding]:
+    """What this package requires of others, and does not get."""
+    try:
+        required = metadata.requires("npu_trainer_kernels") or []
+    except metadata.PackageNotFoundError:
+        return []  # run from a checkout
+    found = []
+    for requirement in map(Requirement, required):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = installed.get(requirement.name) or _installed(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            have = "it is not installed" if version is None else f"{version} is installed"
+            found.append(Finding(ERROR, "requirement", f"{requirement} is needed; {have}",
+                                 f"pip install '{requirement}'"))  # fmt: skip
+    return found
+
+
+def findings(installed: Mapping[str, str | None], broken: Mapping[str, str]) -> list[Finding]:
+    """What stands in the way, the causes before what they break.
+
+    Args:
+        installed: from `versions`.
+        broken: from `broken_imports`.
+    """
+    return [
+        *_requirement_findings(installed),
+        *_torch_npu_findings(installed, broken),
+        *_triton_findings(installed, broken),
+        *_import_findings(broken),
+    ]

@@ -1,0 +1,113 @@
+"""Every op on this machine's device: is it right, and is it faster than plain PyTorch?
+
+`doctor` runs this file as a process of its own, because a kernel that is wrong may take its process, or the device,
+with it. It writes one line of JSON for each thing it knows.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from .. import backends, device
+from ..closeness import Tensors, assert_op_close
+from ..timing import QUICK, is_accelerator, measure, rotation
+from ..workloads import OPS, Inputs, ModelShapes, Workload, of_model
+
+__all__ = ["check", "main", "time_op"]
+
+# Small, since the truth is computed in fp64, and with tails: no size divides a tile.
+_CHECKED = ModelShapes(hidden=328, intermediate=712, vocabulary=2053, heads=4, kv_heads=2, head_dim=72)
+_CHECKED_TOKENS = 136
+# Where time is that of the kernels; on a CPU, where it is worth waiting for.
+_TIMED = {
+    True: (ModelShapes(hidden=2048, intermediate=8192, vocabulary=128256, heads=32, kv_heads=8, head_dim=64), 4096),
+    False: (ModelShapes(hidden=256, intermediate=704, vocabulary=4096, heads=4, kv_heads=2, head_dim=64), 512),
+}
+
+
+def _upstream(inputs: Inputs) -> Callable[[Tensors], torch.Tensor]:
+    """The scalar whose gradient `inputs.backward` would form."""
+
+    def scalar(outputs: Tensors) -> torch.Tensor:
+        given = [output for output in outputs if output is not None]
+        if not inputs.grads:
+            return given[0]
+        return torch.stack([(o * g.to(o)).sum() for o, g in zip(given, inputs.grads, strict=True)]).sum()
+
+    return scalar
+
+
+def check(work: Workload, where: torch.device, backend: str | None = None) -> str | None:
+    """What is wrong with an op, forward or backward, or None. The rule is that of `closeness`; a number that is not
+    finite where the reference's is breaks it."""
+    torch.manual_seed(0)
+    inputs = work.inputs(where)
+    names = list(inputs.tensors)
+    ours, reference = work.ours(backend), work.reference
+
+    def by_position(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *values: fn(dict(zip(names, values, strict=True)))
+
+    try:
+        assert_op_close(by_position(ours), by_position(reference), list(inputs.tensors.values()), _upstream(inputs))
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def time_op(work: Workload, where: torch.device, backend: str | None = None) -> dict[str, Any]:
+    """Milliseconds of forward and backward, ours and plain PyTorch's."""
+    torch.manual_seed(0)
+    first = work.inputs(where)
+    sets = [first] + [work.inputs(where) for _ in range(rotation(where, first.bytes()) - 1)]
+    found = {}
+    for name, fn in (("ours", work.ours(backend)), ("plain", work.reference)):
+        summary, _ = measure(fn, sets, "both", where, QUICK, cold=True)
+        found[name] = summary
+    return {
+        "shape": work.shape,
+        "dtype": work.dtype,
+        **{name: asdict(summary) for name, summary in found.items()},
+        "slower": found["ours"].slower_than(found["plain"]),
+    }
+
+
+def _emit(**line: Any) -> None:
+    # The real stdout: `main` sends what libraries print elsewhere.
+    assert sys.__stdout__ is not None
+    sys.__stdout__.write(json.dumps(line) + "\n")
+    sys.__stdout__.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ops", required=True, help="names of workloads.OPS, comma-separated")
+    parser.add_argument("--no-times", action="store_true")
+    args = parser.parse_args(arguments)
+    sys.stdout = sys.stderr
+    where = torch.device(device.accelerator())
+    spec = device.spec(where)
+    _emit(device={"kind": spec.kind, "name": spec.name, "memory_bytes": spec.memory_bytes})
+    accelerated = is_accelerator(where)
+    shapes, tokens = _TIMED[accelerated]
+    timed = {work.op: work for work in of_model(shapes, tokens, "bfloat16" if accelerated else "float32")}
+    for op in args.ops.split(","):
+        assert op in OPS, op
+        for dtype in ("float32", "bfloat16"):
+            work = next(w for w in of_model(_CHECKED, _CHECKED_TOKENS, dtype) if w.op == op)
+            name, reason = backends.explain(work.backend_op, where)
+            # Said first, so that the parent knows what was under way when this process died.
+            _emit(op=op, dtype=dtype, backend=name, reason=reason, begins=True)
+            _emit(op=op, dtype=dtype, problem=check(work, where))
+        plain = backends.keeps_plain(timed[op].backend_op, where)
+        _emit(op=op, plain=plain, times=None if args.no_times else time_op(timed[op], where))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

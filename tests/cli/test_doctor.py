@@ -1,0 +1,196 @@
+"""`npu-kernels doctor`: each finding on an installation made to have it, and the self-check on planted faults."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from npu_trainer_kernels import workloads
+from npu_trainer_kernels.cli import _doctor, _environment, _selfcheck, main
+from npu_trainer_kernels.cli._environment import broken_imports, findings, versions
+
+HERE = {"torch": "2.7.1+cpu", "Ascend driver": "25.0"}
+
+
+def codes(installed, broken):
+    return [finding.code for finding in findings({**HERE, **installed}, broken) if finding.code != "requirement"]
+
+
+def install(folder: Path, name: str, version: str, files: dict[str, str], listed: tuple[str, ...] = ()) -> None:
+    """A distribution as pip leaves it; `listed` are files that it claims and does not have."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in (*files, *listed)))
+    for file, text in files.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_the_command_line_is_there_before_torch_is():
+    code = (
+        "import sys\n"
+        "import npu_trainer_kernels.cli as cli\n"
+        "cli._doctor.broken_imports = lambda installed: {}\n"
+        "cli.make_parser()\n"
+        "cli.main(['doctor', '--no-self-check'])\n"
+        "print(sorted({'torch', 'transformers', 'triton', 'trl'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_a_torch_npu_for_another_torch():
+    assert codes({"torch_npu": "2.7.1.post2"}, {}) == []
+    assert codes({"torch_npu": "2.6.0"}, {}) == ["torch_npu-mismatch"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason", "advice"),
+    [
+        (None, "ImportError: libhccl.so: cannot open", "install the Ascend driver and CANN"),
+        ("25.0", "ImportError: libhccl.so: cannot open", "set_env.sh"),
+        ("25.0", "AttributeError: module 'torch'", "that belongs to this torch"),
+    ],
+)
+def test_a_torch_npu_that_cannot_be_imported(driver, reason, advice):
+    found = findings({**HERE, "torch_npu": "2.7.1", "Ascend driver": driver}, {"torch_npu": reason})
+    (finding,) = [f for f in found if f.code == "torch_npu-broken"]
+    assert reason in finding.what
+    assert advice in finding.do
+
+
+def test_two_tritons_in_one_folder(tmp_path, monkeypatch):
+    install(tmp_path, "triton", "3.9.0", {"triton/__init__.py": "", "triton/jit.py": ""})
+    install(tmp_path, "triton-ascend", "3.2.0", {"triton/__init__.py": "", "triton/ascend.py": ""})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    installed = versions()
+    (finding,) = [f for f in findings(installed, {}) if f.code.startswith("triton")]
+    assert finding.code == "triton-overlap"
+    assert "1 files of the same name" in finding.what
+
+
+def test_a_triton_that_lost_files(tmp_path, monkeypatch):
+    install(tmp_path, "triton", "3.9.0", {"triton/__init__.py": ""}, listed=("triton/language/core.py",))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (finding,) = [f for f in findings(versions(), {}) if f.code.startswith("triton")]
+    assert finding.code == "triton-damaged"
+    assert "lacks 1 of its files, triton/language/core.py for one" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("import time; time.sleep(60)", "does not come back within 2 s"),
+        ("raise OSError('libascend_hal.so: no such file')", "OSError: libascend_hal.so: no such file"),
+    ],
+)
+def test_an_import_that_crashes_hangs_or_fails_is_a_finding(tmp_path, monkeypatch, code, reason):
+    monkeypatch.setattr(_environment, "_IMPORT_SECONDS", 2.0)
+    install(tmp_path, "torch_npu", "2.7.1", {"torch_npu/__init__.py": code})
+    broken = broken_imports({"torch_npu": "2.7.1"}, {**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert reason in broken["torch_npu"]
+
+
+def test_what_breaks_because_of_torch_npu_is_blamed_on_it(tmp_path):
+    """torch loads torch_npu when it is imported, and transformers looks for it: three broken imports, one cause."""
+    install(tmp_path, "torch_npu", "2.7.1", {"torch_npu/__init__.py": "raise ImportError('libhccl.so is not there')"})
+    (tmp_path / "torch_npu-2.7.1.dist-info" / "entry_points.txt").write_text(
+        "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
+    )
+    installed = {"torch": "2.7.1", "torch_npu": "2.7.1", "transformers": "5.0"}
+    broken = broken_imports(installed, {**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert set(broken) == set(installed)
+    advice = {f.code: f.do for f in findings(installed, broken)}
+    assert advice["torch-broken"] == advice["transformers-broken"] == "mend torch_npu (above), which it imports"
+
+
+def test_an_old_requirement_is_named(monkeypatch):
+    monkeypatch.setattr(_environment.metadata, "requires", lambda name: ["trl<2,>=1.15", "triton; extra == 'cuda'"])
+    (finding,) = [f for f in findings({"trl": "1.2"}, {}) if f.code == "requirement"]
+    assert "1.2 is installed" in finding.what
+
+
+def test_cann_is_found_where_its_environment_points(tmp_path):
+    info = tmp_path / "aarch64-linux" / "ascend_toolkit_install.info"
+    info.parent.mkdir()
+    info.write_text("package_name=Ascend-cann-toolkit\nversion=8.2.RC1\n")
+    assert versions({"ASCEND_TOOLKIT_HOME": str(tmp_path)})["CANN"] == "8.2.RC1"
+
+
+# ----------------------------------------------------------------------------------------------------------- self-check
+def plant(monkeypatch, fault):
+    """Makes our rms_norm wrong."""
+    op = workloads.OPS["rms_norm"]
+    wrong = dataclasses.replace(op, ours=lambda backend: lambda t: fault(op.ours(backend)(t)))
+    monkeypatch.setitem(workloads.OPS, "rms_norm", wrong)
+
+
+def one_infinity(y):
+    mask = torch.zeros_like(y)
+    mask[3, 5] = torch.inf
+    return y + mask
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (lambda y: y, None),
+        (lambda y: y * 1.01, "result 0: "),
+        (lambda y: y + (y - y.detach()) * 0.01, "result 1: "),  # its gradient alone
+        (one_infinity, "result 0: not finite where the reference is"),
+    ],
+    ids=["right", "value", "gradient", "not finite"],
+)
+def test_the_self_check_sees(monkeypatch, device, fault, problem):
+    plant(monkeypatch, fault)
+    work = workloads.Workload("rms_norm", {"N": 12, "H": 40}, "float32")
+    found = _selfcheck.check(work, device, "torch")
+    assert found is None if problem is None else found.startswith(problem)
+
+
+def test_the_names_of_the_ops_are_those_of_the_workloads():
+    assert set(_doctor.OPS) == set(workloads.OPS)
+
+
+def test_an_op_that_kills_its_process_is_a_finding_and_the_others_go_on(tmp_path, monkeypatch):
+    stub = tmp_path / "python"
+    stub.write_text(f"""#!{sys.executable}
+import json, os, signal, sys
+for op in sys.argv[sys.argv.index("--ops") + 1].split(","):
+    print(json.dumps({{"op": op, "dtype": "float32", "backend": "torch", "begins": True}}), flush=True)
+    if op == "swiglu":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(json.dumps({{"op": op, "dtype": "float32", "problem": None}}))
+    print(json.dumps({{"op": op, "plain": None, "times": None}}), flush=True)
+""")
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    problems = {line["op"]: line["problem"] for line in _doctor.self_check() if "problem" in line}
+    assert set(problems) == set(_doctor.OPS)
+    assert {op for op, problem in problems.items() if problem} == {"swiglu"}
+    assert "SIGKILL" in problems["swiglu"]
+
+
+def test_doctor_writes_one_json_object_and_says_that_every_op_is_right(capsys):
+    code = main(["doctor", "--json", "--no-times"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (1 if any(f["level"] == "error" for f in found["findings"]) else 0)
+    assert {line["op"] for line in found["ops"]} == set(workloads.OPS)
+    assert [line for line in found["ops"] if line.get("problem")] == []
+    assert found["device"]["kind"] == os.environ["NPU_KERNELS_TEST_DEVICE"]
+    assert found["backends"]["rms_norm"]["reason"]
+
+
+def test_a_wrong_option_is_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["doctor", "--nonsense"])
+    assert error.value.code == 2
+    assert "--nonsense" in capsys.readouterr().err
