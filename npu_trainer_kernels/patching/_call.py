@@ -56,6 +56,7 @@ class Call:
 
     Attributes:
         settings: of the model.
+        module: whose forward it is.
         labels, shift_labels, num_items_in_batch: as the model was given them.
         wants_loss: training, with labels, through the model's own head.
         loss: the fused loss, from when the head has computed it until the model's loss function returns it.
@@ -63,6 +64,7 @@ class Call:
     """
 
     settings: CallSettings
+    module: nn.Module
     labels: torch.Tensor | None
     shift_labels: torch.Tensor | None
     num_items_in_batch: torch.Tensor | int | None
@@ -111,7 +113,7 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
         and not kwargs.get("fused_lm_head", False)
     )
     num_items = kwargs.get("num_items_in_batch")
-    _current.set(Call(settings, labels, shift_labels, num_items, wants_loss, previous=_current.get()))
+    _current.set(Call(settings, module, labels, shift_labels, num_items, wants_loss, previous=_current.get()))
 
 
 @opaque

@@ -73,6 +73,8 @@ def _probe_tail(model: Any, head: nn.Linear) -> torch.Tensor | str:
         raise _ReachedLoss(args[0] if logits is None else logits)
 
     undo = Undo()
+    undo.silence(backbone)
+    undo.silence(head)
     undo.set_attribute(backbone, "forward", lambda *a, **k: _BackboneOutput(last_hidden_state=hidden))
     undo.set_attribute(head, "forward", lambda x: values.expand(*x.shape[:-1], -1).clone())
     undo.set_attribute(model, "_loss_function", loss_function)

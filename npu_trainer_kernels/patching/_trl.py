@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from .._triton import MissingDependencyError
 from ..ops.linear_logprob import OUTPUTS, logprob_options, planned_linear_logprob
-from ._call import CallSettings, current_call, current_plan
+from ._call import Call, current_call, current_plan
 
 __all__ = ["TrlSeam", "seam"]
 
@@ -48,12 +50,14 @@ def _apply(
     logit_scale: float = 1.0,
     outputs: Sequence[str] = tuple(_NAMES),
     *,
-    settings: CallSettings,
+    call: Call,
 ) -> tuple[torch.Tensor | None, ...]:
     """TRL's function by ours: same arguments, same five outputs. `chunk_size` is TRL's tile width; ours needs none."""
     wanted = tuple(_NAMES[o] for o in outputs if o in _NAMES)
+    settings = call.settings
     options = logprob_options(temperature, final_logit_softcapping, logit_scale, wanted)
     objective = chunk_rows = on_mismatch = None
+    weight, bias, sharded = _unsharded(call.module, weight, bias)
     plan = current_plan()
     if torch.is_grad_enabled() and plan is not None:
         found = plan.for_rows(targets.shape[0], weight, hidden.element_size())
@@ -65,10 +69,28 @@ def _apply(
         hidden, weight, targets, bias, options, backend=settings.trl_backend,
         objective=objective, chunk_rows=chunk_rows, on_mismatch=on_mismatch,
     )  # fmt: skip
+    if sharded is not None and not torch.is_grad_enabled():
+        sharded.reshard()  # with gradients, FSDP does after backward
     if plan is None:
         settings.learned.watch(out.log_prob)
     monitored = (None if t is None else t.detach() for t in (out.log_sum_sq_probs, out.mean_logit, out.is_top1))
     return out.log_prob, out.entropy, *monitored
+
+
+def _unsharded(
+    module: Any, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+    """The head's parameters, and the head itself where it is an FSDP2 unit of its own.
+
+    TRL reads such a head without calling it, so it hands over a full copy, of whose gradient FSDP would know nothing:
+    each rank's shard would get that rank's tokens alone. So the unit is unsharded, and its own parameters are used.
+    """
+    head: Any = module.get_output_embeddings()
+    own_unit = isinstance(head, FSDPModule)
+    if not own_unit or not isinstance(head.weight, DTensor):
+        return weight, bias, None
+    head.unshard()
+    return head.weight, head.bias, head
 
 
 class TrlSeam:
@@ -135,7 +157,7 @@ def _dispatcher(original: Any) -> Any:
             call = current_call()
             if call is None or not call.settings.serves_trl:
                 return original.apply(*args)
-            return _apply(*args, settings=call.settings)
+            return _apply(*args, call=call)
 
     return Dispatcher
 

@@ -58,6 +58,11 @@ class Undo:
 
         self.add(undo)
 
+    def silence(self, module: nn.Module) -> None:
+        """Takes a module's forward hooks off, for a probe: those of a sharded module would gather its parameters."""
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            self.set_attribute(module, name, {})
+
     def restore(self) -> None:
         """Undoes every step, the last one first. A step is forgotten before it runs: nothing is undone twice."""
         while self._steps:

@@ -1,60 +1,191 @@
-"""Trains a few steps on the ranks that torchrun has started, and lets rank 0 write the parameters.
+"""Trains small models on the ranks that torchrun has started, in every case without and with the kernels.
 
-Usage: torchrun --nproc_per_node 2 -m tests.distributed.run {sft,grpo} {plain,kernels} FILE
+Usage: torchrun --nproc_per_node 2 -m tests.distributed.run FILE
+
+Rank 0 writes to FILE, per case: how far the parameters have moved without the kernels, how far those with the kernels
+are from them, and what wrapped the model.
 """
 
+import itertools
+import json
+import os
 import sys
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+import trl.trainer.utils as trl_utils
 from accelerate import PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM, Trainer, TrainingArguments
 from trl import GRPOConfig
 from trl import GRPOTrainer as TrlGRPOTrainer
 
-from npu_trainer_kernels import GRPOTrainer, NpuKernelsCallback
+from npu_trainer_kernels import GRPOTrainer, NpuKernelsCallback, apply_npu_kernels
+from npu_trainer_kernels.patching import PATCHES
 from tests.models import batch, small_model
 from tests.trainers.test_grpo import reward, tokenizer
 
+# As `accelerate launch` sets it for `fsdp_version: 2`.
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+Parameters = dict[str, torch.Tensor]
 
-def main(task: str, variant: str, target: str) -> None:
-    state = PartialState(cpu=True)
-    folder = Path(tempfile.gettempdir()) / f"model-{Path(target).stem}"
-    if state.is_main_process:
-        small_model("qwen3", tie_word_embeddings=False).save_pretrained(folder)
-    state.wait_for_everyone()
+
+def whole(model: nn.Module) -> Parameters:
+    """The parameters, unsharded."""
+    named = model.named_parameters()
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
+
+
+def apart(a: Parameters, b: Parameters) -> float:
+    """The largest difference."""
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trainers, wrapped by accelerate
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(args: TrainingArguments, wrapper: str) -> TrainingArguments:
+    """Makes accelerate wrap as it would on accelerators: for ranks on CPUs it does not look for FSDP's settings
+    (`AcceleratorState.__init__`), so they pass for ranks of another kind. Everything else stays on the CPU."""
+    _ = args.device  # which sets the state up
+    for name, value in FSDP2.items():
+        if wrapper == "fsdp2":
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
+    if wrapper == "fsdp2":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    return args
+
+
+def train(folder: Path, task: str, wrapper: str, kernels: bool) -> tuple[Parameters, str]:
     model = Qwen3ForCausalLM.from_pretrained(folder)
-    common = {
+    common: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 4, "optim": "sgd",
         "learning_rate": 1e-1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
         "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.0, "seed": 3,
     }  # fmt: skip
-    kernels = variant == "kernels"
     torch.manual_seed(0)
+    trainer: Trainer
     if task == "sft":
         data = batch(rows=24)
         rows = [{name: values[i].tolist() for name, values in data.items()} for i in range(24)]
-        callbacks = [NpuKernelsCallback()] if kernels else []
-        trainer = Trainer(model, TrainingArguments(**common), train_dataset=rows, callbacks=callbacks)
+        args = on_ranks(TrainingArguments(**common), wrapper)
+        trainer = Trainer(model, args, train_dataset=rows, callbacks=[NpuKernelsCallback()] if kernels else [])
     else:
+        args = GRPOConfig(**{**common, "num_generations": 4, "max_completion_length": 6})
         trainer = (GRPOTrainer if kernels else TrlGRPOTrainer)(
             model,
             reward_funcs=reward,
-            args=GRPOConfig(**{**common, "num_generations": 4, "max_completion_length": 6}),
+            args=on_ranks(args, wrapper),
             train_dataset=Dataset.from_dict({"prompt": ["1+2=", "3+44=", "5+6=", "71+8="] * 4}),
             processing_class=tokenizer(),
         )
     trainer.train()
-    assert isinstance(trainer.model_wrapped, DistributedDataParallel), type(trainer.model_wrapped)
-    full = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if state.is_main_process:
-        torch.save({name: value.cpu() for name, value in full.items()}, target)
-    state.wait_for_everyone()
-    state.destroy_process_group()
+    wrapped = trainer.model_wrapped
+    return whole(wrapped.module if wrapper == "ddp" else wrapped), type(wrapped).__name__
+
+
+def trainers(folder: Path) -> dict[str, Any]:
+    """GRPO under FSDP2 has tied embeddings, the others have not."""
+    found = {}
+    for task, wrapper in itertools.product(("sft", "grpo"), ("ddp", "fsdp2")):
+        start = small_model("qwen3", tie_word_embeddings=(task, wrapper) == ("grpo", "fsdp2"))
+        if PartialState().is_main_process:
+            start.save_pretrained(folder)
+        PartialState().wait_for_everyone()
+        plain, _ = train(folder, task, wrapper, False)
+        kernels, kind = train(folder, task, wrapper, True)
+        moved = apart(plain, dict(start.named_parameters()))
+        found[f"{task} {wrapper}"] = {"moved": moved, "apart": apart(plain, kernels), "wrapped": kind}
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A plain loop, sharded by hand
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def shard(model: Any, unit: str) -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if unit == "own":
+        # Tied weights may not be in two units.
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        fully_shard([model.model.embed_tokens, model.lm_head] if tied else model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def loop(tied: bool, head: str, unit: str | None = None, patch: str | None = None) -> Parameters:
+    """A few steps. `unit`: where the head is, sharded; None: the whole batch on every rank, nothing sharded."""
+    model: Any = small_model("qwen3", tie_word_embeddings=tied)
+    if head == "trl":
+        trl_utils.add_fused_lm_head(model)
+    kernels = apply_npu_kernels(model, ops=PATCHES) if patch == "patched, then sharded" else None
+    if unit is not None:
+        shard(model, unit)
+    if patch == "sharded, then patched":
+        kernels = apply_npu_kernels(model, ops=PATCHES)
+    inputs: dict[str, Any] = batch(rows=4)
+    if unit is not None:
+        inputs = {name: value.chunk(2)[torch.distributed.get_rank()] for name, value in inputs.items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        if head == "trl":
+            with torch.no_grad():
+                model(**inputs, fused_lm_head=True)
+            if (unit, tied) == ("own", False):
+                assert isinstance(model.lm_head.weight, DTensor), "the head's own unit was left unsharded"
+            out = model(**inputs, fused_lm_head=True)
+            # Not uniform, so not learned: backward forms the logits a second time.
+            loss = -(out.log_probs * torch.linspace(0.5, 1.5, out.log_probs.shape[1])).sum() / out.label_mask.sum()
+        else:
+            loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if kernels is not None:
+        kernels.restore()
+    return whole(model)
+
+
+def loops() -> dict[str, Any]:
+    """Beside the unsharded model: where the head is its own unit, TRL's own gradient lacks the other ranks' tokens."""
+    found = {}
+    for head, tied in itertools.product(("model's", "trl"), (False, True)):
+        start = dict(small_model("qwen3", tie_word_embeddings=tied).named_parameters())
+        plain = loop(tied, head)
+        for unit, patch in itertools.product(("root", "own"), ("patched, then sharded", "sharded, then patched")):
+            name = f"{head} head, {'tied' if tied else 'untied'}, in {unit} unit, {patch}"
+            found[name] = {"moved": apart(plain, start), "apart": apart(plain, loop(tied, head, unit, patch))}
+    return found
+
+
+def main(target: str) -> None:
+    PartialState(cpu=True)
+    found = trainers(Path(target).with_suffix("")) | loops()
+    if torch.distributed.get_rank() == 0:
+        Path(target).write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])
