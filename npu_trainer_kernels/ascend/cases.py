@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from .. import device, ops
+from ..workloads import ModelShapes
 from .gate import Case
 
-__all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "ROWS", "TABLE", "VOCABULARIES", "Entry", "Tensors", "cases"]
+__all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "ROWS", "TABLE", "VOCABULARIES", "Entry", "Tensors", "cases",
+           "model_cases"]  # fmt: skip
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 HIDDEN = (512, 896, 1024, 1536, 2048, 2560, 3584, 4096, 5120, 8192)
@@ -293,3 +295,20 @@ TABLE: tuple[Entry, ...] = (
 def cases() -> list[Case]:
     """All cases of the table."""
     return [case for entry in TABLE for case in entry.cases()]
+
+
+def model_cases(shapes: ModelShapes, dtype: str) -> list[Case]:
+    """The table's cases at a model's shapes instead of its own, to be compiled; traffic is not counted.
+
+    Args:
+        shapes: the model.
+        dtype: a key of `DTYPES`.
+    """
+    sizes = {
+        "hidden": shapes.hidden,
+        "head": shapes.head_dim,
+        "intermediate": shapes.intermediate,
+        "vocabulary": shapes.vocabulary,
+    }
+    fitted = (replace(e, sizes=(sizes[e.label],), dtypes=(dtype,)) for e in TABLE if dtype in e.dtypes)
+    return [replace(case, run_small=None) for entry in fitted for case in entry.cases()]

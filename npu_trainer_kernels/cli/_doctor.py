@@ -52,7 +52,12 @@ def _child(ops: list[str], times: bool, seconds: float) -> Iterator[dict[str, An
     assert process.stdout is not None
     assert process.stderr is not None
     timed_out = threading.Event()
-    timer = threading.Timer(seconds, lambda: (timed_out.set(), process.kill()))
+
+    def give_up() -> None:
+        timed_out.set()
+        process.kill()
+
+    timer = threading.Timer(seconds, give_up)
     # stderr is read beside stdout, or a full pipe would stop the child.
     said: list[str] = []
     reader = threading.Thread(target=lambda: said.extend(process.stderr or ()))

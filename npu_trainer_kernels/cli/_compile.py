@@ -1,0 +1,121 @@
+"""Every kernel at a model's shapes, through the real Ascend compiler for a chip that need not be there, and the plan of
+its on-chip memory.
+
+It needs the extra `npu_trainer_kernels[ascend]`, in an environment of its own (triton-ascend and triton exclude each
+other), and no NPU. A plan is a fact; a time it is not.
+
+Exit codes: 0 every kernel compiles and keeps the rules, 1 one does not, 2 wrong usage or the extra is missing.
+"""
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from ._model import HELP as MODEL_HELP
+from ._model import shapes_of
+from ._output import FINE, FOUND, Output, UsageError
+
+if TYPE_CHECKING:
+    from ..ascend.gate import Row
+
+__all__ = ["HELP", "NAME", "add_arguments", "run"]
+
+NAME = "compile"
+HELP = "compile every kernel at a model's shapes for an Ascend chip that is not there"
+DTYPES = ("bf16", "fp32", "fp16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--target", default="Ascend910B4", metavar="CHIP", help="default Ascend910B4")
+    target.add_argument("--all-targets", action="store_true", help="every chip that the kernels are tuned for")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations (default bf16)")
+    parser.add_argument("--workers", type=int, default=2, help="compilers at once (default 2)")
+
+
+def _ready() -> None:
+    """Raises `UsageError` where the compiler is missing or kernels are being interpreted."""
+    from .. import _triton
+    from ..ascend import toolchain
+
+    try:
+        toolchain.versions()
+    except _triton.MissingDependencyError as error:
+        raise UsageError(str(error)) from error
+    if _triton.INTERPRETED:
+        raise UsageError("TRITON_INTERPRET is set: what is interpreted is not compiled; unset it")
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    _ready()
+    from ..ascend import gate
+    from ..ascend.cases import model_cases
+    from ..device import ASCEND_CHIPS
+
+    if args.target not in ASCEND_CHIPS:
+        raise UsageError(f"--target must be one of {', '.join(ASCEND_CHIPS)}; got {args.target!r}")
+    if args.workers < 1:
+        raise UsageError(f"--workers must be at least 1; got {args.workers}")
+    shapes = shapes_of(args.model)
+    chips = gate.CHIPS if args.all_targets else (args.target,)
+    cases = model_cases(shapes, args.dtype)
+    rows: list[gate.Row] = []
+    with output.progress() as progress:
+        task = progress.add_task("compiling", total=len(cases))
+        for case in cases:
+            progress.update(task, description=f"compiling {case.op}, {case.shape}")
+            rows += gate.collect([case], chips, args.workers)
+            progress.update(task, advance=1)
+    output.show(_table(rows))
+    broken = [row for row in rows if row.broken]
+    for row in broken:
+        output.text(f"{row.op} {row.kernel} {row.chip}: {'; '.join(row.broken)}", style="red")
+    output.text(f"{len(rows) - len(broken)} of {len(rows)} pass")
+    output.result({
+        "model": args.model,
+        "shapes": asdict(shapes),
+        "dtype": args.dtype,
+        "targets": list(chips),
+        "passed": not broken,
+        "kernels": [_as_json(row) for row in rows],
+    })  # fmt: skip
+    return FOUND if broken else FINE
+
+
+def _as_json(row: "Row") -> dict[str, Any]:
+    plan = row.plan
+    return {
+        "op": row.op,
+        "kernel": row.kernel,
+        "shape": row.shape,
+        "target": row.chip,
+        "buffer_used_bytes": plan.buffer_used if plan else None,
+        "buffer_bytes": plan.buffer_size if plan else None,
+        "double_buffered": plan.double_buffered if plan else None,
+        "vector_scalar_switches": plan.vector_scalar_switches if plan else None,
+        "in_blocks": row.in_blocks,
+        "broken": list(row.broken),
+    }
+
+
+def _table(rows: "list[Row]") -> Table:
+    """One line for chips of the same plan."""
+    table = Table(title="On-chip memory", title_justify="left")
+    for column in ("op", "kernel", "shape", "targets", "buffer", "double-buffered", "switches", "verdict"):
+        table.add_column(column)
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        facts = _as_json(row)
+        used, size = facts["buffer_used_bytes"], facts["buffer_bytes"]
+        buffer = "" if used is None else f"{used / 1024:.1f} of {size / 1024:.0f} KiB"
+        buffered = {None: "", True: "yes", False: "no"}[facts["double_buffered"]]
+        switches = "" if row.plan is None else str(row.plan.vector_scalar_switches)
+        verdict = "FAILS" if row.broken else "passes"
+        line = (row.op, row.kernel, row.shape, buffer, buffered, switches, verdict)
+        lines.setdefault(line, []).append(row.chip.removeprefix("Ascend"))
+    for (op, kernel, shape, *rest), chips in lines.items():
+        table.add_row(op, kernel, shape, ", ".join(dict.fromkeys(chips)), *rest)
+    return table

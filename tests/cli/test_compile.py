@@ -1,0 +1,109 @@
+"""`npu-kernels compile` without the compiler: arguments, models, what it makes of the gate's rows. The compiler itself
+is asked in tests/ascend/test_cli.py."""
+
+import json
+
+import pytest
+
+from npu_trainer_kernels.ascend import gate
+from npu_trainer_kernels.ascend.cases import TABLE, model_cases
+from npu_trainer_kernels.cli import _compile, main
+from npu_trainer_kernels.workloads import ModelShapes
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "vocab_size": 331, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def row(op, broken=()):
+    return gate.Row(op, "_kernel", "8 x 64 (hidden)", "bf16", "Ascend910B4", None, None, False, tuple(broken))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Stands for the compiler: every case passes, unless its op is in the list that this returns."""
+    failing = []
+    monkeypatch.setattr(_compile, "_ready", lambda: None)
+    monkeypatch.setattr(
+        gate, "collect", lambda cases, chips, workers: [row(c.op, ["broken rule"] * (c.op in failing)) for c in cases]
+    )
+    return failing
+
+
+def test_without_the_extra_it_says_what_to_install(model, capsys):
+    assert main(["compile", "--model", model, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert "pip install 'npu_trainer_kernels[ascend]'" in json.loads(captured.out)["error"]
+    assert "npu_trainer_kernels[ascend]" in captured.err
+
+
+def test_every_entry_of_the_table_at_the_models_sizes():
+    shapes = ModelShapes(hidden=2304, intermediate=9216, vocabulary=256000, heads=8, kv_heads=4, head_dim=256)
+    found = model_cases(shapes, "bf16")
+    assert [case.op for case in found] == [entry.op for entry in TABLE]
+    sizes = {case.op: case.shape.split(" x ")[1] for case in found}
+    assert sizes["rms_norm"] == "2304 (hidden)"
+    assert sizes["swiglu"] == "9216 (intermediate)"
+    assert sizes["rope"] == sizes["rms_norm, of heads"] == "256 (head)"
+    assert sizes["linear_cross_entropy"] == "256000 (vocabulary)"
+    assert {case.dtype for case in model_cases(shapes, "fp32")} == {"fp32"}
+
+
+def test_passing_and_failing_kernels(model, compiled, capsys):
+    assert main(["compile", "--model", model, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert found["shapes"]["head_dim"] == 16
+    compiled.append("swiglu")
+    assert main(["compile", "--model", model, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["passed"]
+    assert [k["op"] for k in found["kernels"] if k["broken"]] == ["swiglu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "Ascend310"], "--target must be one of Ascend910B1, "),
+        (["--workers", "0"], "--workers must be at least 1; got 0"),
+    ],
+)
+def test_bad_arguments(model, compiled, capsys, arguments, message):
+    assert main(["compile", "--model", model, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_models_that_are_not_there(tmp_path, compiled, capsys):
+    for name, message in (
+        (str(tmp_path), "has no config.json"),
+        (str(tmp_path / "none.json"), "there is no file"),
+        (str(tmp_path / "nowhere" / "model"), "--model '"),
+    ):
+        assert main(["compile", "--model", name]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"model_type": "no-such-model"}, "no-such-model"), ({"vocab_size": "many"}, "vocab_size")],
+)
+def test_a_config_that_is_none(tmp_path, compiled, capsys, change, message):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, **change}))
+    assert main(["compile", "--model", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_of_several_parts_has_the_shapes_of_its_text(tmp_path):
+    from transformers import Gemma3Config
+
+    text = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 999}
+    shapes = ModelShapes.of_config(Gemma3Config(text_config=text))
+    assert (shapes.hidden, shapes.head_dim, shapes.vocabulary) == (96, 32, 999)
