@@ -4,20 +4,40 @@ Per op and kind of device there is an ordered list; the first backend that can r
 with the environment variable `NPU_KERNELS_BACKEND` (`"torch"` for every op, or `"rms_norm=torch,swiglu=triton"`), with
 the `backend` argument of `apply_npu_kernels`, or with the `backend` argument of a single op; the nearest one wins. An
 override that cannot run raises: a backend that was asked for by name is never replaced silently.
+
+The vendor's operators cover some calls of an op and not others. Where the table chose them, the next backend in order
+serves the others; where they were asked for by name, such a call raises.
 """
 
 import functools
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from . import _triton
+from . import _triton, _vendor
+from . import device as devices
 
-__all__ = ["BACKENDS", "OPS", "Choice", "choose", "explain", "keeps_plain", "parse_override", "unavailable"]
+__all__ = [
+    "BACKENDS",
+    "OPS",
+    "Choice",
+    "choose",
+    "explain",
+    "failures",
+    "forget_failures",
+    "has_failed",
+    "is_strict",
+    "keeps_plain",
+    "parse_override",
+    "record_failure",
+    "require_strict",
+    "unavailable",
+]
 
-BACKENDS = ("triton", "torch", "ascend-lowering")
+BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
 ENVIRONMENT = "NPU_KERNELS_BACKEND"
 
 
@@ -29,27 +49,58 @@ class Choice:
     evidence: str
 
 
-_CPU = (Choice("torch", "the only one that runs natively on a CPU (the Triton interpreter is for tests)"),)
-_TRITON_FIRST = {
-    "npu": (
-        Choice("triton", "compiles for the chip without spilling its unified buffer; not timed on hardware"),
-        Choice("torch", "used where triton-ascend cannot be imported"),
+def _on_h200(row: str, ms: float, plain_ms: float) -> tuple[Choice, ...]:
+    """For CUDA: Triton by a committed measurement (`tests/test_backends.py` holds the figures to it)."""
+    measured = (
+        f"{ms:g} ms against {plain_ms:g} ms of plain PyTorch, forward and backward, {row} bfloat16 on an H200 "
+        "(benchmarks/results/2026-11-21-nvidia-h200.json)"
+    )
+    return Choice("triton", measured), Choice("torch", "used where Triton cannot be imported")
+
+
+# Nothing of this package was timed on an NPU. What a kernel of ours does there is known from the Ascend compiler
+# (docs/ascend-report.md); times of torch_npu's operators are others' publications.
+_LOWERED = "compiled for 910B and A3 it fits the buffer, double-buffered (docs/ascend-report.md); not timed on an NPU"
+_READ_ONCE = f"a row that fits on chip is read once, and gradients have the same bits every time; {_LOWERED}"
+_NPU_TORCH = Choice("torch", "used where triton-ascend cannot be imported")
+_NPU_TRITON = (Choice("triton", _LOWERED), _NPU_TORCH)
+_NPU: dict[str, tuple[Choice, ...]] = {
+    "rms_norm": (
+        Choice(
+            "vendor",
+            "npu_rms_norm took 107 us where a two-pass Triton kernel took 350 us, 8192 x 4096 bfloat16 on a 910B "
+            "(published in the work on Liger-Kernel's RMSNorm; forward alone; not timed here, nor against ours)",
+        ),
+        Choice("triton", _READ_ONCE),
+        _NPU_TORCH,
     ),
-    "cuda": (
-        Choice("triton", "fewer passes over memory than PyTorch's own kernels"),
-        Choice("torch", "used where Triton cannot be imported"),
-    ),
-    "cpu": _CPU,
+    # No time of npu_add_rms_norm is published. Of single-pass Triton kernels there are: 5.8 us instead of 11.7 us for
+    # two passes at 8 x 8192 fp32 (mojo_opset's pull request 367).
+    "add_rms_norm": (Choice("triton", _READ_ONCE), _NPU_TORCH),
+    # npu_swiglu wants gate and up in one tensor: a copy of both, two more passes than the kernel's three in all.
+    "swiglu": _NPU_TRITON,
+    # npu_rotary_mul is documented for tables in [-1, 1], which scaled embeddings leave; and it rotates q and k apart.
+    "rope": _NPU_TRITON,
+    "embedding": _NPU_TRITON,
+    # npu_cross_entropy_loss was published as 3 to 4 times faster than a cross-entropy kernel shaped for GPUs. It writes
+    # log-probabilities and then the gradient, in fp32; ours reads the logits twice and writes the gradient in place.
+    "linear_cross_entropy": _NPU_TRITON,
+    "linear_logprob": _NPU_TRITON,
+    "grpo_loss": _NPU_TRITON,
 }
+_CUDA: dict[str, tuple[Choice, ...]] = {
+    "rms_norm": _on_h200("rms_norm N=8192 H=4096", 0.093, 1.410),
+    "add_rms_norm": _on_h200("add_rms_norm N=8192 H=4096", 0.178, 1.544),
+    "swiglu": _on_h200("swiglu N=8192 I=14336", 0.439, 0.776),
+    "rope": _on_h200("rope S=8192 Q=32 K=8 D=128", 0.093, 1.194),
+    "embedding": _on_h200("embedding N=16384 V=151936 D=4096", 0.536, 1.523),
+    "linear_cross_entropy": _on_h200("linear_cross_entropy BT=8192 H=4096 V=128256", 41.657, 48.335),
+    "linear_logprob": _on_h200("linear_logprob BT=8192 H=4096 V=128256", 54.441, 58.163),
+    "grpo_loss": _on_h200("fused_linear_grpo_loss B=8 T=1024 H=2048 V=151936", 20.901, 46.306),
+}
+_CPU = (Choice("torch", "the only one that runs natively on a CPU (the Triton interpreter is for tests)"),)
 _ORDER: dict[str, dict[str, tuple[Choice, ...]]] = {
-    "rms_norm": _TRITON_FIRST,
-    "add_rms_norm": _TRITON_FIRST,
-    "swiglu": _TRITON_FIRST,
-    "rope": _TRITON_FIRST,
-    "embedding": _TRITON_FIRST,
-    "linear_cross_entropy": _TRITON_FIRST,
-    "linear_logprob": _TRITON_FIRST,
-    "grpo_loss": _TRITON_FIRST,
+    op: {"npu": _NPU[op], "cuda": _CUDA[op], "cpu": _CPU} for op in _NPU
 }
 OPS = tuple(_ORDER)
 
@@ -63,8 +114,8 @@ _PLAIN: dict[str, dict[str, str]] = {
 }
 
 
-def unavailable(backend: str, kind: str) -> str | None:
-    """Why `backend` cannot run on this kind of device, or None when it can."""
+def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
+    """Why `backend` cannot run (`op`) on this kind of device, or None when it can."""
     if backend == "triton":
         if _triton.IMPORT_ERROR is not None:
             return (
@@ -75,6 +126,12 @@ def unavailable(backend: str, kind: str) -> str | None:
             return "on a CPU Triton runs only in its interpreter (TRITON_INTERPRET=1, for tests)"
     if backend == "ascend-lowering" and kind != "cpu":
         return "it executes the Ascend compiler's output on CPU tensors"
+    if backend == "vendor":
+        # With `use_chip` any device stands for an NPU, as when checking calls without one.
+        if kind != "npu" and not devices.stands_for_npu():
+            state = devices.torch_npu_state()
+            return "it runs on Ascend NPUs" + (f", and {state}" if state else "")
+        return _vendor.unavailable(op) if op is not None else None
     return None
 
 
@@ -103,44 +160,80 @@ def parse_override(text: str) -> Mapping[str, str]:
     return result
 
 
-@functools.cache
-def _choose(op: str, kind: str, override: str | None, environment: str) -> tuple[str, str]:
-    _check_op(op)
-    asked, source = parse_override(override or "").get(op), "the backend argument"
-    if asked is None:
-        asked, source = parse_override(environment).get(op), f"{ENVIRONMENT}={environment}"
+def _asked_for(op: str, override: str | None, environment: str) -> tuple[str | None, str]:
+    """(the backend that was asked for by name or None, by what)."""
+    asked = parse_override(override or "").get(op)
     if asked is not None:
-        reason = unavailable(asked, kind)
-        if reason is not None:
-            raise ValueError(f"{op}: backend {asked!r} (from {source}) cannot run on {kind}: {reason}")
-        return asked, f"asked for by {source}"
+        return asked, "the backend argument"
+    return parse_override(environment).get(op), f"{ENVIRONMENT}={environment}"
+
+
+@functools.cache
+def _by_table(op: str, kind: str, uncovered: bool) -> tuple[str, str]:
+    """The first backend of the table that runs, and why; `uncovered`: for the calls that the vendor does not cover."""
     skipped: list[str] = []
     for choice in _ORDER[op][kind]:
-        reason = unavailable(choice.backend, kind)
+        if uncovered and choice.backend == "vendor":
+            continue
+        reason = unavailable(choice.backend, kind, op)
         if reason is None:
             return choice.backend, "; ".join([choice.evidence, *skipped])
         skipped.append(f"not {choice.backend}: {reason}")
     raise AssertionError(f"{op} has no backend on {kind}")  # every list ends with torch
 
 
+def _choose(op: str, kind: str, override: str | None, environment: str) -> tuple[str, str]:
+    _check_op(op)
+    asked, source = _asked_for(op, override, environment)
+    if asked is None:
+        return _by_table(op, kind, False)
+    reason = unavailable(asked, kind, op)
+    if reason is not None:
+        raise ValueError(f"{op}: backend {asked!r} (from {source}) cannot run on {kind}: {reason}")
+    return asked, f"asked for by {source}"
+
+
 def _kind(device: torch.device) -> str:
     return device.type if device.type in ("npu", "cuda") else "cpu"
 
 
-def choose(op: str, device: torch.device, override: str | None = None) -> str:
+Reason = Callable[[], str | None]
+
+
+def choose(
+    op: str,
+    device: torch.device,
+    override: str | None = None,
+    uncovered: Reason | None = None,
+    unwanted: Reason | None = None,
+) -> str:
     """The name of the backend that serves `op` on `device`.
 
     Args:
         op: one of `OPS`.
         device: where the op's tensors are.
         override: a backend, `"op=backend,..."`, or None.
+        uncovered: why the vendor's operators do not cover this call, or None; asked where they were chosen.
+        unwanted: why this call had better not go to them unless they were asked for by name, or None.
 
     Raises:
-        ValueError: unknown op or backend, or a backend that was asked for cannot run there.
+        ValueError: unknown op or backend, or a backend that was asked for cannot run there or does not cover the call.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (_failures and has_failed(op, device)):
         return "torch"
-    return _choose(op, _kind(device), override, os.environ.get(ENVIRONMENT, ""))[0]
+    environment = os.environ.get(ENVIRONMENT, "")
+    name = _choose(op, _kind(device), override, environment)[0]
+    if name != "vendor":
+        return name
+    asked, source = _asked_for(op, override, environment)
+    reason = uncovered() if uncovered is not None else None
+    if asked is not None and reason is not None:
+        raise ValueError(
+            f"{op}: backend 'vendor' (from {source}) does not cover this call: {reason}; it covers {_vendor.COVERS[op]}"
+        )
+    if asked is None and reason is None and unwanted is not None:
+        reason = unwanted()
+    return name if reason is None else _by_table(op, _kind(device), True)[0]
 
 
 def keeps_plain(op: str, device: torch.device, override: str | None = None) -> str | None:
@@ -153,4 +246,69 @@ def keeps_plain(op: str, device: torch.device, override: str | None = None) -> s
 
 def explain(op: str, device: torch.device, override: str | None = None) -> tuple[str, str]:
     """`choose`, with the reason."""
-    return _choose(op, _kind(device), override, os.environ.get(ENVIRONMENT, ""))
+    if has_failed(op, device):
+        return "torch", f"its kernel failed here: {_failures[op, _kind(device)]}"
+    environment = os.environ.get(ENVIRONMENT, "")
+    name, reason = _choose(op, _kind(device), override, environment)
+    asked, _ = _asked_for(op, override, environment)
+    if name == "vendor":
+        rest = "raises" if asked is not None else f"goes to {_by_table(op, _kind(device), True)[0]}"
+        reason += f". It covers {_vendor.COVERS[op]}; what it does not cover {rest}"
+        if asked is None and op in _vendor.NOT_REPEATABLE:
+            reason += f", and so does {_vendor.NOT_REPEATABLE[op]}"
+    elif asked is None and _kind(device) == "cpu":
+        state = devices.torch_npu_state()
+        reason += f"; {state}" if state else ""
+    return name, reason
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels that failed
+# ---------------------------------------------------------------------------------------------------------------------
+
+_failures: dict[tuple[str, str], str] = {}
+_strict = 0
+
+
+def record_failure(ops: Sequence[str], device: torch.device, reason: str) -> None:
+    """From now on `ops` run in torch on this kind of device; warns."""
+    for op in ops:
+        _failures[op, _kind(device)] = reason
+    warnings.warn(
+        f"{', '.join(ops)}: torch takes over for the rest of this process, slower but right: {reason}. "
+        "Ask for strict (NPU_KERNELS_STRICT=1) to stop instead.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def has_failed(op: str, device: torch.device) -> bool:
+    """Whether a kernel of `op` has failed on this kind of device."""
+    return (op, _kind(device)) in _failures
+
+
+def failures() -> dict[str, str]:
+    """Why ops run in torch since one of their kernels failed, by op; empty where none has."""
+    return {op: reason for (op, _), reason in _failures.items()}
+
+
+def forget_failures() -> None:
+    """Gives kernels that have failed another try."""
+    _failures.clear()
+
+
+def is_strict() -> bool:
+    """Whether a kernel's failure raises: asked for by `require_strict`, or by NPU_KERNELS_STRICT=1."""
+    return _strict > 0 or os.environ.get("NPU_KERNELS_STRICT", "0").lower() in ("1", "true", "on", "yes")
+
+
+def require_strict() -> Callable[[], None]:
+    """Makes a kernel's failure raise in this process, until the function that it returns is called."""
+    global _strict
+    _strict += 1
+
+    def release() -> None:
+        global _strict
+        _strict -= 1
+
+    return release

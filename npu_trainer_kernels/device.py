@@ -8,6 +8,8 @@ does the environment variable NPU_KERNELS_CHIP, which is Ascend910B4 where the b
 import contextlib
 import contextvars
 import functools
+import importlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
@@ -103,6 +105,36 @@ def use_spec(device_spec: DeviceSpec) -> Iterator[None]:
 def use_chip(name: str) -> contextlib.AbstractContextManager[None]:
     """Inside the `with` block every device answers as the named Ascend chip, as when compiling without the card."""
     return use_spec(chip_spec(name))
+
+
+def stands_for_npu() -> bool:
+    """Whether `use_chip` or `use_spec` makes every device answer as an NPU now."""
+    override = _override.get()
+    return override is not None and override.kind == "npu"
+
+
+@functools.cache
+def torch_npu_error() -> Exception | None:
+    """Why torch_npu cannot be imported, or None where it can. Imports it, which takes seconds and starts its runtime:
+    to be asked only where an answer is needed."""
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        # On real machines: not installed, a driver library missing, built for another torch.
+        return error
+    return None
+
+
+@functools.cache
+def torch_npu_state() -> str | None:
+    """Why this machine trains without an NPU although torch_npu is installed; None where it is not, or there is one."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return None
+    error = torch_npu_error()
+    if error is not None:
+        return f"torch_npu is installed, but cannot be imported ({type(error).__name__}: {error})"
+    # Not `accelerator`, which may have been asked, and cached, before this import.
+    return None if torch.npu.is_available() else "torch_npu is installed, but finds no NPU"  # type: ignore[attr-defined]
 
 
 @functools.cache

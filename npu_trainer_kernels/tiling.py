@@ -326,12 +326,12 @@ def scale_block(spec: DeviceSpec) -> Block | None:
 
 
 @cache
-def swiglu_block(itemsize: int, backward: bool, spec: DeviceSpec) -> Block:
+def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
     """Block of SwiGLU's kernels.
 
     Args:
         itemsize: bytes of an element.
-        backward: five tensors are read and written instead of three.
+        tensors: that are read and written: 3 forward, 5 backward, 6 where backward forms the product once more.
         spec: the device.
     """
     if spec.kind == "cuda":
@@ -340,7 +340,7 @@ def swiglu_block(itemsize: int, backward: bool, spec: DeviceSpec) -> Block:
     if spec.kind == "npu":
         # The largest that keep double buffering, 910B4 (bishengir-compile, sweep of 3072 to 16384): 10240 and 8192
         # elements forward, 6144 and 4608 backward.
-        per_element = ((19, 24), (32, 42))[backward][itemsize == 4]
+        per_element = {3: (19, 24), 5: (32, 42), 6: (36, 48)}[tensors][itemsize == 4]
         return Block(spec.on_chip_bytes // per_element // 256 * 256)
     return Block(64)
 

@@ -18,7 +18,7 @@ from .linear_cross_entropy import (
 from .linear_logprob import LinearLogProbOutput, linear_logprob, linear_logprob_reference
 from .rms_norm import rms_norm, rms_norm_reference
 from .rope import rope, rope_reference
-from .swiglu import swiglu, swiglu_reference
+from .swiglu import swiglu, swiglu_linear, swiglu_linear_reference, swiglu_reference
 
 __all__ = [
     "GrpoLossOutput",
@@ -42,5 +42,7 @@ __all__ = [
     "rope",
     "rope_reference",
     "swiglu",
+    "swiglu_linear",
+    "swiglu_linear_reference",
     "swiglu_reference",
 ]

@@ -54,9 +54,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import device, tiling
+from .. import _vendor, device, tiling
 from .._opaque import opaque
 from .._triton import jit, libdevice, tl
+from ._fallback import falls_back
 from ._launch import launch
 
 __all__ = [
@@ -513,10 +514,14 @@ def _scale_kernel(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+_guarded = falls_back("linear_cross_entropy", "linear_logprob", "grpo_loss")
+
+
+@_guarded
 def _scale(t: torch.Tensor, factor: torch.Tensor, backend: str) -> None:
     """`t *= factor`, for next to nothing when the factor is the number one, without waiting to know."""
     spec = device.spec(t.device)
-    tile = None if backend == "torch" or factor.dim() or not t.is_contiguous() else tiling.scale_block(spec)
+    tile = None if backend in ("torch", "vendor") or factor.dim() or not t.is_contiguous() else tiling.scale_block(spec)
     if tile is None or not t.numel():
         t.mul_(factor)
     else:
@@ -530,9 +535,13 @@ def _kernel_flags(options: HeadOptions, where: torch.device) -> dict[str, Any]:
     return {"HAS_CAP": cap, "IS_IDENTITY": options.softcap is None and inner == 1.0}
 
 
-def _raw_statistics_triton(
-    logits: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions
+@_guarded
+def _raw_statistics(
+    logits: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions, backend: str
 ) -> tuple[torch.Tensor, ...]:
+    """(maximum, sum of exponentials, its weighting by z - maximum, sum of z, sum of squares, argmax), fp32 each."""
+    if backend == "torch":
+        return _raw_statistics_torch(logits, class_weights, options)
     n_rows, n_cols = logits.shape
     out = torch.empty(6, n_rows, dtype=torch.float32, device=logits.device)
     tile = tiling.statistics_tile(
@@ -576,8 +585,9 @@ def _statistics(
     logits: torch.Tensor, ids: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions, backend: str
 ) -> tuple[HeadStatistics, _Softmax]:
     """Statistics of one chunk of logits, which stay as they are."""
-    raw = _raw_statistics_torch if backend == "torch" else _raw_statistics_triton
-    row_max, s, ds, us, sq, best = raw(logits, class_weights, options)
+    if backend == "vendor":
+        return _vendor_statistics(_vendor.cross_entropy(logits, ids)[0], logits, ids)
+    row_max, s, ds, us, sq, best = _raw_statistics(logits, class_weights, options, backend)
     log_s = s.log()
     lse = row_max + log_s
     z_id = transform(logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).float(), options)
@@ -594,6 +604,14 @@ def _statistics(
     return statistics, _Softmax(row_max, 1.0 / s, shift)
 
 
+def _vendor_statistics(
+    log_prob: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor
+) -> tuple[HeadStatistics, _Softmax]:
+    """From what the vendor's operator returns; its softmax is exp(z - lse)."""
+    lse = logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).float() - log_prob
+    return HeadStatistics(log_prob, lse), _Softmax(lse, torch.ones_like(lse), None)
+
+
 def _fuses(objective: Objective | None, bias: torch.Tensor | None, dtype: torch.dtype, options: HeadOptions,
            backend: str) -> bool:  # fmt: skip
     """Whether statistics and gradient may come from one kernel."""
@@ -605,10 +623,23 @@ def _fuses(objective: Objective | None, bias: torch.Tensor | None, dtype: torch.
     return isinstance(objective, LinearObjective)
 
 
+@_guarded
 def _statistics_and_gradient(
-    logits: torch.Tensor, ids: torch.Tensor, factor: torch.Tensor, options: HeadOptions, tile: tiling.StatisticsTile
-) -> tuple[HeadStatistics, _Softmax]:
+    logits: torch.Tensor, ids: torch.Tensor, factor: torch.Tensor, options: HeadOptions,
+    tile: tiling.StatisticsTile | None, backend: str,
+) -> tuple[HeadStatistics, _Softmax]:  # fmt: skip
     """Statistics of one chunk of logits, which are overwritten with dL/dl of sum_i factor_i log_prob_i."""
+    if backend == "torch":
+        statistics, softmax = _statistics(logits, ids, None, options, backend)
+        k = _coefficients((factor, None, None, None), statistics.lse, None)
+        _gradient_in_place(logits, ids, None, softmax, k, options, backend)
+        return statistics, softmax
+    if backend == "vendor":
+        log_prob, log_probs = _vendor.cross_entropy(logits, ids)
+        statistics, softmax = _vendor_statistics(log_prob, logits, ids)
+        logits.copy_(_vendor.cross_entropy_gradient(log_probs, ids, factor))
+        return statistics, softmax
+    assert tile is not None
     n_rows, n_cols = logits.shape
     out = torch.empty(5, n_rows, dtype=torch.float32, device=logits.device)
     step = tile.fold * tile.width
@@ -652,28 +683,36 @@ def _gradient_of_logits(
     The b term touches one element of each row. That element is worked out here on `[n]` numbers, in fp32, and put in
     its place: comparing every column with the id would cost the kernel as much as the rest of its arithmetic.
     """
+    if backend == "vendor":
+        # It covers losses of log_prob alone, so that b says everything.
+        assert (k.c, k.e) == (None, None)
+        grads.copy_(_vendor.cross_entropy_gradient(_vendor.cross_entropy(logits, ids)[1], ids, k.b))
+        return
     column = ids.long().unsqueeze(1)
     at_id = logits.gather(1, column)
     u = None if class_weights is None else class_weights[ids.long()].unsqueeze(1)
     at_id = _gradient_torch(at_id.float(), u, softmax, k, options, k.b).to(logits.dtype)
+    _gradient_without_id(grads, logits, class_weights, softmax, k, options, backend)
+    grads.scatter_(1, column, at_id)
+
+
+@_guarded
+def _gradient_without_id(
+    grads: torch.Tensor,
+    logits: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    softmax: _Softmax,
+    k: _Coefficients,
+    options: HeadOptions,
+    backend: str,
+) -> None:
+    """dL/dl but for b's term."""
     if backend == "torch":
         z = logits.float()
         if z is logits and grads is not logits:
             z = grads.copy_(logits)
         grads.copy_(_gradient_torch(z, class_weights, softmax, k, options))
-    else:
-        _gradient_triton(logits, grads, class_weights, softmax, k, options)
-    grads.scatter_(1, column, at_id)
-
-
-def _gradient_triton(
-    logits: torch.Tensor,
-    grads: torch.Tensor,
-    class_weights: torch.Tensor | None,
-    softmax: _Softmax,
-    k: _Coefficients,
-    options: HeadOptions,
-) -> None:
+        return
     n_rows, n_cols = logits.shape
     has_weights = k.c is not None and class_weights is not None
     tile = tiling.gradient_tile(n_rows, n_cols, logits.element_size(), has_weights, device.spec(logits.device))
@@ -877,12 +916,15 @@ class _Gradients:
         return _Gradients(self.x, dw, db)
 
 
+def autocasts(x: torch.Tensor) -> bool:
+    """Whether products with x run in autocast's dtype."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of the products with x: its own, or autocast's."""
-    kind = x.device.type
-    if kind == "meta":
-        return x.dtype
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
 
 
 class _Chunks:
@@ -980,14 +1022,18 @@ class _Head(torch.autograd.Function):
         d_rows: list[tuple[torch.Tensor | None, ...]] = []
         forms = any(needs) and (objective is not None or frozen)
         grads = _Gradients.empty(x, weight, bias, rows, needs, len(chunks.slices), call.low_memory) if forms else None
-        fused = None
-        if forms and _fuses(objective, bias, call.dtype, call.options, call.backend):
-            fused = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
+        tile = None
+        fused = forms and _fuses(objective, bias, call.dtype, call.options, call.backend)
+        if fused and call.backend != "vendor":
+            tile = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
+            fused = tile is not None
         for chunk, x_chunk, ids_chunk, logits in chunks:
-            if fused is not None and objective is not None and grads is not None:
+            if fused and objective is not None and grads is not None:
                 known = objective.factor[chunk] if isinstance(objective, LinearObjective) else None
                 ones = torch.ones(ids_chunk.shape, dtype=torch.float32, device=x.device) if known is None else known
-                statistics, softmax = _statistics_and_gradient(logits, ids_chunk, ones, call.options, fused)
+                statistics, softmax = _statistics_and_gradient(
+                    logits, ids_chunk, ones, call.options, tile, call.backend
+                )
                 collected.append(statistics)
                 softmaxes.append(softmax)
                 late = None
@@ -1012,7 +1058,7 @@ class _Head(torch.autograd.Function):
                 _gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend)
                 grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1])
         merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, x.device)))
-        if fused is not None and isinstance(objective, LinearObjective):
+        if fused and isinstance(objective, LinearObjective):
             total = objective(merged, slice(None))
         ctx.call, ctx.plan = call, None
         if grads is not None:
@@ -1184,7 +1230,8 @@ def head_statistics(
         rows: `[n]` int64, distinct rows of x to project; None: all of them. The others cost nothing.
         class_weights: `[V]` fp32, the u of `mean`.
         objective: what forward should form the gradients of (mode `planned`).
-        backend: `"torch"`, or any other for the kernels.
+        backend: `"torch"`, `"vendor"` (for objectives of log_prob alone, on logits that nothing transforms; besides the
+            chunk of logits it needs three of its size in fp32), or any other for the kernels.
         chunk_rows: rows of logits alive at once, or the row at which each chunk ends; None: as `tiling.head_chunk`
             says.
         on_mismatch: told the share of rows whose real gradient was not the plan's, when there are any.

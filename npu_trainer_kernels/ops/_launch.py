@@ -13,7 +13,12 @@ from typing import Any
 
 from .._triton import INTERPRETED
 
-__all__ = ["Launcher", "launch", "use_launcher"]
+__all__ = ["KernelError", "Launcher", "launch", "use_launcher"]
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be compiled for the device, or could not be launched; it has written nothing."""
+
 
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
@@ -26,7 +31,20 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: 
 
         lowering_launcher(kernel, grid, args, constexprs)
     else:
-        kernel[grid](*args, **constexprs)
+        try:
+            kernel[grid](*args, **constexprs)
+        except Exception as error:
+            # Compilers and drivers raise types of their own, and many: they become one that callers can name.
+            raise KernelError(_describe(kernel, grid, args, constexprs, error)) from error
+
+
+def _describe(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any], error: Exception
+) -> str:
+    given = ", ".join(f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}" for a in args if hasattr(a, "dtype"))
+    options = ", ".join(f"{name}={value}" for name, value in constexprs.items())
+    cause = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+    return f"kernel {kernel.__name__}({given}; {options}) over grid {grid}: {cause}"
 
 
 _launcher: contextvars.ContextVar[Launcher] = contextvars.ContextVar("npu_kernels_launcher", default=_run)

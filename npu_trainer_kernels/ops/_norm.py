@@ -34,10 +34,11 @@ import math
 
 import torch
 
-from .. import device, tiling
+from .. import _vendor, device, tiling
 from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._checks import check_choice, check_float, check_same_device
+from ._fallback import falls_back
 from ._launch import launch
 
 __all__ = ["CASTINGS", "as_rows", "check_norm", "norm_backward", "norm_forward", "norm_reference"]
@@ -95,6 +96,12 @@ def _normed(
 
 def _shifted(weight: torch.Tensor, offset: float) -> torch.Tensor:
     return offset + weight if offset else weight
+
+
+def _gamma(weight: torch.Tensor | None, offset: float, casting: str) -> torch.Tensor:
+    """w', in fp32 where the casting adds the offset there: what the vendor's norms take for their weight."""
+    assert weight is not None  # `_vendor.uncovered_norm`
+    return _shifted(weight.float() if offset and casting == "gemma" else weight, offset)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -383,6 +390,7 @@ def _launch_forward(
     )  # fmt: skip
 
 
+@falls_back("rms_norm", "add_rms_norm")
 def norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float,
     casting: str, store_sum: bool, backend: str,
@@ -392,6 +400,9 @@ def norm_forward(
         s = x if residual is None else x + residual
         y, rstd = _normed(s, weight, eps, offset, casting)
         return y, s if store_sum else None, rstd.reshape(-1)
+    if backend == "vendor":
+        y, s, rstd = _vendor.norm_forward(x, residual, _gamma(weight, offset, casting), eps)
+        return y, s if store_sum else None, rstd
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y_dtype = torch.promote_types(dtype, weight.dtype) if casting == "llama" and weight is not None else dtype
     y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
@@ -454,6 +465,7 @@ def _sum(partials: torch.Tensor, dtype: torch.dtype, spec: device.DeviceSpec) ->
     return total
 
 
+@falls_back("rms_norm", "add_rms_norm")
 def norm_backward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor,
     ds: torch.Tensor | None, offset: float, casting: str, needs_ds: bool, needs_dw: bool, backend: str,
@@ -461,6 +473,13 @@ def norm_backward(
     """(ds in S's dtype, dw in the weight's), each where it is needed. `ds`: what arrived for S."""
     if backend == "torch":
         return _backward_torch(x, residual, weight, rstd, dy, ds, offset, casting, needs_ds, needs_dw)
+    if backend == "vendor":
+        # With a residual x is S: the vendor's forward writes it.
+        d, dgamma = _vendor.norm_backward(x, _gamma(weight, offset, casting), rstd, dy)
+        if ds is not None:
+            d.add_(ds)
+        dw = dgamma.to(weight.dtype) if weight is not None and needs_dw else None
+        return d if needs_ds else None, dw
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     dx = torch.empty(x.shape, dtype=dtype, device=x.device) if needs_ds else None
     rows = as_rows(x)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import backends
+from .. import _vendor, backends
 from ._checks import check_choice, check_float, check_same_device
 from ._norm import check_norm, norm_backward, norm_forward, norm_reference
 
@@ -103,7 +103,8 @@ def add_rms_norm(
 
     Raises:
         TypeError: a dtype that is not allowed.
-        ValueError: shapes that do not match, an eps or offset that is not finite, an unknown casting, mode or backend.
+        ValueError: shapes that do not match, an eps or offset that is not finite, an unknown casting, mode or backend,
+            a call that backend `"vendor"` was asked to serve by name and does not cover.
     """
     check_norm(x, weight, eps, offset, casting)
     check_choice("mode", mode, MODES)
@@ -111,7 +112,13 @@ def add_rms_norm(
     if residual.shape != x.shape:
         raise ValueError(f"residual must have x's shape {list(x.shape)}; got {list(residual.shape)}")
     check_same_device(x=x, residual=residual)
-    chosen = backends.choose("add_rms_norm", x.device, backend)
+
+    def uncovered() -> str | None:
+        return _vendor.uncovered_norm(
+            x.dtype, None if weight is None else weight.dtype, casting, residual=residual.dtype, mode=mode
+        )
+
+    chosen = backends.choose("add_rms_norm", x.device, backend, uncovered)
     if torch.compiler.is_compiling():
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, casting=casting, mode=mode)
     return _AddRmsNorm.apply(x, residual, weight, eps, offset, casting, mode, chosen)

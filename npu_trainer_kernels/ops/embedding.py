@@ -22,6 +22,7 @@ from .. import backends, device, tiling
 from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._checks import check_float, check_ids, check_range, check_same_device
+from ._fallback import falls_back
 from ._launch import launch
 
 __all__ = ["embedding", "embedding_reference"]
@@ -154,6 +155,7 @@ def _vocabulary_kernel(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@falls_back("embedding")
 def _forward(ids: torch.Tensor, weight: torch.Tensor, scale: float | None, backend: str) -> torch.Tensor:
     if backend == "torch":
         return embedding_reference(ids, weight, scale=scale)
@@ -177,6 +179,7 @@ def _given_ids(ids: torch.Tensor, spec: device.DeviceSpec) -> torch.Tensor:
     return flat.int() if tiling.wants_int32_ids(spec) else flat
 
 
+@falls_back("embedding")
 def _backward(ids: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, padding_idx: int | None, scale: float | None,
               backend: str) -> torch.Tensor:  # fmt: skip
     n_cols = weight.shape[1]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import backends
+from .. import _vendor, backends
 from ._checks import check_choice, check_head, check_range
 from ._head import HeadOptions, HeadStatistics, LinearObjective, Objective, compute_dtype, head_statistics, transform
 
@@ -161,7 +161,8 @@ def fused_linear_cross_entropy(
 
     Raises:
         TypeError: a dtype that is not supported.
-        ValueError: shapes that do not match, tensors on several devices, options or targets out of range.
+        ValueError: shapes that do not match, tensors on several devices, options or targets out of range, a call that
+            backend `"vendor"` was asked to serve by name and does not cover.
     """
     check_head(x, weight, "target", target, bias)
     _check_options(x, weight, reduction, num_items, label_smoothing, z_loss, class_weights, outputs)
@@ -177,6 +178,12 @@ def fused_linear_cross_entropy(
     scale = None
     if reduction == "mean":
         scale = 1.0 / _denominator(num_items, ids.shape[0], k_id, x.device)
+
+    def uncovered() -> str | None:
+        return _vendor.uncovered_cross_entropy(
+            ids.shape[0], softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss,
+            outputs=outputs,
+        )  # fmt: skip
 
     def row_losses(s: HeadStatistics, chunk: slice) -> torch.Tensor:
         loss = -s.log_prob if k_id is None else -s.log_prob * k_id[chunk]
@@ -202,7 +209,7 @@ def fused_linear_cross_entropy(
     total, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, ids, bias, options,
         rows=rows, class_weights=k, objective=chosen, chunk_rows=chunk_rows, low_memory=low_memory,
-        backend=backends.choose("linear_cross_entropy", x.device, backend),
+        backend=backends.choose("linear_cross_entropy", x.device, backend, uncovered),
     )  # fmt: skip
     if total is None:
         loss = row_losses(s, slice(None))

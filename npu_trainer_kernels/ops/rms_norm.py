@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import backends
+from .. import _vendor, backends
 from ._norm import check_norm, norm_backward, norm_forward, norm_reference
 
 __all__ = ["rms_norm", "rms_norm_reference"]
@@ -39,10 +39,10 @@ def rms_norm_reference(
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str,
-                backend: str) -> torch.Tensor:  # fmt: skip
+                backend: str, backward: str) -> torch.Tensor:  # fmt: skip
         y, _, rstd = norm_forward(x, None, weight, eps, offset, casting, False, backend)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.options = offset, casting, backend
+        ctx.options = offset, casting, backward
         return y
 
     @staticmethod
@@ -52,7 +52,7 @@ class _RmsNorm(torch.autograd.Function):
         offset, casting, backend = ctx.options
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx, dw = norm_backward(x, None, weight, rstd, dy, None, offset, casting, needs_dx, needs_dw, backend)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
 
 def rms_norm(
@@ -79,10 +79,18 @@ def rms_norm(
 
     Raises:
         TypeError: a dtype that is not allowed.
-        ValueError: shapes that do not match, an eps or offset that is not finite, an unknown casting or backend.
+        ValueError: shapes that do not match, an eps or offset that is not finite, an unknown casting or backend, a call
+            that backend `"vendor"` was asked to serve by name and does not cover.
     """
     check_norm(x, weight, eps, offset, casting)
-    chosen = backends.choose("rms_norm", x.device, backend)
+
+    def uncovered() -> str | None:
+        return _vendor.uncovered_norm(x.dtype, None if weight is None else weight.dtype, casting)
+
+    chosen = backward = backends.choose("rms_norm", x.device, backend, uncovered)
+    if chosen == "vendor":
+        # A kernel of ours may follow a forward of the vendor's: both keep the same rstd.
+        backward = backends.choose("rms_norm", x.device, backend, uncovered, lambda: _vendor.not_repeatable(weight))
     if torch.compiler.is_compiling():
         return rms_norm_reference(x, weight, eps, offset=offset, casting=casting)
-    return _RmsNorm.apply(x, weight, eps, offset, casting, chosen)
+    return _RmsNorm.apply(x, weight, eps, offset, casting, chosen, backward)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import backends, device, tiling
+from .. import _vendor, backends, device, tiling
 from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._checks import check_float, check_same_device
+from ._fallback import falls_back
 from ._launch import launch
 
 __all__ = ["rope", "rope_reference"]
@@ -236,6 +237,40 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.
     return y
 
 
+@falls_back("rope")
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if backend == "torch":
+        return rope_reference(q, k, cos, sin)
+    if backend == "vendor":
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return _vendor.rotate(q, cos, sin), _vendor.rotate(k, cos, sin)
+    table = torch.promote_types(cos.dtype, sin.dtype)
+    dtypes = torch.promote_types(q.dtype, table), torch.promote_types(k.dtype, table)
+    return _rotate_pair(q, k, cos, sin, dtypes, False)
+
+
+@falls_back("rope")
+def _backward(
+    cos: torch.Tensor, sin: torch.Tensor, dq: torch.Tensor | None, dk: torch.Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype], backend: str,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Gradients in `dtypes` of the two that are given."""
+    if backend in ("torch", "vendor"):
+        rotated = _rotated if backend == "torch" else _vendor.rotate
+        c, (s1, s2) = cos.unsqueeze(1), sin.unsqueeze(1).chunk(2, -1)
+        inverse = -torch.cat((s2, s1), -1)
+        q, k = (
+            None if d is None else rotated(d, c, inverse).to(dtype) for d, dtype in zip((dq, dk), dtypes, strict=True)
+        )
+        return q, k
+    if dq is not None and dk is not None:
+        return _rotate_pair(dq, dk, cos, sin, dtypes, True)
+    q, k = (None if d is None else _rotate(d, cos, sin, dtype, True) for d, dtype in zip((dq, dk), dtypes, strict=True))
+    return q, k
+
+
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
@@ -245,28 +280,15 @@ class _Rope(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.backend, ctx.dtypes = backend, (q.dtype, k.dtype)
         ctx.set_materialize_grads(False)
-        if backend == "torch":
-            return rope_reference(q, k, cos, sin)
-        table = torch.promote_types(cos.dtype, sin.dtype)
-        dtypes = torch.promote_types(q.dtype, table), torch.promote_types(k.dtype, table)
-        return _rotate_pair(q, k, cos, sin, dtypes, False)
+        return _forward(q, k, cos, sin, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor | None, dk: torch.Tensor | None) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        if ctx.backend != "torch" and dq is not None and dk is not None and all(ctx.needs_input_grad[:2]):
-            return *_rotate_pair(dq, dk, cos, sin, ctx.dtypes, True), None, None, None
-        grads: list[torch.Tensor | None] = []
-        for d, dtype, needed in zip((dq, dk), ctx.dtypes, ctx.needs_input_grad[:2], strict=True):
-            if d is None or not needed:
-                grads.append(None)
-            elif ctx.backend == "torch":
-                c, (s1, s2) = cos.unsqueeze(1), sin.unsqueeze(1).chunk(2, -1)
-                grads.append(_rotated(d, c, -torch.cat((s2, s1), -1)).to(dtype))
-            else:
-                grads.append(_rotate(d, cos, sin, dtype, True))
-        return *grads, None, None, None
+        needs_q, needs_k, *_ = ctx.needs_input_grad
+        dq, dk = _backward(cos, sin, dq if needs_q else None, dk if needs_k else None, ctx.dtypes, ctx.backend)
+        return dq, dk, None, None, None
 
 
 def _check_table(name: str, table: torch.Tensor, q: torch.Tensor) -> None:
@@ -295,7 +317,8 @@ def rope(
 
     Raises:
         TypeError: a dtype that is not allowed.
-        ValueError: shapes that do not match, an odd D, tables that require a gradient, an unknown backend.
+        ValueError: shapes that do not match, an odd D, tables that require a gradient, an unknown backend, a call that
+            backend `"vendor"` was asked to serve by name and does not cover.
     """
     check_float("q", q)
     check_float("k", k)
@@ -307,7 +330,7 @@ def rope(
     _check_table("cos", cos, q)
     _check_table("sin", sin, q)
     check_same_device(q=q, k=k, cos=cos, sin=sin)
-    chosen = backends.choose("rope", q.device, backend)
+    chosen = backends.choose("rope", q.device, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin))
     if torch.compiler.is_compiling():
         return rope_reference(q, k, cos, sin)
     return _Rope.apply(q, k, cos, sin, chosen)

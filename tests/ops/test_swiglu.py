@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from npu_trainer_kernels.ops import swiglu, swiglu_reference
+from npu_trainer_kernels.ops import swiglu, swiglu_linear, swiglu_linear_reference, swiglu_reference
 from tests.closeness import assert_op_close
 
 # Blocks are of 64 elements in the interpreter: several and a tail, exactly some, less than one.
@@ -97,6 +97,153 @@ def test_torch_compile_without_graph_break(device):
     expected = torch.autograd.grad(upstream([model(*inputs)]), inputs)
     for a, b in zip(torch.autograd.grad(upstream([compiled(*inputs)]), inputs), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With the projection that follows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_linear(device, dtype=torch.float32, shape=(3, 5, 45), has_bias=True):
+    weight = (torch.randn(11, shape[-1], device=device) / shape[-1] ** 0.5).to(dtype).requires_grad_()
+    bias = torch.randn(11, device=device).to(dtype).requires_grad_() if has_bias else None
+    return [*make(device, dtype, shape), weight, bias]
+
+
+def check_linear(inputs, backend, **options):
+    assert_op_close(lambda *a: swiglu_linear(*a, backend=backend, **options), swiglu_linear_reference, inputs, upstream)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_matches_reference(device, backend, dtype, shape, has_bias):
+    check_linear(make_linear(device, dtype, shape, has_bias), backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_has_the_bits_of_swiglu_and_linear(device, backend, dtype):
+    inputs = make_linear(device, dtype)
+    runs = []
+    for op in (
+        lambda g, u, w, b: swiglu_linear(g, u, w, b, backend=backend),
+        lambda g, u, w, b: torch.nn.functional.linear(swiglu(g, u, backend=backend), w, b),
+    ):
+        z = op(*inputs)
+        runs.append([z, *torch.autograd.grad(upstream([z]), inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (2,), (3,), (2, 3), (0, 1, 3)], ids=str)
+def test_linear_with_frozen_inputs(device, backend, frozen):
+    inputs = make_linear(device)
+    for i in frozen:
+        inputs[i] = inputs[i].detach()
+    check_linear(inputs, backend)
+
+
+def test_linear_of_halves_of_one_tensor(device, backend):
+    _, _, weight, bias = make_linear(device)
+    both = torch.randn(3, 5, 90, device=device, requires_grad=True)
+    assert_op_close(
+        # Halves are not contiguous: nothing may be overwritten then.
+        lambda t, w, b: swiglu_linear(*t.chunk(2, -1), w, b, overwrite=True, backend=backend),
+        lambda t, w, b: swiglu_linear_reference(*t.chunk(2, -1), w, b),
+        [both, weight, bias],
+        upstream,
+    )
+
+
+def test_linear_keeps_no_product(device, backend):
+    inputs, kept = make_linear(device), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        swiglu_linear(*inputs, backend=backend)
+    assert sorted(t.data_ptr() for t in kept) == sorted(t.data_ptr() for t in inputs[:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_overwriting_changes_no_gradient(device, backend, dtype):
+    leaves, runs = make_linear(device, dtype), []
+    for overwrite in (False, True):
+        gate, up = (t * 1 for t in leaves[:2])
+        before = gate.detach().clone()
+        z = swiglu_linear(gate, up, *leaves[2:], overwrite=overwrite, backend=backend)
+        runs.append([z, *torch.autograd.grad(upstream([z]), leaves)])
+        assert torch.equal(gate, before) != (overwrite and backend != "torch")
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_graph_that_is_kept_is_not_overwritten(device, backend):
+    leaves = make_linear(device)
+    loss = upstream([swiglu_linear(*(t * 1 for t in leaves[:2]), *leaves[2:], overwrite=True, backend=backend)])
+    runs = [torch.autograd.grad(loss, leaves, retain_graph=keep) for keep in (True, True, False)]
+    assert all(torch.equal(a, b) for later in runs[1:] for a, b in zip(runs[0], later, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 45), (3, 0)])
+def test_linear_of_nothing(device, backend, shape):
+    inputs = make_linear(device, shape=shape)
+    z = swiglu_linear(*inputs, overwrite=True, backend=backend)
+    assert z.shape == (*shape[:-1], 11)
+    assert [g.shape for g in torch.autograd.grad(z.sum(), inputs)] == [t.shape for t in inputs]
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16])
+def test_linear_under_autocast(device, backend, gate_dtype):
+    inputs = [*make(device, gate_dtype), *make_linear(device)[2:]]
+    runs = []
+    for op in (
+        lambda g, u, w, b: swiglu_linear(g, u, w, b, backend=backend),
+        lambda g, u, w, b: torch.nn.functional.linear(swiglu(g, u, backend=backend), w, b),
+    ):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            z = op(*inputs)
+        runs.append([z, *torch.autograd.grad(upstream([z]), inputs)])
+    assert runs[0][0].dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_linear_under_checkpointing(device, backend):
+    from torch.utils.checkpoint import checkpoint
+
+    leaves, runs = make_linear(device), []
+    for keep in (False, True):
+
+        def block(gate, up, weight, bias):
+            return swiglu_linear(gate * 1, up * 1, weight, bias, overwrite=True, backend=backend)
+
+        z = checkpoint(block, *leaves, use_reentrant=False) if keep else block(*leaves)
+        runs.append(torch.autograd.grad(upstream([z]), leaves))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_linear_compiles_without_graph_break(device):
+    def model(gate, up, weight, bias):
+        return swiglu_linear(torch.tanh(gate), up, weight, bias, overwrite=True) * 2
+
+    inputs = make_linear(device)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = torch.autograd.grad(upstream([model(*inputs)]), inputs)
+    for a, b in zip(torch.autograd.grad(upstream([compiled(*inputs)]), inputs), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+BAD_LINEAR = [
+    (lambda w, b: (w.double(), b), TypeError, "weight must be float32, bfloat16 or float16; got torch.float64"),
+    (lambda w, b: (w.half(), b), ValueError, r"weight must have gate's dtype torch\.float32 without autocast"),
+    (lambda w, b: (w, b.half()), ValueError, r"bias must have gate's dtype torch\.float32 without autocast"),
+    (lambda w, b: (w[:, 1:], b), ValueError, r"weight must have shape \[H, 45\], as gate says; got \[11, 44\]"),
+    (lambda w, b: (w[0], b), ValueError, r"weight must have shape \[H, 45\]"),
+    (lambda w, b: (w, b[1:]), ValueError, r"bias must have shape \[11\]; got \[10\]"),
+    (lambda w, b: (w.to("meta"), b), ValueError, "all tensors must be on one device"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_LINEAR)
+def test_bad_projection_names_argument_value_and_what_is_allowed(change, error, message):
+    gate, up, weight, bias = (t.detach() for t in make_linear(torch.device("cpu")))
+    with pytest.raises(error, match=message):
+        swiglu_linear(gate, up, *change(weight, bias))
 
 
 BAD = [

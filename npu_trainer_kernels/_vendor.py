@@ -1,0 +1,219 @@
+"""The vendor's fused operators for Ascend NPUs, from torch_npu: the one module that calls `torch.ops.npu`.
+
+Which calls an operator covers is decided here, from what is documented: op-plugin's pages for torch_npu, those of
+CANN's ops-nn for the kernels behind it, and the golden functions beside those for where they round. What the operators
+take and what shapes they return is checked against torch_npu itself by tests/npu_contract; what they compute is not,
+for want of an NPU. Nothing here was timed.
+
+The operators are called inside this package's own autograd functions, so their own autograd is not used.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from . import device
+
+__all__ = [
+    "COVERS",
+    "NOT_REPEATABLE",
+    "OPERATORS",
+    "cross_entropy",
+    "cross_entropy_gradient",
+    "norm_backward",
+    "norm_forward",
+    "not_repeatable",
+    "rotate",
+    "swiglu",
+    "swiglu_backward",
+    "unavailable",
+    "uncovered_cross_entropy",
+    "uncovered_norm",
+    "uncovered_rope",
+]
+
+# The operators that serve an op.
+OPERATORS: dict[str, tuple[str, ...]] = {
+    "rms_norm": ("npu_rms_norm", "npu_rms_norm_backward"),
+    "add_rms_norm": ("npu_add_rms_norm", "npu_rms_norm_backward"),
+    "swiglu": ("npu_swiglu", "npu_swiglu_backward"),
+    # Also backwards, with another table. npu_rotary_mul_backward would need q and k once more, for gradients of the
+    # tables that nobody asks for.
+    "rope": ("npu_rotary_mul",),
+    "linear_cross_entropy": ("npu_cross_entropy_loss", "npu_cross_entropy_loss_backward"),
+}
+# The calls that they cover, in words; the functions `uncovered_*` decide.
+COVERS = {
+    "rms_norm": "norms with a weight of x's dtype (casting gemma: or fp32), in 16 bits of casting llama or gemma",
+    "add_rms_norm": "mode pre with x, residual and weight of one dtype, in 16 bits of casting llama",
+    "swiglu": "every call",
+    "rope": "tables of q's and k's dtype, heads of less than 896 elements, fewer than 1000 sequences and heads",
+    "linear_cross_entropy": "calls without softcap, logit scale, label smoothing, z-loss and outputs",
+}
+# What they do, but not with the same bits every time: done by the next backend unless they were asked for by name.
+NOT_REPEATABLE = {
+    "rms_norm": "backward of a trained weight, whose gradient npu_rms_norm_backward adds up in no fixed order"
+}
+_MAX_HEAD = 896
+_MAX_BATCH = 1000
+_MAX_ROWS = 200_000
+
+
+@functools.cache
+def unavailable(op: str) -> str | None:
+    """Why torch_npu does not serve `op` in this environment, or None."""
+    if op not in OPERATORS:
+        return f"torch_npu has no operator for it; there are some for {', '.join(OPERATORS)}"
+    error = device.torch_npu_error()
+    if error is not None:
+        return f"torch_npu cannot be imported ({type(error).__name__}: {error})"
+    missing = [name for name in OPERATORS[op] if not hasattr(torch.ops.npu, name)]
+    return f"this torch_npu lacks {', '.join(missing)}" if missing else None
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norms: aclnnRmsNorm, aclnnAddRmsNorm, aclnnRmsNormGrad
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def uncovered_norm(
+    dtype: torch.dtype,
+    weight: torch.dtype | None,
+    casting: str,
+    residual: torch.dtype | None = None,
+    mode: str = "pre",
+) -> str | None:
+    """Why a norm of x in `dtype` is not covered, or None; `residual`: the dtype of what is added to x, if anything.
+
+    `npu_rms_norm` computes x rstd weight in fp32 and rounds once, as casting "gemma" does; "llama" rounds x rstd too,
+    so there the vendor's value is the more exact one. `npu_add_rms_norm` rounds in both places on 910B and A3.
+    """
+    if weight is None:
+        return "no weight"
+    adds = residual is not None
+    if adds and mode != "pre":
+        return f"mode {mode!r}: npu_add_rms_norm writes the sum, which this mode is there to avoid"
+    if adds and residual != dtype:
+        return f"{_name(residual)} residual of {_name(dtype)} x"
+    mixes = casting == "gemma" and weight == torch.float32 and not adds
+    if weight != dtype and not mixes:
+        return f"{_name(weight)} weight of {_name(dtype)} x with casting {casting!r}"
+    if dtype != torch.float32 and casting not in (("llama",) if adds else ("llama", "gemma")):
+        return f"casting {casting!r} in {_name(dtype)}: it rounds elsewhere"
+    return None
+
+
+def not_repeatable(weight: torch.Tensor | None) -> str | None:
+    """Why backward of a norm would not give the same bits twice, or None where it does.
+
+    aclnnRmsNormGrad is documented as not deterministic by default on Atlas A2 and A3; PyTorch's switch makes it so.
+    """
+    if weight is None or not weight.requires_grad or torch.are_deterministic_algorithms_enabled():
+        return None
+    return NOT_REPEATABLE["rms_norm"]
+
+
+def norm_forward(
+    x: torch.Tensor, residual: torch.Tensor | None, gamma: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, S, rstd `[N]` fp32) of x (and residual) `[..., H]`; S is x without a residual."""
+    rows = x.reshape(-1, x.shape[-1])
+    if residual is None:
+        y, rstd = torch.ops.npu.npu_rms_norm(rows, gamma, eps)
+        s = x
+    else:
+        y, rstd, s = torch.ops.npu.npu_add_rms_norm(rows, residual.reshape(rows.shape), gamma, eps)
+    return y.view(x.shape), s.view(x.shape) if residual is not None else s, rstd.view(-1)
+
+
+def norm_backward(
+    s: torch.Tensor, gamma: torch.Tensor, rstd: torch.Tensor, dy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of S in S's dtype, gradient of gamma in fp32)."""
+    rows = s.reshape(-1, s.shape[-1])
+    ds, dgamma = torch.ops.npu.npu_rms_norm_backward(dy.reshape(rows.shape), rows, gamma, rstd.view(-1, 1))
+    return ds.view(s.shape), dgamma
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SwiGLU and rotation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up. The operator wants both in one tensor without gaps, at the price of a copy; and no empty one."""
+    if not gate.numel():
+        return torch.empty_like(gate)
+    return torch.ops.npu.npu_swiglu(torch.cat((gate, up), -1), -1)
+
+
+def swiglu_backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of gate and up."""
+    if not gate.numel():
+        return torch.empty_like(gate), torch.empty_like(up)
+    joined = torch.ops.npu.npu_swiglu_backward(dy.contiguous(), torch.cat((gate, up), -1), -1)
+    dgate, dup = joined.chunk(2, -1)
+    return dgate, dup
+
+
+def uncovered_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str | None:
+    """Why `npu_rotary_mul` does not rotate q and k, or None. It is documented for tables in [-1, 1], which is not
+    looked at here: that would wait for the device."""
+    if len({t.dtype for t in (q, k, cos, sin)}) > 1:
+        return f"{_name(cos.dtype)} and {_name(sin.dtype)} tables of {_name(q.dtype)} q and {_name(k.dtype)} k"
+    if q.shape[-1] >= _MAX_HEAD:
+        return f"heads of {q.shape[-1]} elements, of which less than {_MAX_HEAD} are allowed"
+    if max(q.shape[0], q.shape[1], k.shape[1]) >= _MAX_BATCH:
+        return f"{_MAX_BATCH} or more sequences or heads"
+    return None
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x cos + [-x2, x1] sin of x `[B, N, T, D]` with tables `[B or 1, 1, T, D]`."""
+    return torch.ops.npu.npu_rotary_mul(x, cos, sin) if x.numel() else torch.empty_like(x)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cross-entropy: aclnnCrossEntropyLoss, aclnnCrossEntropyLossGrad
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def uncovered_cross_entropy(
+    n_rows: int, *, softcap: float | None, logit_scale: float, label_smoothing: float, z_loss: float, outputs: Any
+) -> str | None:
+    """Why a loss at the head is not covered, or None. The operator has arguments for label smoothing and z-loss, but is
+    documented to have no gradient for the first, and the second is "not enabled". Ignored rows are left out and class
+    weights multiplied before it."""
+    if softcap is not None:
+        return f"softcap={softcap!r}"
+    if logit_scale != 1.0:
+        return f"logit_scale={logit_scale!r}"
+    if label_smoothing:
+        return f"label_smoothing={label_smoothing!r}: npu_cross_entropy_loss has no gradient with it"
+    if z_loss:
+        return f"z_loss={z_loss!r}: npu_cross_entropy_loss does not compute it yet"
+    if outputs:
+        return f"outputs={tuple(outputs)!r}"
+    if n_rows > _MAX_ROWS:
+        return f"{n_rows} rows, of which {_MAX_ROWS} are allowed"
+    return None
+
+
+def cross_entropy(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probability of the ids `[n]`, log-probabilities `[n, V]`), both fp32: the operator rounds them to the dtype
+    of its input, so that is made fp32."""
+    loss, log_probs, _, _ = torch.ops.npu.npu_cross_entropy_loss(logits.float(), ids.long(), None, "none")
+    return -loss, log_probs
+
+
+def cross_entropy_gradient(log_probs: torch.Tensor, ids: torch.Tensor, d_log_prob: torch.Tensor) -> torch.Tensor:
+    """Gradient of the logits, fp32 `[n, V]`, of what `cross_entropy` returned; `d_log_prob` `[n]` arrives for the ids'
+    log-probabilities."""
+    return torch.ops.npu.npu_cross_entropy_loss_backward(-d_log_prob, log_probs, ids.long(), None, None, None, "none")
