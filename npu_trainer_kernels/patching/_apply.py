@@ -13,7 +13,7 @@ from ._call import CallSettings, track_calls
 from ._classes import original_class
 from ._embeddings import patched_embedding_class, recognise_embedding
 from ._head import patch_head, recognise_head
-from ._mlps import is_gated_mlp, patched_mlp_class, recognise_mlp
+from ._mlps import is_bare_linear, is_gated_mlp, patched_mlp_class, recognise_mlp
 from ._norms import is_candidate, patched_norm_class, recognise_norm
 from ._report import LeftAlone, Replaced, Report
 from ._rewrites import patched_layer_class, patched_rope_class, recognise_layer, recognise_rope
@@ -34,10 +34,12 @@ class NpuKernels:
     A context manager: leaving it restores. Applying again to the same model returns the same handle.
     """
 
-    def __init__(self, model: nn.Module, ops: tuple[str, ...], by_name: bool, backend: str | None) -> None:
+    def __init__(
+        self, model: nn.Module, ops: tuple[str, ...], by_name: bool, backend: str | None, strict: bool
+    ) -> None:
         self._model = weakref.ref(model)
         self._by_name = by_name
-        self._ops, self._backend = ops, backend
+        self._ops, self._backend, self._strict = ops, backend, strict
         self._undo = Undo()
         self._report = Report()
         self._settings = CallSettings(trl_backend=backend)
@@ -55,7 +57,9 @@ class NpuKernels:
         return self._settings.tokens
 
     def report(self) -> Report:
-        """What was replaced and what was left alone; it stays after `restore`."""
+        """What was replaced and what was left alone, and which kernels have failed since; it stays after `restore`."""
+        for op, reason in backends.failures().items():
+            self._report.note(f"{op} runs in torch since a kernel failed: {reason}")
         return self._report
 
     def restore(self) -> None:
@@ -85,6 +89,8 @@ class NpuKernels:
             where = torch.device(device.accelerator())
         self._report = Report(device=device.spec(where).name, notes=self._report.notes)
         try:
+            if self._strict and not self.active:
+                self._undo.add(backends.require_strict())
             for op in self._ops:
                 plain = None if self._by_name else backends.keeps_plain(op, where, self._backend)
                 if plain is not None:
@@ -144,7 +150,8 @@ class NpuKernels:
             if reason is not None:
                 self._leave(path, module, "swiglu", reason)
             else:
-                self._replace(path, module, "swiglu", backend, "", patched_mlp_class(module, self._backend))
+                detail = "with down_proj" if is_bare_linear(module.down_proj) else "down_proj apart"
+                self._replace(path, module, "swiglu", backend, detail, patched_mlp_class(module, self._backend))
 
     def _patch_rope(self, model: nn.Module, backend: str) -> None:
         for path, module in model.named_modules():
@@ -205,7 +212,9 @@ def _causal_lm(model: nn.Module) -> tuple[str, Any]:
     return "", None
 
 
-def apply_npu_kernels(model: nn.Module, *, ops: Sequence[str] | None = None, backend: str | None = None) -> NpuKernels:
+def apply_npu_kernels(
+    model: nn.Module, *, ops: Sequence[str] | None = None, backend: str | None = None, strict: bool = False
+) -> NpuKernels:
     """Puts the fused kernels into a model, in place, on this instance alone.
 
     - `rms_norm`: every RMSNorm module, recognised by what it computes;
@@ -221,6 +230,8 @@ def apply_npu_kernels(model: nn.Module, *, ops: Sequence[str] | None = None, bac
         model: a `transformers` model, or a PEFT model around one.
         ops: which of `PATCHES`; None: all that are worth it on the model's device.
         backend: overrides the choice of backend, as `"torch"` or `"rms_norm=torch,linear_logprob=triton"`.
+        strict: a kernel that cannot be compiled or launched raises `KernelError`, in this process and until `restore`;
+            otherwise torch takes over for its op, with a warning and a note in the report.
 
     Returns:
         The handle; also usable as a context manager. A second call for the same model returns the same handle after
@@ -239,11 +250,12 @@ def apply_npu_kernels(model: nn.Module, *, ops: Sequence[str] | None = None, bac
         raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
     handle = _handles.get(model)
     if handle is None:
-        handle = NpuKernels(model, chosen, ops is not None, backend)
-    elif (handle._ops, handle._backend) != (chosen, backend):
+        handle = NpuKernels(model, chosen, ops is not None, backend, strict)
+    elif (handle._ops, handle._backend, handle._strict) != (chosen, backend, strict):
         raise ValueError(
-            f"this model is patched already with ops={handle._ops}, backend={handle._backend!r}; "
-            f"restore that first, or ask for the same (got ops={chosen}, backend={backend!r})"
+            f"this model is patched already with ops={handle._ops}, backend={handle._backend!r}, "
+            f"strict={handle._strict}; restore that first, or ask for the same (got ops={chosen}, "
+            f"backend={backend!r}, strict={strict})"
         )
     handle.refresh()
     _handles[model] = handle

@@ -2,6 +2,10 @@
 
 A candidate has those three children. Whether it computes that, and with SiLU, is found by running its forward with the
 three projections replaced by constants, and comparing what reaches `down_proj` bit for bit.
+
+Where `down_proj` is a bare linear layer its product is part of the op (`swiglu_linear`), which keeps one tensor less
+for backward. That is asked at every call: hooks, adapters and sharding may come after the patch; then the layer is
+called as it is.
 """
 
 import functools
@@ -11,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops.swiglu import swiglu, swiglu_reference
+from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference
 from ._classes import original_class, subclass_with_forward
 from ._undo import Undo
 
-__all__ = ["is_gated_mlp", "patched_mlp_class", "recognise_mlp"]
+__all__ = ["is_bare_linear", "is_gated_mlp", "patched_mlp_class", "recognise_mlp"]
 
 _CHILDREN = ("gate_proj", "up_proj", "down_proj")
 
@@ -31,6 +35,8 @@ def recognise_mlp(module: Any) -> str | None:
     gate, up = (torch.randn(2, 8, generator=generator).bfloat16() for _ in range(2))
     undo = Undo()
     try:
+        for name in _CHILDREN:
+            undo.silence(getattr(module, name))
         undo.set_attribute(module.gate_proj, "forward", lambda x: gate)
         undo.set_attribute(module.up_proj, "forward", lambda x: up)
         undo.set_attribute(module.down_proj, "forward", lambda x: x)
@@ -45,10 +51,27 @@ def recognise_mlp(module: Any) -> str | None:
     return None
 
 
+def is_bare_linear(module: nn.Module) -> bool:
+    """Whether calling a module is `functional.linear` of its parameters and nothing else: no subclass (adapters,
+    quantisation, FSDP units, parametrisations), no hooks, no forward of its own, no tensor subclass as its weight."""
+    return (
+        type(module) is nn.Linear
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and "forward" not in module.__dict__
+        and all(type(p) is nn.Parameter for p in (module.weight, module.bias) if p is not None)
+    )
+
+
 @functools.cache
 def _forward(backend: str | None) -> Callable[..., Any]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), backend=backend))
+        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        if not is_bare_linear(down):
+            return down(swiglu(gate, up, backend=backend))
+        # What bare linear layers return nobody else has seen.
+        ours = is_bare_linear(self.gate_proj) and is_bare_linear(self.up_proj)
+        return swiglu_linear(gate, up, down.weight, down.bias, overwrite=ours, backend=backend)
 
     return forward
 
