@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from ._triton import MissingDependencyError
     from .arguments import NpuKernelsArguments
     from .callback import NpuKernelsCallback
+    from .ops._launch import KernelError
     from .patching import NpuKernels, Report, apply_npu_kernels
     from .trainers.grpo import GRPOTrainer
 
 _HOMES = {
     "GRPOTrainer": ".trainers.grpo",
+    "KernelError": ".ops._launch",
     "MissingDependencyError": "._triton",
     "NpuKernels": ".patching",
     "NpuKernelsArguments": ".arguments",
@@ -26,6 +28,7 @@ _HOMES = {
 
 __all__ = [
     "GRPOTrainer",
+    "KernelError",
     "MissingDependencyError",
     "NpuKernels",
     "NpuKernelsArguments",

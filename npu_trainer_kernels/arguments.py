@@ -27,9 +27,16 @@ class NpuKernelsArguments:
         metadata={"help": "Overrides the choice of backend: 'torch', or 'rms_norm=torch,linear_logprob=triton'."},
     )
 
+    npu_kernels_strict: bool = field(
+        default=False,
+        metadata={"help": "Stop when a kernel cannot be compiled or launched; otherwise torch takes over for its op."},
+    )
+
     def __post_init__(self) -> None:
-        if not self.use_npu_kernels and (self.npu_kernels_ops or self.npu_kernels_backend):
-            raise ValueError("npu_kernels_ops and npu_kernels_backend do nothing without --use_npu_kernels")
+        if not self.use_npu_kernels and (self.npu_kernels_ops or self.npu_kernels_backend or self.npu_kernels_strict):
+            raise ValueError(
+                "npu_kernels_ops, npu_kernels_backend and npu_kernels_strict do nothing without --use_npu_kernels"
+            )
         if self.npu_kernels_backend is not None:
             backends.parse_override(self.npu_kernels_backend)
 
@@ -39,4 +46,8 @@ class NpuKernelsArguments:
 
         if not self.use_npu_kernels:
             return []
-        return [NpuKernelsCallback(ops=self.npu_kernels_ops, backend=self.npu_kernels_backend)]
+        return [
+            NpuKernelsCallback(
+                ops=self.npu_kernels_ops, backend=self.npu_kernels_backend, strict=self.npu_kernels_strict
+            )
+        ]

@@ -50,11 +50,11 @@ class NpuKernelsCallback(TrainerCallback):
     `callback.attach(trainer)`.
 
     Args:
-        ops, backend: as for `apply_npu_kernels`.
+        ops, backend, strict: as for `apply_npu_kernels`.
     """
 
-    def __init__(self, *, ops: Sequence[str] | None = None, backend: str | None = None) -> None:
-        self._ops, self._backend = ops, backend
+    def __init__(self, *, ops: Sequence[str] | None = None, backend: str | None = None, strict: bool = False) -> None:
+        self._ops, self._backend, self._strict = ops, backend, strict
         self._handle: NpuKernels | None = None
         self._logs = Undo()
         self._printed = ""
@@ -83,7 +83,7 @@ class NpuKernelsCallback(TrainerCallback):
     def _apply(self, model: Any) -> None:
         if self._handle is not None and self._handle._model() is not model:
             self._handle.restore()
-        self._handle = apply_npu_kernels(model, ops=self._ops, backend=self._backend)
+        self._handle = apply_npu_kernels(model, ops=self._ops, backend=self._backend, strict=self._strict)
 
     def _guard(self, trainer: Trainer, method: str) -> None:
         """Wraps a method of one trainer so that an exception in it restores the model."""

@@ -7,6 +7,8 @@ DEVICE = os.environ.setdefault("NPU_KERNELS_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
     # Read by Triton when a kernel is decorated, so before anything imports the package.
     os.environ["TRITON_INTERPRET"] = "1"
+# A kernel that fails must fail its test, not hand over to torch.
+os.environ.setdefault("NPU_KERNELS_STRICT", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -17,12 +19,16 @@ import torch
 torch.set_num_threads(1)
 
 
+_APART = [Path(__file__).parent / name for name in ("ascend", "npu_contract")]
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out tests/ascend, which run without the interpreter, in a session and an environment of their own
-    (`make test-ascend`), unless they are what was asked for."""
-    folder = Path(__file__).parent / "ascend"
-    asked = any(Path(argument.partition("::")[0]).resolve().is_relative_to(folder) for argument in config.args)
-    return True if collection_path == folder and not asked else None
+    """Leaves out tests that have a session and an environment of their own (`make test-ascend`,
+    `make test-npu-contract`), unless they are what was asked for."""
+    if collection_path not in _APART:
+        return None
+    arguments = (Path(argument.partition("::")[0]).resolve() for argument in config.args)
+    return None if any(argument.is_relative_to(collection_path) for argument in arguments) else True
 
 
 @pytest.fixture

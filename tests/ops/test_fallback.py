@@ -1,0 +1,189 @@
+"""A kernel that fails hands its op to torch, once and loudly; under `strict` it raises."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from npu_trainer_kernels import KernelError, NpuKernelsArguments, apply_npu_kernels, backends, ops
+from npu_trainer_kernels.ops import _fallback, _head, _norm
+from npu_trainer_kernels.ops._fallback import falls_back
+
+
+def _norm_case(device, backend):
+    x, r, w = (torch.randn(s, device=device, requires_grad=True) for s in ((5, 24), (5, 24), (24,)))
+    y, s = ops.add_rms_norm(x, r, w, backend=backend)
+    return (y * s).sum(), (x, r, w)
+
+
+def _embedding_case(device, backend):
+    w = torch.randn(7, 24, device=device, requires_grad=True)
+    return ops.embedding(torch.tensor([[0, 6, 6]], device=device), w, backend=backend).square().sum(), (w,)
+
+
+def _swiglu_case(device, backend):
+    gate, up = (torch.randn(5, 24, device=device, requires_grad=True) for _ in range(2))
+    return ops.swiglu(gate, up, backend=backend).square().sum(), (gate, up)
+
+
+def _rope_case(device, backend):
+    q, k = (torch.randn(1, 2, 5, 8, device=device, requires_grad=True) for _ in range(2))
+    cos, sin = torch.randn(2, 1, 5, 8, device=device)
+    a, b = ops.rope(q, k, cos, sin, backend=backend)
+    return (a * b).sum(), (q, k)
+
+
+def _head_case(device, backend):
+    x, w = torch.randn(6, 8, device=device, requires_grad=True), torch.randn(40, 8, device=device, requires_grad=True)
+    ids = torch.arange(6, device=device)
+    log_prob, entropy = ops.linear_logprob(x, w, ids, outputs=["entropy"], backend=backend)[:2]
+    return (log_prob * entropy).sum(), (x, w)
+
+
+# The package's names for these are the functions.
+embedding, rope, swiglu = (import_module(f"npu_trainer_kernels.ops.{n}") for n in ("embedding", "rope", "swiglu"))
+CASES = {
+    "norm forward": (_norm, "_forward_kernel", _norm_case, "add_rms_norm"),
+    "norm backward": (_norm, "_backward_kernel", _norm_case, "add_rms_norm"),
+    "embedding forward": (embedding, "_gather_kernel", _embedding_case, "embedding"),
+    "swiglu forward": (swiglu, "_forward_kernel", _swiglu_case, "swiglu"),
+    "swiglu backward": (swiglu, "_backward_kernel", _swiglu_case, "swiglu"),
+    "rope": (rope, "_rotate_pair_kernel", _rope_case, "rope"),
+    "head statistics": (_head, "_row_statistics_kernel", _head_case, "linear_logprob"),
+    "head gradient": (_head, "_row_gradient_kernel", _head_case, "linear_logprob"),
+}
+
+
+class Broken:
+    """A kernel whose compiler refuses it."""
+
+    __name__ = "broken"
+
+    def __init__(self):
+        self.launches = 0
+
+    def __getitem__(self, grid):
+        def launch(*args, **constexprs):
+            self.launches += 1
+            raise ValueError("the buffer overflows")
+
+        return launch
+
+
+@pytest.fixture(autouse=True)
+def _lenient(monkeypatch):
+    monkeypatch.setenv("NPU_KERNELS_STRICT", "0")
+    yield
+    backends.forget_failures()
+
+
+def broken(monkeypatch, device, name):
+    module, kernel, case, op = CASES[name]
+    if kernel == "_rotate_pair_kernel" and device.type != "cuda":
+        kernel = "_rotate_kernel"
+    bad = Broken()
+    monkeypatch.setattr(module, kernel, bad)
+    return bad, case, op
+
+
+def outcome(case, device, backend):
+    torch.manual_seed(0)
+    value, leaves = case(device, backend)
+    return value, *torch.autograd.grad(value, leaves)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_takes_over_once(monkeypatch, device, name):
+    bad, case, op = broken(monkeypatch, device, name)
+    expected = outcome(case, device, "torch")
+    with pytest.warns(RuntimeWarning, match=f"{op}.*torch takes over.*the buffer overflows") as warned:
+        first = outcome(case, device, "triton")
+    second = outcome(case, device, "triton")
+    assert len(warned) == bad.launches == 1
+    # The steps before the failure may have run in Triton.
+    torch.testing.assert_close(first, expected)
+    assert all(torch.equal(a, b) for a, b in zip(second, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_strict_raises(monkeypatch, device, name):
+    bad, case, _ = broken(monkeypatch, device, name)
+    monkeypatch.setenv("NPU_KERNELS_STRICT", "1")
+    with pytest.raises(
+        KernelError, match=r"kernel broken\(.*float32\[.* over grid \(.*ValueError: the buffer overflows"
+    ):
+        outcome(case, device, "triton")
+    assert bad.launches == 1
+    assert not backends.failures()
+
+
+def test_the_choice_and_its_reason_follow(monkeypatch, device):
+    _, case, _ = broken(monkeypatch, device, "norm forward")
+    with pytest.warns(RuntimeWarning):
+        outcome(case, device, "triton")
+    for op in ("rms_norm", "add_rms_norm"):
+        assert backends.choose(op, device, "triton") == "torch"
+        assert "the buffer overflows" in backends.explain(op, device)[1]
+    assert backends.choose("swiglu", device, "triton") == "triton"
+
+
+def test_an_error_of_another_kind_is_not_caught(monkeypatch, device):
+    def step(x, backend):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        falls_back("swiglu")(step)(torch.ones(1, device=device), "triton")
+
+
+def _model():
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config)
+
+
+def test_report_names_it(monkeypatch, device):
+    monkeypatch.setattr(_norm, "_forward_kernel", Broken())
+    model = _model().to(device)
+    handle = apply_npu_kernels(model, backend="rms_norm=triton,add_rms_norm=triton")
+    with pytest.warns(RuntimeWarning):
+        model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=device))
+    assert any("rms_norm runs in torch" in n and "the buffer overflows" in n for n in handle.report().notes)
+
+
+def test_strict_lasts_until_restore(monkeypatch, device):
+    assert not backends.is_strict()
+    one, two = _model(), _model()
+    first, second = apply_npu_kernels(one, strict=True), apply_npu_kernels(two, strict=True)
+    first.refresh()
+    first.restore()
+    assert backends.is_strict()
+    second.restore()
+    assert not backends.is_strict()
+    with pytest.raises(ValueError, match="strict=False"), apply_npu_kernels(one):
+        apply_npu_kernels(one, strict=True)
+
+
+def test_strict_by_argument():
+    (callback,) = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_strict=True).callbacks()
+    assert callback._strict
+    with pytest.raises(ValueError, match="npu_kernels_strict"):
+        NpuKernelsArguments(npu_kernels_strict=True)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_debug_finds_a_number_that_is_not_finite(monkeypatch, device, in_place):
+    monkeypatch.setattr(_fallback, "debug", lambda: True)
+
+    @falls_back("swiglu")
+    def halve(x, ok, backend):
+        y = x if in_place else x.clone()
+        y.mul_(0.5 if ok or backend == "torch" else float("nan"))
+        return None if in_place else y
+
+    halve(torch.ones(3, device=device), True, "triton")
+    # What torch cannot do better is no fault of the kernel.
+    halve(torch.full((3,), float("inf"), device=device), False, "triton")
+    with pytest.raises(FloatingPointError, match=r"swiglu: halve .*'triton'"):
+        halve(torch.ones(3, device=device), False, "triton")
