@@ -1,11 +1,19 @@
-"""The choice of backend: order, overrides, and errors."""
+"""The choice of backend: order, overrides, errors, and the evidence that the order rests on."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from npu_trainer_kernels import backends
+from npu_trainer_kernels import _vendor, backends
 
 CPU = torch.device("cpu")
+# Without torch_npu torch does not know the word.
+NPU: torch.device = SimpleNamespace(type="npu")  # type: ignore[assignment]
+MEASUREMENTS = Path(__file__).parents[1] / "benchmarks" / "results" / "2026-11-21-nvidia-h200.json"
 
 
 def test_cpu_uses_torch_and_says_why():
@@ -45,3 +53,71 @@ def test_every_op_ends_with_torch_on_every_device():
         assert set(order) == {"npu", "cuda", "cpu"}, op
         assert all(choices[-1].backend == "torch" for choices in order.values()), op
         assert all(choice.evidence for choices in order.values() for choice in choices), op
+
+
+@pytest.mark.parametrize("op", backends.OPS)
+def test_evidence_on_cuda_is_what_was_measured(op: str):
+    found = re.fullmatch(
+        r"(\S+) ms against (\S+) ms of plain PyTorch, forward and backward, (\S+) (.+) bfloat16 on an H200 \((.+)\)",
+        backends._ORDER[op]["cuda"][0].evidence,
+    )
+    assert found is not None
+    ms, plain_ms, row, shape, file = found.groups()
+    assert MEASUREMENTS.match(file)
+    medians = {
+        r["provider"]: r["ms"]["median"]
+        for r in json.loads(MEASUREMENTS.read_text())["rows"]
+        if (r.get("op"), r.get("shape"), r.get("dtype"), r.get("mode")) == (row, shape, "bfloat16", "both")
+        and "ms" in r
+    }
+    assert (float(ms), float(plain_ms)) == (round(medians["ours-triton"], 3), round(medians["reference"], 3))
+    assert float(ms) < float(plain_ms)
+
+
+@pytest.fixture
+def vendor(monkeypatch: pytest.MonkeyPatch):
+    """An NPU with torch_npu's operators, as far as the choice is concerned."""
+    monkeypatch.setattr(_vendor, "unavailable", lambda op: None if op in _vendor.OPERATORS else "no operator")
+    backends._by_table.cache_clear()
+    yield
+    backends._by_table.cache_clear()
+
+
+@pytest.mark.usefixtures("vendor")
+def test_what_the_vendor_does_not_cover_goes_to_the_next():
+    assert backends.choose("rms_norm", NPU) == "vendor"
+    assert backends.choose("rms_norm", NPU, None, lambda: None, lambda: None) == "vendor"
+    assert backends.choose("rms_norm", NPU, None, lambda: "no weight") == "triton"
+    assert backends.choose("rms_norm", NPU, None, lambda: None, lambda: "not repeatable") == "triton"
+    reason = backends.explain("rms_norm", NPU)[1]
+    assert f"It covers {_vendor.COVERS['rms_norm']}; what it does not cover goes to triton" in reason
+    assert _vendor.NOT_REPEATABLE["rms_norm"] in reason
+
+
+@pytest.mark.usefixtures("vendor")
+def test_the_vendor_by_name_raises_for_what_it_does_not_cover(monkeypatch):
+    assert backends.choose("rms_norm", NPU, "vendor", lambda: None, lambda: "not repeatable") == "vendor"
+    with pytest.raises(
+        ValueError, match=r"rms_norm: .*the backend argument.* not cover this call: no weight; it covers"
+    ):
+        backends.choose("rms_norm", NPU, "vendor", lambda: "no weight")
+    monkeypatch.setenv("NPU_KERNELS_BACKEND", "rms_norm=vendor")
+    with pytest.raises(ValueError, match=r"NPU_KERNELS_BACKEND=rms_norm=vendor.* not cover this call: no weight"):
+        backends.choose("rms_norm", NPU, None, lambda: "no weight")
+    with pytest.raises(ValueError, match=r"embedding: backend 'vendor' .* cannot run on npu: no operator"):
+        backends.choose("embedding", NPU, "vendor")
+
+
+@pytest.mark.usefixtures("vendor")
+def test_another_backend_by_name_is_not_asked_what_the_vendor_covers():
+    assert backends.choose("rms_norm", NPU, "torch", lambda: pytest.fail("asked")) == "torch"
+
+
+def test_the_vendor_needs_an_npu():
+    with pytest.raises(ValueError, match="cannot run on cpu: it runs on Ascend NPUs"):
+        backends.choose("rms_norm", CPU, "vendor")
+
+
+def test_every_line_of_an_npu_says_what_was_not_timed():
+    for op, order in backends._ORDER.items():
+        assert all("not timed" in choice.evidence for choice in order["npu"][:-1]), op

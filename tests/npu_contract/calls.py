@@ -1,0 +1,152 @@
+"""Calls of the package's ops that the vendor's operators cover: one table for shapes (on meta) and for values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from npu_trainer_kernels import ops
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Call:
+    """`op(*inputs, backend=...)`, which covers `dtypes`, beside `reference(*inputs)`.
+
+    Attributes:
+        inputs: makes the inputs in a dtype; gradients are asked for those that require one.
+    """
+
+    name: str
+    op: Callable[..., Any]
+    reference: Callable[..., Any]
+    inputs: Callable[[torch.dtype], list[torch.Tensor | None]]
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _floats(*shape: int, dtype: torch.dtype, trained: bool = True) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, requires_grad=trained)
+
+
+def _norm(name: str, *shape: int, weight: torch.dtype | None = None, trained: bool = True,
+          dtypes: tuple[torch.dtype, ...] = DTYPES, **options: Any) -> Call:  # fmt: skip
+    def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
+        x = _floats(*shape, dtype=dtype)
+        return [x, _floats(shape[-1], dtype=weight or dtype, trained=trained)]
+
+    return Call(f"rms_norm {name}", partial(ops.rms_norm, **options), partial(ops.rms_norm_reference, **options),
+                inputs, dtypes)  # fmt: skip
+
+
+def _add_norm(name: str, *shape: int, dtypes: tuple[torch.dtype, ...] = DTYPES, **options: Any) -> Call:
+    def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
+        return [_floats(*shape, dtype=dtype), _floats(*shape, dtype=dtype), _floats(shape[-1], dtype=dtype)]
+
+    return Call(f"add_rms_norm {name}", partial(ops.add_rms_norm, **options),
+                partial(ops.add_rms_norm_reference, **options), inputs, dtypes)  # fmt: skip
+
+
+def _swiglu(name: str, *shape: int) -> Call:
+    def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
+        return [_floats(*shape, dtype=dtype), _floats(*shape, dtype=dtype)]
+
+    return Call(f"swiglu {name}", ops.swiglu, ops.swiglu_reference, inputs)
+
+
+def _swiglu_linear(name: str, *shape: int, frozen: bool = False) -> Call:
+    def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
+        return [
+            _floats(*shape, dtype=dtype),
+            _floats(*shape, dtype=dtype),
+            (torch.randn(5, shape[-1]) / shape[-1] ** 0.5).to(dtype).requires_grad_(not frozen),
+        ]
+
+    return Call(f"swiglu with its projection, {name}", ops.swiglu_linear, ops.swiglu_linear_reference, inputs)
+
+
+def _rope(name: str, batch: int, tokens: int, size: int, tables: int, transposed: bool = False) -> Call:
+    def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
+        q, k = ((batch, tokens, heads, size) if transposed else (batch, heads, tokens, size) for heads in (6, 2))
+        angles = torch.randn(tables, tokens, size)
+        return [_floats(*q, dtype=dtype), _floats(*k, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)]
+
+    def turned(op: Callable[..., Any]) -> Callable[..., Any]:
+        def call(q: torch.Tensor, k: torch.Tensor, *tables: torch.Tensor, **backend: str) -> Any:
+            return op(q.transpose(1, 2), k.transpose(1, 2), *tables, **backend)
+
+        return call if transposed else op
+
+    return Call(f"rope {name}", turned(ops.rope), turned(ops.rope_reference), inputs)
+
+
+def _cross_entropy(name: str, n: int, hidden: int, vocabulary: int, *, bias: bool = False, weights: bool = False,
+                   frozen: bool = False, ids: torch.dtype = torch.int64, **options: Any) -> Call:  # fmt: skip
+    def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
+        return [
+            _floats(n, hidden, dtype=dtype),
+            (torch.randn(vocabulary, hidden) / hidden**0.5).to(dtype).requires_grad_(not frozen),
+            torch.randint(vocabulary, (n,), dtype=ids),
+            _floats(vocabulary, dtype=dtype) if bias else None,
+            torch.rand(vocabulary) + 0.5 if weights else None,
+            torch.arange(n),
+        ]
+
+    def op(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None,
+           class_weights: torch.Tensor | None, rows: torch.Tensor, backend: str) -> torch.Tensor:  # fmt: skip
+        # With `rows` no value is looked at, so that meta tensors will do.
+        return ops.fused_linear_cross_entropy(
+            x, weight, target, bias, class_weights=class_weights, rows=rows, chunk_rows=3, backend=backend, **options
+        )
+
+    def reference(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None,
+                  class_weights: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        return ops.linear_cross_entropy_reference(x, weight, target, bias, class_weights=class_weights, **options)
+
+    return Call(f"linear_cross_entropy {name}", op, reference, inputs)
+
+
+CALLS = (
+    _norm("llama", 3, 5, 7),
+    _norm("llama, wide", 9, 896, eps=1e-5),
+    _norm("llama, offset", 4, 33, offset=0.5),
+    _norm("gemma", 4, 33, casting="gemma"),
+    _norm("gemma, offset 1", 4, 33, casting="gemma", offset=1.0),
+    _norm("gemma, fp32 weight", 4, 33, casting="gemma", offset=1.0, weight=torch.float32),
+    _norm("none in fp32", 4, 33, casting="none", dtypes=(torch.float32,)),
+    _norm("frozen weight", 4, 33, trained=False),
+    _norm("no rows", 0, 33),
+    _add_norm("llama", 3, 5, 7),
+    _add_norm("llama, offset", 4, 33, offset=0.5, eps=1e-5),
+    _add_norm("gemma in fp32", 4, 33, casting="gemma", offset=1.0, dtypes=(torch.float32,)),
+    _swiglu("odd", 3, 5, 7),
+    _swiglu("row", 33),
+    _swiglu("empty", 0, 7),
+    _swiglu_linear("trained", 3, 5, 7),
+    _swiglu_linear("frozen", 3, 5, 7, frozen=True),
+    _rope("tables for all", 2, 5, 8, tables=1),
+    _rope("tables for each", 2, 5, 6, tables=2),
+    _rope("tokens before heads", 2, 7, 8, tables=1, transposed=True),
+    _cross_entropy("mean", 10, 9, 33),
+    _cross_entropy("sum, int32", 10, 9, 33, reduction="sum", ids=torch.int32),
+    _cross_entropy("none", 10, 9, 33, reduction="none"),
+    _cross_entropy("none, frozen head", 10, 9, 33, reduction="none", frozen=True),
+    _cross_entropy("bias, class weights", 10, 9, 33, bias=True, weights=True),
+    _cross_entropy("num_items", 10, 9, 33, num_items=4),
+)
+CASES = [(call, dtype) for call in CALLS for dtype in call.dtypes]
+NAMES = [f"{call}-{str(dtype).removeprefix('torch.')}" for call, dtype in CASES]
+
+
+def upstream(outputs: list[torch.Tensor]) -> torch.Tensor:
+    """A scalar that every element of every output counts in, with a factor of its own."""
+    total = 0.0
+    for output in outputs:
+        factors = torch.arange(output.numel(), device=output.device, dtype=torch.float64).sin().view(output.shape)
+        total = total + (output.double() * factors).sum()
+    return total

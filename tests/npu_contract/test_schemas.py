@@ -1,0 +1,73 @@
+"""Every call of a vendor's operator, as the package's ops make them, against the schemas and shape functions of the
+installed torch_npu."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from npu_trainer_kernels import _vendor
+from tests import closeness
+from tests.npu_contract.calls import CASES, NAMES, Call, upstream
+
+# As the calls rely on them: names, order, types and defaults, and what is returned.
+SCHEMAS = {
+    "npu_rms_norm": "(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor)",
+    "npu_rms_norm_backward": "(Tensor dy, Tensor input, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)",
+    "npu_add_rms_norm": "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) -> "
+    "(Tensor, Tensor, Tensor)",
+    "npu_swiglu": "(Tensor input, int dim=-1) -> Tensor",
+    "npu_swiglu_backward": "(Tensor grad_output, Tensor input, int dim=-1) -> Tensor",
+    "npu_rotary_mul": '(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) -> Tensor',
+    "npu_cross_entropy_loss": '(Tensor input, Tensor target, Tensor? weight=None, str reduction="mean", '
+    "int ignore_index=-100, float label_smoothing=0., float lse_square_scale_for_zloss=0., bool return_zloss=False) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    "npu_cross_entropy_loss_backward": "(Tensor grad_loss, Tensor log_prob, Tensor target, Tensor? weight=None, "
+    'Tensor? grad_zloss=None, Tensor? lse_for_zloss=None, str reduction="mean", int ignore_index=-100, '
+    "float label_smoothing=0., float lse_square_scale_for_zloss=0.) -> Tensor",
+}
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes which of torch_npu's operators are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "npu":
+            self.names.add(func._schema.name.removeprefix("npu::"))
+        return func(*args, **(kwargs or {}))
+
+
+def _on_meta(call: Call, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    return [None if t is None else t.detach().to("meta").requires_grad_(t.requires_grad) for t in call.inputs(dtype)]
+
+
+def _shapes(results: list[torch.Tensor | None]) -> list[tuple[torch.Size, torch.dtype] | None]:
+    return [None if t is None else (t.shape, t.dtype) for t in results]
+
+
+@pytest.mark.parametrize(("call", "dtype"), CASES, ids=NAMES)
+def test_calls_and_shapes(call: Call, dtype: torch.dtype, vendor: str):
+    inputs = _on_meta(call, dtype)
+    with _Recorder() as recorder:
+        ours = closeness.run(lambda *given: call.op(*given, backend=vendor), inputs, upstream)
+    assert recorder.names <= set(_vendor.OPERATORS[call.name.split()[0]])
+    assert recorder.names or not inputs[0].numel(), "the vendor was not asked"
+    expected = closeness.run(lambda *given: call.op(*given, backend="torch"), inputs, upstream)
+    assert _shapes(ours) == _shapes(expected)
+
+
+def test_exactly_the_declared_operators_are_called(vendor: str):
+    with _Recorder() as recorder:
+        for call, dtype in CASES:
+            closeness.run(lambda *given, op=call.op: op(*given, backend=vendor), _on_meta(call, dtype), upstream)
+    assert recorder.names == {name for names in _vendor.OPERATORS.values() for name in names} == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schema(name: str):
+    assert str(getattr(torch.ops.npu, name).default._schema) == f"npu::{name}{SCHEMAS[name]}"

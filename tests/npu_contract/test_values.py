@@ -1,0 +1,72 @@
+"""Values and gradients of the ops on the vendor's backend, with the operators' documented meaning on the CPU
+(`operators.py`): what the package does around them is held to the ops' references."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from npu_trainer_kernels import apply_npu_kernels, backends, ops
+from tests import closeness, models
+from tests.npu_contract import operators
+from tests.npu_contract.calls import CASES, NAMES, Call, upstream
+
+BY_NAME = ",".join(f"{op}=vendor" for op in ("rms_norm", "add_rms_norm", "swiglu", "rope", "linear_cross_entropy"))
+
+
+@pytest.fixture(autouse=True)
+def _operators() -> Iterator[None]:
+    with operators.on_cpu():
+        yield
+
+
+@pytest.mark.parametrize(("call", "dtype"), CASES, ids=NAMES)
+def test_values_and_gradients(call: Call, dtype: torch.dtype, vendor: str):
+    def op(*given):
+        return call.op(*given, backend=vendor)
+
+    closeness.assert_op_close(op, call.reference, call.inputs(dtype), upstream)
+
+
+@pytest.mark.parametrize("used", [(0,), (1,)], ids=["normed value alone", "sum alone"])
+def test_add_rms_norm_with_one_of_its_results(used: tuple[int, ...], vendor: str):
+    x, residual, weight = (torch.randn(*shape, requires_grad=True) for shape in ((4, 33), (4, 33), (33,)))
+
+    def part(results):
+        return upstream([results[i] for i in used])
+
+    def op(*given):
+        return ops.add_rms_norm(*given, backend=vendor)
+
+    closeness.assert_op_close(op, ops.add_rms_norm_reference, [x, residual, weight], part)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_leaves_ignored_targets_out(reduction: str, vendor: str):
+    x, weight = torch.randn(10, 9, requires_grad=True), torch.randn(33, 9, requires_grad=True)
+    target = torch.randint(33, (10,))
+    target[[0, 4, 9]] = -1
+
+    def op(*given):
+        return ops.fused_linear_cross_entropy(*given, ignore_index=-1, reduction=reduction, backend=vendor)
+
+    def reference(*given):
+        return ops.linear_cross_entropy_reference(*given, ignore_index=-1, reduction=reduction)
+
+    closeness.assert_op_close(op, reference, [x, weight, target], upstream)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_on_it(family: str, vendor: str):
+    model, inputs = models.small_model(family), models.batch()
+    plain = model(**inputs)
+    plain.loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with apply_npu_kernels(model, backend=BY_NAME) as kernels:
+        loss = model(**inputs).loss
+        loss.backward()
+        assert {r.backend for r in kernels.report().replaced if r.op in backends.parse_override(BY_NAME)} == {"vendor"}
+    torch.testing.assert_close(loss, plain.loss)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")

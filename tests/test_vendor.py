@@ -1,0 +1,99 @@
+"""Which calls the vendor's operators cover. How they are called is tested in tests/npu_contract, against torch_npu."""
+
+import pytest
+import torch
+
+from npu_trainer_kernels import _vendor
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("casting", ["llama", "gemma"])
+def test_a_norm_in_one_dtype_is_covered(dtype: torch.dtype, casting: str):
+    assert _vendor.uncovered_norm(dtype, dtype, casting) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((FP32, None, "llama"), "no weight"),
+        ((BF16, FP32, "llama"), "float32 weight of bfloat16 x with casting 'llama'"),
+        ((FP32, BF16, "gemma"), "bfloat16 weight of float32 x with casting 'gemma'"),
+        ((BF16, FP16, "gemma"), "float16 weight of bfloat16 x"),
+        ((BF16, BF16, "none"), "casting 'none' in bfloat16"),
+        ((BF16, BF16, "gemma", BF16), "casting 'gemma' in bfloat16"),
+        ((BF16, FP32, "gemma", BF16), "float32 weight of bfloat16 x"),
+        ((BF16, BF16, "llama", FP32), "float32 residual of bfloat16 x"),
+        ((FP32, FP32, "llama", FP32, "post"), "mode 'post'"),
+    ],
+)
+def test_a_norm_that_is_not(arguments: tuple, why: str):
+    reason = _vendor.uncovered_norm(*arguments)
+    assert reason is not None
+    assert why in reason
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(BF16, FP32, "gemma"), (FP32, FP32, "none"), (BF16, BF16, "llama", BF16), (FP32, FP32, "gemma", FP32)],
+)
+def test_a_norm_that_is(arguments: tuple):
+    assert _vendor.uncovered_norm(*arguments) is None
+
+
+def test_the_gradient_of_a_trained_weight_is_not_repeatable():
+    weight = torch.ones(4)
+    assert _vendor.not_repeatable(None) is None
+    assert _vendor.not_repeatable(weight) is None
+    weight.requires_grad_()
+    assert "no fixed order" in (_vendor.not_repeatable(weight) or "")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert _vendor.not_repeatable(weight) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _rope(batch=2, q_heads=4, k_heads=2, size=8, dtype=BF16, tables=BF16):
+    q, k = (torch.empty(batch, heads, 3, size, dtype=dtype, device="meta") for heads in (q_heads, k_heads))
+    cos, sin = (torch.empty(1, 3, size, dtype=tables, device="meta") for _ in range(2))
+    return _vendor.uncovered_rope(q, k, cos, sin)
+
+
+def test_rope():
+    assert _rope() is None
+    assert _rope(size=894) is None
+    assert _rope(size=896) == "heads of 896 elements, of which less than 896 are allowed"
+    assert "float32 and float32 tables of bfloat16 q" in (_rope(tables=FP32) or "")
+    for too_many in ({"batch": 1000}, {"q_heads": 1000}, {"k_heads": 1000}):
+        assert _rope(**too_many) == "1000 or more sequences or heads"
+
+
+PLAIN = {"softcap": None, "logit_scale": 1.0, "label_smoothing": 0.0, "z_loss": 0.0, "outputs": ()}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("softcap", 30.0),
+        ("logit_scale", 0.5),
+        ("label_smoothing", 0.1),
+        ("z_loss", 1e-4),
+        ("outputs", ["predicted_ids"]),
+    ],
+)
+def test_cross_entropy_options(option: str, value: object):
+    assert _vendor.uncovered_cross_entropy(10, **PLAIN) is None
+    reason = _vendor.uncovered_cross_entropy(10, **{**PLAIN, option: value})
+    assert reason is not None
+    assert reason.startswith(f"{option}=")
+
+
+def test_cross_entropy_rows():
+    assert _vendor.uncovered_cross_entropy(200_000, **PLAIN) is None
+    assert _vendor.uncovered_cross_entropy(200_001, **PLAIN) == "200001 rows, of which 200000 are allowed"
+
+
+def test_what_is_covered_is_said_of_every_op():
+    assert set(_vendor.COVERS) == set(_vendor.OPERATORS)
