@@ -1060,7 +1060,7 @@ class _Head(torch.autograd.Function):
         merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, x.device)))
         if fused and isinstance(objective, LinearObjective):
             total = objective(merged, slice(None))
-        ctx.call, ctx.plan = call, None
+        ctx.call, ctx.plan, ctx.weight_shape = call, None, weight.shape
         if grads is not None:
             ctx.plan = _Plan(grads.cast(weight, bias), _concatenated(d_rows, (None,) * 4), frozen)
         ctx.save_for_backward(x, weight, bias, ids, rows, class_weights, *_concatenated(softmaxes, (None,) * 3))
@@ -1177,6 +1177,12 @@ def _recomputed(ctx: Any, d_rows: Sequence[torch.Tensor | None], select: torch.T
     those that `select` names."""
     x, weight, bias, ids, rows, class_weights, *softmax_fields = ctx.saved_tensors
     call, needs = ctx.call, tuple(ctx.needs_input_grad[:3])
+    if weight.shape != ctx.weight_shape or (weight.numel() and not weight.untyped_storage().nbytes()):
+        raise RuntimeError(
+            f"weight is needed in backward, where it has shape {list(weight.shape)} and "
+            f"{weight.untyped_storage().nbytes()} bytes of storage; in forward it was {list(ctx.weight_shape)}. "
+            "Whatever shards it has to gather it again before the head's backward."
+        )
     chunk_rows = call.chunk_rows
     if select is not None:
         rows, ids = select if rows is None else rows[select], ids[select]

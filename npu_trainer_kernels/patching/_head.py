@@ -120,11 +120,11 @@ def recognise_head(model: Any) -> tuple[nn.Linear, HeadForm] | str:
 
 
 @opaque
-def _fused_loss(head: nn.Linear, hidden: torch.Tensor, form: HeadForm, backend: str | None) -> bool:
-    """Computes the loss of the call that is running, if it is to be fused here; says whether it did."""
+def _fused_loss(head: nn.Linear, hidden: torch.Tensor, form: HeadForm, backend: str | None) -> torch.Tensor | None:
+    """Computes the loss of the call that is running, if it is to be fused here, and returns logits of width zero."""
     call = current_call()
     if call is None or not call.wants_loss or call.loss is not None:
-        return False
+        return None
     if call.shift_labels is not None:
         target = call.shift_labels
     else:
@@ -133,7 +133,7 @@ def _fused_loss(head: nn.Linear, hidden: torch.Tensor, form: HeadForm, backend: 
         target = nn.functional.pad(call.labels[..., 1:], (0, 1), value=IGNORE_INDEX)
     if target.shape != hidden.shape[:-1]:
         # `logits_to_keep`, or a wrapper that added positions: the model's own path knows what to do.
-        return False
+        return None
     loss = fused_linear_cross_entropy(
         hidden, head.weight, target.to(hidden.device), head.bias,
         ignore_index=IGNORE_INDEX, num_items=call.num_items_in_batch,
@@ -141,15 +141,30 @@ def _fused_loss(head: nn.Linear, hidden: torch.Tensor, form: HeadForm, backend: 
     )  # fmt: skip
     assert isinstance(loss, torch.Tensor)
     call.loss = loss
-    return True
+    return _NoLogits.apply(loss, hidden)
+
+
+class _NoLogits(torch.autograd.Function):
+    """Logits of width zero that the loss is added to: no value, but a place in the graph.
+
+    Whoever wraps the head looks at its output to learn that its backward begins: FSDP2 and DeepSpeed's ZeRO-3 gather
+    its parameters then. With these logits in the loss that is before the loss's own backward, as with full logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.new_empty(*hidden.shape[:-1], 0)
+
+    @staticmethod
+    def backward(ctx: Any, d_logits: torch.Tensor) -> tuple[None, None]:
+        return None, None
 
 
 @functools.cache
 def _forward(cls: Any, form: HeadForm, backend: str | None) -> Callable[..., torch.Tensor]:
     def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-        if _fused_loss(self, input, form, backend):
-            return input.new_empty(*input.shape[:-1], 0)
-        return cls.forward(self, input)
+        logits = _fused_loss(self, input, form, backend)
+        return cls.forward(self, input) if logits is None else logits
 
     return forward
 
@@ -165,7 +180,8 @@ def patch_head(model: Any, head: nn.Linear, form: HeadForm, backend: str | None,
         call = current_call()
         if call is not None and call.loss is not None:
             loss, call.loss = call.loss, None
-            return loss
+            logits = kwargs["logits"] if "logits" in kwargs else args[0]
+            return loss + logits.sum(dtype=loss.dtype)
         return original(*args, **kwargs)
 
     undo.set_attribute(model, "_loss_function", loss_function)

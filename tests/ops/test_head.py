@@ -159,3 +159,16 @@ def test_nan_in_the_real_gradient_is_no_match(device, backend):
     grad = torch.autograd.grad(s.log_prob, x, upstream)[0]
     assert grad[4].isnan().all()
     assert grad[:4].isfinite().all()
+
+
+@pytest.mark.parametrize("taken", ["partitioned", "freed"])
+def test_a_weight_that_is_gone_in_backward_is_an_error(taken):
+    """What DeepSpeed's ZeRO-3 and FSDP2 do to a weight whose gathering they do not see used."""
+    x, w, ids = make(torch.device("cpu"))
+    _, s = head_statistics(x, w, ids, None, OPTIONS, backend="torch")
+    if taken == "partitioned":
+        w.data = torch.empty(0)
+    else:
+        w.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"weight is needed in backward.* in forward it was \[211, 16\]"):
+        s.log_prob.sum().backward()
