@@ -68,7 +68,7 @@ def test_what_is_found(family):
 def test_every_norm_of_a_llama_is_replaced_and_every_layer_rewritten():
     with apply_npu_kernels(small_model("llama"), ops=PATCHES) as kernels:
         count = collections.Counter(r.op for r in kernels.report().replaced)
-    assert count == {"rms_norm": 5, "add_rms_norm": 2, "embedding": 1, "swiglu": 2, "rope": 2,
+    assert count == {"rms_norm": 5, "add_rms_norm": 2, "embedding": 1, "swiglu_linear": 2, "rope": 2,
                      "linear_cross_entropy": 1, "linear_logprob": 1}  # fmt: skip
 
 
@@ -87,14 +87,14 @@ def test_each_patch_is_what_runs(monkeypatch):
 
         monkeypatch.setattr(module, name, wrapped)
 
-    for module, name in ((_embeddings, "embedding"), (_mlps, "swiglu"), (_norms, "rms_norm"), (_rewrites, "rope"),
+    for module, name in ((_embeddings, "embedding"), (_mlps, "swiglu_linear"), (_norms, "rms_norm"), (_rewrites, "rope"),
                          (_rewrites, "add_rms_norm")):  # fmt: skip
         spy(module, name)
     model = small_model("llama")
     with apply_npu_kernels(model, ops=PATCHES):
         model(**batch())
     # Two layers: the norm after attention is part of the fused add, the one before it and the last are their own.
-    assert calls == {"embedding": 1, "swiglu": 2, "rope": 2, "add_rms_norm": 2, "rms_norm": 3}
+    assert calls == {"embedding": 1, "swiglu_linear": 2, "rope": 2, "add_rms_norm": 2, "rms_norm": 3}
 
 
 def test_an_attention_with_other_rotation_is_left_alone():
