@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from npu_trainer_kernels import device as devices
+from npu_trainer_kernels.cli._output import Output
 
 from . import endtoend, report
 from .cases import table
@@ -30,16 +31,17 @@ from .runner import Budget, Cell, DeviceLostError, cells, measured_bandwidth, ru
 
 __all__ = ["main", "make_parser"]
 
+PROGRAM, RESULTS = "python -m benchmarks", Path(__file__).parent / "results"
 GROUPS = ("ops", "end-to-end", "scaling")
 EXIT_OK, EXIT_REGRESSION, EXIT_USAGE, EXIT_DEVICE_LOST = 0, 1, 2, 3
 # A child that builds a model and compiles kernels needs some time before its first step.
 LEAST_SECONDS_FOR_A_CHILD = 20.0
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.ArgumentParser:
+    """The command line, by its name and the folder that it writes into by default."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="print the rows and who is measured, and stop")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN",
@@ -53,13 +55,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=int, default=None, help="timed training steps, end to end (default 10, quick 4)"
     )
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
+    parser.add_argument("--output", type=Path, default=output, help=f"folder for the results (default {output})")
     parser.add_argument("--name", default=None, help="file name without ending (default <date>-<device>)")
     parser.add_argument("--resume", action="append", type=Path, default=[], metavar="FILE",
                         help="an earlier results file whose rows are taken over")  # fmt: skip
     parser.add_argument("--budget-seconds", type=float, default=None, help="start nothing new after this time")
     parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE",
                         help="OLD NEW compares two files; OLD alone measures and compares with that")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
     parser.add_argument("--device", default=None, help="cuda, npu or cpu (default: what training would use)")
     return parser
 
@@ -93,17 +96,26 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[st
     return groups
 
 
-def _print_comparison(console: Console, old: Path, new: Path) -> int:
-    result = compare(old, new)
-    console.print(report.comparison_table(result))
+def _print_comparison(parser: argparse.ArgumentParser, output: Output, old: Path, new: Path) -> int:
+    try:
+        result = compare(old, new)
+    except ValueError as error:
+        parser.error(str(error))
+    output.show(report.comparison_table(result))
     for note in result.notes:
-        console.print(note, highlight=False)
+        output.text(note)
+    columns = ("key", "old_ms", "new_ms", "time_ratio", "memory_ratio", "remark")
+    output.result({
+        "rows": [dict(zip(columns, row, strict=True)) for row in result.rows],
+        "regressions": result.regressions,
+        "notes": result.notes,
+    })  # fmt: skip
     if result.regressions:
-        console.print(f"{len(result.regressions)} regressions beyond the spread:", style="red")
+        output.text(f"{len(result.regressions)} regressions beyond the spread:", style="red")
         for key in result.regressions:
-            console.print(f"  {key}", highlight=False)
+            output.text(f"  {key}")
         return EXIT_REGRESSION
-    console.print(f"{len(result.rows)} rows compared, no regression")
+    output.text(f"{len(result.rows)} rows compared, no regression")
     return EXIT_OK
 
 
@@ -137,15 +149,15 @@ class _Run:
         pairs = [(w, v) for w in endtoend.workloads(self.device.type) for v in endtoend.VARIANTS]
         return [(w, v) for w, v in pairs if self.wanted(f"{w.key}/{v}")]
 
-    def list(self) -> None:
-        """Prints the paths that --only and --skip see."""
+    def paths(self) -> list[str]:
+        """The paths that --only and --skip see."""
+        found: list[str] = []
         for group in self.groups:
             if group == "end-to-end":
-                paths = [f"{w.key}/{v}" for w, v in self.children()]
+                found += [f"{w.key}/{v}" for w, v in self.children()]
             else:
-                paths = [cell.path for of_case in self.cases(group) for cell in of_case]
-            for path in paths:
-                self.console.print(path, highlight=False, soft_wrap=True)
+                found += [cell.path for of_case in self.cases(group) for cell in of_case]
+        return found
 
     def results(self, arguments: Sequence[str]) -> Results:
         meta = environment(self.device, list(arguments))
@@ -207,61 +219,68 @@ class _Run:
         return left
 
 
-def write_reports(results: Results, console: Console) -> None:
+def write_reports(results: Results, output: Output) -> None:
     """Markdown and plots beside the JSON; without matplotlib no plots, which is said."""
     stem = results.path.with_suffix("")
     if not results.rows:
-        console.print("nothing was measured")
+        output.text("nothing was measured")
         return
     stem.with_suffix(".md").write_text(report.markdown(results.meta, results.rows), encoding="utf-8")
     written = [results.path, stem.with_suffix(".md")]
     try:
         written += report.plot(results.rows, stem)
     except ImportError as error:
-        console.print(f"no plots: {error} (pip install 'npu_trainer_kernels[bench]')", highlight=False)
+        output.text(f"no plots: {error} (pip install 'npu_trainer_kernels[bench]')")
     for path in written:
-        console.print(str(path), highlight=False, soft_wrap=True)
+        output.text(str(path))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code: 0, 1 after a regression, 2 wrong usage, 3 the device was lost."""
+def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM, folder: Path = RESULTS) -> int:
+    """Runs the command; returns the exit code: 0, 1 after a regression, 2 wrong usage, 3 the device was lost.
+
+    Args:
+        arguments: of the command line; None: of this process.
+        prog: the command's name.
+        folder: where results are written by default.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = make_parser()
+    parser = make_parser(prog, folder)
     args = parser.parse_args(arguments)
     groups = _check(args, parser)
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    if args.compare is not None and len(args.compare) == 2:
-        try:
-            return _print_comparison(console, *args.compare)
-        except ValueError as error:
-            parser.error(str(error))
-    run = _Run(args, groups, torch.device(args.device or devices.accelerator()), console)
+    with Output(args.json) as output:
+        if args.compare is not None and len(args.compare) == 2:
+            return _print_comparison(parser, output, *args.compare)
+        return _measure(parser, args, groups, arguments, output)
+
+
+def _measure(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, groups: list[str], arguments: Sequence[str],
+    output: Output,
+) -> int:  # fmt: skip
+    run = _Run(args, groups, torch.device(args.device or devices.accelerator()), output.console)
     if args.list:
-        run.list()
+        for path in run.paths():
+            output.text(path)
+        output.result({"paths": run.paths()})
         return EXIT_OK
     try:
         results = run.results(arguments)
     except ValueError as error:
         parser.error(str(error))
     lost = False
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with output.progress() as progress:
         try:
             run.measure(results, progress)
         except DeviceLostError as error:
             lost = True
-            console.print(f"the device was lost: {error}", style="red", highlight=False)
+            output.text(f"the device was lost: {error}", style="red")
     for each in report.terminal_tables(results.rows):
-        console.print(each, highlight=False, soft_wrap=isinstance(each, str))
-    write_reports(results, console)
+        output.console.print(each, highlight=False, soft_wrap=isinstance(each, str))
+    write_reports(results, output)
     left = run.unmeasured(results)
     if left:
-        console.print(f"{left} not measured; the same command goes on with them", highlight=False)
-    if lost:
-        return EXIT_DEVICE_LOST
-    if args.compare is not None:
-        try:
-            return _print_comparison(console, args.compare[0], results.path)
-        except ValueError as error:
-            parser.error(str(error))
-    return EXIT_OK
+        output.text(f"{left} not measured; the same command goes on with them")
+    if args.compare is not None and not lost:
+        return _print_comparison(parser, output, args.compare[0], results.path)
+    output.result({"meta": results.meta, "rows": results.rows, "not_measured": left})
+    return EXIT_DEVICE_LOST if lost else EXIT_OK

@@ -130,6 +130,10 @@ def workloads(kind: str) -> list[Workload]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+# Where a child finds this module by its name, which is benchmarks.endtoend or npu_trainer_kernels.benchmarks.endtoend.
+_ROOT = Path(__file__).parents[__name__.count(".")]
+
+
 def _child_environment() -> dict[str, str]:
     """One device: with several in sight the Trainer would spread the batch over them by itself."""
     one = {"CUDA_VISIBLE_DEVICES": "0", "ASCEND_RT_VISIBLE_DEVICES": "0"}
@@ -146,13 +150,13 @@ def run(workload: Workload, variant: str, steps: int, timeout: float) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "row.json"
         command = [
-            sys.executable, "-m", "benchmarks.endtoend", "--workload", workload.name, "--size", workload.size,
+            sys.executable, "-m", __name__, "--workload", workload.name, "--size", workload.size,
             "--batch", str(workload.batch), "--length", str(workload.length), "--prompt", str(workload.prompt),
             "--variant", variant, "--steps", str(steps), "--output", str(output),
         ]  # fmt: skip
         try:
             finished = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout, cwd=Path(__file__).parents[1],
+                command, capture_output=True, text=True, timeout=timeout, cwd=_ROOT,
                 env=_child_environment(), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:

@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import _compile, _doctor, _verify
+from . import _bench, _compile, _doctor, _verify
 from ._output import FINE, USAGE, Output, UsageError
 
 __all__ = ["main", "make_parser"]
@@ -40,12 +40,15 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
         command.set_defaults(run=module.run)
     # Its options are the benchmark runner's own, see `main`.
+    commands.add_parser(_bench.NAME, help=_bench.HELP, add_help=False)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == [_bench.NAME]:
+        return _bench.run(arguments[1:])
     args = make_parser().parse_args(arguments)
     with Output(args.json) as output:
         try:

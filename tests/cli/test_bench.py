@@ -1,0 +1,57 @@
+"""`npu-kernels bench`: the runner of benchmarks/, under the package's name, with its own options."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from npu_trainer_kernels.benchmarks import endtoend
+from npu_trainer_kernels.cli import main
+
+ROOT = Path(__file__).parents[2]
+ONE = ["bench", "--device", "cpu", "--quick", "--only", "ops/rms_norm/N=2048 H=160/float32/reference"]
+
+
+def test_it_measures_into_the_working_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*ONE, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["provider"] for row in found["rows"]} == {"floor", "reference"}
+    (written,) = (tmp_path / "npu-kernels-bench").glob("*.json")
+    assert len(json.loads(written.read_text())["rows"]) == len(found["rows"]) == 6
+
+
+def test_a_comparison_as_json(tmp_path, capsys):
+    assert main([*ONE, "--output", str(tmp_path), "--name", "one"]) == 0
+    capsys.readouterr()
+    file = str(tmp_path / "one.json")
+    assert main(["bench", "--compare", file, file, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["time_ratio"] for row in found["rows"]] == [1.0] * 6
+    assert found["regressions"] == []
+
+
+def test_its_options_are_the_runners(capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["bench", "--groups", "nothing"])
+    assert error.value.code == 2
+    assert "--groups must name ops, end-to-end, scaling" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as error:
+        main(["bench", "--help"])
+    assert error.value.code == 0
+    assert "usage: npu-kernels bench" in capsys.readouterr().out
+
+
+def test_a_child_finds_the_module_by_this_name():
+    command = [sys.executable, "-m", endtoend.__name__, "--help"]
+    done = subprocess.run(command, cwd=endtoend._ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert endtoend.__name__ == "npu_trainer_kernels.benchmarks.endtoend"
+
+
+def test_the_command_is_installed_by_its_name():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"npu-kernels": "npu_trainer_kernels.cli:main"}
