@@ -9,8 +9,9 @@ EXTRAS ?= cuda,dev
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
+NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-trl-oldest test-convergence test-convergence-quick test-ascend ascend-tools checkstyle bench clean
+.PHONY: demo test test-trl-oldest test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +54,15 @@ ascend-tools:  ## installs what test-ascend needs beside Python packages, where 
 	if test -z "$$missing"; then exit 0; fi; \
 	if test "$$(id -u)" = 0; then apt-get update -q && apt-get install -qy $(ASCEND_TOOLS); \
 	else echo "missing; as root: apt-get install $(ASCEND_TOOLS)" >&2; exit 1; fi
+
+test-npu-contract: $(STAMP)  ## the vendor's backend against torch_npu itself, in an environment of its own
+	$(BIN)/tox run -e npu-contract
+
+npu-contract-tools:  ## installs what test-npu-contract needs beside Python packages, where it is absent and this is root
+	@for tool in gcc nm readelf; do command -v $$tool >/dev/null || missing=1; done; \
+	if test -z "$$missing"; then exit 0; fi; \
+	if test "$$(id -u)" = 0; then apt-get update -q && apt-get install -qy $(NPU_CONTRACT_TOOLS); \
+	else echo "missing; as root: apt-get install $(NPU_CONTRACT_TOOLS)" >&2; exit 1; fi
 
 checkstyle: $(STAMP)
 	$(BIN)/ruff check .
