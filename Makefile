@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.installed
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-trl-oldest test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle bench clean
+.PHONY: demo test test-trl-oldest test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle bench release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -71,6 +71,12 @@ checkstyle: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+release: $(STAMP)  ## dist/: wheel, source and the convergence result; refuses without a full one of this commit that passed
+	$(BIN)/python -m convergence --check-release
+	rm -rf build dist
+	$(BIN)/python -m build
+	$(BIN)/python -m convergence --check-release --attach dist
 
 clean:
 	rm -rf $(VENV) .tox runs build dist *.egg-info

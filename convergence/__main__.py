@@ -23,7 +23,16 @@ from npu_trainer_kernels import device as devices
 
 from .cases import CASES, Case, find
 from .mutations import MUTATIONS, run_mutations
-from .output import Live, case_table, mutation_table, release_problem, write_json, write_results
+from .output import (
+    Live,
+    attach,
+    case_table,
+    current_commit,
+    mutation_table,
+    release_problem,
+    write_json,
+    write_results,
+)
 from .suite import run_cases
 
 HERE = Path(__file__).resolve().parent
@@ -38,13 +47,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     which.add_argument("--case", nargs="+", metavar="NAME", help="these cases")
     which.add_argument("--check-release", action="store_true",
                        help="run nothing; status 0 if a full result for this commit is there and passed")  # fmt: skip
+    parser.add_argument("--attach", type=Path, metavar="DIR",
+                        help="with --check-release: pack the result that passed into DIR/convergence.zip")  # fmt: skip
     parser.add_argument("--mutations", action="store_true", help="also plant faults; alone: only that")
     parser.add_argument("--mutation", nargs="+", metavar="NAME", help="only these faults")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--device", default=devices.accelerator(), choices=("cpu", "cuda", "npu"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write this file alone, no figures, no table")
     parser.add_argument("--list", action="store_true", help="list cases and faults, run nothing")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.attach and not args.check_release:
+        parser.error("--attach goes with --check-release")
+    return args
 
 
 def chosen_cases(args: argparse.Namespace) -> list[Case]:
@@ -78,13 +92,15 @@ def main(arguments: list[str] | None = None) -> int:
     if args.check_release:
         problem = release_problem(args.output)
         console.print(problem or "the full result for this commit passed", highlight=False)
+        if args.attach and not problem:
+            console.print(f"packed: {attach(args.output, args.attach)}", highlight=False)
         return 1 if problem else 0
     quiet()
     if args.device == "cpu":
         # These models are too small to gain from a second thread.
         torch.set_num_threads(1)
     torch.manual_seed(0)
-    cases = chosen_cases(args)
+    cases, commit = chosen_cases(args), current_commit()
     with Live(console, [case.name for case in cases]) as live:
         results = run_cases(cases, args.device, live.progress)
         caught = (
@@ -93,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
             else []
         )
     if args.json:
-        write_json(args.json, results, caught, args.device)
+        write_json(args.json, results, caught, args.device, commit)
     else:
         for table in (case_table(results), mutation_table(caught)):
             if table is not None:
@@ -101,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
         for result in results:
             for line in result.verdict.failures():
                 console.print(f"[red]{result.name}[/]: {line}", highlight=False)
-        console.print(f"results: {write_results(args.output, results, caught, args.device)}", highlight=False)
+        console.print(f"results: {write_results(args.output, results, caught, args.device, commit)}", highlight=False)
     ran = [result for result in results if not result.skipped]
     good = all(result.passed for result in ran) and all(result.caught for result in caught)
     return 0 if good and (ran or caught) else 1

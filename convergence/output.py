@@ -8,7 +8,8 @@ import json
 import math
 import platform
 import subprocess
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,16 @@ from .suite import CaseResult
 if TYPE_CHECKING:
     from .mutations import MutationResult
 
-__all__ = ["Live", "case_table", "mutation_table", "release_problem", "write_json", "write_results"]
+__all__ = [
+    "Live",
+    "attach",
+    "case_table",
+    "current_commit",
+    "mutation_table",
+    "release_problem",
+    "write_json",
+    "write_results",
+]
 
 UNITS = {
     "loss": "loss [nats/token]",
@@ -125,7 +135,8 @@ def mutation_table(results: Sequence[MutationResult]) -> Table | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _commit() -> str:
+def current_commit() -> str:
+    """The commit that is checked out; it ends in -dirty where files differ from it, and is "unknown" without git."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
@@ -142,16 +153,22 @@ def _machine(device: str) -> str:
     return str(torch.get_device_module(device).get_device_name())
 
 
-def _document(results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str) -> dict[str, Any]:
+def _is_full(results: Sequence[CaseResult], mutations: Sequence[MutationResult]) -> bool:
+    return {case.name for case in CASES} <= {result.name for result in results} and bool(mutations)
+
+
+def _document(
+    results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str, commit: str
+) -> dict[str, Any]:
     ran = [result for result in results if not result.skipped]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit,
         "device": device,
         "machine": _machine(device),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")},
         "rule": {"k": K, "noise_runs": NOISE_RUNS, "window": WINDOW, "top_k": TOP_K},
-        "full": {case.name for case in CASES} <= {result.name for result in results} and bool(mutations),
+        "full": _is_full(results, mutations),
         "passed": bool(ran or mutations) and all(r.passed for r in ran) and all(m.caught for m in mutations),
         "cases": [result.as_dict() for result in results],
         "mutations": [mutation.as_dict() for mutation in mutations],
@@ -159,10 +176,12 @@ def _document(results: Sequence[CaseResult], mutations: Sequence[MutationResult]
 
 
 def write_json(
-    path: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str
+    path: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str, commit: str
 ) -> dict[str, Any]:
-    """Writes the result file in one step, and returns what it holds."""
-    document = _document(results, mutations, device)
+    """Writes the result file in one step, and returns what it holds. `commit`: what was checked out when it began."""
+    if current_commit() != commit:
+        commit = f"{commit}, changed during the run"
+    document = _document(results, mutations, device, commit)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -171,11 +190,12 @@ def write_json(
 
 
 def write_results(
-    folder: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str
+    folder: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str, commit: str
 ) -> Path:
-    """JSON, summary and figures, named by date and device. Returns the summary's path."""
-    stem = f"{datetime.date.today().isoformat()}-{device}"
-    document = write_json(folder / f"{stem}.json", results, mutations, device)
+    """JSON, summary and figures, named by date and device, and apart where it is not the whole suite: that must not
+    replace a full result. Returns the summary's path."""
+    stem = f"{datetime.date.today().isoformat()}-{device}{'' if _is_full(results, mutations) else '-part'}"
+    document = write_json(folder / f"{stem}.json", results, mutations, device, commit)
     for result in results:
         if result.checks:
             figure(result, folder / stem / f"{result.name}.png")
@@ -223,14 +243,33 @@ def _summary(
 
 def release_problem(folder: Path) -> str:
     """Why the results in `folder` do not allow a release of the commit that is checked out, or ""."""
-    commit = _commit()
+    commit = current_commit()
     if commit == "unknown" or commit.endswith("-dirty"):
         return f"the working tree is not a commit ({commit}): results of it would not be those of the release"
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    for document in found:
+    found = list(_full_results(folder, commit))
+    if not found:
+        return f"{folder} holds no full result for commit {commit}: run python -m convergence --full"
+    # On whatever devices it ran: each must have passed.
+    failed = [path for path, document in found if not document["passed"]]
+    return f"the full run failed for this commit: {failed[0]}" if failed else ""
+
+
+def _full_results(folder: Path, commit: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in sorted(folder.glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
         if document["commit"] == commit and document["full"]:
-            return "" if document["passed"] else f"the full run of {document['date']} failed for this commit"
-    return f"{folder} holds no full result for commit {commit}: run python -m convergence --full"
+            yield path, document
+
+
+def attach(folder: Path, target: Path) -> Path:
+    """Packs what the full runs of this commit left (JSON, summary, figures) for a release: `target`/convergence.zip."""
+    target.mkdir(parents=True, exist_ok=True)
+    archive = target / "convergence.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
+        for path, _ in _full_results(folder, current_commit()):
+            for file in (path, path.with_suffix(".md"), *sorted((folder / path.stem).glob("*.png"))):
+                packed.write(file, file.relative_to(folder))
+    return archive
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import pkgutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_a_planted_fault_is_removed_again() -> None:
 
 
 def test_results_survive_json(tmp_path: Path) -> None:
-    document = output.write_json(tmp_path / "r.json", [result()], [], "cpu")
+    document = output.write_json(tmp_path / "r.json", [result()], [], "cpu", output.current_commit())
     loaded = json.loads((tmp_path / "r.json").read_text())
     assert loaded == json.loads(json.dumps(document))
     again = CaseResult.from_dict(loaded["cases"][0])
@@ -88,7 +89,7 @@ def test_results_survive_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("distance", "passed"), [(3.0, True), (3.1, False)])
 def test_summary_figure_and_verdict(tmp_path: Path, distance: float, passed: bool) -> None:
-    summary = output.write_results(tmp_path, [result(distance)], [], "cpu")
+    summary = output.write_results(tmp_path, [result(distance)], [], "cpu", "abc")
     text = summary.read_text()
     assert ("# Convergence: passed" in text) == passed
     assert ("a-case: loss" in text) != passed
@@ -107,7 +108,7 @@ def test_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, distance: 
 
 
 def test_a_release_needs_a_full_passing_result_of_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(output, "_commit", lambda: "abc")
+    monkeypatch.setattr(output, "current_commit", lambda: "abc")
     assert "no full result" in output.release_problem(tmp_path)
     for full, passed, expected in ((False, True, "no full"), (True, False, "failed"), (True, True, "")):
         document = {"commit": "abc", "full": full, "passed": passed, "date": "today"}
@@ -115,8 +116,36 @@ def test_a_release_needs_a_full_passing_result_of_its_commit(monkeypatch: pytest
         problem = output.release_problem(tmp_path)
         assert expected in problem
         assert bool(expected) == bool(problem)
-    monkeypatch.setattr(output, "_commit", lambda: "abc-dirty")
+    monkeypatch.setattr(output, "current_commit", lambda: "abc-dirty")
     assert "not a commit" in output.release_problem(tmp_path)
+
+
+def test_one_device_that_failed_stops_a_release(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(output, "current_commit", lambda: "abc")
+    for name, passed in (("cpu", True), ("npu", False)):
+        document = {"commit": "abc", "full": True, "passed": passed, "date": "today"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    assert "npu.json" in output.release_problem(tmp_path)
+
+
+def test_a_commit_during_the_run_spoils_the_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(output, "current_commit", lambda: "def")
+    document = output.write_json(tmp_path / "r.json", [result()], [], "cpu", "abc")
+    assert document["commit"] == "abc, changed during the run"
+
+
+def test_the_release_gets_what_passed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(output, "current_commit", lambda: "abc")
+    monkeypatch.setattr(output, "_is_full", lambda *_: True)
+    summary = output.write_results(tmp_path / "results", [result()], [], "cpu", "abc")
+    monkeypatch.setattr(output, "_is_full", lambda *_: False)
+    part = output.write_results(tmp_path / "results", [result()], [], "cpu", "abc")
+    assert part != summary
+    arguments = ["--check-release", "--output", str(tmp_path / "results"), "--attach", str(tmp_path / "dist")]
+    assert command.main(arguments) == 0
+    with zipfile.ZipFile(tmp_path / "dist" / "convergence.zip") as packed:
+        assert sorted(packed.namelist()) == [f"{summary.stem}.json", f"{summary.stem}.md",
+                                             f"{summary.stem}/{result().name}.png"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
