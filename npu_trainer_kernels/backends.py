@@ -244,8 +244,12 @@ def keeps_plain(op: str, device: torch.device, override: str | None = None) -> s
     return _PLAIN.get(_kind(device), {}).get(op)
 
 
-def explain(op: str, device: torch.device, override: str | None = None) -> tuple[str, str]:
+def explain(
+    op: str, device: torch.device, override: str | None = None, uncovered: Reason | None = None
+) -> tuple[str, str]:
     """`choose`, with the reason."""
+    if uncovered is not None and choose(op, device, override) != choose(op, device, override, uncovered):
+        return choose(op, device, override, uncovered), f"the vendor's operator does not cover it: {uncovered()}"
     if has_failed(op, device):
         return "torch", f"its kernel failed here: {_failures[op, _kind(device)]}"
     environment = os.environ.get(ENVIRONMENT, "")

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import backends, device
+from .. import _vendor, backends, device
 from ._call import CallSettings, track_calls
 from ._classes import original_class
 from ._embeddings import patched_embedding_class, recognise_embedding
 from ._head import patch_head, recognise_head
 from ._mlps import is_bare_linear, is_gated_mlp, patched_mlp_class, recognise_mlp
-from ._norms import is_candidate, patched_norm_class, recognise_norm
+from ._norms import NormForm, is_candidate, patched_norm_class, recognise_norm
 from ._report import LeftAlone, Replaced, Report
 from ._rewrites import patched_layer_class, patched_rope_class, recognise_layer, recognise_rope
 from ._trl import seam
@@ -45,6 +45,7 @@ class NpuKernels:
         self._settings = CallSettings(trl_backend=backend)
         self._tracked: set[int] = set()
         self._head_detail = ""
+        self._where = torch.device("cpu")
 
     @property
     def active(self) -> bool:
@@ -87,6 +88,7 @@ class NpuKernels:
         where = next((p.device for p in model.parameters()), torch.device("cpu"))
         if where.type == "meta":
             where = torch.device(device.accelerator())
+        self._where = where
         self._report = Report(device=device.spec(where).name, notes=self._report.notes)
         try:
             if self._strict and not self.active:
@@ -120,7 +122,18 @@ class NpuKernels:
                 self._leave(path, module, "rms_norm", form)
             else:
                 cls = patched_norm_class(module, form, self._backend)
-                self._replace(path, module, "rms_norm", backend, str(form), cls)
+                served, why = self._norm_backend(module, form)
+                detail = str(form) if served == backend else f"{form}; {why}"
+                self._replace(path, module, "rms_norm", served, detail, cls)
+
+    def _norm_backend(self, module: Any, form: NormForm) -> tuple[str, str]:
+        """What serves a norm when it is given values of its weight's dtype, and why."""
+
+        def uncovered() -> str | None:
+            dtype = module.weight.dtype if form.weighted else None
+            return _vendor.uncovered_norm(dtype or torch.float32, dtype, form.casting)
+
+        return backends.explain("rms_norm", self._where, self._backend, uncovered)
 
     def _patch_add_rms_norm(self, model: nn.Module, backend: str) -> None:
         for path, module in model.named_modules():

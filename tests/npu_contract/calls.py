@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_trainer_kernels import ops
 
@@ -150,3 +151,16 @@ def upstream(outputs: list[torch.Tensor]) -> torch.Tensor:
         factors = torch.arange(output.numel(), device=output.device, dtype=torch.float64).sin().view(output.shape)
         total = total + (output.double() * factors).sum()
     return total
+
+
+class Recorder(TorchDispatchMode):
+    """Notes which of torch_npu's operators are called inside the `with` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "npu":
+            self.names.add(func._schema.name.removeprefix("npu::"))
+        return func(*args, **(kwargs or {}))

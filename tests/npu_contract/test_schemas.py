@@ -1,15 +1,12 @@
 """Every call of a vendor's operator, as the package's ops make them, against the schemas and shape functions of the
 installed torch_npu."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_trainer_kernels import _vendor
 from tests import closeness
-from tests.npu_contract.calls import CASES, NAMES, Call, upstream
+from tests.npu_contract.calls import CASES, NAMES, Call, Recorder, upstream
 
 # As the calls rely on them: names, order, types and defaults, and what is returned.
 SCHEMAS = {
@@ -29,19 +26,6 @@ SCHEMAS = {
 }
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes which of torch_npu's operators are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "npu":
-            self.names.add(func._schema.name.removeprefix("npu::"))
-        return func(*args, **(kwargs or {}))
-
-
 def _on_meta(call: Call, dtype: torch.dtype) -> list[torch.Tensor | None]:
     return [None if t is None else t.detach().to("meta").requires_grad_(t.requires_grad) for t in call.inputs(dtype)]
 
@@ -53,7 +37,7 @@ def _shapes(results: list[torch.Tensor | None]) -> list[tuple[torch.Size, torch.
 @pytest.mark.parametrize(("call", "dtype"), CASES, ids=NAMES)
 def test_calls_and_shapes(call: Call, dtype: torch.dtype, vendor: str):
     inputs = _on_meta(call, dtype)
-    with _Recorder() as recorder:
+    with Recorder() as recorder:
         ours = closeness.run(lambda *given: call.op(*given, backend=vendor), inputs, upstream)
     assert recorder.names <= set(_vendor.OPERATORS[call.name.split()[0]])
     assert recorder.names or not inputs[0].numel(), "the vendor was not asked"
@@ -62,7 +46,7 @@ def test_calls_and_shapes(call: Call, dtype: torch.dtype, vendor: str):
 
 
 def test_exactly_the_declared_operators_are_called(vendor: str):
-    with _Recorder() as recorder:
+    with Recorder() as recorder:
         for call, dtype in CASES:
             closeness.run(lambda *given, op=call.op: op(*given, backend=vendor), _on_meta(call, dtype), upstream)
     assert recorder.names == {name for names in _vendor.OPERATORS.values() for name in names} == set(SCHEMAS)

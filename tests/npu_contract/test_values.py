@@ -5,12 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import transformers
 
-from npu_trainer_kernels import apply_npu_kernels, backends, ops
+from npu_trainer_kernels import _vendor, apply_npu_kernels, backends, ops
 from tests import closeness, models
 from tests.npu_contract import operators
-from tests.npu_contract.calls import CASES, NAMES, Call, upstream
+from tests.npu_contract.calls import CASES, NAMES, Call, Recorder, upstream
 
+FORWARD, BACKWARD = _vendor.OPERATORS["rms_norm"]
 BY_NAME = ",".join(f"{op}=vendor" for op in ("rms_norm", "add_rms_norm", "swiglu", "rope", "linear_cross_entropy"))
 
 
@@ -70,3 +72,45 @@ def test_a_model_on_it(family: str, vendor: str):
     torch.testing.assert_close(loss, plain.loss)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture
+def as_npu(monkeypatch: pytest.MonkeyPatch, vendor: str) -> None:
+    """The CPU is given an NPU's table, so that nothing need be asked for by name."""
+    monkeypatch.setattr(backends, "_kind", lambda device: "npu")
+
+
+@pytest.mark.usefixtures("as_npu")
+@pytest.mark.parametrize(
+    ("trained", "deterministic", "expected"),
+    [(True, False, {FORWARD}), (False, False, {FORWARD, BACKWARD}), (True, True, {FORWARD, BACKWARD})],
+    ids=["trained weight", "frozen weight", "deterministic algorithms"],
+)
+def test_by_the_table_backward_gives_the_same_bits_every_time(trained: bool, deterministic: bool, expected: set[str]):
+    x, weight = torch.randn(4, 33, requires_grad=True), torch.randn(33, requires_grad=trained)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with Recorder() as recorder:
+            closeness.assert_op_close(ops.rms_norm, ops.rms_norm_reference, [x, weight], upstream)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert recorder.names == expected
+
+
+class _WeightlessNorm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm_reference(hidden_states, None, self.eps)
+
+
+@pytest.mark.usefixtures("as_npu")
+def test_the_report_names_the_norms_that_it_does_not_cover():
+    model = torch.nn.Sequential(transformers.models.llama.modeling_llama.LlamaRMSNorm(8), _WeightlessNorm())
+    with apply_npu_kernels(model, ops=["rms_norm"]) as kernels, Recorder() as recorder:
+        assert {r.module: r.backend for r in kernels.report().replaced} == {"0": "vendor", "1": "torch"}
+        assert "the vendor's operator does not cover it: no weight" in str(kernels.report())
+        model(torch.randn(2, 8))
+    assert recorder.names == {FORWARD}
