@@ -5,7 +5,9 @@ Triton, triton-ascend and torch_npu are optional, and on real machines each of t
 is the one module that imports Triton; the others take `triton`, `tl` and `jit` from here.
 """
 
+import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["IMPORT_ERROR", "INTERPRETED", "MissingDependencyError", "jit", "libdevice", "tl", "triton"]
@@ -48,9 +50,18 @@ class _MissingKernel:
         )
 
 
-def jit(fn: Any) -> Any:
-    """`triton.jit`, or a stand-in that raises `MissingDependencyError` when it is launched."""
-    return _MissingKernel(fn) if IMPORT_ERROR is not None else triton.jit(fn)
+def jit(fn: Any = None, *, lengths: Sequence[str] = ()) -> Any:
+    """`triton.jit`, or a stand-in that raises `MissingDependencyError` when it is launched.
+
+    Args:
+        fn: the kernel; without it a decorator is returned.
+        lengths: the integer arguments that change from batch to batch. Triton would compile anew where one of them is
+            1, or starts or ceases to be a multiple of 16. Sizes and strides of a model are left to it: their alignment
+            is what wide loads need.
+    """
+    if fn is None:
+        return functools.partial(jit, lengths=lengths)
+    return _MissingKernel(fn) if IMPORT_ERROR is not None else triton.jit(fn, do_not_specialize=list(lengths))
 
 
 def _round_interpreted_casts() -> None:

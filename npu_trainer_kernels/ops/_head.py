@@ -47,7 +47,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,6 +56,7 @@ import torch
 from .. import _vendor, device, tiling
 from .._opaque import opaque
 from .._triton import jit, libdevice, tl
+from ._checks import is_number
 from ._fallback import falls_back
 from ._launch import launch
 
@@ -99,11 +99,11 @@ class HeadOptions:
     argmax: bool = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
+        if not (is_number(self.temperature) and self.temperature > 0):
             raise ValueError(f"temperature must be a positive finite number; got {self.temperature!r}")
-        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+        if self.softcap is not None and not (is_number(self.softcap) and self.softcap > 0):
             raise ValueError(f"softcap must be None or a positive finite number; got {self.softcap!r}")
-        if not math.isfinite(self.logit_scale):
+        if not is_number(self.logit_scale):
             raise ValueError(f"logit_scale must be a finite number; got {self.logit_scale!r}")
 
     @property
@@ -236,7 +236,7 @@ def _transformed(x, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constex
     return z
 
 
-@jit
+@jit(lengths=("n_rows",))
 def _row_statistics_kernel(
     logits,  # [n_rows, n_cols], row stride given, any float dtype
     class_weights,  # [n_cols] fp32, read where HAS_WEIGHTS
@@ -331,7 +331,7 @@ def _row_statistics_kernel(
             tl.store(out + 5 * n_rows + row, tl.min(tl.where(m == row_max, best, n_cols), axis=0).to(tl.float32))
 
 
-@jit
+@jit(lengths=("n_rows",))
 def _row_gradient_kernel(
     logits,  # [n_rows, n_cols]
     grads,  # the same memory, overwritten with dL/dl less its b term. A second pointer, because an NPU's loads would
@@ -378,7 +378,7 @@ def _row_gradient_kernel(
             tl.store(grads + offset + start + lane, g.to(grads.dtype.element_ty), mask=mask)
 
 
-@jit
+@jit(lengths=("n_rows",))
 def _row_fused_kernel(
     logits,  # [n_rows, n_cols], overwritten with dL/dl
     ids,  # [n_rows]

@@ -30,14 +30,12 @@ block (and S, and dw), the second is elementwise.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from .. import _vendor, device, tiling
 from .._triton import jit, tl
 from ._blocks import load_fp32, store
-from ._checks import check_choice, check_float, check_same_device
+from ._checks import check_choice, check_float, check_same_device, is_number
 from ._fallback import falls_back
 from ._launch import launch
 
@@ -56,9 +54,9 @@ def check_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset:
         if weight.shape != x.shape[-1:]:
             raise ValueError(f"weight must have shape [{x.shape[-1]}], x's last dimension; got {list(weight.shape)}")
     check_same_device(x=x, weight=weight)
-    if not (math.isfinite(eps) and eps >= 0):
+    if not (is_number(eps) and eps >= 0):
         raise ValueError(f"eps must be a finite number that is not negative; got {eps!r}")
-    if not math.isfinite(offset):
+    if not is_number(offset):
         raise ValueError(f"offset must be a finite number; got {offset!r}")
     if weight is None and offset:
         raise ValueError(f"offset must be 0 without a weight; got {offset!r}")
@@ -168,7 +166,7 @@ def _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stri
         store(_tile_of(y, row, HIDDEN, ROWS, COLS), n, mask, MASKED)
 
 
-@jit
+@jit(lengths=("n_rows",))
 def _forward_kernel(
     x,  # [n_rows, HIDDEN], row stride given; with HAS_RESIDUAL so is residual
     residual,
@@ -264,7 +262,7 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
     return dy_n
 
 
-@jit
+@jit(lengths=("n_rows",))
 def _backward_kernel(
     x,  # [n_rows, HIDDEN], row stride given, as are residual (HAS_RESIDUAL), dy and ds (HAS_DS)
     residual,
@@ -341,7 +339,7 @@ def _backward_kernel(
         store(dw + tl.program_id(0) * HIDDEN + cols, total, cols < width, HIDDEN % COLS != 0)
 
 
-@jit
+@jit(lengths=("n_rows",))
 def _sum_kernel(
     partials,  # [n_rows, HIDDEN] fp32
     total,  # [HIDDEN], their sum in a fixed order

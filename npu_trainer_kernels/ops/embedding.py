@@ -12,7 +12,6 @@ six launches less.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from .. import backends, device, tiling
 from .._triton import jit, tl
 from ._blocks import load_fp32, store
-from ._checks import check_float, check_ids, check_range, check_same_device
+from ._checks import check_float, check_ids, check_range, check_same_device, is_number
 from ._fallback import falls_back
 from ._launch import launch
 
@@ -61,7 +60,7 @@ def _gather_tile(ids, weight, y, row, width, scale, HAS_SCALE: tl.constexpr, N_C
         store(target, value, cols < width, MASKED)
 
 
-@jit
+@jit(lengths=("n_rows",))
 def _gather_kernel(
     ids,  # [n_rows] int32
     weight,  # [V, n_cols] contiguous
@@ -290,10 +289,10 @@ def embedding(
         raise ValueError(f"weight must have shape [V, D] with V and D at least 1; got {list(weight.shape)}")
     size = weight.shape[0]
     if padding_idx is not None:
-        if not -size <= padding_idx < size:
+        if type(padding_idx) is not int or not -size <= padding_idx < size:
             raise ValueError(f"padding_idx must lie in [{-size}, {size}); got {padding_idx!r}")
         padding_idx %= size
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not is_number(scale):
         raise ValueError(f"scale must be None or a finite number; got {scale!r}")
     chosen = backends.choose("embedding", weight.device, backend)
     if torch.compiler.is_compiling():

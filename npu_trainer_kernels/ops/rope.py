@@ -87,7 +87,7 @@ def _rotate_tile(x, y, cos, sin, batch, token, n_tokens, n_heads, x_batch, x_hea
         store(_half_heads(y_at + HALF, y_token, ROWS, COLS), y2, mask, MASKED)
 
 
-@jit
+@jit(lengths=("n_batches", "n_tokens"))
 def _rotate_kernel(
     x,  # [n_batches, n_heads, n_tokens, 2 HALF] by strides, the last one 1; so is y
     y,
@@ -149,7 +149,7 @@ def _rotate_heads(x, y, c1, c2, s1, s2, n_heads, x_head, y_head, INVERSE: tl.con
         store(at_y + HALF, y2, mask, True)
 
 
-@jit
+@jit(lengths=("n_tokens",))
 def _rotate_pair_kernel(
     q,  # [n_batches, q_heads, n_tokens, 2 HALF] by strides, the last one 1; so are k, and yq and yk, which are written
     k,

@@ -71,7 +71,7 @@ def _forward_block(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, BL
     _store_product(y + row * n_cols + column + lane, g * tl.sigmoid(g), u, lane < left, MASKED)
 
 
-@jit
+@jit(lengths=("n_tasks", "n_whole", "blocks"))
 def _forward_kernel(
     gate,  # [n_rows, n_cols], row stride given, as is up
     up,
@@ -107,7 +107,7 @@ def _backward_block(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_stri
     store(dgate + row * n_cols + column + lane, d * u * (sigma + a * (1.0 - sigma)), mask, MASKED)
 
 
-@jit
+@jit(lengths=("n_tasks", "n_whole", "blocks"))
 def _backward_kernel(
     gate,  # [n_rows, n_cols], row stride given, as are up and dy
     up,
@@ -146,7 +146,9 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
 
 def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], **flags: bool) -> None:
     """Reads `inputs` (any strides) and writes `outputs` (contiguous), all of one shape that is not empty."""
-    rows = [t.view(1, -1) for t in inputs] if all(t.is_contiguous() for t in inputs) else [_rows(t) for t in inputs]
+    # As one long row, whose length is then a multiple of 16 whatever the number of tokens: a kernel is compiled once.
+    flat = all(t.is_contiguous() for t in inputs) and inputs[0].shape[-1] % 16 == 0
+    rows = [t.view(1, -1) if flat else _rows(t) for t in inputs]
     n_rows, n_cols = rows[0].shape
     spec = device.spec(rows[0].device)
     # The product is among the outputs, and then it counts, or the last output stands in for it.

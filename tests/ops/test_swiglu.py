@@ -7,7 +7,7 @@ from npu_trainer_kernels.ops import swiglu, swiglu_linear, swiglu_linear_referen
 from tests.closeness import assert_op_close
 
 # Blocks are of 64 elements in the interpreter: several and a tail, exactly some, less than one.
-SHAPES = [(3, 5, 45), (4, 64), (7,)]
+SHAPES = [(3, 5, 45), (3, 5, 48), (4, 64), (7,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
