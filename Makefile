@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.installed
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-trl-oldest test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle bench release clean
+.PHONY: demo test test-trl-oldest test-zero3 test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle bench release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,18 @@ $(TRL_OLDEST_DIR): $(STAMP)
 test-trl-oldest: $(TRL_OLDEST_DIR)  ## what depends on TRL, with the oldest that is supported
 	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -c "import trl; assert trl.__version__ == '$(TRL_OLDEST)', trl.__version__"
 	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -m pytest -n 2 --dist worksteal tests/patching/test_trl.py tests/trainers
+
+# DeepSpeed changes what transformers and TRL import: it goes into an environment of its own on top of the first one.
+ZERO3 = $(VENV)/zero3
+
+$(ZERO3)/bin/deepspeed: $(STAMP)
+	$(BIN)/python -m venv $(ZERO3)
+	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+		> $$($(ZERO3)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	DS_BUILD_OPS=0 $(ZERO3)/bin/pip install -q deepspeed
+
+test-zero3: $(ZERO3)/bin/deepspeed  ## DeepSpeed's ZeRO-3 on two CPU ranks
+	$(ZERO3)/bin/python -m pytest tests/zero3
 
 test-convergence: $(STAMP)  ## trains small models both ways and compares the curves; gates releases
 	$(BIN)/python -m convergence --full

@@ -49,8 +49,13 @@ def is_candidate(module: nn.Module) -> bool:
         return False
     parameters = dict(module.named_parameters())
     if parameters:
-        return list(parameters) == ["weight"] and parameters["weight"].dim() == 1
+        return list(parameters) == ["weight"] and len(_full_shape(parameters["weight"])) == 1
     return "norm" in original_class(module).__name__.lower() and bool(_epsilons(module))
+
+
+def _full_shape(parameter: nn.Parameter) -> torch.Size:
+    """DeepSpeed's ZeRO-3 leaves an empty tensor in a parameter's place, and notes its shape."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _epsilons(module: nn.Module) -> list[float]:
@@ -73,7 +78,7 @@ def _probe(module: nn.Module, dtype: torch.dtype, weight: torch.Tensor | None) -
 def recognise_norm(module: nn.Module) -> NormForm | str:
     """What a candidate computes, or why it is left alone."""
     parameter = dict(module.named_parameters()).get("weight")
-    width = _WIDTH_WITHOUT_WEIGHT if parameter is None else parameter.shape[0]
+    width = _WIDTH_WITHOUT_WEIGHT if parameter is None else _full_shape(parameter)[0]
     generator = torch.Generator().manual_seed(0)
     # Small enough that epsilon counts, and a weight far from 0 and 1 so that offsets show.
     x = 0.01 * torch.randn(_ROWS, width, generator=generator)

@@ -1,11 +1,12 @@
 """Trains small models on the ranks that torchrun has started, in every case without and with the kernels.
 
-Usage: torchrun --nproc_per_node 2 -m tests.distributed.run FILE
+Usage: torchrun --nproc_per_node 2 -m tests.distributed.run FILE {ddp,fsdp2,zero3,by-hand}...
 
 Rank 0 writes to FILE, per case: how far the parameters have moved without the kernels, how far those with the kernels
 are from them, and what wrapped the model.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -41,13 +42,26 @@ FSDP2 = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
 }
+# Every parameter is partitioned, also the small ones that it would keep whole by itself.
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_allow_untested_optimizer": True,
+}
 Parameters = dict[str, torch.Tensor]
 
 
 def whole(model: nn.Module) -> Parameters:
     """The parameters, unsharded."""
-    named = model.named_parameters()
-    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
+    named = dict(model.named_parameters())
+    with contextlib.ExitStack() as gathered:
+        if any(hasattr(p, "ds_id") for p in named.values()):
+            import deepspeed
+
+            gathered.enter_context(deepspeed.zero.GatheredParameters(list(named.values())))
+        return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named.items()}
 
 
 def apart(a: Parameters, b: Parameters) -> float:
@@ -71,42 +85,53 @@ def on_ranks(args: TrainingArguments, wrapper: str) -> TrainingArguments:
             os.environ.pop(name, None)
     if wrapper == "fsdp2":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    if wrapper == "zero3":
+        import deepspeed
+
+        # Or it compiles an operator of its own first, for minutes.
+        deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+        deepspeed.init_distributed("gloo")
     return args
 
 
 def train(folder: Path, task: str, wrapper: str, kernels: bool) -> tuple[Parameters, str]:
-    model = Qwen3ForCausalLM.from_pretrained(folder)
     common: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 4, "optim": "sgd",
         "learning_rate": 1e-1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
         "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.0, "seed": 3,
+        "deepspeed": ZERO3 if wrapper == "zero3" else None,
     }  # fmt: skip
+    if task != "sft":
+        # Entropies of the whole batch: what no plan can know.
+        common |= {"num_generations": 4, "max_completion_length": 6}
+        common |= {"top_entropy_quantile": 0.5} if task == "grpo unplanned" else {}
+    # The settings come before the model: under ZeRO-3 it is partitioned as it is loaded.
+    args = on_ranks(TrainingArguments(**common) if task == "sft" else GRPOConfig(**common), wrapper)
+    model = Qwen3ForCausalLM.from_pretrained(folder)
     torch.manual_seed(0)
     trainer: Trainer
     if task == "sft":
         data = batch(rows=24)
         rows = [{name: values[i].tolist() for name, values in data.items()} for i in range(24)]
-        args = on_ranks(TrainingArguments(**common), wrapper)
         trainer = Trainer(model, args, train_dataset=rows, callbacks=[NpuKernelsCallback()] if kernels else [])
     else:
-        args = GRPOConfig(**{**common, "num_generations": 4, "max_completion_length": 6})
         trainer = (GRPOTrainer if kernels else TrlGRPOTrainer)(
             model,
             reward_funcs=reward,
-            args=on_ranks(args, wrapper),
+            args=args,
             train_dataset=Dataset.from_dict({"prompt": ["1+2=", "3+44=", "5+6=", "71+8="] * 4}),
             processing_class=tokenizer(),
         )
     trainer.train()
     wrapped = trainer.model_wrapped
-    return whole(wrapped.module if wrapper == "ddp" else wrapped), type(wrapped).__name__
+    return whole(wrapped if wrapper == "fsdp2" else wrapped.module), type(wrapped).__name__
 
 
-def trainers(folder: Path) -> dict[str, Any]:
-    """GRPO under FSDP2 has tied embeddings, the others have not."""
+def trainers(folder: Path, wrapper: str) -> dict[str, Any]:
+    """Tied embeddings where the plan serves GRPO under a wrapper that shards, untied elsewhere."""
     found = {}
-    for task, wrapper in itertools.product(("sft", "grpo"), ("ddp", "fsdp2")):
-        start = small_model("qwen3", tie_word_embeddings=(task, wrapper) == ("grpo", "fsdp2"))
+    for task in ("sft", "grpo", "grpo unplanned"):
+        start = small_model("qwen3", tie_word_embeddings=task == "grpo" and wrapper != "ddp")
         if PartialState().is_main_process:
             start.save_pretrained(folder)
         PartialState().wait_for_everyone()
@@ -178,9 +203,11 @@ def loops() -> dict[str, Any]:
     return found
 
 
-def main(target: str) -> None:
+def main(target: str, *cases: str) -> None:
     PartialState(cpu=True)
-    found = trainers(Path(target).with_suffix("")) | loops()
+    found: dict[str, Any] = {}
+    for case in cases:
+        found |= loops() if case == "by-hand" else trainers(Path(target).with_suffix(""), case)
     if torch.distributed.get_rank() == 0:
         Path(target).write_text(json.dumps(found))
     torch.distributed.barrier()
@@ -188,4 +215,4 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

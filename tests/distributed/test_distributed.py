@@ -4,23 +4,30 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 
-def test_same_parameters_as_without(tmp_path):
-    """All cases of `run.py` in one start of the ranks, since starting takes longer than any of them."""
-    target = tmp_path / "found.json"
+def run_and_compare(target: Path, *cases: str) -> dict[str, Any]:
+    """Runs `run.py` on two ranks and returns what it found, where nothing stood still or went another way."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-               "-m", "tests.distributed.run", str(target)]  # fmt: skip
+               "-m", "tests.distributed.run", str(target), *cases]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(target.read_text())
-    assert len(found) == 4 + 16
-    for task in ("sft", "grpo"):
-        assert found[f"{task} ddp"]["wrapped"] == "DistributedDataParallel"
-        assert found[f"{task} fsdp2"]["wrapped"].startswith("FSDP")
     still = {name: case for name, case in found.items() if case["moved"] < 1e-3}
     wrong = {name: case for name, case in found.items() if not case["apart"] < 1e-3 * case["moved"]}
     assert not still
     assert not wrong
+    return found
+
+
+def test_same_parameters_as_without(tmp_path):
+    """All in one start of the ranks, since starting takes longer than any case."""
+    found = run_and_compare(tmp_path / "found.json", "ddp", "fsdp2", "by-hand")
+    assert len(found) == 3 + 3 + 16
+    for task in ("sft", "grpo", "grpo unplanned"):
+        assert found[f"{task} ddp"]["wrapped"] == "DistributedDataParallel"
+        assert found[f"{task} fsdp2"]["wrapped"].startswith("FSDP")

@@ -342,3 +342,16 @@ def test_every_patch_has_a_backend_table():
     from npu_trainer_kernels.backends import OPS
 
     assert set(PATCHES) <= set(OPS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_norms_that_are_partitioned_are_what_they_are_when_whole(family):
+    """DeepSpeed's ZeRO-3 partitions parameters before there is anything to patch: [0] is no width to probe with."""
+    model = small_model(family)
+    with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
+        whole = str(kernels.report())
+    for parameter in model.parameters():
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
+        assert str(kernels.report()) == whole

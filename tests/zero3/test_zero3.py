@@ -1,0 +1,13 @@
+"""DeepSpeed's ZeRO-3 on two gloo ranks on the CPU: the same parameters with the kernels as without.
+
+In an environment of their own (`make test-zero3`), since transformers and TRL behave differently where DeepSpeed is
+installed. Every parameter is partitioned, so the head's weight is there only while it is gathered.
+"""
+
+from tests.distributed.test_distributed import run_and_compare
+
+
+def test_same_parameters_as_without(tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    found = run_and_compare(tmp_path / "found.json", "zero3")
+    assert [case["wrapped"] for case in found.values()] == ["DeepSpeedEngine"] * 3
