@@ -2,8 +2,8 @@
 
 A *step* does a piece of an op by the backend that its last argument names, and has a torch twin behind the same
 arguments. `falls_back` guards it: when a kernel cannot be compiled or launched (`KernelError`: nothing has been written
-then), the ops that use it go on in torch for the rest of the process, with one warning, and `backends.explain` and the
-report give the reason. With `strict` the error is raised instead.
+then), or an operator of the vendor's fails, the ops that use it go on in torch for the rest of the process, with one
+warning, and `backends.explain` and the report give the reason. With `strict` the error is raised instead.
 
 Under NPU_KERNELS_DEBUG=1 a step's result is looked at: `FloatingPointError` where it holds a NaN or an infinity and the
 torch twin's does not. That waits for the device and copies the arguments.
@@ -36,9 +36,13 @@ def falls_back(*ops: str) -> Callable[[Step], Step]:
             if backends.has_failed(ops[0], given[0].device):
                 return step(*given, "torch")
             copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in given] if debug() else None
+            # The vendor's operators raise what PyTorch's own do, and write to nothing that they are given.
+            failure = RuntimeError if backend == "vendor" else KernelError
             try:
                 result = step(*args)
-            except KernelError as error:
+            except torch.OutOfMemoryError:
+                raise
+            except failure as error:
                 if backends.is_strict():
                     raise
                 backends.record_failure(ops, given[0].device, str(error))

@@ -30,6 +30,18 @@ def test_values_and_gradients(call: Call, dtype: torch.dtype, vendor: str):
     closeness.assert_op_close(op, call.reference, call.inputs(dtype), upstream)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_round_where_their_casting_says(dtype: torch.dtype, vendor: str):
+    # The closeness rule forgives one rounding more. Here the operators round as the reference does: bit for bit.
+    x, residual, weight = (torch.randn(*shape, dtype=dtype) for shape in ((64, 33), (64, 33), (33,)))
+    gemma = {"casting": "gemma", "offset": 1.0}
+    assert torch.equal(ops.rms_norm(x, weight, **gemma, backend=vendor), ops.rms_norm_reference(x, weight, **gemma))
+    y, s = ops.add_rms_norm(x, residual, weight, offset=1.0, backend=vendor)
+    expected_y, expected_s = ops.add_rms_norm_reference(x, residual, weight, offset=1.0)
+    assert torch.equal(y, expected_y)
+    assert torch.equal(s, expected_s)
+
+
 @pytest.mark.parametrize("used", [(0,), (1,)], ids=["normed value alone", "sum alone"])
 def test_add_rms_norm_with_one_of_its_results(used: tuple[int, ...], vendor: str):
     x, residual, weight = (torch.randn(*shape, requires_grad=True) for shape in ((4, 33), (4, 33), (33,)))
@@ -114,3 +126,32 @@ def test_the_report_names_the_norms_that_it_does_not_cover():
         assert "the vendor's operator does not cover it: no weight" in str(kernels.report())
         model(torch.randn(2, 8))
     assert recorder.names == {FORWARD}
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`npu_rms_norm` fails whenever it is called."""
+
+    def fails(*given: object) -> None:
+        raise RuntimeError("call aclnnRmsNorm failed")
+
+    monkeypatch.setattr(torch.ops.npu, "npu_rms_norm", fails)
+    yield
+    backends.forget_failures()
+
+
+@pytest.mark.usefixtures("as_npu", "broken")
+def test_an_operator_that_fails_hands_over_to_torch(monkeypatch):
+    monkeypatch.setenv("NPU_KERNELS_STRICT", "0")
+    x, weight = torch.randn(4, 33, requires_grad=True), torch.randn(33, requires_grad=True)
+    with pytest.warns(RuntimeWarning, match="torch takes over .* call aclnnRmsNorm failed"):
+        closeness.assert_op_close(ops.rms_norm, ops.rms_norm_reference, [x, weight], upstream)
+    assert backends.choose("rms_norm", x.device) == "torch"
+    assert "call aclnnRmsNorm failed" in backends.explain("rms_norm", x.device)[1]
+
+
+@pytest.mark.usefixtures("as_npu", "broken")
+def test_an_operator_that_fails_raises_where_that_was_asked_for(monkeypatch):
+    monkeypatch.setenv("NPU_KERNELS_STRICT", "1")
+    with pytest.raises(RuntimeError, match="call aclnnRmsNorm failed"):
+        ops.rms_norm(torch.randn(4, 33), torch.randn(33))
