@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.installed
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-trl-oldest test-zero3 test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle bench release clean
+.PHONY: demo test test-trl-oldest test-zero3 test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle docs bench release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -81,6 +81,15 @@ checkstyle: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+DOCS_STAMP = $(VENV)/.docs-installed
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/pip install -q -e ".[docs]"
+	touch $@
+
+docs: $(DOCS_STAMP)  ## site/; a broken link or a public name without docstring is an error
+	$(BIN)/mkdocs build --strict --quiet
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
@@ -91,4 +100,4 @@ release: $(STAMP)  ## dist/: wheel, source and the convergence result; refuses w
 	$(BIN)/python -m convergence --check-release --attach dist
 
 clean:
-	rm -rf $(VENV) .tox runs build dist *.egg-info
+	rm -rf $(VENV) .tox runs build dist site *.egg-info
