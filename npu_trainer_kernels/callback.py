@@ -50,7 +50,9 @@ class NpuKernelsCallback(TrainerCallback):
     `callback.attach(trainer)`.
 
     Args:
-        ops, backend, strict: as for `apply_npu_kernels`.
+        ops: as for `apply_npu_kernels`.
+        backend: as for `apply_npu_kernels`.
+        strict: as for `apply_npu_kernels`.
     """
 
     def __init__(self, *, ops: Sequence[str] | None = None, backend: str | None = None, strict: bool = False) -> None:
