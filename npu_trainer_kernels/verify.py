@@ -580,9 +580,12 @@ def verify(
         dataset: a list of texts, or a `datasets.Dataset`; None: the sources of Python's standard library.
         steps: optimizer steps per run.
         text_column: the column of `dataset` that holds the text.
-        batch_size, sequence_length, learning_rate: of the training.
+        batch_size: of the training.
+        sequence_length: of the training.
+        learning_rate: of the training.
         precision: "fp32", "bf16" (weights too) or "bf16-autocast" (fp32 weights).
-        ops, backend: as for `apply_npu_kernels`.
+        ops: as for `apply_npu_kernels`.
+        backend: as for `apply_npu_kernels`.
         noise_runs: unpatched runs that measure the noise floor, beside the reference; at least 2.
         seed: of the order of batches.
         on_run: is called before each run, to show progress.
