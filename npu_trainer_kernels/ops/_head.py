@@ -410,7 +410,7 @@ def _row_fused_kernel(
         s = tl.zeros([WIDTH], tl.float32)
         ds = tl.zeros([WIDTH], tl.float32)
         for start in range(0, n_folded, FOLD * WIDTH):
-            x = tl.load(start_of_row + start + folded, eviction_policy="evict_last")
+            x = tl.load(start_of_row + start + folded)
             z = _transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
             m_new = tl.maximum(m, tl.max(z, axis=0))
             rescale = tl.exp(m - m_new)
@@ -459,14 +459,15 @@ def _row_fused_kernel(
             x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
             g = _logit_gradient(x, 1.0, row_max, a, 0.0, 0.0, 0.0, inner, outer, HAS_CAP, IS_IDENTITY, False, False)
             g += tl.where(start + lane == column, at_id, 0.0)
-            tl.store(start_of_row + start + lane, g.to(logits.dtype.element_ty), mask=mask)
+            tl.store(start_of_row + start + lane, g.to(logits.dtype.element_ty), mask=mask,
+                     eviction_policy="evict_first")  # fmt: skip
         # Backwards: what was read last is the surest to be in the cache.
         for done in range(0, n_folded, FOLD * WIDTH):
             start = n_folded - FOLD * WIDTH - done
             x = tl.load(start_of_row + start + folded, eviction_policy="evict_first")
             g = _logit_gradient(x, 1.0, row_max, a, 0.0, 0.0, 0.0, inner, outer, HAS_CAP, IS_IDENTITY, False, False)
             g += tl.where(start + folded == column, at_id, 0.0)
-            tl.store(start_of_row + start + folded, g.to(logits.dtype.element_ty))
+            tl.store(start_of_row + start + folded, g.to(logits.dtype.element_ty), eviction_policy="evict_first")
 
 
 @jit
@@ -521,7 +522,7 @@ _guarded = falls_back("linear_cross_entropy", "linear_logprob", "grpo_loss")
 def _scale(t: torch.Tensor, factor: torch.Tensor, backend: str) -> None:
     """`t *= factor`, for next to nothing when the factor is the number one, without waiting to know."""
     spec = device.spec(t.device)
-    tile = None if backend in ("torch", "vendor") or factor.dim() or not t.is_contiguous() else tiling.scale_block(spec)
+    tile = None if backend == "torch" or factor.dim() or not t.is_contiguous() else tiling.scale_block(spec)
     if tile is None or not t.numel():
         t.mul_(factor)
     else:
