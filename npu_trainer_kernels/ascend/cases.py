@@ -153,6 +153,9 @@ def _add_rms_norm(**options: Any) -> Call:
 
 
 # ------------------------------------------------------------------------------------------ SwiGLU, rotation, embedding
+_PROJECTED = 16
+
+
 def _swiglu(strided: bool) -> Call:
     def call(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
         if strided:  # the halves of one projection
@@ -164,6 +167,16 @@ def _swiglu(strided: bool) -> Call:
         return {"_forward_kernel": 3 * row, "_backward_kernel": 5 * row}
 
     return call
+
+
+def _swiglu_linear(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
+    """Backward forms the product once more, everything in the place of what it was formed from."""
+    # Only the activation's kernels are looked at: any width of the projection will do.
+    weight = t.floats(_PROJECTED, size)
+    gate, up = t.floats(rows, size), t.floats(rows, size)
+    _backward(ops.swiglu_linear(gate, up, weight, overwrite=True, backend=_BACKEND))
+    row = rows * size * t.itemsize
+    return {"_forward_kernel": 3 * row, "_backward_kernel": 6 * row}
 
 
 def _rope(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
@@ -273,6 +286,7 @@ TABLE: tuple[Entry, ...] = (
     Entry("add_rms_norm, post, gemma", HIDDEN, "hidden", _add_rms_norm(mode="post", casting="gemma", offset=1.0)),
     Entry("swiglu", (4864, 8192, 14336, 18944), "intermediate", _swiglu(strided=False)),
     Entry("swiglu, halves of one projection", (4864, 8192, 14336, 18944), "intermediate", _swiglu(strided=True)),
+    Entry("swiglu_linear", (4864, 8192, 14336, 18944), "intermediate", _swiglu_linear),
     Entry("rope", HEAD_DIMS, "head", _rope),
     Entry("embedding", HIDDEN, "hidden", _embedding(None)),
     Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25)),

@@ -14,7 +14,7 @@ from npu_trainer_kernels.ascend.cases import DTYPES, TABLE, Tensors
 from npu_trainer_kernels.ascend.execute import LEVELS
 from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder
 from npu_trainer_kernels.ascend.plan import plan, violations
-from npu_trainer_kernels.ops._head import HeadOptions, _raw_statistics_triton
+from npu_trainer_kernels.ops._head import HeadOptions, _raw_statistics
 from npu_trainer_kernels.ops._launch import use_launcher
 from tests.closeness import assert_op_close
 
@@ -87,6 +87,15 @@ def test_swiglu(launcher, tensors, strided):
     if not strided:
         gate, up = gate.contiguous(), up.contiguous()
     check(launcher, "swiglu", [gate.requires_grad_(), up.requires_grad_()], NORM)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_swiglu_linear(launcher, tensors, strided):
+    gate, up = tensors.floats(3, 20000).detach().chunk(2, -1)
+    if not strided:
+        gate, up = gate.contiguous(), up.contiguous()
+    inputs = [gate.requires_grad_(), up.requires_grad_(), tensors.floats(7, 10000)]
+    check(launcher, "swiglu_linear", inputs, NORM)
 
 
 @pytest.mark.parametrize("size", [64, 96])
@@ -199,7 +208,7 @@ def test_the_tile_of_the_statistics_fits_with_every_combination_of_flags(dtype, 
     with device.use_chip(CHIP), use_launcher(recorder):
         for softcap, entropy, squares, argmax in itertools.product((None, 30.0), *[(False, True)] * 3):
             options = HeadOptions(softcap=softcap, entropy=entropy, mean=True, log_sum_sq=squares, argmax=argmax)
-            _raw_statistics_triton(logits, class_weights, options)
+            _raw_statistics(logits, class_weights, options, "ascend-lowering")
     plans = [plan(launch.specialize(CHIP)) for launch in recorder.launches]
     assert len(plans) == 16
     assert [violations(p) for p in plans] == [[]] * 16
