@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig
 from trl import GRPOTrainer as TrlGRPOTrainer
 
@@ -28,7 +28,9 @@ def reward(completion_ids, **kwargs):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def train(cls, tmp_path, model=None, **arguments):
+def train(cls, tmp_path, model=None, family="qwen3", extra=None, resume=None, **arguments):
+    """A trained trainer. The model is one of `family`, from disk, unless given; `extra`: further arguments of the
+    trainer; `resume`: a checkpoint to go on from."""
     defaults = {
         "output_dir": str(tmp_path),
         "max_steps": 3,
@@ -48,11 +50,11 @@ def train(cls, tmp_path, model=None, **arguments):
         "seed": 3,
     }
     kernels = arguments.pop("npu_kernels", None)
-    extra = {} if kernels is None else {"npu_kernels": kernels}
+    extra = {**(extra or {}), **({} if kernels is None else {"npu_kernels": kernels})}
     if model is None:
         # From disk: with beta > 0 TRL loads the reference model from where the model came from.
-        small_model("qwen3").save_pretrained(tmp_path / "model")
-        model = Qwen3ForCausalLM.from_pretrained(tmp_path / "model")
+        small_model(family).save_pretrained(tmp_path / "model")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     trainer = cls(
         model,
         reward_funcs=reward,
@@ -61,7 +63,7 @@ def train(cls, tmp_path, model=None, **arguments):
         processing_class=tokenizer(),
         **extra,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 

@@ -7,7 +7,6 @@ from transformers import Qwen3ForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 from npu_trainer_kernels import NpuKernelsCallback
-from npu_trainer_kernels.ops import _head
 from tests.models import small_model
 from tests.trainers.test_grpo import difference, reward, tokenizer
 
@@ -29,20 +28,6 @@ COMMON = {
     "gradient_checkpointing": False,
     "max_steps": 4,
 }
-
-
-@pytest.fixture
-def rows(monkeypatch) -> list[int]:
-    """The rows of every projection by our head."""
-    seen: list[int] = []
-    original = _head._project
-
-    def project(x, *args):
-        seen.append(x.shape[0])
-        return original(x, *args)
-
-    monkeypatch.setattr(_head, "_project", project)
-    return seen
 
 
 def both(tmp_path, trainer, config, data, **options):

@@ -1,0 +1,42 @@
+"""What the tests of trainers share."""
+
+import gc
+
+import pytest
+
+from npu_trainer_kernels.ops import _head
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _frozen() -> None:
+    """accelerate collects garbage after every run; what the imports have made need not be searched each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every projection by our head."""
+    seen: list[int] = []
+    original = _head._project
+
+    def project(x, *args):
+        seen.append(x.shape[0])
+        return original(x, *args)
+
+    monkeypatch.setattr(_head, "_project", project)
+    return seen
+
+
+@pytest.fixture
+def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every backward that formed logits again: none where the plan holds."""
+    seen: list[int] = []
+    original = _head._recomputed
+
+    def recompute(ctx, d_rows, select=None):
+        seen.append(ctx.saved_tensors[3].shape[0] if select is None else select.shape[0])
+        return original(ctx, d_rows, select)
+
+    monkeypatch.setattr(_head, "_recomputed", recompute)
+    return seen
