@@ -68,9 +68,6 @@ def _compile(source: str, target: Path) -> None:
 
 
 def _build(folder: Path) -> None:
-    lacking = [tool for tool in _TOOLS if shutil.which(tool) is None]
-    if lacking:
-        raise RuntimeError(f"{', '.join(lacking)} not found; install with `make npu-contract-tools` (gcc and binutils)")
     libraries = sorted(_folder("torch_npu").rglob("*.so"))
     torch_libraries = sorted((_folder("torch") / "lib").glob("*.so*"))
     # A look-up in it goes through everything that it is linked to: all of torch, and the runtimes.
@@ -99,6 +96,11 @@ def load() -> Path:
     cache = Path(sys.prefix) / "torch_npu_stubs"
     folder = cache / key.hexdigest()[:16]
     if not folder.is_dir():
+        lacking = [tool for tool in _TOOLS if shutil.which(tool) is None]
+        if lacking:
+            raise RuntimeError(
+                f"{', '.join(lacking)} not found; install with `make npu-contract-tools` (gcc and binutils)"
+            )
         cache.mkdir(exist_ok=True)
         fresh = Path(tempfile.mkdtemp(dir=cache))
         _build(fresh)
