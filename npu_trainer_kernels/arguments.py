@@ -32,11 +32,16 @@ class NpuKernelsArguments:
         metadata={"help": "Stop when a kernel cannot be compiled or launched; otherwise torch takes over for its op."},
     )
 
+    npu_kernels_warm_up: bool = field(
+        default=True,
+        metadata={"help": "Compile the kernels before the first step; otherwise each when it is first used."},
+    )
+
     def __post_init__(self) -> None:
-        if not self.use_npu_kernels and (self.npu_kernels_ops or self.npu_kernels_backend or self.npu_kernels_strict):
-            raise ValueError(
-                "npu_kernels_ops, npu_kernels_backend and npu_kernels_strict do nothing without --use_npu_kernels"
-            )
+        given = [name for name in ("ops", "backend", "strict") if getattr(self, f"npu_kernels_{name}")]
+        given += [] if self.npu_kernels_warm_up else ["warm_up"]
+        if not self.use_npu_kernels and given:
+            raise ValueError(f"npu_kernels_{given[0]} does nothing without --use_npu_kernels")
         if self.npu_kernels_backend is not None:
             backends.parse_override(self.npu_kernels_backend)
 
@@ -48,6 +53,9 @@ class NpuKernelsArguments:
             return []
         return [
             NpuKernelsCallback(
-                ops=self.npu_kernels_ops, backend=self.npu_kernels_backend, strict=self.npu_kernels_strict
+                ops=self.npu_kernels_ops,
+                backend=self.npu_kernels_backend,
+                strict=self.npu_kernels_strict,
+                warm_up=self.npu_kernels_warm_up,
             )
         ]

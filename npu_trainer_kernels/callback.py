@@ -1,5 +1,7 @@
 """`NpuKernelsCallback`: the kernels for the length of a training run."""
 
+import contextlib
+import functools
 import resource
 import sys
 import time
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from . import device
+from . import device, warmup
 from .patching import NpuKernels, Report, apply_npu_kernels
 from .patching._undo import Undo
 
@@ -53,10 +55,19 @@ class NpuKernelsCallback(TrainerCallback):
         ops: as for `apply_npu_kernels`.
         backend: as for `apply_npu_kernels`.
         strict: as for `apply_npu_kernels`.
+        warm_up: compile the kernels before the first step, several at once and with a line that says so (`warmup`);
+            otherwise each is compiled when it is first used.
     """
 
-    def __init__(self, *, ops: Sequence[str] | None = None, backend: str | None = None, strict: bool = False) -> None:
-        self._ops, self._backend, self._strict = ops, backend, strict
+    def __init__(
+        self,
+        *,
+        ops: Sequence[str] | None = None,
+        backend: str | None = None,
+        strict: bool = False,
+        warm_up: bool = True,
+    ) -> None:
+        self._ops, self._backend, self._strict, self._warm_up = ops, backend, strict, warm_up
         self._handle: NpuKernels | None = None
         self._logs = Undo()
         self._printed = ""
@@ -127,11 +138,31 @@ class NpuKernelsCallback(TrainerCallback):
                     "compute_loss_func makes the Trainer take the full logits: linear_cross_entropy is not used"
                 )
             self._add_to_logs(trainer)
+        if self._warm_up and warmup.unsupported(kwargs["model"]) is None:
+            self._compile_ahead(kwargs["model"], args.per_device_train_batch_size, trainer, state)
         if state.is_world_process_zero and str(report) != self._printed:
             self._printed = str(report)
             print(self._printed, flush=True)
         assert self._handle is not None
         self._since = (time.perf_counter(), self._handle.tokens)
+
+    def _compile_ahead(self, model: Any, rows: int, trainer: Trainer | None, state: TrainerState) -> None:
+        assert self._handle is not None
+        trl = any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
+        context = contextlib.nullcontext if trainer is None else trainer.compute_loss_context_manager
+        recorded = warmup.record(self._handle, model, rows, trl=trl, context=context)
+        say: Any = functools.partial(print, flush=True) if state.is_world_process_zero else lambda *_, **__: None
+        if recorded.launches:
+            kernels = ", ".join(recorded.names)
+            say(f"NPU kernels: compiling {len(recorded.launches)} kernels for this run ({kernels}) ...", end=" ")
+            seconds, problems = warmup.compile_all(recorded.launches, next(model.parameters()).device)
+            say(f"{seconds:.1f} s")
+            for problem in problems:
+                self.report().note(f"could not be compiled ahead: {problem}")
+        if recorded.problem is not None:
+            self.report().note(
+                f"not every kernel was compiled ahead, some will be when first used ({recorded.problem})"
+            )
 
     def _add_to_logs(self, trainer: Trainer) -> None:
         original = trainer.log

@@ -15,6 +15,8 @@ __all__ = [
     "check_range",
     "check_same_device",
     "debug",
+    "has_values",
+    "is_number",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,9 +81,14 @@ def debug() -> bool:
     return os.environ.get("NPU_KERNELS_DEBUG", "0").lower() in ("1", "true", "on", "yes")
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether there are numbers behind the shape: on meta there are none, and in a fake tensor, which is a subclass."""
+    return tensor.device.type != "meta" and type(tensor) is torch.Tensor
+
+
 def check_range(name: str, ids: torch.Tensor, size: int) -> None:
     """Every id must lie in [0, size). Reads the values, so on an accelerator only in debug mode."""
-    if ids.device.type == "meta" or ids.numel() == 0 or (ids.device.type != "cpu" and not debug()):
+    if not has_values(ids) or ids.numel() == 0 or (ids.device.type != "cpu" and not debug()):
         return
     low, high = (int(v) for v in torch.aminmax(ids))
     if low < 0 or high >= size:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .._triton import INTERPRETED
 
-__all__ = ["KernelError", "Launcher", "launch", "use_launcher"]
+__all__ = ["KernelError", "Launcher", "compile_only", "launch", "use_launcher"]
 
 
 class KernelError(RuntimeError):
@@ -53,6 +53,18 @@ _launcher: contextvars.ContextVar[Launcher] = contextvars.ContextVar("npu_kernel
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constexprs: Any) -> None:
     """Launches `kernel` over `grid` (a tuple of at least one positive int) with positional arguments and constexprs."""
     _launcher.get()(kernel, grid, args, constexprs)
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+    """Compiles what `launch` would launch on the current device, into Triton's cache. Dtypes stand for tensors.
+
+    Raises:
+        KernelError: it cannot be compiled.
+    """
+    try:
+        kernel.warmup(*args, grid=grid, **constexprs)
+    except Exception as error:
+        raise KernelError(_describe(kernel, grid, args, constexprs, error)) from error
 
 
 @contextlib.contextmanager

@@ -17,7 +17,16 @@ from typing import NamedTuple
 import torch
 
 from .. import _vendor, backends
-from ._checks import check_choice, check_head, check_range
+from ._checks import (
+    check_choice,
+    check_choices,
+    check_float,
+    check_head,
+    check_range,
+    check_same_device,
+    has_values,
+    is_number,
+)
 from ._head import HeadOptions, HeadStatistics, LinearObjective, Objective, compute_dtype, head_statistics, transform
 
 __all__ = ["LinearCrossEntropyOutput", "fused_linear_cross_entropy", "linear_cross_entropy_reference", "valid_rows"]
@@ -77,6 +86,8 @@ def linear_cross_entropy_reference(
 
 def valid_rows(target: torch.Tensor, ignore_index: int) -> torch.Tensor | None:
     """Indices of the rows that count, int64 `[n]`, or None when all do. Waits for the device once."""
+    if not has_values(target):
+        return None
     rows = torch.nonzero(target.reshape(-1) != ignore_index).squeeze(1)
     return None if rows.shape[0] == target.numel() else rows
 

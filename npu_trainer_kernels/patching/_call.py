@@ -42,9 +42,11 @@ class CallSettings:
         trl_backend: the backend for `linear_logprob`, or None for the device's own choice.
         tokens: input tokens of the training forwards so far, on this process.
         learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
+        compacts: whether TRL is to leave out the rows without a label; not where there are shapes without numbers.
     """
 
     serves_trl: bool = False
+    compacts: bool = True
     trl_backend: str | None = None
     tokens: int = 0
     learned: LearnedPlan = field(default_factory=LearnedPlan)

@@ -42,6 +42,11 @@ class LearnedPlan:
     objective: Objective | None = None
     seen: int = 0
 
+    @classmethod
+    def settled(cls, planned: bool) -> "LearnedPlan":
+        """One that has seen enough: the same gradient for every token, or none that can be planned."""
+        return cls(_uniform if planned else None, _WATCHED)
+
     def watch(self, log_prob: torch.Tensor) -> None:
         """Looks at the gradient that this call's log-probabilities will get, if that is still of interest."""
         if self.seen < _WATCHED and log_prob.requires_grad and log_prob.numel() > 1:

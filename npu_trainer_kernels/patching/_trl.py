@@ -166,7 +166,7 @@ def _dispatching_use_triton(original: Callable[[torch.device], bool]) -> Callabl
     def use_triton(device: torch.device) -> bool:
         # TRL asks in order to leave out the rows without a label. Ours can on every device.
         call = current_call()
-        return True if call is not None and call.settings.serves_trl else original(device)
+        return call.settings.compacts if call is not None and call.settings.serves_trl else original(device)
 
     return use_triton
 

@@ -1,0 +1,190 @@
+"""Compiling a run's kernels before its first step.
+
+The model's own forward and backward run once on fake tensors: shapes, dtypes and strides without numbers, memory or
+device time. What the ops would launch is recorded and not launched, so these are exactly the kernels that the first
+step is going to ask for, whatever the model does with dtypes and layouts. Then they are compiled, in threads, into
+Triton's own cache, which is on disk too: the next run finds them there.
+
+A few things cannot run without numbers (experts that are chosen by value, say). Then what was recorded until there is
+compiled, and the rest when it is first used, as it would be without this module. Sharded models are left alone.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from . import _triton
+from .ops._launch import KernelError, compile_only, use_launcher
+from .patching import NpuKernels
+from .patching._learned import LearnedPlan
+
+__all__ = ["Launch", "Recorded", "compile_all", "record", "unsupported"]
+
+# Tokens of a row. The kernels take lengths at run time, so any will do.
+LENGTH = 128
+MOST_THREADS = 8
+# What running a foreign model on fake tensors may raise. A run that would train must not end here.
+_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """`kernel[grid](*args, **constexprs)`, with dtypes in place of tensors."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constexprs: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """For people, for example `swiglu forward`."""
+        op = self.kernel.fn.__module__.rpartition(".")[2].strip("_")
+        return f"{op} {self.kernel.__name__.strip('_').removesuffix('_kernel').replace('_', ' ')}"
+
+
+@dataclass
+class Recorded:
+    """What a step would launch, each launch once; and why that is not everything, if it is not."""
+
+    launches: list[Launch] = field(default_factory=list)
+    problem: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the kernels, each once."""
+        return list(dict.fromkeys(launch.name for launch in self.launches))
+
+
+def unsupported(model: nn.Module) -> str | None:
+    """Why nothing is compiled ahead for a model, or None."""
+    where = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if where.type == "cpu":
+        return "on a CPU nothing is compiled"
+    if _triton.IMPORT_ERROR is not None or _triton.INTERPRETED:
+        return "there is no Triton that compiles"
+    if any(isinstance(p, DTensor) or hasattr(p, "ds_id") or p.is_meta for p in model.parameters()):
+        return "the parameters are sharded"
+    return None
+
+
+@contextlib.contextmanager
+def _without_numbers(handle: NpuKernels, planned: bool) -> Iterator[None]:
+    """Nothing asks for values, and what the handle has counted and learned stays as it was."""
+    settings = handle._settings
+    before = settings.tokens, settings.learned
+    settings.compacts, settings.learned = False, LearnedPlan.settled(planned)
+    try:
+        yield
+    finally:
+        settings.compacts = True
+        settings.tokens, settings.learned = before
+
+
+def record(
+    handle: NpuKernels, model: nn.Module, rows: int, *, length: int = LENGTH, trl: bool = False,
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Recorded:  # fmt: skip
+    """The launches of one training step, forward and backward; nothing is launched.
+
+    Args:
+        handle: of the model's kernels.
+        model: what the Trainer trains, not wrapped for data parallelism.
+        rows, length: of the batch of ids.
+        trl: one of TRL's trainers trains it, through the head that TRL gave it.
+        context: what the Trainer computes a loss in, for example autocast.
+    """
+    found = Recorded()
+    seen: set[tuple[Any, ...]] = set()
+
+    def recorder(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+        plain = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args)
+        launch = Launch(kernel, tuple(grid), plain, tuple(constexprs.items()))
+        # The grid is no part of what is compiled.
+        key = (id(kernel), plain, launch.constexprs)
+        if key not in seen:
+            seen.add(key)
+            found.launches.append(launch)
+
+    def step(planned: bool, backward: bool) -> None:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with _without_numbers(handle, planned), use_launcher(recorder), fake:
+            _run(_Step(model, context, backward), fake, rows, length, trl)
+
+    try:
+        step(planned=False, backward=True)
+        if trl:
+            # A planned gradient is formed in forward. Its backward compares it with the real one: it needs numbers.
+            step(planned=True, backward=False)
+    except _ERRORS as error:
+        found.problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return found
+
+
+class _Step(nn.Module):
+    """Forward and backward as one forward: gradient checkpointing looks the parameters up again in backward."""
+
+    def __init__(self, model: nn.Module, context: Callable[[], AbstractContextManager[Any]], backward: bool) -> None:
+        super().__init__()
+        self.model, self.context, self.backward = model, context, backward
+
+    def forward(self, given: dict[str, Any]) -> None:
+        with self.context():
+            output = self.model(**given)
+        if self.backward:
+            output.loss.backward()
+
+
+def _run(step: _Step, fake: FakeTensorMode, rows: int, length: int, trl: bool) -> None:
+    tensors = {
+        name: fake.from_tensor(tensor).requires_grad_(tensor.requires_grad)
+        for named in (step.named_parameters, step.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+    }
+    where = next(iter(tensors.values())).device
+    ids = torch.zeros(rows, length, dtype=torch.int64, device=where)
+    given = {"input_ids": ids, "labels": ids, **({"fused_lm_head": True} if trl else {})}
+    torch.func.functional_call(step, tensors, (given,))
+
+
+def compile_all(launches: Sequence[Launch], where: torch.device) -> tuple[float, list[str]]:
+    """Compiles the launches on a device, several at once; returns the seconds it took, and what could not be compiled.
+
+    A kernel that cannot be compiled is no error here: its first launch will say the same.
+    """
+    start = time.perf_counter()
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = max(1, min(MOST_THREADS, len(launches), (os.cpu_count() or 1) // processes))
+    for launch in launches:
+        _ = launch.kernel.cache_key  # hashes the sources, and those of what they call: not for several threads
+    module = torch.get_device_module(where)
+    index = torch.device(where).index
+    # The current device is each thread's own.
+    with ThreadPoolExecutor(threads, initializer=lambda: None if index is None else module.set_device(index)) as pool:
+        outcomes = list(pool.map(_compiled, launches))
+    problems = []
+    for launch, error in zip(launches, outcomes, strict=True):
+        if error is not None and isinstance(error.__cause__, SystemError):
+            # Before Python 3.13 two threads in its parser may disturb each other ("recursion depth mismatch").
+            error = _compiled(launch)
+        if error is not None:
+            problems.append(str(error))
+    return time.perf_counter() - start, problems
+
+
+def _compiled(launch: Launch) -> KernelError | None:
+    try:
+        compile_only(launch.kernel, launch.grid, launch.args, dict(launch.constexprs))
+    except KernelError as error:
+        return error
+    return None

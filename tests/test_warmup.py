@@ -1,0 +1,259 @@
+"""Kernels compiled before the first step: which ones, what is left untouched, and that lengths add none.
+
+On CUDA (NPU_KERNELS_TEST_DEVICE=cuda) `test_the_first_step_compiles_nothing` compiles for real; the others record.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, _triton, apply_npu_kernels, warmup
+from npu_trainer_kernels.ops import swiglu
+from tests.conftest import DEVICE
+from tests.models import FAMILIES, small_model
+from tests.test_callback import make_trainer
+
+EVERY = ("rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy", "linear_logprob")
+
+
+def specializations(family: str, shapes: list[tuple[int, int]]) -> dict[str, list[list[str]]]:
+    """What Triton would look compiled kernels up by, by kind of device and shape; in a process that compiles them."""
+    text = ",".join(f"{rows}x{length}" for rows, length in shapes)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.specializations", family, text],
+        capture_output=True, text=True, check=False,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_no_kernel_is_compiled_anew_for_another_length():
+    """Lengths that are one, multiples of 16, and multiples of nothing: what Triton would specialise on."""
+    generator = random.Random(0)
+    shapes = [(2, 128)] + [(generator.randint(1, 5), generator.randint(1, 300)) for _ in range(16)]
+    shapes += [(1, 1), (1, 16), (16, 1)]
+    for kind, keys in specializations("qwen3", shapes).items():
+        assert len(keys[0]) > 8, kind
+        assert set().union(*keys) == set(keys[0]), kind
+
+
+def record(family: str = "llama", **options: Any) -> warmup.Recorded:
+    model = small_model(family)
+    with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
+        return warmup.record(handle, model, rows=2, **options)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3-moe"])
+def test_the_kernels_of_a_step_are_recorded_and_not_launched(family):
+    found = record(family)
+    assert found.problem is None
+    # Cohere's norms are layer norms.
+    expected = {"embedding", "head"} if family == "cohere" else {"norm", "embedding", "head"}
+    assert {name.split()[0] for name in found.names} >= expected
+
+
+def test_recorded_is_what_a_real_step_launches(monkeypatch):
+    """The same kernels with the same dtypes and constants, forward and backward, as training on numbers."""
+    from npu_trainer_kernels.ops import _launch
+
+    model = small_model("gemma2")
+    with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
+        ahead = warmup.record(handle, model, rows=2, length=7)
+        real = set()
+
+        def spy(kernel, grid, args, constexprs):
+            dtypes = tuple(a.dtype for a in args if isinstance(a, torch.Tensor))
+            real.add((id(kernel), dtypes, tuple(constexprs.items())))
+            _launch._run(kernel, grid, args, constexprs)
+
+        ids = torch.randint(3, 300, (2, 7))
+        with _launch.use_launcher(spy):
+            model(input_ids=ids, labels=ids).loss.backward()
+    recorded = {
+        (id(x.kernel), tuple(a for a in x.args if isinstance(a, torch.dtype)), x.constexprs) for x in ahead.launches
+    }
+    assert ahead.problem is None
+    assert recorded == real
+
+
+def test_bfloat16_under_autocast_has_kernels_of_its_own():
+    plain = {launch.args for launch in record().launches}
+    mixed = {launch.args for launch in record(context=lambda: torch.autocast("cpu", torch.bfloat16)).launches}
+    assert any(torch.bfloat16 in args for args in mixed)
+    assert not any(torch.bfloat16 in args for args in plain)
+
+
+def test_nothing_of_the_run_is_touched():
+    model = small_model("llama")
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
+        random_state, learned = torch.get_rng_state(), handle._settings.learned
+        warmup.record(handle, model, rows=2)
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert handle.tokens == 0
+        assert handle._settings.learned is learned
+        assert handle._settings.compacts
+    assert all(p.grad is None and type(p) is torch.nn.Parameter for p in model.parameters())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_gradient_checkpointing_is_recorded_too():
+    model = small_model("llama")
+    model.gradient_checkpointing_enable()
+    with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
+        found = warmup.record(handle, model, rows=2)
+    assert found.problem is None
+    assert {"norm backward", "swiglu backward"} <= set(found.names)
+
+
+def test_what_cannot_run_without_numbers_is_said_and_the_rest_kept():
+    found = record("qwen3-moe")  # its experts are chosen by value
+    assert "norm forward" in found.names
+    assert "nonzero" in found.problem
+
+
+def test_trl_scores_through_the_head_that_it_gave_the_model():
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = small_model("llama")
+    add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
+        found = warmup.record(handle, model, rows=2, trl=True)
+    assert found.problem is None
+    flags = [dict(launch.constexprs) for launch in found.launches if launch.name == "head row statistics"]
+    assert any(flag["HAS_ENTROPY"] and not flag["IS_IDENTITY"] for flag in flags)
+
+
+# ------------------------------------------------------------------------------------------------------------ compiling
+class Kernel:
+    """Stands for a `JITFunction`."""
+
+    __name__ = "_forward_kernel"
+    fn = swiglu
+    cache_key = ""
+
+    def __init__(self, errors=()):
+        self.errors, self.threads = list(errors), []
+
+    def warmup(self, *args, grid, **constexprs):
+        self.threads.append(threading.get_ident())
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+def compile_these(*kernels):
+    return warmup.compile_all([warmup.Launch(k, (1,), (torch.float32, 5), ()) for k in kernels], torch.device("cpu"))
+
+
+def test_a_kernel_that_cannot_be_compiled_is_reported_and_the_others_are_compiled():
+    good, bad = Kernel(), Kernel([ValueError("no such layout")])
+    _, problems = compile_these(bad, good)
+    assert len(problems) == 1
+    assert "_forward_kernel(" in problems[0]
+    assert "ValueError: no such layout" in problems[0]
+    assert len(good.threads) == 1
+
+
+def test_the_parsers_trouble_with_threads_is_tried_again_alone():
+    kernel = Kernel([SystemError("AST constructor recursion depth mismatch")])
+    _, problems = compile_these(kernel)
+    assert problems == []
+    assert len(kernel.threads) == 2
+    assert kernel.threads[1] == threading.get_ident()
+
+
+# --------------------------------------------------------------------------------------------------------- the callback
+class Ahead:
+    """In place of what needs an accelerator, and of Triton's kernels where the model has torch's."""
+
+    def __init__(self, monkeypatch, problem=None):
+        self.compiled = []
+        self.problem = problem
+        self.record = warmup.record
+        monkeypatch.setattr(warmup, "unsupported", lambda model: None)
+        monkeypatch.setattr(warmup, "record", self.recorded)
+        monkeypatch.setattr(warmup, "compile_all", self.compile_all)
+
+    def recorded(self, *args, **kwargs):
+        found = self.record(*args, **kwargs)
+        assert (found.launches, found.problem) == ([], None)
+        return warmup.Recorded([warmup.Launch(Kernel(), (1,), (torch.float32, n), ()) for n in range(2)])
+
+    def compile_all(self, launches, where):
+        self.compiled.append(len(launches))
+        return 1.5, [] if self.problem is None else [self.problem]
+
+
+def test_training_says_what_is_compiled_before_the_report(tmp_path, monkeypatch, capsys):
+    ahead = Ahead(monkeypatch, "kernel k(): it is too large")
+    make_trainer(tmp_path, callbacks=[NpuKernelsCallback()], max_steps=1).train()
+    lines = capsys.readouterr().out.splitlines()
+    assert ahead.compiled == [2]
+    line = "NPU kernels: compiling 2 kernels for this run (swiglu forward) ... 1.5 s"
+    assert lines.index(line) < lines.index("NPU kernels on cpu")
+    assert any("could not be compiled ahead: kernel k(): it is too large" in each for each in lines)
+
+
+def test_without_warm_up_nothing_is_compiled_ahead(tmp_path, monkeypatch):
+    ahead = Ahead(monkeypatch)
+    arguments = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_warm_up=False)
+    make_trainer(tmp_path, callbacks=arguments.callbacks(), max_steps=1).train()
+    assert ahead.compiled == []
+
+
+def test_warm_up_changes_no_bit_of_the_training(tmp_path, monkeypatch):
+    def losses(warm_up: bool) -> list[float]:
+        callbacks = [NpuKernelsCallback(warm_up=warm_up)]
+        trainer = make_trainer(tmp_path, callbacks=callbacks, model=small_model("llama", attention_dropout=0.1))
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    without = losses(False)
+    ahead = Ahead(monkeypatch)
+    assert losses(True) == without
+    assert ahead.compiled
+
+
+def test_it_is_left_out_where_it_cannot_work(monkeypatch):
+    model = small_model("llama")
+    assert warmup.unsupported(model) == "on a CPU nothing is compiled"
+    assert warmup.unsupported(model.to("meta")) is not None
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    assert warmup.unsupported(model) == "the parameters are sharded"
+
+
+def compiled_kernels() -> int:
+    """Variants in the memory of Triton's kernels."""
+    from npu_trainer_kernels.ops import _head, _norm, embedding, rope, swiglu
+
+    modules = (_head, _norm, sys.modules[embedding.__module__], sys.modules[rope.__module__],
+               sys.modules[swiglu.__module__])  # fmt: skip
+    kernels = [v for module in modules for name, v in vars(module).items() if name.endswith("_kernel")]
+    return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_step_compiles_nothing(dtype):
+    """On an accelerator: after the warm-up the kernels of a step are there, at this length and at others."""
+    model = small_model("qwen3", head_dim=16, hidden_size=64, intermediate_size=96).to(DEVICE, dtype)
+    assert warmup.unsupported(model) is None
+    with apply_npu_kernels(model, strict=True) as handle:
+        found = warmup.record(handle, model, rows=2)
+        assert found.problem is None
+        _, problems = warmup.compile_all(found.launches, torch.device(DEVICE))
+        assert problems == []
+        before = compiled_kernels()
+        assert before > 0
+        for rows, length in ((2, 128), (1, 1), (3, 77), (4, 64)):
+            ids = torch.randint(3, 300, (rows, length), device=DEVICE)
+            model(input_ids=ids, labels=ids).loss.backward()
+        assert compiled_kernels() == before
