@@ -64,6 +64,7 @@ def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.Argumen
                         help="OLD NEW compares two files; OLD alone measures and compares with that")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
     parser.add_argument("--device", default=None, help="cuda, npu or cpu (default: what training would use)")
+    parser.add_argument("--commit", default=None, help="of the sources, where they are a copy without their history")
     return parser
 
 
@@ -160,7 +161,7 @@ class _Run:
         return found
 
     def results(self, arguments: Sequence[str]) -> Results:
-        meta = environment(self.device, list(arguments))
+        meta = environment(self.device, list(arguments), self.args.commit)
         name = self.args.name or default_name(meta)
         return Results(self.args.output / f"{name}.json", meta, self.args.resume)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["VARIANTS", "Workload", "ratios", "run", "workloads"]
+__all__ = ["MODELS", "VARIANTS", "Workload", "build_model", "differs", "ratios", "run", "workloads"]
 
 VARIANTS = ("plain", "flag", "liger")
 PACKAGES = {"plain": "transformers", "flag": "npu_trainer_kernels", "liger": "liger-kernel"}
@@ -265,7 +265,8 @@ def _clock_callback(clock: _Clock) -> Any:
     return ClockCallback()
 
 
-def _model(size: str) -> Any:
+def build_model(size: str) -> Any:
+    """A model of `MODELS` with random weights, in training mode, on the CPU."""
     import torch
     import transformers
 
@@ -399,7 +400,7 @@ def train(workload: Workload, variant: str, steps: int, warmup: int = 3) -> Row:
     from .results import package_version
 
     device = torch.device(devices.accelerator())
-    model, clock = _model(workload.size), _Clock(device)
+    model, clock = build_model(workload.size), _Clock(device)
     if variant == "liger":
         _patch_with_liger(model, own_head=workload.name == "sft-trainer")
     with tempfile.TemporaryDirectory() as folder:

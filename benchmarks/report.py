@@ -71,18 +71,29 @@ def _fields(rows: Sequence[Row]) -> list[str]:
     last = rows[-1]
     name = [last["shape"], last["provider"]]
     if last["status"] != "ok":
-        return [*name, "", "", "", "", "", f"{last['status']}: {last['reason']}"]
+        return [*name, "", "", "", "", "", "", f"{last['status']}: {last['reason']}"]
     times = [_mode_cell(rows, mode) for mode in MODES]
     return [
         *name,
         *times,
         _mib(last.get("extra_bytes")),
         _rate(last),
+        ", ".join(f"{row['host_us']:.0f}" for mode in MODES[:2] for row in _of(rows, mode=mode) if row.get("host_us")),
         _error(last) if last["provider"] != FLOOR else "",
     ]
 
 
-COLUMNS = ("shape", "provider", "forward ms", "backward ms", "both ms", "extra MiB", "rate", "error / why not")
+COLUMNS = (
+    "shape",
+    "provider",
+    "forward ms",
+    "backward ms",
+    "both ms",
+    "extra MiB",
+    "rate",
+    "host us",
+    "error / why not",
+)
 
 
 def _op_lines(rows: Sequence[Row], group: str, op: str) -> list[list[str]]:
@@ -145,15 +156,15 @@ def markdown(meta: Row, rows: Sequence[Row]) -> str:
     text = [
         f"# Benchmarks on {device['name']}, {meta['date'][:10]}",
         "",
-        f"`{meta['command']}`",
-        "",
+        *(f"`{command}`\n" for command in meta.get("commands", [meta["command"]])),
         "Python " + meta["python"] + ", " + ", ".join(f"{n} {v}" for n, v in packages.items() if v != "not installed"),
         f"(not installed: {', '.join(n for n, v in packages.items() if v == 'not installed') or 'none'}); "
         f"commit {meta['commit']}; {meta['cpu']['cores']} CPU cores, {meta['cpu']['threads']} threads.",
         "",
         "Times are medians with quartiles, then the ratio to the floor of the same run. Extra memory is beyond inputs, "
         "weights and final gradients. Errors are relative to the reference in higher precision, the worst of outputs "
-        "and gradients; INACCURATE is beyond three times the plain reference's own.",
+        "and gradients; INACCURATE is beyond three times the plain reference's own. Host: Python's time to enqueue "
+        "forward, and backward (autograd's engine included).",
     ]
     copied = meta.get("copy_bytes_per_second")
     if copied:
@@ -221,11 +232,12 @@ _COLOURS = {
     "reference": "#7f7f7f", "torch.compile": "#1f77b4", "torch.nn.functional": "#17becf", "liger": "#2ca02c",
     "liger-fp32-accum": "#98df8a", "liger-chunked": "#98df8a", "liger-triton": "#2ca02c", "trl": "#9467bd",
     "cut-cross-entropy": "#8c564b", "cut-cross-entropy-unfiltered": "#c49c94", FLOOR: "black",
+    "plain": "#7f7f7f", "flag": "#d62728",
 }  # fmt: skip
 
 
 def plot(rows: Sequence[Row], path: Path) -> list[Path]:
-    """Writes `<path>-ops.png` and `<path>-scaling.png`, where there are rows for them.
+    """Writes `<path>-ops.png`, `<path>-scaling.png` and `<path>-end-to-end.png`, where there are rows for them.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -241,6 +253,9 @@ def plot(rows: Sequence[Row], path: Path) -> list[Path]:
     curves = [op for op in _ops(ok) if op[0] != "ops"]
     if curves:
         written.append(_plot_curves(ok, curves, path.with_name(path.name + "-scaling.png")))
+    steps = _of(rows, group="end-to-end", status="ok")
+    if steps:
+        written.append(_plot_steps(steps, path.with_name(path.name + "-end-to-end.png")))
     return written
 
 
@@ -269,7 +284,7 @@ def _bar(axis: Any, rows: Sequence[Row], value: Any) -> None:
     values = [value(r) for r in rows]
     bars = axis.barh(names, values, color=[_COLOURS.get(n, "#bcbd22") for n in names])
     for bar, row, number in zip(bars, rows, values, strict=True):
-        flag = "" if row["verdict"] in ("ok", "unchecked") else f" ({row['verdict']})"
+        flag = "" if row.get("verdict", "ok") in ("ok", "unchecked") else f" ({row['verdict']})"
         axis.text(bar.get_width(), bar.get_y() + bar.get_height() / 2, f" {number:.3g}{flag}", va="center", fontsize=7)
     axis.set_xlim(0, 1.25 * max([v for v in values if math.isfinite(v)], default=1) or 1)
     axis.invert_yaxis()
@@ -311,6 +326,23 @@ def _plot_curves(rows: Sequence[Row], curves: Sequence[tuple[str, str]], target:
         fixed = ", ".join(f"{k}={v}" for k, v in found[0]["sizes"].items() if k != name)
         time_axis.set_title(f"{op} ({fixed})", fontsize=9, loc="left")
         time_axis.legend(fontsize=7)
+    return _save(figure, target)
+
+
+def _plot_steps(rows: Sequence[Row], target: Path) -> Path:
+    """Tokens per second and peak memory of training steps."""
+    from matplotlib import pyplot
+
+    workloads = _unique((r["op"], r["shape"]) for r in rows)
+    figure, axes = pyplot.subplots(len(workloads), 2, figsize=(12, 1.5 * len(workloads) + 0.6), squeeze=False)
+    for (speed_axis, memory_axis), (op, shape) in zip(axes, workloads, strict=True):
+        found = _of(rows, op=op, shape=shape)
+        _bar(speed_axis, found, lambda r: r["tokens_per_second"] / 1e3)
+        _bar(memory_axis, found, lambda r: r["peak_bytes"] / (1 << 30))
+        speed_axis.set_title(f"{op}, {shape}", fontsize=9, loc="left")
+        speed_axis.set_xlabel("thousand tokens per second", fontsize=8)
+        memory_axis.set_xlabel("peak memory, GiB", fontsize=8)
+        memory_axis.set_yticklabels([])
     return _save(figure, target)
 
 

@@ -63,8 +63,17 @@ def _processor() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-def environment(device: torch.device, arguments: list[str]) -> Row:
-    """The machine, the versions, the command."""
+def environment(
+    device: torch.device, arguments: list[str], commit: str | None = None, module: str = "benchmarks"
+) -> Row:
+    """The machine, the versions, the command.
+
+    Args:
+        device: what is measured.
+        arguments: of the command.
+        commit: of the sources; None: asked of git.
+        module: what the arguments were given to.
+    """
     spec = devices.spec(device)
     name = _processor() if spec.kind == "cpu" else spec.name
     return {
@@ -76,9 +85,9 @@ def environment(device: torch.device, arguments: list[str]) -> Row:
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "packages": {name: package_version(name) for name in PACKAGES},
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "sources": _sources_digest(),
-        "command": "python -m benchmarks " + " ".join(arguments),
+        "command": f"python -m {module} " + " ".join(arguments),
     }
 
 
@@ -107,6 +116,7 @@ class Results:
     def __init__(self, path: Path, meta: Row, earlier: Iterable[Path] = ()) -> None:
         self.path, self.meta = path, meta
         self._rows: dict[str, Row] = {}
+        commands: list[str] = []
         for source in (*earlier, path):
             if source.exists():
                 before, rows = read(source)
@@ -115,7 +125,10 @@ class Results:
                         f"{source.name} is of {before['device']['name']!r}, this is {meta['device']['name']!r}: "
                         "rows of two machines do not belong in one file"
                     )
+                commands += before.get("commands", [before["command"]])
                 self._rows.update({key_of(row): row for row in rows})
+        # Rows that were taken over belong to the commands that made them.
+        self.meta["commands"] = list(dict.fromkeys([*commands, meta["command"]]))
 
     @property
     def rows(self) -> list[Row]:

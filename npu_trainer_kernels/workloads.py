@@ -75,8 +75,15 @@ class Inputs:
         return {name: self.tensors[name].grad for name in self.leaves}
 
     def backward(self, outputs: Outputs) -> None:
-        """Backward from `outputs` with the gradients that belong to them."""
-        torch.autograd.backward(list(as_tuple(outputs)), list(self.grads) or None)
+        """Backward from `outputs` with the gradients that belong to them, into the leaves' `.grad`.
+
+        Gradients are taken as the op hands them over: where two leaves have one in common, `outputs.backward()` would
+        copy it for the second, a pass over memory that is not the op's, and that no model makes.
+        """
+        leaves = [self.tensors[name] for name in self.leaves]
+        found = torch.autograd.grad(list(as_tuple(outputs)), leaves, list(self.grads) or None, allow_unused=True)
+        for leaf, gradient in zip(leaves, found, strict=True):
+            leaf.grad = gradient
 
     def bytes(self) -> int:
         return sum(t.nbytes for t in (*self.tensors.values(), *self.grads))

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from benchmarks import cli, endtoend, measure, report, results, runner
+from benchmarks import cli, distributed, endtoend, measure, report, results, runner
 from benchmarks.cases import OPS, Case, table
 from benchmarks.providers import Absent, Provider, providers
 
@@ -307,3 +307,46 @@ def test_an_end_to_end_failure_is_a_row():
     found = endtoend.run(endtoend.Workload("sft-trainer", "tiny-llama", 2, 8), "plain", steps=2, timeout=0.01)
     assert found["status"] == "error"
     assert "not finished" in found["reason"]
+
+
+def test_two_leaves_with_one_gradient_count_once():
+    """What is left after a call is what is allocated: `add_rms_norm` hands one tensor to x and residual."""
+    case = tiny("add_rms_norm")
+    inputs = OPS[case.op].build(case, CPU).require_grad()
+    left = measure._call(OPS[case.op].reference, inputs, "both")
+    assert len(inputs.leaf_grads()) == 3
+    assert len({t.data_ptr() for t in left}) == len(left)
+
+
+def test_a_file_that_is_gone_on_with_keeps_its_commands(tmp_path):
+    path = tmp_path / "r.json"
+    for arguments in (["--only", "a"], ["--only", "b"], ["--only", "b"]):
+        kept = results.Results(path, results.environment(CPU, arguments, commit="1234567"))
+        kept.add([row()])
+    written, _ = results.read(path)
+    assert written["commands"] == ["python -m benchmarks --only a", "python -m benchmarks --only b"]
+    assert written["commit"] == "1234567"
+    assert "--only a" in report.markdown(written, [row()])
+
+
+def test_end_to_end_plot(tmp_path):
+    step = {"group": "end-to-end", "op": "sft-trainer", "shape": "tiny 1x1", "status": "ok", "tokens_per_second": 1e3,
+            "peak_bytes": 1 << 30}  # fmt: skip
+    written = report.plot([{**step, "provider": name} for name in ("plain", "flag")], tmp_path / "r")
+    assert [p.name for p in written] == ["r-end-to-end.png"]
+
+
+@pytest.mark.parametrize(("wrapper", "talks"), [("alone", False), ("ddp", True)])
+def test_the_kernels_add_no_communication(wrapper, talks, tmp_path, monkeypatch):
+    """One rank; under DDP it calls the collectives that two would (FSDP2 calls none then)."""
+    for name, value in (("MASTER_ADDR", "localhost"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        plain, ours = (distributed.train("tiny-llama", wrapper, on, 2, 16, 1, CPU) for on in (False, True))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert plain["collectives"] == ours["collectives"]
+    assert bool(plain["collectives"]) == talks
+    assert plain["losses"] == pytest.approx(ours["losses"], rel=1e-4)
