@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 __all__ = [
     "FLOATS",
     "check_choice",
+    "check_choices",
     "check_float",
     "check_head",
     "check_ids",
@@ -43,6 +45,18 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     """`value` must be one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def check_choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> None:
+    """`values` must be a sequence of some of `allowed`."""
+    if not isinstance(values, Sequence) or isinstance(values, str) or any(v not in allowed for v in values):
+        raise ValueError(f"{name} must be a sequence of {', '.join(allowed)}; got {values!r}")
+
+
+def is_number(value: object) -> bool:
+    """Whether an option is a finite int or float."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def check_same_device(**tensors: torch.Tensor | None) -> None:
