@@ -1261,30 +1261,38 @@ class _LogitsStatistics(torch.autograd.Function):
     """Statistics of logits that exist already."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, options: HeadOptions,
+    def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, unused: torch.Tensor | None, options: HeadOptions,
                 backend: str) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         statistics, softmax = _statistics(logits, ids, None, options, backend)
-        ctx.save_for_backward(logits, ids, *softmax)
+        ctx.save_for_backward(logits, ids, unused, *softmax)
         ctx.options, ctx.backend = options, backend
         ctx.mark_non_differentiable(*(t for t in statistics[4:] if t is not None))
         return tuple(statistics)
 
     @staticmethod
     def backward(ctx: Any, *d_statistics: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        logits, ids, *softmax_fields = ctx.saved_tensors
+        logits, ids, unused, *softmax_fields = ctx.saved_tensors
         softmax = _Softmax._make(softmax_fields)
         k = _coefficients(d_statistics[:4], softmax.row_max, 1.0 / logits.shape[1])
         grads = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
         _gradient_of_logits(logits, grads, ids, None, softmax, k, ctx.options, ctx.backend)
-        return grads, None, None, None
+        if unused is not None:
+            # Zero already, unless the row has a logit that is not finite: 0 times that is NaN.
+            grads.index_fill_(0, unused, 0.0)
+        return grads, None, None, None, None
 
 
 @opaque
-def logits_statistics(logits: torch.Tensor, ids: torch.Tensor, options: HeadOptions, *, backend: str) -> HeadStatistics:
+def logits_statistics(
+    logits: torch.Tensor, ids: torch.Tensor, options: HeadOptions, *, unused: torch.Tensor | None = None, backend: str
+) -> HeadStatistics:
     """Statistics of logits `[n, V]`, differentiable as those of `head_statistics`. One read of the logits in forward;
-    one read and one write in backward."""
+    one read and one write in backward. `unused`: indices of rows whose statistics the caller drops, whatever is in
+    them."""
     if logits.shape[0] == 0:
         return logits_statistics_reference(logits, ids, options)
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    return HeadStatistics._make(_LogitsStatistics.apply(logits, ids, options, backend))
+    # The gradient has the logits' strides, so rows must not share memory, as those of an expanded tensor do.
+    if logits.stride(1) != 1 or logits.stride(0) < logits.shape[1]:
+        logits = logits.contiguous()
+    return HeadStatistics._make(_LogitsStatistics.apply(logits, ids, unused, options, backend))

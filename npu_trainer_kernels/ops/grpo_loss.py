@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import backends, device, tiling
-from ._checks import check_choice, check_float, check_head, check_ids, check_range, check_same_device
+from ._checks import check_choice, check_float, check_head, check_ids, check_range, check_same_device, is_number
 from ._head import (
     HeadOptions,
     HeadStatistics,
@@ -94,12 +94,15 @@ class GrpoOptions:
     def __post_init__(self) -> None:
         check_choice("loss_type", self.loss_type, LOSS_TYPES)
         check_choice("importance_level", self.importance_level, LEVELS)
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)!r}")
-        for name in ("epsilon_low", "epsilon_high", "delta"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if not isinstance(field.default, str | bool) and not (
+                is_number(value) or (value is None and field.default is None)
+            ):
+                raise ValueError(f"{name} must be a finite number; got {value!r}")
+            if name.startswith("sapo_temperature") and not value > 0:
+                raise ValueError(f"{name} must be positive; got {value!r}")
+            if name in ("epsilon_low", "epsilon_high", "delta") and value is not None and not value >= 0:
                 raise ValueError(f"{name} must not be negative; got {value!r}")
         if self.delta is not None and self.loss_type not in _CLIPPED:
             raise ValueError(f"delta={self.delta!r} has no effect with loss_type={self.loss_type!r}; leave it None")
@@ -309,6 +312,10 @@ class GrpoLossOutput(NamedTuple):
 def _mask_like(name: str, mask: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
     if mask is None:
         return None
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(mask).__name__}")
+    if mask.is_complex():
+        raise TypeError(f"{name} must be of an integer, bool or float dtype; got {mask.dtype}")
     if mask.shape != ids.shape:
         raise ValueError(f"{name} must have ids' shape {list(ids.shape)}; got {list(mask.shape)}")
     return mask != 0
@@ -341,7 +348,7 @@ class _Batch:
 def _batch(
     ids: torch.Tensor,
     advantages: torch.Tensor,
-    options: GrpoOptions,
+    options: GrpoOptions | None,
     *,
     completion_mask: torch.Tensor | None,
     tool_mask: torch.Tensor | None,
@@ -352,6 +359,9 @@ def _batch(
     max_completion_length: int | None,
     num_items: int | float | torch.Tensor | None,
 ) -> _Batch:
+    options = GrpoOptions() if options is None else options
+    if not isinstance(options, GrpoOptions):
+        raise TypeError(f"options must be GrpoOptions or None; got {type(options).__name__}")
     if ids.dim() != 2:
         raise ValueError(f"ids must have shape [B, T]; got {list(ids.shape)}")
     if (ref_log_prob is None) != (options.beta == 0.0):
@@ -360,17 +370,29 @@ def _batch(
         raise ValueError("max_completion_length must be given exactly for loss_type='dr_grpo'")
     if num_items is not None and options.loss_type not in ("dapo", "cispo", "vespo"):
         raise ValueError(f"num_items has no effect with loss_type={options.loss_type!r}; leave it None")
+    if isinstance(num_items, torch.Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(f"num_items must be a number or a tensor of one; got shape {list(num_items.shape)}")
+    elif num_items is not None and not is_number(num_items):
+        raise ValueError(f"num_items must be a finite number; got {num_items!r}")
+    if max_completion_length is not None and not (type(max_completion_length) is int and max_completion_length > 0):
+        raise ValueError(f"max_completion_length must be a positive int; got {max_completion_length!r}")
+    check_float("advantages", advantages)
     advantage = _rows_like("advantages", advantages, ids, allow_per_sequence=True)
     old = _rows_like("old_log_prob", old_log_prob, ids)
     reference = _rows_like("ref_log_prob", ref_log_prob, ids)
-    per_sequence = importance_ratio is not None and importance_ratio.shape != ids.shape
     ratio = _rows_like("importance_ratio", importance_ratio, ids, allow_per_sequence=True)
-    check_same_device(ids=ids, advantages=advantages, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
+    per_sequence = importance_ratio is not None and importance_ratio.shape != ids.shape
+    masks = {"completion_mask": completion_mask, "tool_mask": tool_mask, "entropy_mask": entropy_mask}
+    given = {name: _mask_like(name, mask, ids) for name, mask in masks.items()}
+    check_same_device(
+        ids=ids, advantages=advantages, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,
+        importance_ratio=importance_ratio, **given,
+    )  # fmt: skip
     keep = torch.ones_like(ids, dtype=torch.bool)
-    for name, mask in (("completion_mask", completion_mask), ("tool_mask", tool_mask)):
-        given = _mask_like(name, mask, ids)
-        keep = keep if given is None else keep & given
-    chosen = _mask_like("entropy_mask", entropy_mask, ids)
+    for mask in (given["completion_mask"], given["tool_mask"]):
+        keep = keep if mask is None else keep & mask
+    chosen = given["entropy_mask"]
 
     counts = keep.sum(1)
     lengths = counts.clamp(min=1).float()
@@ -491,7 +513,8 @@ def fused_linear_grpo_loss(
         ids: completion ids `[B, T]`, int64 or int32.
         advantages: `[B]`, `[B, 1]` or `[B, T]`.
         bias: `[V]` or None.
-        completion_mask, tool_mask: `[B, T]` of any integer, bool or float dtype; a token counts where all are not 0.
+        completion_mask: `[B, T]` of any integer, bool or float dtype; a token counts where both masks are not 0.
+        tool_mask: likewise.
         entropy_mask: `[B, T]`; where 0 a token's policy term is left out, but not its KL.
         old_log_prob: l', `[B, T]`; None: on-policy.
         ref_log_prob: l'', `[B, T]`; given exactly when `options.beta` is not 0.
@@ -499,7 +522,9 @@ def fused_linear_grpo_loss(
         options: `GrpoOptions`; None: its defaults.
         max_completion_length: for loss type dr_grpo.
         num_items: for dapo, cispo and vespo: what the sum is divided by; None: the counted tokens of this batch.
-        temperature, softcap, logit_scale: transform of the logits, as in `linear_logprob`.
+        temperature: of the logits' transform, as in `linear_logprob`.
+        softcap: likewise.
+        logit_scale: likewise.
         entropy: whether to return the entropy.
         backend: overrides the choice of `backends.choose("grpo_loss", ...)`.
 
@@ -512,7 +537,7 @@ def fused_linear_grpo_loss(
     """
     check_head(x, weight, "ids", ids, bias)
     batch = _batch(
-        ids, advantages, options or GrpoOptions(), completion_mask=completion_mask, tool_mask=tool_mask,
+        ids, advantages, options, completion_mask=completion_mask, tool_mask=tool_mask,
         entropy_mask=entropy_mask, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,
         importance_ratio=importance_ratio, max_completion_length=max_completion_length, num_items=num_items,
     )  # fmt: skip
@@ -539,7 +564,7 @@ def fused_linear_grpo_loss_reference(
     softcap: float | None = None, logit_scale: float = 1.0, entropy: bool = False, **batch_arguments: Any,
 ) -> GrpoLossOutput:  # fmt: skip
     """The op on full logits, in plain PyTorch."""
-    batch = _batch(ids, advantages, options or GrpoOptions(), **{**_NOTHING, **batch_arguments})
+    batch = _batch(ids, advantages, options, **{**_NOTHING, **batch_arguments})
     s = head_statistics_reference(
         x.reshape(-1, x.shape[-1])[batch.rows], weight, ids.reshape(-1)[batch.rows], bias,
         _head_options(batch.options, temperature, softcap, logit_scale, entropy),
@@ -571,10 +596,13 @@ def grpo_loss(
     """
     check_float("logits", logits)
     check_ids("ids", ids)
-    if logits.dim() != 3 or logits.shape[:2] != ids.shape:
-        raise ValueError(f"logits must have shape [B, T, V] with ids' {list(ids.shape)}; got {list(logits.shape)}")
+    if logits.dim() != 3 or logits.shape[:2] != ids.shape or logits.shape[2] < 1:
+        raise ValueError(
+            f"logits must have shape [B, T, V] with ids' {list(ids.shape)} and V >= 1; got {list(logits.shape)}"
+        )
+    check_same_device(logits=logits, ids=ids)
     batch = _batch(
-        ids, advantages, options or GrpoOptions(), completion_mask=completion_mask, tool_mask=tool_mask,
+        ids, advantages, options, completion_mask=completion_mask, tool_mask=tool_mask,
         entropy_mask=entropy_mask, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,
         importance_ratio=importance_ratio, max_completion_length=max_completion_length, num_items=num_items,
     )  # fmt: skip
@@ -582,9 +610,10 @@ def grpo_loss(
     # A masked id may be anything; its row is read, but nothing comes of it.
     flat = torch.where(batch.keep.reshape(-1), flat, torch.zeros_like(flat))
     check_range("ids", flat, logits.shape[-1])
+    unused = torch.nonzero(~batch.keep.reshape(-1)).squeeze(1) if batch.rows.shape[0] < flat.shape[0] else None
     every = logits_statistics(
         logits.reshape(-1, logits.shape[-1]), flat, _head_options(batch.options, temperature, None, 1.0, entropy),
-        backend=backends.choose("grpo_loss", logits.device, backend),
+        unused=unused, backend=backends.choose("grpo_loss", logits.device, backend),
     )  # fmt: skip
     s = HeadStatistics._make(None if t is None else t[batch.rows] for t in every)
     return _output(grpo_objective(s.log_prob, s.entropy, batch.tokens, batch.options), s, batch)
@@ -595,7 +624,7 @@ def grpo_loss_reference(
     temperature: float = 1.0, entropy: bool = False, **batch_arguments: Any,
 ) -> GrpoLossOutput:  # fmt: skip
     """The op in plain PyTorch."""
-    batch = _batch(ids, advantages, options or GrpoOptions(), **{**_NOTHING, **batch_arguments})
+    batch = _batch(ids, advantages, options, **{**_NOTHING, **batch_arguments})
     s = logits_statistics_reference(
         logits.reshape(-1, logits.shape[-1])[batch.rows], ids.reshape(-1)[batch.rows],
         _head_options(batch.options, temperature, None, 1.0, entropy),

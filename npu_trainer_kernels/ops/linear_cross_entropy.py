@@ -95,32 +95,37 @@ def valid_rows(target: torch.Tensor, ignore_index: int) -> torch.Tensor | None:
 def _check_options(
     x: torch.Tensor,
     weight: torch.Tensor,
+    ignore_index: int,
     reduction: str,
     num_items: int | float | torch.Tensor | None,
     label_smoothing: float,
     z_loss: float,
     class_weights: torch.Tensor | None,
     outputs: Sequence[str],
+    chunk_rows: int | None,
 ) -> None:
+    if type(ignore_index) is not int or not -(1 << 63) <= ignore_index < 1 << 63:
+        raise ValueError(f"ignore_index must be a 64-bit int; got {ignore_index!r}")
+    if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
+        raise ValueError(f"chunk_rows must be None or a positive int; got {chunk_rows!r}")
     check_choice("reduction", reduction, REDUCTIONS)
     if num_items is not None:
         if reduction != "mean":
             raise ValueError(f"num_items divides a mean; with reduction={reduction!r} it must be None")
         if isinstance(num_items, torch.Tensor) and num_items.numel() != 1:
             raise ValueError(f"num_items must be a number or a tensor of one; got shape {list(num_items.shape)}")
-        if not isinstance(num_items, torch.Tensor) and not num_items > 0:
-            raise ValueError(f"num_items must be positive; got {num_items!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
+        if not isinstance(num_items, torch.Tensor) and not (is_number(num_items) and num_items > 0):
+            raise ValueError(f"num_items must be positive and finite; got {num_items!r}")
+    if not (is_number(label_smoothing) and 0.0 <= label_smoothing <= 1.0):
         raise ValueError(f"label_smoothing must lie in [0, 1]; got {label_smoothing!r}")
-    if not z_loss >= 0.0:
-        raise ValueError(f"z_loss must not be negative; got {z_loss!r}")
-    if class_weights is not None and (class_weights.shape != weight.shape[:1] or class_weights.device != x.device):
-        raise ValueError(
-            f"class_weights must have shape [{weight.shape[0]}] on {x.device}; "
-            f"got {list(class_weights.shape)} on {class_weights.device}"
-        )
-    if isinstance(outputs, str) or any(o not in OUTPUTS for o in outputs):
-        raise ValueError(f"outputs must be a sequence of {', '.join(OUTPUTS)}; got {outputs!r}")
+    if not (is_number(z_loss) and z_loss >= 0.0):
+        raise ValueError(f"z_loss must be finite and not negative; got {z_loss!r}")
+    if class_weights is not None:
+        check_float("class_weights", class_weights)
+        if class_weights.shape != weight.shape[:1]:
+            raise ValueError(f"class_weights must have shape [{weight.shape[0]}]; got {list(class_weights.shape)}")
+        check_same_device(x=x, class_weights=class_weights)
+    check_choices("outputs", outputs, OUTPUTS)
 
 
 def fused_linear_cross_entropy(
@@ -156,7 +161,8 @@ def fused_linear_cross_entropy(
         reduction: "mean" (over the valid targets, weighted by `class_weights`; zero, not NaN, when there are none),
             "sum", or "none" (per token, zero where ignored; costs a fourth product).
         num_items: divides the sum instead of the number of valid targets (gradient accumulation, several ranks).
-        softcap, logit_scale: see the module's formula; `softcap` None: no cap.
+        softcap: see the module's formula; None: no cap.
+        logit_scale: likewise.
         label_smoothing: s in [0, 1].
         z_loss: zeta >= 0.
         class_weights: k, `[V]`.
@@ -176,7 +182,9 @@ def fused_linear_cross_entropy(
             backend `"vendor"` was asked to serve by name and does not cover.
     """
     check_head(x, weight, "target", target, bias)
-    _check_options(x, weight, reduction, num_items, label_smoothing, z_loss, class_weights, outputs)
+    _check_options(
+        x, weight, ignore_index, reduction, num_items, label_smoothing, z_loss, class_weights, outputs, chunk_rows
+    )
     flat = target.reshape(-1)
     if rows is None:
         rows = valid_rows(flat, ignore_index)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .. import backends
-from ._checks import check_head, check_range
+from ._checks import check_choices, check_head, check_range
 from ._head import HeadOptions, Objective, head_statistics, head_statistics_reference
 
 __all__ = [
@@ -48,9 +48,7 @@ def logprob_options(
     temperature: float, softcap: float | None, logit_scale: float, outputs: Sequence[str]
 ) -> HeadOptions:
     """The engine's options for the arguments of `linear_logprob`; raises `ValueError` as that does."""
-    unknown = [o for o in outputs if o not in OUTPUTS]
-    if isinstance(outputs, str) or unknown:
-        raise ValueError(f"outputs must be a sequence of {', '.join(OUTPUTS)}; got {outputs!r}")
+    check_choices("outputs", outputs, OUTPUTS)
     return HeadOptions(
         temperature=temperature,
         softcap=softcap,

@@ -3,6 +3,8 @@
 That the formula itself is TRL's is tested with TRL's own trainer, in tests/trainers.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -190,6 +192,28 @@ def test_everything_masked_is_a_zero_that_can_be_differentiated(device, backend)
     assert out.loss.item() == 0.0
     assert not gx.any()
     assert not gw.any()
+
+
+def test_logits_of_a_masked_token_may_be_anything(device, backend):
+    logits = torch.randn(B, T, V, device=device)
+    mask = torch.arange(T, device=device).expand(B, T) < 5
+    clean, dirty = (logits.where(mask.unsqueeze(-1), value).requires_grad_() for value in (0.0, math.inf))
+    ids, advantages = torch.randint(0, V, (B, T), device=device), torch.randn(B, device=device)
+    for z in (clean, dirty):
+        grpo_loss(z, ids, advantages, completion_mask=mask, backend=backend).loss.backward()
+    assert clean.grad.any()
+    assert torch.equal(clean.grad, dirty.grad)
+
+
+def test_logits_that_share_memory(device, backend):
+    one = torch.randn(1, 1, V, device=device).requires_grad_()
+    ids, advantages = torch.zeros(B, 1, dtype=torch.long, device=device), torch.randn(B, device=device)
+    grads = []
+    for z in (one.expand(B, 1, V), one.repeat(B, 1, 1)):
+        loss = grpo_loss(z, ids, advantages, backend=backend).loss
+        grads.append(torch.autograd.grad(loss, one)[0])
+    assert grads[0].any()
+    assert torch.equal(*grads)
 
 
 BAD = [
