@@ -5,6 +5,8 @@ with the environment variable `NPU_KERNELS_BACKEND` (`"torch"` for every op, or 
 the `backend` argument of `apply_npu_kernels`, or with the `backend` argument of a single op; the nearest one wins. An
 override that cannot run raises: a backend that was asked for by name is never replaced silently.
 
+What `npu-kernels tune` measured on the machine goes before the table (`tuned`).
+
 The vendor's operators cover some calls of an op and not others. Where the table chose them, the next backend in order
 serves the others; where they were asked for by name, such a call raises.
 """
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _triton, _vendor
+from . import _triton, _vendor, tuned
 from . import device as devices
 
 __all__ = [
@@ -168,9 +170,20 @@ def _asked_for(op: str, override: str | None, environment: str) -> tuple[str | N
     return parse_override(environment).get(op), f"{ENVIRONMENT}={environment}"
 
 
+def _measured(op: str, device: torch.device) -> tuned.Entry | None:
+    """What `npu-kernels tune` found for the device."""
+    machines = tuned.machines()
+    return machines.get(devices.spec(device).name, {}).get(op) if machines else None
+
+
 @functools.cache
-def _by_table(op: str, kind: str, uncovered: bool) -> tuple[str, str]:
-    """The first backend of the table that runs, and why; `uncovered`: for the calls that the vendor does not cover."""
+def _by_table(op: str, kind: str, measured: tuned.Entry | None, uncovered: bool) -> tuple[str, str]:
+    """The backend that was measured to be the fastest, or else the first one of the table that runs, and why;
+    `uncovered`: for the calls that the vendor does not cover."""
+    if measured is not None and not (uncovered and measured.backend == "vendor"):
+        reason = unavailable(measured.backend, kind, op)
+        if reason is None:
+            return measured.backend, str(measured)
     skipped: list[str] = []
     for choice in _ORDER[op][kind]:
         if uncovered and choice.backend == "vendor":
@@ -182,11 +195,12 @@ def _by_table(op: str, kind: str, uncovered: bool) -> tuple[str, str]:
     raise AssertionError(f"{op} has no backend on {kind}")  # every list ends with torch
 
 
-def _choose(op: str, kind: str, override: str | None, environment: str) -> tuple[str, str]:
+def _choose(op: str, device: torch.device, override: str | None, environment: str) -> tuple[str, str]:
     _check_op(op)
     asked, source = _asked_for(op, override, environment)
+    kind = _kind(device)
     if asked is None:
-        return _by_table(op, kind, False)
+        return _by_table(op, kind, _measured(op, device), False)
     reason = unavailable(asked, kind, op)
     if reason is not None:
         raise ValueError(f"{op}: backend {asked!r} (from {source}) cannot run on {kind}: {reason}")
@@ -222,7 +236,7 @@ def choose(
     if torch.compiler.is_compiling() or (_failures and has_failed(op, device)):
         return "torch"
     environment = os.environ.get(ENVIRONMENT, "")
-    name = _choose(op, _kind(device), override, environment)[0]
+    name = _choose(op, device, override, environment)[0]
     if name != "vendor":
         return name
     asked, source = _asked_for(op, override, environment)
@@ -233,7 +247,7 @@ def choose(
         )
     if asked is None and reason is None and unwanted is not None:
         reason = unwanted()
-    return name if reason is None else _by_table(op, _kind(device), True)[0]
+    return name if reason is None else _by_table(op, _kind(device), _measured(op, device), True)[0]
 
 
 def keeps_plain(op: str, device: torch.device, override: str | None = None) -> str | None:
@@ -241,6 +255,9 @@ def keeps_plain(op: str, device: torch.device, override: str | None = None) -> s
     environment = os.environ.get(ENVIRONMENT, "")
     if op in parse_override(override or "") or op in parse_override(environment):
         return None
+    measured = _measured(op, device)
+    if measured is not None:
+        return f"plain PyTorch is faster; {measured}" if measured.plain_wins else None
     return _PLAIN.get(_kind(device), {}).get(op)
 
 
@@ -253,10 +270,11 @@ def explain(
     if has_failed(op, device):
         return "torch", f"its kernel failed here: {_failures[op, _kind(device)]}"
     environment = os.environ.get(ENVIRONMENT, "")
-    name, reason = _choose(op, _kind(device), override, environment)
+    name, reason = _choose(op, device, override, environment)
     asked, _ = _asked_for(op, override, environment)
     if name == "vendor":
-        rest = "raises" if asked is not None else f"goes to {_by_table(op, _kind(device), True)[0]}"
+        others = _by_table(op, _kind(device), _measured(op, device), True)[0]
+        rest = f"goes to {others}" if asked is None else "raises"
         reason += f". It covers {_vendor.COVERS[op]}; what it does not cover {rest}"
         if asked is None and op in _vendor.NOT_REPEATABLE:
             reason += f", and so does {_vendor.NOT_REPEATABLE[op]}"

@@ -14,13 +14,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import _bench, _compile, _doctor, _verify
+from . import _bench, _compile, _doctor, _tune, _verify
 from ._output import FINE, USAGE, Output, UsageError
 
 __all__ = ["main", "make_parser"]
 
 # One module a command, each with NAME, HELP, add_arguments(parser) and run(args, output) -> exit code.
-_COMMANDS = (_doctor, _compile, _verify)
+_COMMANDS = (_doctor, _tune, _compile, _verify)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -18,13 +18,13 @@ from ..closeness import Tensors, assert_op_close
 from ..timing import QUICK, is_accelerator, measure, rotation
 from ..workloads import OPS, Inputs, ModelShapes, Workload, of_model
 
-__all__ = ["check", "main", "time_op"]
+__all__ = ["CHECKED", "CHECKED_TOKENS", "TIMED", "check", "main", "time_op"]
 
 # Small, since the truth is computed in fp64, and with tails: no size divides a tile.
-_CHECKED = ModelShapes(hidden=328, intermediate=712, vocabulary=2053, heads=4, kv_heads=2, head_dim=72)
-_CHECKED_TOKENS = 136
+CHECKED = ModelShapes(hidden=328, intermediate=712, vocabulary=2053, heads=4, kv_heads=2, head_dim=72)
+CHECKED_TOKENS = 136
 # Where time is that of the kernels; on a CPU, where it is worth waiting for.
-_TIMED = {
+TIMED = {
     True: (ModelShapes(hidden=2048, intermediate=8192, vocabulary=128256, heads=32, kv_heads=8, head_dim=64), 4096),
     False: (ModelShapes(hidden=256, intermediate=704, vocabulary=4096, heads=4, kv_heads=2, head_dim=64), 512),
 }
@@ -94,12 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spec = device.spec(where)
     _emit(device={"kind": spec.kind, "name": spec.name, "memory_bytes": spec.memory_bytes})
     accelerated = is_accelerator(where)
-    shapes, tokens = _TIMED[accelerated]
+    shapes, tokens = TIMED[accelerated]
     timed = {work.op: work for work in of_model(shapes, tokens, "bfloat16" if accelerated else "float32")}
     for op in args.ops.split(","):
         assert op in OPS, op
         for dtype in ("float32", "bfloat16"):
-            work = next(w for w in of_model(_CHECKED, _CHECKED_TOKENS, dtype) if w.op == op)
+            work = next(w for w in of_model(CHECKED, CHECKED_TOKENS, dtype) if w.op == op)
             name, reason = backends.explain(work.backend_op, where)
             # Said first, so that the parent knows what was under way when this process died.
             _emit(op=op, dtype=dtype, backend=name, reason=reason, begins=True)
