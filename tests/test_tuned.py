@@ -107,7 +107,7 @@ def entry(**changes):
         entry(dtype="x" * 999),
         entry(more=1),
         "[" * 100_000,
-        " " * (1 << 19),
+        entry() + " " * (1 << 19),
         '{"format": 1, "machines": {"\ud800": {}}}',
     ],
 )  # fmt: skip
