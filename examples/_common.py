@@ -1,7 +1,8 @@
-"""What both examples share: arguments, data and models from the hub or from scratch, peak memory, metrics."""
+"""What the examples share: arguments, data and models from the hub or from scratch, peak memory, metrics."""
 
 import json
 import os
+import random
 import resource
 import sys
 from collections.abc import Iterable
@@ -19,10 +20,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    Qwen3Config,
     Trainer,
+    TrainingArguments,
+    set_seed,
 )
+from trl import TrlParser
 
-from npu_trainer_kernels import NpuKernelsCallback
+from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -124,6 +129,70 @@ def byte_level_tokenizer(texts: Iterable[str] = (), vocab_size: int = SMALLEST_V
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
     )
+
+
+def small_qwen3(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
+    """A Qwen3 of 0.8 million parameters."""
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def sum_pairs(count: int, largest_operand: int, seed: int) -> list[tuple[int, int]]:
+    """`count` different pairs of numbers from 0 to `largest_operand`."""
+    side = largest_operand + 1
+    return [divmod(pair, side) for pair in random.Random(seed).sample(range(side**2), count)]
+
+
+def trl_example(
+    config: type[TrainingArguments], **defaults: Any
+) -> tuple[NpuKernelsArguments, TrainingArguments, PreTrainedTokenizerBase, str, list[tuple[str, str]]]:
+    """What `trl_*.py` start from: the flag, the trainer's arguments from the command line, a tokenizer, the path of a
+    small model and sums with their answers. By path, since TRL loads a reference model from where the model is."""
+    parser = TrlParser((NpuKernelsArguments, config))
+    parser.set_defaults(
+        output_dir=f"runs/{Path(sys.argv[0]).stem}",
+        max_steps=100,
+        per_device_train_batch_size=32,
+        learning_rate=1e-3,
+        logging_steps=10,
+        save_strategy="no",
+        report_to="none",
+        # TRL's own defaults are for large models: bfloat16 and recomputed activations only slow this one down.
+        bf16=False,
+        gradient_checkpointing=False,
+        **defaults,
+    )
+    kernels, training = parser.parse_args_and_config()
+    set_seed(training.seed)
+    tokenizer, start = byte_level_tokenizer(), str(Path(training.output_dir) / "start")
+    AutoModelForCausalLM.from_config(small_qwen3(tokenizer)).save_pretrained(start)
+    tokenizer.save_pretrained(start)
+    return (
+        kernels,
+        training,
+        tokenizer,
+        start,
+        [(f"{a}+{b}=", str(a + b)) for a, b in sum_pairs(512, 49, training.seed)],
+    )
+
+
+def train_and_save(trainer: Trainer) -> None:
+    """Trains, saves the model, writes its losses and what the kernels replaced to `metrics.json`."""
+    trainer.train()
+    trainer.save_model()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    write_metrics(trainer, {"losses": losses, "steps": trainer.state.global_step, "kernels": kernel_report(trainer)})
 
 
 def parameters_in_millions(model: PreTrainedModel) -> str:

@@ -11,7 +11,6 @@ the columns `prompt` and `answer`. Every field of `trl.GRPOConfig` is an option.
 holds rewards, seconds, peak memory, tokens per second and what the kernels replaced.
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,13 +29,14 @@ from _common import (
     parameters_in_millions,
     refuse,
     require_columns,
+    small_qwen3,
+    sum_pairs,
     write_metrics,
 )
 from datasets import Dataset
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3Config,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -123,7 +123,7 @@ def sums(count: int, largest_operand: int, seed: int) -> Dataset:
             f"num_prompts must be 1 to {side**2 - HELD_OUT}, as there are {side**2} sums of numbers up to "
             f"{largest_operand} and {HELD_OUT} are held out; got {count - HELD_OUT}"
         )
-    pairs = [divmod(pair, side) for pair in random.Random(seed).sample(range(side**2), count)]
+    pairs = sum_pairs(count, largest_operand, seed)
     return Dataset.from_dict({"prompt": [f"{a}+{b}=" for a, b in pairs], "answer": [str(a + b) for a, b in pairs]})
 
 
@@ -167,23 +167,6 @@ def format_reward(end: int) -> Callable[..., list[float]]:
         return rewards
 
     return answer_format
-
-
-def small_qwen3(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
-    """A Qwen3 of 0.8 million parameters."""
-    return Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
 
 
 class StopWhenAccurate(TrainerCallback):

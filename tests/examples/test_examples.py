@@ -269,6 +269,15 @@ def test_grpo_with_local_model_and_dataset(flag: bool, tmp_path: Path, tiny_mode
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 32
 
 
+@pytest.mark.parametrize("script", ["trl_sft", "trl_dpo", "trl_kto", "trl_rloo"])
+def test_trl_trainers_run_with_the_flag(script: str, tmp_path: Path) -> None:
+    options = ["--per_device_train_batch_size", "4", "--use_npu_kernels", "--use_cpu"]
+    metrics = metrics_of(f"{script}.py", tmp_path, *options)
+    assert (metrics["steps"], len(metrics["losses"])) == (3, 3)
+    assert "linear_logprob" in metrics["kernels"]
+    assert Qwen3ForCausalLM.from_pretrained(tmp_path).config.vocab_size == common.SMALLEST_VOCAB
+
+
 def test_a_failing_run_leaves_no_metrics(tmp_path: Path) -> None:
     result = run("sft.py", tmp_path, "--sequence_length", "999999", "--text_characters", "100000")
     assert result.returncode != 0
