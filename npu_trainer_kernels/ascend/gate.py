@@ -95,7 +95,7 @@ _Job = tuple[str, str]  # a specialization's content, and the facts of a target
 def collect(cases: Iterable[Case], chips: Sequence[str] = CHIPS, workers: int = 2) -> list[Row]:
     """Records, plans and measures the cases; rows in the order of cases, chips and launches.
 
-    Chips of which the compiler knows the same (`plan.target_facts`) share a plan.
+    Chips of which the compiler knows the same, but for the number of cores (`plan.target_facts`), share a plan.
 
     Args:
         cases: the cases.
@@ -248,7 +248,8 @@ _COLUMNS = (
 _HEADER = """# What the Ascend compiler says of every kernel
 
 Written by the gate (`make test-ascend`) from the real compiler's output; no chip was used, and nothing here is a time
-on one. *buffer*: KiB of a core's unified buffer used / available. *switches*: waits between the vector and the scalar
+on one. Chips that differ in the number of cores alone share a plan; the gate's tests compile every kernel for both and
+compare. *buffer*: KiB of a core's unified buffer used / available. *switches*: waits between the vector and the scalar
 unit per row or tile of rows. *traffic*: bytes that the kernel moved between HBM and the chip over the fewest possible,
 counted when the lowering of one core's share is executed; the worst of the chips. *In blocks*: a row does not fit on
 the chip and is read twice. A row of class weights is read beside each row of logits; the fewest possible does not count

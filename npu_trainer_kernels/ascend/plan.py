@@ -37,6 +37,7 @@ __all__ = [
     "MemoryPlan",
     "plan",
     "plan_lowered",
+    "planned_code",
     "read_plan",
     "target_facts",
     "violations",
@@ -152,12 +153,18 @@ def plan_lowered(kernel: str, lowered: str, chip: str, *, multi_buffer: bool = T
 
 
 def target_facts(kernel: str, lowered: str, chip: str) -> str:
-    """All that the compiler knows of a chip, in its own words: the numbers of cores and the sizes of memories that it
-    wrote into the planned IR of some kernel. Chips of which it knows the same get the same plans."""
+    """What the compiler knows of a chip that a plan depends on, in its own words: the sizes of memories that it wrote
+    into the planned IR of some kernel. The numbers of cores are left out: they change nothing else of the planned IR
+    (a test holds `planned_code` of every kernel against that)."""
     found = _TARGET.search(_compiled(kernel, lowered, chip, True)["planned"])
     if found is None:
         raise ToolchainError(kernel, f"description of {chip}", ["the planned IR has no target_device_spec"])
-    return found[1]
+    return _CORE_COUNTS.sub("", found[1])
+
+
+def planned_code(kernel: str, lowered: str, chip: str) -> str:
+    """The planned IR without the compiler's description of the chip."""
+    return _TARGET.sub("", _compiled(kernel, lowered, chip, True)["planned"])
 
 
 def _compiled(kernel: str, lowered: str, chip: str, multi_buffer: bool) -> dict[str, Any]:
@@ -204,6 +211,7 @@ def _compile_to(kernel: str, lowered: str, chip: str, flags: tuple[str, ...], pa
 _REQUIRED = re.compile(r"ub overflow, requires (\d+) bits while (\d+) bits available")
 _UB_SIZE = re.compile(r'"UB_SIZE", (\d+) : i32')
 _TARGET = re.compile(r"#hacc\.target_device_spec<(.*?>)>")
+_CORE_COUNTS = re.compile(r'#dlti\.dl_entry<"\w+_CORE_COUNT", \d+ : i32>,? ?')
 _DROPPED = "set enable-auto-multi-buffer to false"
 _SWITCH = re.compile(r"hivm\.hir\.wait_flag\[<PIPE_V>, <PIPE_S>|hivm\.hir\.wait_flag\[<PIPE_S>, <PIPE_V>")
 # A fixed event is the store just before; where buffers rotate the event does too, and stands for the store before that.

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from npu_trainer_kernels.ascend.cases import cases
+from npu_trainer_kernels import device
+from npu_trainer_kernels.ascend.cases import TABLE, cases
 from npu_trainer_kernels.ascend.gate import (
     CHIPS,
     REPORTED_CHIPS,
@@ -13,6 +14,10 @@ from npu_trainer_kernels.ascend.gate import (
     report_is_current,
     write_report,
 )
+from npu_trainer_kernels.ascend.launcher import Recorder
+from npu_trainer_kernels.ascend.lower import lower
+from npu_trainer_kernels.ascend.plan import planned_code
+from npu_trainer_kernels.ops._launch import use_launcher
 
 REPORT = Path(__file__).parents[2] / "docs" / "ascend-report.md"
 
@@ -35,3 +40,17 @@ def test_every_kernel_passes_on_every_chip(gate):
 def test_the_report_is_current(gate):
     _, current = gate
     assert current, "docs/ascend-report.md was stale; it has been written anew: commit it"
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=lambda entry: entry.op)
+def test_the_number_of_cores_changes_no_plan(entry, kept_cache):
+    case = next(iter(entry.cases()))
+    recorder = Recorder()
+    with device.use_chip("Ascend910B1"), use_launcher(recorder):
+        case.run()
+    for launched in recorder.launches:
+        many, few = launched.specialize("Ascend910B1"), launched.specialize("Ascend910B4")
+        assert device.chip_spec("Ascend910B1").vector_cores > device.chip_spec("Ascend910B4").vector_cores
+        codes = [planned_code(spec.name, lower(spec), spec.chip) for spec in (many, few)]
+        assert "hivm" in codes[0]
+        assert codes[0] == codes[1]
