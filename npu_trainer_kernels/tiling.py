@@ -63,7 +63,7 @@ def launch_options(spec: DeviceSpec, num_warps: int) -> dict[str, int]:
 @dataclass(frozen=True)
 class StatisticsTile:
     """Blocks of the row-statistics kernel: a step reads `fold * width` contiguous logits of one row and folds them
-    into `width` running maxima and sums."""
+    into `width` running maxima and sums; `programs` at most are worth starting."""
 
     fold: int
     width: int
@@ -73,21 +73,25 @@ class StatisticsTile:
 
 @dataclass(frozen=True)
 class GradientTile:
-    """Blocks of the in-place gradient kernel: a step turns `block` contiguous logits of one row into gradients."""
+    """Blocks of the in-place gradient kernel: a step turns `block` contiguous logits of one row into gradients;
+    `programs` at most are worth starting."""
 
     block: int
     programs: int
     options: dict[str, int] = field(default_factory=dict, hash=False)
 
 
+# One program a row, however many there are. The tiles know nothing of rows, so that there is one for all lengths.
+_ONE_PER_ROW = 1 << 30
+
+
 @cache
-def statistics_tile(n_rows: int, n_cols: int, itemsize: int, spec: DeviceSpec, *, entropy: bool = False,
+def statistics_tile(n_cols: int, itemsize: int, spec: DeviceSpec, *, entropy: bool = False,
                     mean: bool = False, squares: bool = False, argmax: bool = False,
                     weights: bool = False) -> StatisticsTile:  # fmt: skip
     """Tile of the row-statistics kernel.
 
     Args:
-        n_rows: rows of the chunk.
         n_cols: vocabulary size.
         itemsize: bytes of a logit.
         spec: the device.
@@ -96,7 +100,7 @@ def statistics_tile(n_rows: int, n_cols: int, itemsize: int, spec: DeviceSpec, *
     """
     if spec.kind == "cuda":
         # 1024 lanes over 4 warps: 16-byte loads of bf16; four of them in flight hide HBM latency (H200).
-        return StatisticsTile(4, min(1024, next_power_of_2(n_cols)), programs(n_rows, spec), launch_options(spec, 4))
+        return StatisticsTile(4, min(1024, next_power_of_2(n_cols)), _ONE_PER_ROW, launch_options(spec, 4))
     if spec.kind == "npu":
         # Narrow lanes, a tall fold: accumulators stay small, transfers reach 24 KiB, the lanes are rescaled once per
         # fold. The largest folds of 256 lanes, in steps of 4, that keep double buffering with and without a softcap on
@@ -112,23 +116,23 @@ def statistics_tile(n_rows: int, n_cols: int, itemsize: int, spec: DeviceSpec, *
         lanes = n_cols // width
         # A step of the tail is short and masked: it costs about a third of a full one.
         fold = min(range(min(largest, max(lanes, 1)), 0, -1), key=lambda f: 3 * (lanes // f) + lanes % f)
-        return StatisticsTile(fold, width, programs(n_rows, spec))
+        return StatisticsTile(fold, width, spec.vector_cores)
     # The interpreter: small, so that short rows take several steps and a tail.
-    return StatisticsTile(2, min(64, next_power_of_2(n_cols)), min(n_rows, 2) or 1)
+    return StatisticsTile(2, min(64, next_power_of_2(n_cols)), 2)
 
 
 @cache
-def gradient_tile(n_rows: int, n_cols: int, itemsize: int, has_weights: bool, spec: DeviceSpec) -> GradientTile:
+def gradient_tile(n_cols: int, itemsize: int, has_weights: bool, spec: DeviceSpec) -> GradientTile:
     """Tile of the in-place gradient kernel; arguments as for `statistics_tile`."""
     if spec.kind == "cuda":
-        return GradientTile(min(4096, next_power_of_2(n_cols)), programs(n_rows, spec), launch_options(spec, 16))
+        return GradientTile(min(4096, next_power_of_2(n_cols)), _ONE_PER_ROW, launch_options(spec, 16))
     if spec.kind == "npu":
         # The largest that keeps double buffering on 910B4 (bishengir-compile): bf16 12288, with class weights 8192;
         # fp32 6144. Blocks of equal size, so that the last one is nearly full.
         largest = (8192 if has_weights else 12288) if itemsize <= 2 else 6144
         block = _cdiv(_cdiv(n_cols, _cdiv(n_cols, largest)), 64) * 64
-        return GradientTile(min(block, largest), programs(n_rows, spec))
-    return GradientTile(min(64, next_power_of_2(n_cols)), min(n_rows, 2) or 1)
+        return GradientTile(min(block, largest), spec.vector_cores)
+    return GradientTile(min(64, next_power_of_2(n_cols)), 2)
 
 
 @cache
@@ -151,7 +155,6 @@ def fused_tile(n_cols: int, itemsize: int, plain: bool, spec: DeviceSpec) -> Sta
     return StatisticsTile(4, min(4096, next_power_of_2(n_cols)), 2 * spec.vector_cores, launch_options(spec, 16))
 
 
-@cache
 def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden: int = 0) -> int:
     """Rows of logits that are alive at once in the LM head engine.
 

@@ -546,13 +546,13 @@ def _raw_statistics(
     n_rows, n_cols = logits.shape
     out = torch.empty(6, n_rows, dtype=torch.float32, device=logits.device)
     tile = tiling.statistics_tile(
-        n_rows, n_cols, logits.element_size(), device.spec(logits.device), entropy=options.entropy, mean=options.mean,
+        n_cols, logits.element_size(), device.spec(logits.device), entropy=options.entropy, mean=options.mean,
         squares=options.log_sum_sq, argmax=options.argmax, weights=class_weights is not None,
     )  # fmt: skip
     step = tile.fold * tile.width
     inner, outer = options.factors
     launch(
-        _row_statistics_kernel, (tile.programs,),
+        _row_statistics_kernel, (min(n_rows, tile.programs),),
         logits, out if class_weights is None else class_weights, out,
         n_rows, n_cols, n_cols // step * step, logits.stride(0), inner, outer,
         **_kernel_flags(options, logits.device),
@@ -716,11 +716,11 @@ def _gradient_without_id(
         return
     n_rows, n_cols = logits.shape
     has_weights = k.c is not None and class_weights is not None
-    tile = tiling.gradient_tile(n_rows, n_cols, logits.element_size(), has_weights, device.spec(logits.device))
+    tile = tiling.gradient_tile(n_cols, logits.element_size(), has_weights, device.spec(logits.device))
     inner, outer = options.factors
     unused = k.a
     launch(
-        _row_gradient_kernel, (tile.programs,),
+        _row_gradient_kernel, (min(n_rows, tile.programs),),
         logits, grads, unused if class_weights is None else class_weights,
         softmax.row_max, unused if softmax.shift is None else softmax.shift,
         k.a * softmax.inverse_s, unused if k.c is None else k.c, unused if k.e is None else k.e * softmax.inverse_s,

@@ -1,0 +1,148 @@
+"""2,000 steps with the kernels leave no more behind than 2,000 steps without: memory, caches, compiled kernels.
+
+Lengths are random and reach, step by step, what no step before has reached. From step 500 on, what Python's objects and
+the process take is looked at every 250 steps. Something kept in every step shows in every window; an arena that the
+allocator takes shows in one. So the typical window with the kernels must grow no more than the worst without them.
+"""
+
+import functools
+import gc
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import npu_trainer_kernels
+from npu_trainer_kernels import NpuKernelsCallback
+from npu_trainer_kernels.patching import PATCHES, _apply
+
+FIRST, WINDOW, LAST = 500, 250, 2000
+LEAK_LAST = FIRST + WINDOW
+SMALLEST = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.0,
+}
+
+
+def cached() -> int:
+    """Entries of every `functools.cache` of the package, of the handles, and kernels compiled."""
+    entries = len(_apply._handles)
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(npu_trainer_kernels.__name__):
+            continue
+        for value in vars(module).values():
+            if isinstance(value, functools._lru_cache_wrapper) and value.__module__ == name:
+                entries += value.cache_info().currsize
+            # Triton's own cache of what a kernel was compiled to, per device.
+            entries += sum(len(each[0]) for each in getattr(value, "device_caches", {}).values())
+    return entries
+
+
+class Rows(torch.utils.data.IterableDataset):
+    """A row a step, up to 2 tokens long at first and 82 at last."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        for step in range(LAST):
+            length = int(torch.randint(2, 4 + step // 25, (), generator=generator))
+            ids = torch.randint(0, SMALLEST["vocab_size"], (length,), generator=generator)
+            yield {"input_ids": ids, "labels": ids}
+
+
+class Growth(TrainerCallback):
+    """What there is after step FIRST and after every window."""
+
+    def __init__(self, leaks: bool) -> None:
+        self.seen: list[dict[str, int]] = []
+        self.leak: list[torch.Tensor] | None = [] if leaks else None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.leak is not None:
+            self.leak.append(torch.zeros(1000))
+        if state.global_step >= FIRST and (state.global_step - FIRST) % WINDOW == 0:
+            gc.collect()
+            now = {
+                "objects": tracemalloc.get_traced_memory()[0],
+                "resident": psutil.Process().memory_info().rss,
+                "cached": cached(),
+            }
+            self.seen.append(now)
+
+
+def main(kind: str) -> None:
+    """Trains `plain`, with the `kernels`, or with kernels and a `leak`; prints how much each window has added."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    growth = Growth(kind == "leak")
+    arguments: dict[str, Any] = {
+        "output_dir": "unused", "max_steps": LEAK_LAST if kind == "leak" else LAST, "per_device_train_batch_size": 1,
+        "report_to": [], "save_strategy": "no", "logging_steps": 50, "use_cpu": True, "disable_tqdm": True,
+        "optim": "sgd",
+    }  # fmt: skip
+    trainer = Trainer(
+        LlamaForCausalLM(LlamaConfig(**SMALLEST)),
+        TrainingArguments(**arguments),
+        train_dataset=Rows(),
+        callbacks=[growth, *([] if kind == "plain" else [NpuKernelsCallback(ops=PATCHES)])],
+    )
+    tracemalloc.start()
+    trainer.train()
+    print(json.dumps([{name: b[name] - a[name] for name in a} for a, b in itertools.pairwise(growth.seen)]))
+
+
+def start(kind: str, folder: Path) -> subprocess.Popen[str]:
+    """In a process of its own, where nothing else has run or is running."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.robustness.test_long_run", kind]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
+    """By kind of run; the runs take place at the same time."""
+    folder = tmp_path_factory.mktemp("runs")
+    running = {kind: start(kind, folder) for kind in ("plain", "kernels", "leak")}
+    try:
+        printed = {kind: process.communicate(timeout=300)[0] for kind, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()
+    assert {kind: process.returncode for kind, process in running.items()} == dict.fromkeys(running, 0)
+    return {kind: json.loads(text.splitlines()[-1]) for kind, text in printed.items()}
+
+
+def typical(windows: list[dict[str, int]], what: str) -> float:
+    return statistics.median(window[what] for window in windows)
+
+
+@pytest.mark.parametrize("what", ["objects", "resident"])
+def test_memory_does_not_grow(windows, what):
+    noise = max(window[what] for window in windows["plain"])
+    assert typical(windows["kernels"], what) <= noise
+    # The measure sees a tensor kept in every step.
+    assert typical(windows["leak"], what) > noise
+
+
+def test_caches_and_compiled_kernels_do_not_grow(windows):
+    assert [window["cached"] for window in windows["kernels"]] == [0] * ((LAST - FIRST) // WINDOW)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
