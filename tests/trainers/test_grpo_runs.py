@@ -2,11 +2,12 @@
 tools, windows of accumulation that are cut short, evaluation, checkpoints, adapters, mixtures of experts."""
 
 import pytest
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOTrainer as TrlGRPOTrainer
 
-from npu_trainer_kernels import GRPOTrainer
+from npu_trainer_kernels import GRPOTrainer, NpuKernelsCallback
 from tests.models import small_model
 from tests.trainers.test_grpo import difference, train
 from tests.trainers.test_grpo_plan import both, compare
@@ -135,6 +136,15 @@ def test_untied_embeddings(tmp_path, recomputed):
     stock, ours, gave_up = both(tmp_path, family="llama", beta=0.1)
     compare(stock, ours)
     assert gave_up == recomputed == []
+
+
+def test_the_callback_in_trls_own_trainer(tmp_path, recomputed):
+    trained = []
+    for callbacks in ([], [NpuKernelsCallback()]):
+        torch.manual_seed(0)
+        trained.append(train(TrlGRPOTrainer, tmp_path, extra={"callbacks": callbacks}, beta=0.1))
+    compare(*trained)
+    assert len(recomputed) == 3
 
 
 @pytest.mark.parametrize("options", [{}, {"loss_type": "vespo", "num_iterations": 2, "max_steps": 3, "beta": 0.1}])
