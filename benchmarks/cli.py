@@ -8,6 +8,8 @@
 
 A run that is started again goes on where the one before stopped: rows in the results file are not measured again,
 except where they failed or where the package's sources (for our rows) or the peer's version (for its) have changed.
+
+Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 the device was lost.
 """
 
 import argparse

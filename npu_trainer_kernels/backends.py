@@ -173,7 +173,8 @@ def _asked_for(op: str, override: str | None, environment: str) -> tuple[str | N
 def _measured(op: str, device: torch.device) -> tuned.Entry | None:
     """What `npu-kernels tune` found for the device."""
     machines = tuned.machines()
-    return machines.get(devices.spec(device).name, {}).get(op) if machines else None
+    machine = machines.get(devices.spec(device).name) if machines else None
+    return None if machine is None else machine.ops.get(op)
 
 
 @functools.cache

@@ -1,17 +1,28 @@
-"""From bytes to block sizes: pure integer functions that return frozen dataclasses (no torch, testable anywhere)."""
+"""From bytes to block sizes: pure integer functions that return frozen dataclasses (no torch, testable anywhere).
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache
+What `npu-kernels tune` measured varies the tiles of `TUNABLE` (`Variation`): half or twice the size that the formula
+gives, with half or twice the warps. No more can be said there, so that no file, whatever it holds, makes a tile that
+does not cover its row.
+"""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, wraps
+from typing import Any, TypeVar
+
+from . import tuned
 from .device import GIB, MIB, DeviceSpec
+from .tuned import Variation
 
 __all__ = [
+    "TUNABLE",
     "GradientTile",
     "RowTile",
     "StatisticsTile",
     "accumulating_programs",
+    "asked_tiles",
     "embedding_tile",
+    "forget_tiles",
     "fused_tile",
     "gradient_tile",
     "head_chunk",
@@ -25,9 +36,73 @@ __all__ = [
     "shortest_chunk",
     "statistics_tile",
     "swiglu_block",
+    "try_variation",
+    "varied",
     "vocabulary_tile",
     "wants_int32_ids",
 ]
+
+
+_Tile = TypeVar("_Tile")
+TUNABLE: dict[str, Any] = {}
+"""The functions whose tiles can be tuned, by name. The last argument of each is the device."""
+_asked: set[tuple[str, tuple[Any, ...]]] = set()
+_tried: dict[tuple[str, tuple[Any, ...]], Variation] = {}
+
+
+def _tunable(fn: Callable[..., _Tile]) -> Callable[..., _Tile]:
+    """`cache`, and beyond it what was measured on the device."""
+
+    @cache
+    @wraps(fn)
+    def tile(*args: Any) -> Any:
+        key = fn.__name__, args
+        _asked.add(key)
+        *sizes, spec = args
+        measured = tuned.variation(fn.__name__, tuple(sizes), spec.name)
+        return varied(fn(*args), _tried.get(key, measured), spec)
+
+    TUNABLE[fn.__name__] = tile
+    return tile
+
+
+def varied(tile: Any, by: Variation | None, spec: DeviceSpec) -> Any:
+    """A tile with its rows, size or fold halved or doubled, and its warps; None, and what does not exist, stay."""
+    if tile is None or by is None:
+        return tile
+    name = next(name for name in ("rows", "size", "fold") if hasattr(tile, name))
+    # On an NPU the formula gives the largest that fits.
+    size = by.size if spec.kind != "npu" else min(by.size, 0)
+    changes: dict[str, Any] = {name: max(1, _shifted(getattr(tile, name), size))}
+    if "num_warps" in tile.options:
+        warps = max(1, min(32, _shifted(tile.options["num_warps"], by.warps)))
+        changes["options"] = {**tile.options, "num_warps": warps}
+    return replace(tile, **changes)
+
+
+def _shifted(value: int, by: int) -> int:
+    return value << by if by >= 0 else value >> -by
+
+
+def forget_tiles() -> None:
+    """Computes every tunable tile anew when it is next asked for; `asked_tiles` starts anew, too."""
+    _asked.clear()
+    for function in TUNABLE.values():
+        function.cache_clear()
+
+
+def asked_tiles() -> set[tuple[str, tuple[Any, ...]]]:
+    """Which tiles were computed since `forget_tiles`: (function, arguments)."""
+    return set(_asked)
+
+
+def try_variation(name: str, args: tuple[Any, ...], by: Variation | None) -> None:
+    """Varies one tile in this process, whatever was measured; None: no longer."""
+    if by is None:
+        _tried.pop((name, args), None)
+    else:
+        _tried[name, args] = by
+    forget_tiles()
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -135,7 +210,7 @@ def gradient_tile(n_cols: int, itemsize: int, has_weights: bool, spec: DeviceSpe
     return GradientTile(min(64, next_power_of_2(n_cols)), 2)
 
 
-@cache
+@_tunable
 def fused_tile(n_cols: int, itemsize: int, plain: bool, spec: DeviceSpec) -> StatisticsTile | None:
     """Tile of the kernel that forms statistics and gradient of a row at once; None: two kernels do.
 
@@ -254,7 +329,7 @@ def _row_tile(cols: int, per_element: int, per_column: int, one_row: int, spec: 
     return RowTile(4 if cols <= 64 else 1, next_power_of_2(cols))
 
 
-@cache
+@_tunable
 def norm_forward_tile(cols: int, itemsize: int, rounds: bool, stores_sum: bool, has_residual: bool,
                       spec: DeviceSpec) -> RowTile:  # fmt: skip
     """Tile of the norms' forward kernel.
@@ -283,7 +358,7 @@ def norm_forward_tile(cols: int, itemsize: int, rounds: bool, stores_sum: bool, 
     return _row_tile(cols, 16, 4, 24, spec)
 
 
-@cache
+@_tunable
 def norm_backward_tile(cols: int, itemsize: int, has_ds: bool, spec: DeviceSpec) -> RowTile:
     """Tile of the norms' backward kernel.
 
@@ -337,7 +412,7 @@ def scale_block(spec: DeviceSpec) -> Block | None:
     return Block(4096, launch_options(spec, 8)) if spec.kind == "cuda" else Block(64)
 
 
-@cache
+@_tunable
 def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
     """Block of SwiGLU's kernels.
 

@@ -1,5 +1,6 @@
 """The file of measurements: what it decides, and what it may hold without being believed."""
 
+import dataclasses
 import json
 import os
 import warnings
@@ -7,8 +8,9 @@ import warnings
 import pytest
 import torch
 
-from npu_trainer_kernels import apply_npu_kernels, backends, tuned
-from npu_trainer_kernels.tuned import Entry
+from npu_trainer_kernels import apply_npu_kernels, backends, tiling, tuned
+from npu_trainer_kernels.device import ASCEND_CHIPS, DeviceSpec
+from npu_trainer_kernels.tuned import Entry, Variation
 from tests.models import small_model
 
 CPU = torch.device("cpu")
@@ -25,11 +27,15 @@ def folder(tmp_path, monkeypatch):
     tuned.forget()
 
 
+def measured():
+    return {chip: dict(machine.ops) for chip, machine in tuned.machines().items()}
+
+
 def test_stored_and_found_again_by_chip_and_op(folder):
     path = tuned.store("cpu", {"rms_norm": FAST})
     tuned.store("cpu", {"swiglu": SLOW})
     tuned.store("NVIDIA H200", {"rms_norm": SLOW})
-    assert tuned.machines() == {"cpu": {"rms_norm": FAST, "swiglu": SLOW}, "NVIDIA H200": {"rms_norm": SLOW}}
+    assert measured() == {"cpu": {"rms_norm": FAST, "swiglu": SLOW}, "NVIDIA H200": {"rms_norm": SLOW}}
     assert [p.name for p in folder.iterdir()] == [path.name]
 
 
@@ -67,7 +73,7 @@ def test_another_version_made_it(monkeypatch):
     tuned.forget()
     assert tuned.machines() == {}
     tuned.store("cpu", {"swiglu": FAST})
-    assert tuned.machines() == {"cpu": {"swiglu": FAST}}
+    assert measured() == {"cpu": {"swiglu": FAST}}
 
 
 def test_it_can_be_ignored(monkeypatch):
@@ -79,7 +85,14 @@ def test_it_can_be_ignored(monkeypatch):
 
 def entry(**changes):
     fields = {"backend": "torch", "ms": 1.0, "plain_ms": 2.0, "plain_wins": False, "shape": "N=8", "dtype": "float32"}
-    return json.dumps({"format": 1, "machines": {"cpu": {"versions": {}, "ops": {"rms_norm": {**fields, **changes}}}}})
+    machine = {"versions": {}, "ops": {"rms_norm": {**fields, **changes}}, "tiles": []}
+    return json.dumps({"format": 1, "machines": {"cpu": machine}})
+
+
+def tile(**changes):
+    fields = {"function": "swiglu_block", "args": [2, 5], "size": 1, "warps": 0}
+    machine = {"versions": {}, "ops": {}, "tiles": [{**fields, **changes}]}
+    return json.dumps({"format": 1, "machines": {"cpu": machine}})
 
 
 @pytest.mark.parametrize(
@@ -106,6 +119,12 @@ def entry(**changes):
         entry(shape="a\nb"),
         entry(dtype="x" * 999),
         entry(more=1),
+        tile(function=["swiglu_block"]),
+        tile(args=["2"]),
+        tile(args=5),
+        tile(size=4),
+        tile(size=True),
+        tile(warps=1.0),
         "[" * 100_000,
         entry() + " " * (1 << 19),
         '{"format": 1, "machines": {"\ud800": {}}}',
@@ -119,7 +138,7 @@ def test_a_corrupt_or_foreign_file_is_ignored_with_a_warning(folder, text):
     assert backends.choose("rms_norm", CPU) == "torch"
     with pytest.warns(UserWarning, match="is ignored"):
         tuned.store("cpu", {"rms_norm": FAST})
-    assert tuned.machines() == {"cpu": {"rms_norm": FAST}}
+    assert measured() == {"cpu": {"rms_norm": FAST}}
 
 
 def test_a_folder_in_its_place_and_one_that_may_not_be_read(folder):
@@ -134,6 +153,49 @@ def test_no_file_is_no_warning():
         assert tuned.machines() == {}
 
 
+# ---------------------------------------------------------------------------------------------------------------- tiles
+H200 = DeviceSpec("cuda", "NVIDIA H200", 132, 256 << 10, 141 << 30)
+NPU = ASCEND_CHIPS["Ascend910B4"]
+
+
+@pytest.fixture
+def fresh_tiles():
+    tiling.forget_tiles()
+    yield
+    tiling.forget_tiles()
+
+
+def test_a_measured_tile_goes_before_the_formula_on_its_chip_alone(fresh_tiles):
+    formula = tiling.swiglu_block(2, 5, H200)
+    tuned.store("NVIDIA H200", {}, {("swiglu_block", (2, 5)): Variation(size=1, warps=-1)})
+    tiling.forget_tiles()
+    changed = tiling.swiglu_block(2, 5, H200)
+    assert changed.size == 2 * formula.size
+    assert changed.options == {"num_warps": formula.options["num_warps"] // 2}
+    assert tiling.swiglu_block(2, 3, H200) == tiling.swiglu_block(2, 3, dataclasses.replace(H200, name="NVIDIA H100"))
+    assert tiling.swiglu_block(2, 5, dataclasses.replace(H200, name="NVIDIA H100")) == formula
+
+
+def test_a_variation_covers_the_same_row_and_fits_an_npu():
+    formula = tiling.norm_forward_tile(4096, 2, True, False, False, H200)
+    for by in (Variation(s, w) for s in (-1, 0, 1) for w in (-1, 0, 1)):
+        tile = tiling.varied(formula, by, H200)
+        assert (tile.cols, tile.blocks) == (formula.cols, formula.blocks)
+        assert tile.rows >= 1
+        assert 1 <= tile.options["num_warps"] <= 32
+    npu = tiling.swiglu_block(2, 5, NPU)
+    assert tiling.varied(npu, Variation(size=1), NPU) == npu
+    assert tiling.varied(npu, Variation(size=-1), NPU).size == npu.size // 2
+    assert tiling.varied(None, Variation(size=1), H200) is None
+
+
+def test_a_tile_is_computed_once(fresh_tiles):
+    """The file and the formula are asked on a miss alone: a launch pays for a look-up."""
+    first = tiling.swiglu_block(2, 5, H200)
+    tuned.store("NVIDIA H200", {}, {("swiglu_block", (2, 5)): Variation(size=1)})
+    assert tiling.swiglu_block(2, 5, H200) is first
+
+
 def test_half_a_file_is_never_seen(folder, monkeypatch):
     tuned.store("cpu", {"rms_norm": FAST})
 
@@ -144,4 +206,4 @@ def test_half_a_file_is_never_seen(folder, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tuned.store("cpu", {"rms_norm": SLOW})
     tuned.forget()
-    assert tuned.machines() == {"cpu": {"rms_norm": FAST}}
+    assert measured() == {"cpu": {"rms_norm": FAST}}

@@ -32,7 +32,7 @@ class Output:
         self._stdout = sys.stdout
         self._redirected = contextlib.ExitStack()
         # Wide where nobody looks: a log or a pipe should hold whole lines.
-        self.console = Console(stderr=as_json, width=None if sys.stderr.isatty() or sys.stdout.isatty() else 170)
+        self.console = Console(width=None if sys.stderr.isatty() or sys.stdout.isatty() else 170)
 
     def __enter__(self) -> "Output":
         if self.as_json:

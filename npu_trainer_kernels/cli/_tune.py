@@ -3,8 +3,10 @@ then on the fastest backend serves each op, and an op that loses to plain PyTorc
 asked for by name).
 
 A backend that gives a wrong result never wins. At the LM head plain PyTorch may win only where the logits are so few
-that ours, too, would hold them all at once: elsewhere it saves time with memory that a run may not have. Tiles are not
-searched: they are the device's, by formula.
+that ours, too, would hold them all at once: elsewhere it saves time with memory that a run may not have.
+
+On an accelerator some tiles (`tiling.TUNABLE`) are tried at half and twice the size that the formula gives, with half
+and twice the warps; on an NPU only at half, since the formula gives the largest that fits.
 
 The winners are in a JSON file in your cache folder (NPU_KERNELS_CACHE, or ~/.cache/npu_trainer_kernels), by chip and by
 the versions of torch, Triton and this package. NPU_KERNELS_TUNED=0 ignores it; removing it forgets it.
@@ -13,6 +15,7 @@ Exit codes: 0 done, 1 a backend is wrong or failed, 2 wrong usage.
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +29,10 @@ if TYPE_CHECKING:
     import torch
 
     from ..timing import Summary
-    from ..tuned import Entry
+    from ..tuned import Entry, TileKey, Variation
     from ..workloads import Workload
 
-__all__ = ["HELP", "NAME", "add_arguments", "run", "tune_op"]
+__all__ = ["HELP", "NAME", "add_arguments", "run", "tune_op", "tune_tiles"]
 
 NAME = "tune"
 HELP = "time the backends at your model's shapes on this device, and remember the winners"
@@ -55,12 +58,14 @@ class Outcome:
         times: of each backend that is right; `plain` is PyTorch's.
         problems: what is wrong with the others, by backend.
         plain_may_win: see the module.
+        tiles: those that are faster than the formula's.
     """
 
     work: "Workload"
     plain_may_win: bool
     times: "dict[str, Summary]" = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    tiles: "dict[TileKey, Variation]" = field(default_factory=dict)
 
     @property
     def entry(self) -> "Entry | None":
@@ -107,13 +112,11 @@ def tune_op(work: "Workload", checked: "Workload", where: "torch.device") -> Out
     import torch
 
     from ..ops._launch import KernelError
-    from ..timing import Settings, measure, rotation
+    from ..timing import is_accelerator
     from ._selfcheck import check
 
     found = Outcome(work, _plain_may_win(work, where))
-    torch.manual_seed(0)
-    sets = [work.inputs(where)]
-    sets += [work.inputs(where) for _ in range(rotation(where, sets[0].bytes()) - 1)]
+    time = _timer(work, where)
     # Twice in turn, and the better of both counts: what else the machine does should hit all alike.
     for name in (*_candidates(work, where), "plain") * 2:
         if name in found.problems:
@@ -123,13 +126,72 @@ def tune_op(work: "Workload", checked: "Workload", where: "torch.device") -> Out
             if problem is not None:
                 found.problems[name] = problem
                 continue
-            fn = work.reference if name == "plain" else work.ours(name)
-            time, _ = measure(fn, sets, "both", where, Settings(least=7), cold=True)
-            found.times[name] = min(time, found.times.get(name, time), key=lambda t: t.median)
+            now = time(name)
+            found.times[name] = min(now, found.times.get(name, now), key=lambda t: t.median)
         except (KernelError, ValueError, torch.OutOfMemoryError) as error:
             # The vendor's operators cover some calls (ValueError); logits of plain PyTorch may not fit.
             found.problems[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if "triton" in found.times and is_accelerator(where):
+        found.tiles, found.times["triton"] = tune_tiles(found.times["triton"], lambda: time("triton"), where)
     return found
+
+
+def _timer(work: "Workload", where: "torch.device") -> "Callable[[str], Summary]":
+    """Times a backend, or `plain`, always on the same inputs."""
+    import torch
+
+    from .. import timing
+
+    torch.manual_seed(0)
+    sets = [work.inputs(where)]
+    sets += [work.inputs(where) for _ in range(timing.rotation(where, sets[0].bytes()) - 1)]
+
+    def time(name: str) -> "Summary":
+        fn = work.reference if name == "plain" else work.ours(name)
+        return timing.measure(fn, sets, "both", where, timing.Settings(least=7), cold=True)[0]
+
+    return time
+
+
+def tune_tiles(
+    best: "Summary", time: "Callable[[], Summary]", where: "torch.device"
+) -> "tuple[dict[TileKey, Variation], Summary]":
+    """Tries each tile that an op asks for, one after the other; keeps what is faster beyond the spread.
+
+    Args:
+        best: the op's time by the formula.
+        time: times the op.
+        where: the device.
+    """
+    from .. import device, tiling
+    from ..ops._launch import KernelError
+    from ..tuned import Variation
+
+    kept: dict[TileKey, Variation] = {}
+    spec = device.spec(where)
+    tiling.forget_tiles()
+    time()  # asks for the tiles
+    for name, args in sorted(tiling.asked_tiles(), key=str):
+        formula = tiling.TUNABLE[name](*args)
+        tried = {str(formula)}
+        chosen = Variation()
+        for size, warps in ((-1, 0), (1, 0), (0, -1), (0, 1), (-1, -1), (1, 1)):
+            by = Variation(size, warps)
+            tile = str(tiling.varied(formula, by, spec))
+            if tile in tried:
+                continue
+            tried.add(tile)
+            tiling.try_variation(name, args, by)
+            try:
+                now = time()
+            except KernelError:  # too large for the chip
+                continue
+            if best.slower_than(now):
+                best, chosen = now, by
+        tiling.try_variation(name, args, chosen)
+        # Also where it is the formula's: an earlier measurement may have said otherwise.
+        kept[name, tuple(args[:-1])] = chosen
+    return kept, best
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -155,7 +217,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     # A kernel that fails is to be seen, not replaced.
     release = backends.require_strict()
     try:
-        with output.progress() as progress:
+        with tuned.ignored(), output.progress() as progress:
             task = progress.add_task("tuning", total=len(works))
             for work in works:
                 progress.update(task, description=f"tuning {work.op}")
@@ -164,11 +226,16 @@ def run(args: argparse.Namespace, output: Output) -> int:
     finally:
         release()
     entries = {o.work.backend_op: entry for o in outcomes if (entry := o.entry) is not None}
-    stored = None if args.dry_run or not entries else tuned.store(spec.name, entries)
+    tiles = {key: by for o in outcomes for key, by in o.tiles.items()}
+    stored = None if args.dry_run or not entries else tuned.store(spec.name, entries, tiles)
     output.show(_table(outcomes))
     for outcome in outcomes:
         for name, problem in outcome.problems.items():
             output.text(f"{outcome.work.op}, {name}: {problem}", style="red" if name != "plain" else "yellow")
+    for (name, sizes), by in tiles.items():
+        if by == tuned.Variation():
+            continue
+        output.text(f"{name}{sizes}: {_words('size', by.size)}, {_words('warps', by.warps)} as by formula")
     output.text(f"\nFor {spec.name}: " + (f"stored in {stored}" if stored else "nothing was stored"))
     output.result({
         "device": {"kind": spec.kind, "name": spec.name},
@@ -179,12 +246,17 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return FOUND if wrong else FINE
 
 
+def _words(what: str, by: int) -> str:
+    return f"{ {-1: 'half the', 0: 'the same', 1: 'twice the'}[by] } {what}"
+
+
 def _as_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "shape": outcome.work.shape,
         "dtype": outcome.work.dtype,
         "times": {name: asdict(time) for name, time in outcome.times.items()},
         "problems": outcome.problems,
+        "tiles": [{"function": f, "args": list(args), **asdict(by)} for (f, args), by in outcome.tiles.items()],
         "winner": None if outcome.entry is None else "plain" if outcome.entry.plain_wins else outcome.entry.backend,
     }
 

@@ -113,7 +113,9 @@ def test_what_breaks_because_of_torch_npu_is_blamed_on_it(tmp_path):
 
 
 def test_an_old_requirement_is_named(monkeypatch):
-    monkeypatch.setattr(_environment.metadata, "requires", lambda name: ["trl<2,>=1.15", "triton; extra == 'cuda'"])
+    monkeypatch.setattr(
+        _environment.metadata, "requires", lambda name: ["trl<2,>=1.15", "no-such-package; extra == 'cuda'"]
+    )
     (finding,) = [f for f in findings({"trl": "1.2"}, {}) if f.code == "requirement"]
     assert "1.2 is installed" in finding.what
 
