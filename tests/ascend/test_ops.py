@@ -190,6 +190,7 @@ def test_every_op_of_the_gate_is_executed_here():
         "rms_norm",
         "add_rms_norm",
         "swiglu",
+        "swiglu_linear",
         "rope",
         "embedding",
         "linear_cross_entropy",
