@@ -236,7 +236,9 @@ def _layer_parts(
     by_name = dict(forms)
 
     def fused(norm: Any, name: str, hidden: torch.Tensor, residual: torch.Tensor) -> Any:
-        if keeps_own_code("add_rms_norm", hidden, backend):
+        # Hooks, also those of a wrapper that shards, want the norm to be called.
+        hooked = norm._forward_hooks or norm._forward_pre_hooks
+        if hooked or keeps_own_code("add_rms_norm", hidden, backend):
             total = residual + hidden
             return norm(total), total
         form = by_name[name]

@@ -355,3 +355,15 @@ def test_norms_that_are_partitioned_are_what_they_are_when_whole(family):
         parameter.data = torch.empty(0)
     with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
         assert str(kernels.report()) == whole
+
+
+def test_hooks_that_are_added_later_are_called():
+    model, seen = small_model("llama"), []
+    expected = loss_and_gradients(model, batch())
+    with apply_npu_kernels(model, ops=["add_rms_norm"]):
+        for layer in model.model.layers:
+            layer.post_attention_layernorm.register_forward_hook(lambda module, args, out: seen.append(out))
+        hooked = loss_and_gradients(model, batch())
+    assert len(seen) == len(model.model.layers)
+    for actual, own in zip(hooked, expected, strict=True):
+        assert torch.equal(actual, own)
