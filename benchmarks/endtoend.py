@@ -266,9 +266,11 @@ def _clock_callback(clock: _Clock) -> Any:
 
 
 def build_model(size: str) -> Any:
-    """A model of `MODELS` with random weights, in training mode, on the CPU."""
+    """A model of `MODELS` with random weights, in training mode, on the device that training would use."""
     import torch
     import transformers
+
+    from npu_trainer_kernels import device as devices
 
     family, arguments, dtype = MODELS[size]
     config = getattr(transformers, f"{family}Config")(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
@@ -276,7 +278,8 @@ def build_model(size: str) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        return getattr(transformers, f"{family}ForCausalLM")(config).train()
+        with torch.device(devices.accelerator()):
+            return getattr(transformers, f"{family}ForCausalLM")(config).train()
     finally:
         torch.set_default_dtype(before)
 

@@ -118,7 +118,10 @@ def record(
 
     def step(planned: bool, backward: bool) -> None:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with _without_numbers(handle, planned), use_launcher(recorder), fake:
+        # An accelerator's backward runs in a thread of its own, where no launcher is installed: it would launch kernels
+        # on tensors without memory.
+        one_thread = torch.autograd.set_multithreading_enabled(False)
+        with _without_numbers(handle, planned), use_launcher(recorder), one_thread, fake:
             _run(_Step(model, context, backward), fake, rows, length, trl)
 
     try:

@@ -51,6 +51,20 @@ def record(family: str = "llama", **options: Any) -> warmup.Recorded:
         return warmup.record(handle, model, rows=2, **options)
 
 
+def test_backward_is_recorded_in_the_thread_that_records(monkeypatch):
+    """An accelerator's backward has a thread of its own otherwise, whose launches would be real ones."""
+    run, seen = warmup._run, []
+
+    def spy(*args):
+        seen.append(torch.autograd.is_multithreading_enabled())
+        run(*args)
+
+    monkeypatch.setattr(warmup, "_run", spy)
+    assert record().problem is None
+    assert seen == [False]
+    assert torch.autograd.is_multithreading_enabled()
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3-moe"])
 def test_the_kernels_of_a_step_are_recorded_and_not_launched(family):
     found = record(family)

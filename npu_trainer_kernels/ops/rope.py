@@ -181,9 +181,13 @@ def _rotate_pair_kernel(
     K_HEADS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    # A program rotates some heads of one token, of q or of k.
-    batch = tl.cast(tl.program_id(0) // n_tokens, tl.int64)
-    token = tl.program_id(0) - batch * n_tokens
+    # A program rotates some heads of one token, of q or of k; those of a token are neighbours.
+    q_parts = tl.cdiv(q_heads, Q_HEADS)
+    parts = q_parts + tl.cdiv(k_heads, K_HEADS)
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) - row * parts
+    batch = tl.cast(row // n_tokens, tl.int64)
+    token = row - batch * n_tokens
     cols = tl.arange(0, COLS)[None, :]
     cos += batch * cos_batch + token * cos_token
     sin += batch * sin_batch + token * sin_token
@@ -191,14 +195,13 @@ def _rotate_pair_kernel(
     c2 = load_fp32(cos + HALF + cols, cols < HALF, COLS != HALF)
     s1 = load_fp32(sin + cols, cols < HALF, COLS != HALF)
     s2 = load_fp32(sin + HALF + cols, cols < HALF, COLS != HALF)
-    first = tl.program_id(1) * Q_HEADS
-    if first < q_heads:
+    if part < q_parts:
         _rotate_heads(q + batch * q_batch + token * q_token, yq + batch * yq_batch + token * yq_token, c1, c2, s1, s2,
-                      first, q_heads, q_head, yq_head, INVERSE, HALF, Q_HEADS, COLS)  # fmt: skip
+                      part * Q_HEADS, q_heads, q_head, yq_head, INVERSE, HALF, Q_HEADS, COLS)  # fmt: skip
     else:
-        first = (tl.program_id(1) - tl.cdiv(q_heads, Q_HEADS)) * K_HEADS
         _rotate_heads(k + batch * k_batch + token * k_token, yk + batch * yk_batch + token * yk_token, c1, c2, s1, s2,
-                      first, k_heads, k_head, yk_head, INVERSE, HALF, K_HEADS, COLS)  # fmt: skip
+                      (part - q_parts) * K_HEADS, k_heads, k_head, yk_head, INVERSE, HALF, K_HEADS,
+                      COLS)  # fmt: skip
 
 
 def _rotate_pair(
@@ -212,8 +215,9 @@ def _rotate_pair(
         return _rotate(q, cos, sin, dtypes[0], inverse), _rotate(k, cos, sin, dtypes[1], inverse)
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     yq, yk = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
+    parts = -(-q_heads // tile.q_heads) - (-k.shape[1] // tile.k_heads)
     launch(
-        _rotate_pair_kernel, (n_batches * n_tokens, -(-q_heads // tile.q_heads) - (-k.shape[1] // tile.k_heads)),
+        _rotate_pair_kernel, (n_batches * n_tokens * parts,),
         q, k, yq, yk, cos, sin, n_tokens, q_heads, k.shape[1], *(s for t in (q, k, yq, yk) for s in t.stride()[:3]),
         *(s for t in (cos, sin) for s in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))),
         INVERSE=inverse, HALF=size // 2, Q_HEADS=tile.q_heads, K_HEADS=tile.k_heads, COLS=tile.cols, **tile.options,

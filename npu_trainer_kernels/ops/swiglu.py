@@ -317,8 +317,9 @@ def swiglu_linear(
         up: gate's shape and dtype.
         weight: `[H, I]`, in gate's dtype unless autocast is on.
         bias: `[H]` or None.
-        overwrite: the only user of gate and up is this call, so that its backward may put their gradients in their
-            place. It does so only where the graph is not kept for another backward.
+        overwrite: nobody but this call reads gate and up, nor did what made them keep them for its backward (as tanh
+            does; a linear layer does not), so that their gradients may take their place. That is done only where the
+            graph is not kept for another backward.
         backend: overrides the choice of `backends.choose("swiglu", ...)`.
 
     Returns:

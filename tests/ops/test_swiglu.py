@@ -219,7 +219,7 @@ def test_linear_under_checkpointing(device, backend):
 
 def test_linear_compiles_without_graph_break(device):
     def model(gate, up, weight, bias):
-        return swiglu_linear(torch.tanh(gate), up, weight, bias, overwrite=True) * 2
+        return swiglu_linear(torch.tanh(gate), up, weight, bias) * 2
 
     inputs = make_linear(device)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
