@@ -11,6 +11,15 @@ __all__ = ["Undo"]
 _ABSENT = object()
 
 
+def _wraps_attribute_of(value: Any, cls: type) -> bool:
+    """Whether a function is a decorated one of a class's own."""
+    while hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+        if any(value is each for each in vars(cls).values()):
+            return True
+    return False
+
+
 class Undo:
     """Records replaced attributes and classes; `restore` puts them back in reverse order."""
 
@@ -54,7 +63,9 @@ class Undo:
                 module.__class__ = before
             elif new in now.__mro__:
                 bases = tuple(before if base is new else base for base in now.__bases__)
-                module.__class__ = type(now.__name__, bases, dict(vars(now)))
+                # transformers wraps the forward that a subclass inherits, so that the wrapper may have ours.
+                namespace = {name: value for name, value in vars(now).items() if not _wraps_attribute_of(value, new)}
+                module.__class__ = type(now.__name__, bases, namespace)
 
         self.add(undo)
 

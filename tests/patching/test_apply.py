@@ -126,6 +126,23 @@ def test_restore_is_exact(family):
     assert not kernels.active
 
 
+def test_restore_below_a_class_that_was_put_on_top():
+    """As FSDP2 does to decoder layers; transformers wraps the forward that such a class inherits."""
+
+    class Sharded:
+        pass
+
+    model = small_model("llama").eval()
+    ids = batch()["input_ids"]
+    expected = model(ids).logits
+    kernels = apply_npu_kernels(model, ops=PATCHES)
+    for layer in model.model.layers:
+        layer.__class__ = type(f"Sharded{type(layer).__name__}", (Sharded, type(layer)), {})
+    kernels.restore()
+    assert all(isinstance(layer, Sharded) for layer in model.model.layers)
+    assert torch.equal(model(ids).logits, expected)
+
+
 def test_applying_twice_is_one_patch():
     model = small_model("llama")
     kernels = apply_npu_kernels(model)
