@@ -172,6 +172,9 @@ def markdown(meta: Row, rows: Sequence[Row]) -> str:
     lines = _end_to_end_lines(rows)
     if lines:
         text += ["", "## End to end", "", *_markdown_table(E2E_COLUMNS, lines)]
+    told = [f"{r['op']} {r['provider']} {r['collectives']}" for r in rows if r.get("collectives")]
+    if told:
+        text += ["", "Collectives on the device in one step: " + "; ".join(told) + "."]
     for group, op in _ops(rows):
         title = op if group == "ops" else f"{op}, {group.replace('scaling-', 'scaling with ')}"
         text += ["", f"## {title}", "", *_markdown_table(COLUMNS, _op_lines(rows, group, op))]

@@ -211,22 +211,17 @@ def gradient_tile(n_cols: int, itemsize: int, has_weights: bool, spec: DeviceSpe
 
 
 @_tunable
-def fused_tile(n_cols: int, itemsize: int, plain: bool, spec: DeviceSpec) -> StatisticsTile | None:
+def fused_tile(n_cols: int, itemsize: int, spec: DeviceSpec) -> StatisticsTile | None:
     """Tile of the kernel that forms statistics and gradient of a row at once; None: two kernels do.
 
     Args:
         n_cols: vocabulary size.
         itemsize: bytes of a logit.
-        plain: no entropy, no softcap: few enough numbers a thread that 1024 threads fit a multiprocessor.
         spec: the device.
     """
     if spec.kind != "cuda" or itemsize == 4:
         # Of fp32 logits more digits are wanted than its fast exponentials keep.
         return None
-    if plain and n_cols >= 1 << 16:
-        # A row a multiprocessor: what was read stays in the L2 cache for longer than with two (H200, 2048 x 128256:
-        # 362 us instead of 399; 2560 x 151936: 513 instead of 574).
-        return StatisticsTile(4, 8192, spec.vector_cores, launch_options(spec, 32))
     return StatisticsTile(4, min(4096, next_power_of_2(n_cols)), 2 * spec.vector_cores, launch_options(spec, 16))
 
 
@@ -453,7 +448,7 @@ def rope_tile(half: int, itemsize: int, spec: DeviceSpec) -> RowTile:
 
 @dataclass(frozen=True)
 class HeadsTile:
-    """Blocks of the kernel that rotates queries and keys: so many heads of a token a program, half a head of `cols`."""
+    """Blocks of the kernel that rotates a token of queries and keys: so many heads at once, half a head of `cols`."""
 
     q_heads: int
     k_heads: int
@@ -466,12 +461,12 @@ def rope_pair_tile(q_heads: int, k_heads: int, half: int, spec: DeviceSpec) -> H
     """Tile of the rotary kernel for queries and keys in one launch; None: one launch for each."""
     if spec.kind != "cuda":
         return None
-    # 8 elements a thread of each half: one 16-byte access of bf16. 16 heads of 128 a program (H200, S = 8192, 32 + 8
-    # heads: 44 us; 8 heads at a time, one program a token 46).
+    # 8 elements a thread of each half: one 16-byte access of bf16 (H200; 16 and 32 heads at a time were slower, and so
+    # were several programs a token).
     cols = next_power_of_2(half)
-    most = max(1, 1024 // cols)
+    most = max(1, 512 // cols)
     return HeadsTile(
-        min(most, next_power_of_2(q_heads)), min(most, next_power_of_2(k_heads)), cols, launch_options(spec, 4)
+        min(most, next_power_of_2(q_heads)), min(most, next_power_of_2(k_heads)), cols, launch_options(spec, 2)
     )
 
 

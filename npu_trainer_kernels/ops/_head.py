@@ -1026,8 +1026,7 @@ class _Head(torch.autograd.Function):
         tile = None
         fused = forms and _fuses(objective, bias, call.dtype, call.options, call.backend)
         if fused and call.backend != "vendor":
-            plain = not call.options.entropy and call.options.softcap is None
-            tile = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, plain, device.spec(x.device))
+            tile = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
             fused = tile is not None
         for chunk, x_chunk, ids_chunk, logits in chunks:
             if fused and objective is not None and grads is not None:

@@ -126,26 +126,27 @@ def _rotate_kernel(
 
 
 @jit
-def _rotate_heads(x, y, c1, c2, s1, s2, first, n_heads, x_head, y_head, INVERSE: tl.constexpr, HALF: tl.constexpr,
+def _rotate_heads(x, y, c1, c2, s1, s2, n_heads, x_head, y_head, INVERSE: tl.constexpr, HALF: tl.constexpr,
                   HEADS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """HEADS of a token's heads."""
+    """One token's heads, HEADS at a time."""
     cols = tl.arange(0, COLS)[None, :]
-    heads = first + tl.arange(0, HEADS)[:, None]
-    mask = heads < n_heads
-    if COLS != HALF:
-        mask = mask & (cols < HALF)
-    at_x = x + tl.cast(heads, tl.int64) * x_head + cols
-    at_y = y + tl.cast(heads, tl.int64) * y_head + cols
-    x1 = load_fp32(at_x, mask, True)
-    x2 = load_fp32(at_x + HALF, mask, True)
-    if INVERSE:
-        y1 = x1 * c1 + x2 * s2
-        y2 = x2 * c2 - x1 * s1
-    else:
-        y1 = x1 * c1 - x2 * s1
-        y2 = x2 * c2 + x1 * s2
-    store(at_y, y1, mask, True)
-    store(at_y + HALF, y2, mask, True)
+    for first in range(0, n_heads, HEADS):
+        heads = first + tl.arange(0, HEADS)[:, None]
+        mask = heads < n_heads
+        if COLS != HALF:
+            mask = mask & (cols < HALF)
+        at_x = x + tl.cast(heads, tl.int64) * x_head + cols
+        at_y = y + tl.cast(heads, tl.int64) * y_head + cols
+        x1 = load_fp32(at_x, mask, True)
+        x2 = load_fp32(at_x + HALF, mask, True)
+        if INVERSE:
+            y1 = x1 * c1 + x2 * s2
+            y2 = x2 * c2 - x1 * s1
+        else:
+            y1 = x1 * c1 - x2 * s1
+            y2 = x2 * c2 + x1 * s2
+        store(at_y, y1, mask, True)
+        store(at_y + HALF, y2, mask, True)
 
 
 @jit(lengths=("n_tokens",))
@@ -181,13 +182,9 @@ def _rotate_pair_kernel(
     K_HEADS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    # A program rotates some heads of one token, of q or of k; those of a token are neighbours.
-    q_parts = tl.cdiv(q_heads, Q_HEADS)
-    parts = q_parts + tl.cdiv(k_heads, K_HEADS)
-    row = tl.program_id(0) // parts
-    part = tl.program_id(0) - row * parts
-    batch = tl.cast(row // n_tokens, tl.int64)
-    token = row - batch * n_tokens
+    # A program rotates one token of q and k: its heads are one tile, and the tables are read once.
+    batch = tl.cast(tl.program_id(0) // n_tokens, tl.int64)
+    token = tl.program_id(0) - batch * n_tokens
     cols = tl.arange(0, COLS)[None, :]
     cos += batch * cos_batch + token * cos_token
     sin += batch * sin_batch + token * sin_token
@@ -195,13 +192,10 @@ def _rotate_pair_kernel(
     c2 = load_fp32(cos + HALF + cols, cols < HALF, COLS != HALF)
     s1 = load_fp32(sin + cols, cols < HALF, COLS != HALF)
     s2 = load_fp32(sin + HALF + cols, cols < HALF, COLS != HALF)
-    if part < q_parts:
-        _rotate_heads(q + batch * q_batch + token * q_token, yq + batch * yq_batch + token * yq_token, c1, c2, s1, s2,
-                      part * Q_HEADS, q_heads, q_head, yq_head, INVERSE, HALF, Q_HEADS, COLS)  # fmt: skip
-    else:
-        _rotate_heads(k + batch * k_batch + token * k_token, yk + batch * yk_batch + token * yk_token, c1, c2, s1, s2,
-                      (part - q_parts) * K_HEADS, k_heads, k_head, yk_head, INVERSE, HALF, K_HEADS,
-                      COLS)  # fmt: skip
+    _rotate_heads(q + batch * q_batch + token * q_token, yq + batch * yq_batch + token * yq_token, c1, c2, s1, s2,
+                  q_heads, q_head, yq_head, INVERSE, HALF, Q_HEADS, COLS)  # fmt: skip
+    _rotate_heads(k + batch * k_batch + token * k_token, yk + batch * yk_batch + token * yk_token, c1, c2, s1, s2,
+                  k_heads, k_head, yk_head, INVERSE, HALF, K_HEADS, COLS)  # fmt: skip
 
 
 def _rotate_pair(
@@ -215,9 +209,8 @@ def _rotate_pair(
         return _rotate(q, cos, sin, dtypes[0], inverse), _rotate(k, cos, sin, dtypes[1], inverse)
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     yq, yk = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
-    parts = -(-q_heads // tile.q_heads) - (-k.shape[1] // tile.k_heads)
     launch(
-        _rotate_pair_kernel, (n_batches * n_tokens * parts,),
+        _rotate_pair_kernel, (n_batches * n_tokens,),
         q, k, yq, yk, cos, sin, n_tokens, q_heads, k.shape[1], *(s for t in (q, k, yq, yk) for s in t.stride()[:3]),
         *(s for t in (cos, sin) for s in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))),
         INVERSE=inverse, HALF=size // 2, Q_HEADS=tile.q_heads, K_HEADS=tile.k_heads, COLS=tile.cols, **tile.options,
