@@ -1,0 +1,229 @@
+"""README, CONTRIBUTING and docs/ speak of what is there: links, files, names, commands, messages.
+
+Code is checked as code in `...` and in fenced blocks; docs/ascend-report.md is written by a tool, and left out.
+"""
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import npu_trainer_kernels
+from npu_trainer_kernels import cli, ops
+from npu_trainer_kernels.patching import PATCHES
+
+ROOT = Path(__file__).resolve().parents[1]
+HOMES = (ROOT, ROOT / "npu_trainer_kernels")
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "ascend-report.md"),
+]
+MODULES = ("backends", "cli", "closeness", "device", "ops", "tiling", "verify", "workloads")
+# What commands make, and a checkout does not have.
+MADE = {"dist/", "site/", "convergence/results/", "runs/"}
+# Names of other libraries, and of the reader's own.
+FOREIGN = re.compile(
+    r"set_env|bishengir|npu_rms_norm|lm_head|torch\.|trl\.|resize_token_embeddings|mkdocs|my_\w+|fully_shard|dist_checkpoint"
+)
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@functools.cache
+def text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text(page), flags=re.DOTALL | re.MULTILINE)
+
+
+def code(page: Path) -> list[str]:
+    """What stands between backticks in the prose, on one line each."""
+    return [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", prose(page))]
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of fenced blocks, and code in the prose."""
+    fenced = re.findall(r"^```[^\n]*\n(.*?)^```$", text(page), flags=re.DOTALL | re.MULTILINE)
+    return [*(line for block in fenced for line in block.splitlines()), *code(page)]
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@functools.cache
+def sources() -> str:
+    """All Python of the repository, with string literals that follow one another joined."""
+    folders = ("npu_trainer_kernels", "tests", "convergence", "benchmarks", "examples", "docs")
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py")) if file != Path(__file__)]
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text(encoding="utf-8") for file in files))
+
+
+@functools.cache
+def words() -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", sources()))
+
+
+@pages
+def test_links_lead_somewhere(page):
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in slugs(file)):
+            wrong.append(target)
+    assert not wrong
+
+
+@pages
+def test_files_exist(page):
+    wrong = []
+    for name in code(page):
+        is_file = re.fullmatch(r"[\w.-]+(/[\w.-]+)*\.\w+", name) and ("/" in name or name.endswith(".py"))
+        is_folder = re.fullmatch(r"[\w.-]+(/[\w.-]+)*/", name)
+        if (is_file or is_folder) and name not in MADE and not any((folder / name).exists() for folder in HOMES):
+            wrong.append(name)
+    assert not wrong
+
+
+@pages
+def test_names_exist(page):
+    """Dotted names of the package's modules are looked up; other identifiers occur in the code."""
+    wrong = []
+    for name in code(page):
+        name = re.sub(r"\(.*\)$", "", name)
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name) or FOREIGN.match(name):
+            continue
+        first, *rest = name.removeprefix("npu_trainer_kernels.").split(".")
+        if first in MODULES and rest and rest[-1] not in ("py", "md"):
+            found = importlib.import_module(f"npu_trainer_kernels.{first}")
+            for part in rest:
+                found = getattr(found, part, None)
+            if found is None:
+                wrong.append(name)
+        elif ("_" in name or re.search(r"[a-z][A-Z]", name)) and name.rpartition(".")[2] not in words():
+            wrong.append(name)
+    assert not wrong
+
+
+@pages
+def test_names_are_in_the_files_that_are_said_to_have_them(page):
+    said = re.findall(r"`(\w+)`\s+(?:in|of)\s+`([\w/.-]+\.py)`", prose(page))
+    said += [(name, file) for file, name in re.findall(r"`([\w/.-]+\.py)`\s+\(`(\w+)`", prose(page))]
+    for name, file in said:
+        path = next(f / file for f in HOMES if (f / file).exists())
+        assert re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")), f"{name} is not in {file}"
+
+
+@pages
+def test_make_targets_exist(page):
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for command in commands(page):
+        for names in re.findall(r"^(?:\$ )?make((?: [a-z][\w-]*)+)(?:\s+#.*)?$", command.strip()):
+            assert set(names.split()) <= targets, command
+
+
+def _options(command: str) -> set[str]:
+    """The options of a subcommand of npu-kernels, from its parser; `bench` has those of the benchmark runner."""
+    if command == "bench":
+        return set(re.findall(r'"(--[\w-]+)"', (ROOT / "benchmarks" / "cli.py").read_text()))
+    (subparsers,) = (a for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return set(subparsers.choices[command]._option_string_actions)
+
+
+@pages
+def test_commands_exist(page):
+    known = {"convergence": "convergence/__main__.py", "benchmarks": "benchmarks/cli.py"}
+    for command in commands(page):
+        for name, rest in re.findall(r"\bnpu-kernels ([a-z]+)((?: [^#|]*)?)", command):
+            assert set(re.findall(r"(?<!\S)--[\w-]+", rest)) <= _options(name), command
+        for name, rest in re.findall(r"python -m (convergence|benchmarks)((?: [^#|]*)?)", command):
+            written = set(re.findall(r'"(--[\w-]+)"', (ROOT / known[name]).read_text()))
+            assert set(re.findall(r"(?<!\S)--[\w-]+", rest)) <= written, command
+        for script in re.findall(r"python ((?:examples|docs|tests)/\S+\.py)", command):
+            assert (ROOT / script).exists(), command
+
+
+@pages
+def test_extras_and_variables_exist(page):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for names in re.findall(r"npu_trainer_kernels\[([\w,]+)\]", text(page)):
+        assert set(names.split(",")) <= set(extras)
+    for variable in re.findall(r"NPU_KERNELS_[A-Z_]+", text(page)):
+        assert variable in words()
+
+
+def test_messages_are_those_of_the_code():
+    """In bold: our own messages, with `...` for what differs."""
+    messages = [
+        " ".join(found.split()) for found in re.findall(r"\*\*`([^`]+)`\*\*", text(ROOT / "docs/troubleshooting.md"))
+    ]
+    assert len(messages) > 20
+    for message in messages:
+        for piece in filter(None, (piece.strip() for piece in message.split("..."))):
+            assert piece in sources(), f"{piece!r} of {message!r}"
+
+
+def _public(module) -> Iterator[tuple[str, object]]:
+    for name in module.__all__:
+        thing = getattr(module, name)
+        yield name, thing
+        if inspect.isclass(thing) and thing.__module__.startswith("npu_trainer_kernels"):
+            for member, value in vars(thing).items():
+                overrides = any(hasattr(base, member) for base in thing.__mro__[1:])
+                if not member.startswith("_") and not overrides and (callable(value) or isinstance(value, property)):
+                    yield f"{name}.{member}", value
+
+
+@pytest.mark.parametrize("module", [npu_trainer_kernels, ops], ids=lambda module: module.__name__)
+def test_every_public_name_is_documented(module):
+    page = text(ROOT / "docs" / "api.md")
+    for name, thing in _public(module):
+        assert thing.__doc__, f"{name} has no docstring"
+        assert re.search(rf"\b{name.partition('.')[0]}\b", page), f"{name} is not in docs/api.md"
+
+
+def test_figures_of_the_readme_are_those_of_its_json():
+    readme = text(ROOT / "README.md")
+    (file,) = set(re.findall(r"`(benchmarks/results/[\w.-]+\.json)`", readme))
+    rows = [row for row in json.loads((ROOT / file).read_text())["rows"] if row["group"] == "end-to-end"]
+    for kind in ("sft-trainer", "grpo-trl"):
+        plain, flag = (next(r for r in rows if (r["op"], r["provider"]) == (kind, who)) for who in ("plain", "flag"))
+        cells = [
+            f"{r['tokens_per_second'] / 1e3:.1f}k tokens/s, {r['peak_bytes'] / 2**30:.1f} GiB" for r in (plain, flag)
+        ]
+        assert " | ".join(cells) in readme
+
+
+def test_readme_names_every_op():
+    assert {op for op in PATCHES if f"`{op}`" not in text(ROOT / "README.md")} == set()
+
+
+def test_the_memory_picture_is_what_was_measured():
+    spec = importlib.util.spec_from_file_location("memory", ROOT / "docs" / "figures" / "memory.py")
+    memory = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(memory)
+    memory.check()
+
+
+@pages
+def test_pages_are_in_the_site(page):
+    if page.parent.name == "docs":
+        assert f" {page.name}\n" in (ROOT / "mkdocs.yml").read_text()
