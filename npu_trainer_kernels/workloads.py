@@ -115,7 +115,7 @@ class Workload:
     @property
     def backend_op(self) -> str:
         """The op's name in `backends.OPS`."""
-        return "grpo_loss" if self.op == "fused_linear_grpo_loss" else self.op
+        return {"fused_linear_grpo_loss": "grpo_loss", "swiglu_linear": "swiglu"}.get(self.op, self.op)
 
     @property
     def reference(self) -> Function:
@@ -314,6 +314,22 @@ def _swiglu(backend: str | None) -> Function:
     return lambda t: ops.swiglu(t["gate"], t["up"], backend=backend)
 
 
+def _build_swiglu_linear(work: Workload, device: torch.device) -> Inputs:
+    inputs = _build_swiglu(work, device)
+    inputs.tensors["weight"] = _randn(work, device, work.sizes["H"], work.sizes["I"], scale=work.sizes["I"] ** -0.5)
+    inputs.leaves = ("gate", "up", "weight")
+    inputs.grads = (_randn(work, device, work.sizes["N"], work.sizes["H"]),)
+    return inputs
+
+
+def _swiglu_linear_reference(t: Tensors) -> Outputs:
+    return ops.swiglu_linear_reference(t["gate"], t["up"], t["weight"])
+
+
+def _swiglu_linear(backend: str | None) -> Function:
+    return lambda t: ops.swiglu_linear(t["gate"], t["up"], t["weight"], backend=backend)
+
+
 def _build_rope(work: Workload, device: torch.device) -> Inputs:
     s = work.sizes
 
@@ -349,6 +365,7 @@ OPS: dict[str, Op] = {
     "add_rms_norm": Op(_build_add_norm, _add_norm_reference, _add_norm),
     "embedding": Op(_build_embedding, _embedding_reference, _embedding),
     "swiglu": Op(_build_swiglu, _swiglu_reference, _swiglu),
+    "swiglu_linear": Op(_build_swiglu_linear, _swiglu_linear_reference, _swiglu_linear),
     "rope": Op(_build_rope, _rope_reference, _rope),
 }
 
@@ -423,6 +440,7 @@ def of_model(shapes: ModelShapes, tokens: int, dtype: str) -> list[Workload]:
         "rms_norm": {"N": tokens, "H": shapes.hidden},
         "add_rms_norm": {"N": tokens, "H": shapes.hidden},
         "swiglu": {"N": tokens, "I": shapes.intermediate},
+        "swiglu_linear": {"N": tokens, "I": shapes.intermediate, "H": shapes.hidden},
         "rope": {"S": tokens, "Q": shapes.heads, "K": shapes.kv_heads, "D": shapes.head_dim},
         "embedding": {"N": tokens, "V": shapes.vocabulary, "D": shapes.hidden},
         "linear_cross_entropy": {"BT": tokens, **head},

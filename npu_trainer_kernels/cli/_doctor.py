@@ -29,8 +29,8 @@ NAME = "doctor"
 HELP = "look at the installation, and run every op against its reference"
 # The workloads of `_selfcheck`, which cannot be asked: it imports torch.
 OPS = (
-    "rms_norm", "add_rms_norm", "swiglu", "rope", "embedding", "linear_cross_entropy", "linear_logprob",
-    "fused_linear_grpo_loss",
+    "rms_norm", "add_rms_norm", "swiglu", "swiglu_linear", "rope", "embedding", "linear_cross_entropy",
+    "linear_logprob", "fused_linear_grpo_loss",
 )  # fmt: skip
 
 
@@ -96,8 +96,23 @@ def self_check(times: bool = True, seconds: float = 600.0) -> Iterator[dict[str,
             if started is None:
                 yield line  # it did not come to the first op
                 return
-            yield {"op": started["op"], "dtype": started["dtype"], "problem": line["ended"]}
+            yield {**started, "begins": False, "problem": line["ended"]}
             left.remove(started["op"])
+
+
+def _device_findings(line: dict[str, Any], installed: dict[str, str | None]) -> list[Finding]:
+    kind, found = line["device"]["kind"], []
+    if line["without_npu"] is not None:
+        found.append(Finding(
+            WARNING, "no-npu", line["without_npu"],
+            "see what `npu-smi info` says, and whether ASCEND_RT_VISIBLE_DEVICES hides it",
+        ))  # fmt: skip
+    wanted = {"npu": "triton-ascend", "cuda": "triton"}.get(kind)
+    if wanted is not None and not installed["triton"] and not installed["triton-ascend"]:
+        found.append(Finding(
+            WARNING, "no-triton", f"{wanted} is not installed: every op runs in torch", f"pip install {wanted}",
+        ))  # fmt: skip
+    return found
 
 
 def _check_findings(line: dict[str, Any]) -> list[Finding]:
@@ -105,8 +120,7 @@ def _check_findings(line: dict[str, Any]) -> list[Finding]:
     if line.get("problem") is not None:
         found.append(Finding(
             ERROR, "self-check", f"{op}, {line['dtype']}: {line['problem']}",
-            f"train with NPU_KERNELS_BACKEND={'grpo_loss' if op == 'fused_linear_grpo_loss' else op}=torch meanwhile, "
-            "and report it with this output",
+            f"train with NPU_KERNELS_BACKEND={line['backend_op']}=torch meanwhile, and report it with this output",
         ))  # fmt: skip
     times = line.get("times")
     if times is not None and times["slower"] and not line["plain"]:
@@ -183,12 +197,13 @@ def run(args: argparse.Namespace, output: Output) -> int:
             if "ended" in line:
                 found.append(Finding(ERROR, "self-check", f"the self-check cannot start: {line['ended']}",
                                      "mend what is named above; else report it with this output"))  # fmt: skip
-            found += _check_findings(line)
+            found += _device_findings(line, installed) if "device" in line else _check_findings(line)
     if device is not None:
         output.text(f"\nDevice: {device['name']} ({device['kind']})\n")
         output.show(_ops_table(lines))
         for reason, ops in _why(lines).items():
             output.text(f"  {', '.join(ops)}: {reason}")
+    found = list(dict.fromkeys(found))
     output.text("\nFindings" if found else "\nNothing was found.")
     for number, finding in enumerate(found, 1):
         output.text(f"{number}. {finding.level}: {finding.what}\n   -> {finding.do}",

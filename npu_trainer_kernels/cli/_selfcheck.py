@@ -92,7 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout = sys.stderr
     where = torch.device(device.accelerator())
     spec = device.spec(where)
-    _emit(device={"kind": spec.kind, "name": spec.name, "memory_bytes": spec.memory_bytes})
+    _emit(
+        device={"kind": spec.kind, "name": spec.name, "memory_bytes": spec.memory_bytes},
+        without_npu=device.torch_npu_state(),
+    )
     accelerated = is_accelerator(where)
     shapes, tokens = TIMED[accelerated]
     timed = {work.op: work for work in of_model(shapes, tokens, "bfloat16" if accelerated else "float32")}
@@ -102,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             work = next(w for w in of_model(CHECKED, CHECKED_TOKENS, dtype) if w.op == op)
             name, reason = backends.explain(work.backend_op, where)
             # Said first, so that the parent knows what was under way when this process died.
-            _emit(op=op, dtype=dtype, backend=name, reason=reason, begins=True)
-            _emit(op=op, dtype=dtype, problem=check(work, where))
+            _emit(op=op, dtype=dtype, backend_op=work.backend_op, backend=name, reason=reason, begins=True)
+            _emit(op=op, dtype=dtype, backend_op=work.backend_op, problem=check(work, where))
         plain = backends.keeps_plain(timed[op].backend_op, where)
         _emit(op=op, plain=plain, times=None if args.no_times else time_op(timed[op], where))
     return 0

@@ -225,7 +225,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
                 progress.update(task, advance=1)
     finally:
         release()
-    entries = {o.work.backend_op: entry for o in outcomes if (entry := o.entry) is not None}
+    entries: dict[str, Entry] = {}
+    for outcome in outcomes:
+        if outcome.entry is not None:
+            # Of an op in two forms the first decides: it is the op alone.
+            entries.setdefault(outcome.work.backend_op, outcome.entry)
     tiles = {key: by for o in outcomes for key, by in o.tiles.items()}
     stored = None if args.dry_run or not entries else tuned.store(spec.name, entries, tiles)
     output.show(_table(outcomes))

@@ -181,6 +181,22 @@ for op in sys.argv[sys.argv.index("--ops") + 1].split(","):
     assert "SIGKILL" in problems["swiglu"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "without_npu", "tritons", "expected"),
+    [
+        ("cpu", None, {}, []),
+        ("cpu", "torch_npu is installed, but finds no NPU", {}, ["no-npu"]),
+        ("cuda", None, {}, ["no-triton"]),
+        ("cuda", None, {"triton": "3.9.0"}, []),
+        ("npu", None, {"triton-ascend": "3.2.0"}, []),
+    ],
+)
+def test_an_accelerator_that_is_not_used_in_full(kind, without_npu, tritons, expected):
+    installed = {"triton": None, "triton-ascend": None, **tritons}
+    line = {"device": {"kind": kind}, "without_npu": without_npu}
+    assert [finding.code for finding in _doctor._device_findings(line, installed)] == expected
+
+
 def test_doctor_writes_one_json_object_and_says_that_every_op_is_right(capsys):
     code = main(["doctor", "--json", "--no-times"])
     found = json.loads(capsys.readouterr().out)
