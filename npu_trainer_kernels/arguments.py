@@ -38,6 +38,15 @@ class NpuKernelsArguments:
     )
 
     def __post_init__(self) -> None:
+        # Parsers convert what stands on the command line; what stands in a YAML file arrives as it is.
+        for name in ("use_npu_kernels", "npu_kernels_strict", "npu_kernels_warm_up"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false; got {getattr(self, name)!r}")
+        ops, backend = self.npu_kernels_ops, self.npu_kernels_backend
+        if ops is not None and not (isinstance(ops, list) and ops and all(isinstance(op, str) for op in ops)):
+            raise ValueError(f"npu_kernels_ops must be a list of names of ops; got {ops!r}")
+        if backend is not None and not (isinstance(backend, str) and backend):
+            raise ValueError(f"npu_kernels_backend must be 'torch' or 'op=backend,...'; got {backend!r}")
         given = [name for name in ("ops", "backend", "strict") if getattr(self, f"npu_kernels_{name}")]
         given += [] if self.npu_kernels_warm_up else ["warm_up"]
         if not self.use_npu_kernels and given:
