@@ -101,8 +101,7 @@ class TrlSeam:
         self._users = 0
         self._originals: dict[str, Any] = {}
 
-    @staticmethod
-    def unsupported() -> str | None:
+    def unsupported(self) -> str | None:
         """Why TRL's head cannot be served here, or None."""
         if importlib.util.find_spec("trl") is None:
             return "TRL is not installed (pip install 'trl>=1.15,<2')"
@@ -112,7 +111,8 @@ class TrlSeam:
             return f"{_MODULE} cannot be imported ({type(error).__name__}: {error})"
         if not hasattr(utils, _FUNCTION) or not hasattr(utils, "add_fused_lm_head"):
             return f"TRL {_version()} has no fused head to serve (1.15 and later have)"
-        function = getattr(utils, _FUNCTION)
+        # TRL's own, also while ours stands in its place.
+        function = self._originals.get(_FUNCTION, getattr(utils, _FUNCTION))
         if function is not None:  # TRL 1.15 without Triton has the name, but no function
             found = tuple(inspect.signature(function.forward).parameters)[1:]
             if found != _PARAMETERS:
@@ -149,8 +149,6 @@ class TrlSeam:
 def _dispatcher(original: Any) -> Any:
     class Dispatcher:
         """`apply` by ours inside the forward of a patched model, by TRL's function elsewhere."""
-
-        forward = getattr(original, "forward", None)
 
         @staticmethod
         def apply(*args: Any) -> tuple[torch.Tensor | None, ...]:

@@ -17,7 +17,8 @@ def test_ours_answers_where_trl_has_no_function(monkeypatch):
     expected = loss_and_gradients(model, inputs)
     truth = loss_and_gradients(small_model("gemma2").double(), inputs)
     trl_utils.add_fused_lm_head(model)
-    with apply_npu_kernels(model, ops=["linear_logprob"]):
+    with apply_npu_kernels(model, ops=["linear_logprob"]) as kernels:
+        kernels.refresh()  # as the callback does when training begins
         patched = loss_and_gradients(model, {**inputs, "fused_lm_head": True})
     for actual, reference, exact in zip(patched, expected, truth, strict=True):
         assert_as_close(actual, reference, exact, "gemma2")
