@@ -1,0 +1,133 @@
+"""Gated MLPs: when `down_proj` joins the op, and that nobody misses being called or finds his tensors overwritten."""
+
+import pytest
+import torch
+from torch import nn
+
+from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.patching._mlps import is_bare_linear
+from tests.closeness import assert_as_close
+from tests.models import batch, small_model
+
+BACKENDS = ["swiglu=torch", "swiglu=triton"]
+
+
+class Adapted(nn.Linear):
+    """As adapters and quantised layers are: a linear layer that does something more."""
+
+    def forward(self, x):
+        return super().forward(x) * 1.5
+
+
+def adapt(layer: nn.Linear) -> None:
+    layer.__class__ = Adapted
+
+
+def hook(layer: nn.Linear) -> None:
+    layer.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def pre_hook(layer: nn.Linear) -> None:
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+
+
+def backward_hook(layer: nn.Linear) -> None:
+    layer.register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 1.5 for g in inputs))
+
+
+def own_forward(layer: nn.Linear) -> None:
+    original = layer.forward
+    layer.forward = lambda x: original(x) * 1.5
+
+
+def parametrise(layer: nn.Linear) -> None:
+    class Larger(nn.Module):
+        def forward(self, weight):
+            return weight * 1.5
+
+    nn.utils.parametrize.register_parametrization(layer, "weight", Larger())
+
+
+CHANGES = [adapt, hook, pre_hook, backward_hook, own_forward, parametrise]
+
+
+def gradients(model, **options):
+    model.zero_grad()
+    loss = model(**batch()).loss
+    loss.backward(**options)
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def changed(change, projection):
+    model = small_model("llama")
+    for layer in model.model.layers:
+        change(getattr(layer.mlp, projection))
+    return model
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_done_to_a_projection_after_the_patch_is_done(change, projection, backend):
+    expected = gradients(changed(change, projection))
+    truth = gradients(changed(change, projection).double())
+    model = small_model("llama")
+    with apply_npu_kernels(model, ops=["swiglu"], backend=backend):
+        for layer in model.model.layers:
+            change(getattr(layer.mlp, projection))
+        assert not is_bare_linear(getattr(model.model.layers[0].mlp, projection))
+        for actual, reference, exact in zip(gradients(model), expected, truth, strict=True):
+            assert_as_close(actual, reference, exact, f"{change.__name__} of {projection}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_hook_has_seen_stays_as_it_was(backend):
+    """A projection's output is overwritten in backward only where nobody can have kept it."""
+    model, seen = small_model("llama"), []
+    with apply_npu_kernels(model, ops=["swiglu"], backend=backend):
+        mlp = model.model.layers[0].mlp
+        mlp.up_proj.register_forward_hook(lambda module, args, output: seen.append((output, output.detach().clone())))
+        gradients(model)
+    ((kept, copy),) = seen
+    assert torch.equal(kept, copy)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_backward_of_a_kept_graph(backend):
+    model = small_model("llama")
+    with apply_npu_kernels(model, ops=["swiglu"], backend=backend):
+        loss = model(**batch()).loss
+        runs = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=keep) for keep in (True, True, False)]
+    assert all(torch.equal(a, b) for later in runs[1:] for a, b in zip(runs[0], later, strict=True))
+
+
+def kept_by(mlp, x) -> int:
+    """How many tensors as wide as the gate it keeps for backward."""
+    kept = {}
+
+    def pack(t):
+        kept[t.data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        mlp(x)
+    return sum(t.shape == (*x.shape[:-1], mlp.gate_proj.out_features) for t in kept.values())
+
+
+def test_one_tensor_less_is_kept_for_backward():
+    model = small_model("llama")
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(3, mlp.gate_proj.in_features, requires_grad=True)
+    # silu(gate) and the product besides gate and up; gate and up alone.
+    assert kept_by(mlp, x) == 4
+    with apply_npu_kernels(model, ops=["swiglu"], backend="swiglu=triton"):
+        assert kept_by(mlp, x) == 2
+    assert kept_by(mlp, x) == 4
+
+
+def test_the_report_says_whether_the_projection_is_part_of_it():
+    model = small_model("llama")
+    adapt(model.model.layers[1].mlp.down_proj)
+    with apply_npu_kernels(model, ops=["swiglu"], backend="swiglu=torch") as kernels:
+        details = {r.module: r.detail for r in kernels.report().replaced}
+    assert details == {"model.layers.0.mlp": "with down_proj", "model.layers.1.mlp": "down_proj apart"}
