@@ -17,7 +17,17 @@ from accelerate.utils import DistributedType
 from transformers import Trainer
 
 
+def without_compiled_operators() -> None:
+    """DeepSpeed's operator for ranks that share memory would be compiled at its first use, which needs a C++ compiler
+    and a minute; gloo does the same."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+
+
 def main(script: str, *arguments: str) -> None:
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        without_compiled_operators()
     prepare, step = Trainer.create_accelerator_and_postprocess, Trainer.training_step
 
     def create_accelerator_and_postprocess(self: Trainer) -> None:

@@ -29,6 +29,7 @@ from trl import GRPOTrainer as TrlGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsCallback, apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
+from tests.distributed.launched import without_compiled_operators
 from tests.models import batch, small_model
 from tests.trainers.test_grpo import reward, tokenizer
 
@@ -88,8 +89,7 @@ def on_ranks(args: TrainingArguments, wrapper: str) -> TrainingArguments:
     if wrapper == "zero3":
         import deepspeed
 
-        # Or it compiles an operator of its own first, for minutes.
-        deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+        without_compiled_operators()
         deepspeed.init_distributed("gloo")
     return args
 
