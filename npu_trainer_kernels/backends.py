@@ -21,6 +21,7 @@ import torch
 
 from . import _triton, _vendor, tuned
 from . import device as devices
+from ._switch import switch
 
 __all__ = [
     "BACKENDS",
@@ -322,7 +323,7 @@ def forget_failures() -> None:
 
 def is_strict() -> bool:
     """Whether a kernel's failure raises: asked for by `require_strict`, or by NPU_KERNELS_STRICT=1."""
-    return _strict > 0 or os.environ.get("NPU_KERNELS_STRICT", "0").lower() in ("1", "true", "on", "yes")
+    return _strict > 0 or switch("NPU_KERNELS_STRICT")
 
 
 def require_strict() -> Callable[[], None]:

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ._switch import switch
 from .ascend.toolchain import cache_dir
 
 __all__ = ["Entry", "Machine", "TileKey", "Variation", "file", "forget", "ignored", "machines", "store", "variation"]
@@ -175,7 +176,7 @@ def _read() -> dict[str, Machine]:
 @functools.cache
 def machines() -> Mapping[str, Machine]:
     """What the installed versions measured, by chip; read once."""
-    if os.environ.get(IGNORE, "1") == "0":
+    if not switch(IGNORE, True):
         return {}
     now = _versions()
     return {chip: machine for chip, machine in _read().items() if machine.versions == now}

@@ -1,11 +1,12 @@
 """Checks of arguments that several ops share. Every message names the argument, its value and what is allowed."""
 
 import functools
-import os
 import sys
 from collections.abc import Sequence
 
 import torch
+
+from .._switch import switch
 
 __all__ = [
     "FLOATS",
@@ -92,7 +93,7 @@ def check_head(
 @functools.cache
 def debug() -> bool:
     """Whether NPU_KERNELS_DEBUG asks for checks that wait for the device."""
-    return os.environ.get("NPU_KERNELS_DEBUG", "0").lower() in ("1", "true", "on", "yes")
+    return switch("NPU_KERNELS_DEBUG")
 
 
 def has_values(tensor: torch.Tensor) -> bool:

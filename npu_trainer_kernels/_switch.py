@@ -1,0 +1,17 @@
+"""Environment variables that are on or off."""
+
+import os
+
+__all__ = ["switch"]
+
+_ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
+
+
+def switch(name: str, default: bool = False) -> bool:
+    """Whether an environment variable is on; `default` where it is not set. `ValueError` for anything else."""
+    value = os.environ.get(name, "")
+    if not value:
+        return default
+    if value.lower() not in _ON + _OFF:
+        raise ValueError(f"{name} must be one of {', '.join(_ON + _OFF)}; got {value!r}")
+    return value.lower() in _ON
