@@ -40,6 +40,8 @@ CASES = {
         steps=6,
         options={"loss_type": "dapo", "beta": 0.04, "temperature": 0.9},
     ),
+    # Adapters take layers of their own path: a gated MLP's projection is not part of its op then.
+    "grpo-lora": replace(find("qwen3-grpo-lora"), name="fault-qwen3-grpo-lora", steps=6),
 }
 SCALE = 1.01
 BLOCK = 128
@@ -300,7 +302,9 @@ def _mutations() -> tuple[Mutation, ...]:
     for op, function in _functions():
         for last in (False, True):
             name = f"{op}.{function.__name__}: {'last' if last else 'first'} gradient x 1.01"
-            found.append(Mutation(name, ("lm", "grpo"), _scaled_gradient(function, last), op in patching.PATCHES))
+            found.append(
+                Mutation(name, ("lm", "grpo", "grpo-lora"), _scaled_gradient(function, last), op in patching.PATCHES)
+            )
     return tuple(found)
 
 
