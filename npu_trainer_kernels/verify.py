@@ -526,6 +526,11 @@ def _texts(dataset: Any, column: str, characters: int) -> list[str]:
 
 def _sequences(texts: list[str], tokenizer: Any, length: int, needed: int) -> list[list[int]]:
     stream = list(itertools.chain.from_iterable(tokenizer(texts, add_special_tokens=False)["input_ids"]))
+    if any(texts) and not stream:
+        # What transformers makes of a model's name where the folder has no tokenizer.
+        raise ValueError(
+            "model: its tokenizer makes no tokens of any text; are the tokenizer's files beside the model?"
+        )
     sequences = [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
     if len(sequences) < needed:
         raise ValueError(

@@ -174,6 +174,12 @@ def test_verify_refuses_a_faulty_kernel(tiny: str) -> None:
     assert "gradient norm" in str(verdict)
 
 
+def test_verify_names_a_missing_tokenizer(tmp_path: Path) -> None:
+    small_model("qwen3").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tokenizer makes no tokens"):
+        verify(str(tmp_path), steps=1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
