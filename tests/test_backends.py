@@ -13,7 +13,7 @@ from npu_trainer_kernels import _vendor, backends
 CPU = torch.device("cpu")
 # Without torch_npu torch does not know the word.
 NPU: torch.device = SimpleNamespace(type="npu")  # type: ignore[assignment]
-MEASUREMENTS = Path(__file__).parents[1] / "benchmarks" / "results" / "2026-11-21-nvidia-h200.json"
+REPOSITORY = Path(__file__).parents[1]
 
 
 def test_cpu_uses_torch_and_says_why():
@@ -55,6 +55,15 @@ def test_every_op_ends_with_torch_on_every_device():
         assert all(choice.evidence for choices in order.values() for choice in choices), op
 
 
+def medians(file: str, op: str, shape: str, dtype: str) -> dict[str, float]:
+    """Forward and backward of each provider, as a results file has it."""
+    return {
+        r["provider"]: round(r["ms"]["median"], 3)
+        for r in json.loads((REPOSITORY / file).read_text())["rows"]
+        if (r.get("op"), r.get("shape"), r.get("dtype"), r.get("mode")) == (op, shape, dtype, "both") and "ms" in r
+    }
+
+
 @pytest.mark.parametrize("op", backends.OPS)
 def test_evidence_on_cuda_is_what_was_measured(op: str):
     found = re.fullmatch(
@@ -63,15 +72,22 @@ def test_evidence_on_cuda_is_what_was_measured(op: str):
     )
     assert found is not None
     ms, plain_ms, row, shape, file = found.groups()
-    assert MEASUREMENTS.match(file)
-    medians = {
-        r["provider"]: r["ms"]["median"]
-        for r in json.loads(MEASUREMENTS.read_text())["rows"]
-        if (r.get("op"), r.get("shape"), r.get("dtype"), r.get("mode")) == (row, shape, "bfloat16", "both")
-        and "ms" in r
-    }
-    assert (float(ms), float(plain_ms)) == (round(medians["ours-triton"], 3), round(medians["reference"], 3))
+    measured = medians(file, row, shape, "bfloat16")
+    assert (float(ms), float(plain_ms)) == (measured["ours-triton"], measured["reference"])
     assert float(ms) < float(plain_ms)
+
+
+@pytest.mark.parametrize("op", backends._PLAIN["cpu"])
+def test_evidence_for_a_models_own_code_is_what_was_measured(op: str):
+    found = re.search(
+        r": (\S+) ms against (\S+) ms, forward and backward, (\S+) (.+) float32 \((.+)\)", backends._PLAIN["cpu"][op]
+    )
+    assert found is not None
+    plain_ms, ms, row, shape, file = found.groups()
+    measured = medians(file, row, shape, "float32")
+    assert row == op
+    assert (float(ms), float(plain_ms)) == (measured["ours-torch"], measured["reference"])
+    assert float(plain_ms) < float(ms)
 
 
 @pytest.fixture
