@@ -214,8 +214,8 @@ def _row(
 
 
 def collect_all(cases: Iterable[Case], workers: int = 2) -> list[Row]:
-    """`collect` for all `CHIPS`, then for `REPORTED_CHIPS` every third shape in bf16: their compiler takes four times as
-    long, and they do not gate."""
+    """`collect` for all `CHIPS`, then for `REPORTED_CHIPS` every third shape in bf16: their compiler takes four times
+    as long, and they do not gate."""
     cases = list(cases)
     reported = [case for case in cases if case.dtype == "bf16"][::3]
     return collect(cases, CHIPS, workers) + collect(reported, REPORTED_CHIPS, workers)
