@@ -244,7 +244,7 @@ def choose(
     Raises:
         ValueError: unknown op or backend, or a backend that was asked for cannot run there or does not cover the call.
     """
-    if torch.compiler.is_compiling() or (_failures and has_failed(op, device)):
+    if torch.compiler.is_compiling() or has_failed(op, device):
         return "torch"
     environment = os.environ.get(ENVIRONMENT, "")
     name = _choose(op, device, override, environment)[0]
@@ -317,7 +317,7 @@ def record_failure(ops: Sequence[str], device: torch.device, reason: str) -> Non
 
 def has_failed(op: str, device: torch.device) -> bool:
     """Whether a kernel of `op` has failed on this kind of device."""
-    return (op, _kind(device)) in _failures
+    return bool(_failures) and (op, _kind(device)) in _failures
 
 
 def failures() -> dict[str, str]:

@@ -30,9 +30,10 @@ def falls_back(*ops: str) -> Callable[[Step], Step]:
     def decorate(step: Step) -> Step:
         @functools.wraps(step)
         def guarded(*args: Any) -> Any:
-            *given, backend = args
+            backend = args[-1]
             if backend == "torch":
                 return step(*args)
+            given = args[:-1]
             if backends.has_failed(ops[0], given[0].device):
                 return step(*given, "torch")
             copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in given] if debug() else None

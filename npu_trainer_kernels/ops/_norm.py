@@ -362,11 +362,25 @@ def _sum_kernel(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def as_rows(t: torch.Tensor) -> torch.Tensor:
-    """`t` as `[N, H]` with unit column stride; a view where the strides allow it."""
-    rows = t.reshape(-1, t.shape[-1]) if t.numel() else t.new_empty(t.shape[:-1].numel(), t.shape[-1])
+def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(`t` with its rows of the last dimension at one distance, that distance in elements); without a copy where the
+    strides allow it. A tensor without gaps comes back as it is: kernels do not see shapes."""
+    if t.is_contiguous():
+        return t, t.shape[-1]
+    rows = t.reshape(-1, t.shape[-1])
     # The offsets inside a tile are 32-bit.
-    return rows if rows.stride(1) == 1 and 0 < rows.stride(0) < 1 << 24 else rows.contiguous()
+    if rows.stride(1) != 1 or not 0 < rows.stride(0) < 1 << 24:
+        rows = rows.contiguous()
+    return rows, rows.stride(0)
+
+
+def _empty(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of t's shape without gaps."""
+    return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return a if a == b else torch.promote_types(a, b)
 
 
 def _launch_forward(
@@ -374,16 +388,17 @@ def _launch_forward(
     y: torch.Tensor, rstd: torch.Tensor, eps: float, offset: float, casting: str, tile: tiling.RowTile,
     spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
 ) -> None:  # fmt: skip
-    n_rows, hidden = x.shape
-    r = x if residual is None else residual
+    hidden = x.shape[-1]
+    n_rows = x.numel() // hidden
+    x, x_stride = as_rows(x)
+    r, r_stride = (x, x_stride) if residual is None else as_rows(residual)
     programs = tiling.programs(-(-n_rows // tile.rows), spec, tile.blocks)
     launch(
         _forward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),
         x, r, x if weight is None else weight, y if s_out is None else s_out, y, rstd,
-        n_rows, x.stride(0), r.stride(0), eps, offset,
-        HAS_RESIDUAL=residual is not None, STORE_SUM=s_out is not None,
-        ROUND_SUM=torch.promote_types(x.dtype, r.dtype) == x.dtype,
-        HAS_WEIGHT=weight is not None, CASTING=casting, CONTIGUOUS=x.stride(0) == hidden and r.stride(0) == hidden,
+        n_rows, x_stride, r_stride, eps, offset,
+        HAS_RESIDUAL=residual is not None, STORE_SUM=s_out is not None, ROUND_SUM=_promoted(x.dtype, r.dtype) == x.dtype,
+        HAS_WEIGHT=weight is not None, CASTING=casting, CONTIGUOUS=x_stride == hidden == r_stride,
         REDUCE=reduce, APPLY=apply, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
     )  # fmt: skip
 
@@ -401,30 +416,31 @@ def norm_forward(
     if backend == "vendor":
         y, s, rstd = _vendor.norm_forward(x, residual, _gamma(weight, offset, casting), eps)
         return y, s if store_sum else None, rstd
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    y_dtype = torch.promote_types(dtype, weight.dtype) if casting == "llama" and weight is not None else dtype
-    y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
-    s_out = torch.empty(x.shape, dtype=dtype, device=x.device) if store_sum else None
-    rows = as_rows(x)
-    n_rows, hidden = rows.shape
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    dtype = x.dtype if residual is None else _promoted(x.dtype, residual.dtype)
+    y_dtype = _promoted(dtype, weight.dtype) if casting == "llama" and weight is not None else dtype
+    y = _empty(x, y_dtype)
+    s_out = _empty(x, dtype) if store_sum else None
+    hidden = x.shape[-1]
+    n_rows = x.numel() // hidden
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
     if not n_rows:
         return y, s_out, rstd
-    r_rows = None if residual is None else as_rows(residual)
     w = None if weight is None else weight.contiguous()
     spec = device.spec(x.device)
-    itemsize = max(t.dtype.itemsize for t in (rows, r_rows, y) if t is not None)
     rounds = casting == "llama" and weight is not None
-    tile = tiling.norm_forward_tile(hidden, itemsize, rounds, store_sum, residual is not None, spec)
+    # No row that is read has a wider dtype than y.
+    tile = tiling.norm_forward_tile(hidden, y_dtype.itemsize, rounds, store_sum, residual is not None, spec)
     if tile.blocks == 1:
-        _launch_forward(rows, r_rows, w, s_out, y, rstd, eps, offset, casting, tile, spec)
+        _launch_forward(x, residual, w, s_out, y, rstd, eps, offset, casting, tile, spec)
         return y, s_out, rstd
-    squares = torch.empty(tile.blocks, n_rows, dtype=torch.float32, device=x.device)
-    _launch_forward(rows, r_rows, w, s_out, y, squares, eps, offset, casting, tile, spec, apply=False)
+    # Two launches, and one copy where one is needed.
+    x, residual = as_rows(x)[0], None if residual is None else as_rows(residual)[0]
+    squares = x.new_empty(tile.blocks, n_rows, dtype=torch.float32)
+    _launch_forward(x, residual, w, s_out, y, squares, eps, offset, casting, tile, spec, apply=False)
     rstd = torch.rsqrt(squares.sum(0) / hidden + eps)
     if s_out is not None:
-        rows, r_rows = s_out.view(rows.shape), None
-    _launch_forward(rows, r_rows, w, None, y, rstd, eps, offset, casting, tile, spec, reduce=False)
+        x, residual = s_out, None
+    _launch_forward(x, residual, w, None, y, rstd, eps, offset, casting, tile, spec, reduce=False)
     return y, s_out, rstd
 
 
@@ -434,18 +450,21 @@ def _launch_backward(
     tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
 ) -> torch.Tensor | None:  # fmt: skip
     """Returns dw in the weight's dtype, where it is needed."""
-    n_rows, hidden = x.shape
-    r, s = x if residual is None else residual, x if ds is None else ds
+    hidden = x.shape[-1]
+    n_rows = x.numel() // hidden
+    x, x_stride = as_rows(x)
+    r, r_stride = (x, x_stride) if residual is None else as_rows(residual)
+    dy, dy_stride = as_rows(dy)
+    s, s_stride = (x, x_stride) if ds is None else as_rows(ds)
     programs = tiling.accumulating_programs(-(-n_rows // tile.rows), spec, tile.blocks, tile.options)
-    dw = torch.empty(programs, hidden, dtype=torch.float32, device=x.device) if needs_dw else None
+    dw = x.new_empty(programs, hidden, dtype=torch.float32) if needs_dw else None
     launch(
         _backward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),
         x, r, x if weight is None else weight, dy, s, rstd, dots, x if dx is None else dx, rstd if dw is None else dw,
-        n_rows, x.stride(0), r.stride(0), dy.stride(0), s.stride(0), offset,
-        HAS_RESIDUAL=residual is not None, HAS_DS=ds is not None,
-        ROUND_SUM=torch.promote_types(x.dtype, r.dtype) == x.dtype,
+        n_rows, x_stride, r_stride, dy_stride, s_stride, offset,
+        HAS_RESIDUAL=residual is not None, HAS_DS=ds is not None, ROUND_SUM=_promoted(x.dtype, r.dtype) == x.dtype,
         HAS_WEIGHT=weight is not None, ROUND_WEIGHT=casting != "gemma", STORE_DX=dx is not None, STORE_DW=needs_dw,
-        CONTIGUOUS=all(t.stride(0) == hidden for t in (x, r, dy, s)),
+        CONTIGUOUS=x_stride == hidden == r_stride and dy_stride == hidden == s_stride,
         REDUCE=reduce, APPLY=apply, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
     )  # fmt: skip
     return None if dw is None or weight is None else _sum(dw, weight.dtype, spec)
@@ -457,7 +476,7 @@ def _sum(partials: torch.Tensor, dtype: torch.dtype, spec: device.DeviceSpec) ->
     tile = tiling.partial_sums_tile(hidden, spec)
     if tile is None:
         return partials.sum(0).to(dtype)
-    total = torch.empty(hidden, dtype=dtype, device=partials.device)
+    total = partials.new_empty(hidden, dtype=dtype)
     launch(_sum_kernel, (tile.blocks,), partials, total, n_rows,
            HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options)  # fmt: skip
     return total
@@ -478,28 +497,24 @@ def norm_backward(
             d.add_(ds)
         dw = dgamma.to(weight.dtype) if weight is not None and needs_dw else None
         return d if needs_ds else None, dw
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    dx = torch.empty(x.shape, dtype=dtype, device=x.device) if needs_ds else None
-    rows = as_rows(x)
-    n_rows, hidden = rows.shape
+    dtype = x.dtype if residual is None else _promoted(x.dtype, residual.dtype)
+    dx = _empty(x, dtype) if needs_ds else None
+    hidden = x.shape[-1]
+    n_rows = x.numel() // hidden
     if not n_rows:
         return dx, torch.zeros_like(weight) if weight is not None and needs_dw else None
-    r_rows = None if residual is None else as_rows(residual)
-    s_rows = None if ds is None else as_rows(ds)
-    g_rows = as_rows(dy)
     w = None if weight is None else weight.contiguous()
     spec = device.spec(x.device)
-    itemsize = max(t.dtype.itemsize for t in (rows, r_rows, g_rows, s_rows) if t is not None)
-    tile = tiling.norm_backward_tile(hidden, itemsize, ds is not None, spec)
+    # ds arrives in S's dtype.
+    tile = tiling.norm_backward_tile(hidden, max(dtype.itemsize, dy.dtype.itemsize), ds is not None, spec)
     if tile.blocks == 1:
-        dw = _launch_backward(rows, r_rows, w, rstd, g_rows, s_rows, rstd, dx, needs_dw, offset, casting, tile, spec)
-    else:
-        dots = torch.empty(tile.blocks, n_rows, dtype=torch.float32, device=x.device)
-        dw = _launch_backward(rows, r_rows, w, rstd, g_rows, None, dots, dx, needs_dw, offset, casting, tile, spec,
-                              apply=False)  # fmt: skip
-        if dx is not None:
-            _launch_backward(rows, r_rows, w, rstd, g_rows, s_rows, dots.sum(0), dx, False, offset, casting, tile, spec,
-                             reduce=False)  # fmt: skip
+        return dx, _launch_backward(x, residual, w, rstd, dy, ds, rstd, dx, needs_dw, offset, casting, tile, spec)
+    x, residual, dy = as_rows(x)[0], None if residual is None else as_rows(residual)[0], as_rows(dy)[0]
+    dots = x.new_empty(tile.blocks, n_rows, dtype=torch.float32)
+    dw = _launch_backward(x, residual, w, rstd, dy, None, dots, dx, needs_dw, offset, casting, tile, spec, apply=False)
+    if dx is not None:
+        _launch_backward(x, residual, w, rstd, dy, ds, dots.sum(0), dx, False, offset, casting, tile, spec,
+                         reduce=False)  # fmt: skip
     return dx, dw
 
 
