@@ -172,8 +172,10 @@ def parse_override(text: str) -> Mapping[str, str]:
     return result
 
 
+@functools.cache
 def _asked_for(op: str, override: str | None, environment: str) -> tuple[str | None, str]:
     """(the backend that was asked for by name or None, by what)."""
+    _check_op(op)
     asked = parse_override(override or "").get(op)
     if asked is not None:
         return asked, "the backend argument"
@@ -207,7 +209,6 @@ def _by_table(op: str, kind: str, measured: tuned.Entry | None, uncovered: bool)
 
 
 def _choose(op: str, device: torch.device, override: str | None, environment: str) -> tuple[str, str]:
-    _check_op(op)
     asked, source = _asked_for(op, override, environment)
     kind = _kind(device)
     if asked is None:
@@ -219,7 +220,8 @@ def _choose(op: str, device: torch.device, override: str | None, environment: st
 
 
 def _kind(device: torch.device) -> str:
-    return device.type if device.type in ("npu", "cuda") else "cpu"
+    kind = device.type
+    return kind if kind in ("npu", "cuda") else "cpu"
 
 
 Reason = Callable[[], str | None]

@@ -146,7 +146,9 @@ def _of_environment(chip: str, backend: str) -> DeviceSpec:
 
 
 @functools.cache
-def _query(kind: str, index: int) -> DeviceSpec:
+def _query(device: torch.device) -> DeviceSpec | None:
+    """What the driver says of an accelerator; None for a CPU."""
+    kind, index = device.type, device.index or 0
     if kind == "cuda":
         p = torch.cuda.get_device_properties(index)
         # 64 Ki 32-bit registers per multiprocessor on every chip since Kepler.
@@ -162,7 +164,7 @@ def _query(kind: str, index: int) -> DeviceSpec:
             )
             known = replace(_UNKNOWN_ASCEND, name=p.name)
         return replace(known, memory_bytes=p.total_memory)
-    return _CPU
+    return None
 
 
 def spec(device: torch.device) -> DeviceSpec:
@@ -170,8 +172,9 @@ def spec(device: torch.device) -> DeviceSpec:
     override = _override.get()
     if override is not None:
         return override
-    if device.type in ("cuda", "npu"):
-        return _query(device.type, device.index or 0)
+    found = _query(device)
+    if found is not None:
+        return found
     return _of_environment(os.environ.get("NPU_KERNELS_CHIP", ""), os.environ.get("NPU_KERNELS_BACKEND", ""))
 
 

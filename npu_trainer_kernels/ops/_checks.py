@@ -24,6 +24,7 @@ __all__ = [
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int64, torch.int32)
+_REAL = (int, float)
 
 
 def check_float(name: str, tensor: torch.Tensor) -> None:
@@ -56,15 +57,14 @@ def check_choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> N
 
 def is_number(value: object) -> bool:
     """Whether an option is a finite int or float."""
-    is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+    return isinstance(value, _REAL) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def check_same_device(**tensors: torch.Tensor | None) -> None:
     """All tensors that are given must be on one device."""
-    devices = {name: t.device for name, t in tensors.items() if t is not None}
-    if len(set(devices.values())) > 1:
-        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
+    devices = [t.device for t in tensors.values() if t is not None]
+    if devices.count(devices[0]) != len(devices):
+        found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items() if t is not None)
         raise ValueError(f"all tensors must be on one device; got {found}")
 
 

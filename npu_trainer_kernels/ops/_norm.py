@@ -37,6 +37,7 @@ from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._checks import check_choice, check_float, check_same_device, is_number
 from ._fallback import falls_back
+from ._host import contiguous_like, promoted
 from ._launch import launch
 
 __all__ = ["CASTINGS", "as_rows", "check_norm", "norm_backward", "norm_forward", "norm_reference"]
@@ -47,13 +48,14 @@ CASTINGS = ("llama", "gemma", "none")
 def check_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str) -> None:
     """Arguments that the norms share."""
     check_float("x", x)
-    if x.dim() < 1 or x.shape[-1] < 1:
-        raise ValueError(f"x must have shape [..., H] with H >= 1; got {list(x.shape)}")
+    shape = x.shape
+    if not shape or shape[-1] < 1:
+        raise ValueError(f"x must have shape [..., H] with H >= 1; got {list(shape)}")
     if weight is not None:
         check_float("weight", weight)
-        if weight.shape != x.shape[-1:]:
-            raise ValueError(f"weight must have shape [{x.shape[-1]}], x's last dimension; got {list(weight.shape)}")
-    check_same_device(x=x, weight=weight)
+        if weight.shape != shape[-1:]:
+            raise ValueError(f"weight must have shape [{shape[-1]}], x's last dimension; got {list(weight.shape)}")
+        check_same_device(x=x, weight=weight)
     if not (is_number(eps) and eps >= 0):
         raise ValueError(f"eps must be a finite number that is not negative; got {eps!r}")
     if not is_number(offset):
@@ -374,15 +376,6 @@ def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     return rows, rows.stride(0)
 
 
-def _empty(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of t's shape without gaps."""
-    return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    return a if a == b else torch.promote_types(a, b)
-
-
 def _launch_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, s_out: torch.Tensor | None,
     y: torch.Tensor, rstd: torch.Tensor, eps: float, offset: float, casting: str, tile: tiling.RowTile,
@@ -397,9 +390,10 @@ def _launch_forward(
         _forward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),
         x, r, x if weight is None else weight, y if s_out is None else s_out, y, rstd,
         n_rows, x_stride, r_stride, eps, offset,
-        HAS_RESIDUAL=residual is not None, STORE_SUM=s_out is not None, ROUND_SUM=_promoted(x.dtype, r.dtype) == x.dtype,
-        HAS_WEIGHT=weight is not None, CASTING=casting, CONTIGUOUS=x_stride == hidden == r_stride,
-        REDUCE=reduce, APPLY=apply, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        HAS_RESIDUAL=residual is not None, STORE_SUM=s_out is not None,
+        ROUND_SUM=promoted(x.dtype, r.dtype) == x.dtype, HAS_WEIGHT=weight is not None, CASTING=casting,
+        CONTIGUOUS=x_stride == hidden == r_stride, REDUCE=reduce, APPLY=apply,
+        HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
     )  # fmt: skip
 
 
@@ -416,10 +410,10 @@ def norm_forward(
     if backend == "vendor":
         y, s, rstd = _vendor.norm_forward(x, residual, _gamma(weight, offset, casting), eps)
         return y, s if store_sum else None, rstd
-    dtype = x.dtype if residual is None else _promoted(x.dtype, residual.dtype)
-    y_dtype = _promoted(dtype, weight.dtype) if casting == "llama" and weight is not None else dtype
-    y = _empty(x, y_dtype)
-    s_out = _empty(x, dtype) if store_sum else None
+    dtype = x.dtype if residual is None else promoted(x.dtype, residual.dtype)
+    y_dtype = promoted(dtype, weight.dtype) if casting == "llama" and weight is not None else dtype
+    y = contiguous_like(x, y_dtype)
+    s_out = contiguous_like(x, dtype) if store_sum else None
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
     rstd = x.new_empty(n_rows, dtype=torch.float32)
@@ -462,7 +456,7 @@ def _launch_backward(
         _backward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),
         x, r, x if weight is None else weight, dy, s, rstd, dots, x if dx is None else dx, rstd if dw is None else dw,
         n_rows, x_stride, r_stride, dy_stride, s_stride, offset,
-        HAS_RESIDUAL=residual is not None, HAS_DS=ds is not None, ROUND_SUM=_promoted(x.dtype, r.dtype) == x.dtype,
+        HAS_RESIDUAL=residual is not None, HAS_DS=ds is not None, ROUND_SUM=promoted(x.dtype, r.dtype) == x.dtype,
         HAS_WEIGHT=weight is not None, ROUND_WEIGHT=casting != "gemma", STORE_DX=dx is not None, STORE_DW=needs_dw,
         CONTIGUOUS=x_stride == hidden == r_stride and dy_stride == hidden == s_stride,
         REDUCE=reduce, APPLY=apply, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
@@ -497,8 +491,8 @@ def norm_backward(
             d.add_(ds)
         dw = dgamma.to(weight.dtype) if weight is not None and needs_dw else None
         return d if needs_ds else None, dw
-    dtype = x.dtype if residual is None else _promoted(x.dtype, residual.dtype)
-    dx = _empty(x, dtype) if needs_ds else None
+    dtype = x.dtype if residual is None else promoted(x.dtype, residual.dtype)
+    dx = contiguous_like(x, dtype) if needs_ds else None
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
     if not n_rows:

@@ -17,10 +17,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _vendor, backends
 from ._checks import check_choice, check_float, check_same_device
+from ._host import once_differentiable
 from ._norm import check_norm, norm_backward, norm_forward, norm_reference
 
 __all__ = ["MODES", "add_rms_norm", "add_rms_norm_reference"]
@@ -46,13 +46,13 @@ def add_rms_norm_reference(
 
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float,
-                offset: float, casting: str, mode: str,
-                backend: str) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:  # fmt: skip
+    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None,
+                options: tuple[float, float, str, str, str],
+                ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:  # fmt: skip
         ctx.set_materialize_grads(False)
+        eps, offset, casting, mode, backend = ctx.options = options
         y, s, rstd = norm_forward(x, residual, weight, eps, offset, casting, mode == "pre", backend)
         ctx.save_for_backward(x if s is None else s, residual if s is None else None, weight, rstd)
-        ctx.options = offset, casting, backend
         ctx.dtypes = x.dtype, residual.dtype
         return y if s is None else (y, s)
 
@@ -60,8 +60,8 @@ class _AddRmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None = None) -> tuple[Any, ...]:
         x, residual, weight, rstd = ctx.saved_tensors
-        offset, casting, backend = ctx.options
-        needs_x, needs_residual, needs_dw = ctx.needs_input_grad[:3]
+        _, offset, casting, _, backend = ctx.options
+        needs_x, needs_residual, needs_dw, _ = ctx.needs_input_grad
         needs_sum = needs_x or needs_residual
         if dy is None:
             # The normed value was not used: S is the whole result.
@@ -69,9 +69,10 @@ class _AddRmsNorm(torch.autograd.Function):
         else:
             ds = ds if needs_sum else None
             d, dw = norm_backward(x, residual, weight, rstd, dy, ds, offset, casting, needs_sum, needs_dw, backend)
-        dx, dresidual = (d.to(t) if d is not None and needed else None
-                         for t, needed in zip(ctx.dtypes, (needs_x, needs_residual), strict=True))  # fmt: skip
-        return dx, dresidual, dw, None, None, None, None, None
+        if d is None:
+            return None, None, dw, None
+        dtype, residual_dtype = ctx.dtypes
+        return d.to(dtype) if needs_x else None, d.to(residual_dtype) if needs_residual else None, dw, None
 
 
 def add_rms_norm(
@@ -121,4 +122,4 @@ def add_rms_norm(
     chosen = backends.choose("add_rms_norm", x.device, backend, uncovered)
     if torch.compiler.is_compiling():
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, casting=casting, mode=mode)
-    return _AddRmsNorm.apply(x, residual, weight, eps, offset, casting, mode, chosen)
+    return _AddRmsNorm.apply(x, residual, weight, (eps, offset, casting, mode, chosen))

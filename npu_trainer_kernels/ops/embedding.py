@@ -15,13 +15,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import backends, device, tiling
 from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._checks import check_float, check_ids, check_range, check_same_device, is_number
 from ._fallback import falls_back
+from ._host import contiguous_like, once_differentiable
 from ._launch import launch
 
 __all__ = ["embedding", "embedding_reference"]
@@ -159,7 +159,7 @@ def _forward(ids: torch.Tensor, weight: torch.Tensor, scale: float | None, backe
     if backend == "torch":
         return embedding_reference(ids, weight, scale=scale)
     n_cols = weight.shape[1]
-    y = torch.empty(*ids.shape, n_cols, dtype=weight.dtype, device=weight.device)
+    y = weight.new_empty(*ids.shape, n_cols)
     if not y.numel():
         return y
     spec = device.spec(weight.device)
@@ -228,7 +228,7 @@ def _backward_by_vocabulary(
     tile: tiling.RowTile,
 ) -> torch.Tensor:  # fmt: skip
     size, n_cols = weight.shape
-    dw = torch.empty(size, n_cols, dtype=weight.dtype, device=weight.device)
+    dw = contiguous_like(weight)
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     # 32-bit keys: half the passes of the sort.
     in_order, order = torch.sort(ids.int(), stable=True)
@@ -243,17 +243,17 @@ def _backward_by_vocabulary(
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None, scale: float | None,
-                backend: str) -> torch.Tensor:  # fmt: skip
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor,
+                options: tuple[int | None, float | None, str]) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(ids, weight)
-        ctx.options = padding_idx, scale, backend
+        _, scale, backend = ctx.options = options
         return _forward(ids, weight, scale, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         ids, weight = ctx.saved_tensors
-        return None, _backward(ids, weight, dy, *ctx.options), None, None, None
+        return None, _backward(ids, weight, dy, *ctx.options), None
 
 
 def embedding(
@@ -298,4 +298,4 @@ def embedding(
     if torch.compiler.is_compiling():
         return embedding_reference(ids, weight, padding_idx=padding_idx, scale=scale)
     check_range("ids", ids, size)
-    return _Embedding.apply(ids, weight, padding_idx, scale, chosen)
+    return _Embedding.apply(ids, weight, (padding_idx, scale, chosen))

@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _vendor, backends
+from ._host import once_differentiable
 from ._norm import check_norm, norm_backward, norm_forward, norm_reference
 
 __all__ = ["rms_norm", "rms_norm_reference"]
@@ -38,21 +38,21 @@ def rms_norm_reference(
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str,
-                backend: str, backward: str) -> torch.Tensor:  # fmt: skip
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None,
+                options: tuple[float, float, str, str, str]) -> torch.Tensor:  # fmt: skip
+        eps, offset, casting, backend, _ = ctx.options = options
         y, _, rstd = norm_forward(x, None, weight, eps, offset, casting, False, backend)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.options = offset, casting, backward
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight, rstd = ctx.saved_tensors
-        offset, casting, backend = ctx.options
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        _, offset, casting, _, backend = ctx.options
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
         dx, dw = norm_backward(x, None, weight, rstd, dy, None, offset, casting, needs_dx, needs_dw, backend)
-        return dx, dw, None, None, None, None, None
+        return dx, dw, None
 
 
 def rms_norm(
@@ -93,4 +93,4 @@ def rms_norm(
         backward = backends.choose("rms_norm", x.device, backend, uncovered, lambda: _vendor.not_repeatable(weight))
     if torch.compiler.is_compiling():
         return rms_norm_reference(x, weight, eps, offset=offset, casting=casting)
-    return _RmsNorm.apply(x, weight, eps, offset, casting, chosen, backward)
+    return _RmsNorm.apply(x, weight, (eps, offset, casting, chosen, backward))

@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _vendor, backends, device, tiling
 from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._checks import check_float, check_same_device
 from ._fallback import falls_back
+from ._host import once_differentiable, promoted
 from ._launch import launch
 
 __all__ = ["rope", "rope_reference"]
@@ -198,21 +198,32 @@ def _rotate_pair_kernel(
                   k_heads, k_head, yk_head, INVERSE, HALF, K_HEADS, COLS)  # fmt: skip
 
 
+def _with_unit_stride(t: torch.Tensor) -> torch.Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _table_strides(table: torch.Tensor) -> tuple[int, int]:
+    """From sequence to sequence, which may share one, and from token to token."""
+    batch, token, _ = table.stride()
+    return batch if table.shape[0] > 1 else 0, token
+
+
 def _rotate_pair(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype],
     inverse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """q and k rotated, each in its dtype of `dtypes`; in one launch where that pays."""
     n_batches, q_heads, n_tokens, size = q.shape
-    tile = tiling.rope_pair_tile(q_heads, k.shape[1], size // 2, device.spec(q.device))
+    k_heads = k.shape[1]
+    tile = tiling.rope_pair_tile(q_heads, k_heads, size // 2, device.spec(q.device))
     if tile is None or not q.numel() or not k.numel():
         return _rotate(q, cos, sin, dtypes[0], inverse), _rotate(k, cos, sin, dtypes[1], inverse)
-    q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
+    q, k = _with_unit_stride(q), _with_unit_stride(k)
     yq, yk = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
     launch(
         _rotate_pair_kernel, (n_batches * n_tokens,),
-        q, k, yq, yk, cos, sin, n_tokens, q_heads, k.shape[1], *(s for t in (q, k, yq, yk) for s in t.stride()[:3]),
-        *(s for t in (cos, sin) for s in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))),
+        q, k, yq, yk, cos, sin, n_tokens, q_heads, k_heads, *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3],
+        *yk.stride()[:3], *_table_strides(cos), *_table_strides(sin),
         INVERSE=inverse, HALF=size // 2, Q_HEADS=tile.q_heads, K_HEADS=tile.k_heads, COLS=tile.cols, **tile.options,
     )  # fmt: skip
     return yq, yk
@@ -220,8 +231,7 @@ def _rotate_pair(
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, inverse: bool) -> torch.Tensor:
     """x rotated, in `dtype`; keeps the order of x's dimensions in memory, as elementwise operations do."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
+    x = _with_unit_stride(x)
     y = torch.empty_like(x, dtype=dtype)
     if not x.numel():
         return y
@@ -231,7 +241,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.
     launch(
         _rotate_kernel, (tiling.programs(n_batches * -(-n_tokens // tile.rows), spec),),
         x, y, cos, sin, n_batches, n_tokens, n_heads, *x.stride()[:3], *y.stride()[:3],
-        *(s for t in (cos, sin) for s in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))),
+        *_table_strides(cos), *_table_strides(sin),
         INVERSE=inverse, HALF=size // 2, ROWS=tile.rows, COLS=tile.cols, **tile.options,
     )  # fmt: skip
     return y
@@ -246,9 +256,8 @@ def _forward(
     if backend == "vendor":
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return _vendor.rotate(q, cos, sin), _vendor.rotate(k, cos, sin)
-    table = torch.promote_types(cos.dtype, sin.dtype)
-    dtypes = torch.promote_types(q.dtype, table), torch.promote_types(k.dtype, table)
-    return _rotate_pair(q, k, cos, sin, dtypes, False)
+    table = promoted(cos.dtype, sin.dtype)
+    return _rotate_pair(q, k, cos, sin, (promoted(q.dtype, table), promoted(k.dtype, table)), False)
 
 
 @falls_back("rope")
@@ -276,7 +285,7 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                 backend: str) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         if backend != "torch":
-            cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
+            cos, sin = _with_unit_stride(cos), _with_unit_stride(sin)
         ctx.save_for_backward(cos, sin)
         ctx.backend, ctx.dtypes = backend, (q.dtype, k.dtype)
         ctx.set_materialize_grads(False)
@@ -286,15 +295,14 @@ class _Rope(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor | None, dk: torch.Tensor | None) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        needs_q, needs_k, *_ = ctx.needs_input_grad
+        needs_q, needs_k = ctx.needs_input_grad[:2]
         dq, dk = _backward(cos, sin, dq if needs_q else None, dk if needs_k else None, ctx.dtypes, ctx.backend)
         return dq, dk, None, None, None
 
 
-def _check_table(name: str, table: torch.Tensor, q: torch.Tensor) -> None:
+def _check_table(name: str, table: torch.Tensor, batch: int, tokens: int, size: int) -> None:
     check_float(name, table)
-    batch, _, tokens, size = q.shape
-    if table.dim() != 3 or table.shape[0] not in (1, batch) or table.shape[1:] != (tokens, size):
+    if table.shape not in ((1, tokens, size), (batch, tokens, size)):
         raise ValueError(f"{name} must have shape [{batch} or 1, {tokens}, {size}], as q says; got {list(table.shape)}")
     if table.requires_grad:
         raise ValueError(f"{name} must not require a gradient: rope does not differentiate its tables")
@@ -324,11 +332,11 @@ def rope(
     check_float("k", k)
     if q.dim() != 4 or q.shape[-1] % 2 or not q.shape[-1]:
         raise ValueError(f"q must have shape [B, H, T, D] with D even; got {list(q.shape)}")
-    if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
-        batch, _, tokens, size = q.shape
+    batch, _, tokens, size = q.shape
+    if k.dim() != 4 or k.shape != (batch, k.shape[1], tokens, size):
         raise ValueError(f"k must have shape [{batch}, H, {tokens}, {size}], as q says; got {list(k.shape)}")
-    _check_table("cos", cos, q)
-    _check_table("sin", sin, q)
+    _check_table("cos", cos, batch, tokens, size)
+    _check_table("sin", sin, batch, tokens, size)
     check_same_device(q=q, k=k, cos=cos, sin=sin)
     chosen = backends.choose("rope", q.device, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin))
     if torch.compiler.is_compiling():

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import _vendor, backends, device, tiling
 from .._triton import jit, tl
@@ -26,6 +25,7 @@ from ._blocks import load_fp32, store
 from ._checks import check_float, check_same_device
 from ._fallback import falls_back
 from ._head import autocasts, compute_dtype
+from ._host import contiguous_like, once_differentiable
 from ._launch import launch
 
 __all__ = ["swiglu", "swiglu_linear", "swiglu_linear_reference", "swiglu_reference"]
@@ -147,10 +147,14 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
 def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], **flags: bool) -> None:
     """Reads `inputs` (any strides) and writes `outputs` (contiguous), all of one shape that is not empty."""
     # As one long row, whose length is then a multiple of 16 whatever the number of tokens: a kernel is compiled once.
-    flat = all(t.is_contiguous() for t in inputs) and inputs[0].shape[-1] % 16 == 0
-    rows = [t.view(1, -1) if flat else _rows(t) for t in inputs]
-    n_rows, n_cols = rows[0].shape
-    spec = device.spec(rows[0].device)
+    if inputs[0].shape[-1] % 16 == 0 and all(t.is_contiguous() for t in inputs):
+        n_rows, n_cols = 1, inputs[0].numel()
+        strides = [n_cols] * len(inputs)
+    else:
+        inputs = [_rows(t) for t in inputs]
+        n_rows, n_cols = inputs[0].shape
+        strides = [t.stride(0) for t in inputs]
+    spec = device.spec(inputs[0].device)
     # The product is among the outputs, and then it counts, or the last output stands in for it.
     moved = len(inputs) + len(outputs)
     if flags.get("STORE_PRODUCT") is False:
@@ -160,8 +164,8 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     n_tasks = n_rows * blocks
     n_whole = n_tasks if n_cols % block.size == 0 else (n_tasks - 1 if n_rows == 1 else 0)
     launch(
-        kernel, (tiling.programs(n_tasks, spec),), *rows, *outputs, n_tasks, n_whole, blocks, n_cols,
-        *(t.stride(0) for t in rows), **flags, BLOCK=block.size, **block.options,
+        kernel, (tiling.programs(n_tasks, spec),), *inputs, *outputs, n_tasks, n_whole, blocks, n_cols, *strides,
+        **flags, BLOCK=block.size, **block.options,
     )  # fmt: skip
 
 
@@ -171,7 +175,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor
         return swiglu_reference(gate, up)
     if backend == "vendor":
         return _vendor.swiglu(gate, up)
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    y = contiguous_like(gate)
     if y.numel():
         _launch(_forward_kernel, [gate, up], [y])
     return y
@@ -186,7 +190,7 @@ def _backward(
         return _backward_torch(gate, up, dy)
     if backend == "vendor":
         return _vendor.swiglu_backward(gate, up, dy)
-    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    dgate, dup = contiguous_like(gate), contiguous_like(gate)
     if dgate.numel():
         _launch(_backward_kernel, [gate, up, dy], [dgate, dup], STORE_PRODUCT=False)
     return dgate, dup
@@ -202,8 +206,7 @@ def _backward_and_product(
         return *_backward_torch(gate, up, dy), dy.copy_(swiglu_reference(gate, up))
     if backend == "vendor":
         return *_vendor.swiglu_backward(gate, up, dy), dy.copy_(_vendor.swiglu(gate, up))
-    dgate, dup = (t if overwrite and t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-                  for t in (gate, up))  # fmt: skip
+    dgate, dup = (t if overwrite and t.is_contiguous() else contiguous_like(t) for t in (gate, up))
     if dgate.numel():
         _launch(_backward_kernel, [gate, up, dy], [dgate, dup, dy], STORE_PRODUCT=True)
     return dgate, dup, dy

@@ -1,0 +1,35 @@
+"""What ops do on the host before a launch, as cheap as can be: a small op's time is Python's.
+
+Each does what torch's own does, without what that costs where nothing is to be done.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable as _once_differentiable
+
+__all__ = ["contiguous_like", "once_differentiable", "promoted"]
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As torch's, which enters `torch.no_grad()` even in a backward that records nothing."""
+    guarded = _once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Any) -> Any:
+        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return wrapper
+
+
+def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """`torch.promote_types`."""
+    return a if a == b else torch.promote_types(a, b)
+
+
+def contiguous_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialised tensor of t's shape (and dtype) without gaps. `torch.empty` reads a shape, a dtype and a device
+    from Python, which takes three times as long."""
+    return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)
