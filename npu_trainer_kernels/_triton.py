@@ -10,7 +10,16 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["IMPORT_ERROR", "INTERPRETED", "MissingDependencyError", "jit", "libdevice", "tl", "triton"]
+__all__ = [
+    "COMPILED_TAKES_CONSTANTS",
+    "IMPORT_ERROR",
+    "INTERPRETED",
+    "MissingDependencyError",
+    "jit",
+    "libdevice",
+    "tl",
+    "triton",
+]
 
 
 class MissingDependencyError(ImportError):
@@ -18,6 +27,7 @@ class MissingDependencyError(ImportError):
 
 
 IMPORT_ERROR: Exception | None = None
+COMPILED_TAKES_CONSTANTS = False
 try:
     import triton
     import triton.language as tl
@@ -28,6 +38,8 @@ try:
 
     # A half-installed Triton (triton-ascend's files over Triton's, say) imports, but lacks parts of itself.
     triton.jit, tl.load, triton.runtime.JITFunction  # noqa: B018
+    # Before 3.3, and in triton-ascend 3.2, a compiled kernel is launched with its other arguments alone.
+    COMPILED_TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
 except (ImportError, OSError, AttributeError, RuntimeError, SyntaxError) as error:
     IMPORT_ERROR = error
     triton = tl = libdevice = None

@@ -26,6 +26,7 @@ __all__ = [
     "has_fp32_output_product",
     "has_fp64",
     "has_libdevice",
+    "keeps_compiled",
     "occupy",
     "spec",
     "synchronize",
@@ -207,6 +208,13 @@ def has_fp32_output_product(device: torch.device) -> bool:
 def has_fp64(device: torch.device) -> bool:
     """Whether the device computes in fp64."""
     return device.type != "npu"
+
+
+@functools.cache
+def keeps_compiled(device: torch.device) -> bool:
+    """Whether Triton compiles a kernel there by no more than dtypes, alignment to 16 bytes, integers and constants, so
+    that what was compiled can be launched again without asking it. On AMD it looks at a storage's size, too."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def has_libdevice(device: torch.device) -> bool:

@@ -1,9 +1,11 @@
 """The one place where kernels are launched.
 
-Every op calls `launch(kernel, grid, *args, **constexprs)`. By default that is `kernel[grid](*args, **constexprs)`, and
-for CPU tensors without Triton's interpreter the kernel's Ascend lowering (backend "ascend-lowering": no other backend
-launches that). A launcher installed with `use_launcher` can record the launches instead (the Ascend compile gate runs
-an op on `meta` tensors and compiles what it would have launched) or execute them another way.
+Every op calls `launch(kernel, grid, *args, **constexprs)`. By default that is `kernel[grid](*args, **constexprs)`, or,
+where that has been launched before, the `CompiledKernel` that it returned: most of a launch's time in Python is
+Triton's search for it. For CPU tensors without Triton's interpreter it is the kernel's Ascend lowering (backend
+"ascend-lowering": no other backend launches that). A launcher installed with `use_launcher` can record the launches
+instead (the Ascend compile gate runs an op on `meta` tensors and compiles what it would have launched) or execute them
+another way.
 """
 
 import contextlib
@@ -11,7 +13,10 @@ import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._triton import INTERPRETED
+import torch
+
+from .. import device
+from .._triton import COMPILED_TAKES_CONSTANTS, INTERPRETED, triton
 
 __all__ = ["KernelError", "Launcher", "compile_only", "launch", "use_launcher"]
 
@@ -32,10 +37,43 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: 
         lowering_launcher(kernel, grid, args, constexprs)
     else:
         try:
-            kernel[grid](*args, **constexprs)
+            if COMPILED_TAKES_CONSTANTS and device.keeps_compiled(args[0].device):
+                _run_kept(kernel, grid, args, constexprs)
+            else:
+                kernel[grid](*args, **constexprs)
         except Exception as error:
             # Compilers and drivers raise types of their own, and many: they become one that callers can name.
             raise KernelError(_describe(kernel, grid, args, constexprs, error)) from error
+
+
+# (kernel, what Triton compiled of it, its constants in the order of its parameters), by everything that Triton's own
+# key may depend on but for settings of the process (TRITON_DEBUG, say): those of the first launch count. Lengths are in
+# it, though no kernel is compiled for them: a new one takes Triton's way once.
+_kept: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
+_MOST_KEPT = 1 << 12
+
+
+def _trait(arg: Any) -> Any:
+    """Of an argument at least what Triton compiles for."""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16
+    kind = type(arg)
+    return arg if kind is int else float if kind is float else (kind, arg)
+
+
+def _run_kept(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+    current = triton.runtime.driver.active.get_current_device()
+    key = (id(kernel), current, *map(_trait, args), *constexprs, *constexprs.values())
+    kept = _kept.get(key)
+    if kept is not None:
+        _, compiled, constants = kept
+        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+        return
+    compiled = kernel[grid](*args, **constexprs)
+    if isinstance(compiled, triton.compiler.CompiledKernel):
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        _kept[key] = kernel, compiled, tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
 
 
 def _describe(

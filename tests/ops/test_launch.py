@@ -1,0 +1,191 @@
+"""A compiled kernel that is launched again without asking Triton for it: the one that Triton would have found.
+
+On a machine without a GPU: Triton compiles for one, and its driver is one that launches nothing.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from npu_trainer_kernels import device
+from npu_trainer_kernels.ops import _launch
+
+
+def _add_kernel(x, y, n, stride, scale, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at * stride, mask=at < n, other=0.0)
+    if HAS_SCALE:
+        value = value * scale
+    tl.store(y + at, value, mask=at < n)
+
+
+class Driver:
+    """Of two GPUs; `launches` has what was launched."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.device, self.stream = 0, 7
+        self.launcher_cls = lambda source, metadata: lambda *args: self.launches.append(args)
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, index: int) -> int:
+        return 10 * index + self.stream
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_device_properties(self, index: int) -> dict[str, int]:
+        return {"max_shared_mem": 1 << 17}
+
+    def load_binary(self, *args: Any) -> tuple[int, ...]:
+        return 1, 1, 32, 0, 1024
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch):
+    fake = Driver()
+    # Its properties raise where there is no GPU.
+    monkeypatch.setattr(driver, "_active", fake)
+    # CPU tensors stand for a GPU's.
+    monkeypatch.setattr(_launch, "INTERPRETED", True)
+    monkeypatch.setattr(device, "keeps_compiled", lambda where: True)
+    _launch._kept.clear()
+    yield fake
+    _launch._kept.clear()
+
+
+@pytest.fixture
+def kernel(gpu):
+    """A kernel that Triton compiles, with `found` for what it was asked for: one entry for each time."""
+    made = JITFunction(_add_kernel)
+    made.found = []
+    run = made.run
+
+    def spy(*args: Any, **kwargs: Any) -> CompiledKernel:
+        made.found.append(run(*args, **kwargs))
+        return made.found[-1]
+
+    made.run = spy
+    yield made
+    for compiled in made.found:
+        compiled.module = None  # nothing is to be unloaded
+
+
+KEEPS_COMPILED = device.keeps_compiled
+X, Y = torch.zeros(256), torch.zeros(256)
+USUAL = {"x": X, "y": Y, "n": 48, "stride": 32, "scale": 0.5, "HAS_SCALE": True, "BLOCK": 16, "num_warps": 1}
+
+
+def launch(kernel: JITFunction, grid: tuple[int, ...] = (3,), **changes: Any) -> None:
+    given = {**USUAL, **changes}
+    args = [given.pop(name) for name in ("x", "y", "n", "stride", "scale")]
+    _launch.launch(kernel, grid, *args, **given)
+
+
+def test_the_second_launch_does_not_ask_triton(gpu, kernel):
+    launch(kernel)
+    launch(kernel, scale=0.25)
+    launch(kernel, (5, 2), x=Y, y=X)
+    assert len(kernel.found) == 1
+    first, second, third = gpu.launches
+    # Grid, stream, function and metadata; hooks are between them and the arguments.
+    assert first[:4] == second[:4] == (3, 1, 1, 7)
+    assert third[:4] == (5, 2, 1, 7)
+    assert first[4:6] == second[4:6] == third[4:6]
+    assert [a for a in second[-7:] if not isinstance(a, torch.Tensor)] == [48, 32, 0.25, True, 16]
+    assert third[-7] is Y
+    assert third[-6] is X
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x": torch.zeros(260)[1:]},  # 4 bytes after a multiple of 16
+        {"y": torch.zeros(256, dtype=torch.float16)},
+        {"stride": 1},
+        {"stride": 33},
+        {"stride": 1 << 40},
+        {"scale": 2},
+        {"scale": 1},
+        {"HAS_SCALE": False},
+        {"BLOCK": 32},
+        {"num_warps": 2},
+    ],
+    ids=str,
+)
+def test_what_triton_compiles_anew_it_is_asked_for(gpu, kernel, changes):
+    launch(kernel)
+    launch(kernel, **changes)
+    launch(kernel)
+    launch(kernel, **changes)
+    usual, changed = kernel.found
+    assert usual is not changed
+    assert [launched[5] for launched in gpu.launches] == [usual.packed_metadata, changed.packed_metadata] * 2
+
+
+def test_each_device_has_kernels_of_its_own_and_the_stream_is_the_current_one(gpu, kernel):
+    launch(kernel)
+    gpu.device, gpu.stream = 1, 5
+    launch(kernel)
+    gpu.stream = 6
+    launch(kernel)
+    assert [launched[3] for launched in gpu.launches] == [7, 15, 16]
+    one, two = kernel.found
+    assert one is not two
+
+
+def test_hooks_are_called(gpu, kernel, monkeypatch):
+    launch(kernel)
+    hook = triton.knobs.HookChain()
+    hook.add(lambda metadata: None)
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
+    launch(kernel)
+    before, after = gpu.launches
+    assert after[7] is hook is not before[7]
+    assert after[6].get()["name"] == "_add_kernel"
+    assert len(kernel.found) == 1
+
+
+def test_no_more_than_so_many_are_kept(gpu, kernel, monkeypatch):
+    monkeypatch.setattr(_launch, "_MOST_KEPT", 3)
+    for n in range(2, 12):
+        launch(kernel, n=n)
+        assert len(_launch._kept) <= 3
+
+
+def test_what_triton_does_not_return_is_not_kept(gpu):
+    class Interpreted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **constexprs: gpu.launches.append(args)
+
+    for _ in range(2):
+        launch(Interpreted())
+    assert len(gpu.launches) == 2
+    assert not _launch._kept
+
+
+def test_triton_is_asked_every_time_where_more_may_count(gpu, kernel, monkeypatch):
+    assert not KEEPS_COMPILED(torch.device("cpu"))
+    for module, name, value in (
+        (_launch, "COMPILED_TAKES_CONSTANTS", False),
+        (device, "keeps_compiled", lambda _: False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            launch(kernel)
+            launch(kernel)
+    assert len(kernel.found) == 4
+    assert not _launch._kept
