@@ -5,6 +5,7 @@ gives, with half or twice the warps. No more can be said there, so that no file,
 does not cover its row.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
@@ -16,11 +17,13 @@ from .tuned import Variation
 
 __all__ = [
     "TUNABLE",
+    "BorrowingChunks",
     "GradientTile",
     "RowTile",
     "StatisticsTile",
     "accumulating_programs",
     "asked_tiles",
+    "borrowing_chunks",
     "embedding_tile",
     "forget_tiles",
     "fused_tile",
@@ -32,10 +35,12 @@ __all__ = [
     "partial_sums_tile",
     "rope_pair_tile",
     "rope_tile",
+    "rows_inside",
     "scale_block",
     "shortest_chunk",
     "statistics_tile",
     "swiglu_block",
+    "token_block",
     "try_variation",
     "varied",
     "vocabulary_tile",
@@ -222,7 +227,9 @@ def fused_tile(n_cols: int, itemsize: int, spec: DeviceSpec) -> StatisticsTile |
     if spec.kind != "cuda" or itemsize == 4:
         # Of fp32 logits more digits are wanted than its fast exponentials keep.
         return None
-    return StatisticsTile(4, min(4096, next_power_of_2(n_cols)), 2 * spec.vector_cores, launch_options(spec, 16))
+    # Two programs of 16 warps a multiprocessor: with more than 64 registers a thread there would be but one.
+    options = {**launch_options(spec, 16), "maxnreg": 64}
+    return StatisticsTile(4, min(4096, next_power_of_2(n_cols)), 2 * spec.vector_cores, options)
 
 
 def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden: int = 0) -> int:
@@ -255,6 +262,83 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden:
         return max(1024, min(room, most) // 512 * 512)
     chunks = max(1, _cdiv(n_rows, rows))
     return max(1, min(n_rows, _cdiv(_cdiv(n_rows, chunks), multiple) * multiple))
+
+
+@dataclass(frozen=True)
+class BorrowingChunks:
+    """Chunks of logits of which the first lies partly in memory that the weight gradient is not yet written to.
+
+    Attributes:
+        stops: the row at which each chunk ends.
+        columns: of the first chunk's logits, how many lie there.
+    """
+
+    stops: tuple[int, ...]
+    columns: int
+
+
+def rows_inside(vocab: int) -> int:
+    """Rows of the weight whose fp32 sums of gradients lie in the memory of the two-byte result: half of them, down to
+    where the matrix unit's accesses stay aligned."""
+    return vocab // 2 // 128 * 128
+
+
+def borrowing_chunks(n_rows: int, vocab: int, hidden: int, itemsize: int, weight_itemsize: int,
+                     spec: DeviceSpec) -> BorrowingChunks | None:  # fmt: skip
+    """How the LM head's rows are cut where its first chunk may borrow; None: as `head_chunk` says.
+
+    If all rows fit one chunk, the weight gradient comes from one product per block of columns: k columns of the logits
+    lie where rows k and up of the result will be written, so k n_rows itemsize <= (vocab - k) hidden weight_itemsize.
+    Otherwise they lie in that part of the fp32 sums that needs memory of its own. The fp32 sum for the chunk's dx lies
+    where the first k rows will be written.
+
+    Args:
+        n_rows: rows in all.
+        vocab, hidden: rows and columns of the weight.
+        itemsize: bytes of a logit.
+        weight_itemsize: bytes of an element of the weight's gradient.
+        spec: the device.
+    """
+    if spec.kind != "cuda" or n_rows * vocab * itemsize <= GIB:
+        return None
+    row = vocab * itemsize
+    gradient = vocab * hidden * weight_itemsize
+    rest = 0 if weight_itemsize == 4 else (vocab - rows_inside(vocab)) * hidden * 4
+    # Three copies of a chunk's x at most lie beside its logits: rows of it, their gradients, and x times a factor.
+    columns = gradient // (n_rows * itemsize + hidden * weight_itemsize) // 128 * 128
+    own = n_rows * (row - columns * itemsize) + 3 * n_rows * hidden * itemsize
+    if own <= max(3 * GIB // 2, rest + 2048 * row):
+        return BorrowingChunks((n_rows,), columns) if columns * weight_itemsize >= 4 * n_rows else None
+    first, later, columns = _longest_chunks(row, vocab, gradient, hidden * weight_itemsize, itemsize, rest)
+    if n_rows <= first or columns < first:
+        return None
+    # As many chunks as the rest needs, as even as multiples of 512 allow, the longer ones first.
+    units = _cdiv(n_rows - first, 512)
+    chunks = _cdiv(n_rows - first, later)
+    sizes = [512 * (units // chunks + (i < units % chunks)) for i in range(chunks)]
+    return BorrowingChunks((first, *(min(n_rows, first + end) for end in itertools.accumulate(sizes))), columns)
+
+
+@cache
+def _longest_chunks(row: int, vocab: int, gradient: int, gradient_row: int, itemsize: int,
+                    rest: int) -> tuple[int, int, int]:  # fmt: skip
+    """(rows of the first of several chunks, of the later ones, columns of the first that lie in borrowed memory).
+    Bytes: `row` of a row of logits, `gradient` of the weight's gradient, `gradient_row` of a row of it, `rest` of the
+    fp32 sums beside it."""
+
+    def columns(rows: int) -> int:
+        if not rest:
+            return gradient // (rows * itemsize + gradient_row) // 128 * 128
+        return min(rows_inside(vocab), rest // (rows * itemsize) // 128 * 128)
+
+    # 1.6 GiB in all, and no more logits than make the products efficient, but no fewer than 2048 rows either: below
+    # that the product waits for its sums. At multiples of 512 rows the products with the weight fill their last wave
+    # (H200, hidden 1024 to 4096).
+    room = max(2048 * row, min(16 * GIB // 10 - rest, 9 * GIB // 10))
+    first = later = room // row // 512 * 512
+    while (first + 512) * (row - columns(first + 512) * itemsize) <= room:
+        first += 512
+    return first, later, columns(first)
 
 
 def shortest_chunk(rows: int, spec: DeviceSpec) -> int:
@@ -407,6 +491,15 @@ def scale_block(spec: DeviceSpec) -> Block | None:
     return Block(4096, launch_options(spec, 8)) if spec.kind == "cuda" else Block(64)
 
 
+@cache
+def token_block(spec: DeviceSpec) -> Block:
+    """Block of the kernel that does a loss's arithmetic on one number a token."""
+    if spec.kind == "npu":
+        # Eight arrays in and out, twice, and temporaries: a third of the smallest chip's memory.
+        return Block(1024)
+    return Block(1024, launch_options(spec, 4)) if spec.kind == "cuda" else Block(16)
+
+
 @_tunable
 def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
     """Block of SwiGLU's kernels.
@@ -448,12 +541,17 @@ def rope_tile(half: int, itemsize: int, spec: DeviceSpec) -> RowTile:
 
 @dataclass(frozen=True)
 class HeadsTile:
-    """Blocks of the kernel that rotates a token of queries and keys: so many heads at once, half a head of `cols`."""
+    """Blocks of the kernel that rotates a token of queries and keys: `heads` at once, half a head of `cols` columns;
+    so many blocks are read `ahead`."""
 
-    q_heads: int
-    k_heads: int
+    heads: int
     cols: int
+    ahead: int
     options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+# Of one token in the rotary kernel, where they are unrolled. No model has more.
+_MOST_HEAD_GROUPS = 32
 
 
 @cache
@@ -464,10 +562,10 @@ def rope_pair_tile(q_heads: int, k_heads: int, half: int, spec: DeviceSpec) -> H
     # 8 elements a thread of each half: one 16-byte access of bf16 (H200; 16 and 32 heads at a time were slower, and so
     # were several programs a token).
     cols = next_power_of_2(half)
-    most = max(1, 512 // cols)
-    return HeadsTile(
-        min(most, next_power_of_2(q_heads)), min(most, next_power_of_2(k_heads)), cols, launch_options(spec, 2)
-    )
+    heads = min(max(1, 512 // cols), next_power_of_2(max(q_heads, k_heads)))
+    if -(-q_heads // heads) - (-k_heads // heads) > _MOST_HEAD_GROUPS:
+        return None
+    return HeadsTile(heads, cols, 5, launch_options(spec, 2))
 
 
 def wants_int32_ids(spec: DeviceSpec) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -101,9 +101,13 @@ def has_values(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "meta" and type(tensor) is torch.Tensor
 
 
-def check_range(name: str, ids: torch.Tensor, size: int) -> None:
-    """Every id must lie in [0, size). Reads the values, so on an accelerator only in debug mode."""
-    if not has_values(ids) or ids.numel() == 0 or (ids.device.type != "cpu" and not debug()):
+def check_range(name: str, ids: torch.Tensor | Callable[[], torch.Tensor], where: torch.device, size: int) -> None:
+    """Every id must lie in [0, size). Reads the values, so on an accelerator only in debug mode: there nothing is asked
+    for its result before."""
+    if where.type != "cpu" and not debug():
+        return
+    ids = ids() if callable(ids) else ids
+    if not has_values(ids) or ids.numel() == 0:
         return
     low, high = (int(v) for v in torch.aminmax(ids))
     if low < 0 or high >= size:

@@ -39,13 +39,16 @@ frozen      weight and bias need no gradient: forward forms d log_prob / dx, and
 no grad     one product.
 
 Memory beyond inputs and gradients: one chunk of logits, half an fp32 weight gradient while several chunks accumulate
-(the other half lies where the gradient will), and `[N]` statistics; independent of the vocabulary times N.
+(the other half lies where the gradient will), and `[N]` statistics; independent of the vocabulary times N. Where one
+kernel forms statistics and gradient at once, the first chunk is longer: some of its columns lie in memory that the
+weight gradient is not yet written to (`_WeightSum.room`), so that one chunk often does for all, and fewer do otherwise.
 Accumulation and statistics are fp32 whatever the dtypes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -133,15 +136,24 @@ class _Softmax(NamedTuple):
     shift: torch.Tensor | None  # log s - entropy: log p + entropy = z - row_max - shift
 
 
+# `[n]` ids; a function is asked once the first chunk of logits is on its way, so that the device need not wait.
+Ids = torch.Tensor | Callable[[], torch.Tensor]
+# `[n]` distinct rows of x, None for all of them; a function is asked right before the first product.
+Rows = torch.Tensor | None | Callable[[], torch.Tensor | None]
 # From a chunk's statistics, and which rows these are, to a scalar whose gradient is wanted.
 Objective = Callable[[HeadStatistics, slice], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class LinearObjective:
-    """sum_i factor_i log_prob_i, `[n]` fp32 factors: an objective whose gradient is known before the logits are."""
+    """sum_i factor_i log_prob_i: an objective whose gradient is known before the logits are. `make` gives the `[n]`
+    fp32 factors; asked once the first chunk of logits is on its way, so that the device need not wait."""
 
-    factor: torch.Tensor
+    make: Callable[[], torch.Tensor]
+
+    @functools.cached_property
+    def factor(self) -> torch.Tensor:
+        return self.make()
 
     def __call__(self, statistics: HeadStatistics, chunk: slice) -> torch.Tensor:
         return (statistics.log_prob * self.factor[chunk]).sum()
@@ -150,9 +162,11 @@ class LinearObjective:
 @dataclass(frozen=True)
 class LogProbObjective:
     """An objective of the log-probabilities alone, `function(log_prob, chunk)`. A row's gradient is then that of its
-    log-probability times one number: one kernel may form it before the number is known."""
+    log-probability times one number: one kernel may form it before the number is known. `gradient(log_prob, chunk,
+    backend)` gives the value and these numbers, where there is a shorter way than autograd."""
 
     function: Callable[[torch.Tensor, slice], torch.Tensor]
+    gradient: Callable[[torch.Tensor, slice, str], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def __call__(self, statistics: HeadStatistics, chunk: slice) -> torch.Tensor:
         return self.function(statistics.log_prob, chunk)
@@ -378,18 +392,100 @@ def _row_gradient_kernel(
             tl.store(grads + offset + start + lane, g.to(grads.dtype.element_ty), mask=mask)
 
 
+@jit
+def _read_columns(start_of_row, n_cols, m, s, ds, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr,
+                  HAS_ENTROPY: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """The lanes' running maximum m, and their sums s of exp(d) and ds of exp(d) d with d = z - m, after these
+    columns."""
+    NEGATIVE: tl.constexpr = -1e30
+    LANES: tl.constexpr = WIDTH // VEC
+    lane = tl.arange(0, WIDTH)
+    folded = tl.arange(0, FOLD)[:, None] * WIDTH + lane[None, :]
+    n_folded = n_cols // (FOLD * WIDTH) * (FOLD * WIDTH)
+    for start in range(0, n_folded, FOLD * WIDTH):
+        x = tl.load(start_of_row + start + folded)
+        # A lane takes the columns of one 16-byte load: what it keeps is rescaled once for FOLD * VEC of them.
+        z = tl.reshape(_transformed(x, inner, outer, HAS_CAP, IS_IDENTITY), [FOLD, LANES, VEC])
+        m_new = tl.maximum(m, tl.max(tl.max(z, axis=2), axis=0))
+        rescale = tl.exp(m - m_new)
+        d = z - m_new[None, :, None]
+        e = tl.exp(d)
+        if HAS_ENTROPY:
+            ds = (ds + s * (m - m_new)) * rescale + tl.sum(tl.sum(e * d, axis=2), axis=0)
+        s = s * rescale + tl.sum(tl.sum(e, axis=2), axis=0)
+        m = m_new
+    for start in range(n_folded, n_cols, WIDTH):
+        mask = start + lane < n_cols
+        x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
+        z = tl.where(mask, _transformed(x, inner, outer, HAS_CAP, IS_IDENTITY), NEGATIVE)
+        z = tl.reshape(z, [LANES, VEC])
+        m_new = tl.maximum(m, tl.max(z, axis=1))
+        rescale = tl.exp(m - m_new)
+        d = z - m_new[:, None]
+        # A lane that has seen nothing would count exp(NEGATIVE - NEGATIVE) = 1.
+        e = tl.where(tl.reshape(mask, [LANES, VEC]), tl.exp(d), 0.0)
+        if HAS_ENTROPY:
+            ds = (ds + s * (m - m_new)) * rescale + tl.sum(e * d, axis=1)
+        s = s * rescale + tl.sum(e, axis=1)
+        m = m_new
+    return m, s, ds
+
+
+@jit
+def _write_columns(start_of_row, n_cols, row_max, a, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr,
+                   FOLD: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Overwrites these columns with their gradient but for the id's own term."""
+    lane = tl.arange(0, WIDTH)
+    folded = tl.arange(0, FOLD)[:, None] * WIDTH + lane[None, :]
+    n_folded = n_cols // (FOLD * WIDTH) * (FOLD * WIDTH)
+    for start in range(n_folded, n_cols, WIDTH):
+        mask = start + lane < n_cols
+        x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
+        g = _softmax_gradient(x, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY)
+        tl.store(start_of_row + start + lane, g.to(start_of_row.dtype.element_ty), mask=mask,
+                 eviction_policy="evict_first")  # fmt: skip
+    # Backwards: what was read last is the surest to be in the cache.
+    for done in range(0, n_folded, FOLD * WIDTH):
+        start = n_folded - FOLD * WIDTH - done
+        x = tl.load(start_of_row + start + folded, eviction_policy="evict_first")
+        g = _softmax_gradient(x, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY)
+        tl.store(start_of_row + start + folded, g.to(start_of_row.dtype.element_ty), eviction_policy="evict_first")
+
+
+@jit
+def _softmax_gradient(x, row_max, a, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr):
+    """a exp(z - row_max) dz/dl."""
+    z = _transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
+    return tl.exp(z - row_max) * a * _slope(z, inner, outer, HAS_CAP, IS_IDENTITY)
+
+
+@jit
+def _slope(z, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr):
+    """dz/dl at z(l)."""
+    if HAS_CAP:
+        t = z / outer
+        return (outer * inner) * (1.0 - t * t)
+    elif IS_IDENTITY:
+        return 1.0
+    else:
+        return inner
+
+
 @jit(lengths=("n_rows",))
 def _row_fused_kernel(
-    logits,  # [n_rows, n_cols], overwritten with dL/dl
+    logits,  # [n_rows, n_first], the first columns, overwritten with dL/dl
+    second,  # [n_rows, n_second], the others, where HAS_SECOND: a matrix of its own
     ids,  # [n_rows]
     factor,  # [n_rows] fp32: dL/dlog_prob
     out,  # [5, n_rows] fp32: log_prob, lse, max, 1 / sum e, sum p d (d = z - max, e = exp(d))
     n_rows,
-    n_cols,
-    n_folded,
+    n_first,
+    n_second,
     row_stride,
+    second_stride,
     inner,
     outer,
+    HAS_SECOND: tl.constexpr,
     HAS_CAP: tl.constexpr,
     IS_IDENTITY: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
@@ -399,39 +495,25 @@ def _row_fused_kernel(
 ):
     # Few programs, so that most of their rows stay in the L2 cache until they are read again.
     NEGATIVE: tl.constexpr = -1e30
-    lane = tl.arange(0, WIDTH)
-    folded = tl.arange(0, FOLD)[:, None] * WIDTH + lane[None, :]
+    VEC: tl.constexpr = 8
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
         start_of_row = logits + tl.cast(row, tl.int64) * row_stride
+        start_of_second = second + tl.cast(row, tl.int64) * second_stride
         column = tl.load(ids + row).to(tl.int32)
         f = tl.load(factor + row)
-        x_id = tl.load(start_of_row + column).to(tl.float32)
-        m = tl.full([WIDTH], NEGATIVE, tl.float32)
-        s = tl.zeros([WIDTH], tl.float32)
-        ds = tl.zeros([WIDTH], tl.float32)
-        for start in range(0, n_folded, FOLD * WIDTH):
-            x = tl.load(start_of_row + start + folded)
-            z = _transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
-            m_new = tl.maximum(m, tl.max(z, axis=0))
-            rescale = tl.exp(m - m_new)
-            d = z - m_new[None, :]
-            e = tl.exp(d)
-            if HAS_ENTROPY:
-                ds = (ds + s * (m - m_new)) * rescale + tl.sum(e * d, axis=0)
-            s = s * rescale + tl.sum(e, axis=0)
-            m = m_new
-        for start in range(n_folded, n_cols, WIDTH):
-            mask = start + lane < n_cols
-            x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
-            z = tl.where(mask, _transformed(x, inner, outer, HAS_CAP, IS_IDENTITY), NEGATIVE)
-            m_new = tl.maximum(m, z)
-            rescale = tl.exp(m - m_new)
-            d = z - m_new
-            e = tl.where(mask, tl.exp(d), 0.0)
-            if HAS_ENTROPY:
-                ds = (ds + s * (m - m_new)) * rescale + e * d
-            s = s * rescale + e
-            m = m_new
+        if HAS_SECOND:
+            x_id = tl.load(start_of_row + column, mask=column < n_first, other=0.0)
+            x_id += tl.load(start_of_second + column - n_first, mask=column >= n_first, other=0.0)
+        else:
+            x_id = tl.load(start_of_row + column)
+        m = tl.full([WIDTH // VEC], NEGATIVE, tl.float32)
+        s = tl.zeros([WIDTH // VEC], tl.float32)
+        ds = tl.zeros([WIDTH // VEC], tl.float32)
+        m, s, ds = _read_columns(start_of_row, n_first, m, s, ds, inner, outer, HAS_CAP, IS_IDENTITY, HAS_ENTROPY,
+                                 FOLD, WIDTH, VEC)  # fmt: skip
+        if HAS_SECOND:
+            m, s, ds = _read_columns(start_of_second, n_second, m, s, ds, inner, outer, HAS_CAP, IS_IDENTITY,
+                                     HAS_ENTROPY, FOLD, WIDTH, VEC)  # fmt: skip
         row_max = tl.max(m, axis=0)
         rescale = tl.exp(m - row_max)
         total = tl.sum(s * rescale, axis=0)
@@ -445,29 +527,20 @@ def _row_fused_kernel(
         if HAS_ENTROPY:
             tl.store(out + 4 * n_rows + row, tl.sum((ds + s * (m - row_max)) * rescale, axis=0) * inverse)
         a = -f * inverse
-        # What the id's own column gets more than the others.
-        at_id = f
-        if HAS_CAP:
-            t = z_id / outer
-            at_id = f * (outer * inner) * (1.0 - t * t)
-        elif not IS_IDENTITY:
-            at_id = f * inner
         # Nobody may overwrite x_id or a tail before everybody has read it.
         tl.debug_barrier()
-        for start in range(n_folded, n_cols, WIDTH):
-            mask = start + lane < n_cols
-            x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
-            g = _logit_gradient(x, 1.0, row_max, a, 0.0, 0.0, 0.0, inner, outer, HAS_CAP, IS_IDENTITY, False, False)
-            g += tl.where(start + lane == column, at_id, 0.0)
-            tl.store(start_of_row + start + lane, g.to(logits.dtype.element_ty), mask=mask,
-                     eviction_policy="evict_first")  # fmt: skip
-        # Backwards: what was read last is the surest to be in the cache.
-        for done in range(0, n_folded, FOLD * WIDTH):
-            start = n_folded - FOLD * WIDTH - done
-            x = tl.load(start_of_row + start + folded, eviction_policy="evict_first")
-            g = _logit_gradient(x, 1.0, row_max, a, 0.0, 0.0, 0.0, inner, outer, HAS_CAP, IS_IDENTITY, False, False)
-            g += tl.where(start + folded == column, at_id, 0.0)
-            tl.store(start_of_row + start + folded, g.to(logits.dtype.element_ty), eviction_policy="evict_first")
+        if HAS_SECOND:
+            _write_columns(start_of_second, n_second, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY, FOLD, WIDTH)
+        _write_columns(start_of_row, n_first, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY, FOLD, WIDTH)
+        # The id's own column, worked out once more: comparing every column with the id would cost each of them.
+        at_id = _softmax_gradient(x_id, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY)
+        at_id = (at_id + f * _slope(z_id, inner, outer, HAS_CAP, IS_IDENTITY)).to(logits.dtype.element_ty)
+        tl.debug_barrier()
+        if HAS_SECOND:
+            tl.store(start_of_row + column, at_id, mask=column < n_first)
+            tl.store(start_of_second + column - n_first, at_id, mask=column >= n_first)
+        else:
+            tl.store(start_of_row + column, at_id)
 
 
 @jit
@@ -626,14 +699,19 @@ def _fuses(objective: Objective | None, bias: torch.Tensor | None, dtype: torch.
 
 @_guarded
 def _statistics_and_gradient(
-    logits: torch.Tensor, ids: torch.Tensor, factor: torch.Tensor, options: HeadOptions,
+    logits: torch.Tensor, second: torch.Tensor | None, ids: torch.Tensor, factor: torch.Tensor, options: HeadOptions,
     tile: tiling.StatisticsTile | None, backend: str,
 ) -> tuple[HeadStatistics, _Softmax]:  # fmt: skip
-    """Statistics of one chunk of logits, which are overwritten with dL/dl of sum_i factor_i log_prob_i."""
+    """Statistics of one chunk of logits, which are overwritten with dL/dl of sum_i factor_i log_prob_i. `second`: the
+    columns that are not in `logits`."""
     if backend == "torch":
-        statistics, softmax = _statistics(logits, ids, None, options, backend)
+        every = logits if second is None else torch.cat((logits, second), 1)
+        statistics, softmax = _statistics(every, ids, None, options, backend)
         k = _coefficients((factor, None, None, None), statistics.lse, None)
-        _gradient_in_place(logits, ids, None, softmax, k, options, backend)
+        _gradient_in_place(every, ids, None, softmax, k, options, backend)
+        if second is not None:
+            logits.copy_(every[:, : logits.shape[1]])
+            second.copy_(every[:, logits.shape[1] :])
         return statistics, softmax
     if backend == "vendor":
         log_prob, log_probs = _vendor.cross_entropy(logits, ids)
@@ -641,14 +719,14 @@ def _statistics_and_gradient(
         logits.copy_(_vendor.cross_entropy_gradient(log_probs, ids, factor))
         return statistics, softmax
     assert tile is not None
-    n_rows, n_cols = logits.shape
+    n_rows, n_first = logits.shape
     out = torch.empty(5, n_rows, dtype=torch.float32, device=logits.device)
-    step = tile.fold * tile.width
     inner, outer = options.factors
+    rest = logits if second is None else second
     launch(
-        _row_fused_kernel, (tile.programs,), logits, ids, factor, out,
-        n_rows, n_cols, n_cols // step * step, logits.stride(0), inner, outer,
-        **_kernel_flags(options, logits.device), HAS_ENTROPY=options.entropy,
+        _row_fused_kernel, (tile.programs,), logits, rest, ids, factor, out,
+        n_rows, n_first, rest.shape[1], logits.stride(0), rest.stride(0), inner, outer,
+        HAS_SECOND=second is not None, **_kernel_flags(options, logits.device), HAS_ENTROPY=options.entropy,
         LIBDEVICE=device.has_libdevice(logits.device), FOLD=tile.fold, WIDTH=tile.width, **tile.options,
     )  # fmt: skip
     log_prob, lse, row_max, inverse_s, shift = out.unbind(0)
@@ -800,37 +878,52 @@ def _begin(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 class _WeightSum:
-    """The fp32 sum of the chunks' weight gradients, half of it in the memory of the result.
+    """The sum of the chunks' weight gradients: in fp32, half of it in the memory of the result; or in the result.
 
     A result of two bytes an element has room for half the fp32 sums, so only the other half needs memory of its own.
+    Until the first product writes to it, all this memory is free: the first chunk of logits may lie there with some
+    of its columns (`room`), and the sum for its dx (`scratch`).
     """
 
-    # Rows of the half begin where the matrix unit's accesses stay aligned.
-    _ALIGNED_ROWS = 128
     # Elements that are copied aside when the sums are rounded in place.
     _FIRST = 1 << 20
 
-    def __init__(self, weight: torch.Tensor, low_memory: bool) -> None:
-        """With `low_memory` there are no fp32 sums: the result itself is added to, and rounded after each chunk."""
+    def __init__(self, weight: torch.Tensor, in_result: bool) -> None:
+        """With `in_result` there are no fp32 sums: the result itself is added to, and rounded after each chunk."""
         n_rows, n_cols = weight.shape
         self.result = torch.empty(n_rows, n_cols, dtype=weight.dtype, device=weight.device)
         self.parts = [self.result]
         self.begun = False
-        if weight.dtype != torch.float32 and not low_memory:
-            inside = n_rows // 2 // self._ALIGNED_ROWS * self._ALIGNED_ROWS
+        if weight.dtype != torch.float32 and not in_result:
+            inside = tiling.rows_inside(n_rows)
             room = self.result.view(-1)[: 2 * inside * n_cols]
             rest = torch.empty(n_rows - inside, n_cols, dtype=torch.float32, device=weight.device)
             self.parts = [room.view(torch.float32).view(inside, n_cols), rest] if inside else [rest]
 
-    def add(self, g: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds g^T x."""
+    def room(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for so many columns of logits; `add` is done with them when it writes there."""
+        free = self.parts[-1] if len(self.parts) > 1 else self.result[columns:]
+        return free.view(-1).view(dtype)
+
+    def scratch(self, columns: int, shape: tuple[int, int]) -> torch.Tensor:
+        """An fp32 matrix in memory that `room(columns)` leaves free; to be used before the first `add`."""
+        return self.parts[0][:columns].view(-1).view(torch.float32)[: shape[0] * shape[1]].view(shape)
+
+    def add(self, g: Sequence[torch.Tensor], x: torch.Tensor) -> None:
+        """Adds g^T x; g by blocks of columns, in order."""
         product = _accumulate if self.begun else _begin
         self.begun = True
-        first = 0
-        for part in self.parts:
-            last = first + part.shape[0]
-            product(part, g[:, first:last].t(), x)
-            first = last
+        first_column = 0
+        for block in g:
+            first_row = 0
+            for part in self.parts:
+                start = max(first_column, first_row)
+                stop = min(first_column + block.shape[1], first_row + part.shape[0])
+                if start < stop:
+                    columns = block[:, start - first_column : stop - first_column]
+                    product(part[start - first_row : stop - first_row], columns.t(), x)
+                first_row += part.shape[0]
+            first_column += block.shape[1]
 
     def finish(self) -> torch.Tensor:
         """The sum in the result's dtype. To be called once."""
@@ -862,39 +955,55 @@ class _Gradients:
     total: _WeightSum | None = None
 
     @classmethod
-    def empty(cls, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor | None,
-              needs: tuple[bool, ...], n_chunks: int, low_memory: bool) -> _Gradients:  # fmt: skip
+    def empty(cls, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunks: _Chunks,
+              needs: tuple[bool, ...], low_memory: bool) -> _Gradients:  # fmt: skip
         dx = None
         if needs[0]:
-            # Rows that were left out have gradient zero.
-            dx = torch.zeros_like(x) if rows is not None else torch.empty_like(x)
+            dx = torch.empty_like(x) if chunks.slices else torch.zeros_like(x)
         # One chunk: the product is the gradient. Several: they add up in fp32.
-        total = _WeightSum(weight, low_memory) if needs[1] and n_chunks != 1 else None
+        one = len(chunks.slices) == 1
+        total = _WeightSum(weight, low_memory or one) if needs[1] and (chunks.borrowed or not one) else None
         db = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if bias is not None and needs[2] else None
         return cls(dx, None, db, total)
 
-    def add(self, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, chunk: slice, rows: torch.Tensor | None,
-            needs_weight: bool, factor: torch.Tensor | None = None) -> None:  # fmt: skip
-        """With `factor`, each row of g is still to be multiplied by its number (there is no bias then)."""
+    def add(self, g: Sequence[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, chunk: slice,
+            rows: torch.Tensor | None, needs_weight: bool, factor: torch.Tensor | None = None) -> None:  # fmt: skip
+        """The chunk's share, from dL/dl by blocks of columns. With `factor`, each row of g is still to be multiplied by
+        its number (there is no bias then)."""
         if self.x is not None:
-            if rows is None and factor is None and self.x.dtype == g.dtype:
-                torch.mm(g, weight, out=self.x[chunk])
+            if len(g) == 1 and rows is None and factor is None and self.x.dtype == g[0].dtype:
+                torch.mm(g[0], weight, out=self.x[chunk])
             else:
-                dx = g @ weight
+                dx = self._dx(g, weight)
                 dx = dx if factor is None else dx.mul_(factor.unsqueeze(1))
                 if rows is None:
                     self.x[chunk] = dx
                 else:
+                    if chunk.start == 0:
+                        # Rows that were left out have gradient zero.
+                        self.x.zero_()
                     self.x.index_copy_(0, rows[chunk], dx.to(self.x.dtype))
+        if self.bias is not None:
+            self.bias += torch.cat([block.sum(0, dtype=torch.float32) for block in g])
         if factor is not None:
-            x = (x * factor.unsqueeze(1)).to(x.dtype)
+            x = torch.mul(x, factor.unsqueeze(1), out=torch.empty_like(x))
         if needs_weight:
+            # The last to read g, since it may write where g lies.
             if self.total is None:
-                self.weight = g.t() @ x
+                self.weight = g[0].t() @ x
             else:
                 self.total.add(g, x)
-        if self.bias is not None:
-            self.bias += g.sum(0, dtype=torch.float32)
+
+    def _dx(self, g: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+        """g W, of several blocks in fp32."""
+        if len(g) == 1:
+            return g[0] @ weight
+        assert self.total is not None
+        columns = g[0].shape[1]
+        dx = self.total.scratch(columns, (g[0].shape[0], weight.shape[1]))
+        _begin(dx, g[0], weight[:columns])
+        _accumulate(dx, g[1], weight[columns:])
+        return dx
 
     def scaled(self, factor: torch.Tensor, backend: str) -> _Gradients:
         """All of them times a scalar (or x's rows times one each), in place."""
@@ -929,38 +1038,70 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 class _Chunks:
-    """Walks over the rows in chunks of logits: yields (chunk, its x, its ids, its logits); the buffer is reused."""
+    """Walks over the rows in chunks of logits; the buffer is reused."""
 
-    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor,
-                 rows: torch.Tensor | None, dtype: torch.dtype,
-                 chunk_rows: int | Sequence[int] | None) -> None:  # fmt: skip
-        self.x, self.ids, self.rows, self.dtype = x, ids, rows, dtype
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids,
+                 rows: torch.Tensor | None, dtype: torch.dtype, chunk_rows: int | Sequence[int] | None,
+                 borrow: bool = False) -> None:  # fmt: skip
+        """With `borrow` the first chunk may be longer, with columns where the weight's gradient will be."""
+        self.x, self.rows, self.dtype = x, rows, dtype
+        self._ids = ids
         self.weight = weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)
-        n = ids.shape[0]
+        self.borrowed = 0
+        n, (vocab, hidden), spec = (x if rows is None else rows).shape[0], weight.shape, device.spec(x.device)
         shortest = 0
+        if chunk_rows is None and borrow:
+            plan = tiling.borrowing_chunks(n, vocab, hidden, dtype.itemsize, weight.dtype.itemsize, spec)
+            if plan is not None:
+                chunk_rows, self.borrowed = plan.stops, plan.columns
         if chunk_rows is None:
-            spec = device.spec(x.device)
-            chunk_rows = tiling.head_chunk(n, weight.shape[0], dtype.itemsize, spec, weight.shape[1])
+            chunk_rows = tiling.head_chunk(n, vocab, dtype.itemsize, spec, hidden)
             shortest = tiling.shortest_chunk(chunk_rows, spec)
         stops = [*range(chunk_rows, n, chunk_rows), n] if isinstance(chunk_rows, int) else list(chunk_rows)
         if len(stops) > 1 and stops[-1] - stops[-2] < shortest:
             del stops[-2]
         self.slices = [slice(i, j) for i, j in itertools.pairwise([0, *stops]) if j > i]
 
-    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    @functools.cached_property
+    def ids(self) -> torch.Tensor:
+        return self._ids() if callable(self._ids) else self._ids
+
+    def walk(
+        self, total: _WeightSum | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]]:
+        """Yields (chunk, its x, its ids, its logits); the first chunk's by two blocks of columns where `total` lends
+        memory for the first of them."""
         if not self.slices:
             return
-        # A row stride that is a multiple of 16 bytes keeps the matrix unit's and the kernels' accesses aligned for a
-        # vocabulary that divides nothing.
-        vocab, per_16_bytes = self.weight.shape[0], 16 // self.dtype.itemsize
-        stride = -(-vocab // per_16_bytes) * per_16_bytes
-        longest = max(chunk.stop - chunk.start for chunk in self.slices)
-        buffer = torch.empty(longest, stride, dtype=self.dtype, device=self.x.device)[:, :vocab]
+        vocab, borrowed = self.weight.shape[0], self.borrowed
+        first, others = self.slices[0], self.slices[1:]
+        longest = max((chunk.stop - chunk.start for chunk in (others if borrowed else self.slices)), default=0)
+        size = longest * self._stride(vocab)
+        if borrowed:
+            size = max(size, first.stop * self._stride(vocab - borrowed))
+        buffer = torch.empty(size, dtype=self.dtype, device=self.x.device)
         for chunk in self.slices:
             x = self.x[chunk] if self.rows is None else self.x.index_select(0, self.rows[chunk])
             x = x.to(self.dtype)
-            yield chunk, x, self.ids[chunk], _project(x, self.weight, self.bias, buffer[: chunk.stop - chunk.start])
+            blocks = [(buffer, slice(0, vocab))]
+            if borrowed and chunk is first:
+                assert total is not None
+                blocks = [(total.room(borrowed, self.dtype), slice(0, borrowed)), (buffer, slice(borrowed, vocab))]
+            logits = []
+            for memory, columns in blocks:
+                weight, bias = self.weight[columns], None if self.bias is None else self.bias[columns]
+                width = weight.shape[0]
+                stride = self._stride(width)
+                out = memory[: x.shape[0] * stride].view(x.shape[0], stride)[:, :width]
+                logits.append(_project(x, weight, bias, out))
+            yield chunk, x, self.ids[chunk], tuple(logits)
+
+    def _stride(self, width: int) -> int:
+        """A row stride that is a multiple of 16 bytes keeps the matrix unit's and the kernels' accesses aligned for a
+        vocabulary that divides nothing."""
+        per_16_bytes = 16 // self.dtype.itemsize
+        return -(-width // per_16_bytes) * per_16_bytes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -978,9 +1119,12 @@ def _coefficients(d: Sequence[torch.Tensor | None], like: torch.Tensor, uniform:
 
 
 def _objective_gradient(
-    objective: Objective, statistics: HeadStatistics, chunk: slice
+    objective: Objective, statistics: HeadStatistics, chunk: slice, backend: str
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """The objective of a chunk and its gradient with respect to log_prob, lse, entropy and mean."""
+    if isinstance(objective, LogProbObjective) and objective.gradient is not None:
+        value, d_log_prob = objective.gradient(statistics.log_prob, chunk, backend)
+        return value, (d_log_prob, None, None, None)
     with torch.enable_grad():
         leaves = [None if t is None else t.detach().requires_grad_() for t in statistics[:4]]
         value = objective(HeadStatistics._make([*leaves, *statistics[4:]]), chunk)
@@ -1009,64 +1153,68 @@ class _Head(torch.autograd.Function):
     these outputs; see the modes in the module's docstring."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor,
-                rows: torch.Tensor | None, class_weights: torch.Tensor | None,
-                call: _Call) -> tuple[Any, ...]:  # fmt: skip
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids, rows: Rows,
+                class_weights: torch.Tensor | None, call: _Call) -> tuple[Any, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, call.chunk_rows)
         needs = tuple(ctx.needs_input_grad[:3])
         objective, frozen = call.objective, needs == (True, False, False) and call.objective is None
-        uniform = 1.0 / weight.shape[0] if class_weights is None else None
-        total = torch.zeros((), dtype=torch.float32, device=x.device)
-        collected: list[HeadStatistics] = []
-        softmaxes: list[_Softmax] = []
-        d_rows: list[tuple[torch.Tensor | None, ...]] = []
         forms = any(needs) and (objective is not None or frozen)
-        grads = _Gradients.empty(x, weight, bias, rows, needs, len(chunks.slices), call.low_memory) if forms else None
         tile = None
         fused = forms and _fuses(objective, bias, call.dtype, call.options, call.backend)
         if fused and call.backend != "vendor":
             tile = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
             fused = tile is not None
-        for chunk, x_chunk, ids_chunk, logits in chunks:
+        borrow = tile is not None and needs[1] and not call.low_memory
+        rows = rows() if callable(rows) else rows
+        chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, call.chunk_rows, borrow)
+        uniform = 1.0 / weight.shape[0] if class_weights is None else None
+        total: torch.Tensor | None = None
+        collected: list[HeadStatistics] = []
+        softmaxes: list[_Softmax] = []
+        d_rows: list[tuple[torch.Tensor | None, ...]] = []
+        grads = _Gradients.empty(x, weight, bias, chunks, needs, call.low_memory) if forms else None
+        for chunk, x_chunk, ids_chunk, blocks in chunks.walk(None if grads is None else grads.total):
+            logits, second = blocks[0], blocks[1] if len(blocks) > 1 else None
             if fused and objective is not None and grads is not None:
                 known = objective.factor[chunk] if isinstance(objective, LinearObjective) else None
                 ones = torch.ones(ids_chunk.shape, dtype=torch.float32, device=x.device) if known is None else known
                 statistics, softmax = _statistics_and_gradient(
-                    logits, ids_chunk, ones, call.options, tile, call.backend
+                    logits, second, ids_chunk, ones, call.options, tile, call.backend
                 )
                 collected.append(statistics)
                 softmaxes.append(softmax)
                 late = None
                 if known is None:
-                    value, (late, *_) = _objective_gradient(objective, statistics, chunk)
-                    total += value
+                    value, (late, *_) = _objective_gradient(objective, statistics, chunk, call.backend)
+                    total = _add(total, value)
                 d_rows.append((late if known is None else known, None, None, None))
-                grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1], late)
+                grads.add(blocks, x_chunk, chunks.weight, chunk, rows, needs[1], late)
                 continue
             statistics, softmax = _statistics(logits, ids_chunk, class_weights, call.options, call.backend)
             collected.append(statistics)
             softmaxes.append(softmax)
             d: tuple[torch.Tensor | None, ...] = (torch.ones_like(statistics.lse), None, None, None)
             if objective is not None and forms:
-                value, d = _objective_gradient(objective, statistics, chunk)
-                total += value
+                value, d = _objective_gradient(objective, statistics, chunk, call.backend)
+                total = _add(total, value)
             elif objective is not None:
-                total += objective(statistics, chunk)
+                total = _add(total, objective(statistics, chunk))
             if grads is not None:
                 d_rows.append(d)
                 k = _coefficients(d, statistics.lse, uniform)
                 _gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend)
-                grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1])
+                grads.add(blocks, x_chunk, chunks.weight, chunk, rows, needs[1])
         merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, x.device)))
         if fused and isinstance(objective, LinearObjective):
             total = objective(merged, slice(None))
+        if objective is not None and total is None:
+            total = torch.zeros((), dtype=torch.float32, device=x.device)
         ctx.call, ctx.plan, ctx.weight_shape = call, None, weight.shape
         if grads is not None:
             ctx.plan = _Plan(grads.cast(weight, bias), _concatenated(d_rows, (None,) * 4), frozen)
-        ctx.save_for_backward(x, weight, bias, ids, rows, class_weights, *_concatenated(softmaxes, (None,) * 3))
+        ctx.save_for_backward(x, weight, bias, chunks.ids, rows, class_weights, *_concatenated(softmaxes, (None,) * 3))
         ctx.mark_non_differentiable(*(t for t in merged[4:] if t is not None))
-        return (None if objective is None else total, *merged)
+        return (total, *merged)
 
     @staticmethod
     def backward(ctx: Any, d_total: torch.Tensor | None, *d_statistics: torch.Tensor | None) -> tuple[Any, ...]:
@@ -1192,12 +1340,12 @@ def _recomputed(ctx: Any, d_rows: Sequence[torch.Tensor | None], select: torch.T
         chunk_rows = None
     uniform = 1.0 / weight.shape[0] if class_weights is None else None
     chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, chunk_rows)
-    grads = _Gradients.empty(x, weight, bias, rows, needs, len(chunks.slices), call.low_memory)
-    for chunk, x_chunk, ids_chunk, logits in chunks:
+    grads = _Gradients.empty(x, weight, bias, chunks, needs, call.low_memory)
+    for chunk, x_chunk, ids_chunk, (logits,) in chunks.walk():
         softmax = _Softmax(*(None if t is None else t[chunk] for t in softmax_fields))  # type: ignore[arg-type]
         k = _coefficients([None if t is None else t[chunk] for t in d_rows], softmax.row_max, uniform)
         _gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend)
-        grads.add(logits, x_chunk, chunks.weight, chunk, rows, needs[1])
+        grads.add((logits,), x_chunk, chunks.weight, chunk, rows, needs[1])
     return grads.cast(weight, bias)
 
 
@@ -1213,11 +1361,11 @@ def _add(u: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor | None:
 def head_statistics(
     x: torch.Tensor,
     weight: torch.Tensor,
-    ids: torch.Tensor,
+    ids: Ids,
     bias: torch.Tensor | None,
     options: HeadOptions,
     *,
-    rows: torch.Tensor | None = None,
+    rows: Rows = None,
     class_weights: torch.Tensor | None = None,
     objective: Objective | None = None,
     backend: str,
@@ -1231,7 +1379,8 @@ def head_statistics(
     Args:
         x: `[N, H]` hidden states.
         weight: `[V, H]`.
-        ids: `[n]` ids in `[0, V)`; n = N, or the length of `rows`.
+        ids: `[n]` ids in `[0, V)`; n = N, or the length of `rows`. It and `rows` may be functions, for what waits for
+            the device, or need not be done before it has work.
         bias: `[V]` or None.
         options: transform and statistics.
         rows: `[n]` int64, distinct rows of x to project; None: all of them. The others cost nothing.

@@ -297,5 +297,5 @@ def embedding(
     chosen = backends.choose("embedding", weight.device, backend)
     if torch.compiler.is_compiling():
         return embedding_reference(ids, weight, padding_idx=padding_idx, scale=scale)
-    check_range("ids", ids, size)
+    check_range("ids", ids, ids.device, size)
     return _Embedding.apply(ids, weight, (padding_idx, scale, chosen))

@@ -25,7 +25,8 @@ with e the entropy mask, H the entropy, and the weight of an unmasked token by l
 
 These are the definitions of TRL's `GRPOTrainer._compute_loss`, against which they are tested option by option. Given
 the statistics of `ops/_head.py` all of it is arithmetic on `[n]` numbers; the gradient with respect to log-probability
-and entropy comes from autograd on those numbers, and the kernels do the rest.
+and entropy comes from autograd on those numbers, and the kernels do the rest. One kernel does that arithmetic for the
+token-level losses that depend on nothing else (`_token_kernel`), in place of some fifty of PyTorch's a chunk.
 
 A token's gradient depends on the log-probabilities of other tokens only through the sequence-level ratio. So it is
 formed in forward (mode planned) for every token-level loss, for sequence-level losses on-policy (`planned` below), and
@@ -34,15 +35,19 @@ off-policy for those whose completions fit a chunk each.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import backends, device, tiling
+from .._opaque import opaque
+from .._triton import jit, tl
 from ._checks import check_choice, check_float, check_head, check_ids, check_range, check_same_device, is_number
+from ._fallback import falls_back
 from ._head import (
     HeadOptions,
     HeadStatistics,
@@ -53,6 +58,7 @@ from ._head import (
     logits_statistics,
     logits_statistics_reference,
 )
+from ._launch import launch
 
 __all__ = [
     "GrpoLossOutput",
@@ -219,11 +225,110 @@ def grpo_objective(
     return loss
 
 
-def as_objective(tokens: GrpoTokens, o: GrpoOptions) -> Objective:
-    """The objective for the head engine."""
-    if tokens.entropy_weight is None:
-        return LogProbObjective(lambda log_prob, chunk: grpo_objective(log_prob, None, tokens.of(chunk), o))
-    return lambda s, chunk: grpo_objective(s.log_prob, s.entropy, tokens.of(chunk), o)
+@jit(lengths=("n",))
+def _token_kernel(
+    log_prob,  # [n] fp32, as are all the others
+    old,  # where HAS_OLD
+    reference,  # where HAS_REFERENCE
+    advantage,
+    weight,
+    policy_weight,  # where HAS_POLICY_WEIGHT
+    loss,  # written: the token's share of the loss
+    factor,  # written: its derivative
+    n,
+    low,
+    high,
+    delta,
+    beta,
+    tau_up,
+    tau_down,
+    FORM: tl.constexpr,  # 0: clipped, 1: cispo, 2: sapo
+    HAS_OLD: tl.constexpr,
+    HAS_REFERENCE: tl.constexpr,
+    HAS_POLICY_WEIGHT: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    CORRECTED: tl.constexpr,  # the KL is multiplied by the ratio
+    BLOCK: tl.constexpr,
+):
+    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = at < n
+        lp = tl.load(log_prob + at, mask=mask, other=0.0)
+        a = tl.load(advantage + at, mask=mask, other=0.0)
+        w = tl.load(weight + at, mask=mask, other=0.0)
+        r = tl.full([BLOCK], 1.0, tl.float32)
+        if HAS_OLD:
+            r = tl.exp(lp - tl.load(old + at, mask=mask, other=0.0))
+        if FORM == 1:
+            d = -tl.minimum(r, high) * a
+            policy = d * lp
+        elif FORM == 2:
+            tau = tl.where(a > 0, tau_up, tau_down)
+            sigmoid = tl.sigmoid(tau * (r - 1.0))
+            policy = -sigmoid * 4.0 / tau * a
+            d = -4.0 * a * sigmoid * (1.0 - sigmoid) * r
+        else:
+            clipped = tl.minimum(tl.maximum(r, low), high)
+            bounded = r
+            passes = tl.full([BLOCK], 1.0, tl.float32)
+            if HAS_DELTA:
+                bounded = tl.minimum(r, delta)
+                passes = (r <= delta).to(tl.float32)
+            passes_clip = ((r >= low) & (r <= high)).to(tl.float32)
+            u = bounded * a
+            v = clipped * a
+            policy = -tl.minimum(u, v)
+            # Autograd's derivative of a minimum: where both are equal, half of each.
+            passes = tl.where(u < v, passes, tl.where(v < u, passes_clip, 0.5 * (passes + passes_clip)))
+            d = -a * r * passes
+        if HAS_POLICY_WEIGHT:
+            q = tl.load(policy_weight + at, mask=mask, other=0.0)
+            policy *= q
+            d *= q
+        if HAS_REFERENCE:
+            gap = tl.load(reference + at, mask=mask, other=0.0) - lp
+            e = tl.exp(gap)
+            kl = e - gap - 1.0
+            d_kl = 1.0 - e
+            if CORRECTED:
+                kl *= r
+                d_kl = d_kl * r + kl
+            policy += beta * kl
+            d += beta * d_kl
+        tl.store(loss + at, policy * w, mask=mask)
+        tl.store(factor + at, d * w, mask=mask)
+
+
+_FORMS = {**dict.fromkeys(_CLIPPED, 0), "cispo": 1, "sapo": 2}
+
+
+@falls_back("grpo_loss")
+def _token_gradient(
+    log_prob: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(The part of a token-level loss that these tokens contribute, its gradient with respect to log_prob)."""
+    if backend not in ("torch", "vendor") and o.loss_type in _FORMS and o.importance_level == "token" and len(tokens):
+        n = len(tokens)
+        out = torch.empty(2, n, dtype=torch.float32, device=log_prob.device)
+        given = [log_prob, tokens.old, tokens.reference, tokens.advantage, tokens.weight, tokens.policy_weight]
+        spec = device.spec(log_prob.device)
+        tile = tiling.token_block(spec)
+        launch(
+            _token_kernel, (tiling.programs(-(-n // tile.size), spec),),
+            *(log_prob if t is None else t.contiguous() for t in given), out[0], out[1],
+            n, *map(float, (
+                1 - o.epsilon_low, o.upper if o.loss_type == "cispo" else 1 + o.upper, o.delta or 0.0, o.beta,
+                o.sapo_temperature_pos, o.sapo_temperature_neg,
+            )),
+            FORM=_FORMS[o.loss_type], HAS_OLD=tokens.old is not None, HAS_REFERENCE=tokens.reference is not None,
+            HAS_POLICY_WEIGHT=tokens.policy_weight is not None, HAS_DELTA=o.delta is not None,
+            CORRECTED=o.bias_corrected_kl, BLOCK=tile.size, **tile.options,
+        )  # fmt: skip
+        return out[0].sum(), out[1]
+    with torch.enable_grad():
+        leaf = log_prob.detach().requires_grad_()
+        value = grpo_objective(leaf, None, tokens, o)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
 
 
 class GrpoPlan(NamedTuple):
@@ -238,32 +343,56 @@ class GrpoPlan(NamedTuple):
     chunk_rows: Sequence[int] | None
 
 
+def _as_objective(batch: Callable[[], tuple[GrpoTokens, GrpoOptions]], bonus: bool) -> Objective:
+    """The objective for the head engine; `bonus`: the loss has the entropy in it."""
+
+    def value(log_prob: torch.Tensor, entropy: torch.Tensor | None, chunk: slice) -> torch.Tensor:
+        tokens, o = batch()
+        return grpo_objective(log_prob, entropy, tokens.of(chunk), o)
+
+    def gradient(log_prob: torch.Tensor, chunk: slice, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, o = batch()
+        return _token_gradient(log_prob, tokens.of(chunk), o, backend)
+
+    if bonus:
+        return lambda s, chunk: value(s.log_prob, s.entropy, chunk)
+    return LogProbObjective(lambda log_prob, chunk: value(log_prob, None, chunk), gradient)
+
+
 def planned(
-    tokens: GrpoTokens, o: GrpoOptions, lengths: Sequence[int] | torch.Tensor, vocab: int, itemsize: int,
-    where: torch.device,
+    tokens: Callable[[], GrpoTokens], o: GrpoOptions, on_policy: bool, lengths: Callable[[], Sequence[int]],
+    vocab: int, itemsize: int, where: torch.device,
 ) -> GrpoPlan | None:  # fmt: skip
     """The plan for a batch, or None where the gradient needs the whole batch's log-probabilities first.
 
     Args:
-        tokens, o: the batch.
-        lengths: how many of the tokens each completion has, in order; of a tensor nothing is read unless it matters.
+        tokens: gives the batch; asked once the first chunk of logits is on its way, so that the device need not wait.
+        o: the loss.
+        on_policy: whether the batch has no old log-probabilities.
+        lengths: gives how many of the tokens each completion has, in order; asked where it matters.
         vocab, itemsize, where: what decides how many rows of logits are alive at once.
     """
-    tokens, o = _on_policy(tokens, o)
-    coupled = o.importance_level == "sequence" or (o.loss_type == "vespo" and tokens.old is not None)
+    objective = _as_objective(functools.cache(lambda: _on_policy(tokens(), o)), o.entropy_coef != 0)
+    coupled = o.importance_level == "sequence" and not (on_policy and _is_shared(o))
+    coupled = coupled or (o.loss_type == "vespo" and not on_policy)
     if not coupled:
-        return GrpoPlan(as_objective(tokens, o), None)
-    rows = tiling.head_chunk(len(tokens), vocab, itemsize, device.spec(where))
-    lengths = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
-    if max(lengths, default=0) > rows:
+        return GrpoPlan(objective, None)
+    of_each = lengths()
+    rows = tiling.head_chunk(sum(of_each), vocab, itemsize, device.spec(where))
+    if max(of_each, default=0) > rows:
         return None
     ends, start, end = [], 0, 0
-    for length in lengths:
+    for length in of_each:
         if end + length - start > rows:
             ends.append(end)
             start = end
         end += length
-    return GrpoPlan(as_objective(tokens, o), [*ends, end])
+    return GrpoPlan(objective, [*ends, end])
+
+
+def _is_shared(o: GrpoOptions) -> bool:
+    """Whether on-policy a sequence-level loss has a token-level one with the same gradient."""
+    return o.importance_level == "sequence" and not o.bias_corrected_kl
 
 
 def _on_policy(tokens: GrpoTokens, o: GrpoOptions) -> tuple[GrpoTokens, GrpoOptions]:
@@ -272,7 +401,7 @@ def _on_policy(tokens: GrpoTokens, o: GrpoOptions) -> tuple[GrpoTokens, GrpoOpti
     On-policy every ratio is 1, and the gradient of a completion's policy terms with respect to its one ratio is shared
     evenly by its tokens: the mean of (weight q e A) over the completion takes the place of each token's own.
     """
-    if tokens.old is not None or o.importance_level == "token" or o.bias_corrected_kl:
+    if tokens.old is not None or not _is_shared(o):
         return tokens, o
     o = replace(o, importance_level="token")
     if o.loss_type in ("cispo", "vespo"):  # their ratios have no gradient
@@ -339,10 +468,26 @@ class _Batch:
     """Checked arguments: which tokens are scored, and what the loss needs of them."""
 
     keep: torch.Tensor  # [B, T] bool
-    rows: torch.Tensor  # [n] int64, into B T
-    counts: torch.Tensor  # [B] tokens of each completion that are scored
-    tokens: GrpoTokens
     options: GrpoOptions
+    on_policy: bool
+    make_tokens: Callable[[torch.Tensor, torch.Tensor], GrpoTokens]
+
+    # What follows is worked out when first asked for: `rows` waits for the device, which then has nothing to do until
+    # the first product.
+
+    @functools.cached_property
+    def rows(self) -> torch.Tensor:
+        """`[n]` int64, into B T."""
+        return torch.nonzero(self.keep.reshape(-1)).squeeze(1)
+
+    @functools.cached_property
+    def counts(self) -> torch.Tensor:
+        """`[B]`, the tokens of each completion that are scored."""
+        return self.keep.sum(1)
+
+    @functools.cached_property
+    def tokens(self) -> GrpoTokens:
+        return self.make_tokens(self.rows, self.counts)
 
 
 def _batch(
@@ -394,41 +539,40 @@ def _batch(
         keep = keep if mask is None else keep & mask
     chosen = given["entropy_mask"]
 
-    counts = keep.sum(1)
-    lengths = counts.clamp(min=1).float()
-    total = counts.sum().clamp(min=1).float()
-    weight = token_weight(options.loss_type, lengths, total, max_completion_length, num_items)
-    rows = torch.nonzero(keep.reshape(-1)).squeeze(1)
+    def make_tokens(rows: torch.Tensor, counts: torch.Tensor) -> GrpoTokens:
+        def pick(t: torch.Tensor | None) -> torch.Tensor | None:
+            return None if t is None else t.reshape(-1)[rows]
 
-    def pick(t: torch.Tensor | None) -> torch.Tensor | None:
-        return None if t is None else t.reshape(-1)[rows]
+        lengths = counts.clamp(min=1).float()
+        total = counts.sum().clamp(min=1).float()
+        weight = token_weight(options.loss_type, lengths, total, max_completion_length, num_items)
+        policy_weight = ratio if options.loss_type != "vespo" else None
+        log_sampler = None
+        if ratio is not None and options.loss_type == "vespo":
+            log_q = ratio.log().clamp(math.log(1e-8), 20.0)
+            log_sampler = (log_q[:, :1] if per_sequence else (log_q * keep).sum(1, keepdim=True)).expand(ids.shape)
+        if chosen is not None:
+            policy_weight = chosen.float() if policy_weight is None else policy_weight * chosen
+        entropy_weight = None
+        if options.entropy_coef:
+            effective = keep if chosen is None else keep & chosen
+            entropy_weight = effective.float() / effective.sum().clamp(min=1)
+        sequence = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand(ids.shape)
+        kept_sequence = sequence.reshape(-1)[rows]
+        return GrpoTokens(
+            advantage=advantage.reshape(-1)[rows],
+            weight=weight[kept_sequence],
+            counted=torch.ones_like(kept_sequence, dtype=torch.float32),
+            old=pick(old),
+            reference=pick(reference),
+            policy_weight=pick(policy_weight),
+            log_sampler_ratio=pick(log_sampler),
+            entropy_weight=pick(entropy_weight),
+            sequence=kept_sequence,
+            lengths=lengths,
+        )
 
-    policy_weight = ratio if options.loss_type != "vespo" else None
-    log_sampler = None
-    if ratio is not None and options.loss_type == "vespo":
-        log_q = ratio.log().clamp(math.log(1e-8), 20.0)
-        log_sampler = (log_q[:, :1] if per_sequence else (log_q * keep).sum(1, keepdim=True)).expand(ids.shape)
-    if chosen is not None:
-        policy_weight = chosen.float() if policy_weight is None else policy_weight * chosen
-    entropy_weight = None
-    if options.entropy_coef:
-        effective = keep if chosen is None else keep & chosen
-        entropy_weight = effective.float() / effective.sum().clamp(min=1)
-    sequence = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand(ids.shape)
-    kept_sequence = sequence.reshape(-1)[rows]
-    tokens = GrpoTokens(
-        advantage=advantage.reshape(-1)[rows],
-        weight=weight[kept_sequence],
-        counted=torch.ones_like(kept_sequence, dtype=torch.float32),
-        old=pick(old),
-        reference=pick(reference),
-        policy_weight=pick(policy_weight),
-        log_sampler_ratio=pick(log_sampler),
-        entropy_weight=pick(entropy_weight),
-        sequence=kept_sequence,
-        lengths=lengths,
-    )
-    return _Batch(keep, rows, counts, tokens, options)
+    return _Batch(keep, options, old is None, make_tokens)
 
 
 def token_weight(
@@ -481,6 +625,7 @@ def _output(loss: torch.Tensor, s: HeadStatistics, batch: _Batch) -> GrpoLossOut
         return GrpoLossOutput(loss, log_prob, padded(s.entropy), padded(terms.kl), padded(low), padded(high))
 
 
+@opaque
 def fused_linear_grpo_loss(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -536,19 +681,26 @@ def fused_linear_grpo_loss(
         ValueError: shapes that do not match, options out of range or without effect.
     """
     check_head(x, weight, "ids", ids, bias)
+    chosen_backend = backends.choose("grpo_loss", x.device, backend)
     batch = _batch(
         ids, advantages, options, completion_mask=completion_mask, tool_mask=tool_mask,
         entropy_mask=entropy_mask, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,
         importance_ratio=importance_ratio, max_completion_length=max_completion_length, num_items=num_items,
     )  # fmt: skip
-    chosen = ids.reshape(-1)[batch.rows]
-    check_range("ids", chosen, weight.shape[0])
-    plan = planned(batch.tokens, batch.options, batch.counts, weight.shape[0], x.element_size(), x.device)
+
+    def chosen() -> torch.Tensor:
+        return ids.reshape(-1).index_select(0, batch.rows)
+
+    check_range("ids", chosen, x.device, weight.shape[0])
+    plan = planned(
+        lambda: batch.tokens, batch.options, batch.on_policy, lambda: batch.counts.tolist(), weight.shape[0],
+        x.element_size(), x.device,
+    )  # fmt: skip
     total, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, chosen, bias,
         _head_options(batch.options, temperature, softcap, logit_scale, entropy),
-        rows=batch.rows, objective=plan and plan.objective, chunk_rows=plan and plan.chunk_rows,
-        backend=backends.choose("grpo_loss", x.device, backend),
+        rows=lambda: batch.rows, objective=plan and plan.objective, chunk_rows=plan and plan.chunk_rows,
+        backend=chosen_backend,
     )  # fmt: skip
     if total is None:
         return _output(grpo_objective(s.log_prob, s.entropy, batch.tokens, batch.options), s, batch)
@@ -609,7 +761,7 @@ def grpo_loss(
     flat = ids.reshape(-1)
     # A masked id may be anything; its row is read, but nothing comes of it.
     flat = torch.where(batch.keep.reshape(-1), flat, torch.zeros_like(flat))
-    check_range("ids", flat, logits.shape[-1])
+    check_range("ids", flat, logits.device, logits.shape[-1])
     unused = torch.nonzero(~batch.keep.reshape(-1)).squeeze(1) if batch.rows.shape[0] < flat.shape[0] else None
     every = logits_statistics(
         logits.reshape(-1, logits.shape[-1]), flat, _head_options(batch.options, temperature, None, 1.0, entropy),

@@ -11,12 +11,14 @@ The loss is a sum over rows divided by a number that is known up front, so its g
 chunk's logits are live: three matrix products in all (`ops/_head.py`, mode planned).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from .. import _vendor, backends
+from .._opaque import opaque
 from ._checks import (
     check_choice,
     check_choices,
@@ -128,6 +130,7 @@ def _check_options(
     check_choices("outputs", outputs, OUTPUTS)
 
 
+@opaque
 def fused_linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -185,63 +188,88 @@ def fused_linear_cross_entropy(
     _check_options(
         x, weight, ignore_index, reduction, num_items, label_smoothing, z_loss, class_weights, outputs, chunk_rows
     )
-    flat = target.reshape(-1)
-    if rows is None:
-        rows = valid_rows(flat, ignore_index)
-    ids = flat if rows is None else flat.index_select(0, rows)
-    check_range("target", ids, weight.shape[0])
-    k = None if class_weights is None else class_weights.detach().float().contiguous()
     options = HeadOptions(softcap=softcap, logit_scale=logit_scale, mean=label_smoothing > 0, argmax=bool(outputs))
-    k_sum = weight.shape[0] if k is None else k.sum()
-    k_id = None if k is None else k[ids.long()]
-    scale = None
-    if reduction == "mean":
-        scale = 1.0 / _denominator(num_items, ids.shape[0], k_id, x.device)
 
     def uncovered() -> str | None:
         return _vendor.uncovered_cross_entropy(
-            ids.shape[0], softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss,
+            ids().shape[0], softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss,
             outputs=outputs,
         )  # fmt: skip
 
+    flat = target.reshape(-1)
+
+    # `valid_rows` waits for the device, which then has nothing to do until the first product: what can wait does.
+    @functools.cache
+    def kept() -> torch.Tensor | None:
+        return valid_rows(flat, ignore_index) if rows is None else rows
+
+    @functools.cache
+    def ids() -> torch.Tensor:
+        chosen = kept()
+        return flat if chosen is None else flat.index_select(0, chosen)
+
+    @functools.cache
+    def k_of_ids() -> torch.Tensor | None:
+        return None if k is None else k[ids().long()]
+
+    @functools.cache
+    def scale() -> torch.Tensor | float | None:
+        return None if reduction != "mean" else 1.0 / _denominator(num_items, ids().shape[0], k_of_ids(), x.device)
+
+    check_range("target", ids, x.device, weight.shape[0])
+    k = None if class_weights is None else class_weights.detach().float().contiguous()
+
     def row_losses(s: HeadStatistics, chunk: slice) -> torch.Tensor:
+        k_id = k_of_ids()
         loss = -s.log_prob if k_id is None else -s.log_prob * k_id[chunk]
         if label_smoothing:
             assert s.mean is not None
             # The mean statistic is sum_j k_j z_j with class weights and the plain mean, 1/V sum_j z_j, without.
             mean = s.mean if k is None else s.mean / weight.shape[0]
-            loss = (1 - label_smoothing) * loss + label_smoothing * (k_sum / weight.shape[0] * s.lse - mean)
+            k_mean = 1.0 if k is None else k.mean()
+            loss = (1 - label_smoothing) * loss + label_smoothing * (k_mean * s.lse - mean)
         return loss + z_loss * s.lse * s.lse if z_loss else loss
 
     # fp16 gradients of a mean over many tokens would underflow: there the division waits until after the products.
     early = torch.float16 not in (x.dtype, compute_dtype(x))
 
+    def scaled(t: torch.Tensor, now: bool) -> torch.Tensor:
+        factor = scale() if now else None
+        return t if factor is None else t * factor
+
     def objective(s: HeadStatistics, chunk: slice) -> torch.Tensor:
-        total = row_losses(s, chunk).sum()
-        return total * scale if early and scale is not None else total
+        return scaled(row_losses(s, chunk).sum(), early)
 
     chosen: Objective | None = None if reduction == "none" else objective
     if chosen is not None and not label_smoothing and not z_loss:
-        factor = torch.full(ids.shape, -1.0, dtype=torch.float32, device=x.device) if k_id is None else -k_id
-        chosen = LinearObjective(factor * scale if early and scale is not None else factor)
+
+        def factor() -> torch.Tensor:
+            k_id = k_of_ids()
+            ones = torch.ones(ids().shape, dtype=torch.float32, device=x.device) if k_id is None else k_id
+            return scaled(-ones, early)
+
+        chosen = LinearObjective(factor)
 
     total, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, ids, bias, options,
-        rows=rows, class_weights=k, objective=chosen, chunk_rows=chunk_rows, low_memory=low_memory,
+        rows=kept, class_weights=k, objective=chosen, chunk_rows=chunk_rows, low_memory=low_memory,
         backend=backends.choose("linear_cross_entropy", x.device, backend, uncovered),
     )  # fmt: skip
     if total is None:
         loss = row_losses(s, slice(None))
-        loss = (loss if rows is None else loss.new_zeros(flat.shape).index_copy(0, rows, loss)).view(target.shape)
+        chosen_rows = kept()
+        loss = loss if chosen_rows is None else loss.new_zeros(flat.shape).index_copy(0, chosen_rows, loss)
+        loss = loss.view(target.shape)
     else:
-        loss = total if early or scale is None else total * scale
+        loss = scaled(total, not early)
     if not outputs:
         return loss
     assert s.argmax is not None
-    accuracy = (s.argmax == ids).sum() / max(1, ids.shape[0]) if "token_accuracy" in outputs else None
+    accuracy = (s.argmax == ids()).sum() / max(1, ids().shape[0]) if "token_accuracy" in outputs else None
     predicted = None
     if "predicted_ids" in outputs:
-        predicted = s.argmax if rows is None else flat.long().index_copy(0, rows, s.argmax)
+        chosen_rows = kept()
+        predicted = s.argmax if chosen_rows is None else flat.long().index_copy(0, chosen_rows, s.argmax)
         predicted = predicted.view(target.shape)
     return LinearCrossEntropyOutput(loss, accuracy, predicted)
 

@@ -131,7 +131,7 @@ def planned_linear_logprob(
 ) -> LinearLogProbOutput:
     """`linear_logprob` with a plan of what will be made of its outputs; see `head_statistics`."""
     check_head(x, weight, "ids", ids, bias)
-    check_range("ids", ids, weight.shape[0])
+    check_range("ids", ids, x.device, weight.shape[0])
     flat_ids = ids.reshape(-1)
     _, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, flat_ids, bias, options,

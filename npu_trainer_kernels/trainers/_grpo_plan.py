@@ -112,8 +112,11 @@ class BatchPlan:
         if sum(lengths) != rows:
             return None
         options = self._planner.options()
-        tokens = self._tokens(keep, options)
-        return planned(tokens, options, lengths, weight.shape[0], itemsize, weight.device)
+        on_policy = self._inputs.get("old_per_token_logps") is None
+        return planned(
+            lambda: self._tokens(keep, options), options, on_policy, lambda: lengths, weight.shape[0], itemsize,
+            weight.device,
+        )  # fmt: skip
 
     def _tokens(self, keep: torch.Tensor, options: GrpoOptions) -> GrpoTokens:
         inputs, trainer = self._inputs, self._planner._trainer
@@ -127,11 +130,14 @@ class BatchPlan:
         if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
             sampler = inputs.get("importance_sampling_ratio")
 
+        # Once: an index of booleans would wait for the device each time.
+        rows = torch.nonzero(keep.reshape(-1)).squeeze(1)
+
         def pick(t: torch.Tensor | None) -> torch.Tensor | None:
             if t is None:
                 return None
             t = t.detach().float()
-            return (t.unsqueeze(1) if t.dim() == 1 else t).expand(keep.shape)[keep]
+            return (t.unsqueeze(1) if t.dim() == 1 else t).expand(keep.shape).reshape(-1)[rows]
 
         log_sampler = None
         if sampler is not None and options.loss_type == "vespo":
@@ -151,6 +157,6 @@ class BatchPlan:
             policy_weight=pick(sampler) if options.loss_type != "vespo" else None,
             log_sampler_ratio=pick(log_sampler),
             entropy_weight=pick(mask / (total * bonus_divisor)) if options.entropy_coef else None,
-            sequence=sequence[keep],
+            sequence=sequence.reshape(-1)[rows],
             lengths=lengths,
         )

@@ -3,19 +3,20 @@
 import pytest
 import torch
 
-from npu_trainer_kernels import tiling
+from npu_trainer_kernels import backends, tiling
 from npu_trainer_kernels.ops import _head
 from npu_trainer_kernels.ops._head import HeadOptions, LogProbObjective, head_statistics, head_statistics_reference
+from npu_trainer_kernels.ops._launch import KernelError
 from tests.closeness import assert_op_close
 
 N, H, V = 40, 16, 211
 OPTIONS = HeadOptions(entropy=True)
 
 
-def make(device, weight_grad=True):
+def make(device, weight_grad=True, vocab=V):
     x = torch.randn(N, H, device=device, requires_grad=True)
-    w = torch.randn(V, H, device=device, requires_grad=weight_grad)
-    return x, w, torch.randint(0, V, (N,), device=device)
+    w = torch.randn(vocab, H, device=device, requires_grad=weight_grad)
+    return x, w, torch.randint(0, vocab, (N,), device=device)
 
 
 def upstream(log_prob, entropy):
@@ -74,6 +75,61 @@ def test_gradient_formed_before_its_factor_is_known(device, monkeypatch, subset)
 
     assert_op_close(op, reference, make(device), lambda out: 3.0 * (out[0] * out[0]).sum())
     assert seen == ([13] if subset else [16, 16, 8])
+
+
+@pytest.mark.parametrize("subset", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("one", [True, False])
+def test_first_chunk_lies_where_the_gradient_will(device, monkeypatch, subset, dtype, one):
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    n = 13 if subset else N
+    stops = (n,) if one else (n // 2, n)
+    # 40 rows of 120 columns fit (499 - 120) x 16 numbers, and 40 x 16 sums fit 120 x 16 numbers of two bytes.
+    monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks(stops, 120))
+    rows = torch.arange(1, N, 3, device=device) if subset else None
+    objective = LogProbObjective(lambda log_prob, chunk: (log_prob * log_prob).sum())
+
+    def op(x, w, ids):
+        _, s = head_statistics(x, w, ids if rows is None else ids[rows], None, OPTIONS, rows=rows, objective=objective,
+                               backend="triton")  # fmt: skip
+        return s.log_prob, s.entropy
+
+    def reference(x, w, ids):
+        x, ids = (x, ids) if rows is None else (x[rows], ids[rows])
+        s = head_statistics_reference(x, w, ids, None, OPTIONS)
+        return s.log_prob, s.entropy
+
+    inputs = [t.detach().to(dtype).requires_grad_() if t.is_floating_point() else t for t in make(device, vocab=499)]
+    assert_op_close(op, reference, inputs, lambda out: 3.0 * (out[0] * out[0]).sum())
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_failing_kernel_hands_its_columns_to_torch(device, monkeypatch, second):
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    if second:
+        # 40 x 48 numbers of logits, 40 x 16 of dx.
+        monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks((N,), 48))
+
+    def fail(*args, **kwargs):
+        raise KernelError("planted")
+
+    monkeypatch.setenv("NPU_KERNELS_STRICT", "0")
+    monkeypatch.setattr(_head, "launch", fail)
+    objective = LogProbObjective(lambda log_prob, chunk: (log_prob * log_prob).sum())
+
+    def op(x, w, ids):
+        backends.forget_failures()
+        with pytest.warns(RuntimeWarning, match="planted"):
+            _, s = head_statistics(x, w, ids, None, OPTIONS, objective=objective, backend="triton")
+        return s.log_prob
+
+    def reference(x, w, ids):
+        return head_statistics_reference(x, w, ids, None, OPTIONS).log_prob
+
+    try:
+        assert_op_close(op, reference, make(device), lambda out: (out[0] * out[0]).sum())
+    finally:
+        backends.forget_failures()
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.125, 65536.0])

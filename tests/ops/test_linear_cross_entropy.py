@@ -1,10 +1,12 @@
 """fused_linear_cross_entropy against its reference: values, gradients, options, edges and bad input."""
 
+import itertools
+
 import pytest
 import torch
 
 from npu_trainer_kernels import tiling
-from npu_trainer_kernels.ops import fused_linear_cross_entropy, linear_cross_entropy_reference
+from npu_trainer_kernels.ops import _head, fused_linear_cross_entropy, linear_cross_entropy_reference
 from tests.closeness import assert_op_close
 
 # Vocabulary and hidden size divide nothing; the interpreter's tiles are small, so a row takes several steps and a tail.
@@ -64,6 +66,42 @@ def test_statistics_and_gradient_in_one_kernel(device, monkeypatch, width, optio
     monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, width, 3))
     check(make(device), "triton", 8, **options)
     check(make(device), "triton", 8, class_weights=torch.rand(V, device=device) + 0.5, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("stops", "columns"), [((29,), 128), ((12, 20, 29), 128), ((12, 20, 29), 96)])
+def test_first_chunk_lies_where_the_gradient_will(device, monkeypatch, dtype, bias, stops, columns):
+    # What CUDA gets of sizes that are too large for a test.
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks(stops, columns))
+    shapes, original = [], _head._project
+
+    def project(x, weight, *args):
+        shapes.append((x.shape[0], weight.shape[0]))
+        return original(x, weight, *args)
+
+    monkeypatch.setattr(_head, "_project", project)
+    check(make(device, dtype, bias), "triton")
+    later = [(b - a, V) for a, b in itertools.pairwise(stops)]
+    assert shapes == [(stops[0], columns), (stops[0], V - columns), *later]
+
+
+def test_first_chunk_in_an_fp32_gradient_under_autocast(device, monkeypatch):
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks((12, 29), 128))
+    inputs = make(device, bias=False)
+
+    def loss(backend):
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+            value = fused_linear_cross_entropy(*inputs, backend=backend)
+        grads = torch.autograd.grad(value, inputs[:2])
+        return value, *grads
+
+    # The torch backend borrows nothing, and its chunk is another.
+    for ours, plain in zip(loss("triton"), loss("torch"), strict=True):
+        assert ours.dtype == plain.dtype
+        torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,57 @@
+"""Plans of the LM head's chunks: what they may rely on whatever the sizes."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npu_trainer_kernels import tiling
+from npu_trainer_kernels.device import GIB, KIB, DeviceSpec
+
+CUDA = DeviceSpec("cuda", "a card", 132, 256 * KIB, 80 * GIB)
+
+
+@given(
+    n_rows=st.integers(1, 100_000),
+    vocab=st.integers(1, 300_000),
+    hidden=st.integers(1, 2048).map(lambda units: 8 * units),
+    itemsize=st.sampled_from([2, 4]),
+    weight_itemsize=st.sampled_from([2, 4]),
+)
+def test_borrowed_memory_is_free(n_rows, vocab, hidden, itemsize, weight_itemsize):
+    plan = tiling.borrowing_chunks(n_rows, vocab, hidden, itemsize, weight_itemsize, CUDA)
+    if plan is None:
+        return
+    first, columns = plan.stops[0], plan.columns
+    assert plan.stops[-1] == n_rows
+    assert all(a < b for a, b in itertools.pairwise((0, *plan.stops)))
+    assert 0 < columns < vocab
+    inside = tiling.rows_inside(vocab)
+    in_result = len(plan.stops) == 1 or weight_itemsize == 4
+    size = weight_itemsize if in_result else 4
+    # `_WeightSum.room`: the rows of the sums behind the borrowed columns, or the half with memory of its own.
+    room = (vocab - (columns if in_result else inside)) * hidden * size
+    assert first * columns * itemsize <= room
+    # `_WeightSum.scratch`: an fp32 sum of the chunk's dx, in the rows before.
+    assert in_result or columns <= inside
+    assert first * hidden * 4 <= columns * hidden * size
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "vocab", "hidden", "most"),
+    [(8192, 128256, 4096, 1.6), (16384, 128256, 4096, 1.6), (65536, 128256, 4096, 1.6), (6554, 151936, 2048, 1.5),
+     (26214, 151936, 2048, 1.5)],
+)  # fmt: skip
+def test_extra_memory_is_bounded(n_rows, vocab, hidden, most):
+    plan = tiling.borrowing_chunks(n_rows, vocab, hidden, 2, 2, CUDA)
+    assert plan is not None
+    sizes = [b - a for a, b in itertools.pairwise((0, *plan.stops))]
+    logits = [sizes[0] * (vocab - plan.columns), *(rows * vocab for rows in sizes[1:])]
+    sums = 0 if len(sizes) == 1 else (vocab - tiling.rows_inside(vocab)) * hidden * 4
+    assert 2 * max(logits) + sums <= most * GIB
+
+
+def test_nothing_is_borrowed_elsewhere():
+    for kind in ("npu", "cpu"):
+        assert tiling.borrowing_chunks(8192, 128256, 4096, 2, 2, DeviceSpec(kind, kind, 40, 192 * KIB)) is None
