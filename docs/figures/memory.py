@@ -6,6 +6,7 @@ By formula, from shapes alone, and held against the peaks that were measured on 
 `TOLERANCE` away from them is an error, and nothing is drawn.
 """
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,13 +57,16 @@ def plain(tokens: int) -> list[Moment]:
 
 def chunked(tokens: int) -> list[Moment]:
     """`ops.fused_linear_cross_entropy`: chunks of logits that become their own gradient, all of it in forward."""
-    rows = min(tokens, tiling.head_chunk(tokens, VOCABULARY, BF16, H200, HIDDEN))
-    lives = {"one chunk of logits, bf16": rows * VOCABULARY * BF16, **gradients(tokens)}
-    if rows < tokens:
+    plan = tiling.borrowing_chunks(tokens, VOCABULARY, HIDDEN, BF16, BF16, H200)
+    stops, borrowed = ((tokens,), 0) if plan is None else (plan.stops, plan.columns)
+    # One buffer for all chunks; of the first, some columns lie where the weight gradient will.
+    sizes = [b - a for a, b in itertools.pairwise((0, *stops))]
+    logits = max(sizes[0] * (VOCABULARY - borrowed), *(rows * VOCABULARY for rows in sizes[1:]), 0)
+    lives = {"one chunk of logits, bf16": logits * BF16, **gradients(tokens)}
+    if len(stops) > 1:
         # `_WeightSum` in ops/_head.py: the other half lies in the memory of the result.
-        lives["half of the fp32 weight gradient"] = HIDDEN * VOCABULARY * FP32 // 2
-    chunks = -(-tokens // rows)
-    named = [(f"chunk {i + 1}", lives) for i in range(chunks)]
+        lives["half of the fp32 weight gradient"] = HIDDEN * (VOCABULARY - tiling.rows_inside(VOCABULARY)) * FP32
+    named = [(f"chunk {i + 1}", lives) for i in range(len(stops))]
     return [*named, ("end of forward", gradients(tokens)), ("backward: scale", gradients(tokens))]
 
 
