@@ -126,40 +126,28 @@ def _rotate_kernel(
 
 
 @jit
-def _rotate_heads(x, y, c1, c2, s1, s2, n_heads, x_head, y_head, INVERSE: tl.constexpr, HALF: tl.constexpr,
-                  HEADS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """One token's heads, HEADS at a time."""
+def _head_group(q, k, q_head, k_head, INDEX: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+                HALF: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Pointers `[GROUP, COLS]` to the first halves of a token's heads in group INDEX, q's groups before k's, and a mask
+    of those that there are, which compiles to nothing where all are."""
+    Q_GROUPS: tl.constexpr = (Q_HEADS + GROUP - 1) // GROUP
     cols = tl.arange(0, COLS)[None, :]
-    for first in range(0, n_heads, HEADS):
-        heads = first + tl.arange(0, HEADS)[:, None]
-        mask = heads < n_heads
-        if COLS != HALF:
-            mask = mask & (cols < HALF)
-        at_x = x + tl.cast(heads, tl.int64) * x_head + cols
-        at_y = y + tl.cast(heads, tl.int64) * y_head + cols
-        x1 = load_fp32(at_x, mask, True)
-        x2 = load_fp32(at_x + HALF, mask, True)
-        if INVERSE:
-            y1 = x1 * c1 + x2 * s2
-            y2 = x2 * c2 - x1 * s1
-        else:
-            y1 = x1 * c1 - x2 * s1
-            y2 = x2 * c2 + x1 * s2
-        store(at_y, y1, mask, True)
-        store(at_y + HALF, y2, mask, True)
+    if INDEX < Q_GROUPS:
+        heads = tl.cast(INDEX * GROUP + tl.arange(0, GROUP)[:, None], tl.int64)
+        return q + heads * q_head + cols, (heads < Q_HEADS) & (cols < HALF)
+    else:
+        heads = tl.cast((INDEX - Q_GROUPS) * GROUP + tl.arange(0, GROUP)[:, None], tl.int64)
+        return k + heads * k_head + cols, (heads < K_HEADS) & (cols < HALF)
 
 
-@jit(lengths=("n_tokens",))
+@jit
 def _rotate_pair_kernel(
-    q,  # [n_batches, q_heads, n_tokens, 2 HALF] by strides, the last one 1; so are k, and yq and yk, which are written
+    q,  # [n_batches, Q_HEADS, n_tokens, 2 HALF] by strides, the last one 1; so are k, and yq and yk, which are written
     k,
     yq,
     yk,
     cos,  # [n_batches, n_tokens, 2 HALF] by strides; so is sin
     sin,
-    n_tokens,
-    q_heads,
-    k_heads,
     q_batch,
     q_head,
     q_token,
@@ -180,22 +168,53 @@ def _rotate_pair_kernel(
     HALF: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     COLS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PACKED: tl.constexpr,  # the four have strides of 2 HALF between heads
 ):
-    # A program rotates one token of q and k: its heads are one tile, and the tables are read once.
-    batch = tl.cast(tl.program_id(0) // n_tokens, tl.int64)
-    token = tl.program_id(0) - batch * n_tokens
-    cols = tl.arange(0, COLS)[None, :]
+    # A program rotates one token of q and k, GROUP heads at a time; AHEAD groups are read before the first is written.
+    GROUPS: tl.constexpr = (Q_HEADS + GROUP - 1) // GROUP + (K_HEADS + GROUP - 1) // GROUP
+    if PACKED:
+        # A model's heads lie one after another. With the constant their addresses are, too, and loads leave earlier.
+        q_head = 2 * HALF
+        k_head = 2 * HALF
+        yq_head = 2 * HALF
+        yk_head = 2 * HALF
+    token = tl.cast(tl.program_id(0), tl.int64)
+    batch = tl.cast(tl.program_id(1), tl.int64)
+    q += batch * q_batch + token * q_token
+    k += batch * k_batch + token * k_token
+    yq += batch * yq_batch + token * yq_token
+    yk += batch * yk_batch + token * yk_token
     cos += batch * cos_batch + token * cos_token
     sin += batch * sin_batch + token * sin_token
-    c1 = load_fp32(cos + cols, cols < HALF, COLS != HALF)
-    c2 = load_fp32(cos + HALF + cols, cols < HALF, COLS != HALF)
-    s1 = load_fp32(sin + cols, cols < HALF, COLS != HALF)
-    s2 = load_fp32(sin + HALF + cols, cols < HALF, COLS != HALF)
-    _rotate_heads(q + batch * q_batch + token * q_token, yq + batch * yq_batch + token * yq_token, c1, c2, s1, s2,
-                  q_heads, q_head, yq_head, INVERSE, HALF, Q_HEADS, COLS)  # fmt: skip
-    _rotate_heads(k + batch * k_batch + token * k_token, yk + batch * yk_batch + token * yk_token, c1, c2, s1, s2,
-                  k_heads, k_head, yk_head, INVERSE, HALF, K_HEADS, COLS)  # fmt: skip
+    cols = tl.broadcast_to(tl.arange(0, COLS)[None, :], (GROUP, COLS))
+    halves = tl.tuple([])
+    for i in tl.static_range(GROUPS + AHEAD):
+        if i == AHEAD:
+            # The tables as wide as a group: each thread reads what it needs, 16 bytes at a time. As one row they would
+            # be read 2 bytes at a time and pass through shared memory.
+            c1 = load_fp32(cos + cols, cols < HALF, COLS != HALF)
+            c2 = load_fp32(cos + HALF + cols, cols < HALF, COLS != HALF)
+            s1 = load_fp32(sin + cols, cols < HALF, COLS != HALF)
+            s2 = load_fp32(sin + HALF + cols, cols < HALF, COLS != HALF)
+        if i < GROUPS:
+            # They wait in registers as they are in memory: bf16 takes half as many as fp32.
+            x, mask = _head_group(q, k, q_head, k_head, i, Q_HEADS, K_HEADS, HALF, GROUP, COLS)
+            halves += ((tl.load(x, mask=mask), tl.load(x + HALF, mask=mask)),)
+        if i >= AHEAD:
+            x1 = halves[i - AHEAD][0].to(tl.float32)
+            x2 = halves[i - AHEAD][1].to(tl.float32)
+            if INVERSE:
+                y1 = x1 * c1 + x2 * s2
+                y2 = x2 * c2 - x1 * s1
+            else:
+                y1 = x1 * c1 - x2 * s1
+                y2 = x2 * c2 + x1 * s2
+            y, mask = _head_group(yq, yk, yq_head, yk_head, i - AHEAD, Q_HEADS, K_HEADS, HALF, GROUP, COLS)
+            store(y, y1, mask, True)
+            store(y + HALF, y2, mask, True)
 
 
 def _with_unit_stride(t: torch.Tensor) -> torch.Tensor:
@@ -208,6 +227,10 @@ def _table_strides(table: torch.Tensor) -> tuple[int, int]:
     return batch if table.shape[0] > 1 else 0, token
 
 
+# What CUDA takes in a grid's second dimension.
+_MOST_BATCHES = (1 << 16) - 1
+
+
 def _rotate_pair(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype],
     inverse: bool,
@@ -216,15 +239,16 @@ def _rotate_pair(
     n_batches, q_heads, n_tokens, size = q.shape
     k_heads = k.shape[1]
     tile = tiling.rope_pair_tile(q_heads, k_heads, size // 2, device.spec(q.device))
-    if tile is None or not q.numel() or not k.numel():
+    if tile is None or n_batches > _MOST_BATCHES or not q.numel() or not k.numel():
         return _rotate(q, cos, sin, dtypes[0], inverse), _rotate(k, cos, sin, dtypes[1], inverse)
     q, k = _with_unit_stride(q), _with_unit_stride(k)
     yq, yk = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
     launch(
-        _rotate_pair_kernel, (n_batches * n_tokens,),
-        q, k, yq, yk, cos, sin, n_tokens, q_heads, k_heads, *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3],
+        _rotate_pair_kernel, (n_tokens, n_batches),
+        q, k, yq, yk, cos, sin, *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3],
         *yk.stride()[:3], *_table_strides(cos), *_table_strides(sin),
-        INVERSE=inverse, HALF=size // 2, Q_HEADS=tile.q_heads, K_HEADS=tile.k_heads, COLS=tile.cols, **tile.options,
+        INVERSE=inverse, HALF=size // 2, Q_HEADS=q_heads, K_HEADS=k_heads, GROUP=tile.heads, COLS=tile.cols,
+        AHEAD=tile.ahead, PACKED=all(t.stride(1) == size for t in (q, k, yq, yk)), **tile.options,
     )  # fmt: skip
     return yq, yk
 

@@ -1,11 +1,15 @@
 """rope against its reference and against transformers."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from npu_trainer_kernels import tiling
+from npu_trainer_kernels.device import GIB, KIB, DeviceSpec
 from npu_trainer_kernels.ops import rope, rope_reference
+from npu_trainer_kernels.ops._launch import use_launcher
 from tests.closeness import assert_op_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -53,12 +57,70 @@ def test_layouts(device, backend, batched, transposed):
     check(make(device, batched=batched, transposed=transposed), backend)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.fixture
+def in_one_launch(monkeypatch):
+    """Makes rope rotate q and k in one launch, as on CUDA, so many heads at a time and so many groups of them ahead."""
+
+    def ask(heads, ahead):
+        def tile(q_heads, k_heads, half, spec):
+            return tiling.HeadsTile(heads, tiling.next_power_of_2(half), ahead)
+
+        monkeypatch.setattr(tiling, "rope_pair_tile", tile)
+
+    return ask
+
+
+# Of 3 heads of q and 2 of k: five groups of one; two and one with a rest in q; one each with rests in both.
+@pytest.mark.parametrize(("heads", "ahead"), [(1, 1), (1, 2), (1, 5), (2, 1), (2, 5), (4, 1), (4, 5)])
 @pytest.mark.parametrize("size", [24, 64])
-def test_queries_and_keys_in_one_launch(device, monkeypatch, size, heads):
-    # What CUDA gets; elsewhere it would not be reached.
-    monkeypatch.setattr(tiling, "rope_pair_tile", lambda q, k, half, spec: tiling.HeadsTile(heads, heads, 32))
+def test_queries_and_keys_in_one_launch(device, in_one_launch, size, heads, ahead):
+    in_one_launch(heads, ahead)
     check(make(device, torch.bfloat16, size, batched=True), "triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_layouts_in_one_launch(device, in_one_launch, dtype, batched, transposed):
+    in_one_launch(2, 2)
+    check(make(device, dtype, batched=batched, transposed=transposed, table_dtype=torch.float32), "triton")
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+def test_heads_of_one_of_two_apart_in_one_launch(device, in_one_launch, apart):
+    in_one_launch(2, 2)
+    inputs = make(device)
+    inputs[apart] = inputs[apart].detach().contiguous().requires_grad_()
+    check(inputs, "triton")
+
+
+def test_one_projection_in_one_launch(device, in_one_launch):
+    # Between the tokens of q lie those of k, which the outputs leave out.
+    in_one_launch(2, 2)
+    q, k, *tables = make(device)
+    both = torch.cat([q, k], 1).detach().transpose(1, 2).contiguous().transpose(1, 2)
+    q, k = (t.requires_grad_() for t in both.split([HEADS, KV_HEADS], 1))
+    check([q, k, *tables], "triton")
+
+
+def test_more_sequences_than_a_grid_takes(device, in_one_launch, monkeypatch):
+    in_one_launch(2, 2)
+    inputs, launched = make(device), []
+    for most in (BATCH, BATCH - 1):
+        monkeypatch.setattr(import_module("npu_trainer_kernels.ops.rope"), "_MOST_BATCHES", most)
+        with use_launcher(lambda kernel, *_: launched.append(kernel.__name__)):
+            rope(*inputs, backend="triton")
+    assert launched == ["_rotate_pair_kernel", "_rotate_kernel", "_rotate_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "expected"),
+    [((32, 8), 128, 8), ((32, 8), 64, 16), ((14, 2), 64, 16), ((3, 2), 64, 4), ((1, 1), 6, 1), ((8, 8), 4096, 1),
+     ((128, 128), 128, 8), ((129, 128), 128, None)],
+)  # fmt: skip
+def test_few_enough_groups_of_heads_in_one_launch(heads, size, expected):
+    tile = tiling.rope_pair_tile(*heads, size // 2, DeviceSpec("cuda", "a card", 132, 256 * KIB, 80 * GIB))
+    assert (tile and tile.heads) == expected
 
 
 def test_tables_of_another_dtype(device, backend):
