@@ -495,7 +495,8 @@ def scale_block(spec: DeviceSpec) -> Block | None:
 def token_block(spec: DeviceSpec) -> Block:
     """Block of the kernel that does a loss's arithmetic on one number a token."""
     if spec.kind == "npu":
-        # Eight arrays in and out, twice, and temporaries: a third of the smallest chip's memory.
+        # A chunk of the head has a few thousand tokens: one step for each of a few cores. Up to 2816 keep double
+        # buffering with every input there is (bishengir-compile, 910B4), but would leave more cores idle.
         return Block(1024)
     return Block(1024, launch_options(spec, 4)) if spec.kind == "cuda" else Block(16)
 

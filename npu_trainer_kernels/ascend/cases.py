@@ -237,11 +237,15 @@ def _logprob(**options: Any) -> Call:
     return call
 
 
-def _grpo(fused: bool) -> Call:
+def _grpo(fused: bool, **options: Any) -> Call:
+    """With a KL, every number that a token can have is given."""
+
     def call(t: Tensors, rows: int, vocabulary: int) -> Mapping[str, int]:
         ids = t.ids(1, rows, below=vocabulary)
+        numbers = ["old_log_prob", *(("ref_log_prob", "importance_ratio") if "beta" in options else ())]
         given: dict[str, Any] = {
-            "old_log_prob": torch.zeros(1, rows),
+            **{name: torch.zeros(1, rows) for name in numbers},
+            "options": ops.GrpoOptions(**options),
             "temperature": 0.9,
             "entropy": True,
             "backend": _BACKEND,
@@ -252,7 +256,8 @@ def _grpo(fused: bool) -> Call:
         else:
             result = ops.grpo_loss(t.floats(1, rows, vocabulary), ids, torch.ones(1), **given)
         _backward(result.loss)
-        return _head_bytes(t, rows, vocabulary)
+        # Of each token also log_prob, advantage and weight are read, its part of the loss and its gradient written.
+        return {**_head_bytes(t, rows, vocabulary), "_token_kernel": (len(numbers) + 5) * 4 * rows}
 
     return call
 
@@ -261,8 +266,8 @@ def _head(op: str, call: Call, max_traffic: float | None = _HEAD_LIMIT) -> Entry
     return Entry(op, VOCABULARIES, "vocabulary", call, share=2, max_traffic=max_traffic)
 
 
-def _head_of_values(op: str, call: Call) -> Entry:
-    return Entry(op, VOCABULARIES, "vocabulary", call, 16, share=2, max_traffic=_HEAD_LIMIT, reads_values=True)
+def _head_of_values(op: str, call: Call, sizes: tuple[int, ...] = VOCABULARIES) -> Entry:
+    return Entry(op, sizes, "vocabulary", call, 16, share=2, max_traffic=_HEAD_LIMIT, reads_values=True)
 
 
 _EVERYTHING: dict[str, Any] = {
@@ -271,6 +276,8 @@ _EVERYTHING: dict[str, Any] = {
     "z_loss": 1e-4,
     "outputs": ("token_accuracy", "predicted_ids"),
 }
+
+_CORRECTED_KL: dict[str, Any] = {"beta": 0.1, "bias_corrected_kl": True}
 
 TABLE: tuple[Entry, ...] = (
     Entry("rms_norm", HIDDEN, "hidden", _rms_norm()),
@@ -303,6 +310,10 @@ TABLE: tuple[Entry, ...] = (
         "entropy", "is_top1", "mean_logit", "log_sum_sq_probs"))),
     _head_of_values("grpo_loss", _grpo(fused=False)),
     _head_of_values("grpo_loss, fused with the projection", _grpo(fused=True)),
+    # What differs is the arithmetic on a token's numbers: one vocabulary will do.
+    _head_of_values("grpo_loss, fused, everything", _grpo(True, delta=2.0, **_CORRECTED_KL), VOCABULARIES[:1]),
+    _head_of_values("grpo_loss, fused, cispo", _grpo(True, loss_type="cispo", **_CORRECTED_KL), VOCABULARIES[:1]),
+    _head_of_values("grpo_loss, fused, sapo", _grpo(True, loss_type="sapo", **_CORRECTED_KL), VOCABULARIES[:1]),
 )  # fmt: skip
 
 

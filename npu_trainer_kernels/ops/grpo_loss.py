@@ -260,7 +260,7 @@ def _token_kernel(
         if HAS_OLD:
             r = tl.exp(lp - tl.load(old + at, mask=mask, other=0.0))
         if FORM == 1:
-            d = -tl.minimum(r, high) * a
+            d = -tl.where(r > high, high, r) * a
             policy = d * lp
         elif FORM == 2:
             tau = tl.where(a > 0, tau_up, tau_down)
@@ -268,19 +268,18 @@ def _token_kernel(
             policy = -sigmoid * 4.0 / tau * a
             d = -4.0 * a * sigmoid * (1.0 - sigmoid) * r
         else:
-            clipped = tl.minimum(tl.maximum(r, low), high)
+            clipped = tl.where(r > high, high, tl.where(r < low, low, r))
             bounded = r
             passes = tl.full([BLOCK], 1.0, tl.float32)
             if HAS_DELTA:
-                bounded = tl.minimum(r, delta)
+                bounded = tl.where(r > delta, delta, r)
                 passes = (r <= delta).to(tl.float32)
             passes_clip = ((r >= low) & (r <= high)).to(tl.float32)
             u = bounded * a
             v = clipped * a
-            policy = -tl.minimum(u, v)
-            # Autograd's derivative of a minimum: where both are equal, half of each.
-            passes = tl.where(u < v, passes, tl.where(v < u, passes_clip, 0.5 * (passes + passes_clip)))
-            d = -a * r * passes
+            policy = -tl.where(v < u, v, u)
+            # Where both are equal, both pass or a is 0.
+            d = -a * r * tl.where(v < u, passes_clip, passes)
         if HAS_POLICY_WEIGHT:
             q = tl.load(policy_weight + at, mask=mask, other=0.0)
             policy *= q

@@ -5,11 +5,12 @@ no block.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from npu_trainer_kernels import device, ops
+from npu_trainer_kernels import device, ops, tiling
 from npu_trainer_kernels.ascend.cases import DTYPES, TABLE, Tensors
 from npu_trainer_kernels.ascend.execute import LEVELS
 from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder
@@ -17,6 +18,7 @@ from npu_trainer_kernels.ascend.plan import plan, violations
 from npu_trainer_kernels.ops._head import HeadOptions, _raw_statistics
 from npu_trainer_kernels.ops._launch import use_launcher
 from tests.closeness import assert_op_close
+from tests.ops.test_grpo_loss import FORMS, token_gradient, token_numbers
 
 CHIP = "Ascend910B4"
 pytestmark = pytest.mark.usefixtures("kept_cache")
@@ -166,9 +168,13 @@ def test_linear_logprob(launcher, tensors, vocabulary, options):
     check(launcher, "linear_logprob", head_inputs(tensors, vocabulary), HEAD, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"importance_level": "sequence", "entropy_coef": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "kernels"),
+    [({}, (*HEAD, "_token_kernel")), ({"importance_level": "sequence", "entropy_coef": 0.01}, HEAD)],
+    ids=str,
+)
 @pytest.mark.parametrize("fused", [False, True])
-def test_grpo_loss(launcher, tensors, fused, options):
+def test_grpo_loss(launcher, tensors, fused, options, kernels):
     x, weight, _, _ = head_inputs(tensors, 3001)
     x, ids, mask = x.detach().view(1, 5, 24).requires_grad_(), tensors.ids(1, 5, below=3001), torch.ones(1, 5)
     mask[:, 4] = 0
@@ -182,7 +188,21 @@ def test_grpo_loss(launcher, tensors, fused, options):
         inputs,
         lambda outputs: outputs[0],
     )
-    assert set(launcher.traffic) == set(HEAD)
+    assert set(launcher.traffic) == set(kernels if fused else HEAD)
+
+
+@pytest.mark.parametrize("times", [1, 100])
+@pytest.mark.parametrize("kl", [None, "plain", "corrected"])
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_the_arithmetic_of_grpo_loss(launcher, options, kl, times):
+    """A tail alone; blocks of one core and a tail."""
+    options = replace(options, beta=0.3 if kl else 0.0, bias_corrected_kl=kl == "corrected")
+    # Without a KL: a loss on-policy, which has neither old log-probabilities nor weights.
+    numbers = token_numbers("cpu", *[kl is not None] * 3, times=times)
+    assert (len(numbers[0]) > 2 * tiling.token_block(device.chip_spec(CHIP)).size) == (times > 1)
+    with device.use_spec(replace(device.chip_spec(CHIP), vector_cores=1)):
+        assert_op_close(token_gradient(options, "ascend-lowering"), token_gradient(options, "torch"), numbers)
+    assert set(launcher.traffic) == {"_token_kernel"}
 
 
 def test_every_op_of_the_gate_is_executed_here():

@@ -3,11 +3,15 @@
 That the formula itself is TRL's is tested with TRL's own trainer, in tests/trainers.
 """
 
+import itertools
 import math
+from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 
+from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ops import (
     GrpoOptions,
     fused_linear_grpo_loss,
@@ -16,8 +20,12 @@ from npu_trainer_kernels.ops import (
     grpo_loss_reference,
     linear_logprob_reference,
 )
-from npu_trainer_kernels.ops.grpo_loss import LEVELS, LOSS_TYPES
+from npu_trainer_kernels.ops._launch import _run, use_launcher
+from npu_trainer_kernels.ops.grpo_loss import LEVELS, LOSS_TYPES, GrpoTokens
 from tests.closeness import assert_op_close
+
+# The package's name for it is the function.
+module = import_module("npu_trainer_kernels.ops.grpo_loss")
 
 B, T, H, V = 4, 33, 20, 131
 TEMPERATURE = 0.9
@@ -159,7 +167,6 @@ def test_masked_tokens_are_not_projected(device, monkeypatch):
 @pytest.mark.parametrize("level", LEVELS)
 def test_on_policy_needs_no_second_projection_at_any_chunk_size(device, monkeypatch, loss_type, level):
     """The gradient is right although chunks end inside completions."""
-    from npu_trainer_kernels import tiling
     from npu_trainer_kernels.ops import _head
 
     rows = []
@@ -182,6 +189,123 @@ def test_on_policy_needs_no_second_projection_at_any_chunk_size(device, monkeypa
         lambda outputs: outputs[0],
     )
     assert rows == [20, 20, 20, 8]
+
+
+class Spy:
+    """A launcher that notes the kernels and, unless told otherwise, runs them."""
+
+    def __init__(self, runs=True):
+        self.launched, self.runs = [], runs
+
+    def __call__(self, kernel, *launch):
+        self.launched.append(kernel.__name__)
+        if self.runs:
+            _run(kernel, *launch)
+
+
+# Below, between and above the bounds and deltas below; one ratio is exactly 1.
+RATIOS = (0.3, 0.7, 0.85, 1.0, 1.2, 1.35, 1.5, 1.9, 3.0)
+
+
+def token_numbers(device, old=True, reference=True, policy_weight=True, times=2):
+    """log_prob, advantage, weight, old, reference and policy_weight: every ratio with advantages of both signs and
+    0, several times. Some tokens have no weight."""
+    pairs = list(itertools.product(RATIOS, (-1.3, 0.0, 0.7)))
+    ratio, advantage = torch.tensor(pairs * times, device=device).unbind(1)
+    n = len(ratio)
+    log_prob = -3 * torch.rand(n, device=device)
+    # The logarithm of 1 is exactly 0.
+    return [
+        log_prob, advantage, torch.rand(n, device=device) * (torch.arange(n, device=device) % 5 > 0),
+        log_prob - ratio.log() if old else None, log_prob + torch.randn(n, device=device) if reference else None,
+        2 * torch.rand(n, device=device) if policy_weight else None,
+    ]  # fmt: skip
+
+
+def token_gradient(options, backend):
+    """`_token_gradient` as a function of what `token_numbers` gives."""
+
+    def gradient(log_prob, advantage, weight, old, reference, policy_weight):
+        nothing = torch.zeros(len(log_prob), dtype=torch.long, device=log_prob.device)
+        tokens = GrpoTokens(
+            advantage, weight, torch.ones_like(weight), old, reference, policy_weight, None, None, nothing,
+            nothing[:1] + len(nothing),
+        )  # fmt: skip
+        return module._token_gradient(log_prob, tokens, options, backend)
+
+    return gradient
+
+
+FORMS = [
+    GrpoOptions("grpo", epsilon_high=0.4),
+    # Less than the upper bound: the delta, too, takes the gradient away.
+    GrpoOptions("dapo", epsilon_high=0.4, delta=1.3),
+    GrpoOptions("bnpo", epsilon_high=0.4, delta=1.7),
+    # A ratio of 1 is on every bound, where the gradient passes; or beyond delta, where the clipped one's does.
+    GrpoOptions("dapo", epsilon_low=0.0, delta=1.0),
+    GrpoOptions("dapo", epsilon_low=0.0, delta=0.5),
+    GrpoOptions("cispo", epsilon_high=1.4),
+    GrpoOptions("sapo", sapo_temperature_pos=2.0, sapo_temperature_neg=0.5),
+]
+
+
+@pytest.mark.parametrize("policy_weight", [False, True])
+@pytest.mark.parametrize("kl", [None, "plain", "corrected"])
+@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_the_kernel_for_the_arithmetic_is_the_formula(device, options, off_policy, kl, policy_weight):
+    options = replace(options, beta=0.3 if kl else 0.0, bias_corrected_kl=kl == "corrected")
+    numbers = token_numbers(device, off_policy, kl is not None, policy_weight)
+    spy = Spy()
+    with use_launcher(spy):
+        assert_op_close(token_gradient(options, "triton"), token_gradient(options, "torch"), numbers)
+    assert spy.launched == ["_token_kernel"]
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+@pytest.mark.parametrize("n", [1, 16, 45])
+def test_blocks_and_tails_of_the_kernel_for_the_arithmetic(device, monkeypatch, n, programs):
+    """Blocks are shared out to fewer programs, as on an NPU."""
+    monkeypatch.setattr(tiling, "programs", lambda tasks, spec: programs)
+    monkeypatch.setattr(tiling, "token_block", lambda spec: tiling.Block(16))
+    options = GrpoOptions(beta=0.3, delta=1.7)
+    # Every third number: strided, as a column of a tensor is.
+    numbers = [t[:n] if i % 2 else t.repeat_interleave(3)[::3][:n] for i, t in enumerate(token_numbers(device))]
+    assert_op_close(token_gradient(options, "triton"), token_gradient(options, "torch"), numbers)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_kernel_for_the_arithmetic_is_for_losses_of_a_token(device, loss_type, level):
+    spy = Spy(runs=False)
+    with use_launcher(spy):
+        token_gradient(GrpoOptions(loss_type, level), "triton")(*token_numbers(device, reference=False))
+    assert spy.launched == ["_token_kernel"] * (level == "token" and loss_type != "vespo")
+
+
+@pytest.mark.parametrize(
+    ("options", "off_policy", "each_chunk"),
+    [
+        (GrpoOptions("grpo", beta=0.1, bias_corrected_kl=True), True, 1),
+        # One ratio for a completion, which on-policy is its tokens' own.
+        (GrpoOptions("grpo", "sequence"), False, 1),
+        (GrpoOptions("grpo", entropy_coef=0.1), True, 0),
+    ],
+    ids=str,
+)
+def test_one_launch_does_the_arithmetic_of_a_chunk(device, monkeypatch, options, off_policy, each_chunk):
+    monkeypatch.setattr(tiling, "head_chunk", lambda *args: 20)
+    inputs = make(device)
+    given = batch(device, inputs, off_policy, options.beta)
+    advantages, spy = torch.randn(B, device=device), Spy()
+    with use_launcher(spy):
+        assert_op_close(
+            lambda *a: fused_linear_grpo_loss(*a, advantages, options=options, backend="triton", **given).loss,
+            lambda *a: fused_linear_grpo_loss_reference(*a, advantages, options=options, **given).loss,
+            inputs,
+            lambda outputs: outputs[0],
+        )
+    assert spy.launched.count("_token_kernel") == each_chunk * len(range(0, sum(LENGTHS), 20))
 
 
 def test_everything_masked_is_a_zero_that_can_be_differentiated(device, backend):
