@@ -551,7 +551,7 @@ class HeadsTile:
     options: dict[str, int] = field(default_factory=dict, hash=False)
 
 
-# Of one token in the rotary kernel, where they are unrolled. No model has more.
+# Of one token in the rotary kernel, where they are unrolled: 256 heads of 128, say.
 _MOST_HEAD_GROUPS = 32
 
 
