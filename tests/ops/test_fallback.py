@@ -41,8 +41,16 @@ def _head_case(device, backend):
     return (log_prob * entropy).sum(), (x, w)
 
 
+def _grpo_case(device, backend):
+    x, w = (torch.randn(s, device=device, requires_grad=True) for s in ((1, 6, 8), (40, 8)))
+    ids, advantages = torch.arange(6, device=device).unsqueeze(0), torch.ones(1, device=device)
+    return ops.fused_linear_grpo_loss(x, w, ids, advantages, backend=backend).loss, (x, w)
+
+
 # The package's names for these are the functions.
-embedding, rope, swiglu = (import_module(f"npu_trainer_kernels.ops.{n}") for n in ("embedding", "rope", "swiglu"))
+embedding, grpo_loss, rope, swiglu = (
+    import_module(f"npu_trainer_kernels.ops.{n}") for n in ("embedding", "grpo_loss", "rope", "swiglu")
+)
 CASES = {
     "norm forward": (_norm, "_forward_kernel", _norm_case, "add_rms_norm"),
     "norm backward": (_norm, "_backward_kernel", _norm_case, "add_rms_norm"),
@@ -52,6 +60,7 @@ CASES = {
     "rope": (rope, "_rotate_pair_kernel", _rope_case, "rope"),
     "head statistics": (_head, "_row_statistics_kernel", _head_case, "linear_logprob"),
     "head gradient": (_head, "_row_gradient_kernel", _head_case, "linear_logprob"),
+    "arithmetic of grpo_loss": (grpo_loss, "_token_kernel", _grpo_case, "grpo_loss"),
 }
 
 
