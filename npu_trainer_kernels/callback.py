@@ -139,18 +139,18 @@ class NpuKernelsCallback(TrainerCallback):
                 )
             self._add_to_logs(trainer)
         if self._warm_up and warmup.unsupported(kwargs["model"]) is None:
-            self._compile_ahead(kwargs["model"], args.per_device_train_batch_size, trainer, state)
+            self._compile_ahead(kwargs["model"], trainer, state)
         if state.is_world_process_zero and str(report) != self._printed:
             self._printed = str(report)
             print(self._printed, flush=True)
         assert self._handle is not None
         self._since = (time.perf_counter(), self._handle.tokens)
 
-    def _compile_ahead(self, model: Any, rows: int, trainer: Trainer | None, state: TrainerState) -> None:
+    def _compile_ahead(self, model: Any, trainer: Trainer | None, state: TrainerState) -> None:
         assert self._handle is not None
         trl = any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
         context = contextlib.nullcontext if trainer is None else trainer.compute_loss_context_manager
-        recorded = warmup.record(self._handle, model, rows, trl=trl, context=context)
+        recorded = warmup.record(self._handle, model, warmup.ROWS, trl=trl, context=context)
         say: Any = functools.partial(print, flush=True) if state.is_world_process_zero else lambda *_, **__: None
         if recorded.launches:
             kernels = ", ".join(recorded.names)

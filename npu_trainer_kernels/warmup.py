@@ -6,7 +6,8 @@ step is going to ask for, whatever the model does with dtypes and layouts. Then 
 Triton's own cache, which is on disk too: the next run finds them there.
 
 A few things cannot run without numbers (experts that are chosen by value, say). Then what was recorded until there is
-compiled, and the rest when it is first used, as it would be without this module. Sharded models are left alone.
+compiled, and the rest when it is first used, as it would be without this module. So is the kernel of GRPO's arithmetic,
+which no step of the model alone asks for. Sharded models are left alone.
 """
 
 import contextlib
@@ -30,8 +31,9 @@ from .patching._learned import LearnedPlan
 
 __all__ = ["Launch", "Recorded", "compile_all", "record", "unsupported"]
 
-# Tokens of a row. The kernels take lengths at run time, so any will do.
-LENGTH = 128
+# The batch of ids. The kernels take lengths at run time, so any will do, but that it should take several chunks of
+# logits: where the first of them borrows memory (`tiling.borrowing_chunks`), its kernel is another.
+ROWS, LENGTH = 256, 128
 MOST_THREADS = 8
 # What running a foreign model on fake tensors may raise. A run that would train must not end here.
 _ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)

@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, _triton, apply_npu_kernels, warmup
+from npu_trainer_kernels import (
+    NpuKernelsArguments,
+    NpuKernelsCallback,
+    _triton,
+    apply_npu_kernels,
+    device,
+    tiling,
+    warmup,
+)
 from npu_trainer_kernels.ops import swiglu
 from tests.conftest import DEVICE
 from tests.models import FAMILIES, small_model
@@ -63,6 +71,26 @@ def test_backward_is_recorded_in_the_thread_that_records(monkeypatch):
     assert record().problem is None
     assert seen == [False]
     assert torch.autograd.is_multithreading_enabled()
+
+
+def test_both_forms_of_the_heads_kernel_are_recorded(monkeypatch):
+    """A long batch takes several chunks of logits, and the first of them lies in two matrices."""
+    spec, tokens = device.DeviceSpec("cuda", "a card", 132, 256 << 10, 80 << 30), warmup.ROWS * warmup.LENGTH
+    for vocab, hidden in ((128256, 2048), (128256, 4096), (151936, 1024), (151936, 3584)):
+        plan = tiling.borrowing_chunks(tokens, vocab, hidden, 2, 2, spec)
+        assert plan is not None
+        assert len(plan.stops) > 1
+    # The same at the sizes of a small model.
+    monkeypatch.setattr(
+        tiling, "borrowing_chunks", lambda n, *args: tiling.BorrowingChunks((64, n), 128) if n == tokens else None
+    )
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    model = small_model("llama").bfloat16()
+    with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
+        found = warmup.record(handle, model, warmup.ROWS)
+    assert found.problem is None
+    fused = [dict(launch.constexprs) for launch in found.launches if "row fused" in launch.name]
+    assert {constants["HAS_SECOND"] for constants in fused} == {True, False}
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3-moe"])
