@@ -60,7 +60,8 @@ def medians(file: str, op: str, shape: str, dtype: str) -> dict[str, float]:
     return {
         r["provider"]: round(r["ms"]["median"], 3)
         for r in json.loads((REPOSITORY / file).read_text())["rows"]
-        if (r.get("group"), r.get("op"), r.get("shape"), r.get("dtype"), r.get("mode")) == ("ops", op, shape, dtype, "both")
+        if (r.get("group"), r.get("op"), r.get("shape"), r.get("dtype"), r.get("mode"))
+        == ("ops", op, shape, dtype, "both")
         and "ms" in r
     }
 
