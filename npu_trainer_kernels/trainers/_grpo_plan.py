@@ -108,17 +108,18 @@ class BatchPlan:
             # A frozen head needs no plan: two products whatever the loss.
             return None
         keep = self._inputs["completion_mask"].bool()
-        lengths = keep.sum(1).tolist()
-        if sum(lengths) != rows:
+        # The one thing that waits for the device.
+        kept = torch.nonzero(keep.reshape(-1)).squeeze(1)
+        if kept.shape[0] != rows:
             return None
         options = self._planner.options()
         on_policy = self._inputs.get("old_per_token_logps") is None
         return planned(
-            lambda: self._tokens(keep, options), options, on_policy, lambda: lengths, weight.shape[0], itemsize,
-            weight.device,
+            lambda: self._tokens(keep, kept, options), options, on_policy, lambda: keep.sum(1).tolist(),
+            weight.shape[0], itemsize, weight.device,
         )  # fmt: skip
 
-    def _tokens(self, keep: torch.Tensor, options: GrpoOptions) -> GrpoTokens:
+    def _tokens(self, keep: torch.Tensor, kept: torch.Tensor, options: GrpoOptions) -> GrpoTokens:
         inputs, trainer = self._inputs, self._planner._trainer
         mask = inputs["completion_mask"]
         mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).float()
@@ -130,14 +131,11 @@ class BatchPlan:
         if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
             sampler = inputs.get("importance_sampling_ratio")
 
-        # Once: an index of booleans would wait for the device each time.
-        rows = torch.nonzero(keep.reshape(-1)).squeeze(1)
-
         def pick(t: torch.Tensor | None) -> torch.Tensor | None:
             if t is None:
                 return None
             t = t.detach().float()
-            return (t.unsqueeze(1) if t.dim() == 1 else t).expand(keep.shape).reshape(-1)[rows]
+            return (t.unsqueeze(1) if t.dim() == 1 else t).expand(keep.shape).reshape(-1)[kept]
 
         log_sampler = None
         if sampler is not None and options.loss_type == "vespo":
@@ -157,6 +155,6 @@ class BatchPlan:
             policy_weight=pick(sampler) if options.loss_type != "vespo" else None,
             log_sampler_ratio=pick(log_sampler),
             entropy_weight=pick(mask / (total * bonus_divisor)) if options.entropy_coef else None,
-            sequence=sequence.reshape(-1)[rows],
+            sequence=sequence.reshape(-1)[kept],
             lengths=lengths,
         )
