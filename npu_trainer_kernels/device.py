@@ -30,6 +30,7 @@ __all__ = [
     "occupy",
     "spec",
     "synchronize",
+    "try_fp32_output_product",
     "use_chip",
     "use_spec",
 ]
@@ -200,9 +201,40 @@ def occupy(device: torch.device) -> None:
         torch.cuda._sleep(_HEAD_START_CYCLES)
 
 
+_npu_products: dict[int | None, bool] = {}
+
+
 def has_fp32_output_product(device: torch.device) -> bool:
-    """Whether `torch.addmm(..., out_dtype=torch.float32)` takes bf16 and fp16 factors there."""
-    return device.type == "cuda"
+    """Whether `torch.mm` and `torch.addmm` with `out_dtype=torch.float32` take bf16 and fp16 factors there.
+
+    On CUDA they do. torch_npu 2.13 lists both among its functions, and older ones do not: an NPU is asked once.
+    """
+    if device.type != "npu":
+        return device.type == "cuda"
+    known = _npu_products.get(device.index)
+    if known is None:
+        known = try_fp32_output_product(device)
+        if known is None:
+            return False
+        _npu_products[device.index] = known
+    return known
+
+
+def try_fp32_output_product(where: torch.device) -> bool | None:
+    """Whether these products work there, as the LM head uses them, on numbers that are exact in fp32 and would not be
+    in bf16. None where there are no numbers (under fake tensors). Waits for the device."""
+    a = (torch.arange(33 * 70).view(33, 70) % 127).to(torch.bfloat16)
+    b = (torch.arange(70 * 48).view(70, 48) % 7 - 2).to(torch.bfloat16)
+    total = torch.empty(33, 48, dtype=torch.float32, device=where)
+    if type(total) is not torch.Tensor:
+        return None
+    try:
+        torch.mm(a.to(where), b.to(where), out_dtype=torch.float32, out=total)
+        torch.addmm(total, a.to(where), b.to(where), out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        # Not implemented there, or in this torch.
+        return False
+    return torch.equal(total.cpu(), 2 * (a.float() @ b.float()))
 
 
 def has_fp64(device: torch.device) -> bool:

@@ -244,10 +244,12 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden:
         vocab: vocabulary size.
         itemsize: bytes of a logit.
         spec: the device.
-        hidden: columns of the weight, where its gradient is accumulated.
+        hidden: columns of the weight, where its gradient is accumulated, else 0.
     """
-    if spec.kind == "cuda" and n_rows * vocab * itemsize <= GIB:
-        # One chunk needs no fp32 weight gradient beside it, which would take as much memory.
+    # One chunk needs no fp32 weight gradient beside it, half of which takes memory of its own: on an NPU one chunk does
+    # where it is no more than several would take with that.
+    alone = {"cuda": GIB, "npu": GIB // 2 + 2 * vocab * hidden}.get(spec.kind, 0)
+    if n_rows * vocab * itemsize <= alone and n_rows * vocab < 1 << 31:
         return max(1, n_rows)
     # 0.5 GiB on an accelerator. On a CPU a thousand rows feed the matrix product: chunks of 64, 256 and 512 rows took
     # 3.5, 1.7 and 1.25 times as long as 1024 (2 cores, 4096 x 256 x 8191, fp32, forward and backward).

@@ -55,3 +55,17 @@ def test_extra_memory_is_bounded(n_rows, vocab, hidden, most):
 def test_nothing_is_borrowed_elsewhere():
     for kind in ("npu", "cpu"):
         assert tiling.borrowing_chunks(8192, 128256, 4096, 2, 2, DeviceSpec(kind, kind, 40, 192 * KIB)) is None
+
+
+@given(vocab=st.integers(1, 300_000), hidden=st.integers(1, 1024).map(lambda units: 16 * units))
+def test_one_chunk_on_an_npu_takes_no_more_memory_than_several(vocab, hidden):
+    npu = DeviceSpec("npu", "Ascend910B4", 40, 192 * KIB)
+    # Half the fp32 sums beside half a GiB of logits.
+    several = GIB // 2 + 2 * vocab * hidden
+    for rows in (several // (2 * vocab), 1024, 4096, 16384):
+        chunk = tiling.head_chunk(rows, vocab, 2, npu, hidden)
+        alone = chunk >= rows
+        assert not alone or 2 * rows * vocab <= max(several, 2 * 1024 * vocab)
+        assert alone or 2 * rows * vocab > several or rows * vocab >= 1 << 31
+        # Without a gradient of the weight there are no sums.
+        assert tiling.head_chunk(rows, vocab, 2, npu) * vocab * 2 <= max(GIB // 2, 2 * 1024 * vocab) + 2 * 128 * vocab

@@ -1042,8 +1042,9 @@ class _Chunks:
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids,
                  rows: torch.Tensor | None, dtype: torch.dtype, chunk_rows: int | Sequence[int] | None,
-                 borrow: bool = False) -> None:  # fmt: skip
-        """With `borrow` the first chunk may be longer, with columns where the weight's gradient will be."""
+                 sums: bool, borrow: bool = False) -> None:  # fmt: skip
+        """`sums`: the weight's gradient is summed over the chunks. With `borrow` the first one may be longer, with
+        columns where that gradient will be."""
         self.x, self.rows, self.dtype = x, rows, dtype
         self._ids = ids
         self.weight = weight.to(dtype)
@@ -1056,7 +1057,7 @@ class _Chunks:
             if plan is not None:
                 chunk_rows, self.borrowed = plan.stops, plan.columns
         if chunk_rows is None:
-            chunk_rows = tiling.head_chunk(n, vocab, dtype.itemsize, spec, hidden)
+            chunk_rows = tiling.head_chunk(n, vocab, dtype.itemsize, spec, hidden if sums else 0)
             shortest = tiling.shortest_chunk(chunk_rows, spec)
         stops = [*range(chunk_rows, n, chunk_rows), n] if isinstance(chunk_rows, int) else list(chunk_rows)
         if len(stops) > 1 and stops[-1] - stops[-2] < shortest:
@@ -1166,7 +1167,7 @@ class _Head(torch.autograd.Function):
             fused = tile is not None
         borrow = tile is not None and needs[1] and not call.low_memory
         rows = rows() if callable(rows) else rows
-        chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, call.chunk_rows, borrow)
+        chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, call.chunk_rows, forms and needs[1], borrow)
         uniform = 1.0 / weight.shape[0] if class_weights is None else None
         total: torch.Tensor | None = None
         collected: list[HeadStatistics] = []
@@ -1339,7 +1340,7 @@ def _recomputed(ctx: Any, d_rows: Sequence[torch.Tensor | None], select: torch.T
         d_rows = [None if t is None else t[select] for t in d_rows]
         chunk_rows = None
     uniform = 1.0 / weight.shape[0] if class_weights is None else None
-    chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, chunk_rows)
+    chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, chunk_rows, needs[1])
     grads = _Gradients.empty(x, weight, bias, chunks, needs, call.low_memory)
     for chunk, x_chunk, ids_chunk, (logits,) in chunks.walk():
         softmax = _Softmax(*(None if t is None else t[chunk] for t in softmax_fields))  # type: ignore[arg-type]

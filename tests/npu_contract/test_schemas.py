@@ -1,6 +1,8 @@
 """Every call of a vendor's operator, as the package's ops make them, against the schemas and shape functions of the
 installed torch_npu."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,3 +57,16 @@ def test_exactly_the_declared_operators_are_called(vendor: str):
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schema(name: str):
     assert str(getattr(torch.ops.npu, name).default._schema) == f"npu::{name}{SCHEMAS[name]}"
+
+
+def test_products_with_an_fp32_result_are_listed():
+    """`device.has_fp32_output_product` asks an NPU for them, as `torch.mm(..., out_dtype=..., out=...)` calls them."""
+    import torch_npu
+
+    functions = (Path(torch_npu.__file__).parent / "csrc" / "aten" / "npu_native_functions_by_codegen.yaml").read_text()
+    for signature in (
+        "mm.dtype_out(Tensor self, Tensor mat2, ScalarType output_dtype, *, Tensor(a!) out)",
+        "addmm.dtype_out(Tensor self, Tensor mat1, Tensor mat2, ScalarType output_dtype, *, Scalar beta=1, "
+        "Scalar alpha=1, Tensor(a!) out)",
+    ):
+        assert f"- func: {signature}" in functions
