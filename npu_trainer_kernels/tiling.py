@@ -232,7 +232,8 @@ def fused_tile(n_cols: int, itemsize: int, spec: DeviceSpec) -> StatisticsTile |
     return StatisticsTile(4, min(4096, next_power_of_2(n_cols)), 2 * spec.vector_cores, options)
 
 
-def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden: int = 0) -> int:
+def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden: int = 0,
+               in_place: bool = False) -> int:  # fmt: skip
     """Rows of logits that are alive at once in the LM head engine.
 
     Few, large products: the matrix unit needs a thousand rows and more, and every chunk re-reads the weight and the
@@ -245,10 +246,11 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden:
         itemsize: bytes of a logit.
         spec: the device.
         hidden: columns of the weight, where its gradient is accumulated, else 0.
+        in_place: kernels do what is done to the logits; others make fp32 copies of a chunk.
     """
     # One chunk needs no fp32 weight gradient beside it, half of which takes memory of its own: on an NPU one chunk does
     # where it is no more than several would take with that.
-    alone = {"cuda": GIB, "npu": GIB // 2 + 2 * vocab * hidden}.get(spec.kind, 0)
+    alone = {"cuda": GIB, "npu": GIB // 2 + 2 * vocab * hidden if in_place else 0}.get(spec.kind, 0)
     if n_rows * vocab * itemsize <= alone and n_rows * vocab < 1 << 31:
         return max(1, n_rows)
     # 0.5 GiB on an accelerator. On a CPU a thousand rows feed the matrix product: chunks of 64, 256 and 512 rows took

@@ -51,7 +51,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -1041,12 +1041,13 @@ class _Chunks:
     """Walks over the rows in chunks of logits; the buffer is reused."""
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids,
-                 rows: torch.Tensor | None, dtype: torch.dtype, chunk_rows: int | Sequence[int] | None,
+                 rows: torch.Tensor | None, call: _Call, chunk_rows: int | Sequence[int] | None,
                  sums: bool, borrow: bool = False) -> None:  # fmt: skip
         """`sums`: the weight's gradient is summed over the chunks. With `borrow` the first one may be longer, with
         columns where that gradient will be."""
-        self.x, self.rows, self.dtype = x, rows, dtype
+        self.x, self.rows, self.dtype = x, rows, call.dtype
         self._ids = ids
+        dtype, in_place = call.dtype, call.backend not in ("torch", "vendor")
         self.weight = weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)
         self.borrowed = 0
@@ -1057,7 +1058,7 @@ class _Chunks:
             if plan is not None:
                 chunk_rows, self.borrowed = plan.stops, plan.columns
         if chunk_rows is None:
-            chunk_rows = tiling.head_chunk(n, vocab, dtype.itemsize, spec, hidden if sums else 0)
+            chunk_rows = tiling.head_chunk(n, vocab, dtype.itemsize, spec, hidden if sums else 0, in_place)
             shortest = tiling.shortest_chunk(chunk_rows, spec)
         stops = [*range(chunk_rows, n, chunk_rows), n] if isinstance(chunk_rows, int) else list(chunk_rows)
         if len(stops) > 1 and stops[-1] - stops[-2] < shortest:
@@ -1167,7 +1168,7 @@ class _Head(torch.autograd.Function):
             fused = tile is not None
         borrow = tile is not None and needs[1] and not call.low_memory
         rows = rows() if callable(rows) else rows
-        chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, call.chunk_rows, forms and needs[1], borrow)
+        chunks = _Chunks(x, weight, bias, ids, rows, call, call.chunk_rows, forms and needs[1], borrow)
         uniform = 1.0 / weight.shape[0] if class_weights is None else None
         total: torch.Tensor | None = None
         collected: list[HeadStatistics] = []
@@ -1210,7 +1211,8 @@ class _Head(torch.autograd.Function):
             total = objective(merged, slice(None))
         if objective is not None and total is None:
             total = torch.zeros((), dtype=torch.float32, device=x.device)
-        ctx.call, ctx.plan, ctx.weight_shape = call, None, weight.shape
+        # Backward needs no objective, and what it has closed over may be large.
+        ctx.call, ctx.plan, ctx.weight_shape = replace(call, objective=None), None, weight.shape
         if grads is not None:
             ctx.plan = _Plan(grads.cast(weight, bias), _concatenated(d_rows, (None,) * 4), frozen)
         ctx.save_for_backward(x, weight, bias, chunks.ids, rows, class_weights, *_concatenated(softmaxes, (None,) * 3))
@@ -1340,7 +1342,7 @@ def _recomputed(ctx: Any, d_rows: Sequence[torch.Tensor | None], select: torch.T
         d_rows = [None if t is None else t[select] for t in d_rows]
         chunk_rows = None
     uniform = 1.0 / weight.shape[0] if class_weights is None else None
-    chunks = _Chunks(x, weight, bias, ids, rows, call.dtype, chunk_rows, needs[1])
+    chunks = _Chunks(x, weight, bias, ids, rows, call, chunk_rows, needs[1])
     grads = _Gradients.empty(x, weight, bias, chunks, needs, call.low_memory)
     for chunk, x_chunk, ids_chunk, (logits,) in chunks.walk():
         softmax = _Softmax(*(None if t is None else t[chunk] for t in softmax_fields))  # type: ignore[arg-type]

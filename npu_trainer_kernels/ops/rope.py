@@ -56,6 +56,18 @@ def _half_heads(pointer, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @jit
+def _rotated_halves(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
+    """Both halves of heads, rotated in fp32."""
+    if INVERSE:
+        y1 = x1 * c1 + x2 * s2
+        y2 = x2 * c2 - x1 * s1
+    else:
+        y1 = x1 * c1 - x2 * s1
+        y2 = x2 * c2 + x1 * s2
+    return y1, y2
+
+
+@jit
 def _rotate_tile(x, y, cos, sin, batch, token, n_tokens, n_heads, x_batch, x_head, x_token, y_batch, y_head, y_token,
                  cos_batch, cos_token, sin_batch, sin_token, INVERSE: tl.constexpr, TAIL: tl.constexpr,
                  HALF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
@@ -77,12 +89,7 @@ def _rotate_tile(x, y, cos, sin, batch, token, n_tokens, n_heads, x_batch, x_hea
         y_at = y + tl.cast(head, tl.int64) * y_head
         x1 = load_fp32(_half_heads(x_at, x_token, ROWS, COLS), mask, MASKED)
         x2 = load_fp32(_half_heads(x_at + HALF, x_token, ROWS, COLS), mask, MASKED)
-        if INVERSE:
-            y1 = x1 * c1 + x2 * s2
-            y2 = x2 * c2 - x1 * s1
-        else:
-            y1 = x1 * c1 - x2 * s1
-            y2 = x2 * c2 + x1 * s2
+        y1, y2 = _rotated_halves(x1, x2, c1, c2, s1, s2, INVERSE)
         store(_half_heads(y_at, y_token, ROWS, COLS), y1, mask, MASKED)
         store(_half_heads(y_at + HALF, y_token, ROWS, COLS), y2, mask, MASKED)
 
@@ -206,12 +213,7 @@ def _rotate_pair_kernel(
         if i >= AHEAD:
             x1 = halves[i - AHEAD][0].to(tl.float32)
             x2 = halves[i - AHEAD][1].to(tl.float32)
-            if INVERSE:
-                y1 = x1 * c1 + x2 * s2
-                y2 = x2 * c2 - x1 * s1
-            else:
-                y1 = x1 * c1 - x2 * s1
-                y2 = x2 * c2 + x1 * s2
+            y1, y2 = _rotated_halves(x1, x2, c1, c2, s1, s2, INVERSE)
             y, mask = _head_group(yq, yk, yq_head, yk_head, i - AHEAD, Q_HEADS, K_HEADS, HALF, GROUP, COLS)
             store(y, y1, mask, True)
             store(y + HALF, y2, mask, True)

@@ -1,5 +1,7 @@
 """The head engine's modes: a plan that holds, one that holds up to a scalar, one that fails for some rows or all."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -130,6 +132,22 @@ def test_a_failing_kernel_hands_its_columns_to_torch(device, monkeypatch, second
         assert_op_close(op, reference, make(device), lambda out: (out[0] * out[0]).sum())
     finally:
         backends.forget_failures()
+
+
+def test_what_an_objective_has_closed_over_is_let_go(device, backend):
+    """Backward does not need it, and the graph lives as long as the loss."""
+    large = torch.ones(N, device=device)
+    gone = weakref.ref(large)
+    x, w, ids = make(device)
+
+    def objective(s, chunk, large=large):
+        return (s.log_prob * large[chunk]).sum()
+
+    total, _ = head_statistics(x, w, ids, None, OPTIONS, objective=objective, backend=backend)
+    del objective, large
+    assert gone() is None
+    total.backward()
+    assert x.grad.any()
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.125, 65536.0])
