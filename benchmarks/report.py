@@ -288,7 +288,8 @@ def _bar(axis: Any, rows: Sequence[Row], value: Any) -> None:
     bars = axis.barh(names, values, color=[_COLOURS.get(n, "#bcbd22") for n in names])
     for bar, row, number in zip(bars, rows, values, strict=True):
         flag = "" if row.get("verdict", "ok") in ("ok", "unchecked") else f" ({row['verdict']})"
-        axis.text(bar.get_width(), bar.get_y() + bar.get_height() / 2, f" {number:.3g}{flag}", va="center", fontsize=7)
+        text = f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+        axis.text(bar.get_width(), bar.get_y() + bar.get_height() / 2, f" {text}{flag}", va="center", fontsize=7)
     axis.set_xlim(0, 1.25 * max([v for v in values if math.isfinite(v)], default=1) or 1)
     axis.invert_yaxis()
     axis.tick_params(labelsize=7)
@@ -296,7 +297,7 @@ def _bar(axis: Any, rows: Sequence[Row], value: Any) -> None:
 
 def _plot_curves(rows: Sequence[Row], curves: Sequence[tuple[str, str]], target: Path) -> Path:
     """Time per token and extra memory against the size that varies."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(len(curves), 2, figsize=(12, 3.4 * len(curves)), squeeze=False)
     for (time_axis, memory_axis), (group, op) in zip(axes, curves, strict=True):
@@ -317,13 +318,19 @@ def _plot_curves(rows: Sequence[Row], curves: Sequence[tuple[str, str]], target:
             time_axis.plot(sizes, [1e3 * r["ms"]["median"] / t for r, t in zip(mine, tokens, strict=True)], **style)
             if provider != FLOOR:
                 memory_axis.plot(sizes, [r["extra_bytes"] / (1 << 20) for r in mine], **style)
+        time_axis.set_yscale("log")
+        memory_axis.set_yscale("symlog", linthresh=1)
         for axis in (time_axis, memory_axis):
             axis.set_xscale("log", base=2)
+            axis.set_xticks(sorted({r["sizes"][name] for r in found}))
+            axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+            # Of a range that is narrower than a decade a logarithmic axis would label next to nothing.
+            axis.yaxis.set_major_locator(ticker.MaxNLocator(6))
+            axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
+            axis.minorticks_off()
             axis.set_xlabel(AXIS_LABELS.get(name, name), fontsize=8)
             axis.grid(alpha=0.3)
             axis.tick_params(labelsize=7)
-        time_axis.set_yscale("log")
-        memory_axis.set_yscale("symlog", linthresh=1)
         time_axis.set_ylabel("forward + backward, us per token", fontsize=8)
         memory_axis.set_ylabel("peak extra memory, MiB", fontsize=8)
         fixed = ", ".join(f"{k}={v}" for k, v in found[0]["sizes"].items() if k != name)
