@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "has_fp32_output_product",
     "has_fp64",
     "has_libdevice",
+    "is_current",
     "keeps_compiled",
     "occupy",
     "spec",
@@ -240,6 +241,17 @@ def try_fp32_output_product(where: torch.device) -> bool | None:
 def has_fp64(device: torch.device) -> bool:
     """Whether the device computes in fp64."""
     return device.type != "npu"
+
+
+@functools.cache
+def _current_device(kind: str) -> Callable[[], int]:
+    current: Callable[[], int] = torch.get_device_module(kind).current_device
+    return current
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether what is launched now without naming a device runs on this one."""
+    return device.type == "cpu" or device.index is None or _current_device(device.type)() == device.index
 
 
 @functools.cache

@@ -30,20 +30,29 @@ Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], Non
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
     # Every kernel's first argument is a tensor, and its arguments are on one device.
-    if not INTERPRETED and args[0].is_cpu:
+    where = args[0].device
+    if not INTERPRETED and where.type == "cpu":
         # Development only, so neither imported nor looked for before.
         from ..ascend.launcher import lowering_launcher
 
         lowering_launcher(kernel, grid, args, constexprs)
+    elif device.is_current(where):
+        _run_on_current(kernel, grid, args, constexprs)
     else:
-        try:
-            if COMPILED_TAKES_CONSTANTS and device.keeps_compiled(args[0].device):
-                _run_kept(kernel, grid, args, constexprs)
-            else:
-                kernel[grid](*args, **constexprs)
-        except Exception as error:
-            # Compilers and drivers raise types of their own, and many: they become one that callers can name.
-            raise KernelError(_describe(kernel, grid, args, constexprs, error)) from error
+        # A model that is spread over several devices: Triton launches on the current one, wherever its arguments are.
+        with torch.get_device_module(where).device(where):
+            _run_on_current(kernel, grid, args, constexprs)
+
+
+def _run_on_current(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+    try:
+        if COMPILED_TAKES_CONSTANTS and device.keeps_compiled(args[0].device):
+            _run_kept(kernel, grid, args, constexprs)
+        else:
+            kernel[grid](*args, **constexprs)
+    except Exception as error:
+        # Compilers and drivers raise types of their own, and many: they become one that callers can name.
+        raise KernelError(_describe(kernel, grid, args, constexprs, error)) from error
 
 
 # (kernel, what Triton compiled of it, its constants in the order of its parameters), by everything that Triton's own

@@ -3,6 +3,9 @@
 On a machine without a GPU: Triton compiles for one, and its driver is one that launches nothing.
 """
 
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +148,40 @@ def test_each_device_has_kernels_of_its_own_and_the_stream_is_the_current_one(gp
     assert [launched[3] for launched in gpu.launches] == [7, 15, 16]
     one, two = kernel.found
     assert one is not two
+
+
+class Cards:
+    """Two of them, in place of `torch.cuda`."""
+
+    def __init__(self) -> None:
+        self.current = 0
+
+    def current_device(self) -> int:
+        return self.current
+
+    @contextlib.contextmanager
+    def device(self, where: torch.device) -> Iterator[None]:
+        before, self.current = self.current, where.index
+        yield
+        self.current = before
+
+
+def test_a_kernel_runs_where_its_tensors_are(monkeypatch):
+    """The layers of a model may be on several devices, while one is the current one."""
+    cards, ran = Cards(), []
+    monkeypatch.setattr(torch, "get_device_module", lambda where: cards)
+    monkeypatch.setattr(device, "keeps_compiled", lambda where: False)
+    device._current_device.cache_clear()
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda t: ran.append((t.device.index, cards.current))
+
+    for index in (0, 1, 0):
+        _launch.launch(Kernel(), (1,), SimpleNamespace(device=torch.device("cuda", index)))
+    device._current_device.cache_clear()
+    assert ran == [(0, 0), (1, 1), (0, 0)]
+    assert cards.current == 0
 
 
 def test_hooks_are_called(gpu, kernel, monkeypatch):
