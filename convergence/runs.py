@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments, NpuKernelsCallback, device, tiling
-from npu_trainer_kernels.verify import Curves, Variant, record
+from npu_trainer_kernels.verify import Curves, Variant, on_one_device, record
 from tests.models import small_model
 
 from . import data
@@ -100,13 +100,14 @@ class Workshop:
 
     def _arguments(self, case: Case, variant: Variant) -> Any:
         options = {**COMMON, "seed": SEED + variant.sampling_seed, **TASK_OPTIONS[case.task], **case.options}
-        return CONFIGS[case.task](
+        arguments = CONFIGS[case.task](
             output_dir=str(self.folder / "output"),
             max_steps=case.steps,
             bf16=case.precision == "bf16-autocast",
             use_cpu=self.device == "cpu",
             **options,
         )
+        return on_one_device(arguments)
 
     def _backend(self, case: Case) -> str | None:
         if case.backend != "device":

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,10 +58,13 @@ __all__ = [
     "judge",
     "judge_runs",
     "judge_samples",
+    "on_one_device",
     "record",
     "variants",
     "verify",
 ]
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 # The one place where what is allowed is said: noise floors, per precision.
 K = {"fp32": 3.0, "bf16": 3.0, "bf16-autocast": 3.0}
@@ -543,20 +546,30 @@ def _sequences(texts: list[str], tokenizer: Any, length: int, needed: int) -> li
 def _training_arguments(
     folder: str, steps: int, batch_size: int, learning_rate: float, precision: str, seed: int
 ) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=folder,
-        max_steps=steps,
-        per_device_train_batch_size=batch_size,
-        learning_rate=learning_rate,
-        lr_scheduler_type="constant",
-        bf16=precision == "bf16-autocast",
-        seed=seed,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+    return on_one_device(
+        TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=batch_size,
+            learning_rate=learning_rate,
+            lr_scheduler_type="constant",
+            bf16=precision == "bf16-autocast",
+            seed=seed,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
     )
+
+
+def on_one_device(arguments: Arguments) -> Arguments:
+    """The arguments, for a Trainer that leaves alone the other GPUs in sight: it would spread the batch over them with
+    `nn.DataParallel`, which TRL's GRPO refuses."""
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
 
 
 def verify(

@@ -1,5 +1,6 @@
 """The suite around the rule: cases, replayed rollouts, planted faults, output, exit status, `verify`."""
 
+import functools
 import json
 import pkgutil
 import zipfile
@@ -8,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from convergence import __main__ as command
 from convergence import mutations, output
 from convergence.cases import CASES, TASKS, find
 from convergence.data import tokenizer_for
-from convergence.runs import _recording, _replaying
+from convergence.runs import Workshop, _recording, _replaying
 from convergence.suite import CaseResult
-from npu_trainer_kernels.verify import PRECISIONS, Check, verify
+from npu_trainer_kernels.verify import PRECISIONS, Check, Variant, verify
 from tests.models import FAMILIES, small_model
 
 
@@ -61,6 +63,23 @@ def test_rollouts_are_replayed_and_leave_the_random_state_alone() -> None:
     assert torch.equal(torch.rand(1), after_recording)
     with pytest.raises(RuntimeError, match="different prompts"):
         _replaying(record, rollouts)([[1], [3]])
+
+
+def test_the_batch_is_not_spread_over_the_gpus_in_sight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = TrainingArguments._setup_devices.func
+
+    def two_gpus(arguments: TrainingArguments) -> torch.device:
+        where = found(arguments)
+        arguments._n_gpu = 2
+        return where
+
+    several = functools.cached_property(two_gpus)
+    several.__set_name__(TrainingArguments, "_setup_devices")
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", several)
+    assert TrainingArguments(str(tmp_path)).n_gpu == 2
+    for task in TASKS:
+        case = next(case for case in CASES if case.task == task)
+        assert Workshop(tmp_path, "cuda")._arguments(case, Variant()).n_gpu == 1
 
 
 def test_what_is_to_be_sabotaged_exists() -> None:
