@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference
 from ._classes import original_class, subclass_with_forward
@@ -53,13 +54,14 @@ def recognise_mlp(module: Any) -> str | None:
 
 def is_bare_linear(module: nn.Module) -> bool:
     """Whether calling a module is `functional.linear` of its parameters and nothing else: no subclass (adapters,
-    quantisation, FSDP units, parametrisations), no hooks, no forward of its own, no tensor subclass as its weight."""
+    quantisation, FSDP units, parametrisations), no hooks, no forward of its own, no tensor subclass as its weight but
+    the fake one, which stands for the parameter that it was made of."""
     return (
         type(module) is nn.Linear
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and "forward" not in module.__dict__
-        and all(type(p) is nn.Parameter for p in (module.weight, module.bias) if p is not None)
+        and all(type(p) in (nn.Parameter, FakeTensor) for p in (module.weight, module.bias) if p is not None)
     )
 
 
