@@ -1,18 +1,22 @@
 """Kernels compiled before the first step: which ones, what is left untouched, and that lengths add none.
 
-On CUDA (NPU_KERNELS_TEST_DEVICE=cuda) `test_the_first_step_compiles_nothing` compiles for real; the others record.
+On an accelerator (NPU_KERNELS_TEST_DEVICE) its kernels are recorded, and `test_recorded_is_what_a_real_step_launches`
+and `test_the_first_step_compiles_nothing` compile them.
 """
 
+import functools
 import json
 import os
 import random
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel, Trainer
 
 from npu_trainer_kernels import (
     NpuKernelsArguments,
@@ -53,8 +57,13 @@ def test_no_kernel_is_compiled_anew_for_another_length():
         assert set().union(*keys) == set(keys[0]), kind
 
 
+def model_there(family: str, **overrides: Any) -> PreTrainedModel:
+    """A small model where the tests run."""
+    return small_model(family, **overrides).to(DEVICE)
+
+
 def record(family: str = "llama", **options: Any) -> warmup.Recorded:
-    model = small_model(family)
+    model = model_there(family)
     with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
         return warmup.record(handle, model, rows=2, **options)
 
@@ -85,7 +94,7 @@ def test_both_forms_of_the_heads_kernel_are_recorded(monkeypatch):
         tiling, "borrowing_chunks", lambda n, *args: tiling.BorrowingChunks((64, n), 128) if n == tokens else None
     )
     monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
-    model = small_model("llama").bfloat16()
+    model = model_there("llama").bfloat16()
     with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
         found = warmup.record(handle, model, warmup.ROWS)
     assert found.problem is None
@@ -106,7 +115,7 @@ def test_recorded_is_what_a_real_step_launches(monkeypatch):
     """The same kernels with the same dtypes and constants, forward and backward, as training on numbers."""
     from npu_trainer_kernels.ops import _launch
 
-    model = small_model("gemma2")
+    model = model_there("gemma2")
     with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
         ahead = warmup.record(handle, model, rows=2, length=7)
         real = set()
@@ -116,8 +125,9 @@ def test_recorded_is_what_a_real_step_launches(monkeypatch):
             real.add((id(kernel), dtypes, tuple(constexprs.items())))
             _launch._run(kernel, grid, args, constexprs)
 
-        ids = torch.randint(3, 300, (2, 7))
-        with _launch.use_launcher(spy):
+        ids = torch.randint(3, 300, (2, 7), device=DEVICE)
+        # The launcher is this thread's own, and an accelerator's backward has another.
+        with _launch.use_launcher(spy), torch.autograd.set_multithreading_enabled(False):
             model(input_ids=ids, labels=ids).loss.backward()
     recorded = {
         (id(x.kernel), tuple(a for a in x.args if isinstance(a, torch.dtype)), x.constexprs) for x in ahead.launches
@@ -128,18 +138,25 @@ def test_recorded_is_what_a_real_step_launches(monkeypatch):
 
 def test_bfloat16_under_autocast_has_kernels_of_its_own():
     plain = {launch.args for launch in record().launches}
-    mixed = {launch.args for launch in record(context=lambda: torch.autocast("cpu", torch.bfloat16)).launches}
+    autocast = functools.partial(torch.autocast, torch.device(DEVICE).type, torch.bfloat16)
+    mixed = {launch.args for launch in record(context=autocast).launches}
     assert any(torch.bfloat16 in args for args in mixed)
     assert not any(torch.bfloat16 in args for args in plain)
 
 
+def random_states() -> list[torch.Tensor]:
+    """Of the CPU's generator, and of the accelerator's."""
+    accelerators = [] if DEVICE == "cpu" else [torch.get_device_module(DEVICE).get_rng_state(DEVICE)]
+    return [torch.get_rng_state(), *accelerators]
+
+
 def test_nothing_of_the_run_is_touched():
-    model = small_model("llama")
+    model = model_there("llama", attention_dropout=0.1)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
-        random_state, learned = torch.get_rng_state(), handle._settings.learned
+        before, learned = random_states(), handle._settings.learned
         warmup.record(handle, model, rows=2)
-        assert torch.equal(torch.get_rng_state(), random_state)
+        assert all(torch.equal(a, b) for a, b in zip(random_states(), before, strict=True))
         assert handle.tokens == 0
         assert handle._settings.learned is learned
         assert handle._settings.compacts
@@ -148,7 +165,7 @@ def test_nothing_of_the_run_is_touched():
 
 
 def test_gradient_checkpointing_is_recorded_too():
-    model = small_model("llama")
+    model = model_there("llama")
     model.gradient_checkpointing_enable()
     with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
         found = warmup.record(handle, model, rows=2)
@@ -165,7 +182,7 @@ def test_what_cannot_run_without_numbers_is_said_and_the_rest_kept():
 def test_trl_scores_through_the_head_that_it_gave_the_model():
     from trl.trainer.utils import add_fused_lm_head
 
-    model = small_model("llama")
+    model = model_there("llama")
     add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
     with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
         found = warmup.record(handle, model, rows=2, trl=True)
@@ -213,20 +230,30 @@ def test_the_parsers_trouble_with_threads_is_tried_again_alone():
 
 
 # --------------------------------------------------------------------------------------------------------- the callback
+def trainer_there(tmp_path: Path, callback: NpuKernelsCallback, **options: Any) -> Trainer:
+    """A Trainer on the device of the tests: on one, where it would spread the model over several GPUs."""
+    trainer = make_trainer(tmp_path, callbacks=[callback], use_cpu=DEVICE == "cpu", **options)
+    trainer.args._n_gpu = min(trainer.args.n_gpu, 1)
+    return trainer
+
+
 class Ahead:
-    """In place of what needs an accelerator, and of Triton's kernels where the model has torch's."""
+    """In place of the compiler. On a CPU, of the question whether there is one, too: the model has torch's kernels
+    there, and nothing to compile."""
 
     def __init__(self, monkeypatch, problem=None):
         self.compiled = []
         self.problem = problem
         self.record = warmup.record
-        monkeypatch.setattr(warmup, "unsupported", lambda model: None)
+        if DEVICE == "cpu":
+            monkeypatch.setattr(warmup, "unsupported", lambda model: None)
         monkeypatch.setattr(warmup, "record", self.recorded)
         monkeypatch.setattr(warmup, "compile_all", self.compile_all)
 
     def recorded(self, *args, **kwargs):
         found = self.record(*args, **kwargs)
-        assert (found.launches, found.problem) == ([], None)
+        assert found.problem is None
+        assert bool(found.launches) == (DEVICE != "cpu")
         return warmup.Recorded([warmup.Launch(Kernel(), (1,), (torch.float32, n), ()) for n in range(2)])
 
     def compile_all(self, launches, where):
@@ -236,25 +263,26 @@ class Ahead:
 
 def test_training_says_what_is_compiled_before_the_report(tmp_path, monkeypatch, capsys):
     ahead = Ahead(monkeypatch, "kernel k(): it is too large")
-    make_trainer(tmp_path, callbacks=[NpuKernelsCallback()], max_steps=1).train()
+    trainer_there(tmp_path, NpuKernelsCallback(), max_steps=1).train()
     lines = capsys.readouterr().out.splitlines()
     assert ahead.compiled == [2]
     line = "NPU kernels: compiling 2 kernels for this run (swiglu forward) ... 1.5 s"
-    assert lines.index(line) < lines.index("NPU kernels on cpu")
+    (report,) = (i for i, each in enumerate(lines) if each.startswith("NPU kernels on "))
+    assert lines.index(line) < report
     assert any("could not be compiled ahead: kernel k(): it is too large" in each for each in lines)
 
 
 def test_without_warm_up_nothing_is_compiled_ahead(tmp_path, monkeypatch):
     ahead = Ahead(monkeypatch)
     arguments = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_warm_up=False)
-    make_trainer(tmp_path, callbacks=arguments.callbacks(), max_steps=1).train()
+    trainer_there(tmp_path, *arguments.callbacks(), max_steps=1).train()
     assert ahead.compiled == []
 
 
 def test_warm_up_changes_no_bit_of_the_training(tmp_path, monkeypatch):
     def losses(warm_up: bool) -> list[float]:
-        callbacks = [NpuKernelsCallback(warm_up=warm_up)]
-        trainer = make_trainer(tmp_path, callbacks=callbacks, model=small_model("llama", attention_dropout=0.1))
+        model = small_model("llama", attention_dropout=0.1)
+        trainer = trainer_there(tmp_path, NpuKernelsCallback(warm_up=warm_up), model=model)
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -265,7 +293,7 @@ def test_warm_up_changes_no_bit_of_the_training(tmp_path, monkeypatch):
 
 
 def test_it_is_left_out_where_it_cannot_work(monkeypatch):
-    model = small_model("llama")
+    model = small_model("llama")  # on the CPU, wherever the tests run
     assert warmup.unsupported(model) == "on a CPU nothing is compiled"
     assert warmup.unsupported(model.to("meta")) is not None
     monkeypatch.setattr(_triton, "INTERPRETED", False)
@@ -286,7 +314,7 @@ def compiled_kernels() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_step_compiles_nothing(dtype):
     """On an accelerator: after the warm-up the kernels of a step are there, at this length and at others."""
-    model = small_model("qwen3", head_dim=16, hidden_size=64, intermediate_size=96).to(DEVICE, dtype)
+    model = model_there("qwen3", head_dim=16, hidden_size=64, intermediate_size=96).to(dtype)
     assert warmup.unsupported(model) is None
     with apply_npu_kernels(model, strict=True) as handle:
         found = warmup.record(handle, model, rows=2)
