@@ -6,6 +6,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback
 from npu_trainer_kernels.patching._classes import original_class
+from npu_trainer_kernels.verify import on_one_device
 from tests.models import batch, small_model
 
 
@@ -39,9 +40,8 @@ def make_trainer(tmp_path, model=None, callbacks=(), **arguments):
         "learning_rate": 1e-3,
     }
     model = small_model("llama") if model is None else model
-    return Trainer(
-        model, TrainingArguments(**{**defaults, **arguments}), train_dataset=Rows(), callbacks=list(callbacks)
-    )
+    arguments = on_one_device(TrainingArguments(**{**defaults, **arguments}))
+    return Trainer(model, arguments, train_dataset=Rows(), callbacks=list(callbacks))
 
 
 def losses(trainer) -> list[float]:

@@ -111,11 +111,12 @@ def test_the_kernels_of_a_step_are_recorded_and_not_launched(family):
     assert {name.split()[0] for name in found.names} >= expected
 
 
-def test_recorded_is_what_a_real_step_launches(monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_recorded_is_what_a_real_step_launches(family):
     """The same kernels with the same dtypes and constants, forward and backward, as training on numbers."""
     from npu_trainer_kernels.ops import _launch
 
-    model = model_there("gemma2")
+    model = model_there(family)
     with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
         ahead = warmup.record(handle, model, rows=2, length=7)
         real = set()
@@ -231,10 +232,8 @@ def test_the_parsers_trouble_with_threads_is_tried_again_alone():
 
 # --------------------------------------------------------------------------------------------------------- the callback
 def trainer_there(tmp_path: Path, callback: NpuKernelsCallback, **options: Any) -> Trainer:
-    """A Trainer on the device of the tests: on one, where it would spread the model over several GPUs."""
-    trainer = make_trainer(tmp_path, callbacks=[callback], use_cpu=DEVICE == "cpu", **options)
-    trainer.args._n_gpu = min(trainer.args.n_gpu, 1)
-    return trainer
+    """A Trainer where the tests run."""
+    return make_trainer(tmp_path, callbacks=[callback], use_cpu=DEVICE == "cpu", **options)
 
 
 class Ahead:
