@@ -40,7 +40,7 @@ from ._fallback import falls_back
 from ._host import contiguous_like, promoted
 from ._launch import launch
 
-__all__ = ["CASTINGS", "as_rows", "check_norm", "norm_backward", "norm_forward", "norm_reference"]
+__all__ = ["CASTINGS", "as_rows", "check_norm", "check_norm_options", "norm_backward", "norm_forward", "norm_reference"]
 
 CASTINGS = ("llama", "gemma", "none")
 
@@ -56,12 +56,17 @@ def check_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset:
         if weight.shape != shape[-1:]:
             raise ValueError(f"weight must have shape [{shape[-1]}], x's last dimension; got {list(weight.shape)}")
         check_same_device(x=x, weight=weight)
+    check_norm_options(eps, offset, casting)
+    if weight is None and offset:
+        raise ValueError(f"offset must be 0 without a weight; got {offset!r}")
+
+
+def check_norm_options(eps: float, offset: float, casting: str) -> None:
+    """Those of them that are no tensors."""
     if not (is_number(eps) and eps >= 0):
         raise ValueError(f"eps must be a finite number that is not negative; got {eps!r}")
     if not is_number(offset):
         raise ValueError(f"offset must be a finite number; got {offset!r}")
-    if weight is None and offset:
-        raise ValueError(f"offset must be 0 without a weight; got {offset!r}")
     check_choice("casting", casting, CASTINGS)
 
 

@@ -21,7 +21,7 @@ from .. import _vendor, backends
 from ._host import once_differentiable
 from ._norm import check_norm, norm_backward, norm_forward, norm_reference
 
-__all__ = ["rms_norm", "rms_norm_reference"]
+__all__ = ["norm_backends", "rms_norm", "rms_norm_reference"]
 
 
 def rms_norm_reference(
@@ -55,6 +55,20 @@ class _RmsNorm(torch.autograd.Function):
         return dx, dw, None
 
 
+def norm_backends(x: torch.Tensor, weight: torch.Tensor | None, casting: str, backend: str | None) -> tuple[str, str]:
+    """Who serves forward and backward of a norm of values of x's dtype and device."""
+
+    def uncovered() -> str | None:
+        return _vendor.uncovered_norm(x.dtype, None if weight is None else weight.dtype, casting)
+
+    chosen = backends.choose("rms_norm", x.device, backend, uncovered)
+    if chosen != "vendor":
+        return chosen, chosen
+    # A kernel of ours may follow a forward of the vendor's: both keep the same rstd.
+    backward = backends.choose("rms_norm", x.device, backend, uncovered, lambda: _vendor.not_repeatable(weight))
+    return chosen, backward
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -83,14 +97,7 @@ def rms_norm(
             that backend `"vendor"` was asked to serve by name and does not cover.
     """
     check_norm(x, weight, eps, offset, casting)
-
-    def uncovered() -> str | None:
-        return _vendor.uncovered_norm(x.dtype, None if weight is None else weight.dtype, casting)
-
-    chosen = backward = backends.choose("rms_norm", x.device, backend, uncovered)
-    if chosen == "vendor":
-        # A kernel of ours may follow a forward of the vendor's: both keep the same rstd.
-        backward = backends.choose("rms_norm", x.device, backend, uncovered, lambda: _vendor.not_repeatable(weight))
+    chosen, backward = norm_backends(x, weight, casting, backend)
     if torch.compiler.is_compiling():
         return rms_norm_reference(x, weight, eps, offset=offset, casting=casting)
     return _RmsNorm.apply(x, weight, (eps, offset, casting, chosen, backward))

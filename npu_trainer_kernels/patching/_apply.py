@@ -10,13 +10,19 @@ from torch import nn
 
 from .. import _vendor, backends, device
 from ._call import CallSettings, track_calls
-from ._classes import original_class
+from ._classes import is_patched_class, original_class
 from ._embeddings import patched_embedding_class, recognise_embedding
 from ._head import patch_head, recognise_head
 from ._mlps import is_bare_linear, is_gated_mlp, patched_mlp_class, recognise_mlp
 from ._norms import NormForm, is_candidate, patched_norm_class, recognise_norm
 from ._report import LeftAlone, Replaced, Report
-from ._rewrites import patched_layer_class, patched_rope_class, recognise_layer, recognise_rope
+from ._rewrites import (
+    normed_projections,
+    patched_layer_class,
+    patched_rope_class,
+    recognise_layer,
+    recognise_rope,
+)
 from ._trl import seam
 from ._undo import Undo
 
@@ -81,7 +87,7 @@ class NpuKernels:
         self.restore()
 
     def refresh(self) -> None:
-        """Patches what has been added or exchanged in the model since; what is patched already stays."""
+        """Patches what has been added, exchanged or set otherwise in the model since; the rest stays as it is."""
         model = self._model()
         if model is None:
             raise RuntimeError("the model that these kernels were applied to no longer exists")
@@ -106,7 +112,8 @@ class NpuKernels:
             raise
 
     def _replace(self, path: str, module: nn.Module, op: str, backend: str, detail: str, cls: type[nn.Module]) -> None:
-        if original_class(module) is type(module):
+        # Another of ours where the model has changed since; what somebody has put on top of ours stays.
+        if original_class(module) is type(module) or (is_patched_class(type(module)) and type(module) is not cls):
             self._undo.set_class(module, cls)
         self._report.replaced.append(Replaced(path, original_class(module).__name__, op, backend, detail))
 
@@ -172,7 +179,15 @@ class NpuKernels:
             if isinstance(found, str):
                 self._leave(path, module, "rope", found)
             elif found is not None:
-                self._replace(path, module, "rope", backend, "", patched_rope_class(module, found, self._backend))
+                forms = normed_projections(module, found) if self._keeps_no_products(model) else ()
+                detail = f"no product kept before {', '.join(name for name, _ in forms)}" if forms else ""
+                cls = patched_rope_class(module, found, forms, self._backend)
+                self._replace(path, module, "rope", backend, detail, cls)
+
+    def _keeps_no_products(self, model: nn.Module) -> bool:
+        """Whether memory counts for more than a matrix product: where layers are checkpointed that is said already."""
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+        return checkpoints and "rms_norm" in self._ops
 
     def _track(self, *modules: nn.Module) -> None:
         # PEFT and prompt wrappers are given the labels first, and some call the inner model's forward directly.

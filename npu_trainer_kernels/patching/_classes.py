@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["original_class", "subclass_with_forward"]
+__all__ = ["is_patched_class", "original_class", "subclass_with_forward"]
 
 
 @functools.cache
@@ -42,6 +42,11 @@ def subclass_with_forward(
         "_npu_kernels_original": cls,
     }
     return type(cls.__name__, (cls,), namespace)
+
+
+def is_patched_class(cls: type[nn.Module]) -> bool:
+    """Whether `subclass_with_forward` made a class: not one that somebody has derived of it."""
+    return "_npu_kernels_original" in vars(cls)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

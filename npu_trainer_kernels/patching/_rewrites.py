@@ -2,7 +2,11 @@
 
 Neither is a module of its own, so the source of the module's forward is parsed, one thing in it is exchanged, and the
 result is bound per instance. Nothing of a model's code is copied into this package. In an attention, the function that
-`apply_rotary_pos_emb` names is exchanged; in a decoder layer, the three statements
+`apply_rotary_pos_emb` names is exchanged, and, where the model trades time for memory by gradient checkpointing, so is
+
+    self.some_norm(self.some_projection(x).view(shape))
+
+for a call that keeps no product; in a decoder layer, the three statements
 
     hidden_states = residual + hidden_states
     residual = hidden_states
@@ -27,14 +31,16 @@ import torch
 from torch import nn
 
 from ..ops.add_rms_norm import add_rms_norm
+from ..ops.linear_rms_norm import linear_rms_norm
 from ..ops.rope import rope, rope_reference
 from ._classes import original_class, subclass_with_forward
+from ._mlps import is_bare_linear
 from ._norms import NormForm, is_candidate, keeps_own_code, recognise_norm
 
-__all__ = ["patched_layer_class", "patched_rope_class", "recognise_layer", "recognise_rope"]
+__all__ = ["normed_projections", "patched_layer_class", "patched_rope_class", "recognise_layer", "recognise_rope"]
 
 _ROPE = "apply_rotary_pos_emb"
-_ROTATE, _FUSED = "_npu_kernels_rotate", "_npu_kernels_add_rms_norm"
+_ROTATE, _FUSED, _PROJECT = "_npu_kernels_rotate", "_npu_kernels_add_rms_norm", "_npu_kernels_linear_rms_norm"
 _CHECKPOINTING = "forward_with_checkpointing"
 
 
@@ -64,11 +70,13 @@ _FUTURE_FLAGS = functools.reduce(
 )
 
 
-def _rewritten(function: types.FunctionType, rewrite: ast.NodeTransformer) -> types.FunctionType:
+def _rewritten(function: types.FunctionType, *rewrites: ast.NodeTransformer) -> types.FunctionType:
     """The function with its source transformed: same globals, defaults, file and line numbers."""
     source = _source(function)
     assert source is not None
-    tree = ast.fix_missing_locations(rewrite.visit(ast.parse(source)))
+    tree = ast.parse(source)
+    for rewrite in rewrites:
+        tree = ast.fix_missing_locations(rewrite.visit(tree))
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
     flags = function.__code__.co_flags & _FUTURE_FLAGS
     module_code = compile(tree, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
@@ -124,8 +132,70 @@ class _OtherRotation(ast.NodeTransformer):
         return ast.copy_location(ast.Attribute(ast.Name("self", ast.Load()), _ROTATE, node.ctx), node)
 
 
+def _of_self(node: ast.expr) -> str | None:
+    """The attribute `name` of a call `self.name(one argument)`."""
+    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
+        return None
+    called = node.func
+    if not (isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self"):
+        return None
+    return called.attr
+
+
+class _NormedProjection(ast.NodeTransformer):
+    """`found`: the norms of the pattern of the module's docstring."""
+
+    def __init__(self, norms: set[str]) -> None:
+        self.norms, self.found = norms, []  # type: tuple[set[str], list[str]]
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        norm = _of_self(node)
+        if norm not in self.norms or not isinstance(view := node.args[0], ast.Call):
+            return node
+        viewed = isinstance(view.func, ast.Attribute) and view.func.attr == "view" and len(view.args) == 1
+        if not viewed or view.keywords or isinstance(view.args[0], ast.Starred):
+            return node
+        product = view.func.value  # type: ignore[attr-defined]
+        if _of_self(product) is None:
+            return node
+        assert isinstance(norm, str)
+        self.found.append(norm)
+        helper = ast.Attribute(ast.Name("self", ast.Load()), _PROJECT, ast.Load())
+        arguments = [node.func, ast.Constant(norm), product.func, product.args[0], view.args[0]]
+        return ast.copy_location(ast.Call(helper, arguments, []), node)
+
+
+def normed_projections(module: nn.Module, function: types.FunctionType) -> tuple[tuple[str, NormForm], ...]:
+    """The norms right after projections in an attention's forward, each with its form."""
+    norms = {name: child for name, child in module.named_children() if is_candidate(child)}
+    forms = {name: form for name, child in norms.items() if isinstance(form := recognise_norm(child), NormForm)}
+    source, rewrite = _source(function), _NormedProjection({name for name, form in forms.items() if form.weighted})
+    if source is not None:
+        rewrite.visit(ast.parse(source))
+    return tuple((name, forms[name]) for name in rewrite.found)
+
+
+def _projecting(forms: dict[str, NormForm], backend: str | None) -> Callable[..., Any]:
+    def project(norm: Any, name: str, projection: Any, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        hooked = norm._forward_hooks or norm._forward_pre_hooks
+        heads = norm.weight.shape[0] == shape[-1]
+        if not torch.is_grad_enabled() or hooked or not heads or not is_bare_linear(projection):
+            normed: torch.Tensor = norm(projection(x).view(shape))
+            return normed
+        form = forms[name]
+        return linear_rms_norm(
+            x, projection.weight, norm.weight, projection.bias, form.eps, offset=form.offset, casting=form.casting,
+            backend=backend,
+        ).view(shape)  # fmt: skip
+
+    return project
+
+
 @functools.cache
-def _rope_parts(function: types.FunctionType, backend: str | None) -> tuple[types.FunctionType, Callable[..., Any]]:
+def _rope_parts(
+    function: types.FunctionType, forms: tuple[tuple[str, NormForm], ...], backend: str | None
+) -> tuple[types.FunctionType, Callable[..., Any], Callable[..., Any]]:
     original = function.__globals__[_ROPE]
 
     def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -134,14 +204,18 @@ def _rope_parts(function: types.FunctionType, backend: str | None) -> tuple[type
             return original(q, k, cos, sin, *rest, **named)
         return rope(q, k, cos, sin, backend=backend)
 
-    return _rewritten(function, _OtherRotation()), rotate
+    by_name = dict(forms)
+    rewritten = _rewritten(function, _OtherRotation(), _NormedProjection(set(by_name)))
+    return rewritten, rotate, _projecting(by_name, backend)
 
 
-def patched_rope_class(module: nn.Module, function: types.FunctionType, backend: str | None) -> type[nn.Module]:
-    """The class to give to a recognised attention."""
+def patched_rope_class(
+    module: nn.Module, function: types.FunctionType, forms: tuple[tuple[str, NormForm], ...], backend: str | None
+) -> type[nn.Module]:
+    """The class to give to a recognised attention; `forms`: norms whose projections are to keep no product."""
     cls: Any = original_class(module)
-    forward, rotate = _rope_parts(function, backend)
-    return subclass_with_forward(cls, forward, ((_ROTATE, rotate),))
+    forward, rotate, project = _rope_parts(function, forms, backend)
+    return subclass_with_forward(cls, forward, ((_ROTATE, rotate), (_PROJECT, project)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,12 +239,9 @@ def _added(value: ast.expr) -> tuple[str, str] | None:
 
 def _norm_called(value: ast.expr, argument: str) -> str | None:
     """The attribute `norm` of a call `self.norm(argument)`."""
-    if not isinstance(value, ast.Call) or value.keywords or len(value.args) != 1:
-        return None
-    given, called = value.args[0], value.func
-    if not (isinstance(given, ast.Name) and given.id == argument and isinstance(called, ast.Attribute)):
-        return None
-    return called.attr if isinstance(called.value, ast.Name) and called.value.id == "self" else None
+    norm = _of_self(value)
+    given = value.args[0] if isinstance(value, ast.Call) and norm is not None else None
+    return norm if isinstance(given, ast.Name) and given.id == argument else None
 
 
 def _matched(first: ast.stmt, second: ast.stmt, third: ast.stmt) -> tuple[str, str, str] | None:

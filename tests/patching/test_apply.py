@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.ops import linear_rms_norm
 from npu_trainer_kernels.patching import PATCHES
 from tests.closeness import assert_as_close
 from tests.models import FAMILIES, batch, small_model
@@ -97,6 +98,78 @@ def test_each_patch_is_what_runs(monkeypatch):
     assert calls == {"embedding": 1, "swiglu_linear": 2, "rope": 2, "add_rms_norm": 2, "rms_norm": 3}
 
 
+def normed_products(monkeypatch, model: nn.Module, ops=PATCHES) -> tuple[int, list[torch.Tensor], list[str]]:
+    """Patched: how often a step left out the product before a norm; its loss and gradients; what the report says."""
+    from npu_trainer_kernels.patching import _rewrites
+
+    calls = []
+
+    def spy(*args, **kwargs):
+        calls.append(args)
+        return linear_rms_norm(*args, **kwargs)
+
+    monkeypatch.setattr(_rewrites, "linear_rms_norm", spy)
+    with apply_npu_kernels(model, ops=ops) as kernels:
+        found = loss_and_gradients(model, batch())
+        details = [r.detail for r in kernels.report().replaced if r.op == "rope"]
+    return len(calls), found, details
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_keep_no_product_before_a_norm(monkeypatch, reentrant):
+    count, expected, details = normed_products(monkeypatch, small_model("qwen3"))
+    assert (count, details) == (0, ["", ""])
+    model = small_model("qwen3")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    count, found, details = normed_products(monkeypatch, model)
+    # Two layers, queries and keys; a reentrant checkpoint's first forward is without gradients.
+    assert count == (4 if reentrant else 8)
+    assert details == ["no product kept before q_norm, k_norm"] * 2
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_checkpointing_that_is_switched_on_later_is_seen():
+    """The Trainer does so when training begins, and the callback has patched the model before."""
+
+    def details(kernels) -> list[str]:
+        return [r.detail for r in kernels.report().replaced if r.op == "rope"]
+
+    model = small_model("qwen3")
+    before = state_of(model)
+    with apply_npu_kernels(model, ops=PATCHES) as kernels:
+        assert details(kernels) == ["", ""]
+        first = state_of(model)
+        model.gradient_checkpointing_enable()
+        assert apply_npu_kernels(model, ops=PATCHES) is kernels
+        assert details(kernels) == ["no product kept before q_norm, k_norm"] * 2
+        later = state_of(model)
+        kernels.refresh()
+        assert state_of(model) == later
+        assert later["model.layers.0.self_attn"][0] is not first["model.layers.0.self_attn"][0]
+        model.gradient_checkpointing_disable()
+    after = state_of(model)
+    assert {path: state[0] for path, state in after.items()} == {path: state[0] for path, state in before.items()}
+
+
+def test_a_product_that_somebody_sees_is_formed_as_the_model_does(monkeypatch):
+    def checkpointed() -> nn.Module:
+        model = small_model("qwen3")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    _, expected, _ = normed_products(monkeypatch, checkpointed())
+    model, seen = checkpointed(), []
+    first, second = (layer.self_attn for layer in model.model.layers)
+    first.q_proj.register_forward_hook(lambda module, args, out: seen.append(out))
+    second.k_norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    count, found, _ = normed_products(monkeypatch, model)
+    assert (count, len(seen)) == (4, 4)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    # Where the norms are to stay the model's, so are their projections.
+    count, _, details = normed_products(monkeypatch, checkpointed(), ("rope",))
+    assert (count, details) == (0, ["", ""])
+
+
 def test_an_attention_with_other_rotation_is_left_alone():
     with apply_npu_kernels(small_model("cohere"), ops=PATCHES) as kernels:
         left = {x.op: x.reason for x in kernels.report().left_alone}
@@ -138,6 +211,8 @@ def test_restore_below_a_class_that_was_put_on_top():
     kernels = apply_npu_kernels(model, ops=PATCHES)
     for layer in model.model.layers:
         layer.__class__ = type(f"Sharded{type(layer).__name__}", (Sharded, type(layer)), {})
+    kernels.refresh()
+    assert all(isinstance(layer, Sharded) for layer in model.model.layers)
     kernels.restore()
     assert all(isinstance(layer, Sharded) for layer in model.model.layers)
     assert torch.equal(model(ids).logits, expected)
