@@ -150,7 +150,9 @@ class NpuKernelsCallback(TrainerCallback):
         assert self._handle is not None
         trl = any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
         context = contextlib.nullcontext if trainer is None else trainer.compute_loss_context_manager
-        recorded = warmup.record(self._handle, model, warmup.ROWS, trl=trl, context=context)
+        planner = getattr(trainer, "_planner", None)  # of this package's GRPOTrainer
+        plan = None if planner is None else planner.rehearsal()
+        recorded = warmup.record(self._handle, model, warmup.ROWS, trl=trl, context=context, plan=plan)
         say: Any = functools.partial(print, flush=True) if state.is_world_process_zero else lambda *_, **__: None
         if recorded.launches:
             kernels = ", ".join(recorded.names)

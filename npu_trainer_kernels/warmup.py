@@ -5,9 +5,9 @@ device time. What the ops would launch is recorded and not launched, so these ar
 step is going to ask for, whatever the model does with dtypes and layouts. Then they are compiled, in threads, into
 Triton's own cache, which is on disk too: the next run finds them there.
 
-A few things cannot run without numbers (experts that are chosen by value, say). Then what was recorded until there is
-compiled, and the rest when it is first used, as it would be without this module. So is the kernel of GRPO's arithmetic,
-which no step of the model alone asks for. Sharded models are left alone.
+A few things cannot run without numbers (experts that are chosen by value; the backward of a planned gradient, whose one
+kernel scales it). Then what was recorded until there is compiled, and the rest when it is first used, as it would be
+without this module. Sharded models are left alone.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from . import _triton
 from .ops._launch import KernelError, compile_only, use_launcher
 from .patching import NpuKernels
+from .patching._call import HeadPlan, use_plan
 from .patching._learned import LearnedPlan
 
 __all__ = ["Launch", "Recorded", "compile_all", "record", "unsupported"]
@@ -95,7 +96,7 @@ def _without_numbers(handle: NpuKernels, planned: bool) -> Iterator[None]:
 
 def record(
     handle: NpuKernels, model: nn.Module, rows: int, *, length: int = LENGTH, trl: bool = False,
-    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext, plan: HeadPlan | None = None,
 ) -> Recorded:  # fmt: skip
     """The launches of one training step, forward and backward; nothing is launched.
 
@@ -105,6 +106,7 @@ def record(
         rows, length: of the batch of ids.
         trl: one of TRL's trainers trains it, through the head that TRL gave it.
         context: what the Trainer computes a loss in, for example autocast.
+        plan: of one of TRL's trainers that hands over plans for TRL's head; one for ids without numbers.
     """
     found = Recorded()
     seen: set[tuple[Any, ...]] = set()
@@ -123,7 +125,8 @@ def record(
         # An accelerator's backward runs in a thread of its own, where no launcher is installed: it would launch kernels
         # on tensors without memory.
         one_thread = torch.autograd.set_multithreading_enabled(False)
-        with _without_numbers(handle, planned), use_launcher(recorder), one_thread, fake:
+        given = use_plan(plan if planned else None)
+        with _without_numbers(handle, planned), given, use_launcher(recorder), one_thread, fake:
             _run(_Step(model, context, backward), fake, rows, length, trl)
 
     try:

@@ -4,6 +4,7 @@ On an accelerator (NPU_KERNELS_TEST_DEVICE) its kernels are recorded, and `test_
 and `test_the_first_step_compiles_nothing` compile them.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from npu_trainer_kernels import (
+    GRPOTrainer,
     NpuKernelsArguments,
     NpuKernelsCallback,
     _triton,
@@ -27,11 +30,14 @@ from npu_trainer_kernels import (
     tiling,
     warmup,
 )
-from npu_trainer_kernels.ops import swiglu
+from npu_trainer_kernels.ops import _launch, swiglu
 from tests.conftest import DEVICE
 from tests.models import FAMILIES, small_model
 from tests.test_callback import make_trainer
+from tests.trainers.test_grpo import train
 
+# A kernel's name, and the dtypes and constants that it is compiled for.
+Variant = tuple[str, tuple[torch.dtype, ...], tuple[tuple[str, Any], ...]]
 EVERY = ("rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy", "linear_logprob")
 
 
@@ -111,30 +117,42 @@ def test_the_kernels_of_a_step_are_recorded_and_not_launched(family):
     assert {name.split()[0] for name in found.names} >= expected
 
 
+@contextlib.contextmanager
+def launched() -> Iterator[set[Variant]]:
+    """What is launched inside the `with` block."""
+    found = set()
+
+    def spy(kernel, grid, args, constexprs):
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        # Recorded is a dtype: Triton compiles another kernel for memory that is not aligned.
+        assert all(t.data_ptr() % 16 == 0 for t in tensors), kernel.__name__
+        found.add((kernel.__name__, tuple(t.dtype for t in tensors), tuple(constexprs.items())))
+        _launch._run(kernel, grid, args, constexprs)
+
+    # The launcher is this thread's own, and an accelerator's backward has another.
+    with _launch.use_launcher(spy), torch.autograd.set_multithreading_enabled(False):
+        yield found
+
+
+def variants(recorded: warmup.Recorded) -> set[Variant]:
+    """The same of what was recorded."""
+    return {
+        (launch.kernel.__name__, tuple(a for a in launch.args if isinstance(a, torch.dtype)), launch.constexprs)
+        for launch in recorded.launches
+    }
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_recorded_is_what_a_real_step_launches(family):
     """The same kernels with the same dtypes and constants, forward and backward, as training on numbers."""
-    from npu_trainer_kernels.ops import _launch
-
     model = model_there(family)
     with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
         ahead = warmup.record(handle, model, rows=2, length=7)
-        real = set()
-
-        def spy(kernel, grid, args, constexprs):
-            dtypes = tuple(a.dtype for a in args if isinstance(a, torch.Tensor))
-            real.add((id(kernel), dtypes, tuple(constexprs.items())))
-            _launch._run(kernel, grid, args, constexprs)
-
         ids = torch.randint(3, 300, (2, 7), device=DEVICE)
-        # The launcher is this thread's own, and an accelerator's backward has another.
-        with _launch.use_launcher(spy), torch.autograd.set_multithreading_enabled(False):
+        with launched() as real:
             model(input_ids=ids, labels=ids).loss.backward()
-    recorded = {
-        (id(x.kernel), tuple(a for a in x.args if isinstance(a, torch.dtype)), x.constexprs) for x in ahead.launches
-    }
     assert ahead.problem is None
-    assert recorded == real
+    assert variants(ahead) == real
 
 
 def test_bfloat16_under_autocast_has_kernels_of_its_own():
@@ -237,11 +255,10 @@ def trainer_there(tmp_path: Path, callback: NpuKernelsCallback, **options: Any) 
 
 
 class Ahead:
-    """In place of the compiler. On a CPU, of the question whether there is one, too: the model has torch's kernels
-    there, and nothing to compile."""
+    """In place of the compiler, and on a CPU of the question whether there is one. `found` has what was recorded."""
 
     def __init__(self, monkeypatch, problem=None):
-        self.compiled = []
+        self.found, self.compiled = [], []
         self.problem = problem
         self.record = warmup.record
         if DEVICE == "cpu":
@@ -252,7 +269,7 @@ class Ahead:
     def recorded(self, *args, **kwargs):
         found = self.record(*args, **kwargs)
         assert found.problem is None
-        assert bool(found.launches) == (DEVICE != "cpu")
+        self.found.append(found)
         return warmup.Recorded([warmup.Launch(Kernel(), (1,), (torch.float32, n), ()) for n in range(2)])
 
     def compile_all(self, launches, where):
@@ -288,7 +305,30 @@ def test_warm_up_changes_no_bit_of_the_training(tmp_path, monkeypatch):
     without = losses(False)
     ahead = Ahead(monkeypatch)
     assert losses(True) == without
-    assert ahead.compiled
+    # A model on a CPU has torch's kernels.
+    assert [bool(found.launches) for found in ahead.found] == [DEVICE != "cpu"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_iterations": 2, "beta": 0.1}, {"entropy_coef": 0.1},
+     {"loss_type": "sapo", "importance_sampling_level": "sequence"}],
+    ids=str,
+)  # fmt: skip
+def test_the_head_of_a_grpo_run_is_recorded_with_the_runs_own_loss(tmp_path, monkeypatch, options):
+    ahead = Ahead(monkeypatch)
+    kernels = NpuKernelsArguments(
+        use_npu_kernels=True, npu_kernels_ops=["linear_logprob"], npu_kernels_backend="linear_logprob=triton"
+    )
+    # Completions of 7 tokens: 14 in a batch, no multiple of 4.
+    size = {"per_device_train_batch_size": 2, "num_generations": 2, "max_steps": 1, "use_cpu": DEVICE == "cpu"}
+    with launched() as real:
+        train(GRPOTrainer, tmp_path, npu_kernels=kernels, **size, **options)
+    (found,) = ahead.found
+    assert "_row_gradient_kernel" in {name for name, *_ in real}
+    assert ("_token_kernel" in {name for name, *_ in real}) == ("entropy_coef" not in options)
+    # What backward makes of the plan depends on numbers.
+    assert {name for name, *_ in real - variants(found)} <= {"_scale_kernel"}
 
 
 def test_it_is_left_out_where_it_cannot_work(monkeypatch):

@@ -308,7 +308,8 @@ def _token_gradient(
     """(The part of a token-level loss that these tokens contribute, its gradient with respect to log_prob)."""
     if backend not in ("torch", "vendor") and o.loss_type in _FORMS and o.importance_level == "token" and len(tokens):
         n = len(tokens)
-        out = torch.empty(2, n, dtype=torch.float32, device=log_prob.device)
+        # Both rows aligned to 16 bytes, whatever n is: Triton would compile another kernel for others.
+        out = torch.empty(2, -(-n // 4) * 4, dtype=torch.float32, device=log_prob.device)[:, :n]
         given = [log_prob, tokens.old, tokens.reference, tokens.advantage, tokens.weight, tokens.policy_weight]
         spec = device.spec(log_prob.device)
         tile = tiling.token_block(spec)

@@ -11,7 +11,7 @@ import torch
 
 from ..ops.grpo_loss import GrpoOptions, GrpoPlan, GrpoTokens, planned, token_weight
 
-__all__ = ["BatchPlan", "Planner"]
+__all__ = ["BatchPlan", "Planner", "Rehearsal"]
 
 # More rows than this not as planned: the formula is another one, rather than a ratio on the edge of its clip.
 _GIVE_UP = 0.5
@@ -40,6 +40,15 @@ class Planner:
     def plan(self, inputs: dict[str, Any]) -> "BatchPlan | None":
         """The plan for a batch, or None."""
         return None if self.off is not None else BatchPlan(self, inputs)
+
+    def rehearsal(self) -> "Rehearsal | None":
+        """The plan for a batch without numbers, or None."""
+        return None if self.off is not None else Rehearsal(self, {})
+
+    @property
+    def corrects_sampler(self) -> bool:
+        """Whether batches have the importance ratio of vLLM's sampler."""
+        return self._trainer.use_vllm and self._trainer.vllm_importance_sampling_correction
 
     def describe(self) -> str:
         """The options that shape the loss, for the warning."""
@@ -127,9 +136,7 @@ class BatchPlan:
         total = mask.sum().clamp(min=1.0)
         divisor, bonus_divisor = self._planner.scale(inputs)
         per_sequence = token_weight(options.loss_type, lengths, total, trainer.max_completion_length, 1)
-        sampler = None
-        if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-            sampler = inputs.get("importance_sampling_ratio")
+        sampler = inputs.get("importance_sampling_ratio") if self._planner.corrects_sampler else None
 
         def pick(t: torch.Tensor | None) -> torch.Tensor | None:
             if t is None:
@@ -158,3 +165,26 @@ class BatchPlan:
             sequence=sequence.reshape(-1)[kept],
             lengths=lengths,
         )
+
+
+class Rehearsal(BatchPlan):
+    """The plan for a batch of shapes without numbers: what it launches can be compiled before there is one."""
+
+    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int) -> GrpoPlan | None:
+        """See `HeadPlan`; every row is a completion."""
+        if not weight.requires_grad:
+            return None
+        options, args, sampled = self._planner.options(), self._planner._trainer.args, self._planner.corrects_sampler
+        # TRL's rule (`_generate_and_score_completions`).
+        aligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0
+        on_policy, vespo = aligned and not sampled, options.loss_type == "vespo"
+        values, sequence = torch.zeros(rows, device=weight.device), torch.arange(rows, device=weight.device)
+
+        def given(wanted: bool) -> torch.Tensor | None:
+            return values if wanted else None
+
+        tokens = GrpoTokens(
+            values, values, values, given(not on_policy), given(options.beta != 0.0), given(sampled and not vespo),
+            given(sampled and vespo), given(options.entropy_coef != 0.0), sequence, values,
+        )  # fmt: skip
+        return planned(lambda: tokens, options, on_policy, lambda: [1] * rows, weight.shape[0], itemsize, weight.device)

@@ -9,6 +9,7 @@ from trl import GRPOTrainer as TrlGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments
 from npu_trainer_kernels.patching._classes import original_class
+from npu_trainer_kernels.verify import on_one_device
 from tests.models import small_model
 
 
@@ -58,7 +59,7 @@ def train(cls, tmp_path, model=None, family="qwen3", extra=None, resume=None, **
     trainer = cls(
         model,
         reward_funcs=reward,
-        args=GRPOConfig(**{**defaults, **arguments}),
+        args=on_one_device(GRPOConfig(**{**defaults, **arguments})),
         train_dataset=Dataset.from_dict({"prompt": ["1+2=", "3+44=", "5+6=", "71+8="] * 4}),
         processing_class=tokenizer(),
         **extra,
