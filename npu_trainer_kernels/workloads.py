@@ -115,7 +115,9 @@ class Workload:
     @property
     def backend_op(self) -> str:
         """The op's name in `backends.OPS`."""
-        return {"fused_linear_grpo_loss": "grpo_loss", "swiglu_linear": "swiglu"}.get(self.op, self.op)
+        return {"fused_linear_grpo_loss": "grpo_loss", "swiglu_linear": "swiglu", "linear_rms_norm": "rms_norm"}.get(
+            self.op, self.op
+        )
 
     @property
     def reference(self) -> Function:
@@ -268,6 +270,24 @@ def _norm(backend: str | None) -> Function:
     return lambda t: ops.rms_norm(t["x"], t["weight"], EPS, backend=backend)
 
 
+def _build_linear_norm(work: Workload, device: torch.device) -> Inputs:
+    rows, hidden, heads, size = (work.sizes[name] for name in ("N", "H", "Q", "D"))
+    tensors = {
+        "x": _randn(work, device, rows, hidden),
+        "weight": _randn(work, device, heads * size, hidden, scale=hidden**-0.5),
+        "norm_weight": _randn(work, device, size),
+    }
+    return Inputs(tensors, ("x", "weight", "norm_weight"), (_randn(work, device, rows, heads, size),))
+
+
+def _linear_norm_reference(t: Tensors) -> Outputs:
+    return ops.linear_rms_norm_reference(t["x"], t["weight"], t["norm_weight"], eps=EPS)
+
+
+def _linear_norm(backend: str | None) -> Function:
+    return lambda t: ops.linear_rms_norm(t["x"], t["weight"], t["norm_weight"], eps=EPS, backend=backend)
+
+
 def _build_add_norm(work: Workload, device: torch.device) -> Inputs:
     inputs = _build_norm(work, device)
     shape = work.sizes["N"], work.sizes["H"]
@@ -362,6 +382,7 @@ OPS: dict[str, Op] = {
     "fused_linear_grpo_loss": Op(_build_grpo, _grpo_reference, _grpo),
     "linear_logprob": Op(_build_logprob, _logprob_reference, _logprob),
     "rms_norm": Op(_build_norm, _norm_reference, _norm),
+    "linear_rms_norm": Op(_build_linear_norm, _linear_norm_reference, _linear_norm),
     "add_rms_norm": Op(_build_add_norm, _add_norm_reference, _add_norm),
     "embedding": Op(_build_embedding, _embedding_reference, _embedding),
     "swiglu": Op(_build_swiglu, _swiglu_reference, _swiglu),
@@ -438,6 +459,7 @@ def of_model(shapes: ModelShapes, tokens: int, dtype: str) -> list[Workload]:
     head = {"H": shapes.hidden, "V": shapes.vocabulary}
     sizes: dict[str, dict[str, int]] = {
         "rms_norm": {"N": tokens, "H": shapes.hidden},
+        "linear_rms_norm": {"N": tokens, "H": shapes.hidden, "Q": shapes.heads, "D": shapes.head_dim},
         "add_rms_norm": {"N": tokens, "H": shapes.hidden},
         "swiglu": {"N": tokens, "I": shapes.intermediate},
         "swiglu_linear": {"N": tokens, "I": shapes.intermediate, "H": shapes.hidden},

@@ -225,11 +225,9 @@ def run(args: argparse.Namespace, output: Output) -> int:
                 progress.update(task, advance=1)
     finally:
         release()
-    entries: dict[str, Entry] = {}
-    for outcome in outcomes:
-        if outcome.entry is not None:
-            # Of an op in two forms the first decides: it is the op alone.
-            entries.setdefault(outcome.work.backend_op, outcome.entry)
+    # Of an op in two forms the first decides, also that there is no winner: it is the op alone.
+    first = {outcome.work.backend_op: outcome for outcome in reversed(outcomes)}
+    entries: dict[str, Entry] = {op: o.entry for op, o in first.items() if o.entry is not None}
     tiles = {key: by for o in outcomes for key, by in o.tiles.items()}
     stored = None if args.dry_run or not entries else tuned.store(spec.name, entries, tiles)
     output.show(_table(outcomes))

@@ -71,6 +71,14 @@ def _swiglu_linear(name: str, *shape: int, frozen: bool = False) -> Call:
     return Call(f"swiglu with its projection, {name}", ops.swiglu_linear, ops.swiglu_linear_reference, inputs)
 
 
+def _linear_norm(name: str, *shape: int, frozen: bool = False) -> Call:
+    def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
+        weight = (torch.randn(6, shape[-1]) / shape[-1] ** 0.5).to(dtype).requires_grad_(not frozen)
+        return [_floats(*shape, dtype=dtype), weight, _floats(3, dtype=dtype)]
+
+    return Call(f"rms_norm of projected heads, {name}", ops.linear_rms_norm, ops.linear_rms_norm_reference, inputs)
+
+
 def _rope(name: str, batch: int, tokens: int, size: int, tables: int, transposed: bool = False) -> Call:
     def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
         q, k = ((batch, tokens, heads, size) if transposed else (batch, heads, tokens, size) for heads in (6, 2))
@@ -130,6 +138,8 @@ CALLS = (
     _swiglu("empty", 0, 7),
     _swiglu_linear("trained", 3, 5, 7),
     _swiglu_linear("frozen", 3, 5, 7, frozen=True),
+    _linear_norm("trained", 3, 5, 7),
+    _linear_norm("frozen", 3, 5, 7, frozen=True),
     _rope("tables for all", 2, 5, 8, tables=1),
     _rope("tables for each", 2, 5, 6, tables=2),
     _rope("tokens before heads", 2, 7, 8, tables=1, transposed=True),

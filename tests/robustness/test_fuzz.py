@@ -165,6 +165,20 @@ def swiglu_linear(draw) -> Case:
 
 
 @st.composite
+def linear_rms_norm(draw) -> Case:
+    # The norm of a single number does not depend on it: all of its gradient is rounding.
+    hidden, size, dtype = draw(widths), draw(widths.filter(lambda width: width > 1)), draw(dtypes)
+    rows = size * draw(st.integers(1, 3))
+    floats = {
+        "x": draw(tensors([*draw(leading()), hidden], dtype)),
+        "weight": draw(tensors([rows, hidden], dtype, 0.3)),
+        "norm_weight": draw(tensors([size], draw(dtypes))),
+        "bias": draw(st.none() | tensors([rows], dtype)),
+    }
+    return Case(floats, options=norm_options(draw, True))
+
+
+@st.composite
 def rope(draw) -> Case:
     batch, tokens, size = draw(sizes), draw(sizes), 2 * draw(st.sampled_from((1, 3, 8)))
     floats = {name: draw(tensors([batch, draw(sizes), tokens, size], draw(dtypes))) for name in ("q", "k")}
@@ -272,6 +286,7 @@ OPS: dict[str, tuple[Op, Op, st.SearchStrategy[Case]]] = {
     "embedding": (ops.embedding, ops.embedding_reference, embedding()),
     "swiglu": (ops.swiglu, ops.swiglu_reference, swiglu()),
     "swiglu_linear": (ops.swiglu_linear, ops.swiglu_linear_reference, swiglu_linear()),
+    "linear_rms_norm": (ops.linear_rms_norm, ops.linear_rms_norm_reference, linear_rms_norm()),
     "rope": (ops.rope, ops.rope_reference, rope()),
     "linear_logprob": (ops.linear_logprob, in_dtype_of_x(ops.linear_logprob_reference), linear_logprob()),
     "fused_linear_cross_entropy": (
