@@ -31,10 +31,10 @@ def _calling_trainer() -> Trainer | None:
     return None
 
 
-def _peak_memory_gib() -> float:
-    """Peak memory of this process: the accelerator's allocator where there is one, else resident memory."""
+def _peak_memory_gib(where: torch.device) -> float:
+    """Peak memory of this process: the accelerator's allocator where it trains on one, else resident memory."""
     kind = device.accelerator()
-    if kind == "cpu":
+    if kind == "cpu" or kind != where.type:
         # Kilobytes on Linux, bytes on macOS.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 30 if sys.platform == "darwin" else 1 << 20)
     return getattr(torch, kind).max_memory_allocated() / (1 << 30)
@@ -174,7 +174,7 @@ class NpuKernelsCallback(TrainerCallback):
                 before, seen = self._since
                 self._since = now, tokens = (time.perf_counter(), self._handle.tokens)
                 logs["tokens_per_second"] = round((tokens - seen) / max(now - before, 1e-9), 1)
-                logs["peak_memory_gib"] = round(_peak_memory_gib(), 3)
+                logs["peak_memory_gib"] = round(_peak_memory_gib(trainer.args.device), 3)
             original(logs, *args, **kwargs)
 
         self._logs.set_attribute(trainer, "log", log)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback
+from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, device
 from npu_trainer_kernels.patching._classes import original_class
 from npu_trainer_kernels.verify import on_one_device
 from tests.models import batch, small_model
@@ -84,7 +84,10 @@ def test_uneven_gradient_accumulation_divides_by_the_tokens_of_the_window(tmp_pa
     assert runs[1] == pytest.approx(runs[0], rel=1e-5)
 
 
-def test_logs_tokens_per_second_and_peak_memory_everywhere(tmp_path):
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_logs_tokens_per_second_and_peak_memory_everywhere(tmp_path, monkeypatch, accelerator):
+    """Also on the CPU of a machine that has an accelerator."""
+    monkeypatch.setattr(device, "accelerator", lambda: accelerator)
     trainer = make_trainer(tmp_path, callbacks=[NpuKernelsCallback()])
     trainer.train()
     entry = next(e for e in trainer.state.log_history if "loss" in e)
