@@ -7,6 +7,7 @@ from torch import nn
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching._mlps import is_bare_linear
 from tests.closeness import assert_as_close
+from tests.conftest import DEVICE
 from tests.models import batch, small_model
 
 BACKENDS = ["swiglu=torch", "swiglu=triton"]
@@ -51,15 +52,23 @@ def parametrise(layer: nn.Linear) -> None:
 CHANGES = [adapt, hook, pre_hook, backward_hook, own_forward, parametrise]
 
 
-def gradients(model, **options):
+def llama():
+    return small_model("llama").to(DEVICE)
+
+
+def loss_of(model):
+    return model(**{name: tensor.to(DEVICE) for name, tensor in batch().items()}).loss
+
+
+def gradients(model):
     model.zero_grad()
-    loss = model(**batch()).loss
-    loss.backward(**options)
+    loss = loss_of(model)
+    loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
 def changed(change, projection):
-    model = small_model("llama")
+    model = llama()
     for layer in model.model.layers:
         change(getattr(layer.mlp, projection))
     return model
@@ -71,7 +80,7 @@ def changed(change, projection):
 def test_what_is_done_to_a_projection_after_the_patch_is_done(change, projection, backend):
     expected = gradients(changed(change, projection))
     truth = gradients(changed(change, projection).double())
-    model = small_model("llama")
+    model = llama()
     with apply_npu_kernels(model, ops=["swiglu"], backend=backend):
         for layer in model.model.layers:
             change(getattr(layer.mlp, projection))
@@ -83,7 +92,7 @@ def test_what_is_done_to_a_projection_after_the_patch_is_done(change, projection
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_hook_has_seen_stays_as_it_was(backend):
     """A projection's output is overwritten in backward only where nobody can have kept it."""
-    model, seen = small_model("llama"), []
+    model, seen = llama(), []
     with apply_npu_kernels(model, ops=["swiglu"], backend=backend):
         mlp = model.model.layers[0].mlp
         mlp.up_proj.register_forward_hook(lambda module, args, output: seen.append((output, output.detach().clone())))
@@ -94,9 +103,9 @@ def test_what_a_hook_has_seen_stays_as_it_was(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_second_backward_of_a_kept_graph(backend):
-    model = small_model("llama")
+    model = llama()
     with apply_npu_kernels(model, ops=["swiglu"], backend=backend):
-        loss = model(**batch()).loss
+        loss = loss_of(model)
         runs = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=keep) for keep in (True, True, False)]
     assert all(torch.equal(a, b) for later in runs[1:] for a, b in zip(runs[0], later, strict=True))
 
@@ -115,9 +124,9 @@ def kept_by(mlp, x) -> int:
 
 
 def test_one_tensor_less_is_kept_for_backward():
-    model = small_model("llama")
+    model = llama()
     mlp = model.model.layers[0].mlp
-    x = torch.randn(3, mlp.gate_proj.in_features, requires_grad=True)
+    x = torch.randn(3, mlp.gate_proj.in_features, device=DEVICE, requires_grad=True)
     # silu(gate) and the product besides gate and up; gate and up alone.
     assert kept_by(mlp, x) == 4
     with apply_npu_kernels(model, ops=["swiglu"], backend="swiglu=triton"):
@@ -126,7 +135,7 @@ def test_one_tensor_less_is_kept_for_backward():
 
 
 def test_the_report_says_whether_the_projection_is_part_of_it():
-    model = small_model("llama")
+    model = llama()
     adapt(model.model.layers[1].mlp.down_proj)
     with apply_npu_kernels(model, ops=["swiglu"], backend="swiglu=torch") as kernels:
         details = {r.module: r.detail for r in kernels.report().replaced}
