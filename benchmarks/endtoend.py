@@ -2,15 +2,18 @@
 
 Each run is a process of its own, so that its peak memory is its own, and all variants of a workload are children of one
 parent, one after the other. Models have random weights and data are random ids: what is measured does not depend on
-them. A step is timed from the end of the one before to its own end, so that data loading and logging count. In the
-GRPO update the rollouts are given: a trainer whose generation returns fixed ids, and whose step is timed without the
-preparation of the batch (rewards, decoding), which no kernel here touches.
+them. A step is timed from the end of the one before to its own end, so that data loading and the Trainer count, on the
+device's own clock: nothing here waits for it where training would not. Loss and gradient norm are logged after the
+first step and the last. The optimiser is the Trainer's default. In the GRPO update the rollouts are given: a trainer
+whose generation returns fixed ids, and whose step is timed without the preparation of the batch (rewards, decoding),
+which no kernel here touches.
 
     python -m benchmarks.endtoend --workload sft-trainer --variant flag --size tiny --output out.json
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -226,33 +229,48 @@ class _PeakMemory:
 
 
 class _Clock:
-    """Seconds of the steps, and what of them was preparation."""
+    """When the steps ended, and what of them was preparation; by events that an accelerator passes in its own time."""
 
     def __init__(self, device: Any) -> None:
-        self.device, self.steps, self.preparing = device, [0.0] * 0, 0.0
-        self._last: float | None = None
+        self.device = device
+        self._ends: list[tuple[Any, list[tuple[Any, Any]]]] = []
+        self._pauses: list[tuple[Any, Any]] = []
 
-    def now(self) -> float:
-        from npu_trainer_kernels import device as devices
+    def _now(self) -> Any:
+        import torch
 
-        devices.synchronize(self.device)
-        return time.perf_counter()
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.get_device_module(self.device).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return end - start if self.device.type == "cpu" else start.elapsed_time(end) / 1e3
 
     def tick(self) -> None:
         """A step has ended."""
-        now = self.now()
-        if self._last is not None:
-            self.steps.append(now - self._last - self.preparing)
-        self._last, self.preparing = now, 0.0
+        self._ends.append((self._now(), self._pauses))
+        self._pauses = []
 
     @contextlib.contextmanager
     def prepare(self) -> Iterator[None]:
         """What happens inside does not count."""
-        start = self.now()
+        start = self._now()
         try:
             yield
         finally:
-            self.preparing += self.now() - start
+            self._pauses.append((start, self._now()))
+
+    def seconds(self) -> list[float]:
+        """Of every step but the first, which has no beginning. Waits for the device."""
+        from npu_trainer_kernels import device as devices
+
+        devices.synchronize(self.device)
+        return [
+            self._between(before, end) - sum(self._between(*pause) for pause in pauses)
+            for (before, _), (end, pauses) in itertools.pairwise(self._ends)
+        ]
 
 
 def _clock_callback(clock: _Clock) -> Any:
@@ -302,8 +320,8 @@ def _arguments(workload: Workload, steps: int, folder: str) -> dict[str, Any]:
 
     return {
         "output_dir": folder, "max_steps": steps, "per_device_train_batch_size": workload.batch,
-        "learning_rate": 1e-5, "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no",
-        "report_to": [], "disable_tqdm": True, "optim": "adamw_torch", "seed": 1,
+        "learning_rate": 1e-5, "lr_scheduler_type": "constant", "logging_first_step": True, "logging_steps": steps,
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 1,
         "use_cpu": devices.accelerator() == "cpu" or not torch.accelerator.is_available(),
     }  # fmt: skip
 
@@ -416,8 +434,7 @@ def train(workload: Workload, variant: str, steps: int, warmup: int = 3) -> Row:
     losses, norms = [entry["loss"] for entry in logged], [float(entry["grad_norm"]) for entry in logged]
     if not losses or not all(map(math.isfinite, losses + norms)):
         raise RuntimeError(f"not finite: losses {losses}, gradient norms {norms}")
-    # The first step has no beginning.
-    summary = summarise([seconds * 1e3 for seconds in clock.steps[warmup - 1 :]])
+    summary = summarise([seconds * 1e3 for seconds in clock.seconds()[warmup - 1 :]])
     return {
         "ms": as_json(summary), "peak_bytes": peak_bytes, "tokens_per_second": workload.tokens / summary.median * 1e3,
         "losses": losses, "grad_norms": norms, "version": package_version(PACKAGES[variant]),
