@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from . import _triton
 from .ops._launch import KernelError, compile_only, use_launcher
@@ -126,7 +127,7 @@ def record(
         # on tensors without memory.
         one_thread = torch.autograd.set_multithreading_enabled(False)
         given = use_plan(plan if planned else None)
-        with _without_numbers(handle, planned), given, use_launcher(recorder), one_thread, fake:
+        with _without_numbers(handle, planned), given, use_launcher(recorder), one_thread, fake, _NoSums():
             _run(_Step(model, context, backward), fake, rows, length, trl)
 
     try:
@@ -137,6 +138,19 @@ def record(
     except _ERRORS as error:
         found.problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return found
+
+
+class _NoSums(TorchFunctionMode):
+    """Leaves out `torch.addmm` with `out_dtype`, whose result has no numbers anyway: torch 2.11 takes the dtype for a
+    factor where its arguments are fake."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.addmm and "out_dtype" in kwargs:
+            return kwargs["out"]
+        return function(*args, **kwargs)
 
 
 class _Step(nn.Module):
