@@ -159,8 +159,11 @@ def shard(model: Any, unit: str) -> None:
 
 
 def loop(tied: bool, head: str, unit: str | None = None, patch: str | None = None) -> Parameters:
-    """A few steps. `unit`: where the head is, sharded; None: the whole batch on every rank, nothing sharded."""
+    """A few steps. `unit`: where the head is, sharded; None: the whole batch on every rank, nothing sharded. With tied
+    weights the layers are checkpointed, too."""
     model: Any = small_model("qwen3", tie_word_embeddings=tied)
+    if tied:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if head == "trl":
         trl_utils.add_fused_lm_head(model)
     kernels = apply_npu_kernels(model, ops=PATCHES) if patch == "patched, then sharded" else None
