@@ -57,6 +57,7 @@ CASES: tuple[Case, ...] = (
     Case("qwen2-lm", "qwen2", "lm"),
     Case("qwen3-lm", "qwen3", "lm", model=TIED),
     Case("qwen3-lm-autocast", "qwen3", "lm", "bf16-autocast", model=TIED),
+    Case("qwen3-lm-checkpointing", "qwen3", "lm", model=TIED, options={"gradient_checkpointing": True}),
     Case("qwen3-moe-lm", "qwen3-moe", "lm"),
     Case("gemma2-lm", "gemma2", "lm"),
     Case("gemma2-lm-bf16", "gemma2", "lm", "bf16"),
@@ -67,6 +68,9 @@ CASES: tuple[Case, ...] = (
     Case("gemma2-sft", "gemma2", "sft"),
     Case("llama-dpo", "llama", "dpo"),
     Case("qwen3-grpo-dapo", "qwen3", "grpo", quick=True, options={"loss_type": "dapo"}),
+    Case(
+        "qwen3-grpo-checkpointing", "qwen3", "grpo", options={"loss_type": "dapo", "gradient_checkpointing": True}
+    ),
     Case("qwen3-grpo-grpo-kl", "qwen3", "grpo", options={"loss_type": "grpo", "beta": 0.04}),
     Case("qwen3-grpo-dr-grpo", "qwen3", "grpo", options={"loss_type": "dr_grpo"}),
     Case(
