@@ -53,7 +53,9 @@ class Launch:
     @property
     def name(self) -> str:
         """For people, for example `swiglu forward`."""
-        op = self.kernel.fn.__module__.rpartition(".")[2].strip("_")
+        module = self.kernel.fn.__module__.rpartition(".")[2]
+        # A file of an engine that several ops share is named after the engine: `_norm`, `_head_fused`.
+        op = module.split("_")[1] if module.startswith("_") else module
         return f"{op} {self.kernel.__name__.strip('_').removesuffix('_kernel').replace('_', ' ')}"
 
 

@@ -38,7 +38,7 @@ def test_import_survives_broken_optional_dependencies(error):
 
 def test_kernels_without_triton_name_the_extra():
     code = BREAK.format(names=["triton"], error="ImportError") + (
-        "from npu_trainer_kernels.ops._head import _row_gradient_kernel as k\nk[(1,)]()"
+        "from npu_trainer_kernels.ops._head_gradient import _row_gradient_kernel as k\nk[(1,)]()"
     )
     done = run(code)
     assert "MissingDependencyError" in done.stderr

@@ -25,6 +25,8 @@ __all__ = [
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int64, torch.int32)
 _REAL = (int, float)
+# The head's kernel reports the argmax as an fp32 number.
+_MAX_VOCAB = (1 << 24) - 1
 
 
 def check_float(name: str, tensor: torch.Tensor) -> None:
@@ -81,8 +83,8 @@ def check_head(
         raise ValueError(f"x must have shape [..., {weight.shape[1]}], like weight's columns; got {list(x.shape)}")
     if ids.shape != x.shape[:-1]:
         raise ValueError(f"{ids_name} must have x's leading shape {list(x.shape[:-1])}; got {list(ids.shape)}")
-    if weight.shape[0] >= 1 << 24:
-        raise ValueError(f"weight has {weight.shape[0]} rows; at most {(1 << 24) - 1} are supported")
+    if weight.shape[0] > _MAX_VOCAB:
+        raise ValueError(f"weight has {weight.shape[0]} rows; at most {_MAX_VOCAB} are supported")
     if bias is not None:
         check_float("bias", bias)
         if bias.shape != weight.shape[:1]:

@@ -1,6 +1,6 @@
 """What ops do on the host before a launch, as cheap as can be: a small op's time is Python's.
 
-Each does what torch's own does, without what that costs where nothing is to be done.
+What has a counterpart in torch does the same, without what that costs where nothing is to be done.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable as _once_differentiable
 
-__all__ = ["contiguous_like", "once_differentiable", "promoted"]
+__all__ = ["autocasts", "compute_dtype", "contiguous_like", "once_differentiable", "promoted"]
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,3 +33,14 @@ def contiguous_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
     """An uninitialised tensor of t's shape (and dtype) without gaps. `torch.empty` reads a shape, a dtype and a device
     from Python, which takes three times as long."""
     return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def autocasts(x: torch.Tensor) -> bool:
+    """Whether products with x run in autocast's dtype."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of the products with x: its own, or autocast's."""
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype

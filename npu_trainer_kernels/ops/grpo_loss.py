@@ -49,8 +49,6 @@ from .._triton import jit, tl
 from ._checks import check_choice, check_float, check_head, check_ids, check_range, check_same_device, is_number
 from ._fallback import falls_back
 from ._head import (
-    HeadOptions,
-    HeadStatistics,
     LogProbObjective,
     Objective,
     head_statistics,
@@ -58,6 +56,8 @@ from ._head import (
     logits_statistics,
     logits_statistics_reference,
 )
+from ._head_options import HeadOptions
+from ._head_statistics import HeadStatistics
 from ._launch import launch
 
 __all__ = [

@@ -29,7 +29,10 @@ from ._checks import (
     has_values,
     is_number,
 )
-from ._head import HeadOptions, HeadStatistics, LinearObjective, Objective, compute_dtype, head_statistics, transform
+from ._head import LinearObjective, Objective, head_statistics
+from ._head_options import HeadOptions, transform
+from ._head_statistics import HeadStatistics
+from ._host import compute_dtype
 
 __all__ = ["LinearCrossEntropyOutput", "fused_linear_cross_entropy", "linear_cross_entropy_reference", "valid_rows"]
 

@@ -13,7 +13,8 @@ import torch
 
 from .. import backends
 from ._checks import check_choices, check_head, check_range
-from ._head import HeadOptions, Objective, head_statistics, head_statistics_reference
+from ._head import Objective, head_statistics, head_statistics_reference
+from ._head_options import HeadOptions
 
 __all__ = [
     "LinearLogProbOutput",

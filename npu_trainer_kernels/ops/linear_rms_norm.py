@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from ._checks import check_float, check_same_device
-from ._head import autocasts, compute_dtype
-from ._host import once_differentiable
+from ._host import autocasts, compute_dtype, once_differentiable
 from ._norm import check_norm_options, norm_backward, norm_forward, norm_reference
 from .rms_norm import norm_backends, rms_norm
 

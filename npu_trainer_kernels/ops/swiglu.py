@@ -24,8 +24,7 @@ from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._checks import check_float, check_same_device
 from ._fallback import falls_back
-from ._head import autocasts, compute_dtype
-from ._host import contiguous_like, once_differentiable
+from ._host import autocasts, compute_dtype, contiguous_like, once_differentiable
 from ._launch import launch
 
 __all__ = ["swiglu", "swiglu_linear", "swiglu_linear_reference", "swiglu_reference"]

@@ -15,7 +15,8 @@ from npu_trainer_kernels.ascend.cases import DTYPES, TABLE, Tensors
 from npu_trainer_kernels.ascend.execute import LEVELS
 from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder
 from npu_trainer_kernels.ascend.plan import plan, violations
-from npu_trainer_kernels.ops._head import HeadOptions, _raw_statistics
+from npu_trainer_kernels.ops._head_options import HeadOptions
+from npu_trainer_kernels.ops._head_statistics import _raw_statistics
 from npu_trainer_kernels.ops._launch import use_launcher
 from tests.closeness import assert_op_close
 from tests.ops.test_grpo_loss import FORMS, token_gradient, token_numbers

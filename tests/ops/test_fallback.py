@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from npu_trainer_kernels import KernelError, NpuKernelsArguments, apply_npu_kernels, backends, ops
-from npu_trainer_kernels.ops import _fallback, _head, _norm
+from npu_trainer_kernels.ops import _fallback, _head_gradient, _head_statistics, _norm
 from npu_trainer_kernels.ops._fallback import falls_back
 
 
@@ -58,8 +58,8 @@ CASES = {
     "swiglu forward": (swiglu, "_forward_kernel", _swiglu_case, "swiglu"),
     "swiglu backward": (swiglu, "_backward_kernel", _swiglu_case, "swiglu"),
     "rope": (rope, "_rotate_pair_kernel", _rope_case, "rope"),
-    "head statistics": (_head, "_row_statistics_kernel", _head_case, "linear_logprob"),
-    "head gradient": (_head, "_row_gradient_kernel", _head_case, "linear_logprob"),
+    "head statistics": (_head_statistics, "_row_statistics_kernel", _head_case, "linear_logprob"),
+    "head gradient": (_head_gradient, "_row_gradient_kernel", _head_case, "linear_logprob"),
     "arithmetic of grpo_loss": (grpo_loss, "_token_kernel", _grpo_case, "grpo_loss"),
 }
 

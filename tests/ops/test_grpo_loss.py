@@ -146,16 +146,16 @@ def test_masks_ratios_and_advantages_per_token(device, level, off_policy, loss_t
 
 
 def test_masked_tokens_are_not_projected(device, monkeypatch):
-    from npu_trainer_kernels.ops import _head
+    from npu_trainer_kernels.ops import _head_chunks
 
     rows = []
-    original = _head._project
+    original = _head_chunks._project
 
     def project(x, *args):
         rows.append(x.shape[0])
         return original(x, *args)
 
-    monkeypatch.setattr(_head, "_project", project)
+    monkeypatch.setattr(_head_chunks, "_project", project)
     x, weight, ids = make(device)
     given = batch(device, (x, weight, ids))
     out = fused_linear_grpo_loss(x, weight, ids, torch.randn(B, device=device), **given)
@@ -167,17 +167,17 @@ def test_masked_tokens_are_not_projected(device, monkeypatch):
 @pytest.mark.parametrize("level", LEVELS)
 def test_on_policy_needs_no_second_projection_at_any_chunk_size(device, monkeypatch, loss_type, level):
     """The gradient is right although chunks end inside completions."""
-    from npu_trainer_kernels.ops import _head
+    from npu_trainer_kernels.ops import _head_chunks
 
     rows = []
-    original = _head._project
+    original = _head_chunks._project
 
     def project(x, *args):
         rows.append(x.shape[0])
         return original(x, *args)
 
     monkeypatch.setattr(tiling, "head_chunk", lambda *args: 20)
-    monkeypatch.setattr(_head, "_project", project)
+    monkeypatch.setattr(_head_chunks, "_project", project)
     options = GrpoOptions(loss_type, level)
     x, weight, ids = make(device)
     advantages = torch.randn(B, T, device=device)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from npu_trainer_kernels import backends, tiling
-from npu_trainer_kernels.ops import _head
-from npu_trainer_kernels.ops._head import HeadOptions, LogProbObjective, head_statistics, head_statistics_reference
+from npu_trainer_kernels.ops import _head_chunks, _head_fused
+from npu_trainer_kernels.ops._head import LogProbObjective, head_statistics, head_statistics_reference
+from npu_trainer_kernels.ops._head_options import HeadOptions
 from npu_trainer_kernels.ops._launch import KernelError
 from tests.closeness import assert_op_close
 
@@ -29,13 +30,13 @@ def upstream(log_prob, entropy):
 def count_logits(monkeypatch) -> list[int]:
     """Notes the rows of every projection."""
     rows: list[int] = []
-    original = _head._project
+    original = _head_chunks._project
 
     def project(x, *args):
         rows.append(x.shape[0])
         return original(x, *args)
 
-    monkeypatch.setattr(_head, "_project", project)
+    monkeypatch.setattr(_head_chunks, "_project", project)
     return rows
 
 
@@ -116,7 +117,7 @@ def test_a_failing_kernel_hands_its_columns_to_torch(device, monkeypatch, second
         raise KernelError("planted")
 
     monkeypatch.setenv("NPU_KERNELS_STRICT", "0")
-    monkeypatch.setattr(_head, "launch", fail)
+    monkeypatch.setattr(_head_fused, "launch", fail)
     objective = LogProbObjective(lambda log_prob, chunk: (log_prob * log_prob).sum())
 
     def op(x, w, ids):

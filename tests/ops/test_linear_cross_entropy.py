@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from npu_trainer_kernels import tiling
-from npu_trainer_kernels.ops import _head, fused_linear_cross_entropy, linear_cross_entropy_reference
+from npu_trainer_kernels.ops import _head_chunks, fused_linear_cross_entropy, linear_cross_entropy_reference
 from tests.closeness import assert_op_close
 
 # Vocabulary and hidden size divide nothing; the interpreter's tiles are small, so a row takes several steps and a tail.
@@ -75,13 +75,13 @@ def test_first_chunk_lies_where_the_gradient_will(device, monkeypatch, dtype, bi
     # What CUDA gets of sizes that are too large for a test.
     monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
     monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks(stops, columns))
-    shapes, original = [], _head._project
+    shapes, original = [], _head_chunks._project
 
     def project(x, weight, *args):
         shapes.append((x.shape[0], weight.shape[0]))
         return original(x, weight, *args)
 
-    monkeypatch.setattr(_head, "_project", project)
+    monkeypatch.setattr(_head_chunks, "_project", project)
     check(make(device, dtype, bias), "triton")
     later = [(b - a, V) for a, b in itertools.pairwise(stops)]
     assert shapes == [(stops[0], columns), (stops[0], V - columns), *later]

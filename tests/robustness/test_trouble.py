@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, SFTConfig, SFTTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments, NpuKernelsCallback
-from npu_trainer_kernels.ops import _head
+from npu_trainer_kernels.ops import _head, _head_chunks
 from tests.models import small_model
 from tests.patching.test_apply import state_of
 from tests.test_callback import losses, make_trainer
@@ -31,14 +31,14 @@ def run_to_be_killed(folder) -> None:
     """Dies inside the head of step KILLED, with no chance to clean up."""
     torch.set_num_threads(1)
     trainer = make_trainer(folder, callbacks=[NpuKernelsCallback()], **saving())
-    original = _head._project
+    original = _head_chunks._project
 
     def project(*args):
         if trainer.state.global_step == KILLED - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args)
 
-    _head._project = project
+    _head_chunks._project = project
     trainer.train()
 
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from npu_trainer_kernels.ops import _head
+from npu_trainer_kernels.ops import _head, _head_chunks
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,13 +18,13 @@ def _frozen() -> None:
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of every projection by our head."""
     seen: list[int] = []
-    original = _head._project
+    original = _head_chunks._project
 
     def project(x, *args):
         seen.append(x.shape[0])
         return original(x, *args)
 
-    monkeypatch.setattr(_head, "_project", project)
+    monkeypatch.setattr(_head_chunks, "_project", project)
     return seen
 
 

@@ -1,0 +1,220 @@
+"""Statistics of one chunk of logits `[n, V]`, which stay as they are: a kernel that reads them once, its torch twin, or
+the vendor's operator. The formulas: `ops/_head.py`.
+
+The kernel and its twin leave a few sums per row; what becomes of these is torch on `[n]` numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import _vendor, device, tiling
+from .._triton import jit, tl
+from ._head_options import HeadOptions, guarded, kernel_flags, transform, transformed
+from ._launch import launch
+
+__all__ = ["HeadStatistics", "Softmax", "row_statistics", "vendor_statistics"]
+
+
+class HeadStatistics(NamedTuple):
+    """Per-row statistics, each an fp32 tensor `[n]` (`argmax`: int64), or None where it was not asked for."""
+
+    log_prob: torch.Tensor
+    lse: torch.Tensor
+    entropy: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    log_sum_sq: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+
+
+class Softmax(NamedTuple):
+    """A chunk's softmax in the form that loses nothing to rounding: p_ij = exp(z_ij - row_max_i) / s_i."""
+
+    row_max: torch.Tensor
+    inverse_s: torch.Tensor
+    shift: torch.Tensor | None  # log s - entropy: log p + entropy = z - row_max - shift
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernel
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit(lengths=("n_rows",))
+def _row_statistics_kernel(
+    logits,  # [n_rows, n_cols], row stride given, any float dtype
+    class_weights,  # [n_cols] fp32, read where HAS_WEIGHTS
+    out,  # [6, n_rows] fp32: max, sum e, sum e d, sum u z, sum e^2, argmax (d = z - max, e = exp(d))
+    n_rows,
+    n_cols,
+    n_folded,  # columns that the folded loop covers: n_cols rounded down to FOLD * WIDTH
+    row_stride,
+    inner,
+    outer,
+    HAS_CAP: tl.constexpr,
+    IS_IDENTITY: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    FOLD: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    # Every lane keeps its own running maximum and sums, so the only reductions over the whole vector are the few at
+    # a row's end. FOLD * WIDTH contiguous logits share one rescaling of the lanes.
+    # Chosen so that exp(NEGATIVE - m) is 0 for every finite m and NEGATIVE * 0 is 0, which -inf would not give.
+    NEGATIVE: tl.constexpr = -1e30
+    lane = tl.arange(0, WIDTH)
+    folded = tl.arange(0, FOLD)[:, None] * WIDTH + lane[None, :]
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        # A chunk of logits can hold more than 2^31 elements.
+        start_of_row = logits + tl.cast(row, tl.int64) * row_stride
+        m = tl.full([WIDTH], NEGATIVE, tl.float32)
+        s = tl.zeros([WIDTH], tl.float32)
+        ds = tl.zeros([WIDTH], tl.float32)
+        us = tl.zeros([WIDTH], tl.float32)
+        sq = tl.zeros([WIDTH], tl.float32)
+        best = tl.zeros([WIDTH], tl.int32)
+        for start in range(0, n_folded, FOLD * WIDTH):
+            z = transformed(tl.load(start_of_row + start + folded), inner, outer, HAS_CAP, IS_IDENTITY)
+            block_max = tl.max(z, axis=0)
+            if HAS_ARGMAX:
+                # Smallest column among a lane's maxima, as torch.argmax reports the first.
+                first = tl.min(tl.where(z == block_max[None, :], start + folded, n_cols), axis=0)
+                best = tl.where(block_max > m, first, best)
+            m_new = tl.where(block_max > m, block_max, m)
+            rescale = tl.exp(m - m_new)
+            d = z - m_new[None, :]
+            e = tl.exp(d)
+            if HAS_ENTROPY:
+                # Sums of e d, not e z: the entropy would be a small difference of large numbers.
+                ds = (ds + s * (m - m_new)) * rescale + tl.sum(e * d, axis=0)
+            s = s * rescale + tl.sum(e, axis=0)
+            if HAS_MEAN:
+                if HAS_WEIGHTS:
+                    us += tl.sum(z * tl.load(class_weights + start + folded), axis=0)
+                else:
+                    us += tl.sum(z, axis=0)
+            if HAS_SQUARES:
+                sq = sq * rescale * rescale + tl.sum(e * e, axis=0)
+            m = m_new
+        for start in range(n_folded, n_cols, WIDTH):
+            mask = start + lane < n_cols
+            x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
+            z = transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
+            if HAS_MEAN:
+                if HAS_WEIGHTS:
+                    us += z * tl.load(class_weights + start + lane, mask=mask, other=0.0)
+                else:
+                    us += tl.where(mask, z, 0.0)
+            z = tl.where(mask, z, NEGATIVE)
+            if HAS_ARGMAX:
+                best = tl.where(z > m, start + lane, best)
+            m_new = tl.where(z > m, z, m)
+            rescale = tl.exp(m - m_new)
+            # Without the mask a lane that has seen nothing would count exp(NEGATIVE - NEGATIVE) = 1.
+            d = z - m_new
+            e = tl.where(mask, tl.exp(d), 0.0)
+            if HAS_ENTROPY:
+                ds = (ds + s * (m - m_new)) * rescale + e * d
+            s = s * rescale + e
+            if HAS_SQUARES:
+                sq = sq * rescale * rescale + e * e
+            m = m_new
+        row_max = tl.max(m, axis=0)
+        rescale = tl.exp(m - row_max)
+        tl.store(out + row, row_max)
+        tl.store(out + n_rows + row, tl.sum(s * rescale, axis=0))
+        if HAS_ENTROPY:
+            tl.store(out + 2 * n_rows + row, tl.sum((ds + s * (m - row_max)) * rescale, axis=0))
+        if HAS_MEAN:
+            tl.store(out + 3 * n_rows + row, tl.sum(us, axis=0))
+        if HAS_SQUARES:
+            tl.store(out + 4 * n_rows + row, tl.sum(sq * rescale * rescale, axis=0))
+        if HAS_ARGMAX:
+            tl.store(out + 5 * n_rows + row, tl.min(tl.where(m == row_max, best, n_cols), axis=0).to(tl.float32))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@guarded
+def _raw_statistics(
+    logits: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions, backend: str
+) -> tuple[torch.Tensor, ...]:
+    """(maximum, sum of exponentials, its weighting by z - maximum, sum of z, sum of squares, argmax), fp32 each."""
+    if backend == "torch":
+        return _raw_statistics_torch(logits, class_weights, options)
+    n_rows, n_cols = logits.shape
+    out = torch.empty(6, n_rows, dtype=torch.float32, device=logits.device)
+    tile = tiling.statistics_tile(
+        n_cols, logits.element_size(), device.spec(logits.device), entropy=options.entropy, mean=options.mean,
+        squares=options.log_sum_sq, argmax=options.argmax, weights=class_weights is not None,
+    )  # fmt: skip
+    step = tile.fold * tile.width
+    inner, outer = options.factors
+    launch(
+        _row_statistics_kernel, (min(n_rows, tile.programs),),
+        logits, out if class_weights is None else class_weights, out,
+        n_rows, n_cols, n_cols // step * step, logits.stride(0), inner, outer,
+        **kernel_flags(options, logits.device),
+        HAS_ENTROPY=options.entropy, HAS_MEAN=options.mean, HAS_WEIGHTS=class_weights is not None,
+        HAS_SQUARES=options.log_sum_sq, HAS_ARGMAX=options.argmax,
+        FOLD=tile.fold, WIDTH=tile.width, **tile.options,
+    )  # fmt: skip
+    return out.unbind(0)
+
+
+def _raw_statistics_torch(
+    logits: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions
+) -> tuple[torch.Tensor, ...]:
+    """The kernel's outputs in torch: the whole chunk at once instead of a lane at a time."""
+    z = transform(logits.float(), options)
+    row_max = z.amax(-1)
+    d = z - row_max.unsqueeze(-1)
+    e = d.exp() if options.entropy else d.exp_()
+    none = row_max
+    return (
+        row_max,
+        e.sum(-1),
+        torch.linalg.vecdot(e, d) if options.entropy else none,
+        (z.sum(-1) if class_weights is None else z @ class_weights) if options.mean else none,
+        torch.linalg.vecdot(e, e) if options.log_sum_sq else none,
+        z.argmax(-1) if options.argmax else none,
+    )
+
+
+def row_statistics(
+    logits: torch.Tensor, ids: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions, backend: str
+) -> tuple[HeadStatistics, Softmax]:
+    """Statistics of one chunk of logits, which stay as they are."""
+    if backend == "vendor":
+        return vendor_statistics(_vendor.cross_entropy(logits, ids)[0], logits, ids)
+    row_max, s, ds, us, sq, best = _raw_statistics(logits, class_weights, options, backend)
+    log_s = s.log()
+    lse = row_max + log_s
+    z_id = transform(logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).float(), options)
+    shift = ds / s if options.entropy else None
+    statistics = HeadStatistics(
+        # Not z_id - lse: the difference to the maximum is exact where the id is likely.
+        log_prob=(z_id - row_max) - log_s,
+        lse=lse,
+        entropy=None if shift is None else log_s - shift,
+        mean=(us / logits.shape[1] if class_weights is None else us) if options.mean else None,
+        log_sum_sq=sq.log() - 2 * log_s if options.log_sum_sq else None,
+        argmax=best.long() if options.argmax else None,
+    )
+    return statistics, Softmax(row_max, 1.0 / s, shift)
+
+
+def vendor_statistics(
+    log_prob: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor
+) -> tuple[HeadStatistics, Softmax]:
+    """From what the vendor's operator returns; its softmax is exp(z - lse)."""
+    lse = logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).float() - log_prob
+    return HeadStatistics(log_prob, lse), Softmax(lse, torch.ones_like(lse), None)
