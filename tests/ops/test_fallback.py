@@ -155,10 +155,10 @@ def _model():
 def test_report_names_it(monkeypatch, device):
     monkeypatch.setattr(_norm, "_forward_kernel", Broken())
     model = _model().to(device)
-    handle = apply_npu_kernels(model, backend="rms_norm=triton,add_rms_norm=triton")
-    with pytest.warns(RuntimeWarning):
-        model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=device))
-    assert any("rms_norm runs in torch" in n and "the buffer overflows" in n for n in handle.report().notes)
+    with apply_npu_kernels(model, backend="rms_norm=triton,add_rms_norm=triton") as handle:
+        with pytest.warns(RuntimeWarning):
+            model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=device))
+        assert any("rms_norm runs in torch" in n and "the buffer overflows" in n for n in handle.report().notes)
 
 
 def test_strict_lasts_until_restore(monkeypatch, device):
