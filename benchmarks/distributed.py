@@ -11,6 +11,7 @@ Random weights and ids, as in `endtoend.py`; no Trainer, so that nothing but mod
 
 import argparse
 import collections
+import contextlib
 import gc
 import os
 import re
@@ -78,9 +79,11 @@ def train(size: str, wrapper: str, kernels: bool, batch: int, length: int, steps
         device: of this rank.
     """
     model = build_model(size).to(device)
-    if kernels:
-        apply_npu_kernels(model)
-    model = _wrap(model, wrapper, device)
+    with apply_npu_kernels(model) if kernels else contextlib.nullcontext():
+        return _train(_wrap(model, wrapper, device), size, batch, length, steps, device)
+
+
+def _train(model: Any, size: str, batch: int, length: int, steps: int, device: torch.device) -> Row:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     generator = torch.Generator().manual_seed(2 + distributed.get_rank())
     ids = torch.randint(3, MODELS[size][1]["vocab_size"], (batch, length), generator=generator).to(device)
