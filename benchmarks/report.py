@@ -273,7 +273,7 @@ def _plot_bars(rows: Sequence[Row], ops: Sequence[tuple[str, str]], target: Path
         _bar(time_axis, [r for r in found if r["provider"] != FLOOR], lambda r: r["ms"]["median"])
         for floor in _of(found, provider=FLOOR):
             time_axis.axvline(floor["ms"]["median"], color="black", linestyle="--", linewidth=1, label="floor")
-            time_axis.legend(loc="lower right", fontsize=7)
+            time_axis.legend(loc="upper right", fontsize=7)
         _bar(memory_axis, [r for r in found if r["provider"] != FLOOR], lambda r: r["extra_bytes"] / (1 << 20))
         time_axis.set_title(f"{op}, {shape}", fontsize=9, loc="left")
         time_axis.set_xlabel("forward + backward, ms", fontsize=8)

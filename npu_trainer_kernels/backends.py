@@ -52,11 +52,11 @@ class Choice:
     evidence: str
 
 
-def _on_h200(row: str, ms: float, plain_ms: float, of: str = "-third-round") -> tuple[Choice, ...]:
+def _on_h200(row: str, ms: float, plain_ms: float) -> tuple[Choice, ...]:
     """For CUDA: Triton by a committed measurement (`tests/test_backends.py` holds the figures to it)."""
     measured = (
         f"{ms:g} ms against {plain_ms:g} ms of plain PyTorch, forward and backward, {row} bfloat16 on an H200 "
-        f"(benchmarks/results/2026-11-21-nvidia-h200{of}.json)"
+        "(benchmarks/results/2026-11-21-nvidia-h200-fourth-round.json)"
     )
     return Choice("triton", measured), Choice("torch", "used where Triton cannot be imported")
 
@@ -100,14 +100,14 @@ _NPU: dict[str, tuple[Choice, ...]] = {
     "grpo_loss": _NPU_TRITON,
 }
 _CUDA: dict[str, tuple[Choice, ...]] = {
-    "rms_norm": _on_h200("rms_norm N=8192 H=4096", 0.093, 1.409),
+    "rms_norm": _on_h200("rms_norm N=8192 H=4096", 0.094, 1.409),
     "add_rms_norm": _on_h200("add_rms_norm N=8192 H=4096", 0.141, 1.508),
-    "swiglu": _on_h200("swiglu N=8192 I=14336", 0.438, 0.774),
+    "swiglu": _on_h200("swiglu N=8192 I=14336", 0.438, 0.775),
     "rope": _on_h200("rope S=8192 Q=32 K=8 D=128", 0.089, 1.194),
-    "embedding": _on_h200("embedding N=16384 V=151936 D=4096", 0.491, 1.451),
-    "linear_cross_entropy": _on_h200("linear_cross_entropy BT=8192 H=4096 V=128256", 38.993, 49.041),
-    "linear_logprob": _on_h200("linear_logprob BT=8192 H=4096 V=128256", 54.441, 58.163, of=""),
-    "grpo_loss": _on_h200("fused_linear_grpo_loss B=8 T=1024 H=2048 V=151936", 19.464, 46.16),
+    "embedding": _on_h200("embedding N=16384 V=151936 D=4096", 0.492, 1.451),
+    "linear_cross_entropy": _on_h200("linear_cross_entropy BT=8192 H=4096 V=128256", 39.581, 49.573),
+    "linear_logprob": _on_h200("linear_logprob BT=8192 H=4096 V=128256", 54.713, 58.51),
+    "grpo_loss": _on_h200("fused_linear_grpo_loss B=8 T=1024 H=2048 V=151936", 19.687, 46.51),
 }
 _CPU = (Choice("torch", "the only one that runs natively on a CPU (the Triton interpreter is for tests)"),)
 _ORDER: dict[str, dict[str, tuple[Choice, ...]]] = {
