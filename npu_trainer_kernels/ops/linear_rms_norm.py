@@ -95,7 +95,9 @@ def linear_rms_norm(
         weight: `[heads D, H]`, in x's dtype unless autocast is on.
         norm_weight: `[D]`, of the norm.
         bias: `[heads D]` or None.
-        eps, offset, casting: as in `rms_norm`.
+        eps: as in `rms_norm`.
+        offset: likewise.
+        casting: likewise.
         backend: overrides the choice of `backends.choose("rms_norm", ...)`.
 
     Returns:
