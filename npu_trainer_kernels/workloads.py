@@ -115,9 +115,8 @@ class Workload:
     @property
     def backend_op(self) -> str:
         """The op's name in `backends.OPS`."""
-        return {"fused_linear_grpo_loss": "grpo_loss", "swiglu_linear": "swiglu", "linear_rms_norm": "rms_norm"}.get(
-            self.op, self.op
-        )
+        served = {"fused_linear_grpo_loss": "grpo_loss", "swiglu_linear": "swiglu", "linear_rms_norm": "rms_norm"}
+        return served.get(self.op, self.op)
 
     @property
     def reference(self) -> Function:

@@ -174,12 +174,13 @@ class NpuKernels:
                 self._replace(path, module, "swiglu", backend, detail, patched_mlp_class(module, self._backend))
 
     def _patch_rope(self, model: nn.Module, backend: str) -> None:
+        keeps_no_products = self._keeps_no_products(model)
         for path, module in model.named_modules():
             found = recognise_rope(module)
             if isinstance(found, str):
                 self._leave(path, module, "rope", found)
             elif found is not None:
-                forms = normed_projections(module, found) if self._keeps_no_products(model) else ()
+                forms = normed_projections(module, found) if keeps_no_products else ()
                 detail = f"no product kept before {', '.join(name for name, _ in forms)}" if forms else ""
                 cls = patched_rope_class(module, found, forms, self._backend)
                 self._replace(path, module, "rope", backend, detail, cls)

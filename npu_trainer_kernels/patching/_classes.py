@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["is_patched_class", "original_class", "subclass_with_forward"]
+__all__ = ["has_hooks", "is_patched_class", "original_class", "subclass_with_forward"]
 
 
 @functools.cache
@@ -47,6 +47,13 @@ def subclass_with_forward(
 def is_patched_class(cls: type[nn.Module]) -> bool:
     """Whether `subclass_with_forward` made a class: not one that somebody has derived of it."""
     return "_npu_kernels_original" in vars(cls)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody, also a wrapper that shards, wants a module to be called, not just what it computes."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference
-from ._classes import original_class, subclass_with_forward
+from ._classes import has_hooks, original_class, subclass_with_forward
 from ._undo import Undo
 
 __all__ = ["is_bare_linear", "is_gated_mlp", "patched_mlp_class", "recognise_mlp"]
@@ -58,8 +58,7 @@ def is_bare_linear(module: nn.Module) -> bool:
     the fake one, which stands for the parameter that it was made of."""
     return (
         type(module) is nn.Linear
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and not (module._backward_hooks or module._backward_pre_hooks)
+        and not has_hooks(module)
         and "forward" not in module.__dict__
         and all(type(p) in (nn.Parameter, FakeTensor) for p in (module.weight, module.bias) if p is not None)
     )

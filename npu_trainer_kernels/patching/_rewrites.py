@@ -33,7 +33,7 @@ from torch import nn
 from ..ops.add_rms_norm import add_rms_norm
 from ..ops.linear_rms_norm import linear_rms_norm
 from ..ops.rope import rope, rope_reference
-from ._classes import original_class, subclass_with_forward
+from ._classes import has_hooks, original_class, subclass_with_forward
 from ._mlps import is_bare_linear
 from ._norms import NormForm, is_candidate, keeps_own_code, recognise_norm
 
@@ -62,6 +62,15 @@ def _source(function: types.FunctionType) -> str | None:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         return None
+
+
+def _norms_of(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: child for name, child in module.named_children() if is_candidate(child)}
+
+
+def _forms_of(norms: dict[str, nn.Module]) -> dict[str, NormForm]:
+    """What is recognised of them."""
+    return {name: form for name, child in norms.items() if isinstance(form := recognise_norm(child), NormForm)}
 
 
 # The `from __future__` imports of the module that a function comes from are in its flags, and must be in the new one's.
@@ -168,8 +177,7 @@ class _NormedProjection(ast.NodeTransformer):
 
 def normed_projections(module: nn.Module, function: types.FunctionType) -> tuple[tuple[str, NormForm], ...]:
     """The norms right after projections in an attention's forward, each with its form."""
-    norms = {name: child for name, child in module.named_children() if is_candidate(child)}
-    forms = {name: form for name, child in norms.items() if isinstance(form := recognise_norm(child), NormForm)}
+    forms = _forms_of(_norms_of(module))
     source, rewrite = _source(function), _NormedProjection({name for name, form in forms.items() if form.weighted})
     if source is not None:
         rewrite.visit(ast.parse(source))
@@ -178,9 +186,8 @@ def normed_projections(module: nn.Module, function: types.FunctionType) -> tuple
 
 def _projecting(forms: dict[str, NormForm], backend: str | None) -> Callable[..., Any]:
     def project(norm: Any, name: str, projection: Any, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        hooked = norm._forward_hooks or norm._forward_pre_hooks
         heads = norm.weight.shape[0] == shape[-1]
-        if not torch.is_grad_enabled() or hooked or not heads or not is_bare_linear(projection):
+        if not torch.is_grad_enabled() or has_hooks(norm) or not heads or not is_bare_linear(projection):
             normed: torch.Tensor = norm(projection(x).view(shape))
             return normed
         form = forms[name]
@@ -281,7 +288,7 @@ class _Rewrite(ast.NodeTransformer):
 def recognise_layer(module: nn.Module) -> tuple[types.FunctionType, tuple[tuple[str, NormForm], ...]] | str | None:
     """The forward of a decoder layer and its norms that follow a residual add; why it is left alone; None where it has
     no norms among its children."""
-    norms = {name: child for name, child in module.named_children() if is_candidate(child)}
+    norms = _norms_of(module)
     # A decoder layer has two norms or more; with one it is a model's last, or an attention's.
     if len(norms) < 2 or not any(True for child in module.children() if child not in norms.values()):
         return None
@@ -291,9 +298,8 @@ def recognise_layer(module: nn.Module) -> tuple[types.FunctionType, tuple[tuple[
     source = _source(function)
     if source is None:
         return "its source is not at hand"
-    forms = {name: form for name, child in norms.items() if isinstance(form := recognise_norm(child), NormForm)}
-    free = {name for name in forms if not (norms[name]._forward_hooks or norms[name]._forward_pre_hooks)}
-    rewrite = _Rewrite(free)
+    forms = _forms_of(norms)
+    rewrite = _Rewrite({name for name in forms if not has_hooks(norms[name])})
     rewrite.visit(ast.parse(source))
     if not rewrite.found:
         return "its forward has no residual add right before a norm"
@@ -307,9 +313,7 @@ def _layer_parts(
     by_name = dict(forms)
 
     def fused(norm: Any, name: str, hidden: torch.Tensor, residual: torch.Tensor) -> Any:
-        # Hooks, also those of a wrapper that shards, want the norm to be called.
-        hooked = norm._forward_hooks or norm._forward_pre_hooks
-        if hooked or keeps_own_code("add_rms_norm", hidden, backend):
+        if has_hooks(norm) or keeps_own_code("add_rms_norm", hidden, backend):
             total = residual + hidden
             return norm(total), total
         form = by_name[name]

@@ -170,6 +170,18 @@ def test_a_product_that_somebody_sees_is_formed_as_the_model_does(monkeypatch):
     assert (count, details) == (0, ["", ""])
 
 
+def test_backward_hooks_of_norms_are_called():
+    """They come after the patch here; a norm that is done as part of something else would not call them."""
+    model, seen = small_model("qwen3"), []
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layer = model.model.layers[0]
+    with apply_npu_kernels(model, ops=PATCHES):
+        for norm in (layer.post_attention_layernorm, layer.self_attn.q_norm):
+            norm.register_full_backward_hook(lambda module, grad_input, grad_output: seen.append(module))
+        loss_and_gradients(model, batch())
+    assert seen == [layer.post_attention_layernorm, layer.self_attn.q_norm]
+
+
 def test_an_attention_with_other_rotation_is_left_alone():
     with apply_npu_kernels(small_model("cohere"), ops=PATCHES) as kernels:
         left = {x.op: x.reason for x in kernels.report().left_alone}
