@@ -219,7 +219,8 @@ def compare(old: Path, new: Path) -> Comparison:
     for key in before:
         if key in now:
             result.add(key, before[key], now[key])
-    only = len(before.keys() - now.keys()), len(now.keys() - before.keys())
+    measured = {key for key, row in now.items() if row["status"] == "ok"}
+    only = len(before.keys() - now.keys()), len(measured - before.keys())
     if any(only):
         result.notes.append(f"{only[0]} rows only in {old.name}, {only[1]} only in {new.name}: not compared")
     return result

@@ -222,6 +222,14 @@ def test_compare(tmp_path, new, remark, capsys):
     assert "rms_norm" in capsys.readouterr().out
 
 
+def test_a_row_that_neither_file_has_measured_is_in_none(tmp_path):
+    absent = row(provider="liger", status="absent")
+    old, now = (write(tmp_path / f"{name}.json", [row(), absent]) for name in ("old", "new"))
+    found = results.compare(old, now)
+    assert len(found.rows) == 1
+    assert found.notes == []
+
+
 def test_comparing_two_devices_is_refused(tmp_path, capsys):
     old = write(tmp_path / "old.json", [row()])
     now = write(tmp_path / "new.json", [row()], device={"kind": "cuda", "name": "other", "memory_bytes": 0})
