@@ -36,12 +36,13 @@ __all__ = [
     "keeps_plain",
     "parse_override",
     "record_failure",
-    "require_strict",
+    "strict_override",
     "unavailable",
 ]
 
 BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
 ENVIRONMENT = "NPU_KERNELS_BACKEND"
+_STRICT = "strict"
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,14 @@ def _check_backend(backend: str) -> None:
 
 @functools.cache
 def parse_override(text: str) -> Mapping[str, str]:
-    """`"torch"` or `"op=backend,op=backend"` as a mapping from op to backend. Raises `ValueError` for unknown names."""
+    """`"torch"` or `"op=backend,op=backend"` as a mapping from op to backend. Raises `ValueError` for unknown names.
+
+    The word `strict` among them is no backend: it makes a kernel's failure raise (`is_strict`).
+    """
     result: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
+        if part == _STRICT:
+            continue
         op, separator, backend = part.partition("=")
         if not separator:
             op, backend = "", op
@@ -208,6 +214,23 @@ def _by_table(op: str, kind: str, measured: tuned.Entry | None, uncovered: bool)
     raise AssertionError(f"{op} has no backend on {kind}")  # every list ends with torch
 
 
+class _Strict(str):
+    """The name of a backend whose failure raises: what was asked of one model goes with its calls into backward."""
+
+
+@functools.cache
+def _asks_strict(override: str) -> bool:
+    return _STRICT in (part.strip() for part in override.split(","))
+
+
+_strictly = functools.cache(_Strict)
+
+
+def strict_override(override: str | None) -> str:
+    """The override that chooses the same backends and makes their failures raise."""
+    return _STRICT if not override else f"{override},{_STRICT}"
+
+
 def _choose(op: str, device: torch.device, override: str | None, environment: str) -> tuple[str, str]:
     asked, source = _asked_for(op, override, environment)
     kind = _kind(device)
@@ -246,8 +269,17 @@ def choose(
     Raises:
         ValueError: unknown op or backend, or a backend that was asked for cannot run there or does not cover the call.
     """
+    if override is not None and _asks_strict(override) and not torch.compiler.is_compiling():
+        # What has failed for another model is tried again: for this one it is to raise.
+        return _strictly(_chosen(op, device, override, uncovered, unwanted))
     if torch.compiler.is_compiling() or has_failed(op, device):
         return "torch"
+    return _chosen(op, device, override, uncovered, unwanted)
+
+
+def _chosen(
+    op: str, device: torch.device, override: str | None, uncovered: Reason | None, unwanted: Reason | None
+) -> str:
     environment = os.environ.get(ENVIRONMENT, "")
     name = _choose(op, device, override, environment)[0]
     if name != "vendor":
@@ -302,7 +334,6 @@ def explain(
 # ---------------------------------------------------------------------------------------------------------------------
 
 _failures: dict[tuple[str, str], str] = {}
-_strict = 0
 
 
 def record_failure(ops: Sequence[str], device: torch.device, reason: str) -> None:
@@ -332,18 +363,7 @@ def forget_failures() -> None:
     _failures.clear()
 
 
-def is_strict() -> bool:
-    """Whether a kernel's failure raises: asked for by `require_strict`, or by NPU_KERNELS_STRICT=1."""
-    return _strict > 0 or switch("NPU_KERNELS_STRICT")
-
-
-def require_strict() -> Callable[[], None]:
-    """Makes a kernel's failure raise in this process, until the function that it returns is called."""
-    global _strict
-    _strict += 1
-
-    def release() -> None:
-        global _strict
-        _strict -= 1
-
-    return release
+def is_strict(backend: str = "") -> bool:
+    """Whether a kernel's failure raises: asked for by the backend's override (`strict_override`), for which `choose`
+    returned this name, or by NPU_KERNELS_STRICT=1."""
+    return isinstance(backend, _Strict) or switch("NPU_KERNELS_STRICT")

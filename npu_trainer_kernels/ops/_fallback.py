@@ -34,7 +34,7 @@ def falls_back(*ops: str) -> Callable[[Step], Step]:
             if backend == "torch":
                 return step(*args)
             given = args[:-1]
-            if backends.has_failed(ops[0], given[0].device):
+            if not backends.is_strict(backend) and backends.has_failed(ops[0], given[0].device):
                 return step(*given, "torch")
             copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in given] if debug() else None
             # The vendor's operators raise what PyTorch's own do, and write to nothing that they are given.
@@ -44,7 +44,7 @@ def falls_back(*ops: str) -> Callable[[Step], Step]:
             except torch.OutOfMemoryError:
                 raise
             except failure as error:
-                if backends.is_strict():
+                if backends.is_strict(backend):
                     raise
                 backends.record_failure(ops, given[0].device, str(error))
                 return step(*given, "torch")

@@ -8,28 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _vendor, backends, device
+from .. import backends, device
 from ._call import CallSettings, track_calls
 from ._classes import is_patched_class, original_class
-from ._embeddings import patched_embedding_class, recognise_embedding
-from ._head import patch_head, recognise_head
-from ._mlps import is_bare_linear, is_gated_mlp, patched_mlp_class, recognise_mlp
-from ._norms import NormForm, is_candidate, patched_norm_class, recognise_norm
+from ._head import causal_lm
+from ._patch import Patch, Scene, Site
 from ._report import LeftAlone, Replaced, Report
-from ._rewrites import (
-    normed_projections,
-    patched_layer_class,
-    patched_rope_class,
-    recognise_layer,
-    recognise_rope,
-)
-from ._trl import seam
 from ._undo import Undo
+from .table import PATCHES
 
-__all__ = ["PATCHES", "NpuKernels", "apply_npu_kernels"]
-
-# In this order: a decoder layer's rewrite needs its norms, and both name the same modules.
-PATCHES = ("rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy", "linear_logprob")
+__all__ = ["NpuKernels", "apply_npu_kernels"]
 
 _handles: "weakref.WeakKeyDictionary[nn.Module, NpuKernels]" = weakref.WeakKeyDictionary()
 
@@ -37,21 +25,26 @@ _handles: "weakref.WeakKeyDictionary[nn.Module, NpuKernels]" = weakref.WeakKeyDi
 class NpuKernels:
     """What `apply_npu_kernels` returns: says what was replaced, and puts it back.
 
-    A context manager: leaving it restores. Applying again to the same model returns the same handle.
+    A context manager: leaving the outermost `with` restores. Applying again to the same model returns the same handle.
+    It keeps neither the model nor its weights alive.
     """
 
     def __init__(
         self, model: nn.Module, ops: tuple[str, ...], by_name: bool, backend: str | None, strict: bool
     ) -> None:
         self._model = weakref.ref(model)
+        self.options = (ops, backend, strict)
+        self._patches = [PATCHES[op] for op in PATCHES if op in ops]
         self._by_name = by_name
-        self._ops, self._backend, self._strict = ops, backend, strict
+        self._backend = backends.strict_override(backend) if strict else backend
         self._undo = Undo()
+        self._sites: dict[tuple[str, type, Any], Site] = {}
         self._report = Report()
-        self._settings = CallSettings(trl_backend=backend)
-        self._tracked: set[int] = set()
-        self._head_detail = ""
-        self._where = torch.device("cpu")
+        self.settings = CallSettings()
+        self._tracked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+        self._entered = 0
+        # What is changed outside the model (TRL's names) ends with the model, whoever forgets to restore.
+        weakref.finalize(model, self._undo.restore).atexit = False
 
     @property
     def active(self) -> bool:
@@ -59,186 +52,114 @@ class NpuKernels:
         return len(self._undo) > 0
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model, as long as somebody else keeps it."""
+        return self._model()
+
+    @property
     def tokens(self) -> int:
         """Input tokens that training forwards of the patched model have seen, on this process."""
-        return self._settings.tokens
+        return self.settings.tokens
 
     def report(self) -> Report:
-        """What was replaced and what was left alone, and which kernels have failed since; it stays after `restore`."""
+        """What was replaced and what was left alone, what ran of it so far, and which kernels have failed since; it
+        stays after `restore`."""
         for op, reason in backends.failures().items():
             self._report.note(f"{op} runs in torch since a kernel failed: {reason}")
         return self._report
 
     def restore(self) -> None:
-        """Puts everything back as it was: classes, attributes, hooks, TRL's names. Does nothing the second time."""
-        self._undo.restore()
-        self._tracked.clear()
-        self._settings.serves_trl = False
+        """Puts everything back as it was: classes, attributes, hooks, TRL's names. Does nothing the second time.
+
+        What somebody else has set in the meantime stays.
+
+        Raises:
+            ExceptionGroup: something could not be put back; everything else was.
+        """
         model = self._model()
         if model is not None and _handles.get(model) is self:
             del _handles[model]
+        self._tracked.clear()
+        self.settings.trl = None
+        self._undo.restore()
 
     def __enter__(self) -> "NpuKernels":
+        self._entered += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.restore()
+        self._entered -= 1
+        if self._entered == 0:
+            self.restore()
 
     def refresh(self) -> None:
         """Patches what has been added, exchanged or set otherwise in the model since; the rest stays as it is."""
         model = self._model()
         if model is None:
             raise RuntimeError("the model that these kernels were applied to no longer exists")
-        where = next((p.device for p in model.parameters()), torch.device("cpu"))
+        parameters = [p for p in model.parameters() if p.is_floating_point()]
+        where = parameters[0].device if parameters else torch.device("cpu")
         if where.type == "meta":
             where = torch.device(device.accelerator())
-        self._where = where
+        dtype = parameters[0].dtype if parameters else torch.float32
+        scene = Scene(model, tuple(patch.op for patch in self._patches), where, dtype, self._backend)
         self._report = Report(device=device.spec(where).name, notes=self._report.notes)
+        for site in self._sites.values():
+            site.paths.clear()
         try:
-            if self._strict and not self.active:
-                self._undo.add(backends.require_strict())
-            for op in self._ops:
-                plain = None if self._by_name else backends.keeps_plain(op, where, self._backend)
-                if plain is not None:
-                    self._report.left_alone.append(LeftAlone("", "", op, plain))
-                    continue
-                name, reason = backends.explain(op, where, self._backend)
-                self._report.reasons[op] = reason
-                getattr(self, f"_patch_{op}")(model, name)
+            for module in dict.fromkeys((model, causal_lm(model)[1] or model)):
+                # PEFT calls the inner model's forward directly, so that hooks on that alone would not run.
+                if module not in self._tracked:
+                    track_calls(module, self.settings, self._undo)
+                    self._tracked.add(module)
+            for patch in self._patches:
+                self._apply(patch, scene)
         except BaseException:
             self.restore()
             raise
+        for site in self._sites.values():
+            self._report.replaced.extend(
+                Replaced(path, site.kind.__name__, site.op, site.served, site.detail) for path in site.paths
+            )
 
-    def _replace(self, path: str, module: nn.Module, op: str, backend: str, detail: str, cls: type[nn.Module]) -> None:
-        # Another of ours where the model has changed since; what somebody has put on top of ours stays.
-        if original_class(module) is type(module) or (is_patched_class(type(module)) and type(module) is not cls):
-            self._undo.set_class(module, cls)
-        self._report.replaced.append(Replaced(path, original_class(module).__name__, op, backend, detail))
-
-    def _leave(self, path: str, module: nn.Module, op: str, reason: str) -> None:
-        self._report.left_alone.append(LeftAlone(path, original_class(module).__name__, op, reason))
-
-    def _patch_rms_norm(self, model: nn.Module, backend: str) -> None:
-        for path, module in model.named_modules():
-            if not is_candidate(module):
+    def _apply(self, patch: Patch, scene: Scene) -> None:
+        op = patch.op
+        plain = None if self._by_name else backends.keeps_plain(op, scene.where, scene.backend)
+        if plain is not None:
+            self._report.left_alone.append(LeftAlone("", "", op, plain))
+            return
+        reason = backends.explain(op, scene.where, scene.backend)[1]
+        self._report.reasons[op] = reason
+        for path, module in patch.candidates(scene):
+            form = patch.recognise(module, scene)
+            if form is None:
                 continue
-            form = recognise_norm(module)
+            if not isinstance(form, str):
+                form = self._install(patch, scene, path, module, form)
             if isinstance(form, str):
-                self._leave(path, module, "rms_norm", form)
-            else:
-                cls = patched_norm_class(module, form, self._backend)
-                served, why = self._norm_backend(module, form)
-                detail = str(form) if served == backend else f"{form}; {why}"
-                self._replace(path, module, "rms_norm", served, detail, cls)
+                kind = "" if module is scene.model else original_class(module).__name__
+                self._report.left_alone.append(LeftAlone(path, kind, op, form))
 
-    def _norm_backend(self, module: Any, form: NormForm) -> tuple[str, str]:
-        """What serves a norm when it is given values of its weight's dtype, and why."""
-
-        def uncovered() -> str | None:
-            dtype = module.weight.dtype if form.weighted else None
-            return _vendor.uncovered_norm(dtype or torch.float32, dtype, form.casting)
-
-        return backends.explain("rms_norm", self._where, self._backend, uncovered)
-
-    def _patch_add_rms_norm(self, model: nn.Module, backend: str) -> None:
-        for path, module in model.named_modules():
-            found = recognise_layer(module)
-            if isinstance(found, str):
-                self._leave(path, module, "add_rms_norm", found)
-            elif found is not None:
-                cls = patched_layer_class(module, found, self._backend)
-                self._replace(path, module, "add_rms_norm", backend, ", ".join(name for name, _ in found[1]), cls)
-
-    def _patch_embedding(self, model: nn.Module, backend: str) -> None:
-        for path, module in model.named_modules():
-            if not isinstance(module, nn.Embedding):
-                continue
-            scale = recognise_embedding(module)
-            if isinstance(scale, str):
-                self._leave(path, module, "embedding", scale)
-            else:
-                cls = patched_embedding_class(module, scale, self._backend)
-                self._replace(path, module, "embedding", backend, "" if scale is None else f"scale={scale:g}", cls)
-
-    def _patch_swiglu(self, model: nn.Module, backend: str) -> None:
-        for path, module in model.named_modules():
-            if not is_gated_mlp(module):
-                continue
-            reason = recognise_mlp(module)
-            if reason is not None:
-                self._leave(path, module, "swiglu", reason)
-            else:
-                detail = "with down_proj" if is_bare_linear(module.down_proj) else "down_proj apart"
-                self._replace(path, module, "swiglu", backend, detail, patched_mlp_class(module, self._backend))
-
-    def _patch_rope(self, model: nn.Module, backend: str) -> None:
-        keeps_no_products = self._keeps_no_products(model)
-        for path, module in model.named_modules():
-            found = recognise_rope(module)
-            if isinstance(found, str):
-                self._leave(path, module, "rope", found)
-            elif found is not None:
-                forms = normed_projections(module, found) if keeps_no_products else ()
-                detail = f"no product kept before {', '.join(name for name, _ in forms)}" if forms else ""
-                cls = patched_rope_class(module, found, forms, self._backend)
-                self._replace(path, module, "rope", backend, detail, cls)
-
-    def _keeps_no_products(self, model: nn.Module) -> bool:
-        """Whether memory counts for more than a matrix product: where layers are checkpointed that is said already."""
-        checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
-        return checkpoints and "rms_norm" in self._ops
-
-    def _track(self, *modules: nn.Module) -> None:
-        # PEFT and prompt wrappers are given the labels first, and some call the inner model's forward directly.
-        for module in modules:
-            if id(module) not in self._tracked:
-                track_calls(module, self._settings, self._undo)
-                self._tracked.add(id(module))
-
-    def _patch_linear_cross_entropy(self, model: nn.Module, backend: str) -> None:
-        path, causal_lm = _causal_lm(model)
-        if causal_lm is None:
-            self._report.left_alone.append(LeftAlone("", "", "linear_cross_entropy", "no causal language model found"))
-            return
-        kind = original_class(causal_lm).__name__
-        head = causal_lm.get_output_embeddings()
-        if head is None or original_class(head) is type(head):
-            found = recognise_head(causal_lm)
-            if isinstance(found, str):
-                self._report.left_alone.append(LeftAlone(path, kind, "linear_cross_entropy", found))
-                return
-            head, form = found
-            patch_head(causal_lm, head, form, self._backend, self._undo)
-            self._head_detail = str(form)
-        self._track(model, causal_lm)
-        self._report.replaced.append(Replaced(path, kind, "linear_cross_entropy", backend, self._head_detail))
-        self._report.note("while training with labels the model returns its loss, and logits of width 0")
-
-    def _patch_linear_logprob(self, model: nn.Module, backend: str) -> None:
-        reason = seam.unsupported()
-        path, causal_lm = _causal_lm(model)
-        if reason is None and causal_lm is None:
-            reason = "no causal language model found"
-        if reason is not None or causal_lm is None:
-            self._report.left_alone.append(LeftAlone("", "", "linear_logprob", reason or ""))
-            return
-        if not self._settings.serves_trl:
-            seam.acquire()
-            self._undo.add(seam.release)
-            self._settings.serves_trl = True
-        self._track(model, causal_lm)
-        self._report.replaced.append(Replaced(path, original_class(causal_lm).__name__, "linear_logprob", backend))
-
-
-def _causal_lm(model: nn.Module) -> tuple[str, Any]:
-    """The module inside `model` (or itself) that owns the LM head and the loss."""
-    for path, module in model.named_modules():
-        owns = hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function")
-        if owns and module.get_output_embeddings() is not None:
-            return path, module
-    return "", None
+    def _install(self, patch: Patch, scene: Scene, path: str, module: nn.Module, form: Any) -> str | None:
+        """Puts a recognised module on its site; a sentence where it cannot be."""
+        kind = original_class(module)
+        other = next((s for s in self._sites.values() if s.cls is type(module) and s.op != patch.op), None)
+        if other is not None and other.paths:
+            return f"{other.op} is in its forward already"
+        key = (patch.op, kind, form)
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = Site(patch.op, kind, form, self._backend)
+            site.cls = patch.patched_class(site)
+        site.served, why = patch.served_by(site, scene)
+        site.detail = patch.detail(site)
+        if site.served != backends.explain(patch.op, scene.where, scene.backend)[0]:
+            site.detail = "; ".join(filter(None, (site.detail, why)))
+        site.paths.append(path)
+        patch.install(site, module, self._undo, self.settings)
+        return None
 
 
 def apply_npu_kernels(
@@ -249,18 +170,19 @@ def apply_npu_kernels(
     - `rms_norm`: every RMSNorm module, recognised by what it computes;
     - `add_rms_norm`: a residual add right before a norm in a decoder layer;
     - `embedding`, `swiglu`, `rope`: token embeddings, gated MLPs, rotary position embedding in attention;
-    - `linear_cross_entropy`: LM head and loss, when the model is trained with labels;
+    - `linear_cross_entropy`: LM head and the cross-entropy of its logits, in training;
     - `linear_logprob`: the head that TRL's trainers add (SFT, DPO, KTO, RLOO, GRPO).
 
-    Parameters, names, `state_dict` keys and dtypes stay as they are, so a checkpoint saved while patched loads
-    unpatched and the other way round.
+    Every call of a replaced module is looked at before the op serves it; what the op does not know is done by the
+    module's own code. Parameters, names, `state_dict` keys and dtypes stay as they are, so a checkpoint saved while
+    patched loads unpatched and the other way round.
 
     Args:
         model: a `transformers` model, or a PEFT model around one.
         ops: which of `PATCHES`; None: all that are worth it on the model's device.
         backend: overrides the choice of backend, as `"torch"` or `"rms_norm=torch,linear_logprob=triton"`.
-        strict: a kernel that cannot be compiled or launched raises `KernelError`, in this process and until `restore`;
-            otherwise torch takes over for its op, with a warning and a note in the report.
+        strict: a kernel of this model that cannot be compiled or launched raises `KernelError`; otherwise torch takes
+            over for its op, with a warning and a note in the report.
 
     Returns:
         The handle; also usable as a context manager. A second call for the same model returns the same handle after
@@ -273,18 +195,18 @@ def apply_npu_kernels(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    chosen = PATCHES if ops is None else tuple(ops)
+    chosen = tuple(PATCHES) if ops is None else tuple(ops)
     unknown = [op for op in chosen if op not in PATCHES]
     if isinstance(ops, str) or unknown:
         raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
     handle = _handles.get(model)
     if handle is None:
         handle = NpuKernels(model, chosen, ops is not None, backend, strict)
-    elif (handle._ops, handle._backend, handle._strict) != (chosen, backend, strict):
+    elif handle.options != (chosen, backend, strict):
+        before = handle.options
         raise ValueError(
-            f"this model is patched already with ops={handle._ops}, backend={handle._backend!r}, "
-            f"strict={handle._strict}; restore that first, or ask for the same (got ops={chosen}, "
-            f"backend={backend!r}, strict={strict})"
+            f"this model is patched already with ops={before[0]}, backend={before[1]!r}, strict={before[2]}; restore "
+            f"that first, or ask for the same (got ops={chosen}, backend={backend!r}, strict={strict})"
         )
     handle.refresh()
     _handles[model] = handle

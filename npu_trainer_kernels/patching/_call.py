@@ -1,8 +1,8 @@
-"""What a patched model is computing right now.
+"""Which patched model is computing right now.
 
-Forward hooks on the patched model put a `Call` into a context variable while its forward runs; the head, the loss
-function and TRL's seam read it. Nothing is stored on the model, so copies of a patched model do not share state, and
-two models, or two threads, do not see each other's labels.
+Forward hooks on the patched model put a `Call` into a context variable while its forward runs; TRL's seam reads it, and
+input tokens are counted there. Nothing is stored on the model, so copies of a patched model do not share state, and two
+models, or two threads, do not see each other's calls.
 """
 
 import contextlib
@@ -38,41 +38,25 @@ class CallSettings:
     """What the calls of a patched model have in common.
 
     Attributes:
-        serves_trl: whether ours answers at TRL's seam.
-        trl_backend: the backend for `linear_logprob`, or None for the device's own choice.
+        trl: serves TRL's seam inside the model's forward (`_trl.TrlHeadPatch`), or None.
         tokens: input tokens of the training forwards so far, on this process.
         learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
         compacts: whether TRL is to leave out the rows without a label; not where there are shapes without numbers.
     """
 
-    serves_trl: bool = False
+    trl: Any = None
     compacts: bool = True
-    trl_backend: str | None = None
     tokens: int = 0
     learned: LearnedPlan = field(default_factory=LearnedPlan)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
-    """One forward of a patched model.
-
-    Attributes:
-        settings: of the model.
-        module: whose forward it is.
-        labels, shift_labels, num_items_in_batch: as the model was given them.
-        wants_loss: training, with labels, through the model's own head.
-        loss: the fused loss, from when the head has computed it until the model's loss function returns it.
-        previous: the call that this one is nested in.
-    """
+    """One forward of a patched model: whose it is, and the call that it is nested in."""
 
     settings: CallSettings
     module: nn.Module
-    labels: torch.Tensor | None
-    shift_labels: torch.Tensor | None
-    num_items_in_batch: torch.Tensor | int | None
-    wants_loss: bool
-    loss: torch.Tensor | None = None
-    previous: "Call | None" = None
+    previous: "Call | None"
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
@@ -101,27 +85,27 @@ def current_call() -> Call | None:
     return _current.get()
 
 
+def _tokens(kwargs: dict[str, Any]) -> int:
+    ids, embedded = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    if isinstance(ids, torch.Tensor):
+        return ids.numel()
+    return embedded.shape[:-1].numel() if isinstance(embedded, torch.Tensor) else 0
+
+
 @opaque
 def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
-    given = labels if shift_labels is None else shift_labels
-    ids = kwargs.get("input_ids")
-    if isinstance(ids, torch.Tensor) and module.training and torch.is_grad_enabled() and _current.get() is None:
-        settings.tokens += ids.numel()
-    wants_loss = (
-        isinstance(given, torch.Tensor)
-        and module.training
-        and torch.is_grad_enabled()
-        and not kwargs.get("fused_lm_head", False)
-    )
-    num_items = kwargs.get("num_items_in_batch")
-    _current.set(Call(settings, module, labels, shift_labels, num_items, wants_loss, previous=_current.get()))
+    outer = _current.get()
+    if outer is None and module.training and torch.is_grad_enabled():
+        settings.tokens += _tokens(kwargs)
+    _current.set(Call(settings, module, outer))
 
 
 @opaque
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    # This runs also where a hook before ours has raised, so that this module was never entered.
     call = _current.get()
-    _current.set(None if call is None else call.previous)
+    if call is not None and call.module is module:
+        _current.set(call.previous)
 
 
 def track_calls(module: nn.Module, settings: CallSettings, undo: Undo) -> None:

@@ -2,18 +2,30 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..ops.embedding import embedding
-from ._classes import original_class, subclass_with_forward
+from ._classes import original_class
+from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_plain, set_on_instance
 
-__all__ = ["patched_embedding_class", "recognise_embedding"]
+__all__ = ["EmbeddingPatch"]
 
 _PROBE_IDS, _PROBE_ROWS, _PROBE_COLS = (3, 0, 6, 3), 7, 8
+_IDS = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True)
+class EmbeddingForm:
+    """What an embedding multiplies its rows by; None: nothing."""
+
+    scale: float | None
+
+    def __str__(self) -> str:
+        return "" if self.scale is None else f"scale={self.scale:g}"
 
 
 def _numbers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -25,51 +37,59 @@ def _scales(module: nn.Module) -> list[float]:
     return [v for v in vars(module).values() if isinstance(v, float)] + [float(b) for _, b in _numbers(module)]
 
 
-def recognise_embedding(module: nn.Embedding) -> float | str | None:
-    """The scale of an embedding (None: none), or why it is left alone (a sentence)."""
+def _recognise(module: nn.Embedding) -> EmbeddingForm | str:
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         return "it uses max_norm, scale_grad_by_freq or sparse gradients"
     if original_class(module).forward is nn.Embedding.forward:
-        return None
+        return EmbeddingForm(None)
     twin: Any = copy.copy(module)
     twin.__class__ = original_class(module)
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(_PROBE_ROWS, _PROBE_COLS, generator=generator).bfloat16()
-    buffers = {name: torch.tensor(float(b)) for name, b in _numbers(module)}
+    with torch.device("cpu"):
+        weight = torch.randn(_PROBE_ROWS, _PROBE_COLS, generator=torch.Generator("cpu").manual_seed(0)).bfloat16()
+        buffers = {name: torch.tensor(float(b), dtype=torch.float32) for name, b in _numbers(module)}
+        ids = torch.tensor(_PROBE_IDS, dtype=torch.int64)
     twin.__dict__ = {
         **module.__dict__,
         "_parameters": {"weight": nn.Parameter(weight, requires_grad=False)},
         "_buffers": buffers,
         "padding_idx": None,
     }
-    ids = torch.tensor(_PROBE_IDS)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu"):
             out = twin(ids)
-    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+    except PROBE_ERRORS as error:
         return f"its forward cannot be probed ({type(error).__name__})"
     for scale in _scales(module):
-        if isinstance(out, torch.Tensor) and torch.equal(out, weight[ids] * torch.tensor(scale).to(weight.dtype)):
-            return scale
+        if isinstance(out, torch.Tensor) and torch.equal(out, weight[ids] * _rounded(scale, weight.dtype)):
+            return EmbeddingForm(scale)
     return "it is not an embedding times a scale"
 
 
 @functools.cache
 def _rounded(scale: float, dtype: torch.dtype) -> float:
     """The scale as the model has it: rounded to its weight's dtype."""
-    return torch.tensor(scale).to(dtype).item()
+    return torch.tensor(scale, device="cpu", dtype=torch.float64).to(dtype).item()
 
 
-@functools.cache
-def _forward(scale: float | None, backend: str | None) -> Callable[..., Any]:
-    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        rounded = None if scale is None else _rounded(scale, self.weight.dtype)
-        return embedding(input, self.weight, padding_idx=self.padding_idx, scale=rounded, backend=backend)
+class EmbeddingPatch(Patch):
+    """Token embeddings by `ops.embedding`."""
 
-    return forward
+    op = "embedding"
 
+    def recognise(self, module: nn.Module, scene: Scene) -> EmbeddingForm | str | None:
+        if not isinstance(module, nn.Embedding):
+            return None
+        return set_on_instance(module) or _recognise(module)
 
-def patched_embedding_class(module: nn.Module, scale: float | None, backend: str | None) -> type[nn.Module]:
-    """The class to give to a recognised module."""
-    cls: Any = original_class(module)
-    return subclass_with_forward(cls, _forward(scale, backend))
+    def declines(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> str | None:
+        if len(args) != 1 or kwargs:
+            return "it is given more than ids"
+        ids = args[0]
+        if type(ids) not in PLAIN or ids.dtype not in _IDS:
+            return "its ids are no plain int64 or int32 tensor"
+        return no_plain(module, "weight")
+
+    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight = module._parameters["weight"]
+        scale = None if site.form.scale is None else _rounded(site.form.scale, weight.dtype)
+        return embedding(args[0], weight, padding_idx=module.padding_idx, scale=scale, backend=site.backend)

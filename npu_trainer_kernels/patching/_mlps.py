@@ -1,55 +1,55 @@
-"""Gated MLPs: `down_proj(silu(gate_proj(x)) * up_proj(x))`.
+"""Gated MLPs: `down(act(gate(x)) * up(x))`, however they name and store their three projections.
 
-A candidate has those three children. Whether it computes that, and with SiLU, is found by running its forward with the
-three projections replaced by constants, and comparing what reaches `down_proj` bit for bit.
+A candidate has two or three projections (children with parameters) and otherwise nothing but leaves without parameters,
+its activation among them. What it computes is found by running its forward with the projections replaced by constants:
+the last one that is called is `down`, and what reaches it is compared bit for bit with the op's reference, for every
+activation and every way to store gate and up in what the others return.
 
-Where `down_proj` is a bare linear layer its product is part of the op (`swiglu_linear`), which keeps one tensor less
-for backward. That is asked at every call: hooks, adapters and sharding may come after the patch; then the layer is
-called as it is.
+Where `down` is a bare linear layer its product is part of the op (`swiglu_linear`), which keeps one tensor less for
+backward. That is asked at every call: hooks, adapters and sharding may come after the patch; then the layer is called
+as it is.
 """
 
-import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference
-from ._classes import has_hooks, original_class, subclass_with_forward
+from ..ops.swiglu import swiglu, swiglu_linear
+from ._classes import has_hooks, original_class
+from ._gates import GATES, Gate, gated_reference
+from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_float, set_on_instance
 from ._undo import Undo
 
-__all__ = ["is_bare_linear", "is_gated_mlp", "patched_mlp_class", "recognise_mlp"]
+__all__ = ["GatedMlpPatch", "is_bare_linear"]
 
-_CHILDREN = ("gate_proj", "up_proj", "down_proj")
-
-
-def is_gated_mlp(module: nn.Module) -> bool:
-    """Whether a module has the three projections of a gated MLP as its own children."""
-    return all(name in module._modules for name in _CHILDREN)
+_ROWS, _COLS = 2, 8
 
 
-def recognise_mlp(module: Any) -> str | None:
-    """None when `swiglu` is what a candidate computes, else why it is left alone."""
-    generator = torch.Generator().manual_seed(0)
-    gate, up = (torch.randn(2, 8, generator=generator).bfloat16() for _ in range(2))
-    undo = Undo()
-    try:
-        for name in _CHILDREN:
-            undo.silence(getattr(module, name))
-        undo.set_attribute(module.gate_proj, "forward", lambda x: gate)
-        undo.set_attribute(module.up_proj, "forward", lambda x: up)
-        undo.set_attribute(module.down_proj, "forward", lambda x: x)
-        with torch.no_grad():
-            out = original_class(module).forward(module, torch.zeros(2, 8, dtype=torch.bfloat16))
-    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
-        return f"its forward cannot be probed ({type(error).__name__})"
-    finally:
-        undo.restore()
-    if not isinstance(out, torch.Tensor) or not torch.equal(out, swiglu_reference(gate, up)):
-        return "it does not compute down_proj(silu(gate_proj(x)) * up_proj(x))"
-    return None
+@dataclass(frozen=True)
+class MlpForm:
+    """Which children do what.
+
+    Attributes:
+        gate, up: projections; the same one where both come in one tensor.
+        down: the last projection.
+        layout: of that tensor: `"halves"` (gate first), `"swapped"` (up first), `"interleaved"`; `"apart"` for two.
+        activation: names and types of the leaves beside the projections, which the op stands for.
+        act: the op's activation.
+    """
+
+    gate: str
+    up: str
+    down: str
+    layout: str
+    leaves: tuple[tuple[str, type[nn.Module]], ...]
+    act: Gate
+
+    def __str__(self) -> str:
+        kind = f"{self.act}" + ("" if self.layout == "apart" else f", gate and up {self.layout}")
+        return f"{kind}, with {self.down}"
 
 
 def is_bare_linear(module: nn.Module) -> bool:
@@ -60,24 +60,139 @@ def is_bare_linear(module: nn.Module) -> bool:
         type(module) is nn.Linear
         and not has_hooks(module)
         and "forward" not in module.__dict__
-        and all(type(p) in (nn.Parameter, FakeTensor) for p in (module.weight, module.bias) if p is not None)
+        and all(type(p) in PLAIN for p in module._parameters.values() if p is not None)
     )
 
 
-@functools.cache
-def _forward(backend: str | None) -> Callable[..., Any]:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-        if not is_bare_linear(down):
-            return down(swiglu(gate, up, backend=backend))
+def _children(module: nn.Module) -> tuple[list[str], list[str]] | None:
+    """Names of the projections and of the leaves of a candidate."""
+    projections = [name for name, child in module.named_children() if _is_projection(child)]
+    leaves = [name for name, _ in module.named_children() if name not in projections]
+    plain = all(not any(True for _ in module._modules[name].parameters()) for name in leaves)  # type: ignore[union-attr]
+    if len(projections) not in (2, 3) or not plain or any(True for _ in module.parameters(recurse=False)):
+        return None
+    return (projections, leaves) if leaves or _known_by_name(projections) else None
+
+
+def _is_projection(child: nn.Module) -> bool:
+    return isinstance(child, nn.Linear) or any(True for _ in child.parameters())
+
+
+def _known_by_name(names: list[str]) -> bool:
+    return {"gate_proj", "up_proj", "down_proj"} <= set(names)
+
+
+def _split(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate, up), as views."""
+    if layout == "interleaved":
+        return both[..., ::2], both[..., 1::2]
+    first, second = both.chunk(2, dim=-1)
+    return (first, second) if layout == "halves" else (second, first)
+
+
+def _reached(module: Any, projections: list[str], constants: list[torch.Tensor]) -> tuple[list[str], Any]:
+    """The projections in the order of their calls, and what reaches the last one."""
+    calls: list[str] = []
+
+    def stand_in(name: str) -> Callable[[Any], Any]:
+        def forward(x: Any) -> Any:
+            calls.append(name)
+            return x if len(calls) == len(projections) else constants[len(calls) - 1]
+
+        return forward
+
+    undo = Undo()
+    try:
+        for name in projections:
+            child = module._modules[name]
+            undo.silence(child)
+            undo.set_attribute(child, "forward", stand_in(name))
+        with torch.no_grad(), torch.device("cpu"):
+            x = torch.zeros(_ROWS, _COLS, dtype=constants[0].dtype)
+            return calls, original_class(module).forward(module, x)
+    finally:
+        undo.restore()
+
+
+def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> MlpForm | str:
+    if any(isinstance(module._modules[name], nn.Dropout) and module._modules[name].p > 0 for name in leaves):  # type: ignore[union-attr]
+        return "it drops out"
+    types = tuple((name, original_class(module._modules[name])) for name in leaves)  # type: ignore[arg-type]
+    one = len(projections) == 2
+    found: set[tuple[str, str, str, str, Gate]] | None = None
+    for dtype in (torch.bfloat16, torch.float32):
+        generator = torch.Generator("cpu").manual_seed(0)
+        width = 2 * _COLS if one else _COLS
+        # Wide enough for the ends of a clamp.
+        constants = [
+            6 * torch.randn(_ROWS, width, generator=generator, dtype=torch.float32, device="cpu") for _ in range(2)
+        ]
+        constants = [constant.to(dtype) for constant in constants]
+        try:
+            calls, out = _reached(module, projections, constants)
+        except PROBE_ERRORS as error:
+            return f"its forward cannot be probed ({type(error).__name__})"
+        if sorted(calls) != sorted(projections) or not isinstance(out, torch.Tensor):
+            return "its forward does not call each of its projections once"
+        ways = (
+            [(calls[0], calls[0], layout, *_split(constants[0], layout)) for layout in _LAYOUTS]
+            if one
+            else [(calls[0], calls[1], "apart", *constants), (calls[1], calls[0], "apart", *reversed(constants))]
+        )
+        equal = {
+            (gate, up, calls[-1], layout, act)
+            for gate, up, layout, g, u in ways
+            for act in GATES
+            if torch.equal(out, gated_reference(g, u, act))
+        }
+        found = equal if found is None else found & equal
+    if not found:
+        return "it does not compute down(act(gate(x)) * up(x)) with an act that swiglu knows"
+    gate, up, down, layout, act = min(found, key=lambda way: GATES.index(way[-1]))
+    return MlpForm(gate, up, down, layout, types, act)
+
+
+_LAYOUTS = ("halves", "swapped", "interleaved")
+
+
+class GatedMlpPatch(Patch):
+    """Gated MLPs by `ops.swiglu` and `ops.swiglu_linear`."""
+
+    op = "swiglu"
+
+    def recognise(self, module: nn.Module, scene: Scene) -> MlpForm | str | None:
+        children = _children(module)
+        if children is None:
+            return None
+        return set_on_instance(module) or _recognise(module, *children)
+
+    def declines(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> str | None:
+        if len(args) != 1 or kwargs:
+            return "more than one tensor is given"
+        for name, cls in site.form.leaves:
+            leaf: Any = module._modules[name]
+            if type(leaf) is not cls or has_hooks(leaf) or "forward" in leaf.__dict__:
+                return f"its {name} has hooks, or has been exchanged"
+        return no_float(args[0])
+
+    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        form: MlpForm = site.form
+        modules, x = module._modules, args[0]
+        down = modules[form.down]
         # What bare linear layers return nobody else has seen.
-        ours = is_bare_linear(self.gate_proj) and is_bare_linear(self.up_proj)
-        return swiglu_linear(gate, up, down.weight, down.bias, overwrite=ours, backend=backend)
-
-    return forward
-
-
-def patched_mlp_class(module: nn.Module, backend: str | None) -> type[nn.Module]:
-    """The class to give to a recognised module."""
-    cls: Any = original_class(module)
-    return subclass_with_forward(cls, _forward(backend))
+        ours = is_bare_linear(modules[form.gate]) and is_bare_linear(modules[form.up])
+        if form.layout == "apart":
+            gate, up = modules[form.gate](x), modules[form.up](x)
+        else:
+            # Halves of one tensor: the gradient of gate cannot be laid where gate is.
+            gate, up = _split(modules[form.gate](x), form.layout)
+            ours = False
+        if type(gate) not in PLAIN or type(up) not in PLAIN:
+            # Known only now: projections that are sharded. Their products are formed a second time.
+            site.declined["its projections return no plain tensors"] += 1
+            return site.kind.forward(module, x)  # type: ignore[no-any-return]
+        if not is_bare_linear(down):
+            return down(swiglu(gate, up, **form.act.options, backend=site.backend))
+        return swiglu_linear(
+            gate, up, down.weight, down.bias, overwrite=ours, **form.act.options, backend=site.backend
+        )

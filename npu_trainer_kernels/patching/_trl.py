@@ -11,18 +11,22 @@ import importlib.metadata
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .._triton import MissingDependencyError
 from ..ops.linear_logprob import OUTPUTS, logprob_options, planned_linear_logprob
-from ._call import Call, current_call, current_plan
+from ._call import Call, CallSettings, current_call, current_plan
+from ._head import causal_lm
+from ._patch import Patch, Scene, Site
+from ._undo import Undo
 
-__all__ = ["TrlSeam", "seam"]
+__all__ = ["TrlHeadPatch", "TrlSeam", "seam"]
 
 _MODULE, _FUNCTION, _COMPACTS = "trl.trainer.utils", "_ChunkedLogProbFunction", "_use_triton"
 # What TRL calls an output, and what this package does.
@@ -51,10 +55,12 @@ def _apply(
     outputs: Sequence[str] = tuple(_NAMES),
     *,
     call: Call,
+    site: Site,
 ) -> tuple[torch.Tensor | None, ...]:
     """TRL's function by ours: same arguments, same five outputs. `chunk_size` is TRL's tile width; ours needs none."""
     wanted = tuple(_NAMES[o] for o in outputs if o in _NAMES)
     settings = call.settings
+    site.ran += 1
     options = logprob_options(temperature, final_logit_softcapping, logit_scale, wanted)
     objective = chunk_rows = on_mismatch = None
     weight, bias, sharded = _unsharded(call.module, weight, bias)
@@ -66,7 +72,7 @@ def _apply(
     elif torch.is_grad_enabled() and settings.learned.usable is not None:
         objective, on_mismatch = settings.learned.usable, settings.learned.mismatch
     out = planned_linear_logprob(
-        hidden, weight, targets, bias, options, backend=settings.trl_backend,
+        hidden, weight, targets, bias, options, backend=site.backend,
         objective=objective, chunk_rows=chunk_rows, on_mismatch=on_mismatch,
     )  # fmt: skip
     if sharded is not None and not torch.is_grad_enabled():
@@ -153,9 +159,9 @@ def _dispatcher(original: Any) -> Any:
         @staticmethod
         def apply(*args: Any) -> tuple[torch.Tensor | None, ...]:
             call = current_call()
-            if call is None or not call.settings.serves_trl:
+            if call is None or call.settings.trl is None:
                 return original.apply(*args)
-            return _apply(*args, call=call)
+            return _apply(*args, call=call, site=call.settings.trl)
 
     return Dispatcher
 
@@ -164,7 +170,7 @@ def _dispatching_use_triton(original: Callable[[torch.device], bool]) -> Callabl
     def use_triton(device: torch.device) -> bool:
         # TRL asks in order to leave out the rows without a label. Ours can on every device.
         call = current_call()
-        return call.settings.compacts if call is not None and call.settings.serves_trl else original(device)
+        return call.settings.compacts if call is not None and call.settings.trl is not None else original(device)
 
     return use_triton
 
@@ -174,3 +180,30 @@ def _version() -> str:
 
 
 seam = TrlSeam()
+
+
+class TrlHeadPatch(Patch):
+    """The head that TRL's trainers add by `ops.linear_logprob`: no class is changed, TRL's seam is."""
+
+    op = "linear_logprob"
+
+    def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
+        path, module = causal_lm(scene.model)
+        return [(path, scene.model if module is None else module)]
+
+    def recognise(self, module: nn.Module, scene: Scene) -> Any:
+        if causal_lm(module)[1] is None:
+            return "no causal language model found"
+        return seam.unsupported() or ()
+
+    def detail(self, site: Site) -> str:
+        return ""
+
+    def patched_class(self, site: Site) -> type[nn.Module]:
+        return site.kind
+
+    def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
+        if settings.trl is None:
+            seam.acquire()
+            undo.add(seam.release)
+        settings.trl = site

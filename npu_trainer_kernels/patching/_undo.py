@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from ._classes import original_class
+
 __all__ = ["Undo"]
 
 _ABSENT = object()
@@ -21,7 +23,10 @@ def _wraps_attribute_of(value: Any, cls: type) -> bool:
 
 
 class Undo:
-    """Records replaced attributes and classes; `restore` puts them back in reverse order."""
+    """Records what was replaced; `restore` puts it back in reverse order.
+
+    What is recorded keeps no module alive, and what somebody has set in the meantime stays as they set it.
+    """
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], None]] = []
@@ -37,14 +42,15 @@ class Undo:
         """Sets an instance attribute (not a class's); undone to the previous instance value, or to none at all."""
         before = vars(target).get(name, _ABSENT)
         setattr(target, name, value)
-        # Weak: what is recorded must not keep a model alive.
         reference = weakref.ref(target)
 
         def undo() -> None:
             alive = reference()
-            if alive is not None and before is _ABSENT:
+            if alive is None or vars(alive).get(name, _ABSENT) is not value:
+                return
+            if before is _ABSENT:
                 delattr(alive, name)
-            elif alive is not None:
+            else:
                 setattr(alive, name, before)
 
         self.add(undo)
@@ -54,18 +60,23 @@ class Undo:
 
         Wrappers that subclass on top of ours meanwhile (FSDP2 does) keep their class; ours is taken out from below.
         """
-        before = type(module)
+        # A copy of a patched model comes with the classes of the patch: they are not what to go back to.
+        before = original_class(module)
         module.__class__ = new
+        reference = weakref.ref(module)
 
         def undo() -> None:
-            now = type(module)
+            alive = reference()
+            now = type(alive)
+            if alive is None:
+                return
             if now is new:
-                module.__class__ = before
+                alive.__class__ = before
             elif new in now.__mro__:
                 bases = tuple(before if base is new else base for base in now.__bases__)
                 # transformers wraps the forward that a subclass inherits, so that the wrapper may have ours.
                 namespace = {name: value for name, value in vars(now).items() if not _wraps_attribute_of(value, new)}
-                module.__class__ = type(now.__name__, bases, namespace)
+                alive.__class__ = type(now.__name__, bases, namespace)
 
         self.add(undo)
 
@@ -75,6 +86,17 @@ class Undo:
             self.set_attribute(module, name, {})
 
     def restore(self) -> None:
-        """Undoes every step, the last one first. A step is forgotten before it runs: nothing is undone twice."""
+        """Undoes every step, the last one first, whatever fails on the way; a step is never undone twice.
+
+        Raises:
+            ExceptionGroup: what the steps that failed raised, after all the others have been undone.
+        """
+        errors: list[Exception] = []
         while self._steps:
-            self._steps.pop()()
+            step = self._steps.pop()
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001  whatever it is, it is raised below, when nothing is left to undo
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("not everything could be put back", errors)

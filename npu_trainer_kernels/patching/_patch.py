@@ -1,0 +1,205 @@
+"""A patch is a value with a guard.
+
+`recognise` finds, once, what a module computes: a *form*, a reason to leave it alone, or None where it is no candidate.
+What it finds was proven on a few numbers, so it is not enough: `declines` looks at every single call (arguments, dtypes,
+layout, hooks, weights) and says why the op must not serve it, or None. `run` serves it. What is declined is done by the
+class's own forward, as if nothing had been patched.
+
+All modules of one class and one form share a *site*: their generated class, and the counts of what ran and what was
+declined, from which the report is made.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .. import backends
+from ..ops._checks import FLOATS
+from ._call import CallSettings
+from ._classes import is_patched_class, original_class, subclass_with_forward
+from ._undo import Undo
+
+__all__ = [
+    "PLAIN",
+    "PROBE_ERRORS",
+    "QUIET",
+    "Patch",
+    "Scene",
+    "Site",
+    "guarded",
+    "keeps_own_code",
+    "no_float",
+    "no_plain",
+    "set_on_instance",
+]
+
+# What foreign code may raise when it is given a probe. None of it is an error of ours: the module is left alone.
+PROBE_ERRORS = (
+    TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError, ArithmeticError, ImportError,
+)  # fmt: skip
+
+# Tensors that are their own storage. A fake one stands for the parameter that it was made of.
+PLAIN = frozenset((torch.Tensor, nn.Parameter, FakeTensor))
+_FLOATS = frozenset(FLOATS)
+
+QUIET = ""
+"""Declined, and nothing to report: the model's own code is as good for this call (generation on a CPU, say)."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a patch may know of the model that a module is in.
+
+    Attributes:
+        model: that the kernels are applied to.
+        ops: that are being applied.
+        where: the device that the model is on, or is going to be.
+        dtype: of its parameters.
+        backend: the override of the choice of backends, or None.
+    """
+
+    model: nn.Module
+    ops: tuple[str, ...]
+    where: torch.device
+    dtype: torch.dtype
+    backend: str | None
+
+    @functools.cached_property
+    def checkpoints(self) -> bool:
+        """Whether memory counts for more than a matrix product: where layers are checkpointed that is said already."""
+        return any(getattr(module, "gradient_checkpointing", False) is True for module in self.model.modules())
+
+
+@dataclass
+class Site:
+    """The modules of one class that one op serves in one form, and what became of their calls.
+
+    Attributes:
+        op, kind, form: the key.
+        backend: the override for the op's calls, as `apply_npu_kernels` was given it.
+        cls: the generated class.
+        served: the backend that serves it, for the report.
+        detail: for the report.
+        paths: of the modules.
+        ran: calls that the op served.
+        declined: calls that it did not, by reason.
+    """
+
+    op: str
+    kind: type[nn.Module]
+    form: Any
+    backend: str | None
+    cls: Any = None
+    served: str = ""
+    detail: str = ""
+    paths: list[str] = field(default_factory=list)
+    ran: int = 0
+    declined: Counter[str] = field(default_factory=Counter)
+
+
+def guarded(
+    site: Site, declines: Callable[..., str | None], run: Callable[..., Any], own: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The one forward: `run` where the call is accepted, else `own`; all take the same arguments."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # Kernels are no part of compiled graphs. A count that is guarded on would compile anew at every call.
+            return own(*args, **kwargs)
+        reason = declines(*args, **kwargs)
+        if reason is None:
+            site.ran += 1
+            return run(*args, **kwargs)
+        if reason is not QUIET:
+            site.declined[reason] += 1
+        return own(*args, **kwargs)
+
+    return forward
+
+
+class Patch:
+    """How one op gets into models. Subclasses say what they recognise and serve; the table of them is `table.PATCHES`.
+
+    Attributes:
+        op: its name in `backends.OPS`.
+    """
+
+    op: ClassVar[str]
+
+    def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
+        """Modules to look at, by path."""
+        return scene.model.named_modules()
+
+    def recognise(self, module: Any, scene: Scene) -> Any:
+        """The form of a module (hashable), a sentence that says why it is left alone, or None: no candidate."""
+        raise NotImplementedError
+
+    def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
+        """Why a call is not for the op, or None; `QUIET` where the report need not say."""
+        raise NotImplementedError
+
+    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Serves a call that was not declined."""
+        raise NotImplementedError
+
+    def detail(self, site: Site) -> str:
+        """What the report says of a site beyond its op and class."""
+        return str(site.form)
+
+    def served_by(self, site: Site, scene: Scene) -> tuple[str, str]:
+        """The backend for a site, and why if that is not the op's own reason."""
+        return backends.explain(self.op, scene.where, scene.backend)
+
+    def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
+        """Puts a module on its site, if it is not there."""
+        # What somebody has derived from ours stays: ours is below it.
+        if type(module) is original_class(module) or (is_patched_class(type(module)) and type(module) is not site.cls):
+            undo.set_class(module, site.cls)
+
+    def patched_class(self, site: Site) -> type[nn.Module]:
+        """The class that the modules of a site are given."""
+        bind = functools.partial
+        own: Any = site.kind.forward
+        forward = guarded(site, bind(self.declines, site), bind(self.run, site), own)
+        return subclass_with_forward(site.kind, functools.wraps(own)(forward))
+
+
+def set_on_instance(module: nn.Module) -> str | None:
+    """Why a class's forward is not what runs when a module is called, or None."""
+    if "forward" in vars(module):
+        return "its forward was set on the instance (accelerate's hooks do, for device_map and offload)"
+    return None
+
+
+def no_float(x: Any) -> str | None:
+    """Why a tensor's numbers are nothing for the ops, or None."""
+    if type(x) not in PLAIN:
+        return f"a {type(x).__name__} is no plain tensor"
+    if x.dtype not in _FLOATS:
+        return f"{str(x.dtype).removeprefix('torch.')} values"
+    return None
+
+
+def no_plain(module: nn.Module, *names: str) -> str | None:
+    """Why parameters of a module cannot be read as they are (None among them is well), or None."""
+    parameters = module._parameters
+    for name in names:
+        parameter = parameters.get(name, _MISSING)
+        if parameter is not None and (type(parameter) not in PLAIN or parameter.dtype not in _FLOATS):
+            return f"its {name} is no plain float32, bfloat16 or float16 parameter"
+    return None
+
+
+_MISSING: Any = object()
+
+
+def keeps_own_code(op: str, x: torch.Tensor, backend: str | None) -> bool:
+    """Whether a module had better run its own code for this call: without gradients the torch backend saves nothing,
+    and generation calls every norm once a token."""
+    return not torch.is_grad_enabled() and backends.choose(op, x.device, backend) == "torch"

@@ -1,0 +1,169 @@
+"""Residual-add RMSNorm in decoder layers. The three statements
+
+    hidden_states = residual + hidden_states
+    residual = hidden_states
+    hidden_states = self.some_norm(hidden_states)
+
+become one call where `some_norm` is an RMSNorm that `_norms` recognises.
+"""
+
+import ast
+import functools
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ops.add_rms_norm import add_rms_norm
+from ._classes import has_hooks, original_class, subclass_with_forward
+from ._norms import NormForm, forms_of, norms_of
+from ._patch import QUIET, Patch, Scene, Site, guarded, keeps_own_code, no_float, no_plain, set_on_instance
+from ._source import called_on_self, plain_forward, rewritten, source_of
+
+__all__ = ["AddRmsNormPatch"]
+
+_FUSED = "_npu_kernels_add_rms_norm"
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """A decoder layer's forward, and its norms that follow a residual add."""
+
+    forward: types.FunctionType
+    norms: tuple[tuple[str, type[nn.Module], NormForm], ...]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, tuple[type[nn.Module], NormForm]]:
+        """Class and form of each norm."""
+        return {name: (cls, form) for name, cls, form in self.norms}
+
+    def __str__(self) -> str:
+        return ", ".join(self.by_name)
+
+
+def _names(node: ast.stmt) -> tuple[str, ast.expr] | None:
+    """(name, value) of a statement `name = value`."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id, node.value
+    return None
+
+
+def _added(value: ast.expr) -> tuple[str, str] | None:
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
+        return None
+    left, right = value.left, value.right
+    return (left.id, right.id) if isinstance(left, ast.Name) and isinstance(right, ast.Name) else None
+
+
+def _norm_called(value: ast.expr, argument: str) -> str | None:
+    """The attribute `norm` of a call `self.norm(argument)`."""
+    norm = called_on_self(value)
+    given = value.args[0] if isinstance(value, ast.Call) and norm is not None else None
+    return norm if isinstance(given, ast.Name) and given.id == argument else None
+
+
+@dataclass(frozen=True)
+class _Match:
+    """The pattern of the module's docstring: its variables, and the sum's terms in their order."""
+
+    hidden: str
+    residual: str
+    norm: str
+    terms: tuple[str, str]
+
+
+def _matched(first: ast.stmt, second: ast.stmt, third: ast.stmt) -> _Match | None:
+    a, b, c = _names(first), _names(second), _names(third)
+    if a is None or b is None or c is None:
+        return None
+    hidden, residual, terms = a[0], b[0], _added(a[1])
+    copies = isinstance(b[1], ast.Name) and b[1].id == hidden
+    norm = _norm_called(c[1], hidden)
+    if terms is None or set(terms) != {hidden, residual} or hidden == residual or not copies:
+        return None
+    return _Match(hidden, residual, norm, terms) if c[0] == hidden and norm is not None else None
+
+
+class _Rewrite(ast.NodeTransformer):
+    def __init__(self, norms: set[str]) -> None:
+        self.norms, self.found = norms, []  # type: tuple[set[str], list[str]]
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        body, i = [], 0
+        while i < len(node.body):
+            match = _matched(*node.body[i : i + 3]) if i + 3 <= len(node.body) else None
+            if match is None or match.norm not in self.norms:
+                body.append(node.body[i])
+                i += 1
+                continue
+            terms = ", ".join(match.terms)
+            text = f"{match.hidden}, {match.residual} = self.{_FUSED}(self.{match.norm}, {match.norm!r}, {terms})"
+            body.append(ast.copy_location(ast.parse(text).body[0], node.body[i]))
+            self.found.append(match.norm)
+            i += 3
+        node.body = body
+        return node
+
+
+def _own(norm: Any, name: str, first: torch.Tensor, second: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """The three statements as they stand in the model."""
+    total = first + second
+    return norm(total), total
+
+
+class AddRmsNormPatch(Patch):
+    """Residual adds right before norms by `ops.add_rms_norm`."""
+
+    op = "add_rms_norm"
+
+    def recognise(self, module: nn.Module, scene: Scene) -> LayerForm | str | None:
+        norms = norms_of(module)
+        # A decoder layer has two norms or more, and something between them; with one it is a model's last, or an
+        # attention's, and an attention's two are those of its queries and keys.
+        if len(norms) < 2 or not any(any(True for _ in child.parameters()) for child in module.children()):
+            return None
+        if all(isinstance(child, nn.Linear) or child in norms.values() for child in module.children()):
+            return None
+        reason = set_on_instance(module)
+        function = plain_forward(original_class(module))
+        if reason is not None or isinstance(function, str):
+            return reason or str(function)
+        forms = forms_of(norms)
+        rewrite = _Rewrite(set(forms))
+        rewrite.visit(ast.parse(source_of(function) or ""))
+        if not rewrite.found:
+            return "its forward has no residual add right before a norm"
+        return LayerForm(
+            function, tuple((name, original_class(norms[name]), forms[name]) for name in dict.fromkeys(rewrite.found))
+        )
+
+    def declines(self, site: Site, *args: Any, **kwargs: Any) -> str | None:
+        norm, name, first, second = args
+        cls, form = site.form.by_name[name]
+        if has_hooks(norm) or "forward" in norm.__dict__ or original_class(norm) is not cls:
+            return "a norm has hooks, or has been exchanged"
+        reason = no_float(first) or no_float(second)
+        if reason is None and form.weighted:
+            reason = no_plain(norm, "weight")
+        if reason is None and (first.shape != second.shape or not (first.is_contiguous() and second.is_contiguous())):
+            # The sum's layout is that of its first term, and models view it.
+            reason = "hidden states that are not contiguous, or of two shapes"
+        if reason is None and keeps_own_code(self.op, first, site.backend):
+            return QUIET
+        return reason
+
+    def run(self, site: Site, *args: Any, **kwargs: Any) -> Any:
+        norm, name, first, second = args
+        _, form = site.form.by_name[name]
+        weight = norm._parameters["weight"] if form.weighted else None
+        return add_rms_norm(
+            first, second, weight, form.eps, offset=form.offset, casting=form.casting, backend=site.backend
+        )
+
+    def patched_class(self, site: Site) -> type[nn.Module]:
+        bind = functools.partial
+        fused = guarded(site, bind(self.declines, site), bind(self.run, site), _own)
+        forward = rewritten(site.form.forward, _Rewrite(set(site.form.by_name)))
+        return subclass_with_forward(site.kind, forward, ((_FUSED, fused),))

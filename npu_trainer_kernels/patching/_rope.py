@@ -1,0 +1,152 @@
+"""Rotary embedding in attention, and the normed projections before it.
+
+Both are parts of an attention's own forward (`_source`). The functions that rotate there are found by name and known by
+what they compute (`_rotations`); and, where the model trades time for memory by gradient checkpointing,
+
+    self.some_norm(self.some_projection(x).view(shape))
+
+becomes a call that keeps no product.
+"""
+
+import ast
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ops.linear_rms_norm import linear_rms_norm
+from ._classes import has_hooks, original_class, subclass_with_forward
+from ._mlps import is_bare_linear
+from ._norms import NormForm, forms_of, norms_of
+from ._patch import Patch, Scene, Site, guarded, no_float, set_on_instance
+from ._rotations import RopeForm, rope_form, rotated
+from ._source import called_on_self, plain_forward, rewritten, self_attribute, source_of
+
+__all__ = ["RopePatch"]
+
+_PROJECT = "_npu_kernels_linear_rms_norm"
+_ROTATES = ("rotary", "rope")
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """An attention's forward, the functions in it that rotate, and its norms whose projections keep no product."""
+
+    forward: types.FunctionType
+    rotations: tuple[tuple[str, RopeForm], ...]
+    norms: tuple[tuple[str, NormForm], ...]
+
+    def __str__(self) -> str:
+        parts = [str(form) for _, form in self.rotations if str(form)]
+        if self.norms:
+            parts.append(f"no product kept before {', '.join(name for name, _ in self.norms)}")
+        return "; ".join(parts)
+
+
+def _helper(name: str) -> str:
+    return f"_npu_kernels_{name}"
+
+
+class _OtherRotation(ast.NodeTransformer):
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in self.names:
+            node.func = ast.copy_location(self_attribute(_helper(node.func.id)), node.func)
+        return node
+
+
+class _NormedProjection(ast.NodeTransformer):
+    """`found`: the norms of the pattern of the module's docstring."""
+
+    def __init__(self, norms: set[str]) -> None:
+        self.norms, self.found = norms, []  # type: tuple[set[str], list[str]]
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        norm = called_on_self(node)
+        if norm not in self.norms or not isinstance(view := node.args[0], ast.Call):
+            return node
+        viewed = isinstance(view.func, ast.Attribute) and view.func.attr == "view" and len(view.args) == 1
+        if not viewed or view.keywords or isinstance(view.args[0], ast.Starred):
+            return node
+        product = view.func.value  # type: ignore[attr-defined]
+        if called_on_self(product) is None:
+            return node
+        assert isinstance(norm, str)
+        self.found.append(norm)
+        arguments = [node.func, ast.Constant(norm), product.func, product.args[0], view.args[0]]
+        return ast.copy_location(ast.Call(self_attribute(_PROJECT), arguments, []), node)
+
+
+def _normed_projections(module: nn.Module, function: types.FunctionType) -> tuple[tuple[str, NormForm], ...]:
+    """The norms right after projections in an attention's forward, each with its form."""
+    forms = forms_of(norms_of(module))
+    rewrite = _NormedProjection({name for name, form in forms.items() if form.weighted})
+    rewrite.visit(ast.parse(source_of(function) or ""))
+    return tuple((name, forms[name]) for name in dict.fromkeys(rewrite.found))
+
+
+def _projecting(forms: dict[str, NormForm], backend: str | None) -> Callable[..., Any]:
+    def project(norm: Any, name: str, projection: Any, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        plain = no_float(x) is None and not has_hooks(norm) and "forward" not in norm.__dict__
+        plain = plain and torch.is_grad_enabled() and is_bare_linear(projection)
+        if not plain or torch.compiler.is_compiling() or norm.weight.shape[0] != shape[-1]:
+            normed: torch.Tensor = norm(projection(x).view(shape))
+            return normed
+        form = forms[name]
+        return linear_rms_norm(
+            x, projection.weight, norm.weight, projection.bias, form.eps, offset=form.offset, casting=form.casting,
+            backend=backend,
+        ).view(shape)  # fmt: skip
+
+    return project
+
+
+class RopePatch(Patch):
+    """Rotations in attention by `ops.rope`."""
+
+    op = "rope"
+
+    def recognise(self, module: nn.Module, scene: Scene) -> AttentionForm | str | None:
+        cls: Any = original_class(module)
+        code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+        names = [name for name in getattr(code, "co_names", ()) if any(part in name for part in _ROTATES)]
+        space = getattr(inspect.unwrap(cls.forward), "__globals__", {})
+        functions = {name: space[name] for name in names if isinstance(space.get(name), types.FunctionType)}
+        if not functions:
+            return None
+        reason = set_on_instance(module)
+        function = plain_forward(cls)
+        if reason is not None or isinstance(function, str):
+            return reason or str(function)
+        forms = {name: form for name, each in functions.items() if (form := rope_form(each)) is not None}
+        if not forms:
+            return f"its {', '.join(functions)} is not a rotation that rope knows"
+        norms = _normed_projections(module, function) if scene.checkpoints and "rms_norm" in scene.ops else ()
+        return AttentionForm(function, tuple(forms.items()), norms)
+
+    def declines(self, site: Site, form: RopeForm, *args: Any, **kwargs: Any) -> str | None:
+        return form.declines(*args, **kwargs)
+
+    def run(self, site: Site, form: RopeForm, *args: Any, **kwargs: Any) -> Any:
+        return rotated(form, *args, backend=site.backend, **kwargs)
+
+    def patched_class(self, site: Site) -> type[nn.Module]:
+        bind = functools.partial
+        attention: AttentionForm = site.form
+        helpers = [(_PROJECT, _projecting(dict(attention.norms), site.backend))]
+        for name, form in attention.rotations:
+            own = attention.forward.__globals__[name]
+            guard, run = bind(self.declines, site, form), bind(self.run, site, form)
+            helpers.append((_helper(name), guarded(site, guard, run, own)))
+        rotation = _OtherRotation({name for name, _ in attention.rotations})
+        projection = _NormedProjection({name for name, _ in attention.norms})
+        return subclass_with_forward(site.kind, rewritten(attention.forward, rotation, projection), tuple(helpers))

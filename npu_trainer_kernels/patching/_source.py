@@ -1,0 +1,80 @@
+"""Parts of a module's own forward, exchanged: its source is parsed, one thing in it is replaced, and the result is bound
+per instance. Nothing of a model's code is copied into this package.
+
+Forwards that are decorated or close over variables are left alone. The one decoration that is known is that of
+transformers' `GradientCheckpointingLayer`, which wraps the forward of every subclass when the subclass is made: ours is
+one.
+"""
+
+import __future__
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from typing import Any
+
+__all__ = ["called_on_self", "plain_forward", "rewritten", "self_attribute", "source_of"]
+
+_CHECKPOINTING = "forward_with_checkpointing"
+
+# The `from __future__` imports of the module that a function comes from are in its flags, and must be in the new one's.
+_FUTURE_FLAGS = functools.reduce(
+    lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
+)
+
+
+def plain_forward(cls: Any) -> types.FunctionType | str:
+    """A class's own forward, when it can be bound anew; else why not."""
+    function = cls.forward
+    while getattr(getattr(function, "__code__", None), "co_name", "") == _CHECKPOINTING:
+        function = function.__wrapped__
+    if not isinstance(function, types.FunctionType) or inspect.unwrap(function) is not function:
+        return "its forward is decorated"
+    if function.__closure__:
+        return "its forward closes over variables"
+    if source_of(function) is None:
+        return "its source is not at hand"
+    return function
+
+
+@functools.cache
+def source_of(function: types.FunctionType) -> str | None:
+    """The source of a function, or None where there is none."""
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return None
+
+
+def rewritten(function: types.FunctionType, *rewrites: ast.NodeTransformer) -> types.FunctionType:
+    """The function with its source transformed: same globals, defaults, file and line numbers."""
+    source = source_of(function)
+    assert source is not None
+    tree = ast.parse(source)
+    for rewrite in rewrites:
+        tree = ast.fix_missing_locations(rewrite.visit(tree))
+    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
+    flags = function.__code__.co_flags & _FUTURE_FLAGS
+    module_code = compile(tree, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+    code = next(c for c in module_code.co_consts if isinstance(c, types.CodeType) and c.co_name == function.__name__)
+    new = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    new.__kwdefaults__ = function.__kwdefaults__
+    new.__module__, new.__qualname__, new.__doc__ = function.__module__, function.__qualname__, function.__doc__
+    return new
+
+
+def self_attribute(name: str) -> ast.Attribute:
+    """`self.name`, to be read."""
+    return ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
+
+
+def called_on_self(node: ast.expr) -> str | None:
+    """The attribute `name` of a call `self.name(one argument)`."""
+    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
+        return None
+    called = node.func
+    if not (isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self"):
+        return None
+    return called.attr

@@ -1,0 +1,25 @@
+"""The patches, by op, in the order in which they are applied."""
+
+from ._embeddings import EmbeddingPatch
+from ._head import LmHeadPatch
+from ._mlps import GatedMlpPatch
+from ._norms import RmsNormPatch
+from ._patch import Patch
+from ._residuals import AddRmsNormPatch
+from ._rope import RopePatch
+from ._trl import TrlHeadPatch
+
+__all__ = ["PATCHES"]
+
+PATCHES: dict[str, Patch] = {
+    patch.op: patch
+    for patch in (
+        RmsNormPatch(),
+        AddRmsNormPatch(),
+        EmbeddingPatch(),
+        GatedMlpPatch(),
+        RopePatch(),
+        LmHeadPatch(),
+        TrlHeadPatch(),
+    )
+}
