@@ -19,6 +19,7 @@ import torch
 
 __all__ = [
     "ASCEND_CHIPS",
+    "KINDS",
     "DeviceSpec",
     "accelerator",
     "chip_spec",
@@ -28,6 +29,7 @@ __all__ = [
     "has_libdevice",
     "is_current",
     "keeps_compiled",
+    "kind_of",
     "occupy",
     "spec",
     "synchronize",
@@ -38,13 +40,16 @@ __all__ = [
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
+KINDS = ("npu", "cuda", "cpu", "other")
+"""Kinds of devices: Ascend NPUs, CUDA GPUs, the host, and all others, where the ops run in torch."""
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
     """What tiling needs to know of a device.
 
     Attributes:
-        kind: `"npu"`, `"cuda"` or `"cpu"`.
+        kind: one of `KINDS`.
         name: the chip, for example `"Ascend910B4"` or `"NVIDIA H200"`.
         vector_cores: programs worth starting at once for elementwise work (Ascend: vector cores; CUDA:
             multiprocessors; CPU: 1).
@@ -58,6 +63,22 @@ class DeviceSpec:
     vector_cores: int
     on_chip_bytes: int
     memory_bytes: int = 0
+
+    @property
+    def has_buffer(self) -> bool:
+        """Whether a program is a core with a buffer that the compiler plans: tiles are sized by its bytes, and as many
+        programs are started as there are cores."""
+        return self.kind == "npu"
+
+    @property
+    def has_warps(self) -> bool:
+        """Whether a program is a number of warps with registers, and the hardware schedules as many as there are."""
+        return self.kind == "cuda"
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is the processor that Python runs on."""
+        return self.kind == "cpu"
 
 
 # Vector cores and unified buffer as `bishengir-compile --target=<chip>` (ascendnpu-ir 1.2.0) plans with them.
@@ -150,7 +171,7 @@ def _of_environment(chip: str, backend: str) -> DeviceSpec:
 
 @functools.cache
 def _query(device: torch.device) -> DeviceSpec | None:
-    """What the driver says of an accelerator; None for a CPU."""
+    """What the driver says of an accelerator; None for the host."""
     kind, index = device.type, device.index or 0
     if kind == "cuda":
         p = torch.cuda.get_device_properties(index)
@@ -167,7 +188,17 @@ def _query(device: torch.device) -> DeviceSpec | None:
             )
             known = replace(_UNKNOWN_ASCEND, name=p.name)
         return replace(known, memory_bytes=p.total_memory)
-    return None
+    return None if kind_of(device) == "cpu" else DeviceSpec("other", kind, vector_cores=1, on_chip_bytes=0)
+
+
+# A meta tensor has no device: it is looked at as the host's are, or as those of a chip that `use_chip` names.
+_HOST = ("cpu", "meta")
+
+
+def kind_of(device: torch.device) -> str:
+    """Which of `KINDS` a torch device is of."""
+    kind = device.type
+    return kind if kind in ("npu", "cuda") else "cpu" if kind in _HOST else "other"
 
 
 def spec(device: torch.device) -> DeviceSpec:

@@ -77,7 +77,7 @@ def varied(tile: Any, by: Variation | None, spec: DeviceSpec) -> Any:
         return tile
     name = next(name for name in ("rows", "size", "fold") if hasattr(tile, name))
     # On an NPU the formula gives the largest that fits.
-    size = by.size if spec.kind != "npu" else min(by.size, 0)
+    size = by.size if not spec.has_buffer else min(by.size, 0)
     changes: dict[str, Any] = {name: max(1, _shifted(getattr(tile, name), size))}
     if "num_warps" in tile.options:
         warps = max(1, min(32, _shifted(tile.options["num_warps"], by.warps)))
@@ -125,14 +125,14 @@ def programs(tasks: int, spec: DeviceSpec, blocks: int = 1) -> int:
     On Ascend a persistent grid of one program per vector core (a grid beyond 65535 is refused there, and each further
     wave costs a launch); elsewhere the hardware schedules, and one program per tile balances best.
     """
-    if spec.kind == "npu":
+    if spec.has_buffer:
         return max(1, min(tasks, spec.vector_cores // blocks))
     return max(1, tasks)
 
 
 def launch_options(spec: DeviceSpec, num_warps: int) -> dict[str, int]:
     """Launch options that exist on this kind of device (warps are a CUDA notion)."""
-    return {"num_warps": num_warps} if spec.kind == "cuda" else {}
+    return {"num_warps": num_warps} if spec.has_warps else {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,10 +178,10 @@ def statistics_tile(n_cols: int, itemsize: int, spec: DeviceSpec, *, entropy: bo
         entropy, mean, squares, argmax: which sums the kernel forms beyond the maximum and the sum of exponentials.
         weights: class weights are read beside the logits.
     """
-    if spec.kind == "cuda":
+    if spec.has_warps:
         # 1024 lanes over 4 warps: 16-byte loads of bf16; four of them in flight hide HBM latency (H200).
         return StatisticsTile(4, min(1024, next_power_of_2(n_cols)), _ONE_PER_ROW, launch_options(spec, 4))
-    if spec.kind == "npu":
+    if spec.has_buffer:
         # Narrow lanes, a tall fold: accumulators stay small, transfers reach 24 KiB, the lanes are rescaled once per
         # fold. The largest folds of 256 lanes, in steps of 4, that keep double buffering with and without a softcap on
         # 910B4 (bishengir-compile 1.2.0, V = 151936, every combination of flags; fp16 as bf16).
@@ -204,9 +204,9 @@ def statistics_tile(n_cols: int, itemsize: int, spec: DeviceSpec, *, entropy: bo
 @cache
 def gradient_tile(n_cols: int, itemsize: int, has_weights: bool, spec: DeviceSpec) -> GradientTile:
     """Tile of the in-place gradient kernel; arguments as for `statistics_tile`."""
-    if spec.kind == "cuda":
+    if spec.has_warps:
         return GradientTile(min(4096, next_power_of_2(n_cols)), _ONE_PER_ROW, launch_options(spec, 16))
-    if spec.kind == "npu":
+    if spec.has_buffer:
         # The largest that keeps double buffering on 910B4 (bishengir-compile): bf16 12288, with class weights 8192;
         # fp32 6144. Blocks of equal size, so that the last one is nearly full.
         largest = (8192 if has_weights else 12288) if itemsize <= 2 else 6144
@@ -224,7 +224,7 @@ def fused_tile(n_cols: int, itemsize: int, spec: DeviceSpec) -> StatisticsTile |
         itemsize: bytes of a logit.
         spec: the device.
     """
-    if spec.kind != "cuda" or itemsize == 4:
+    if not spec.has_warps or itemsize == 4:
         # Of fp32 logits more digits are wanted than its fast exponentials keep.
         return None
     # Two programs of 16 warps a multiprocessor: with more than 64 registers a thread there would be but one.
@@ -250,14 +250,14 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden:
     """
     # One chunk needs no fp32 weight gradient beside it, half of which takes memory of its own: on an NPU one chunk does
     # where it is no more than several would take with that.
-    alone = {"cuda": GIB, "npu": GIB // 2 + 2 * vocab * hidden if in_place else 0}.get(spec.kind, 0)
+    alone = GIB if spec.has_warps else GIB // 2 + 2 * vocab * hidden if spec.has_buffer and in_place else 0
     if n_rows * vocab * itemsize <= alone and n_rows * vocab < 1 << 31:
         return max(1, n_rows)
     # 0.5 GiB on an accelerator. On a CPU a thousand rows feed the matrix product: chunks of 64, 256 and 512 rows took
     # 3.5, 1.7 and 1.25 times as long as 1024 (2 cores, 4096 x 256 x 8191, fp32, forward and backward).
-    budget, floor, multiple = (32 * MIB, 1024, 8) if spec.kind == "cpu" else (GIB // 2, 1024, 128)
+    budget, floor, multiple = (32 * MIB, 1024, 8) if spec.is_host else (GIB // 2, 1024, 128)
     rows = max(floor, budget // (vocab * itemsize))
-    if spec.kind == "cuda":
+    if spec.has_warps:
         # At multiples of 512 rows the products with the weight fill their last wave (H200, hidden 1024 to 4096). More
         # rows accumulate less often; 1.6 GiB in all with the half of the fp32 weight gradient that needs memory of its
         # own, and with a last chunk that is an eighth longer.
@@ -303,7 +303,7 @@ def borrowing_chunks(n_rows: int, vocab: int, hidden: int, itemsize: int, weight
         weight_itemsize: bytes of an element of the weight's gradient.
         spec: the device.
     """
-    if spec.kind != "cuda" or n_rows * vocab * itemsize <= GIB:
+    if not spec.has_warps or n_rows * vocab * itemsize <= GIB:
         return None
     row = vocab * itemsize
     gradient = vocab * hidden * weight_itemsize
@@ -347,7 +347,7 @@ def _longest_chunks(row: int, vocab: int, gradient: int, gradient_row: int, item
 
 def shortest_chunk(rows: int, spec: DeviceSpec) -> int:
     """A last chunk that is shorter than this joins the one before, where chunks have `rows` rows."""
-    return rows // 8 if spec.kind == "cuda" else 0
+    return rows // 8 if spec.has_warps else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def accumulating_programs(
 ) -> int:
     """How many programs to start for `tasks` row tiles when each program adds up a row of its own over its tiles;
     `options` are the tile's launch options."""
-    if spec.kind == "cuda":
+    if spec.has_warps:
         # 16 warps a multiprocessor hide each other's latency; more would only write more partial sums (H200).
         each = max(1, 16 // (options or {}).get("num_warps", 4))
         return max(1, min(tasks, each * spec.vector_cores // blocks))
@@ -387,7 +387,7 @@ def _row_tile(cols: int, per_element: int, per_column: int, one_row: int, spec: 
         one_row: bytes per column, all in all, of a tile of one row (nothing is broadcast over rows there).
         spec: the device.
     """
-    if spec.kind == "cuda":
+    if spec.has_warps:
         # 8 elements per thread at least (16 bytes of bf16), 64 at most with 16 warps; short rows share a program.
         # The H200 keeps 32768 fp32 columns of a few tensors in the registers of one program, not more.
         blocks = _cdiv(cols, 32768)
@@ -396,7 +396,7 @@ def _row_tile(cols: int, per_element: int, per_column: int, one_row: int, spec: 
         rows = 2 if cols == 8192 else max(1, 2048 // cols)
         warps = max(1, min(8 if cols <= 8192 else 16, rows * cols // 512))
         return RowTile(rows, cols, blocks, launch_options(spec, warps))
-    if spec.kind == "npu":
+    if spec.has_buffer:
         rows = (spec.on_chip_bytes // cols - per_column) // per_element
         if rows >= 1 or one_row * cols <= spec.on_chip_bytes:
             # 64 rows of 512 columns and less are 32 KiB of bf16: transfers reach their full rate from 24 KiB on.
@@ -425,7 +425,7 @@ def norm_forward_tile(cols: int, itemsize: int, rounds: bool, stores_sum: bool, 
         has_residual: there is one.
         spec: the device.
     """
-    if spec.kind == "cuda" and has_residual and 2048 < cols <= 4096:
+    if spec.has_warps and has_residual and 2048 < cols <= 4096:
         # With four tensors to move, 8 elements a thread (H200, 8192 x 4096: 68 us, with 16 elements 70).
         return RowTile(1, 4096, 1, launch_options(spec, 16))
     # The largest tiles for which the planner (bishengir-compile 1.2.0, 910B4, hidden 512 to 8192) kept double
@@ -451,7 +451,7 @@ def norm_backward_tile(cols: int, itemsize: int, has_ds: bool, spec: DeviceSpec)
         has_ds: a gradient of the sum itself is read.
         spec: the device.
     """
-    if spec.kind == "cuda" and cols <= 32768:
+    if spec.has_warps and cols <= 32768:
         # 32 elements a thread: two rows or more, so that their loads overlap (H200, hidden 128 to 16384).
         width = next_power_of_2(cols)
         size = 4096 if width <= 1024 else 8192 if width <= 4096 or cols < width <= 8192 else 16384
@@ -466,9 +466,9 @@ def norm_backward_tile(cols: int, itemsize: int, has_ds: bool, spec: DeviceSpec)
 @cache
 def partial_sums_tile(cols: int, spec: DeviceSpec) -> RowTile | None:
     """Tile of the kernel that adds up the programs' partial weight gradients; None: PyTorch does."""
-    if spec.kind == "npu":
+    if spec.has_buffer:
         return None
-    if spec.kind == "cuda":
+    if spec.has_warps:
         # 128 bytes of each row: short columns, so that there are programs enough.
         return RowTile(64, 32, _cdiv(cols, 32), launch_options(spec, 8))
     return RowTile(2, 16, _cdiv(cols, 16))
@@ -490,19 +490,19 @@ class Block:
 @cache
 def scale_block(spec: DeviceSpec) -> Block | None:
     """Block of the kernel that multiplies by a number unless it is one; None: PyTorch multiplies."""
-    if spec.kind == "npu":
+    if spec.has_buffer:
         return None
-    return Block(4096, launch_options(spec, 8)) if spec.kind == "cuda" else Block(64)
+    return Block(4096, launch_options(spec, 8)) if spec.has_warps else Block(64)
 
 
 @cache
 def token_block(spec: DeviceSpec) -> Block:
     """Block of the kernel that does a loss's arithmetic on one number a token."""
-    if spec.kind == "npu":
+    if spec.has_buffer:
         # A chunk of the head has a few thousand tokens: one step for each of a few cores. Up to 2816 keep double
         # buffering with every input there is (bishengir-compile, 910B4), but would leave more cores idle.
         return Block(1024)
-    return Block(1024, launch_options(spec, 4)) if spec.kind == "cuda" else Block(16)
+    return Block(1024, launch_options(spec, 4)) if spec.has_warps else Block(16)
 
 
 @_tunable
@@ -514,10 +514,10 @@ def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
         tensors: that are read and written: 3 forward, 5 backward, 6 where backward forms the product once more.
         spec: the device.
     """
-    if spec.kind == "cuda":
+    if spec.has_warps:
         # 8 elements a thread: one 16-byte access of bf16 per tensor (H200).
         return Block(2048, launch_options(spec, 8))
-    if spec.kind == "npu":
+    if spec.has_buffer:
         # The largest that keep double buffering, 910B4 (bishengir-compile, sweep of 3072 to 16384): 10240 and 8192
         # elements forward, 6144 and 4608 backward, 4096 and 4352 with the product.
         per_element = {3: (19, 24), 5: (32, 42), 6: (48, 45)}[tensors][itemsize == 4]
@@ -534,10 +534,10 @@ def rope_tile(half: int, itemsize: int, spec: DeviceSpec) -> RowTile:
         itemsize: bytes of the widest element.
         spec: the device.
     """
-    if spec.kind == "cuda":
+    if spec.has_warps:
         cols = next_power_of_2(half)
         return RowTile(max(1, 1024 // cols), cols, 1, launch_options(spec, 4))
-    if spec.kind == "npu":
+    if spec.has_buffer:
         # Two halves in and out, twice; four halves of cos and sin in fp32, and temporaries. At head sizes 64 to 256 no
         # larger tile keeps double buffering (bishengir-compile, 910B4).
         return RowTile(max(1, spec.on_chip_bytes // (8 * itemsize + 32) // half), half)
@@ -562,7 +562,7 @@ _MOST_HEAD_GROUPS = 32
 @cache
 def rope_pair_tile(q_heads: int, k_heads: int, half: int, spec: DeviceSpec) -> HeadsTile | None:
     """Tile of the rotary kernel for queries and keys in one launch; None: one launch for each."""
-    if spec.kind != "cuda":
+    if not spec.has_warps:
         return None
     # 8 elements a thread of each half: one 16-byte access of bf16 (H200; 16 and 32 heads at a time were slower, and so
     # were several programs a token).
@@ -575,14 +575,14 @@ def rope_pair_tile(q_heads: int, k_heads: int, half: int, spec: DeviceSpec) -> H
 
 def wants_int32_ids(spec: DeviceSpec) -> bool:
     """Whether the embedding's kernels should get 32-bit ids (an NPU's scalar loads), or ids as they come."""
-    return spec.kind != "cuda"
+    return not spec.has_warps
 
 
 @cache
 def vocabulary_tile(cols: int, spec: DeviceSpec) -> RowTile | None:
     """Tile of the embedding's backward that writes every row of the weight gradient: `rows` rows of dy at once, for a
     block of `cols` columns; None: rows that occur are written over zeros."""
-    if spec.kind != "cuda":
+    if not spec.has_warps:
         return None
     # Whole rows: most ids do not occur, and their zeros leave in one go (H200).
     blocks = _cdiv(cols, 4096)
@@ -598,11 +598,11 @@ def embedding_tile(cols: int, spec: DeviceSpec) -> RowTile:
         cols: columns of the table.
         spec: the device.
     """
-    if spec.kind == "cuda":
+    if spec.has_warps:
         blocks = _cdiv(cols, 2048)
         cols = next_power_of_2(_cdiv(cols, blocks))
         return RowTile(max(1, 1024 // cols), cols, blocks, launch_options(spec, 4))
-    if spec.kind == "npu":
+    if spec.has_buffer:
         blocks = _cdiv(cols, 8192)
         cols = cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 64) * 64
         # 16 bytes an element: a scaled fp32 row, in and out, twice. bf16 makes transfers of 24 KiB of it.

@@ -87,7 +87,7 @@ def unsupported(model: nn.Module) -> str | None:
 @contextlib.contextmanager
 def _without_numbers(handle: NpuKernels, planned: bool) -> Iterator[None]:
     """Nothing asks for values, and what the handle has counted and learned stays as it was."""
-    settings = handle._settings
+    settings = handle.settings
     before = settings.tokens, settings.learned
     settings.compacts, settings.learned = False, LearnedPlan.settled(planned)
     try:

@@ -6,7 +6,6 @@ and `isinstance` stay as they are, `deepcopy` carries it along, and undoing it i
 
 import copy
 import copyreg
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +14,10 @@ from torch import nn
 __all__ = ["has_hooks", "is_patched_class", "original_class", "subclass_with_forward"]
 
 
-@functools.cache
 def subclass_with_forward(
     cls: Any, forward: Callable[..., Any], helpers: tuple[tuple[str, Callable[..., Any]], ...] = ()
 ) -> type[nn.Module]:
-    """A subclass of `cls` with another `forward` and static helpers; the same one for the same arguments."""
+    """A subclass of `cls` with another `forward` and static helpers."""
 
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         new = self.__class__.__new__(self.__class__)

@@ -1,4 +1,5 @@
 """placeholder until the promise is merged"""
+
 from typing import Any
 
 from torch import nn

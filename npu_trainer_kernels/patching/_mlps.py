@@ -193,6 +193,4 @@ class GatedMlpPatch(Patch):
             return site.kind.forward(module, x)  # type: ignore[no-any-return]
         if not is_bare_linear(down):
             return down(swiglu(gate, up, **form.act.options, backend=site.backend))
-        return swiglu_linear(
-            gate, up, down.weight, down.bias, overwrite=ours, **form.act.options, backend=site.backend
-        )
+        return swiglu_linear(gate, up, down.weight, down.bias, overwrite=ours, **form.act.options, backend=site.backend)

@@ -20,7 +20,16 @@ from ..ops.rms_norm import rms_norm, rms_norm_reference
 from ._classes import original_class
 from ._patch import PROBE_ERRORS, QUIET, Patch, Scene, Site, keeps_own_code, no_float, no_plain, set_on_instance
 
-__all__ = ["NormForm", "RmsNormPatch", "epsilons", "forms_of", "is_candidate", "norm_twin", "norms_of", "recognise_norm"]
+__all__ = [
+    "NormForm",
+    "RmsNormPatch",
+    "epsilons",
+    "forms_of",
+    "is_candidate",
+    "norm_twin",
+    "norms_of",
+    "recognise_norm",
+]
 
 _ROWS = 4
 # Where a module has no weight, its width does not matter.

@@ -30,7 +30,13 @@ class RopeForm:
                 return reason
         if cos.requires_grad or sin.requires_grad:
             return "tables that learn"
-        if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1] or cos.shape[-2] != q.shape[-2]:
+        if (
+            q.dim() != 4
+            or k.dim() != 4
+            or cos.dim() != 3
+            or cos.shape[-1] != q.shape[-1]
+            or cos.shape[-2] != q.shape[-2]
+        ):
             return "heads, or tables, in another place or of another width"
         return None
 
