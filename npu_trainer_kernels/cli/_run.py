@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our options, and the command: from the first word that is no option and no value of one, from `-m`, or after `--`."""
+    """Our options, and the command: what follows `--`, or begins with `-m` or with a word that belongs to no option."""
     valued = [option for option, const, _ in OPTIONS.values() if const is None]
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] not in ("--", "-m"):
