@@ -12,15 +12,17 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import device, warmup
-from .patching import NpuKernels, Report, apply_npu_kernels
+from .patching import NpuKernels, Report, apply_npu_kernels, handle_of
 from .patching._undo import Undo
+from .trainers._grpo_plan import Planner, is_grpo
+from .trainers.held import held_models
 
-__all__ = ["NpuKernelsCallback"]
+__all__ = ["NpuKernelsCallback", "calling_trainer"]
 
 _GUARD = "_npu_kernels_guarded"
 
 
-def _calling_trainer() -> Trainer | None:
+def calling_trainer() -> Trainer | None:
     """The Trainer that is calling the callback: events carry its model and optimizer, but not itself."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -44,9 +46,11 @@ class NpuKernelsCallback(TrainerCallback):
     """Puts the fused kernels into the model of a `transformers.Trainer` or a TRL trainer while it trains.
 
     Patches when the Trainer has been built, looks again when training begins (TRL adds its head and FSDP shards after
-    construction, `model_init` builds anew), and restores when training ends, also by an exception. Prints the report
-    once, on the main process, and adds `tokens_per_second` (input tokens of this process since the last log) and
-    `peak_memory_gib` to the Trainer's logs.
+    construction, `model_init` builds anew), and restores when training ends, also by an exception. While it trains, the
+    models that the Trainer holds beside its own (reference, teacher, reward) are served by the same ops. In TRL's
+    GRPOTrainer the head is told which gradient the loss is going to send back. Prints the report once, on the main process, and
+    adds `tokens_per_second` (input tokens of this process since the last log) and `peak_memory_gib` to the Trainer's
+    logs.
 
     Pass it in `callbacks=[...]`. On a Trainer that exists already, use `trainer.add_callback(callback)` followed by
     `callback.attach(trainer)`.
@@ -69,7 +73,10 @@ class NpuKernelsCallback(TrainerCallback):
     ) -> None:
         self._ops, self._backend, self._strict, self._warm_up = ops, backend, strict, warm_up
         self._handle: NpuKernels | None = None
-        self._logs = Undo()
+        self._owns = False
+        self._held: list[NpuKernels] = []
+        self._planner: Planner | None = None
+        self._in_trainer = Undo()
         self._printed = ""
         self._since: tuple[float, int] = (0.0, 0)
 
@@ -80,26 +87,54 @@ class NpuKernelsCallback(TrainerCallback):
 
     def report(self) -> Report:
         """What was replaced and what was left alone; empty before the Trainer is built."""
-        return Report() if self._handle is None else self._handle.report()
+        report = Report() if self._handle is None else self._handle.report()
+        if self._planner is not None and self._planner.off is not None:
+            report.note(f"the head's gradient is not planned: {self._planner.off}")
+        return report
 
     def restore(self) -> None:
-        """Takes the kernels out now."""
-        self._logs.restore()
-        if self._handle is not None:
+        """Takes the kernels out now, those that somebody else had put into the model apart."""
+        self._in_trainer.restore()
+        while self._held:
+            self._held.pop().restore()
+        if self._handle is not None and self._owns:
             self._handle.restore()
 
     def attach(self, trainer: Trainer) -> None:
-        """Patches a Trainer's model, and makes sure that it is restored however training ends."""
+        """Patches a Trainer's model, and makes sure that it is restored however training ends.
+
+        What `npu-kernels run` has put into it goes.
+        """
+        for other in trainer.callback_handler.callbacks:
+            if isinstance(other, NpuKernelsCallback) and other is not self:
+                other.restore()
         self._guard(trainer, "train")
         self._apply(trainer.model)
 
+    def _put_into(self, model: Any) -> tuple[NpuKernels, bool]:
+        """The handle of a model, and whether this callback is to restore it: not what a user's own `with` has applied."""
+        before = handle_of(model)
+        handle = apply_npu_kernels(model, ops=self._ops, backend=self._backend, strict=self._strict)
+        return handle, handle is not before
+
     def _apply(self, model: Any) -> None:
-        if self._handle is not None and self._handle._model() is not model:
+        if self._handle is not None and self._handle.model is not model and self._owns:
             self._handle.restore()
-        self._handle = apply_npu_kernels(model, ops=self._ops, backend=self._backend, strict=self._strict)
+        known, owned = self._handle, self._owns
+        self._handle, self._owns = self._put_into(model)
+        # Looking again at what is this callback's already.
+        self._owns = self._owns or (owned and self._handle is known)
+
+    def _apply_to_held(self, trainer: Trainer, report: Report) -> None:
+        """The same ops for the models beside the one that is trained."""
+        for name, model in held_models(trainer).items():
+            handle, owns = self._put_into(model)
+            if owns:
+                self._held.append(handle)
+            report.note(f"{name} ({type(model).__name__}): {handle.report().summary()}")
 
     def _guard(self, trainer: Trainer, method: str) -> None:
-        """Wraps a method of one trainer so that an exception in it restores the model."""
+        """Wraps a method of one trainer, until the kernels are taken out, so that an exception in it restores all."""
         original = getattr(trainer, method)
         if getattr(original, _GUARD, None) is self:
             return
@@ -112,10 +147,10 @@ class NpuKernelsCallback(TrainerCallback):
                 raise
 
         setattr(guarded, _GUARD, self)
-        setattr(trainer, method, guarded)
+        self._in_trainer.set_attribute(trainer, method, guarded)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        trainer = _calling_trainer()
+        trainer = calling_trainer()
         if trainer is not None:
             self._guard(trainer, "train")
         self._apply(kwargs["model"])
@@ -123,21 +158,11 @@ class NpuKernelsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        trainer = calling_trainer()
         self._apply(kwargs["model"])
-        report, trainer = self.report(), _calling_trainer()
-        if args.label_smoothing_factor > 0:
-            report.note(
-                "label_smoothing_factor makes the Trainer take the full logits: linear_cross_entropy is not used"
-            )
+        report = self.report()
         if trainer is not None:
-            if getattr(trainer.train, _GUARD, None) is not self:
-                # Added to a Trainer that is in `train` already: guard what it calls from here on.
-                self._guard(trainer, "training_step")
-            if getattr(trainer, "compute_loss_func", None) is not None and "labels" in str(trainer._signature_columns):
-                report.note(
-                    "compute_loss_func makes the Trainer take the full logits: linear_cross_entropy is not used"
-                )
-            self._add_to_logs(trainer)
+            self._serve(trainer, report)
         if self._warm_up and warmup.unsupported(kwargs["model"]) is None:
             self._compile_ahead(kwargs["model"], trainer, state)
         if state.is_world_process_zero and str(report) != self._printed:
@@ -146,12 +171,32 @@ class NpuKernelsCallback(TrainerCallback):
         assert self._handle is not None
         self._since = (time.perf_counter(), self._handle.tokens)
 
+    def _serve(self, trainer: Trainer, report: Report) -> None:
+        """What is done to the Trainer itself, for the length of this run."""
+        guards_train = getattr(trainer.train, _GUARD, None) is self
+        self._in_trainer.restore()  # what an attempt that the Trainer repeats has left (auto_find_batch_size)
+        # `train` runs already: one that the guard was taken off is guarded by what it calls from here on.
+        for method in ("train",) if guards_train else ("training_step", "_maybe_log_save_evaluate"):
+            self._guard(trainer, method)
+        self._plan(trainer)
+        self._apply_to_held(trainer, report)
+        self._add_to_logs(trainer)
+
+    def _plan(self, trainer: Trainer) -> None:
+        """Has the head told what GRPO's loss is going to send back, where the head is ours."""
+        assert self._handle is not None
+        if not (self._handle.serves_trl and is_grpo(trainer)):
+            return
+        if self._planner is None or self._planner.trainer is not trainer:
+            self._planner = Planner(trainer)
+        if self._planner.off is None:
+            self._planner.plan_losses(self._in_trainer)
+
     def _compile_ahead(self, model: Any, trainer: Trainer | None, state: TrainerState) -> None:
         assert self._handle is not None
         trl = any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
         context = contextlib.nullcontext if trainer is None else trainer.compute_loss_context_manager
-        planner = getattr(trainer, "_planner", None)  # of this package's GRPOTrainer
-        plan = None if planner is None else planner.rehearsal()
+        plan = None if self._planner is None else self._planner.rehearsal()
         recorded = warmup.record(self._handle, model, warmup.ROWS, trl=trl, context=context, plan=plan)
         say: Any = functools.partial(print, flush=True) if state.is_world_process_zero else lambda *_, **__: None
         if recorded.launches:
@@ -177,7 +222,7 @@ class NpuKernelsCallback(TrainerCallback):
                 logs["peak_memory_gib"] = round(_peak_memory_gib(trainer.args.device), 3)
             original(logs, *args, **kwargs)
 
-        self._logs.set_attribute(trainer, "log", log)
+        self._in_trainer.set_attribute(trainer, "log", log)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,7 +1,7 @@
 """Putting the kernels into a model and taking them out again."""
 
-from ._apply import NpuKernels, apply_npu_kernels
+from ._apply import NpuKernels, apply_npu_kernels, handle_of
 from ._report import LeftAlone, Replaced, Report
 from .table import PATCHES
 
-__all__ = ["PATCHES", "LeftAlone", "NpuKernels", "Replaced", "Report", "apply_npu_kernels"]
+__all__ = ["PATCHES", "LeftAlone", "NpuKernels", "Replaced", "Report", "apply_npu_kernels", "handle_of"]

@@ -17,7 +17,7 @@ from ._report import LeftAlone, Replaced, Report
 from ._undo import Undo
 from .table import PATCHES
 
-__all__ = ["NpuKernels", "apply_npu_kernels"]
+__all__ = ["NpuKernels", "apply_npu_kernels", "handle_of"]
 
 _handles: "weakref.WeakKeyDictionary[nn.Module, NpuKernels]" = weakref.WeakKeyDictionary()
 
@@ -55,6 +55,11 @@ class NpuKernels:
     def model(self) -> nn.Module | None:
         """The model, as long as somebody else keeps it."""
         return self._model()
+
+    @property
+    def serves_trl(self) -> bool:
+        """Whether ours answers in place of TRL's fused head."""
+        return self.settings.trl is not None
 
     @property
     def tokens(self) -> int:
@@ -160,6 +165,11 @@ class NpuKernels:
         site.paths.append(path)
         patch.install(site, module, self._undo, self.settings)
         return None
+
+
+def handle_of(model: nn.Module) -> NpuKernels | None:
+    """The handle of a model that is patched, or None."""
+    return _handles.get(model)
 
 
 def apply_npu_kernels(

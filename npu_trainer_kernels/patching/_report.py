@@ -1,5 +1,6 @@
 """What was replaced, by what, and what was left alone and why."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -48,6 +49,11 @@ class Report:
         """Adds a remark, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def summary(self) -> str:
+        """In a few words, which ops serve how many modules."""
+        counts = Counter(r.op for r in self.replaced)
+        return ", ".join(f"{op} {count}" for op, count in counts.items()) or "left as it is"
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain lists and dicts."""
