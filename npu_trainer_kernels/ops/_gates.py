@@ -95,9 +95,10 @@ class Gate:
             a = g * s
             da = s.add_(g * torch.exp(-0.5 * g * g) * (0.5 * _SQRT_2_PI))
         elif self.activation == "gelu_tanh":
-            s = torch.sigmoid(2 * _SQRT_2_PI * (g + _CUBIC * g * g * g))
+            z = 2 * _SQRT_2_PI * (g + _CUBIC * g * g * g)
+            s = torch.sigmoid(z)
             a = g * s
-            da = s.add_(2 * _SQRT_2_PI * a * (1 - s) * (1 + 3 * _CUBIC * g * g))
+            da = s.add_(2 * _SQRT_2_PI * a * torch.sigmoid(-z) * (1 + 3 * _CUBIC * g * g))
         else:
             s = torch.relu(g)
             a = s * s
@@ -197,7 +198,9 @@ def slope(g, a, s, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
     elif ACTIVATION == "gelu":
         return s + g * (0.3989422804014327 * tl.exp(-0.5 * g * g))
     elif ACTIVATION == "gelu_tanh":
-        return s + a * (1.0 - s) * (1.5957691216057308 + 0.21406444881780076 * g * g)
+        # 1 - s has few digits left where s is close to 1, and z' is large there: s is formed from the other side.
+        rest = tl.sigmoid(-1.5957691216057308 * (g + 0.044715 * g * g * g))
+        return s + a * rest * (1.5957691216057308 + 0.21406444881780076 * g * g)
     elif ALPHA == 1.0:
         return s + a * (1.0 - s)
     else:
