@@ -33,6 +33,7 @@ __all__ = [
     "uncovered_cross_entropy",
     "uncovered_norm",
     "uncovered_rope",
+    "uncovered_swiglu",
 ]
 
 # The operators that serve an op.
@@ -49,7 +50,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 COVERS = {
     "rms_norm": "norms with a weight of x's dtype (casting gemma: or fp32), in 16 bits of casting llama or gemma",
     "add_rms_norm": "mode pre with x, residual and weight of one dtype, in 16 bits of casting llama",
-    "swiglu": "every call",
+    "swiglu": "silu(gate) * up, in two tensors or in halves of one",
     "rope": "tables of q's and k's dtype, heads of less than 896 elements, fewer than 1000 sequences and heads",
     "linear_cross_entropy": "calls without softcap, logit scale, label smoothing, z-loss and outputs",
 }
@@ -147,20 +148,38 @@ def norm_backward(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up. The operator wants both in one tensor without gaps, at the price of a copy; and no empty one."""
-    if not gate.numel():
-        return torch.empty_like(gate)
-    return torch.ops.npu.npu_swiglu(torch.cat((gate, up), -1), -1)
+def uncovered_swiglu(form: Any) -> str | None:
+    """Why `npu_swiglu` does not compute a gate (`ops._gates.Gate`), or None."""
+    if not form.is_swiglu:
+        return f"{form}: npu_swiglu computes silu(gate) * up"
+    if form.joined == "interleaved":
+        return "interleaved gate and up: npu_swiglu takes halves"
+    return None
 
 
-def swiglu_backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of gate and up."""
+def swiglu(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    """silu(gate) * up. The operator wants both in one tensor without gaps, at the price of a copy unless they are (then
+    up is None), and no empty one."""
     if not gate.numel():
-        return torch.empty_like(gate), torch.empty_like(up)
-    joined = torch.ops.npu.npu_swiglu_backward(dy.contiguous(), torch.cat((gate, up), -1), -1)
+        return torch.empty_like(gate) if up is not None else gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    return torch.ops.npu.npu_swiglu(_joined(gate, up), -1)
+
+
+def swiglu_backward(
+    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of gate and up; without up, of both in one."""
+    if not gate.numel():
+        return torch.empty_like(gate), None if up is None else torch.empty_like(up)
+    joined = torch.ops.npu.npu_swiglu_backward(dy.contiguous(), _joined(gate, up), -1)
+    if up is None:
+        return joined, None
     dgate, dup = joined.chunk(2, -1)
     return dgate, dup
+
+
+def _joined(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    return gate.contiguous() if up is None else torch.cat((gate, up), -1)
 
 
 def uncovered_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str | None:

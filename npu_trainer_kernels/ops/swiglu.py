@@ -1,9 +1,11 @@
-"""SwiGLU (arXiv:2002.05202): silu(gate) * up, the activation of every Llama and Qwen layer.
+"""The gated half of an MLP: a(gate) * up, the activation of every Llama, Qwen, Gemma, GLM and Phi layer
+(arXiv:2002.05202), SwiGLU by default.
 
-    sigma = 1 / (1 + exp(-gate))        a = gate sigma         y = cast(a) up         as `act_fn(gate) * up` rounds
-    dgate = dy up (sigma + a (1 - sigma))                      dup = dy a
+    y = cast(a(gate)) up        dgate = dy up a'(gate)        dup = dy a(gate)        as `act_fn(gate) * up` rounds
 
-All in fp32 between loads and stores. Saved for backward: gate and up; sigma is formed again.
+All in fp32 between loads and stores; a, a' and what may bound them are in `_gates.py`. Saved for backward: gate and up;
+a is formed again. Where one projection makes both, gate and up may lie in one tensor, side by side or by turns: then
+their gradients are written into one, too.
 
 `swiglu_linear` is a gated MLP from there to its end, z = y W^T + bias:
 
@@ -24,26 +26,42 @@ from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._checks import check_float, check_same_device
 from ._fallback import falls_back
+from ._gates import Gate, activated, bounded_gate, bounded_up, gate_options, slope
 from ._host import autocasts, compute_dtype, contiguous_like, once_differentiable
 from ._launch import launch
 
 __all__ = ["swiglu", "swiglu_linear", "swiglu_linear_reference", "swiglu_reference"]
 
 
-def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def swiglu_reference(
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+    joined: str | None = None,
+) -> torch.Tensor:
     """The op in plain PyTorch."""
-    return torch.nn.functional.silu(gate) * up
+    form = gate_options(activation, alpha, limit, offset, joined)
+    return form.product(*form.parts(gate, up))
 
 
 def swiglu_linear_reference(
-    gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    """The op in plain PyTorch."""
-    return torch.nn.functional.linear(swiglu_reference(gate, up), weight, bias)
+    """The op in plain PyTorch; options as `swiglu_reference` has them."""
+    return torch.nn.functional.linear(swiglu_reference(gate, up, **options), weight, bias)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels: `[n_rows, n_cols]` in blocks of one row each; tensors without gaps count as one long row
+# Kernels: `[n_rows, n_cols]` in blocks of one row each; tensors without gaps count as one long row. JOINED: 0, gate and
+# up are two tensors; 1, the halves of each row of one; 2, its even and its odd columns.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -56,23 +74,42 @@ def _block_of(task, blocks, n_cols, BLOCK: tl.constexpr):
 
 
 @jit
+def _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED: tl.constexpr, BLOCK: tl.constexpr,
+               MASKED: tl.constexpr):  # fmt: skip
+    """A block of the gate and one of up."""
+    lane = tl.arange(0, BLOCK)
+    if JOINED == 2:
+        # One wide access, taken apart on chip: every other element of memory would be fetched twice.
+        wide = tl.arange(0, 2 * BLOCK)
+        both = load_fp32(gate + row * gate_stride + 2 * column + wide, wide < 2 * left, MASKED)
+        return tl.split(tl.reshape(both, (BLOCK, 2)))
+    g = load_fp32(gate + row * gate_stride + column + lane, lane < left, MASKED)
+    if JOINED == 1:
+        up = gate + n_cols
+    u = load_fp32(up + row * up_stride + column + lane, lane < left, MASKED)
+    return g, u
+
+
+@jit
 def _store_product(pointers, a, u, mask, MASKED: tl.constexpr):
     store(pointers, a.to(pointers.dtype.element_ty).to(tl.float32) * u, mask, MASKED)
 
 
 @jit
-def _forward_block(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, BLOCK: tl.constexpr,
-                   MASKED: tl.constexpr):  # fmt: skip
+def _forward_block(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACTIVATION: tl.constexpr,
+                   ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, JOINED: tl.constexpr,
+                   BLOCK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     row, column, left = _block_of(task, blocks, n_cols, BLOCK)
     lane = tl.arange(0, BLOCK)
-    g = load_fp32(gate + row * gate_stride + column + lane, lane < left, MASKED)
-    u = load_fp32(up + row * up_stride + column + lane, lane < left, MASKED)
-    _store_product(y + row * n_cols + column + lane, g * tl.sigmoid(g), u, lane < left, MASKED)
+    g, u = _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED, BLOCK, MASKED)
+    at = y + row * n_cols + column + lane
+    a, _ = activated(bounded_gate(g, LIMIT), ACTIVATION, ALPHA)
+    _store_product(at, a, bounded_up(u, LIMIT, OFFSET), lane < left, MASKED)
 
 
 @jit(lengths=("n_tasks", "n_whole", "blocks"))
 def _forward_kernel(
-    gate,  # [n_rows, n_cols], row stride given, as is up
+    gate,  # [n_rows, n_cols], row stride given, as is up; joined: [n_rows, 2 n_cols], and up is not read
     up,
     y,  # [n_rows, n_cols] contiguous
     n_tasks,  # blocks in all
@@ -81,38 +118,64 @@ def _forward_kernel(
     n_cols,
     gate_stride,
     up_stride,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    JOINED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     for task in range(tl.program_id(0), n_whole, tl.num_programs(0)):
-        _forward_block(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, BLOCK, False)
+        _forward_block(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACTIVATION, ALPHA, LIMIT, OFFSET,
+                       JOINED, BLOCK, False)  # fmt: skip
     for task in range(n_whole + tl.program_id(0), n_tasks, tl.num_programs(0)):
-        _forward_block(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, BLOCK, True)
+        _forward_block(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACTIVATION, ALPHA, LIMIT, OFFSET,
+                       JOINED, BLOCK, True)  # fmt: skip
 
 
 @jit
 def _backward_block(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_stride, up_stride, dy_stride,
-                    STORE_PRODUCT: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
+                    JOINED: tl.constexpr, STORE_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+                    MASKED: tl.constexpr):  # fmt: skip
     row, column, left = _block_of(task, blocks, n_cols, BLOCK)
     lane = tl.arange(0, BLOCK)
     mask = lane < left
-    g = load_fp32(gate + row * gate_stride + column + lane, mask, MASKED)
-    u = load_fp32(up + row * up_stride + column + lane, mask, MASKED)
+    g_raw, u_raw = _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED, BLOCK, MASKED)
     d = load_fp32(dy + row * dy_stride + column + lane, mask, MASKED)
-    sigma = tl.sigmoid(g)
-    a = g * sigma
+    g = bounded_gate(g_raw, LIMIT)
+    u = bounded_up(u_raw, LIMIT, OFFSET)
+    a, s = activated(g, ACTIVATION, ALPHA)
     if STORE_PRODUCT:
         _store_product(y + row * n_cols + column + lane, a, u, mask, MASKED)
-    store(dup + row * n_cols + column + lane, d * a, mask, MASKED)
-    store(dgate + row * n_cols + column + lane, d * u * (sigma + a * (1.0 - sigma)), mask, MASKED)
+    if JOINED == 1:
+        dgate += row * n_cols
+        dup = dgate + n_cols
+    du_at = dup + row * n_cols + column + lane
+    du = d * a
+    if LIMIT > 0:
+        du = tl.where(tl.abs(u_raw) <= LIMIT, du, 0.0)
+    if JOINED != 2:
+        store(du_at, du, mask, MASKED)
+    dg_at = dgate + row * n_cols + column + lane
+    dg = d * u * slope(g, a, s, ACTIVATION, ALPHA)
+    if LIMIT > 0:
+        dg = tl.where(g_raw <= LIMIT, dg, 0.0)
+    if JOINED != 2:
+        store(dg_at, dg, mask, MASKED)
+    else:
+        wide = tl.arange(0, 2 * BLOCK)
+        both = tl.reshape(tl.join(dg, du), (2 * BLOCK,))
+        store(dgate + 2 * (row * n_cols + column) + wide, both, wide < 2 * left, MASKED)
 
 
 @jit(lengths=("n_tasks", "n_whole", "blocks"))
 def _backward_kernel(
-    gate,  # [n_rows, n_cols], row stride given, as are up and dy
+    gate,  # [n_rows, n_cols], row stride given, as are up and dy; joined: [n_rows, 2 n_cols], and up is not read
     up,
     dy,
-    dgate,  # [n_rows, n_cols] contiguous, as are dup and y. With STORE_PRODUCT the same memory as gate, up and dy may
-    # be given here: every block is read before it is written.
+    dgate,  # [n_rows, n_cols] contiguous, as are dup and y; joined: [n_rows, 2 n_cols], and dup is not written. With
+    # STORE_PRODUCT the same memory as gate, up and dy may be given here: every block is read before it is written.
     dup,
     y,  # written with STORE_PRODUCT
     n_tasks,
@@ -122,15 +185,20 @@ def _backward_kernel(
     gate_stride,
     up_stride,
     dy_stride,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    JOINED: tl.constexpr,
     STORE_PRODUCT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     for task in range(tl.program_id(0), n_whole, tl.num_programs(0)):
         _backward_block(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_stride, up_stride, dy_stride,
-                        STORE_PRODUCT, BLOCK, False)  # fmt: skip
+                        ACTIVATION, ALPHA, LIMIT, OFFSET, JOINED, STORE_PRODUCT, BLOCK, False)  # fmt: skip
     for task in range(n_whole + tl.program_id(0), n_tasks, tl.num_programs(0)):
         _backward_block(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_stride, up_stride, dy_stride,
-                        STORE_PRODUCT, BLOCK, True)  # fmt: skip
+                        ACTIVATION, ALPHA, LIMIT, OFFSET, JOINED, STORE_PRODUCT, BLOCK, True)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,15 +211,17 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], **flags: bool) -> None:
-    """Reads `inputs` (any strides) and writes `outputs` (contiguous), all of one shape that is not empty."""
+def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], form: Gate, **flags: bool) -> None:
+    """Reads `inputs` (any strides) and writes `outputs` (contiguous), all of one shape that is not empty; where gate
+    and up are joined their tensor stands for both of them."""
+    n_cols = inputs[0].shape[-1] if form.joined is None else inputs[0].shape[-1] // 2
     # As one long row, whose length is then a multiple of 16 whatever the number of tokens: a kernel is compiled once.
-    if inputs[0].shape[-1] % 16 == 0 and all(t.is_contiguous() for t in inputs):
-        n_rows, n_cols = 1, inputs[0].numel()
+    if n_cols % 16 == 0 and form.joined != "halves" and all(t.is_contiguous() for t in inputs):
+        n_rows, n_cols = 1, inputs[0].numel() if form.joined is None else inputs[0].numel() // 2
         strides = [n_cols] * len(inputs)
     else:
         inputs = [_rows(t) for t in inputs]
-        n_rows, n_cols = inputs[0].shape
+        n_rows = inputs[0].shape[0]
         strides = [t.stride(0) for t in inputs]
     spec = device.spec(inputs[0].device)
     # The product is among the outputs, and then it counts, or the last output stands in for it.
@@ -164,74 +234,103 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     n_whole = n_tasks if n_cols % block.size == 0 else (n_tasks - 1 if n_rows == 1 else 0)
     launch(
         kernel, (tiling.programs(n_tasks, spec),), *inputs, *outputs, n_tasks, n_whole, blocks, n_cols, *strides,
-        **flags, BLOCK=block.size, **block.options,
+        **form.flags, **flags, BLOCK=block.size, **block.options,
     )  # fmt: skip
 
 
+def _product_like(gate: torch.Tensor, form: Gate) -> torch.Tensor:
+    """Memory for y."""
+    if form.joined is None:
+        return contiguous_like(gate)
+    return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+
+
 @falls_back("swiglu")
-def _forward(gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor:
+def _forward(gate: torch.Tensor, up: torch.Tensor | None, form: Gate, backend: str) -> torch.Tensor:
     if backend == "torch":
-        return swiglu_reference(gate, up)
+        return form.product(*form.parts(gate, up))
     if backend == "vendor":
         return _vendor.swiglu(gate, up)
-    y = contiguous_like(gate)
+    y = _product_like(gate, form)
     if y.numel():
-        _launch(_forward_kernel, [gate, up], [y])
+        _launch(_forward_kernel, [gate, gate if up is None else up], [y], form)
     return y
 
 
 @falls_back("swiglu")
 def _backward(
-    gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dgate, dup)."""
+    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, form: Gate, backend: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(dgate, dup); where gate and up are joined, (the gradient of both, None)."""
     if backend == "torch":
-        return _backward_torch(gate, up, dy)
+        return _backward_torch(gate, up, dy, form)
     if backend == "vendor":
         return _vendor.swiglu_backward(gate, up, dy)
-    dgate, dup = contiguous_like(gate), contiguous_like(gate)
+    dgate = contiguous_like(gate)
+    dup = None if up is None else contiguous_like(up)
     if dgate.numel():
-        _launch(_backward_kernel, [gate, up, dy], [dgate, dup], STORE_PRODUCT=False)
+        _launch_backward(gate, up, dy, dgate, dup, None, form)
     return dgate, dup
 
 
 @falls_back("swiglu")
 def _backward_and_product(
-    gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, overwrite: bool, backend: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dgate, dup, y), the last in the memory of dy, which is contiguous; with `overwrite` the others in that of gate
+    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, overwrite: bool, form: Gate, backend: str
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """`_backward` and y, the last in the memory of dy, which is contiguous; with `overwrite` the others in that of gate
     and up where they are."""
     if backend == "torch":
-        return *_backward_torch(gate, up, dy), dy.copy_(swiglu_reference(gate, up))
+        return *_backward_torch(gate, up, dy, form), dy.copy_(form.product(*form.parts(gate, up)))
     if backend == "vendor":
         return *_vendor.swiglu_backward(gate, up, dy), dy.copy_(_vendor.swiglu(gate, up))
-    dgate, dup = (t if overwrite and t.is_contiguous() else contiguous_like(t) for t in (gate, up))
+    dgate = _place(gate, overwrite)
+    dup = None if up is None else _place(up, overwrite)
     if dgate.numel():
-        _launch(_backward_kernel, [gate, up, dy], [dgate, dup, dy], STORE_PRODUCT=True)
+        _launch_backward(gate, up, dy, dgate, dup, dy, form)
     return dgate, dup, dy
 
 
-def _backward_torch(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    g, d = gate.float(), dy.float()
-    sigma = torch.sigmoid(g)
-    a = g * sigma
-    dup = (d * a).to(up.dtype)
-    return d.mul(up).mul_(sigma.add_(a * (1 - sigma))).to(gate.dtype), dup
+def _place(t: torch.Tensor, overwrite: bool) -> torch.Tensor:
+    """Memory for t's gradient."""
+    return t if overwrite and t.is_contiguous() else contiguous_like(t)
+
+
+def _launch_backward(
+    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, dgate: torch.Tensor, dup: torch.Tensor | None,
+    y: torch.Tensor | None, form: Gate,
+) -> None:  # fmt: skip
+    outputs = [dgate, dgate if dup is None else dup]
+    _launch(
+        _backward_kernel, [gate, gate if up is None else up, dy], outputs if y is None else [*outputs, y], form,
+        STORE_PRODUCT=y is not None,
+    )  # fmt: skip
+
+
+def _backward_torch(
+    gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, form: Gate
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    dgate, dup = form.gradients(*form.parts(gate, up), dy)
+    if up is not None:
+        return dgate.to(gate.dtype), dup.to(gate.dtype)
+    d = contiguous_like(gate)
+    for part, gradient in zip(form.parts(d, None), (dgate, dup), strict=True):
+        part.copy_(gradient)
+    return d, None
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, form: Gate, backend: str) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.backend = backend
-        return _forward(gate, up, backend)
+        ctx.form, ctx.backend = form, backend
+        return _forward(gate, up, form, backend)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        dgate, dup = _backward(gate, up, dy, ctx.backend)
-        return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, None
+        dgate, dup = _backward(gate, up, dy, ctx.form, ctx.backend)
+        return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, None, None
 
 
 def _keeps_graph() -> bool:
@@ -242,83 +341,126 @@ def _keeps_graph() -> bool:
 
 class _SwiGluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                overwrite: bool, backend: str) -> torch.Tensor:  # fmt: skip
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+                overwrite: bool, form: Gate, backend: str) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(gate, up, weight)
-        ctx.overwrite, ctx.backend = overwrite, backend
-        return torch.nn.functional.linear(_forward(gate, up, backend), weight, bias)
+        ctx.overwrite, ctx.form, ctx.backend = overwrite, form, backend
+        return torch.nn.functional.linear(_forward(gate, up, form, backend), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
+        form: Gate = ctx.form
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         rows = dz.reshape(-1, weight.shape[0])
         y = dgate = dup = None
         if needs_gate or needs_up:
-            dy = (rows @ weight).view(gate.shape)
+            dy = (rows @ weight).view(*gate.shape[:-1], weight.shape[1])
             if needs_weight:
                 overwrite = ctx.overwrite and not _keeps_graph()
-                dgate, dup, y = _backward_and_product(gate, up, dy, overwrite, ctx.backend)
+                dgate, dup, y = _backward_and_product(gate, up, dy, overwrite, form, ctx.backend)
             else:
-                dgate, dup = _backward(gate, up, dy, ctx.backend)
+                dgate, dup = _backward(gate, up, dy, form, ctx.backend)
         elif needs_weight:
-            y = _forward(gate, up, ctx.backend)
+            y = _forward(gate, up, form, ctx.backend)
         dw = None if y is None else rows.t() @ y.view(rows.shape[0], weight.shape[1])
         return (
             dgate if needs_gate else None, dup if needs_up else None, dw, rows.sum(0) if needs_bias else None, None,
-            None,
+            None, None,
         )  # fmt: skip
 
 
-def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
+def _check(gate: torch.Tensor, up: torch.Tensor | None, joined: str | None) -> int:
+    """The width of gate and of up."""
     check_float("gate", gate)
-    check_float("up", up)
-    check_same_device(gate=gate, up=up)
     if gate.dim() < 1:
         raise ValueError("gate must have at least one dimension; got []")
+    if joined is not None:
+        if up is not None:
+            raise ValueError(f"up must be None where gate holds both, as joined={joined!r} says")
+        if gate.shape[-1] % 2:
+            raise ValueError(f"gate must have an even last dimension with joined={joined!r}; got {list(gate.shape)}")
+        return gate.shape[-1] // 2
+    if up is None:
+        raise ValueError("up must be a tensor unless joined says how gate holds both; got None")
+    check_float("up", up)
+    check_same_device(gate=gate, up=up)
     if up.shape != gate.shape:
         raise ValueError(f"up must have gate's shape {list(gate.shape)}; got {list(up.shape)}")
     if up.dtype != gate.dtype:
         raise ValueError(f"up must have gate's dtype {gate.dtype}; got {up.dtype}")
+    return gate.shape[-1]
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
-    """silu(gate) * up; formulas in the module's docstring.
+def swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+    joined: str | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """activation(gate) * up, SwiGLU by default; formulas in the module's docstring and in `_gates.py`.
 
     Args:
-        gate: any shape, fp32, bf16 or fp16; any strides.
-        up: gate's shape and dtype.
+        gate: `[..., I]`, fp32, bf16 or fp16; any strides.
+        up: gate's shape and dtype; None with `joined`.
+        activation: `"silu"`, `"gelu"` (by the error function), `"gelu_tanh"` (its approximation) or `"relu2"` (ReLU
+            squared).
+        alpha: silu's sigmoid is that of alpha * gate.
+        limit: gate is clamped to at most this, up to between its negative and itself, before anything else; None: not.
+        offset: what is added to up.
+        joined: gate is `[..., 2 I]` and holds both: `"halves"`, gate before up, or `"interleaved"`, gate in the even
+            and up in the odd columns. Its gradient is one tensor.
         backend: overrides the choice of `backends.choose`.
+
+    Returns:
+        `[..., I]`.
 
     Raises:
         TypeError: a dtype that is not allowed.
-        ValueError: shapes or dtypes that differ, an unknown backend.
+        ValueError: shapes or dtypes that differ, an option that is not allowed, an unknown backend, a call that backend
+            `"vendor"` was asked to serve by name and does not cover.
     """
-    _check(gate, up)
-    chosen = backends.choose("swiglu", gate.device, backend)
+    form = gate_options(activation, alpha, limit, offset, joined)
+    _check(gate, up, joined)
+    chosen = backends.choose("swiglu", gate.device, backend, lambda: _vendor.uncovered_swiglu(form))
     if torch.compiler.is_compiling():
-        return swiglu_reference(gate, up)
-    return _SwiGlu.apply(gate, up, chosen)
+        return form.product(*form.parts(gate, up))
+    return _SwiGlu.apply(gate, up, form, chosen)
 
 
 def swiglu_linear(
     gate: torch.Tensor,
-    up: torch.Tensor,
+    up: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+    joined: str | None = None,
     overwrite: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """(silu(gate) * up) W^T + bias without keeping the product for backward; formulas in the module's docstring. Under
-    autocast in its dtype, as `torch.nn.functional.linear`.
+    """(activation(gate) * up) W^T + bias without keeping the product for backward; formulas in the module's docstring.
+    Under autocast in its dtype, as `torch.nn.functional.linear`.
 
     Args:
         gate: `[..., I]`, fp32, bf16 or fp16; any strides.
-        up: gate's shape and dtype.
+        up: gate's shape and dtype; None with `joined`.
         weight: `[H, I]`, in gate's dtype unless autocast is on.
         bias: `[H]` or None.
+        activation: as in `swiglu`, and so are the next four.
+        alpha: the factor in silu's sigmoid.
+        limit: of gate and up.
+        offset: what is added to up.
+        joined: how gate holds both.
         overwrite: nobody but this call reads gate and up, nor did what made them keep them for its backward (as tanh
             does; a linear layer does not), so that their gradients may take their place. That is done only where the
             graph is not kept for another backward.
@@ -329,26 +471,28 @@ def swiglu_linear(
 
     Raises:
         TypeError: a dtype that is not allowed.
-        ValueError: shapes or dtypes that do not match, an unknown backend.
+        ValueError: shapes or dtypes that do not match, an option that is not allowed, an unknown backend, a call that
+            backend `"vendor"` was asked to serve by name and does not cover.
     """
-    _check(gate, up)
+    form = gate_options(activation, alpha, limit, offset, joined)
+    size = _check(gate, up, joined)
     check_float("weight", weight)
-    if weight.dim() != 2 or weight.shape[1] != gate.shape[-1]:
-        raise ValueError(f"weight must have shape [H, {gate.shape[-1]}], as gate says; got {list(weight.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != size:
+        raise ValueError(f"weight must have shape [H, {size}], as gate says; got {list(weight.shape)}")
     if bias is not None:
         check_float("bias", bias)
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias must have shape [{weight.shape[0]}]; got {list(bias.shape)}")
     check_same_device(gate=gate, weight=weight, bias=bias)
-    chosen = backends.choose("swiglu", gate.device, backend)
+    chosen = backends.choose("swiglu", gate.device, backend, lambda: _vendor.uncovered_swiglu(form))
     dtype = compute_dtype(gate)
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != gate.dtype and not autocasts(gate):
             raise ValueError(f"{name} must have gate's dtype {gate.dtype} without autocast; got {t.dtype}")
     if torch.compiler.is_compiling():
-        return swiglu_linear_reference(gate, up, weight, bias)
+        return torch.nn.functional.linear(form.product(*form.parts(gate, up)), weight, bias)
     if dtype != gate.dtype:
         # Autocast rounds the product before the projection reads it: there are two tensors, and the second is kept.
-        return torch.nn.functional.linear(swiglu(gate, up, backend=chosen), weight, bias)
+        return torch.nn.functional.linear(_SwiGlu.apply(gate, up, form, chosen), weight, bias)
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _SwiGluLinear.apply(gate, up, weight, bias, overwrite, chosen)
+    return _SwiGluLinear.apply(gate, up, weight, bias, overwrite, form, chosen)

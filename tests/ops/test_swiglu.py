@@ -1,11 +1,15 @@
 """swiglu against its reference."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from npu_trainer_kernels.ops import swiglu, swiglu_linear, swiglu_linear_reference, swiglu_reference
 from tests.closeness import assert_op_close
 
+# In the interpreter, of gates far out.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 # Blocks are of 64 elements in the interpreter: several and a tail, exactly some, less than one.
 SHAPES = [(3, 5, 45), (3, 5, 48), (4, 64), (7,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -22,8 +26,10 @@ def upstream(outputs):
     return (y * torch.linspace(-1, 1.5, y.numel(), device=y.device).view_as(y).to(y.dtype)).sum(dtype=torch.float64)
 
 
-def check(inputs, backend):
-    assert_op_close(lambda *a: swiglu(*a, backend=backend), swiglu_reference, inputs, upstream)
+def check(inputs, backend, **options):
+    assert_op_close(
+        lambda *a: swiglu(*a, backend=backend, **options), lambda *a: swiglu_reference(*a, **options), inputs, upstream
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -40,7 +46,6 @@ def test_forward_in_torch_has_the_bits_of_transformers(dtype):
     assert torch.equal(swiglu(gate, up, backend="torch"), ACT2FN["silu"](gate) * up)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_large_gates_stay_finite(device, backend):
     gate = torch.tensor([-1e4, -90.0, 0.0, 90.0, 1e4], device=device, requires_grad=True)
     check([gate, torch.ones(5, device=device, requires_grad=True)], backend)
@@ -100,6 +105,209 @@ def test_torch_compile_without_graph_break(device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Other gates, and both in one tensor
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+GPT_OSS = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
+GATES = [
+    {"activation": "gelu"},
+    {"activation": "gelu_tanh"},
+    {"activation": "relu2"},
+    {"alpha": 1.702},
+    {"limit": 0.75},
+    {"activation": "gelu_tanh", "limit": 2.0, "offset": -0.5},
+    GPT_OSS,
+]
+
+
+def make_joined(device, dtype=torch.float32, shape=(3, 5, 45), joined="halves"):
+    gate, up = (t.detach() for t in make(device, dtype, shape))
+    both = torch.cat([gate, up], -1) if joined == "halves" else torch.stack([gate, up], -1).flatten(-2)
+    return both.requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", GATES, ids=str)
+def test_other_gates_match_reference(device, backend, dtype, options):
+    # Most of up and some of the gates beyond a limit of 7.
+    gate, up = make(device, dtype)
+    up = (5 * up.detach()).requires_grad_()
+    check([gate, up], backend, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("joined", ["halves", "interleaved"])
+@pytest.mark.parametrize("options", [{}, GPT_OSS], ids=str)
+def test_joined_matches_reference(device, backend, dtype, shape, joined, options):
+    check([make_joined(device, dtype, shape, joined)], backend, joined=joined, **options)
+
+
+@pytest.mark.parametrize("joined", ["halves", "interleaved"])
+@pytest.mark.parametrize("width", [45, 48])
+def test_joined_has_the_bits_of_two_tensors(device, backend, joined, width):
+    both = make_joined(device, torch.bfloat16, (3, 5, width), joined)
+    parts = both.chunk(2, -1) if joined == "halves" else (both[..., ::2], both[..., 1::2])
+    runs = []
+    for y in (swiglu(both, joined=joined, backend=backend), swiglu(*parts, backend=backend)):
+        runs.append([y, *torch.autograd.grad(upstream([y]), both)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("joined", ["halves", "interleaved"])
+def test_joined_of_any_strides(device, backend, joined):
+    both = make_joined(device, joined=joined)
+    strided = both.transpose(0, 1).contiguous().transpose(0, 1)
+    runs = []
+    for t in (strided, both):
+        y = swiglu(t, joined=joined, backend=backend)
+        runs.append([y, *torch.autograd.grad(y.transpose(0, 1).sum(), both)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("joined", ["halves", "interleaved"])
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_nothing_joined(device, backend, joined, shape):
+    both = torch.ones(*shape, device=device, requires_grad=True)
+    y = swiglu(both, joined=joined, backend=backend)
+    assert y.shape == (shape[0], shape[1] // 2)
+    assert torch.autograd.grad(y.sum(), both)[0].shape == shape
+
+
+def test_a_value_at_its_limit_has_a_gradient(device, backend):
+    """As `torch.clamp` has it; the value right beyond has none."""
+    at = torch.tensor([2.0, -2.0, 1.0], device=device)
+    gate, up = (t.requires_grad_() for t in (at.clone(), at.flip(0)))
+    check([gate, up], backend, limit=2.0)
+    beyond = torch.nextafter(at, 4 * at)
+    gate, up = (t.requires_grad_() for t in (beyond.clone(), beyond.clone()))
+    dgate, dup = torch.autograd.grad(swiglu(gate, up, limit=2.0, backend=backend).sum(), (gate, up))
+    assert [bool(t) for t in dgate] == [False, True, True]
+    assert [bool(t) for t in dup] == [False, False, True]
+
+
+@pytest.mark.parametrize("options", GATES, ids=str)
+def test_large_values_of_other_gates_stay_finite(device, backend, options):
+    values = [torch.tensor([-1e4, -90.0, 0.0, 90.0, 1e4], device=device, requires_grad=True) for _ in range(2)]
+    check(values, backend, **options)
+
+
+def model_gates():
+    """(what a model computes of gate and up, the options that say so), from transformers' own code."""
+    from transformers.activations import ACT2FN
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
+
+    def act(name):
+        return lambda both: ACT2FN[name](both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]
+
+    def own(cls, **numbers):
+        return lambda both: cls._apply_gate(SimpleNamespace(act_fn=ACT2FN["silu"], **numbers), both)
+
+    halves, limited = {"joined": "halves"}, {"joined": "halves", "limit": 7.0}
+    return {
+        "silu": (act("silu"), halves),
+        "gelu": (act("gelu"), {"activation": "gelu", **halves}),
+        "gelu_pytorch_tanh": (act("gelu_pytorch_tanh"), {"activation": "gelu_tanh", **halves}),
+        "relu2": (act("relu2"), {"activation": "relu2", **halves}),
+        "quick_gelu": (act("quick_gelu"), {"alpha": 1.702, **halves}),
+        "gpt-oss": (own(GptOssExperts, limit=7.0, alpha=1.702), {**GPT_OSS, "joined": "interleaved"}),
+        "minimax-m3": (own(MiniMaxM3VLExperts, swiglu_limit=7.0, swiglu_alpha=1.702), {**GPT_OSS, **halves}),
+        "deepseek-v4": (own(DeepseekV4Experts, limit=7.0), limited),
+        "glm-5-next": (own(Glm5NextTextExperts, swiglu_limit=7.0), limited),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", model_gates())
+def test_in_torch_it_has_the_bits_of_the_models(dtype, name):
+    function, options = model_gates()[name]
+    both = (12 * torch.randn(7, 64)).to(dtype)
+    assert torch.equal(swiglu(both, backend="torch", **options), function(both))
+
+
+@pytest.mark.parametrize("name", model_gates())
+def test_it_is_as_close_as_the_models_are(device, backend, name):
+    """Also where a model rounds elsewhere, as the other spellings of GELU do in bf16."""
+    function, options = model_gates()[name]
+    both = (4 * torch.randn(7, 64, device=device)).bfloat16().requires_grad_()
+    assert_op_close(lambda t: swiglu(t, backend=backend, **options), function, [both], upstream)
+
+
+@pytest.mark.parametrize("spelling", ["gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gelu_tanh_is_as_close_as_its_other_spellings(device, backend, dtype, spelling):
+    from transformers.activations import ACT2FN
+
+    def plain(gate, up):
+        return ACT2FN[spelling](gate) * up
+
+    inputs = make(device, dtype)
+    assert_op_close(lambda *a: swiglu(*a, activation="gelu_tanh", backend=backend), plain, inputs, upstream)
+
+
+@pytest.mark.parametrize("options", GATES, ids=str)
+@pytest.mark.parametrize("joined", [None, "halves", "interleaved"])
+def test_linear_with_other_gates(device, backend, options, joined):
+    gate, up, weight, bias = make_linear(device, torch.bfloat16)
+    if joined is not None:
+        gate, up = make_joined(device, torch.bfloat16, joined=joined), None
+    check_linear([gate, up, weight, bias], backend, joined=joined, **options)
+
+
+@pytest.mark.parametrize("joined", ["halves", "interleaved"])
+@pytest.mark.parametrize("width", [45, 48])
+@pytest.mark.parametrize("options", [{}, GPT_OSS], ids=str)
+def test_overwriting_what_is_joined_changes_no_gradient(device, backend, joined, width, options):
+    both, runs = make_joined(device, torch.bfloat16, (3, 5, width), joined), []
+    _, _, *rest = make_linear(device, torch.bfloat16, (3, 5, width))
+    for overwrite in (False, True):
+        given = both * 1
+        before = given.detach().clone()
+        z = swiglu_linear(given, None, *rest, overwrite=overwrite, joined=joined, backend=backend, **options)
+        runs.append([z, *torch.autograd.grad(upstream([z]), [both, *rest])])
+        assert torch.equal(given, before) != (overwrite and backend != "torch")
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_other_gates_compile_without_graph_break(device):
+    def model(both, weight):
+        return swiglu_linear(torch.tanh(both), None, weight, joined="interleaved", **GPT_OSS) * 2
+
+    inputs = [make_joined(device, joined="interleaved"), make_linear(device)[2]]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = torch.autograd.grad(upstream([model(*inputs)]), inputs)
+    for a, b in zip(torch.autograd.grad(upstream([compiled(*inputs)]), inputs), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+BAD_GATES = [
+    ({"activation": "swish"}, "activation must be one of silu, gelu, gelu_tanh, relu2; got 'swish'"),
+    ({"activation": "gelu", "alpha": 2.0}, "alpha must be a finite number, and 1 with another .*; got 2.0"),
+    ({"alpha": float("inf")}, "alpha must be a finite number.*; got inf"),
+    ({"limit": 0.0}, "limit must be None or a positive finite number; got 0.0"),
+    ({"limit": float("nan")}, "limit must be None or a positive finite number; got nan"),
+    ({"offset": "1"}, "offset must be a finite number; got '1'"),
+    ({"joined": "rows"}, "joined must be one of halves, interleaved; got 'rows'"),
+    ({"joined": "halves"}, "up must be None where gate holds both, as joined='halves' says"),
+    ({"up": None}, "up must be a tensor unless joined says how gate holds both; got None"),
+    ({"up": None, "joined": "halves"}, r"gate must have an even last dimension with joined='halves'; got \[3, 5, 45\]"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_GATES, ids=str)
+def test_a_bad_gate_names_argument_value_and_what_is_allowed(options, message):
+    gate, up = (t.detach() for t in make(torch.device("cpu")))
+    with pytest.raises(ValueError, match=message):
+        swiglu(gate, **{"up": up, **options})
+    with pytest.raises(ValueError, match=message):
+        swiglu_linear(gate, options.get("up", up), torch.ones(2, 45), **{k: v for k, v in options.items() if k != "up"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # With the projection that follows
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -110,8 +318,13 @@ def make_linear(device, dtype=torch.float32, shape=(3, 5, 45), has_bias=True):
     return [*make(device, dtype, shape), weight, bias]
 
 
-def check_linear(inputs, backend, **options):
-    assert_op_close(lambda *a: swiglu_linear(*a, backend=backend, **options), swiglu_linear_reference, inputs, upstream)
+def check_linear(inputs, backend, overwrite=False, **options):
+    assert_op_close(
+        lambda *a: swiglu_linear(*a, backend=backend, overwrite=overwrite, **options),
+        lambda *a: swiglu_linear_reference(*a, **options),
+        inputs,
+        upstream,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

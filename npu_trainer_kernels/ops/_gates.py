@@ -1,0 +1,207 @@
+"""The gates of gated MLPs: y = cast(a(min(gate, limit))) (clamp(up, -limit, limit) + offset), the limits if there are.
+
+    silu         a = g s      s = 1 / (1 + exp(-alpha g))       a' = s + alpha a (1 - s)
+    gelu         a = g s      s = (1 + erf(g / sqrt 2)) / 2     a' = s + g exp(-g^2 / 2) / sqrt(2 pi)
+    gelu_tanh    a = g s      s = 1 / (1 + exp(-2 z)), which is (1 + tanh z) / 2, z = c (g + d g^3)
+                              a' = s + 2 a (1 - s) z', z' = c (1 + 3 d g^2)
+    relu2        a = s^2      s = max(g, 0)                     a' = 2 s
+
+with c = sqrt(2 / pi) and d = 0.044715. silu with alpha 1.702 is known as quick GELU; with limit 7 and offset 1, too, it
+is what GPT-OSS computes (https://huggingface.co/openai/gpt-oss-20b). Where a value lies beyond its limit its gradient
+is zero, as `torch.clamp` has it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .._triton import jit, tl
+from ._checks import check_choice, is_number
+
+__all__ = ["ACTIVATIONS", "JOINED", "Gate", "activated", "bounded_gate", "bounded_up", "gate_options", "slope"]
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+JOINED = ("halves", "interleaved")
+_SQRT_HALF = math.sqrt(0.5)
+_SQRT_2_PI = math.sqrt(2.0 / math.pi)
+_CUBIC = 0.044715
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The options of a gate, checked.
+
+    Attributes:
+        activation: one of `ACTIVATIONS`.
+        alpha: factor of the gate inside silu's sigmoid.
+        limit: of the gate from above, of up's amount; None: there is none.
+        offset: what is added to up.
+        joined: how gate and up lie in one tensor, one of `JOINED`; None: in two.
+        flags: the constants of the kernels.
+    """
+
+    activation: str
+    alpha: float
+    limit: float | None
+    offset: float
+    joined: str | None
+    flags: dict[str, Any] = field(compare=False, repr=False)
+
+    @property
+    def is_swiglu(self) -> bool:
+        """Whether y is silu(gate) * up."""
+        return (self.activation, self.alpha, self.limit, self.offset) == ("silu", 1.0, None, 0.0)
+
+    def parts(self, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate and up as two tensors, which are views where they are joined."""
+        if self.joined is None:
+            assert up is not None
+            return gate, up
+        if self.joined == "halves":
+            first, second = gate.chunk(2, -1)
+            return first, second
+        return gate[..., ::2], gate[..., 1::2]
+
+    def product(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """y, operation for operation as models compute it."""
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+        return self.activate(gate) * (up + self.offset if self.offset else up)
+
+    def activate(self, gate: torch.Tensor) -> torch.Tensor:
+        """a."""
+        if self.activation == "silu":
+            return torch.nn.functional.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
+        if self.activation == "relu2":
+            return torch.nn.functional.relu(gate).square()
+        return torch.nn.functional.gelu(gate, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+    def gradients(self, gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(dgate, dup) in fp32, in plain PyTorch."""
+        g, u, d = gate.float(), up.float(), dy.float()
+        if self.limit is not None:
+            g, u = g.clamp(max=self.limit), u.clamp(min=-self.limit, max=self.limit)
+        if self.activation == "silu":
+            s = torch.sigmoid(self.alpha * g)
+            a = g * s
+            da = s.add_(self.alpha * a * (1 - s))
+        elif self.activation == "gelu":
+            s = 0.5 * (1 + torch.erf(_SQRT_HALF * g))
+            a = g * s
+            da = s.add_(g * torch.exp(-0.5 * g * g) * (0.5 * _SQRT_2_PI))
+        elif self.activation == "gelu_tanh":
+            z = 2 * _SQRT_2_PI * (g + _CUBIC * g * g * g)
+            s = torch.sigmoid(z)
+            a = g * s
+            da = s.add_(2 * _SQRT_2_PI * a * torch.sigmoid(-z) * (1 + 3 * _CUBIC * g * g))
+        else:
+            s = torch.relu(g)
+            a = s * s
+            da = 2 * s
+        dup = d * a
+        dgate = d.mul(u + self.offset if self.offset else u).mul_(da)
+        if self.limit is not None:
+            dgate.mul_(gate <= self.limit)
+            dup.mul_(up.abs() <= self.limit)
+        return dgate, dup
+
+
+def gate_options(activation: str, alpha: float, limit: float | None, offset: float, joined: str | None) -> Gate:
+    """The options of a call.
+
+    Raises:
+        ValueError: an option that is not allowed, or alpha with another activation than silu.
+    """
+    # Dynamo warns where it meets a cache.
+    made = _checked if torch.compiler.is_compiling() else _cached
+    return made(activation, alpha, limit, offset, joined)
+
+
+def _checked(activation: str, alpha: float, limit: float | None, offset: float, joined: str | None) -> Gate:
+    check_choice("activation", activation, ACTIVATIONS)
+    if joined is not None:
+        check_choice("joined", joined, JOINED)
+    if not is_number(alpha) or (activation != "silu" and alpha != 1.0):
+        raise ValueError(f"alpha must be a finite number, and 1 with another activation than silu; got {alpha!r}")
+    if limit is not None and not (is_number(limit) and limit > 0):
+        raise ValueError(f"limit must be None or a positive finite number; got {limit!r}")
+    if not is_number(offset):
+        raise ValueError(f"offset must be a finite number; got {offset!r}")
+    # One number of each kind whatever the caller wrote: a kernel is compiled once for 7 and 7.0.
+    flags = {
+        "ACTIVATION": activation,
+        "ALPHA": float(alpha),
+        "LIMIT": 0.0 if limit is None else float(limit),
+        "OFFSET": float(offset),
+        "JOINED": JOINED.index(joined) + 1 if joined is not None else 0,
+    }
+    return Gate(activation, float(alpha), None if limit is None else float(limit), float(offset), joined, flags)
+
+
+_cached = functools.lru_cache(maxsize=256)(_checked)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In kernels, all in fp32
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def bounded_gate(g, LIMIT: tl.constexpr):
+    """The gate that is activated; a LIMIT of 0 is none."""
+    if LIMIT > 0:
+        # By the rule that hands NaN on, as torch does: the other one takes 7 operations on an NPU.
+        return tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        return g
+
+
+@jit
+def bounded_up(u, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """What the activated gate is multiplied by."""
+    if LIMIT > 0:
+        u = tl.minimum(u, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.maximum(u, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if OFFSET != 0:
+        u += OFFSET
+    return u
+
+
+@jit
+def activated(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+    """(a, s) of the module's docstring."""
+    if ACTIVATION == "relu2":
+        s = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return s * s, s
+    else:
+        if ACTIVATION == "gelu":
+            s = 0.5 + 0.5 * tl.math.erf(0.7071067811865476 * g)
+        elif ACTIVATION == "gelu_tanh":
+            s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+        elif ALPHA == 1.0:
+            s = tl.sigmoid(g)
+        else:
+            s = tl.sigmoid(ALPHA * g)
+        return g * s, s
+
+
+@jit
+def slope(g, a, s, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+    """a'."""
+    if ACTIVATION == "relu2":
+        return 2.0 * s
+    elif ACTIVATION == "gelu":
+        return s + g * (0.3989422804014327 * tl.exp(-0.5 * g * g))
+    elif ACTIVATION == "gelu_tanh":
+        # 1 - s has few digits left where s is close to 1, and z' is large there: s is formed from the other side.
+        rest = tl.sigmoid(-1.5957691216057308 * (g + 0.044715 * g * g * g))
+        return s + a * rest * (1.5957691216057308 + 0.21406444881780076 * g * g)
+    elif ALPHA == 1.0:
+        return s + a * (1.0 - s)
+    else:
+        return s + ALPHA * a * (1.0 - s)
