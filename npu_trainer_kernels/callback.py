@@ -48,8 +48,8 @@ class NpuKernelsCallback(TrainerCallback):
     Patches when the Trainer has been built, looks again when training begins (TRL adds its head and FSDP shards after
     construction, `model_init` builds anew), and restores when training ends, also by an exception. While it trains, the
     models that the Trainer holds beside its own (reference, teacher, reward) are served by the same ops. In TRL's
-    GRPOTrainer the head is told which gradient the loss is going to send back. Prints the report once, on the main process, and
-    adds `tokens_per_second` (input tokens of this process since the last log) and `peak_memory_gib` to the Trainer's
+    GRPOTrainer the head is told which gradient the loss is going to send back. Prints the report once, on the main
+    process, and adds `tokens_per_second` (input tokens of this process since the last log) and `peak_memory_gib` to the Trainer's
     logs.
 
     Pass it in `callbacks=[...]`. On a Trainer that exists already, use `trainer.add_callback(callback)` followed by
@@ -112,7 +112,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._apply(trainer.model)
 
     def _put_into(self, model: Any) -> tuple[NpuKernels, bool]:
-        """The handle of a model, and whether this callback is to restore it: not what a user's own `with` has applied."""
+        """The handle of a model, and whether this callback is to restore it: not what its user has applied."""
         before = handle_of(model)
         handle = apply_npu_kernels(model, ops=self._ops, backend=self._backend, strict=self._strict)
         return handle, handle is not before

@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import backends, device
 from ._call import CallSettings, track_calls
-from ._classes import is_patched_class, original_class
+from ._classes import original_class
 from ._head import causal_lm
 from ._patch import Patch, Scene, Site
 from ._report import LeftAlone, Replaced, Report
@@ -41,7 +41,7 @@ class NpuKernels:
         self._sites: dict[tuple[str, type, Any], Site] = {}
         self._report = Report()
         self.settings = CallSettings()
-        self._tracked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+        self._tracked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._entered = 0
         # What is changed outside the model (TRL's names) ends with the model, whoever forgets to restore.
         weakref.finalize(model, self._undo.restore).atexit = False

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops.swiglu import swiglu, swiglu_linear
+from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference
 from ._classes import has_hooks, original_class
-from ._gates import GATES, Gate, gated_reference
 from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_float, set_on_instance
 from ._undo import Undo
 
@@ -36,8 +35,8 @@ class MlpForm:
         gate, up: projections; the same one where both come in one tensor.
         down: the last projection.
         layout: of that tensor: `"halves"` (gate first), `"swapped"` (up first), `"interleaved"`; `"apart"` for two.
-        activation: names and types of the leaves beside the projections, which the op stands for.
-        act: the op's activation.
+        leaves: names and types of the other children, which the op stands for.
+        activation: of the op.
     """
 
     gate: str
@@ -45,11 +44,10 @@ class MlpForm:
     down: str
     layout: str
     leaves: tuple[tuple[str, type[nn.Module]], ...]
-    act: Gate
+    activation: str
 
     def __str__(self) -> str:
-        kind = f"{self.act}" + ("" if self.layout == "apart" else f", gate and up {self.layout}")
-        return f"{kind}, with {self.down}"
+        return self.activation + ("" if self.layout == "apart" else f", gate and up in one: {self.layout}")
 
 
 def is_bare_linear(module: nn.Module) -> bool:
@@ -82,12 +80,17 @@ def _known_by_name(names: list[str]) -> bool:
     return {"gate_proj", "up_proj", "down_proj"} <= set(names)
 
 
-def _split(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gate, up), as views."""
-    if layout == "interleaved":
-        return both[..., ::2], both[..., 1::2]
-    first, second = both.chunk(2, dim=-1)
-    return (first, second) if layout == "halves" else (second, first)
+# In the order in which one is preferred where a probe cannot tell.
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+_JOINED = ("halves", "swapped", "interleaved")
+
+
+def _operands(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor | None, str | None]:
+    """One tensor with gate and up as the op takes it: (gate, up, joined)."""
+    if layout != "swapped":
+        return both, None, layout
+    up, gate = both.chunk(2, dim=-1)
+    return gate, up, None
 
 
 def _reached(module: Any, projections: list[str], constants: list[torch.Tensor]) -> tuple[list[str], Any]:
@@ -118,41 +121,42 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
     if any(isinstance(module._modules[name], nn.Dropout) and module._modules[name].p > 0 for name in leaves):  # type: ignore[union-attr]
         return "it drops out"
     types = tuple((name, original_class(module._modules[name])) for name in leaves)  # type: ignore[arg-type]
-    one = len(projections) == 2
-    found: set[tuple[str, str, str, str, Gate]] | None = None
+    found: set[tuple[str, str, str, str, str]] | None = None
     for dtype in (torch.bfloat16, torch.float32):
         generator = torch.Generator("cpu").manual_seed(0)
-        width = 2 * _COLS if one else _COLS
-        # Wide enough for the ends of a clamp.
+        width = 2 * _COLS if len(projections) == 2 else _COLS
         constants = [
-            6 * torch.randn(_ROWS, width, generator=generator, dtype=torch.float32, device="cpu") for _ in range(2)
+            (3 * torch.randn(_ROWS, width, generator=generator, dtype=torch.float32, device="cpu")).to(dtype)
+            for _ in range(2)
         ]
-        constants = [constant.to(dtype) for constant in constants]
         try:
             calls, out = _reached(module, projections, constants)
         except PROBE_ERRORS as error:
             return f"its forward cannot be probed ({type(error).__name__})"
         if sorted(calls) != sorted(projections) or not isinstance(out, torch.Tensor):
             return "its forward does not call each of its projections once"
-        ways = (
-            [(calls[0], calls[0], layout, *_split(constants[0], layout)) for layout in _LAYOUTS]
-            if one
-            else [(calls[0], calls[1], "apart", *constants), (calls[1], calls[0], "apart", *reversed(constants))]
-        )
         equal = {
-            (gate, up, calls[-1], layout, act)
-            for gate, up, layout, g, u in ways
-            for act in GATES
-            if torch.equal(out, gated_reference(g, u, act))
+            (gate, up, calls[-1], layout, activation)
+            for gate, up, layout, operands in _ways(calls, constants)
+            for activation in _ACTIVATIONS
+            if torch.equal(out, swiglu_reference(*operands[:2], activation=activation, joined=operands[2]))
         }
         found = equal if found is None else found & equal
     if not found:
         return "it does not compute down(act(gate(x)) * up(x)) with an act that swiglu knows"
-    gate, up, down, layout, act = min(found, key=lambda way: GATES.index(way[-1]))
-    return MlpForm(gate, up, down, layout, types, act)
+    gate, up, down, layout, activation = min(found, key=lambda way: _ACTIVATIONS.index(way[-1]))
+    return MlpForm(gate, up, down, layout, types, activation)
 
 
-_LAYOUTS = ("halves", "swapped", "interleaved")
+def _ways(calls: list[str], constants: list[torch.Tensor]) -> list[tuple[str, str, str, Any]]:
+    """Who may be gate and up, and where: (gate, up, layout, operands of the op)."""
+    first, second = constants
+    if len(calls) == 2:
+        return [(calls[0], calls[0], layout, _operands(first, layout)) for layout in _JOINED]
+    return [
+        (calls[0], calls[1], "apart", (first, second, None)),
+        (calls[1], calls[0], "apart", (second, first, None)),
+    ]
 
 
 class GatedMlpPatch(Patch):
@@ -179,18 +183,17 @@ class GatedMlpPatch(Patch):
         form: MlpForm = site.form
         modules, x = module._modules, args[0]
         down = modules[form.down]
+        if form.layout == "apart":
+            gate, up, joined = modules[form.gate](x), modules[form.up](x), None
+        else:
+            gate, up, joined = _operands(modules[form.gate](x), form.layout)
+        if no_float(gate) or (up is not None and (type(up) not in PLAIN or up.dtype != gate.dtype)):
+            # Known only now: projections that are sharded, or of other dtypes. They are called a second time.
+            site.declined["its projections return no plain tensors of one dtype"] += 1
+            return site.kind.forward(module, x)  # type: ignore[no-any-return]
+        options = {"activation": form.activation, "joined": joined, "backend": site.backend}
+        if not is_bare_linear(down):
+            return down(swiglu(gate, up, **options))  # type: ignore[no-any-return]
         # What bare linear layers return nobody else has seen.
         ours = is_bare_linear(modules[form.gate]) and is_bare_linear(modules[form.up])
-        if form.layout == "apart":
-            gate, up = modules[form.gate](x), modules[form.up](x)
-        else:
-            # Halves of one tensor: the gradient of gate cannot be laid where gate is.
-            gate, up = _split(modules[form.gate](x), form.layout)
-            ours = False
-        if type(gate) not in PLAIN or type(up) not in PLAIN:
-            # Known only now: projections that are sharded. Their products are formed a second time.
-            site.declined["its projections return no plain tensors"] += 1
-            return site.kind.forward(module, x)  # type: ignore[no-any-return]
-        if not is_bare_linear(down):
-            return down(swiglu(gate, up, **form.act.options, backend=site.backend))
-        return swiglu_linear(gate, up, down.weight, down.bias, overwrite=ours, **form.act.options, backend=site.backend)
+        return swiglu_linear(gate, up, down.weight, down.bias, overwrite=ours, **options)

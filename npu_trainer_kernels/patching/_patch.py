@@ -1,9 +1,9 @@
 """A patch is a value with a guard.
 
 `recognise` finds, once, what a module computes: a *form*, a reason to leave it alone, or None where it is no candidate.
-What it finds was proven on a few numbers, so it is not enough: `declines` looks at every single call (arguments, dtypes,
-layout, hooks, weights) and says why the op must not serve it, or None. `run` serves it. What is declined is done by the
-class's own forward, as if nothing had been patched.
+What it finds was proven on a few numbers, so it is not enough: `declines` looks at every single call (arguments,
+dtypes, layout, hooks, weights) and says why the op must not serve it, or None. `run` serves it. What is declined is
+done by the class's own forward, as if nothing had been patched.
 
 All modules of one class and one form share a *site*: their generated class, and the counts of what ran and what was
 declined, from which the report is made.

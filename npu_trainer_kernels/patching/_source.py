@@ -1,5 +1,5 @@
-"""Parts of a module's own forward, exchanged: its source is parsed, one thing in it is replaced, and the result is bound
-per instance. Nothing of a model's code is copied into this package.
+"""Parts of a module's own forward, exchanged: its source is parsed, one thing in it is replaced, and the result is
+bound per instance. Nothing of a model's code is copied into this package.
 
 Forwards that are decorated or close over variables are left alone. The one decoration that is known is that of
 transformers' `GradientCheckpointingLayer`, which wraps the forward of every subclass when the subclass is made: ours is
