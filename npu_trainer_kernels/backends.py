@@ -5,13 +5,15 @@ with the environment variable `NPU_KERNELS_BACKEND` (`"torch"` for every op, or 
 the `backend` argument of `apply_npu_kernels`, or with the `backend` argument of a single op; the nearest one wins. An
 override that cannot run raises: a backend that was asked for by name is never replaced silently.
 
-What `npu-kernels tune` measured on the machine goes before the table (`tuned`).
+What `npu-kernels tune` measured on the machine goes before the table (`tuned`), for calls of the shapes that it measured
+and no others.
 
 The vendor's operators cover some calls of an op and not others. Where the table chose them, the next backend in order
 serves the others; where they were asked for by name, such a call raises.
 """
 
 import functools
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,7 @@ __all__ = [
     "BACKENDS",
     "OPS",
     "Choice",
+    "Shape",
     "choose",
     "explain",
     "failures",
@@ -34,10 +37,14 @@ __all__ = [
     "has_failed",
     "is_strict",
     "keeps_plain",
+    "measurements",
+    "of_head",
+    "of_rows",
     "parse_override",
     "record_failure",
     "strict_override",
     "unavailable",
+    "was_measured",
 ]
 
 BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
@@ -111,19 +118,23 @@ _CUDA: dict[str, tuple[Choice, ...]] = {
     "grpo_loss": _on_h200("fused_linear_grpo_loss B=8 T=1024 H=2048 V=151936", 19.687, 46.51),
 }
 _CPU = (Choice("torch", "the only one that runs natively on a CPU (the Triton interpreter is for tests)"),)
+_OTHER = (Choice("torch", "no kernel of ours was made for this kind of device"),)
 _ORDER: dict[str, dict[str, tuple[Choice, ...]]] = {
-    op: {"npu": _NPU[op], "cuda": _CUDA[op], "cpu": _CPU} for op in _NPU
+    op: {"npu": _NPU[op], "cuda": _CUDA[op], "cpu": _CPU, "other": _OTHER} for op in _NPU
 }
 OPS = tuple(_ORDER)
 
+# What saves memory wherever it runs: no logits of all tokens.
+_HEADS = ("linear_cross_entropy", "linear_logprob", "grpo_loss")
 # Where a model's own PyTorch code is at least as fast as every backend here: such ops are put into a model only when
 # they are asked for by name.
 _PLAIN: dict[str, dict[str, str]] = {
+    "other": {op: "nothing was measured on this kind of device" for op in _NPU if op not in _HEADS},
     "cpu": {
         "swiglu": _plain_on_cpu("swiglu N=2048 I=432", 6.412, 3.238),
         "rope": _plain_on_cpu("rope S=2048 Q=5 K=5 D=32", 6.324, 6.101),
         "embedding": _plain_on_cpu("embedding N=2048 V=8009 D=160", 1.626, 0.958),
-    }
+    },
 }
 
 
@@ -135,6 +146,8 @@ def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
                 f"Triton cannot be imported ({type(_triton.IMPORT_ERROR).__name__}: {_triton.IMPORT_ERROR}); "
                 f"install 'npu_trainer_kernels[{'npu' if kind == 'npu' else 'cuda'}]'"
             )
+        if kind == "other":
+            return "no kernel was made for this kind of device"
         if kind == "cpu" and not _triton.INTERPRETED:
             return "on a CPU Triton runs only in its interpreter (TRITON_INTERPRET=1, for tests)"
     if backend == "ascend-lowering" and kind != "cpu":
@@ -188,11 +201,52 @@ def _asked_for(op: str, override: str | None, environment: str) -> tuple[str | N
     return parse_override(environment).get(op), f"{ENVIRONMENT}={environment}"
 
 
-def _measured(op: str, device: torch.device) -> tuned.Entry | None:
-    """What `npu-kernels tune` found for the device."""
-    machines = tuned.machines()
-    machine = machines.get(devices.spec(device).name) if machines else None
-    return None if machine is None else machine.ops.get(op)
+Shape = tuple[torch.dtype, int, tuple[int, ...]]
+"""Of a call: dtype, tokens, and the sizes of the model that `workloads.Workload.model_sizes` names."""
+
+
+def of_rows(x: torch.Tensor) -> Shape:
+    """Of an op on rows of x."""
+    return x.dtype, math.prod(x.shape[:-1]), x.shape[-1:]
+
+
+def of_head(x: torch.Tensor, weight: torch.Tensor) -> Shape:
+    """Of a head with weight `[V, H]` on rows of x."""
+    vocabulary, hidden = weight.shape
+    return x.dtype, math.prod(x.shape[:-1]), (hidden, vocabulary)
+
+
+def _machine(device: torch.device) -> tuned.Machine | None:
+    return tuned.machine(devices.spec(device).name) if tuned.machines() else None
+
+
+def _measured(op: str, device: torch.device, at: Callable[[], Shape] | None) -> tuned.Entry | None:
+    """What `npu-kernels tune` found for calls of this shape on the device."""
+    machine = None if at is None else _machine(device)
+    if machine is None or at is None or op not in machine.ops:
+        return None
+    dtype, tokens, sizes = at()
+    return machine.at(op, str(dtype).removeprefix("torch."), tokens, sizes)
+
+
+def was_measured(op: str, device: torch.device, override: str | None) -> bool:
+    """Whether `npu-kernels tune` found anything for an op, whatever the sizes, that counts here."""
+    asked, _ = _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))
+    machine = _machine(device) if asked is None else None
+    return machine is not None and op in machine.ops
+
+
+def measurements(
+    op: str, device: torch.device, override: str | None, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> tuple[tuned.Entry, ...]:
+    """What `npu-kernels tune` found for an op of a model's sizes, each for a range of tokens; nothing where a backend is
+    asked for by name."""
+    asked, _ = _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))
+    machine = _machine(device) if asked is None else None
+    if machine is None:
+        return ()
+    name = str(dtype).removeprefix("torch.")
+    return tuple(entry for entry in machine.ops.get(op, ()) if entry.covers(name, sizes))
 
 
 @functools.cache
@@ -231,20 +285,17 @@ def strict_override(override: str | None) -> str:
     return _STRICT if not override else f"{override},{_STRICT}"
 
 
-def _choose(op: str, device: torch.device, override: str | None, environment: str) -> tuple[str, str]:
+def _choose(
+    op: str, device: torch.device, override: str | None, environment: str, at: Callable[[], Shape] | None = None
+) -> tuple[str, str]:
     asked, source = _asked_for(op, override, environment)
-    kind = _kind(device)
+    kind = devices.kind_of(device)
     if asked is None:
-        return _by_table(op, kind, _measured(op, device), False)
+        return _by_table(op, kind, _measured(op, device, at), False)
     reason = unavailable(asked, kind, op)
     if reason is not None:
         raise ValueError(f"{op}: backend {asked!r} (from {source}) cannot run on {kind}: {reason}")
     return asked, f"asked for by {source}"
-
-
-def _kind(device: torch.device) -> str:
-    kind = device.type
-    return kind if kind in ("npu", "cuda") else "cpu"
 
 
 Reason = Callable[[], str | None]
@@ -256,6 +307,7 @@ def choose(
     override: str | None = None,
     uncovered: Reason | None = None,
     unwanted: Reason | None = None,
+    at: Callable[[], Shape] | None = None,
 ) -> str:
     """The name of the backend that serves `op` on `device`.
 
@@ -265,23 +317,25 @@ def choose(
         override: a backend, `"op=backend,..."`, or None.
         uncovered: why the vendor's operators do not cover this call, or None; asked where they were chosen.
         unwanted: why this call had better not go to them unless they were asked for by name, or None.
+        at: the call's shape, for what was measured of such calls; asked where the op was measured at all.
 
     Raises:
         ValueError: unknown op or backend, or a backend that was asked for cannot run there or does not cover the call.
     """
     if override is not None and _asks_strict(override) and not torch.compiler.is_compiling():
         # What has failed for another model is tried again: for this one it is to raise.
-        return _strictly(_chosen(op, device, override, uncovered, unwanted))
+        return _strictly(_chosen(op, device, override, uncovered, unwanted, at))
     if torch.compiler.is_compiling() or has_failed(op, device):
         return "torch"
-    return _chosen(op, device, override, uncovered, unwanted)
+    return _chosen(op, device, override, uncovered, unwanted, at)
 
 
 def _chosen(
-    op: str, device: torch.device, override: str | None, uncovered: Reason | None, unwanted: Reason | None
-) -> str:
+    op: str, device: torch.device, override: str | None, uncovered: Reason | None, unwanted: Reason | None,
+    at: Callable[[], Shape] | None,
+) -> str:  # fmt: skip
     environment = os.environ.get(ENVIRONMENT, "")
-    name = _choose(op, device, override, environment)[0]
+    name = _choose(op, device, override, environment, at)[0]
     if name != "vendor":
         return name
     asked, source = _asked_for(op, override, environment)
@@ -292,38 +346,36 @@ def _chosen(
         )
     if asked is None and reason is None and unwanted is not None:
         reason = unwanted()
-    return name if reason is None else _by_table(op, _kind(device), _measured(op, device), True)[0]
+    return name if reason is None else _by_table(op, devices.kind_of(device), _measured(op, device, at), True)[0]
 
 
 def keeps_plain(op: str, device: torch.device, override: str | None = None) -> str | None:
-    """Why a model keeps its own code for `op` on this device unless the op is asked for, or None."""
+    """Why, by the table, a model keeps its own code for `op` on this device unless the op is asked for, or None; what
+    was measured (`measurements`) goes before it."""
     environment = os.environ.get(ENVIRONMENT, "")
     if op in parse_override(override or "") or op in parse_override(environment):
         return None
-    measured = _measured(op, device)
-    if measured is not None:
-        return f"plain PyTorch is faster; {measured}" if measured.plain_wins else None
-    return _PLAIN.get(_kind(device), {}).get(op)
+    return _PLAIN.get(devices.kind_of(device), {}).get(op)
 
 
 def explain(
     op: str, device: torch.device, override: str | None = None, uncovered: Reason | None = None
 ) -> tuple[str, str]:
-    """`choose`, with the reason."""
+    """`choose` for calls of a shape that was not measured, with the reason."""
     if uncovered is not None and choose(op, device, override) != choose(op, device, override, uncovered):
         return choose(op, device, override, uncovered), f"the vendor's operator does not cover it: {uncovered()}"
     if has_failed(op, device):
-        return "torch", f"its kernel failed here: {_failures[op, _kind(device)]}"
+        return "torch", f"its kernel failed here: {_failures[op, devices.kind_of(device)]}"
     environment = os.environ.get(ENVIRONMENT, "")
     name, reason = _choose(op, device, override, environment)
     asked, _ = _asked_for(op, override, environment)
     if name == "vendor":
-        others = _by_table(op, _kind(device), _measured(op, device), True)[0]
+        others = _by_table(op, devices.kind_of(device), None, True)[0]
         rest = f"goes to {others}" if asked is None else "raises"
         reason += f". It covers {_vendor.COVERS[op]}; what it does not cover {rest}"
         if asked is None and op in _vendor.NOT_REPEATABLE:
             reason += f", and so does {_vendor.NOT_REPEATABLE[op]}"
-    elif asked is None and _kind(device) == "cpu":
+    elif asked is None and devices.kind_of(device) == "cpu":
         state = devices.torch_npu_state()
         reason += f"; {state}" if state else ""
     return name, reason
@@ -339,7 +391,7 @@ _failures: dict[tuple[str, str], str] = {}
 def record_failure(ops: Sequence[str], device: torch.device, reason: str) -> None:
     """From now on `ops` run in torch on this kind of device; warns."""
     for op in ops:
-        _failures[op, _kind(device)] = reason
+        _failures[op, devices.kind_of(device)] = reason
     warnings.warn(
         f"{', '.join(ops)}: torch takes over for the rest of this process, slower but right: {reason}. "
         "Ask for strict (NPU_KERNELS_STRICT=1) to stop instead.",
@@ -350,7 +402,7 @@ def record_failure(ops: Sequence[str], device: torch.device, reason: str) -> Non
 
 def has_failed(op: str, device: torch.device) -> bool:
     """Whether a kernel of `op` has failed on this kind of device."""
-    return bool(_failures) and (op, _kind(device)) in _failures
+    return bool(_failures) and (op, devices.kind_of(device)) in _failures
 
 
 def failures() -> dict[str, str]:

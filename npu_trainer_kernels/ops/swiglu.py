@@ -393,6 +393,16 @@ def _check(gate: torch.Tensor, up: torch.Tensor | None, joined: str | None) -> i
     return gate.shape[-1]
 
 
+def _chosen(gate: torch.Tensor, form: Gate, backend: str | None) -> str:
+    """Who serves a call."""
+
+    def at() -> backends.Shape:
+        dtype, tokens, (width,) = backends.of_rows(gate)
+        return dtype, tokens, (width // 2 if form.joined else width,)
+
+    return backends.choose("swiglu", gate.device, backend, lambda: _vendor.uncovered_swiglu(form), at=at)
+
+
 def swiglu(
     gate: torch.Tensor,
     up: torch.Tensor | None = None,
@@ -428,7 +438,7 @@ def swiglu(
     """
     form = gate_options(activation, alpha, limit, offset, joined)
     _check(gate, up, joined)
-    chosen = backends.choose("swiglu", gate.device, backend, lambda: _vendor.uncovered_swiglu(form))
+    chosen = _chosen(gate, form, backend)
     if torch.compiler.is_compiling():
         return form.product(*form.parts(gate, up))
     return _SwiGlu.apply(gate, up, form, chosen)
@@ -484,7 +494,7 @@ def swiglu_linear(
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias must have shape [{weight.shape[0]}]; got {list(bias.shape)}")
     check_same_device(gate=gate, weight=weight, bias=bias)
-    chosen = backends.choose("swiglu", gate.device, backend, lambda: _vendor.uncovered_swiglu(form))
+    chosen = _chosen(gate, form, backend)
     dtype = compute_dtype(gate)
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != gate.dtype and not autocasts(gate):

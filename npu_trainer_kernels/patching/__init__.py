@@ -1,7 +1,9 @@
 """Putting the kernels into a model and taking them out again."""
 
 from ._apply import NpuKernels, apply_npu_kernels, handle_of
-from ._report import LeftAlone, Replaced, Report
+from ._report import FORMS, LeftAlone, Replaced, Report
 from .table import PATCHES
 
-__all__ = ["PATCHES", "LeftAlone", "NpuKernels", "Replaced", "Report", "apply_npu_kernels", "handle_of"]
+__all__ = [
+    "FORMS", "PATCHES", "LeftAlone", "NpuKernels", "Replaced", "Report", "apply_npu_kernels", "handle_of",
+]  # fmt: skip

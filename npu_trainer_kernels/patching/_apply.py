@@ -12,8 +12,8 @@ from .. import backends, device
 from ._call import CallSettings, track_calls
 from ._classes import original_class
 from ._head import causal_lm
-from ._patch import Patch, Scene, Site
-from ._report import LeftAlone, Replaced, Report
+from ._patch import Aside, Patch, Scene, Site
+from ._report import LeftAlone, Report
 from ._undo import Undo
 from .table import PATCHES
 
@@ -38,7 +38,7 @@ class NpuKernels:
         self._by_name = by_name
         self._backend = backends.strict_override(backend) if strict else backend
         self._undo = Undo()
-        self._sites: dict[tuple[str, type, Any], Site] = {}
+        self._sites: dict[tuple[Any, ...], Site] = {}
         self._report = Report()
         self.settings = CallSettings()
         self._tracked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -88,6 +88,10 @@ class NpuKernels:
         self.settings.trl = None
         self._undo.restore()
 
+    def __repr__(self) -> str:
+        # What notebooks and consoles show of a value.
+        return str(self.report())
+
     def __enter__(self) -> "NpuKernels":
         self._entered += 1
         return self
@@ -110,7 +114,10 @@ class NpuKernels:
             where = torch.device(device.accelerator())
         dtype = parameters[0].dtype if parameters else torch.float32
         scene = Scene(model, tuple(patch.op for patch in self._patches), where, dtype, self._backend)
-        self._report = Report(device=device.spec(where).name, notes=self._report.notes)
+        earlier = self._report
+        self._report = Report(
+            device=device.spec(where).name, notes=earlier.notes, note_ops=earlier.note_ops, unused=earlier.unused
+        )
         for site in self._sites.values():
             site.paths.clear()
         try:
@@ -125,38 +132,41 @@ class NpuKernels:
             self.restore()
             raise
         for site in self._sites.values():
-            self._report.replaced.extend(
-                Replaced(path, site.kind.__name__, site.op, site.served, site.detail) for path in site.paths
-            )
+            if site.paths:
+                self._report.sites.append(site)
 
     def _apply(self, patch: Patch, scene: Scene) -> None:
         op = patch.op
         plain = None if self._by_name else backends.keeps_plain(op, scene.where, scene.backend)
-        if plain is not None:
-            self._report.left_alone.append(LeftAlone("", "", op, plain))
+        if plain is not None and not backends.was_measured(op, scene.where, scene.backend):
+            self._report.left_alone.append(LeftAlone("", "", op, plain, counts=False))
             return
-        reason = backends.explain(op, scene.where, scene.backend)[1]
-        self._report.reasons[op] = reason
+        self._report.reasons[op] = backends.explain(op, scene.where, scene.backend)[1]
         for path, module in patch.candidates(scene):
             form = patch.recognise(module, scene)
-            if form is None:
-                continue
-            if not isinstance(form, str):
-                form = self._install(patch, scene, path, module, form)
+            if form is not None and not isinstance(form, str):
+                form = self._install(patch, scene, path, module, form, plain)
             if isinstance(form, str):
                 kind = "" if module is scene.model else original_class(module).__name__
-                self._report.left_alone.append(LeftAlone(path, kind, op, form))
+                self._report.left_alone.append(LeftAlone(path, kind, op, form, counts=not isinstance(form, Aside)))
 
-    def _install(self, patch: Patch, scene: Scene, path: str, module: nn.Module, form: Any) -> str | None:
-        """Puts a recognised module on its site; a sentence where it cannot be."""
-        kind = original_class(module)
+    def _install(
+        self, patch: Patch, scene: Scene, path: str, module: nn.Module, form: Any, plain: str | None
+    ) -> str | None:
+        """Puts a recognised module on its site; a sentence where it cannot be. `plain`: why its own code is as good on
+        this device, unless something else was measured."""
         other = next((s for s in self._sites.values() if s.cls is type(module) and s.op != patch.op), None)
         if other is not None and other.paths:
             return f"{other.op} is in its forward already"
-        key = (patch.op, kind, form)
+        at = None if self._by_name else patch.sizes(module, form)
+        entries = () if at is None else backends.measurements(patch.op, scene.where, scene.backend, *at)
+        if plain is not None and all(entry.plain_wins for entry in entries):
+            return Aside("; ".join(f"plain PyTorch is faster, {entry}" for entry in entries) or plain)
+        kind = original_class(module)
+        key = (patch.op, kind, form, entries)
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = Site(patch.op, kind, form, self._backend)
+            site = self._sites[key] = Site(patch.op, kind, form, self._backend, entries, plain is not None)
             site.cls = patch.patched_class(site)
         site.served, why = patch.served_by(site, scene)
         site.detail = patch.detail(site)

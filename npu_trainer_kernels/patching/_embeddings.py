@@ -93,3 +93,9 @@ class EmbeddingPatch(Patch):
         weight = module._parameters["weight"]
         scale = None if site.form.scale is None else _rounded(site.form.scale, weight.dtype)
         return embedding(args[0], weight, padding_idx=module.padding_idx, scale=scale, backend=site.backend)
+
+    def sizes(self, module: nn.Embedding, form: EmbeddingForm) -> tuple[torch.dtype, tuple[int, ...]]:
+        return module.weight.dtype, (module.num_embeddings, module.embedding_dim)
+
+    def tokens(self, *args: Any) -> int:
+        return args[1].numel() if isinstance(args[1], torch.Tensor) else 0

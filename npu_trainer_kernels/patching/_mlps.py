@@ -197,3 +197,7 @@ class GatedMlpPatch(Patch):
         # What bare linear layers return nobody else has seen.
         ours = is_bare_linear(modules[form.gate]) and is_bare_linear(modules[form.up])
         return swiglu_linear(gate, up, down.weight, down.bias, overwrite=ours, **options)
+
+    def sizes(self, module: nn.Module, form: MlpForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        down = module._modules[form.down]
+        return (down.weight.dtype, (down.in_features,)) if isinstance(down, nn.Linear) else None

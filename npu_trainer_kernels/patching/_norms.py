@@ -153,6 +153,10 @@ class RmsNormPatch(Patch):
         weight = module._parameters["weight"] if form.weighted else None
         return rms_norm(args[0], weight, form.eps, offset=form.offset, casting=form.casting, backend=site.backend)
 
+    def sizes(self, module: nn.Module, form: NormForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        weight = module._parameters.get("weight")
+        return None if weight is None else (weight.dtype, tuple(_full_shape(weight)))
+
     def served_by(self, site: Site, scene: Scene) -> tuple[str, str]:
         def uncovered() -> str | None:
             dtype = scene.dtype

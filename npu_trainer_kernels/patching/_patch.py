@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import backends
 from ..ops._checks import FLOATS
+from ..tuned import Entry
 from ._call import CallSettings
 from ._classes import is_patched_class, original_class, subclass_with_forward
 from ._undo import Undo
@@ -29,6 +30,7 @@ __all__ = [
     "PLAIN",
     "PROBE_ERRORS",
     "QUIET",
+    "Aside",
     "Patch",
     "Scene",
     "Site",
@@ -50,6 +52,10 @@ _FLOATS = frozenset(FLOATS)
 
 QUIET = ""
 """Declined, and nothing to report: the model's own code is as good for this call (generation on a CPU, say)."""
+
+
+class Aside(str):
+    """A reason to leave something alone that costs the run nothing: the short report is silent about it."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,8 @@ class Site:
     Attributes:
         op, kind, form: the key.
         backend: the override for the op's calls, as `apply_npu_kernels` was given it.
+        measured: what `npu-kernels tune` found at the modules' sizes, each for a range of tokens.
+        otherwise_own: whether the modules' own code is as good for numbers of tokens that were not measured.
         cls: the generated class.
         served: the backend that serves it, for the report.
         detail: for the report.
@@ -95,6 +103,8 @@ class Site:
     kind: type[nn.Module]
     form: Any
     backend: str | None
+    measured: tuple[Entry, ...] = ()
+    otherwise_own: bool = False
     cls: Any = None
     served: str = ""
     detail: str = ""
@@ -102,15 +112,34 @@ class Site:
     ran: int = 0
     declined: Counter[str] = field(default_factory=Counter)
 
+    @functools.cached_property
+    def switches(self) -> bool:
+        """Whether for some numbers of tokens the modules' own code is to run."""
+        return self.otherwise_own or any(entry.plain_wins for entry in self.measured)
+
+    def prefers_own(self, tokens: int) -> bool:
+        """Whether the modules' own code was measured to be faster for so many tokens."""
+        for entry in self.measured:
+            low, high = entry.tokens
+            if low <= tokens <= high:
+                return entry.plain_wins
+        return self.otherwise_own
+
 
 def guarded(
-    site: Site, declines: Callable[..., str | None], run: Callable[..., Any], own: Callable[..., Any]
+    site: Site,
+    declines: Callable[..., str | None],
+    run: Callable[..., Any],
+    own: Callable[..., Any],
+    tokens: Callable[..., int],
 ) -> Callable[..., Any]:
     """The one forward: `run` where the call is accepted, else `own`; all take the same arguments."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             # Kernels are no part of compiled graphs. A count that is guarded on would compile anew at every call.
+            return own(*args, **kwargs)
+        if site.switches and site.prefers_own(tokens(*args)):
             return own(*args, **kwargs)
         reason = declines(*args, **kwargs)
         if reason is None:
@@ -152,6 +181,16 @@ class Patch:
         """What the report says of a site beyond its op and class."""
         return str(site.form)
 
+    def sizes(self, module: Any, form: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """dtype and sizes of what a module computes, in the order of `workloads.Workload.model_sizes`; None where
+        nothing that was measured counts."""
+        return None
+
+    def tokens(self, *args: Any) -> int:
+        """How many tokens a call has (of a module: the rows of its first argument)."""
+        x = args[1]
+        return x.numel() // x.shape[-1] if isinstance(x, torch.Tensor) and x.dim() else 0
+
     def served_by(self, site: Site, scene: Scene) -> tuple[str, str]:
         """The backend for a site, and why if that is not the op's own reason."""
         return backends.explain(self.op, scene.where, scene.backend)
@@ -166,7 +205,7 @@ class Patch:
         """The class that the modules of a site are given."""
         bind = functools.partial
         own: Any = site.kind.forward
-        forward = guarded(site, bind(self.declines, site), bind(self.run, site), own)
+        forward = guarded(site, bind(self.declines, site), bind(self.run, site), own, self.tokens)
         return subclass_with_forward(site.kind, functools.wraps(own)(forward))
 
 

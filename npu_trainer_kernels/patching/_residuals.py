@@ -162,8 +162,15 @@ class AddRmsNormPatch(Patch):
             first, second, weight, form.eps, offset=form.offset, casting=form.casting, backend=site.backend
         )
 
+    def sizes(self, module: nn.Module, form: LayerForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        weight: Any = module._modules[form.norms[0][0]]._parameters.get("weight")  # type: ignore[union-attr]
+        return None if weight is None else (weight.dtype, tuple(getattr(weight, "ds_shape", weight.shape)))
+
+    def tokens(self, *args: Any) -> int:
+        return args[2].numel() // args[2].shape[-1]
+
     def patched_class(self, site: Site) -> type[nn.Module]:
         bind = functools.partial
-        fused = guarded(site, bind(self.declines, site), bind(self.run, site), _own)
+        fused = guarded(site, bind(self.declines, site), bind(self.run, site), _own, self.tokens)
         forward = rewritten(site.form.forward, _Rewrite(set(site.form.by_name)))
         return subclass_with_forward(site.kind, forward, ((_FUSED, fused),))

@@ -139,6 +139,17 @@ class RopePatch(Patch):
     def run(self, site: Site, form: RopeForm, *args: Any, **kwargs: Any) -> Any:
         return rotated(form, *args, backend=site.backend, **kwargs)
 
+    def sizes(self, module: Any, form: AttentionForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        config = getattr(module, "config", None)
+        names = ("num_attention_heads", "num_key_value_heads")
+        found = (*(getattr(config, name, None) for name in names), getattr(module, "head_dim", None))
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        return None if dtype is None or not all(type(size) is int for size in found) else (dtype, found)
+
+    def tokens(self, *args: Any) -> int:
+        q = args[0]
+        return q.numel() // (q.shape[1] * q.shape[-1]) if isinstance(q, torch.Tensor) and q.dim() == 4 else 0
+
     def patched_class(self, site: Site) -> type[nn.Module]:
         bind = functools.partial
         attention: AttentionForm = site.form
@@ -146,7 +157,7 @@ class RopePatch(Patch):
         for name, form in attention.rotations:
             own = attention.forward.__globals__[name]
             guard, run = bind(self.declines, site, form), bind(self.run, site, form)
-            helpers.append((_helper(name), guarded(site, guard, run, own)))
+            helpers.append((_helper(name), guarded(site, guard, run, own, self.tokens)))
         rotation = _OtherRotation({name for name, _ in attention.rotations})
         projection = _NormedProjection({name for name, _ in attention.norms})
         return subclass_with_forward(site.kind, rewritten(attention.forward, rotation, projection), tuple(helpers))
