@@ -67,3 +67,11 @@ def batch(rows: int = 2, length: int = 17, ignored: int = 4) -> dict[str, torch.
     labels = ids.clone()
     labels[:, :ignored] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+def loss_and_gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """A model's loss, and the gradient of each of its parameters."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]

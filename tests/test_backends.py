@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from npu_trainer_kernels import _triton, _vendor, backends
+from npu_trainer_kernels.device import KINDS
 
 CPU = torch.device("cpu")
 # Without torch_npu torch does not know the word.
@@ -56,7 +57,7 @@ def test_bad_overrides(text, message):
 
 def test_every_op_ends_with_torch_on_every_device():
     for op, order in backends._ORDER.items():
-        assert set(order) == {"npu", "cuda", "cpu"}, op
+        assert set(order) == set(KINDS), op
         assert all(choices[-1].backend == "torch" for choices in order.values()), op
         assert all(choice.evidence for choices in order.values() for choice in choices), op
 
@@ -135,6 +136,16 @@ def test_the_vendor_by_name_raises_for_what_it_does_not_cover(monkeypatch):
 @pytest.mark.usefixtures("vendor")
 def test_another_backend_by_name_is_not_asked_what_the_vendor_covers():
     assert backends.choose("rms_norm", NPU, "torch", lambda: pytest.fail("asked")) == "torch"
+
+
+def test_an_unknown_kind_of_device_gets_torch(interpreted):
+    """Not the tiles of the interpreter, which would be the CPU's."""
+    other = torch.device("xpu")
+    assert backends.choose("rms_norm", other) == "torch"
+    with pytest.raises(ValueError, match="no kernel was made for this kind of device"):
+        backends.choose("rms_norm", other, "triton")
+    assert backends.keeps_plain("rms_norm", other) is not None
+    assert backends.keeps_plain("linear_logprob", other) is None
 
 
 def test_the_vendor_needs_an_npu():

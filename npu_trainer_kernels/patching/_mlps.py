@@ -191,7 +191,7 @@ class GatedMlpPatch(Patch):
             # Known only now: projections that are sharded, or of other dtypes. They are called a second time.
             site.declined["its projections return no plain tensors of one dtype"] += 1
             return site.kind.forward(module, x)  # type: ignore[no-any-return]
-        options = {"activation": form.activation, "joined": joined, "backend": site.backend}
+        options: dict[str, Any] = {"activation": form.activation, "joined": joined, "backend": site.backend}
         if not is_bare_linear(down):
             return down(swiglu(gate, up, **options))  # type: ignore[no-any-return]
         # What bare linear layers return nobody else has seen.

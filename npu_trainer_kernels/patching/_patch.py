@@ -203,10 +203,13 @@ class Patch:
 
     def patched_class(self, site: Site) -> type[nn.Module]:
         """The class that the modules of a site are given."""
+        def own(module: Any, *args: Any, **kwargs: Any) -> Any:
+            # Looked up at the call: somebody may replace the class's forward after the patch.
+            return site.kind.forward(module, *args, **kwargs)
+
         bind = functools.partial
-        own: Any = site.kind.forward
         forward = guarded(site, bind(self.declines, site), bind(self.run, site), own, self.tokens)
-        return subclass_with_forward(site.kind, functools.wraps(own)(forward))
+        return subclass_with_forward(site.kind, functools.wraps(site.kind.forward)(forward))
 
 
 def set_on_instance(module: nn.Module) -> str | None:

@@ -139,8 +139,8 @@ class AddRmsNormPatch(Patch):
             function, tuple((name, original_class(norms[name]), forms[name]) for name in dict.fromkeys(rewrite.found))
         )
 
-    def declines(self, site: Site, *args: Any, **kwargs: Any) -> str | None:
-        norm, name, first, second = args
+    def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
+        norm, (name, first, second) = module, args
         cls, form = site.form.by_name[name]
         if has_hooks(norm) or "forward" in norm.__dict__ or original_class(norm) is not cls:
             return "a norm has hooks, or has been exchanged"
@@ -154,8 +154,8 @@ class AddRmsNormPatch(Patch):
             return QUIET
         return reason
 
-    def run(self, site: Site, *args: Any, **kwargs: Any) -> Any:
-        norm, name, first, second = args
+    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
+        norm, (name, first, second) = module, args
         _, form = site.form.by_name[name]
         weight = norm._parameters["weight"] if form.weighted else None
         return add_rms_norm(

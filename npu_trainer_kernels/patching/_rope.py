@@ -133,10 +133,12 @@ class RopePatch(Patch):
         norms = _normed_projections(module, function) if scene.checkpoints and "rms_norm" in scene.ops else ()
         return AttentionForm(function, tuple(forms.items()), norms)
 
-    def declines(self, site: Site, form: RopeForm, *args: Any, **kwargs: Any) -> str | None:
+    def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
+        form: RopeForm = module  # a function is served here, not a module
         return form.declines(*args, **kwargs)
 
-    def run(self, site: Site, form: RopeForm, *args: Any, **kwargs: Any) -> Any:
+    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
+        form: RopeForm = module
         return rotated(form, *args, backend=site.backend, **kwargs)
 
     def sizes(self, module: Any, form: AttentionForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -144,7 +146,8 @@ class RopePatch(Patch):
         names = ("num_attention_heads", "num_key_value_heads")
         found = (*(getattr(config, name, None) for name in names), getattr(module, "head_dim", None))
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-        return None if dtype is None or not all(type(size) is int for size in found) else (dtype, found)
+        sizes = tuple(size for size in found if type(size) is int)
+        return None if dtype is None or len(sizes) < len(found) else (dtype, sizes)
 
     def tokens(self, *args: Any) -> int:
         q = args[0]

@@ -161,17 +161,23 @@ def test_report_names_it(monkeypatch, device):
         assert any("rms_norm runs in torch" in n and "the buffer overflows" in n for n in handle.report().notes)
 
 
-def test_strict_lasts_until_restore(monkeypatch, device):
-    assert not backends.is_strict()
-    one, two = _model(), _model()
-    first, second = apply_npu_kernels(one, strict=True), apply_npu_kernels(two, strict=True)
-    first.refresh()
-    first.restore()
-    assert backends.is_strict()
-    second.restore()
-    assert not backends.is_strict()
-    with pytest.raises(ValueError, match="strict=False"), apply_npu_kernels(one):
-        apply_npu_kernels(one, strict=True)
+def test_each_model_has_its_own_strict(monkeypatch, device):
+    """What one of them asked for is nothing to the other, also after the kernel has failed for that one."""
+    monkeypatch.setenv("NPU_KERNELS_STRICT", "0")
+    monkeypatch.setattr(_norm, "_forward_kernel", Broken())
+    ids = torch.zeros(1, 3, dtype=torch.int64, device=device)
+    lenient, strict = _model().to(device), _model().to(device)
+    override = "rms_norm=triton,add_rms_norm=triton"
+    with apply_npu_kernels(lenient, backend=override), apply_npu_kernels(strict, backend=override, strict=True):
+        with pytest.warns(RuntimeWarning, match="torch takes over"):
+            lenient(input_ids=ids)
+        with pytest.raises(KernelError, match="the buffer overflows"):
+            strict(input_ids=ids)
+        lenient(input_ids=ids)
+    with apply_npu_kernels(strict, backend=override):
+        strict(input_ids=ids)
+    with apply_npu_kernels(lenient), pytest.raises(ValueError, match="strict=False"):
+        apply_npu_kernels(lenient, strict=True)
 
 
 def test_strict_by_argument():

@@ -13,14 +13,7 @@ from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.ops import linear_rms_norm
 from npu_trainer_kernels.patching import PATCHES
 from tests.closeness import assert_as_close
-from tests.models import FAMILIES, batch, small_model
-
-
-def loss_and_gradients(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    model.zero_grad()
-    loss = model(**inputs).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+from tests.models import FAMILIES, batch, loss_and_gradients, small_model
 
 
 def state_of(model: nn.Module) -> dict[str, tuple[type, set[str], int, int]]:

@@ -6,8 +6,7 @@ import trl.trainer.utils as trl_utils
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import _trl
 from tests.closeness import assert_as_close
-from tests.models import batch, small_model
-from tests.patching.test_apply import loss_and_gradients
+from tests.models import batch, loss_and_gradients, small_model
 
 
 def test_ours_answers_where_trl_has_no_function(monkeypatch):

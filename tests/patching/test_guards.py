@@ -1,0 +1,291 @@
+"""What an op does not know is done by the model's own code: at every call, whatever was found once."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as partial_rotation
+
+from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.patching import PATCHES, handle_of
+from tests.models import batch, loss_and_gradients, small_model
+
+
+def declined(kernels, op: str) -> dict[str, int]:
+    """Calls that an op did not serve, by reason."""
+    return {each.reason: each.calls for each in kernels.report().declined if each.op == op}
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class Around(nn.Module):
+    """A model of one module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_the_report_counts_what_ran():
+    model = small_model("llama")
+    with apply_npu_kernels(model, ops=PATCHES) as kernels:
+        assert set(kernels.report().ran.values()) == {0}
+        loss_and_gradients(model, batch())
+        loss_and_gradients(model, batch())
+        ran = kernels.report().ran
+        assert {op: ran[op] for op in ("rms_norm", "add_rms_norm", "swiglu", "rope", "embedding")} == {
+            "rms_norm": 6, "add_rms_norm": 4, "swiglu": 4, "rope": 4, "embedding": 2,
+        }  # fmt: skip
+        assert not kernels.report().declined
+        assert "6 calls" in str(kernels.report())
+
+
+def test_a_norm_that_is_given_a_gate_runs_its_own_code():
+    norm = GraniteMoeHybridRMSNormGated(16, group_size=16)
+    x, gate = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    expected, plain = norm(x, gate), norm(x)
+    model = Around(norm)
+    with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
+        assert torch.equal(model(x, gate), expected)
+        assert torch.equal(model(x), plain)
+        assert kernels.report().ran["rms_norm"] + sum(declined(kernels, "rms_norm").values()) >= 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_models_in_fp64_run_their_own_code(family):
+    model = small_model(family).double()
+    expected = loss_and_gradients(small_model(family).double(), batch())
+    with apply_npu_kernels(model, ops=PATCHES) as kernels:
+        assert same(loss_and_gradients(model, batch()), expected)
+    assert "float64 values" in declined(kernels, "rms_norm")
+    assert kernels.report().ran["rms_norm"] == 0
+
+
+def test_a_forward_on_the_instance_is_left_alone_and_is_what_runs():
+    model, calls = small_model("llama"), []
+    norm = model.model.norm
+    norm.forward = lambda x: calls.append(1) or type(norm).forward(norm, x)
+    with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
+        left = {x.module: x.reason for x in kernels.report().left_alone}
+        model(**batch())
+    assert "forward was set on the instance" in left["model.norm"]
+    assert calls == [1]
+
+
+def test_a_forward_set_later_is_what_runs_and_the_count_says_so():
+    model = small_model("llama")
+    with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
+        for module in model.modules():
+            if "rms_norm" in str(type(module)).lower() or "RMSNorm" in type(module).__name__:
+                module.forward = torch.nn.functional.relu
+        model(**batch())
+        assert kernels.report().ran["rms_norm"] == 0
+
+
+class Special(torch.Tensor):
+    """A tensor that is more than its storage, as quantised and sharded ones are."""
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "embedding"])
+def test_a_weight_that_is_no_plain_tensor_is_not_read(op):
+    model, plain = small_model("llama"), small_model("llama")
+    expected = plain(**batch()).loss
+    with apply_npu_kernels(model, ops=[op]) as kernels:
+        module = model.model.norm if op == "rms_norm" else model.model.embed_tokens
+        module._parameters["weight"] = module.weight.detach().as_subclass(Special)
+        loss = model(**batch()).loss
+    assert loss.item() == expected.item()
+    assert "its weight is no plain float32, bfloat16 or float16 parameter" in declined(kernels, op)
+
+
+def test_hidden_states_of_another_layout_are_added_as_the_model_adds_them():
+    """A sum has the layout of its first term; models view it."""
+    model = small_model("llama")
+    layer = model.model.layers[0]
+    with apply_npu_kernels(model, ops=["add_rms_norm"]) as kernels:
+        fused = next(getattr(layer, name) for name in dir(layer) if name.startswith("_npu_kernels_add"))
+        x, r = torch.randn(2, 48, 5).transpose(1, 2), torch.randn(2, 5, 48)
+        normed, total = fused(layer.post_attention_layernorm, "post_attention_layernorm", x, r)
+        assert total.stride() == (x + r).stride()
+        assert torch.equal(normed, layer.post_attention_layernorm(x + r))
+        assert list(declined(kernels, "add_rms_norm").values()) == [1]
+
+
+def test_the_order_of_a_sum_is_the_models():
+    """NaN payloads and layouts follow the first term; so does the dtype of what a subclass does with `__add__`."""
+    model = small_model("llama")
+    layer = model.model.layers[0]
+    with apply_npu_kernels(model, ops=["add_rms_norm"]):
+        fused = next(getattr(layer, name) for name in dir(layer) if name.startswith("_npu_kernels_add"))
+        first, second = torch.randn(3, 5, 48)[:2].transpose(0, 1), torch.randn(5, 2, 48)
+        _, total = fused(layer.post_attention_layernorm, "post_attention_layernorm", first, second)
+        assert total.stride() == (first + second).stride()
+
+
+def test_an_activation_that_has_hooks_or_was_exchanged_is_called():
+    model, seen = small_model("llama"), []
+    with apply_npu_kernels(model, ops=["swiglu"]) as kernels:
+        first, second = (layer.mlp for layer in model.model.layers[:2])
+        first.act_fn = copy.deepcopy(first.act_fn)  # transformers may share one
+        handle = first.act_fn.register_forward_hook(lambda module, args, out: seen.append(out))
+        second.act_fn = nn.ReLU()
+        model(**batch())
+        handle.remove()
+        assert len(seen) == 1
+        (reason,) = declined(kernels, "swiglu")
+        assert reason == "its act_fn has hooks, or has been exchanged"
+        assert declined(kernels, "swiglu")[reason] == 2
+    plain = small_model("llama")
+    plain.model.layers[1].mlp.act_fn = nn.ReLU()
+    assert model(**batch()).loss.item() == plain(**batch()).loss.item()
+
+
+def test_norms_with_another_epsilon_each_have_their_own():
+    model, plain = small_model("llama"), small_model("llama")
+    for each in (model, plain):
+        each.model.layers[0].input_layernorm.variance_epsilon = 0.05
+        each.model.layers[1].post_attention_layernorm.variance_epsilon = 0.02
+    with apply_npu_kernels(model, ops=["rms_norm", "add_rms_norm"]):
+        assert model(**batch()).loss.item() == plain(**batch()).loss.item()
+
+
+def test_a_probe_of_a_foreign_embedding_leaves_it_alone():
+    class Positions(nn.Embedding):
+        def forward(self, mask, past):
+            return super().forward((mask.cumsum(1) - 1)[:, past:])
+
+    model = Around(Positions(9, 4))
+    with apply_npu_kernels(model, ops=["embedding"]) as kernels:
+        assert "cannot be probed" in kernels.report().left_alone[0].reason
+
+
+def test_modules_are_probed_whatever_the_default_device_and_dtype():
+    model = small_model("gemma")
+    expected = {(r.module, r.op, r.detail) for r in apply_npu_kernels(model, ops=PATCHES).report().replaced}
+    handle_of(model).restore()
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"), apply_npu_kernels(model, ops=PATCHES) as kernels:
+            assert {(r.module, r.op, r.detail) for r in kernels.report().replaced} == expected
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lifetimes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def test_a_copy_is_patched_and_can_be_restored():
+    model = small_model("llama")
+    before = classes(model)
+    with apply_npu_kernels(model, ops=PATCHES):
+        twin = copy.deepcopy(model)
+        assert same(loss_and_gradients(model, batch()), loss_and_gradients(twin, batch()))
+    assert classes(twin) != before
+    apply_npu_kernels(twin, ops=PATCHES).restore()
+    assert classes(twin) == before
+    assert classes(model) == before
+
+
+def test_a_pickle_loads_as_if_nothing_had_been_patched(tmp_path):
+    model = small_model("llama")
+    before = classes(model)
+    with apply_npu_kernels(model, ops=PATCHES):
+        assert classes(pickle.loads(pickle.dumps(model.model))) == before[1 : 1 + len(list(model.model.modules()))]
+        torch.save(model.model, tmp_path / "whole.pt")
+        loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert torch.equal(loaded.norm.weight, model.model.norm.weight)
+
+
+def test_a_handle_keeps_no_weights_alive():
+    model = small_model("llama")
+    kernels = apply_npu_kernels(model, ops=PATCHES)
+    parameter = weakref.ref(model.model.norm.weight)
+    loss_and_gradients(model, batch())
+    del model
+    gc.collect()
+    assert parameter() is None
+    assert kernels.model is None
+    kernels.restore()
+
+
+def test_trls_names_come_back_with_a_model_that_nobody_restored():
+    from trl.trainer import utils
+
+    own = utils._ChunkedLogProbFunction
+    model = small_model("llama")
+    apply_npu_kernels(model)
+    assert utils._ChunkedLogProbFunction is not own
+    del model
+    gc.collect()
+    assert utils._ChunkedLogProbFunction is own
+
+
+def test_an_inner_with_leaves_the_outer_one_on():
+    model = small_model("llama")
+    before = classes(model)
+    with apply_npu_kernels(model) as outer:
+        with apply_npu_kernels(model) as inner:
+            assert inner is outer
+        assert outer.active
+        assert classes(model) != before
+    assert classes(model) == before
+
+
+def test_restore_goes_on_whatever_fails(monkeypatch):
+    from npu_trainer_kernels.patching import _trl
+
+    model = small_model("llama")
+    before = classes(model)
+    kernels = apply_npu_kernels(model, ops=PATCHES)
+    release = _trl.seam.release
+
+    def broken() -> None:
+        release()
+        raise OSError("planted")
+
+    kernels._undo._steps = [broken if step == release else step for step in kernels._undo._steps]
+    with pytest.raises(ExceptionGroup, match="could be put back") as caught:
+        kernels.restore()
+    assert [str(each) for each in caught.value.exceptions] == ["planted"]
+    assert classes(model) == before
+    kernels.restore()
+
+
+def test_what_the_user_has_set_meanwhile_stays():
+    class Mine(nn.Module):
+        forward = staticmethod(lambda x: x)
+
+    model = small_model("llama")
+    with apply_npu_kernels(model, ops=["rms_norm"]):
+        model.model.norm.__class__ = Mine
+    assert type(model.model.norm) is Mine
+
+
+def test_partial_rotation_is_not_taken_for_a_full_one():
+    from npu_trainer_kernels.patching._rotations import rope_form
+
+    form = rope_form(partial_rotation)
+    q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 5, 16)
+    cos, sin = torch.randn(2, 1, 5, 4)
+    expected = partial_rotation(q, k, cos, sin)
+    if form is not None and form.declines(q, k, cos, sin) is None:
+        from npu_trainer_kernels.patching._rotations import rotated
+
+        assert same(rotated(form, q, k, cos, sin, backend="torch"), expected)
