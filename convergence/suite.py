@@ -86,7 +86,7 @@ def unavailable(case: Case, device: str) -> str:
         reason = backends.unavailable(case.backend, device)
         if reason is not None:
             return reason
-        from npu_trainer_kernels.ascend import toolchain
+        from npu_trainer_kernels.ascend import launcher, toolchain  # noqa: F401  the launcher executes kernels
 
         try:
             toolchain.require_all()

@@ -65,3 +65,14 @@ def test_unknown_attribute():
 
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         npu_trainer_kernels.nothing  # noqa: B018
+
+
+def test_training_knows_neither_the_ascend_compiler_nor_the_benchmarks():
+    """What a Trainer imports; in a process of its own, since other tests import everything."""
+    code = (
+        "import sys; import npu_trainer_kernels.callback, npu_trainer_kernels.arguments, npu_trainer_kernels.ops; "
+        "print([n for n in sys.modules if n.startswith(('npu_trainer_kernels.ascend', 'npu_trainer_kernels.cli', "
+        "'benchmarks', 'npu_trainer_kernels.benchmarks'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "[]"

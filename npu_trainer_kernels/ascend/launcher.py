@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from .. import device
+from ..ops._launch import execute_on_host
 from .execute import LEVELS, Traffic, execute
 from .lower import Specialization, bind
 
@@ -79,3 +80,4 @@ def _chip_of(where: torch.device) -> str:
 
 lowering_launcher = LoweringLauncher()
 """The launcher of the backend named "ascend-lowering"."""
+execute_on_host(lowering_launcher)

@@ -19,13 +19,14 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
+from .._cache import cache_dir
+
 __all__ = [
     "INSTALL_PACKAGES",
     "INSTALL_TOOLS",
     "ToolchainError",
     "ascend_compiler",
     "bishengir",
-    "cache_dir",
     "cached",
     "digest",
     "host_tool",
@@ -38,7 +39,6 @@ __all__ = [
 
 INSTALL_PACKAGES = "pip install 'npu_trainer_kernels[ascend]'"
 INSTALL_TOOLS = "apt-get install mlir-19-tools llvm-19 libmlir-19-dev gcc"
-CACHE_VARIABLE = "NPU_KERNELS_CACHE"
 HOST_TOOLS = ("mlir-translate-19", "opt-19", "llc-19", "llvm-config-19", "gcc")
 
 _TELLING = re.compile(r"error|\[NOTE\]|assertion|unreachable|overflow|not supported|timed out", re.IGNORECASE)
@@ -163,14 +163,6 @@ def invoke(
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache
-def cache_dir() -> Path:
-    """The folder of the cache: `$NPU_KERNELS_CACHE`, or `npu_trainer_kernels` in the user's cache folder."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "npu_trainer_kernels")
-
-
 def digest(*parts: str) -> str:
     """A name for content: 32 hexadecimal digits that differ where any part differs."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

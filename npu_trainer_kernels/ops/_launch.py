@@ -18,7 +18,7 @@ import torch
 from .. import device
 from .._triton import COMPILED_TAKES_CONSTANTS, INTERPRETED, triton
 
-__all__ = ["KernelError", "Launcher", "compile_only", "launch", "use_launcher"]
+__all__ = ["KernelError", "Launcher", "compile_only", "execute_on_host", "launch", "use_launcher"]
 
 
 class KernelError(RuntimeError):
@@ -28,14 +28,24 @@ class KernelError(RuntimeError):
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 
+# What executes kernels on CPU tensors without Triton's interpreter. Training knows nothing of the Ascend compiler's
+# tools: whoever wants them imports them, and they come here.
+_on_host: Launcher | None = None
+
+
+def execute_on_host(launcher: Launcher) -> None:
+    """From now on launches on CPU tensors go to `launcher` where Triton's interpreter is not on."""
+    global _on_host
+    _on_host = launcher
+
+
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
     # Every kernel's first argument is a tensor, and its arguments are on one device.
     where = args[0].device
-    if not INTERPRETED and where.type == "cpu":
-        # Development only, so neither imported nor looked for before.
-        from ..ascend.launcher import lowering_launcher
-
-        lowering_launcher(kernel, grid, args, constexprs)
+    if not INTERPRETED and device.kind_of(where) == "cpu":
+        if _on_host is None:
+            raise RuntimeError('backend "ascend-lowering" needs its launcher: import npu_trainer_kernels.ascend.launcher')
+        _on_host(kernel, grid, args, constexprs)
     elif device.is_current(where):
         _run_on_current(kernel, grid, args, constexprs)
     else:

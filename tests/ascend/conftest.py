@@ -15,7 +15,8 @@ if "npu_trainer_kernels._triton" in sys.modules:
     raise pytest.UsageError("run tests/ascend on their own: other tests have set Triton's interpreter up already")
 os.environ["TRITON_INTERPRET"] = "0"
 
-from npu_trainer_kernels.ascend import toolchain
+from npu_trainer_kernels._cache import CACHE_VARIABLE
+from npu_trainer_kernels.ascend import launcher, toolchain  # noqa: F401  the launcher executes kernels on the CPU
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,11 +24,11 @@ def _compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Asks for the tools, and uses a cache of this run's own: the tools are tested, not an earlier run's files."""
     toolchain.require_all()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(toolchain.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
         yield
 
 
-_USERS_CACHE = os.environ.get(toolchain.CACHE_VARIABLE)
+_USERS_CACHE = os.environ.get(CACHE_VARIABLE)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def kept_cache() -> Iterator[None]:
     """The cache of earlier runs, for tests of kernels: what it holds is named by all that it was made from."""
     with pytest.MonkeyPatch.context() as patch:
         if _USERS_CACHE is None:
-            patch.delenv(toolchain.CACHE_VARIABLE)
+            patch.delenv(CACHE_VARIABLE)
         else:
-            patch.setenv(toolchain.CACHE_VARIABLE, _USERS_CACHE)
+            patch.setenv(CACHE_VARIABLE, _USERS_CACHE)
         yield

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from npu_trainer_kernels._cache import CACHE_VARIABLE
 from npu_trainer_kernels._triton import MissingDependencyError
 from npu_trainer_kernels.ascend import toolchain
 
@@ -51,7 +52,7 @@ def test_a_failed_tool_is_named_with_its_diagnosis():
 
 
 def test_the_cache_makes_a_file_once_and_whole(monkeypatch, tmp_path):
-    monkeypatch.setenv(toolchain.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     made = []
 
     def produce(path):
@@ -67,7 +68,7 @@ def test_the_cache_makes_a_file_once_and_whole(monkeypatch, tmp_path):
 
 
 def test_a_failed_attempt_leaves_nothing_in_the_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv(toolchain.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
 
     def produce(path):
         path.write_text("half")
