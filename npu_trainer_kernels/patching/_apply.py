@@ -1,5 +1,6 @@
 """`apply_npu_kernels`: from a model to its handle."""
 
+import functools
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -12,7 +13,7 @@ from .. import _vendor, backends, device
 from ._call import CallSettings, track_calls
 from ._classes import is_patched_class, original_class
 from ._embeddings import patched_embedding_class, recognise_embedding
-from ._head import patch_head, recognise_head
+from ._head import patched_head_class, recognise_head
 from ._mlps import is_bare_linear, is_gated_mlp, patched_mlp_class, recognise_mlp
 from ._norms import NormForm, is_candidate, patched_norm_class, recognise_norm
 from ._report import LeftAlone, Replaced, Report
@@ -50,7 +51,6 @@ class NpuKernels:
         self._report = Report()
         self._settings = CallSettings(trl_backend=backend)
         self._tracked: set[int] = set()
-        self._head_detail = ""
         self._where = torch.device("cpu")
 
     @property
@@ -204,17 +204,15 @@ class NpuKernels:
             return
         kind = original_class(causal_lm).__name__
         head = causal_lm.get_output_embeddings()
-        if head is None or original_class(head) is type(head):
-            found = recognise_head(causal_lm)
+        if original_class(head) is type(head):
+            found = recognise_head(causal_lm, model)
             if isinstance(found, str):
                 self._report.left_alone.append(LeftAlone(path, kind, "linear_cross_entropy", found))
                 return
-            head, form = found
-            patch_head(causal_lm, head, form, self._backend, self._undo)
-            self._head_detail = str(form)
+            notes = self._report.notes
+            self._undo.set_class(head, patched_head_class(found, self._backend, functools.partial(_note_use, notes)))
         self._track(model, causal_lm)
-        self._report.replaced.append(Replaced(path, kind, "linear_cross_entropy", backend, self._head_detail))
-        self._report.note("while training with labels the model returns its loss, and logits of width 0")
+        self._report.replaced.append(Replaced(path, kind, "linear_cross_entropy", backend))
 
     def _patch_linear_logprob(self, model: nn.Module, backend: str) -> None:
         reason = seam.unsupported()
@@ -230,6 +228,12 @@ class NpuKernels:
             self._settings.serves_trl = True
         self._track(model, causal_lm)
         self._report.replaced.append(Replaced(path, original_class(causal_lm).__name__, "linear_logprob", backend))
+
+
+def _note_use(notes: list[str], reason: str) -> None:
+    text = f"the logits were formed in a training step: they were {reason}"
+    if text not in notes:
+        notes.append(text)
 
 
 def _causal_lm(model: nn.Module) -> tuple[str, Any]:

@@ -1,8 +1,8 @@
 """What a patched model is computing right now.
 
-Forward hooks on the patched model put a `Call` into a context variable while its forward runs; the head, the loss
-function and TRL's seam read it. Nothing is stored on the model, so copies of a patched model do not share state, and
-two models, or two threads, do not see each other's labels.
+Forward hooks on the patched model put a `Call` into a context variable while its forward runs; TRL's seam reads it.
+Nothing is stored on the model, so copies of a patched model do not share state, and two models, or two threads, do not
+see each other's calls.
 """
 
 import contextlib
@@ -59,19 +59,11 @@ class Call:
     Attributes:
         settings: of the model.
         module: whose forward it is.
-        labels, shift_labels, num_items_in_batch: as the model was given them.
-        wants_loss: training, with labels, through the model's own head.
-        loss: the fused loss, from when the head has computed it until the model's loss function returns it.
         previous: the call that this one is nested in.
     """
 
     settings: CallSettings
     module: nn.Module
-    labels: torch.Tensor | None
-    shift_labels: torch.Tensor | None
-    num_items_in_batch: torch.Tensor | int | None
-    wants_loss: bool
-    loss: torch.Tensor | None = None
     previous: "Call | None" = None
 
 
@@ -103,19 +95,10 @@ def current_call() -> Call | None:
 
 @opaque
 def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
-    given = labels if shift_labels is None else shift_labels
     ids = kwargs.get("input_ids")
     if isinstance(ids, torch.Tensor) and module.training and torch.is_grad_enabled() and _current.get() is None:
         settings.tokens += ids.numel()
-    wants_loss = (
-        isinstance(given, torch.Tensor)
-        and module.training
-        and torch.is_grad_enabled()
-        and not kwargs.get("fused_lm_head", False)
-    )
-    num_items = kwargs.get("num_items_in_batch")
-    _current.set(Call(settings, module, labels, shift_labels, num_items, wants_loss, previous=_current.get()))
+    _current.set(Call(settings, module, _current.get()))
 
 
 @opaque
