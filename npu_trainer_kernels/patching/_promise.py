@@ -256,35 +256,58 @@ class _Debt:
 
 
 class OwedGradient(torch.Tensor):
-    """The gradient of promised logits: what losses owe them. Its values are formed when something looks at them."""
+    """The gradient of promised logits: what losses owe them, and what came by other ways. Its values are formed when
+    something looks at them."""
 
     debts: tuple[tuple[_Debt, torch.Tensor], ...]
+    paid: torch.Tensor | None
     at: Place
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, debts: tuple[tuple[_Debt, torch.Tensor], ...], at: Place) -> OwedGradient:
+    def __new__(
+        cls, debts: tuple[tuple[_Debt, torch.Tensor], ...], at: Place, paid: torch.Tensor | None = None
+    ) -> OwedGradient:
         self = torch.Tensor._make_wrapper_subclass(cls, at.shadow.shape, dtype=at.shadow.dtype, device=at.call.device)
-        self.debts, self.at = debts, at
+        self.debts, self.at, self.paid = debts, at, paid
+        # As they are where autograd runs.
+        self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         return self
 
     def values(self) -> torch.Tensor:
         """As ordinary logits would have been sent it."""
-        return functools.reduce(torch.add, (debt.gradient(upstream, self.at) for debt, upstream in self.debts))
+        # What looks may do so below autograd, which is needed here.
+        with torch._C._ForceDispatchKeyGuard(*self._keys):
+            owed = (debt.gradient(upstream, self.at) for debt, upstream in self.debts)
+            return functools.reduce(torch.add, owed if self.paid is None else (self.paid, *owed))
 
     @classmethod
     def __torch_dispatch__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        adds = function in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
-        if adds and not kwargs and len(args) == 2 and all(isinstance(t, OwedGradient) for t in args):
-            # Autograd's sum over several losses of the same logits.
-            return OwedGradient(args[0].debts + args[1].debts, args[0].at)
-        if function is torch.ops.aten.detach.default:
-            return OwedGradient(args[0].debts, args[0].at)
+        if function in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and not kwargs and len(args) == 2:
+            # Autograd's sum over several uses of the same logits.
+            owed = next(t for t in args if isinstance(t, OwedGradient))
+            if all(isinstance(t, torch.Tensor) and t.shape == owed.shape for t in args):
+                return functools.reduce(OwedGradient._plus, args[1:], _owed(args[0], owed.at))
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) and not kwargs:
+            return OwedGradient(args[0].debts, args[0].at, args[0].paid)
         args, kwargs = tree_map_only(OwedGradient, OwedGradient.values, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+    def _plus(self, other: torch.Tensor) -> OwedGradient:
+        other = _owed(other, self.at)
+        return OwedGradient(self.debts + other.debts, self.at, added(self.paid, other.paid))
+
+
+def _owed(gradient: torch.Tensor, at: Place) -> OwedGradient:
+    return gradient if isinstance(gradient, OwedGradient) else OwedGradient((), at, gradient)
+
+
+def added(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of two gradients, where None is no gradient."""
+    return b if a is None else a if b is None else a + b
 
 
 def _keeps_graph() -> bool:
@@ -312,7 +335,7 @@ class _Head(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                 place: Place) -> torch.Tensor:  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.kept = place.call
+        ctx.kept = place
         return PromisedLogits(place)
 
     @staticmethod
@@ -320,13 +343,16 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if d is None:
             return None, None, None, None
-        call, keep = _taken(ctx), _keeps_graph()
-        if not isinstance(d, OwedGradient):
-            return (*call.gradients(call.logits(), d, keep), None)
+        place, keep = _taken(ctx), _keeps_graph()
+        call: HeadCall = place.call
+        owed = _owed(d, place)
+        uses = [(debt.loss, upstream) for debt, upstream in owed.debts]
+        if owed.paid is not None:
+            uses.append((call.logits(), owed.paid))
         found: list[torch.Tensor | None] = [None, None, None]
-        for debt, upstream in d.debts:
-            new = call.gradients(debt.loss, upstream, keep)
-            found = [u if v is None else v if u is None else u + v for u, v in zip(found, new, strict=True)]
+        for formed, upstream in uses:
+            new = call.gradients(formed, upstream, keep)
+            found = [added(u, v) for u, v in zip(found, new, strict=True)]
         return (*found, None)
 
 
@@ -345,11 +371,12 @@ class _Step(torch.autograd.Function):
         if d is None:
             return None, None
         before, step = _taken(ctx)
-        if isinstance(d, OwedGradient):
-            return OwedGradient(d.debts, before), None
-        with torch.enable_grad():
-            x = before.values().detach().requires_grad_()
-            return torch.autograd.grad(step(x), x, d)[0], None
+        owed, paid = _owed(d, before), None
+        if owed.paid is not None:
+            with torch.enable_grad():
+                x = before.values().detach().requires_grad_()
+                paid = torch.autograd.grad(step(x), x, owed.paid)[0]
+        return OwedGradient(owed.debts, before, paid) if owed.debts else paid, None
 
 
 class _Loss(torch.autograd.Function):
