@@ -111,7 +111,8 @@ class _State:
         own: whether it was made in the graph; else a function of autograd's may have put it there afterwards.
         real: the logits, once something has needed them; `clean` is their version then.
         loose: values that something below autograd has needed.
-        hooks: of what wraps models, for the real logits.
+        fused: whether a loss has been formed of it, or of what was made of it.
+        hooks: for the real logits.
     """
 
     parent: PromisedLogits | None = None
@@ -119,6 +120,7 @@ class _State:
     real: torch.Tensor | None = None
     clean: int = 0
     loose: torch.Tensor | None = None
+    fused: bool = False
     hooks: list[Callable[[torch.Tensor], Any]] = field(default_factory=list)
 
 
@@ -194,6 +196,9 @@ class PromisedLogits(torch.Tensor):
                 return call.cross_entropy(hidden, target, **options)
         debt = _Debt(call.cross_entropy(hidden, target, **options), self.place, options, target)
         loss: torch.Tensor = _Loss.apply(self, debt)
+        used: PromisedLogits | None = self
+        while used is not None:
+            used.state.fused, used = True, used.state.parent
         return loss
 
     @classmethod
@@ -242,17 +247,23 @@ class _Debt:
     place: Place
     options: dict[str, Any]
     target: torch.Tensor
+    keys: tuple[Any, Any] = field(
+        default_factory=lambda: (
+            torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        )
+    )  # fmt: skip
 
     def gradient(self, upstream: torch.Tensor, at: Place) -> torch.Tensor:
         """The gradient that logits on the way to the loss would have been sent."""
         names = {"class_weights": "weight", "reduction": "reduction", "ignore_index": "ignore_index",
                  "label_smoothing": "label_smoothing"}  # fmt: skip
         options = {names[name]: value for name, value in self.options.items() if name in names}
-        with torch.enable_grad():
+        # What looks may do so below autograd, which is needed here: as it was where the loss was formed.
+        with torch._C._ForceDispatchKeyGuard(*self.keys), torch.enable_grad():
             x = at.values().detach().requires_grad_()
             logits = functools.reduce(lambda t, step: step(t), self.place.steps[len(at.steps) :], x)
             loss = torch.nn.functional.cross_entropy(logits, self.target, **options)
-        return torch.autograd.grad(loss, x, upstream.to(loss.dtype))[0]
+            return torch.autograd.grad(loss, x, upstream.to(loss.dtype))[0]
 
 
 class OwedGradient(torch.Tensor):
@@ -271,16 +282,12 @@ class OwedGradient(torch.Tensor):
     ) -> OwedGradient:
         self = torch.Tensor._make_wrapper_subclass(cls, at.shadow.shape, dtype=at.shadow.dtype, device=at.call.device)
         self.debts, self.at, self.paid = debts, at, paid
-        # As they are where autograd runs.
-        self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         return self
 
     def values(self) -> torch.Tensor:
         """As ordinary logits would have been sent it."""
-        # What looks may do so below autograd, which is needed here.
-        with torch._C._ForceDispatchKeyGuard(*self._keys):
-            owed = (debt.gradient(upstream, self.at) for debt, upstream in self.debts)
-            return functools.reduce(torch.add, owed if self.paid is None else (self.paid, *owed))
+        owed = (debt.gradient(upstream, self.at) for debt, upstream in self.debts)
+        return functools.reduce(torch.add, owed if self.paid is None else (self.paid, *owed))
 
     @classmethod
     def __torch_dispatch__(

@@ -31,14 +31,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function of torch's returns that is given a promise."""
     first = args[0] if args else None
-    if isinstance(first, PromisedLogits) and first.state.real is None:
-        if function in _no_values():
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
-        if function in _OBSERVERS:
-            return _observed(first, function, args[1:], kwargs)
-    elif function in (T.__hash__, T.__repr__) and isinstance(first, PromisedLogits):
-        pass
+    if isinstance(first, PromisedLogits) and function in _OBSERVERS:
+        return _observed(first, function, args[1:], kwargs)
+    if function in (_no_values() if isinstance(first, PromisedLogits) and first.state.real is None else (T.__hash__,)):
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
     if function is torch.autograd.grad:
         return _grad(*args, **kwargs)
     if function in _LIKE and isinstance(first, PromisedLogits):
@@ -94,19 +91,29 @@ def _of_a_wrapper(hook: Any) -> bool:
 
 
 def _observed(logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Whoever wants to see the gradient. A promise that the head made sees all of it, whatever comes of it; one that
-    was made of another does as long as it stays a promise."""
-    wrapper = function is T.register_hook and _of_a_wrapper(args[0] if args else kwargs["hook"])
-    if logits.state.parent is not None and logits.state.own:
-        if wrapper:
-            logits.state.hooks.append(args[0] if args else kwargs["hook"])
-        else:
-            return function(logits.real("its gradient is watched"), *args, **kwargs)
-    elif function is T.register_hook and not wrapper:
+    """Whoever wants to see the gradient: at the promise, at the real logits, or at both.
+
+    Everything that comes of a head's own promise sends its gradient through it. Of one that was made of another, the
+    real logits do not.
+    """
+    state = logits.state
+    if function is T.register_hook:
         hook = args[0] if args else kwargs["hook"]
-        args, kwargs = (lambda d: hook(d.values() if isinstance(d, OwedGradient) else d),), {}
+        args, kwargs = (hook if _of_a_wrapper(hook) else functools.partial(_look, hook),), {}
+    derived = state.parent is not None and state.own
+    watched = not (function is T.register_hook and _of_a_wrapper(hook))
+    if (derived and watched and not state.fused) or logits.written:
+        return function(logits.real("its gradient is watched"), *args, **kwargs)
+    if derived and state.real is not None:
+        function(state.real, *args, **kwargs)
+    elif derived and function is T.register_hook:
+        state.hooks.append(*args)
     with torch._C.DisableTorchFunctionSubclass():
         return function(logits, *args, **kwargs)
+
+
+def _look(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> Any:
+    return hook(gradient.values() if isinstance(gradient, OwedGradient) else gradient)
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
