@@ -44,7 +44,9 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: 
     where = args[0].device
     if not INTERPRETED and device.kind_of(where) == "cpu":
         if _on_host is None:
-            raise RuntimeError('backend "ascend-lowering" needs its launcher: import npu_trainer_kernels.ascend.launcher')
+            raise RuntimeError(
+                'backend "ascend-lowering" needs its launcher: import npu_trainer_kernels.ascend.launcher'
+            )
         _on_host(kernel, grid, args, constexprs)
     elif device.is_current(where):
         _run_on_current(kernel, grid, args, constexprs)

@@ -1,12 +1,25 @@
-"""placeholder until the promise is merged"""
+"""The LM head of a causal language model: in training it promises its logits (`_promise`) instead of forming them."""
 
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from ._patch import Patch
+from .._opaque import opaque
+from ._classes import original_class
+from ._head_call import HeadCall, answer_of, is_asked
+from ._patch import QUIET, Aside, Patch, Scene, Site, no_float, set_on_instance
+from ._promise import promise
 
-__all__ = ["LmHeadPatch", "causal_lm"]
+__all__ = ["HeadForm", "LmHeadPatch", "causal_lm", "promised_logits"]
+
+_SHARDING = ("torch.distributed.", "deepspeed.")
 
 
 def causal_lm(model: nn.Module) -> tuple[str, Any]:
@@ -18,8 +31,85 @@ def causal_lm(model: nn.Module) -> tuple[str, Any]:
     return "", None
 
 
+@dataclass(frozen=True)
+class HeadForm:
+    """A head whose logits may be promised.
+
+    Attributes:
+        within: the whole model: what shards it may have to gather the head's parameters for a late use.
+    """
+
+    within: weakref.ref[nn.Module]
+
+    def __str__(self) -> str:
+        return ""
+
+
+@opaque
+def promised_logits(
+    head: nn.Linear, hidden: torch.Tensor, backend: str | None, *,
+    on_real: Callable[[str], None] | None = None, within: weakref.ref[nn.Module] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """What a head returns in training: its logits, promised.
+
+    Args:
+        head: whose call `declined` has let through.
+        hidden: its input.
+        backend: for the fused op; None: the device's own choice.
+        on_real: told why, whenever the logits have to be formed after all.
+        within: see `HeadForm`.
+    """
+    answered = answer_of(head)
+    if answered is not None:
+        return answered
+    return promise(HeadCall(head, hidden, backend, on_real, within), hidden, head.weight, head.bias)
+
+
 class LmHeadPatch(Patch):
+    """The LM head, and with it the cross-entropy of its logits, by `ops.fused_linear_cross_entropy`."""
+
     op = "linear_cross_entropy"
 
-    def recognise(self, module, scene):
+    def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
+        owner = causal_lm(scene.model)[1]
+        if owner is None:
+            return [("", scene.model)]
+        head = owner.get_output_embeddings()
+        return [(path, module) for path, module in scene.model.named_modules() if module is head]
+
+    def recognise(self, module: nn.Module, scene: Scene) -> HeadForm | str:
+        if module is scene.model and causal_lm(module)[1] is None:
+            return Aside("no causal language model found")
+        if not isinstance(module, nn.Linear) or original_class(module).forward is not nn.Linear.forward:
+            return f"its head is a {type(module).__name__}, not a plain nn.Linear"
+        return set_on_instance(module) or HeadForm(weakref.ref(scene.model))
+
+    def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
+        if is_asked(module):
+            return None
+        if len(args) != 1 or kwargs:
+            return "it is given more than hidden states"
+        hidden, weight, bias = args[0], module.weight, module.bias
+        wanted = module.training and torch.is_grad_enabled()
+        if not (wanted and any(t is not None and t.requires_grad for t in (hidden, weight, bias))):
+            return QUIET
+        if (reason := no_float(hidden)) is not None:
+            return reason
+        if isinstance(weight, DTensor):
+            return "it is sharded by columns or rows"
+        if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            return f"hidden states of {hidden.dtype} for a weight of {weight.dtype}"
+        if torch._C._are_functorch_transforms_active():
+            return "a transform of torch.func is active"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values(),
+                 *module._backward_pre_hooks.values()]  # fmt: skip
+        # What shards a module may hook it: then it is called around the use of its logits, too.
+        if not all((getattr(hook, "__module__", None) or "").startswith(_SHARDING) for hook in hooks):
+            return "it has a hook"
         return None
+
+    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def on_real(reason: str) -> None:
+            site.declined[f"logits that were {reason}"] += 1
+
+        return promised_logits(module, args[0], site.backend, on_real=on_real, within=site.form.within)

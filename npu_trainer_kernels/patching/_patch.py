@@ -203,6 +203,7 @@ class Patch:
 
     def patched_class(self, site: Site) -> type[nn.Module]:
         """The class that the modules of a site are given."""
+
         def own(module: Any, *args: Any, **kwargs: Any) -> Any:
             # Looked up at the call: somebody may replace the class's forward after the patch.
             return site.kind.forward(module, *args, **kwargs)

@@ -1,0 +1,225 @@
+"""One call of an LM head whose logits may never be formed: what is needed to form them, or a loss of them, later.
+
+It holds the hidden states, as the head's own product would, and no graph but its own: leaves stand for hidden states,
+weight and bias, and gradients of what is formed here are taken for these leaves alone. What has called the head sees
+them through the promise's place in its graph (`_promise`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..ops._host import autocasts, compute_dtype
+from ..ops.linear_cross_entropy import fused_linear_cross_entropy
+
+__all__ = ["HeadCall", "answer_of", "is_asked", "is_partitioned"]
+
+_T = TypeVar("_T")
+# What is to be done instead of a forward: (head, function), while a partitioned head is called for its hooks alone.
+_asked: contextvars.ContextVar[tuple[nn.Module, Callable[[], None]] | None] = contextvars.ContextVar(
+    "npu_kernels_asked", default=None
+)
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Whether DeepSpeed's ZeRO-3 owns a parameter: it exchanges `.data` around each module's forward and backward."""
+    return hasattr(parameter, "ds_id")
+
+
+def is_asked(head: nn.Module) -> bool:
+    """Whether a head is called for its hooks alone."""
+    asked = _asked.get()
+    return asked is not None and asked[0] is head
+
+
+def answer_of(head: nn.Module) -> torch.Tensor | None:
+    """What a head that is called for its hooks returns, after doing what it is called for; None: a call like others."""
+    asked = _asked.get()
+    if asked is None or asked[0] is not head:
+        return None
+    asked[1]()
+    return torch.empty(0)
+
+
+def _released(t: torch.Tensor) -> bool:
+    return t.numel() == 0 or not t.untyped_storage().nbytes()
+
+
+class HeadCall:
+    """A head, as it was called.
+
+    Attributes:
+        hidden: the leaf that stands for the hidden states; it shares their memory.
+        leaves: hidden, weight and bias: what gradients are taken for; None where there is no bias.
+        shadow: a tensor of the logits' shape, dtype and strides, on no device.
+        spent: whether a backward has gone through this call: parameters that were given away then may have changed.
+    """
+
+    def __init__(
+        self, head: nn.Linear, hidden: torch.Tensor, backend: str | None,
+        on_real: Callable[[str], None] | None, within: weakref.ref[nn.Module] | None,
+    ) -> None:  # fmt: skip
+        self._head, self._backend, self._on_real, self._within = head, backend, on_real, within
+        # As they are during this forward: FSDP2 puts its shards in their place afterwards.
+        self._parameters = [p for p in (head.weight, head.bias) if p is not None]
+        self.hidden = hidden.detach().requires_grad_(hidden.requires_grad)
+        twins = [_twin(p) for p in self._parameters]
+        self.leaves = (self.hidden, twins[0], twins[1] if len(twins) > 1 else None)
+        self._versions = self._current_versions()
+        self._autocast = (compute_dtype(hidden), autocasts(hidden))
+        self.spent = False
+        self._logits: torch.Tensor | None = None
+        self._clean = 0
+        shape = (*hidden.shape[:-1], head.weight.shape[0])
+        self.shadow = torch.empty(shape, dtype=self._autocast[0], device="meta")
+
+    @property
+    def device(self) -> torch.device:
+        """Of the logits."""
+        return self.hidden.device
+
+    def tell(self, reason: str) -> None:
+        """Says what needs the logits themselves."""
+        if self._on_real is not None:
+            self._on_real(reason)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What is formed
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def logits(self, pristine: bool = False) -> torch.Tensor:
+        """The head's output, formed once. `pristine`: formed again where somebody has written to it since."""
+        if self._logits is None or (pristine and self._logits._version != self._clean):
+            with torch.enable_grad(), self._as_called():
+                formed = self._with_parameters(lambda: nn.functional.linear(*self.leaves))
+            if self._logits is not None:
+                return formed
+            self._logits, self._clean = formed, formed._version
+        return self._logits
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody has written to the logits."""
+        return self._logits is not None and self._logits._version != self._clean
+
+    def cross_entropy(self, hidden: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The fused op on rows of this call; with a graph that ends at the leaves where gradients are enabled."""
+        _, weight, bias = self.leaves
+        with self._as_called():
+            loss = self._with_parameters(
+                lambda: fused_linear_cross_entropy(hidden, weight, target, bias, backend=self._backend, **options)
+            )
+        assert isinstance(loss, torch.Tensor)
+        return loss
+
+    def gradients(self, of: torch.Tensor, upstream: torch.Tensor, keep: bool) -> list[torch.Tensor | None]:
+        """Gradients for the leaves of something that was formed here; None for those that need none."""
+        needed = [leaf for leaf in self.leaves if leaf is not None and leaf.requires_grad]
+        with self._pointed():
+            found = iter(torch.autograd.grad(of, needed, upstream, retain_graph=keep, allow_unused=True))
+        self.spent = True
+        return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in self.leaves]
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Under which circumstances
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _as_called(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast as it was when the head was called."""
+        if self.device.type == "meta":
+            return contextlib.nullcontext()
+        dtype, enabled = self._autocast
+        return torch.autocast(self.device.type, dtype=dtype if enabled else None, enabled=enabled)
+
+    def _current_versions(self) -> list[int]:
+        return [leaf._version for leaf in self.leaves if leaf is not None]
+
+    def _with_parameters(self, function: Callable[[], _T]) -> _T:
+        """Calls a function while the head's parameters are there, and are what they were."""
+        if any(_released(p) for p in self._parameters):
+            return self._gathered(function)
+        if self._current_versions() != self._versions:
+            raise RuntimeError(
+                "these logits are needed for the first time now that the head's weight or its input has been written "
+                "to (by an optimizer's step?), so they cannot be what they were; use them before that, or keep "
+                "what is needed of them"
+            )
+        with self._pointed():
+            return function()
+
+    def _gathered(self, function: Callable[[], _T]) -> _T:
+        if self.spent:
+            raise RuntimeError(
+                "these logits are needed for the first time after their backward, and the head's parameters have been "
+                "given to other ranks since; use them before backward, or keep what is needed of them"
+            )
+        if is_partitioned(self._parameters[0]):
+            # DeepSpeed gathers for whoever calls the module.
+            return self._called_again(function)
+        unit = self._unit()
+        if unit is None:
+            raise RuntimeError(
+                "these logits are needed for the first time after the head's parameters have been given away by "
+                "whatever shards them; use them inside the model's forward"
+            )
+        unit.unshard()
+        try:
+            return function()
+        finally:
+            if not torch.is_grad_enabled():
+                unit.reshard()  # with gradients, FSDP does after backward
+
+    def _called_again(self, function: Callable[[], _T]) -> _T:
+        results: list[_T] = []
+        grad = torch.is_grad_enabled()
+
+        def answer() -> None:
+            with torch.set_grad_enabled(grad), self._pointed():
+                results.append(function())
+
+        token = _asked.set((self._head, answer))
+        try:
+            with torch.no_grad():
+                self._head(self.hidden)
+        finally:
+            _asked.reset(token)
+        return results[0]
+
+    def _unit(self) -> FSDPModule | None:
+        """The innermost FSDP2 unit that the head is in."""
+        if isinstance(self._head, FSDPModule):
+            return self._head
+        model = None if self._within is None else self._within()
+        modules = [] if model is None else list(model.modules())  # outer ones come first
+        units = [m for m in modules if isinstance(m, FSDPModule) and any(each is self._head for each in m.modules())]
+        return units[-1] if units else None
+
+    @contextlib.contextmanager
+    def _pointed(self) -> Iterator[None]:
+        """Lets leaves that stand for partitioned parameters see their memory, for as long as it is there."""
+        pairs = [
+            (leaf, p) for leaf, p in zip(self.leaves[1:], self._parameters, strict=False)
+            if leaf is not None and is_partitioned(p)
+        ]  # fmt: skip
+        for leaf, p in pairs:
+            leaf.data = p.data
+        try:
+            yield
+        finally:
+            for leaf, p in pairs:
+                leaf.data = p.new_empty(0)
+
+
+def _twin(parameter: torch.Tensor) -> torch.Tensor:
+    """A leaf that shares a parameter's memory: gradients taken for it call none of the parameter's hooks."""
+    # One that shared a partitioned parameter's memory would keep it alive.
+    twin = parameter.new_empty(0) if is_partitioned(parameter) else parameter.detach()
+    return twin.requires_grad_(parameter.requires_grad)
