@@ -47,7 +47,7 @@ def counted(monkeypatch):
 
 def formed(kernels) -> list[str]:
     """What has formed logits, as the report says it."""
-    return [note for note in kernels.report().notes if "logits were formed" in note]
+    return [each.reason for each in kernels.report().declined if each.reason.startswith("logits")]
 
 
 def outcome(model, loss_of) -> list[torch.Tensor]:
