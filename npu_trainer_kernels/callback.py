@@ -12,7 +12,9 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import device, warmup
-from .patching import NpuKernels, Report, apply_npu_kernels
+from .patching import NpuKernels, Report
+from .patching._apply import apply_for_trainer
+from .patching._trl import seam
 from .patching._undo import Undo
 
 __all__ = ["NpuKernelsCallback"]
@@ -29,6 +31,20 @@ def _calling_trainer() -> Trainer | None:
             return candidate
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def _is_of_trl(trainer: Trainer | None) -> bool:
+    return any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
+
+
+def _keeps_logits(trainer: Trainer | None) -> str | None:
+    """Why the loss is not fused under this trainer; None where it is.
+
+    TRL's SFT trainer logs entropy and accuracy of the logits. Since 1.15 a fused head gives it both, before it reads
+    full logits.
+    """
+    missing = seam.unsupported() if _is_of_trl(trainer) else None
+    return None if missing is None else f"TRL's trainer reads the logits: {missing}"
 
 
 def _peak_memory_gib(where: torch.device) -> float:
@@ -91,12 +107,14 @@ class NpuKernelsCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> None:
         """Patches a Trainer's model, and makes sure that it is restored however training ends."""
         self._guard(trainer, "train")
-        self._apply(trainer.model)
+        self._apply(trainer.model, trainer)
 
-    def _apply(self, model: Any) -> None:
+    def _apply(self, model: Any, trainer: Trainer | None) -> None:
         if self._handle is not None and self._handle._model() is not model:
             self._handle.restore()
-        self._handle = apply_npu_kernels(model, ops=self._ops, backend=self._backend, strict=self._strict)
+        self._handle = apply_for_trainer(
+            model, self._ops, self._backend, self._strict, keeps_logits=_keeps_logits(trainer)
+        )
 
     def _guard(self, trainer: Trainer, method: str) -> None:
         """Wraps a method of one trainer so that an exception in it restores the model."""
@@ -118,13 +136,14 @@ class NpuKernelsCallback(TrainerCallback):
         trainer = _calling_trainer()
         if trainer is not None:
             self._guard(trainer, "train")
-        self._apply(kwargs["model"])
+        self._apply(kwargs["model"], trainer)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._apply(kwargs["model"])
-        report, trainer = self.report(), _calling_trainer()
+        trainer = _calling_trainer()
+        self._apply(kwargs["model"], trainer)
+        report = self.report()
         if args.label_smoothing_factor > 0:
             report.note(
                 "label_smoothing_factor makes the Trainer take the full logits: linear_cross_entropy is not used"
@@ -148,7 +167,7 @@ class NpuKernelsCallback(TrainerCallback):
 
     def _compile_ahead(self, model: Any, trainer: Trainer | None, state: TrainerState) -> None:
         assert self._handle is not None
-        trl = any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
+        trl = _is_of_trl(trainer) and seam.unsupported() is None
         context = contextlib.nullcontext if trainer is None else trainer.compute_loss_context_manager
         planner = getattr(trainer, "_planner", None)  # of this package's GRPOTrainer
         plan = None if planner is None else planner.rehearsal()

@@ -26,7 +26,7 @@ from ._rewrites import (
 from ._trl import seam
 from ._undo import Undo
 
-__all__ = ["PATCHES", "NpuKernels", "apply_npu_kernels"]
+__all__ = ["PATCHES", "NpuKernels", "apply_for_trainer", "apply_npu_kernels"]
 
 # In this order: a decoder layer's rewrite needs its norms, and both name the same modules.
 PATCHES = ("rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy", "linear_logprob")
@@ -203,6 +203,11 @@ class NpuKernels:
             self._report.left_alone.append(LeftAlone("", "", "linear_cross_entropy", "no causal language model found"))
             return
         kind = original_class(causal_lm).__name__
+        if self._settings.keeps_logits is not None:
+            self._track(model, causal_lm)  # its tokens are counted all the same
+            reason = self._settings.keeps_logits
+            self._report.left_alone.append(LeftAlone(path, kind, "linear_cross_entropy", reason))
+            return
         head = causal_lm.get_output_embeddings()
         if head is None or original_class(head) is type(head):
             found = recognise_head(causal_lm)
@@ -271,6 +276,13 @@ def apply_npu_kernels(
         ValueError: unknown op or backend, a backend that cannot run on the model's device, or the model is patched
             already with other options.
     """
+    return apply_for_trainer(model, ops, backend, strict, keeps_logits=None)
+
+
+def apply_for_trainer(
+    model: nn.Module, ops: Sequence[str] | None, backend: str | None, strict: bool, keeps_logits: str | None
+) -> NpuKernels:
+    """`apply_npu_kernels`, and with `keeps_logits` the loss is left to the model for that reason."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     chosen = PATCHES if ops is None else tuple(ops)
@@ -286,6 +298,8 @@ def apply_npu_kernels(
             f"strict={handle._strict}; restore that first, or ask for the same (got ops={chosen}, "
             f"backend={backend!r}, strict={strict})"
         )
+    if keeps_logits is not None:
+        handle._settings.keeps_logits = keeps_logits
     handle.refresh()
     _handles[model] = handle
     return handle

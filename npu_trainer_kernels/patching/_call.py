@@ -42,10 +42,12 @@ class CallSettings:
         trl_backend: the backend for `linear_logprob`, or None for the device's own choice.
         tokens: input tokens of the training forwards so far, on this process.
         learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
+        keeps_logits: why the loss is not fused: whoever trains the model reads its logits; else None.
         compacts: whether TRL is to leave out the rows without a label; not where there are shapes without numbers.
     """
 
     serves_trl: bool = False
+    keeps_logits: str | None = None
     compacts: bool = True
     trl_backend: str | None = None
     tokens: int = 0
@@ -112,6 +114,7 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
         isinstance(given, torch.Tensor)
         and module.training
         and torch.is_grad_enabled()
+        and settings.keeps_logits is None
         and not kwargs.get("fused_lm_head", False)
     )
     num_items = kwargs.get("num_items_in_batch")

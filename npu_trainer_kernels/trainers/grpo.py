@@ -4,17 +4,20 @@ from typing import Any
 
 import torch
 
+from .._optional import INSTALL
 from .._triton import MissingDependencyError
 from ..arguments import NpuKernelsArguments
 from ..patching import Report
 from ..patching._call import use_plan
+from ..patching._trl import seam
 from ._grpo_plan import Planner
 
 try:
     from trl import GRPOTrainer as _GRPOTrainer
 except (ImportError, OSError, RuntimeError) as error:
     raise MissingDependencyError(
-        f"GRPOTrainer needs TRL, which cannot be imported ({type(error).__name__}: {error}): pip install 'trl>=1.15,<2'"
+        f"GRPOTrainer needs TRL, which cannot be imported ({type(error).__name__}: {error}): "
+        f"pip install {INSTALL['trl']} {INSTALL['datasets']}"
     ) from error
 
 __all__ = ["GRPOTrainer"]
@@ -32,7 +35,8 @@ class GRPOTrainer(_GRPOTrainer):
         super().__init__(*args, **kwargs)
         chosen = NpuKernelsArguments(use_npu_kernels=True) if npu_kernels is None else npu_kernels
         self._npu_kernels = chosen.callbacks()
-        self._planner = Planner(self) if self._npu_kernels else None
+        # A TRL without a head of ours to plan for: its trainer gets the layers' kernels, and the report says so.
+        self._planner = Planner(self) if self._npu_kernels and seam.unsupported() is None else None
         for callback in self._npu_kernels:
             self.add_callback(callback)
             callback.attach(self)

@@ -50,7 +50,7 @@ def build(folder: Path) -> list[str]:
     `torch` looks there first.
     """
     # Not the one that is linked to the driver: it is loaded for a GPU alone.
-    libraries = [path for path in sorted(folder.glob("lib*torch*.so")) + sorted(folder.glob("libc10*.so"))]
+    libraries = sorted([*folder.glob("libtorch*.so"), *folder.glob("libc10*.so")])
     symbols = _symbols(libraries)
     built = sorted(name for name in _absent(libraries) if not (folder / name).exists())
     for name in built:

@@ -20,7 +20,6 @@ from triton.runtime.jit import JITFunction
 from npu_trainer_kernels import device
 from npu_trainer_kernels._triton import jit
 from npu_trainer_kernels.ops import _launch
-
 from tests.conftest import DEVICE
 
 
