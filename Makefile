@@ -1,24 +1,32 @@
-# Short names for what people do. Everything runs in .venv, made on first use.
+# Short names for what people do. Everything runs in .venv, made on first use from locks/ (see `make lock`).
 PYTHON ?= python3
 VENV   ?= .venv
-# With no torch installed, a bare requirement on torch pulls gigabytes of CUDA packages: name the build first.
-# TORCH= (empty) leaves an installed torch alone, as does any torch that is in the environment already.
+# Which build of torch is right differs from machine to machine, so no lock names it. An environment that has a torch
+# already keeps it.
 TORCH  ?= torch==2.13.0
-# npu,dev on a machine with an Ascend NPU: triton-ascend and triton exclude each other.
-EXTRAS ?= cuda,dev
+# npu on a machine with an Ascend NPU: triton-ascend and triton exclude each other. Neither has a lock there.
+DEVICE ?= cuda
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
+LOCKED  = pip install -q --no-deps --require-hashes -r
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-trl-oldest test-zero3 test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle docs bench release clean
+.PHONY: demo test test-oldest test-latest test-trl-oldest test-zero3 test-convergence test-convergence-quick test-ascend \
+	ascend-tools test-npu-contract npu-contract-tools checkstyle docs bench lock release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml | $(BIN)/python
+$(STAMP): pyproject.toml $(wildcard locks/*.txt) | $(BIN)/python
+	$(BIN)/$(LOCKED) locks/dev.txt
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q $(TORCH)
-	$(BIN)/pip install -q -e ".[$(EXTRAS)]"
+ifeq ($(DEVICE),cuda)
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/$(LOCKED) locks/cuda.txt
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+else
+	$(BIN)/pip install -q --no-build-isolation -e ".[$(DEVICE)]"
+endif
 	touch $@
 
 demo: $(STAMP)  ## both example scripts, with and without the flag, and a table
@@ -27,14 +35,20 @@ demo: $(STAMP)  ## both example scripts, with and without the flag, and a table
 test: $(STAMP)  ## the tests, on the CPU: torch and Triton's interpreter
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
-# The oldest TRL that pyproject.toml allows, laid over the environment: TRL alone is another one.
+test-oldest: $(STAMP) npu-contract-tools  ## with the oldest torch, transformers and TRL, each in an environment of its own
+	$(BIN)/tox run -e oldest,trl-layers,trl-1.9
+
+test-latest: $(STAMP)  ## the tests without the lock, with what the index has today: news, and no failure of this package
+	$(BIN)/tox run -e latest
+
+# The oldest TRL whose head is served, laid over the environment: TRL alone is another one.
 TRL_OLDEST = 1.15.0
 TRL_OLDEST_DIR = $(VENV)/trl-$(TRL_OLDEST)
 
 $(TRL_OLDEST_DIR): $(STAMP)
 	$(BIN)/pip install -q --no-deps --upgrade --target $@ trl==$(TRL_OLDEST)
 
-test-trl-oldest: $(TRL_OLDEST_DIR)  ## what depends on TRL, with the oldest that is supported
+test-trl-oldest: $(TRL_OLDEST_DIR)  ## what depends on TRL, with the oldest whose head is served
 	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -c "import trl; assert trl.__version__ == '$(TRL_OLDEST)', trl.__version__"
 	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -m pytest -n 2 --dist worksteal tests/patching/test_trl.py tests/trainers
 
@@ -45,7 +59,7 @@ $(ZERO3)/bin/deepspeed: $(STAMP)
 	$(BIN)/python -m venv $(ZERO3)
 	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
 		> $$($(ZERO3)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
-	DS_BUILD_OPS=0 $(ZERO3)/bin/pip install -q deepspeed
+	DS_BUILD_OPS=0 $(ZERO3)/bin/$(LOCKED) locks/zero3.txt --no-build-isolation
 
 test-zero3: $(ZERO3)/bin/deepspeed  ## DeepSpeed's ZeRO-3 on two CPU ranks
 	$(ZERO3)/bin/python -m pytest tests/zero3
@@ -81,18 +95,26 @@ checkstyle: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-DOCS_STAMP = $(VENV)/.docs-installed
-
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/pip install -q -e ".[docs]"
-	touch $@
-
-docs: $(DOCS_STAMP)  ## site/; a broken link or a public name without docstring is an error
+docs: $(STAMP)  ## site/; a broken link or a public name without docstring is an error
 	$(BIN)/python -m pytest -q tests/test_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+# Every package that the targets install, with hashes, for every system and Python from 3.11 on. uv resolves for all of
+# them at once, reads the oldest versions of our ranges out of pyproject.toml, and writes no address of an index.
+LOCK = $(BIN)/uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes \
+	--custom-compile-command "make lock"
+
+lock: $(STAMP)  ## locks/ anew, from what the index has today; commit it with the change that needs it
+	$(LOCK) pyproject.toml --extra dev -o locks/dev.txt
+	echo triton | $(LOCK) - -o locks/cuda.txt
+	echo deepspeed | $(LOCK) - -c locks/dev.txt -o locks/zero3.txt
+	$(LOCK) pyproject.toml --extra ascend --extra trl --extra test -o locks/ascend.txt
+	$(LOCK) pyproject.toml --extra cuda --extra test --resolution lowest-direct -c locks/oldest.in -o locks/oldest.txt
+	$(LOCK) pyproject.toml --extra test locks/trl-layers.in -o locks/trl-layers.txt
+	$(LOCK) pyproject.toml --extra test locks/trl-1.9.in -o locks/trl-1.9.txt
 
 release: $(STAMP)  ## dist/: wheel, source and the convergence result; refuses without a full one of this commit that passed
 	$(BIN)/python -m convergence --check-release

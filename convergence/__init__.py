@@ -2,3 +2,7 @@
 
 `python -m convergence --help`. The rows are in `cases.py`, the faults that must be caught in `mutations.py`.
 """
+
+from npu_trainer_kernels._optional import require
+
+require("the convergence suite", "trl", "datasets", "peft")  # before its modules import them

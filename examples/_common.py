@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from npu_trainer_kernels._optional import require
+
+require("this example", "trl", "datasets")  # before what imports them
+
 import torch
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import trl
 from _common import (
     PeakMemory,
     SourceArguments,
@@ -44,6 +43,7 @@ from transformers import (
     set_seed,
 )
 from trl import GRPOConfig, SFTConfig, SFTTrainer, TrlParser
+from trl import GRPOTrainer as PlainGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments
 
@@ -231,11 +231,11 @@ def warm_up(
     print(f"warmed up with {trainer.state.global_step} supervised steps")
 
 
-def make_trainer(kernels: NpuKernelsArguments, **kwargs: Any) -> trl.GRPOTrainer:
+def make_trainer(kernels: NpuKernelsArguments, **kwargs: Any) -> PlainGRPOTrainer:
     """TRL's trainer, or with the flag the drop-in replacement."""
     if kernels.use_npu_kernels:
         return GRPOTrainer(npu_kernels=kernels, **kwargs)
-    return trl.GRPOTrainer(**kwargs)
+    return PlainGRPOTrainer(**kwargs)
 
 
 def main() -> None:

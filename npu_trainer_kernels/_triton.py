@@ -94,5 +94,35 @@ def _round_interpreted_casts() -> None:
     builder.cast_impl = cast_impl
 
 
+def _leave_the_language_as_it_was() -> None:
+    """Makes the interpreter put back all that it changes in `triton.language` while a kernel runs.
+
+    On its own it leaves some of it there (triton 3.7 to 3.9 what is changed for a function that a kernel calls, older
+    ones everything), and a kernel that is compiled later in the process finds the interpreter's builtins in its place.
+    """
+    from triton.runtime import interpreter
+
+    executor = interpreter.GridExecutor
+    original = executor.__call__
+    classes = [value for value in vars(tl.core).values() if isinstance(value, type)]
+    owners = [tl, tl.core, tl.math, *(cls for cls in classes if cls.__module__ == tl.core.__name__)]
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [dict(vars(owner)) for owner in owners]
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for owner, attributes in zip(owners, before, strict=True):
+                for name, value in dict(vars(owner)).items():
+                    if name not in attributes:
+                        delattr(owner, name)
+                    elif value is not attributes[name]:
+                        setattr(owner, name, attributes[name])
+
+    executor.__call__ = call
+
+
 if INTERPRETED:
     _round_interpreted_casts()
+    _leave_the_language_as_it_was()

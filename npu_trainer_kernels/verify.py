@@ -611,7 +611,6 @@ def verify(
     Raises:
         ValueError: an option out of range, or too little text.
     """
-    from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
 
     for name, value, least in (("steps", steps, 1), ("batch_size", batch_size, 1), ("noise_runs", noise_runs, 2),
@@ -625,7 +624,7 @@ def verify(
     texts = _texts(dataset, text_column, characters=16 * needed * sequence_length)
     sequences = _sequences(texts, tokenizer, sequence_length, needed)
     rows, held_out = sequences[batch_size:], torch.tensor(sequences[:batch_size])
-    train_dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
+    train_dataset = [{"input_ids": row, "labels": row} for row in rows]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
     def run(variant: Variant) -> Curves:

@@ -1,10 +1,17 @@
 """Small models of the families that the tests patch: every number odd where it may be, random weights, fp32."""
 
 import functools
+from importlib import metadata
 from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+# Of the environments for the ends of the supported ranges (tox.ini) one has no TRL, and two an older one.
+TRL = next((Version(d.version) for d in metadata.distributions(name="trl")), None)
+HAS_TRL_HEAD = TRL is not None and Version("1.15") <= TRL
 
 SMALL: dict[str, Any] = {
     "vocab_size": 331,
@@ -59,6 +66,14 @@ def small_model(name: str, seed: int = 0, **overrides: Any) -> transformers.PreT
     config, model = _classes(name)
     torch.manual_seed(seed)
     return model(config(**{**SMALL, **FAMILIES[name][2], **overrides})).train()
+
+
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Bytes, padding and an end: needs no file and no hub."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({name: i for i, name in enumerate(["<pad>", "<eos>", *letters])}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
 
 
 def batch(rows: int = 2, length: int = 17, ignored: int = 4) -> dict[str, torch.Tensor]:

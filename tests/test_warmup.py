@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, Trainer
 
 from npu_trainer_kernels import (
-    GRPOTrainer,
     NpuKernelsArguments,
     NpuKernelsCallback,
     _triton,
@@ -35,7 +34,6 @@ from npu_trainer_kernels.ops import _launch, swiglu
 from tests.conftest import DEVICE
 from tests.models import FAMILIES, small_model
 from tests.test_callback import make_trainer
-from tests.trainers.test_grpo import train
 
 # A kernel's name, and the dtypes and constants that it is compiled for.
 Variant = tuple[str, tuple[torch.dtype, ...], tuple[tuple[str, Any], ...]]
@@ -210,6 +208,7 @@ def test_what_cannot_run_without_numbers_is_said_and_the_rest_kept():
     assert "nonzero" in found.problem
 
 
+@pytest.mark.trl_head
 def test_trl_scores_through_the_head_that_it_gave_the_model():
     from trl.trainer.utils import add_fused_lm_head
 
@@ -321,6 +320,7 @@ def test_warm_up_changes_no_bit_of_the_training(tmp_path, monkeypatch):
     assert [bool(found.launches) for found in ahead.found] == [DEVICE != "cpu"]
 
 
+@pytest.mark.trl_head
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_iterations": 2, "beta": 0.1}, {"entropy_coef": 0.1},
@@ -328,6 +328,9 @@ def test_warm_up_changes_no_bit_of_the_training(tmp_path, monkeypatch):
     ids=str,
 )  # fmt: skip
 def test_the_head_of_a_grpo_run_is_recorded_with_the_runs_own_loss(tmp_path, monkeypatch, options):
+    from npu_trainer_kernels import GRPOTrainer
+    from tests.trainers.test_grpo import train
+
     ahead = Ahead(monkeypatch)
     kernels = NpuKernelsArguments(
         use_npu_kernels=True, npu_kernels_ops=["linear_logprob"], npu_kernels_backend="linear_logprob=triton"

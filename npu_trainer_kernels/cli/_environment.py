@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 __all__ = ["ERROR", "IMPORTS", "WARNING", "Finding", "broken_imports", "findings", "versions"]
 
@@ -19,7 +20,7 @@ ERROR, WARNING = "error", "warning"
 
 PACKAGES = (
     "npu_trainer_kernels", "torch", "torch_npu", "triton", "triton-ascend", "ascendnpu-ir", "transformers", "trl",
-    "accelerate", "datasets", "peft",
+    "accelerate", "datasets", "peft", "numpy",
 )  # fmt: skip
 
 # What is imported to see whether it can be; of Triton also what a half-installed one lacks.
@@ -30,6 +31,8 @@ IMPORTS = {
     "transformers": "import transformers; transformers.Trainer",
     "trl": "import trl; trl.GRPOTrainer",
 }
+# Those whose packages serve a run; the others are for developers.
+_EXTRAS = ("cuda", "npu", "trl")
 _IMPORT_SECONDS = 180.0
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception)\b")
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -167,6 +170,20 @@ def _triton_findings(installed: Mapping[str, str | None], broken: Mapping[str, s
     return found
 
 
+def _interpreter_findings(installed: Mapping[str, str | None]) -> list[Finding]:
+    """Triton before 3.7, and triton-ascend 3.2, which comes from 3.2: the interpreter takes an array of one element for
+    a number, and numpy 2.4 refuses that."""
+    name = next((name for name in ("triton-ascend", "triton") if installed.get(name)), "")
+    triton, numpy = installed.get(name), installed.get("numpy")
+    if not triton or not numpy or Version(triton) >= Version("3.7") or Version(numpy) < Version("2.4"):
+        return []
+    return [Finding(
+        WARNING, "numpy-interpreter",
+        f"the interpreter of {name} {triton} (TRITON_INTERPRET=1) fails with numpy {numpy}; compiled kernels do not",
+        "pip install 'numpy<2.4'" + (", or 'triton>=3.7'" if name == "triton" else ""),
+    )]  # fmt: skip
+
+
 def _release(version: str) -> str:
     """`2.7.1` of `2.7.1.post2+cpu`."""
     return ".".join(re.split(r"[^\d.]", version)[0].split(".")[:3])
@@ -221,9 +238,14 @@ def _requirement_findings(installed: Mapping[str, str | None]) -> list[Finding]:
         return []  # run from a checkout
     found = []
     for requirement in map(Requirement, required):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
         version = installed.get(requirement.name) or _installed(requirement.name)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            wanted = any(requirement.marker.evaluate({"extra": extra}) for extra in _EXTRAS)
+            if wanted and version and not requirement.specifier.contains(version, prereleases=True):
+                bounds = f"{requirement.name}{requirement.specifier}"
+                found.append(Finding(WARNING, "optional", f"{bounds} is what is served in full; {version} is installed",
+                                     f"pip install '{bounds}'"))  # fmt: skip
+            continue
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             have = "it is not installed" if version is None else f"{version} is installed"
             found.append(Finding(ERROR, "requirement", f"{requirement} is needed; {have}",
@@ -242,5 +264,6 @@ def findings(installed: Mapping[str, str | None], broken: Mapping[str, str]) -> 
         *_requirement_findings(installed),
         *_torch_npu_findings(installed, broken),
         *_triton_findings(installed, broken),
+        *_interpreter_findings(installed),
         *_import_findings(broken),
     ]

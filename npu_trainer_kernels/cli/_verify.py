@@ -55,6 +55,13 @@ def _texts(args: argparse.Namespace) -> Any:
         return [path.read_text(encoding="utf-8", errors="replace")]
     if not path.is_file() and path.suffix in (*BUILDERS, ".txt"):
         raise UsageError(f"--dataset: there is no file {args.dataset!r}")
+    from .._optional import require
+    from .._triton import MissingDependencyError
+
+    try:
+        require(f"--dataset {args.dataset}", "datasets")
+    except MissingDependencyError as error:
+        raise UsageError(f"{error}; a text file needs nothing") from error
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 

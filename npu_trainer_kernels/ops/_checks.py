@@ -65,7 +65,7 @@ def is_number(value: object) -> bool:
 def check_same_device(**tensors: torch.Tensor | None) -> None:
     """All tensors that are given must be on one device."""
     devices = [t.device for t in tensors.values() if t is not None]
-    if devices.count(devices[0]) != len(devices):
+    if any(where != devices[0] for where in devices):
         found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items() if t is not None)
         raise ValueError(f"all tensors must be on one device; got {found}")
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from .._optional import INSTALL
 from .._triton import MissingDependencyError
 from ..ops.linear_logprob import OUTPUTS, logprob_options, planned_linear_logprob
 from ._call import Call, CallSettings, current_call, current_plan
@@ -110,7 +111,7 @@ class TrlSeam:
     def unsupported(self) -> str | None:
         """Why TRL's head cannot be served here, or None."""
         if importlib.util.find_spec("trl") is None:
-            return "TRL is not installed (pip install 'trl>=1.15,<2')"
+            return f"TRL is not installed (pip install {INSTALL['trl']})"
         try:
             utils = importlib.import_module(_MODULE)
         except (ImportError, OSError, RuntimeError) as error:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .._optional import INSTALL
 from .._triton import MissingDependencyError
 from ..arguments import NpuKernelsArguments
 from ..patching import Report
@@ -10,7 +11,8 @@ try:
     from trl import GRPOTrainer as _GRPOTrainer
 except (ImportError, OSError, RuntimeError) as error:
     raise MissingDependencyError(
-        f"GRPOTrainer needs TRL, which cannot be imported ({type(error).__name__}: {error}): pip install 'trl>=1.15,<2'"
+        f"GRPOTrainer needs TRL, which cannot be imported ({type(error).__name__}: {error}): "
+        f"pip install {INSTALL['trl']} {INSTALL['datasets']}"
     ) from error
 
 __all__ = ["GRPOTrainer"]

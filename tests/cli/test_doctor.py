@@ -18,7 +18,8 @@ HERE = {"torch": "2.7.1+cpu", "Ascend driver": "25.0"}
 
 
 def codes(installed, broken):
-    return [finding.code for finding in findings({**HERE, **installed}, broken) if finding.code != "requirement"]
+    found = findings({**HERE, **installed}, broken)
+    return [finding.code for finding in found if finding.code not in ("requirement", "optional")]
 
 
 def install(folder: Path, name: str, version: str, files: dict[str, str], listed: tuple[str, ...] = ()) -> None:
@@ -118,6 +119,32 @@ def test_an_old_requirement_is_named(monkeypatch):
     )
     (finding,) = [f for f in findings({"trl": "1.2"}, {}) if f.code == "requirement"]
     assert "1.2 is installed" in finding.what
+
+
+def test_an_old_optional_package_is_named_and_a_missing_one_is_not(monkeypatch):
+    required = ["trl<2,>=1.15; extra == 'trl'", "triton>=3.4; extra == 'cuda'", "pytest>=99; extra == 'test'"]
+    monkeypatch.setattr(_environment.metadata, "requires", lambda name: required)
+    monkeypatch.setattr(_environment, "_installed", lambda name: None)
+    (finding,) = findings({"trl": "0.24.0", "pytest": "8.0"}, {})
+    assert (finding.level, finding.code) == ("warning", "optional")
+    assert "0.24.0 is installed" in finding.what
+    assert finding.do == "pip install 'trl<2,>=1.15'"
+
+
+@pytest.mark.parametrize(
+    ("installed", "found"),
+    [
+        ({"triton": "3.6.0", "numpy": "2.4.6"}, True),
+        ({"triton": "3.7.0", "numpy": "2.4.6"}, False),
+        ({"triton": "3.6.0", "numpy": "2.3.5"}, False),
+        ({"triton-ascend": "3.2.0", "numpy": "2.4.0"}, True),
+        ({"triton-ascend": "3.2.0", "numpy": "2.3.5"}, False),
+        ({"numpy": "2.4.6"}, False),
+    ],
+    ids=str,
+)
+def test_an_interpreter_that_numpy_breaks_is_named(installed, found):
+    assert [each.code for each in _environment._interpreter_findings(installed)] == ["numpy-interpreter"] * found
 
 
 def test_cann_is_found_where_its_environment_points(tmp_path):

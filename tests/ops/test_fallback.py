@@ -109,7 +109,8 @@ def test_torch_takes_over_once(monkeypatch, device, name):
     with pytest.warns(RuntimeWarning, match=f"{op}.*torch takes over.*the buffer overflows") as warned:
         first = outcome(case, device, "triton")
     second = outcome(case, device, "triton")
-    assert len(warned) == bad.launches == 1
+    # Triton's interpreter warns of its own use of numpy.
+    assert sum(issubclass(each.category, RuntimeWarning) for each in warned) == bad.launches == 1
     # The steps before the failure may have run in Triton.
     torch.testing.assert_close(first, expected)
     assert all(torch.equal(a, b) for a, b in zip(second, expected, strict=True))

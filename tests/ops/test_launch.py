@@ -18,7 +18,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from npu_trainer_kernels import device
+from npu_trainer_kernels._triton import jit
 from npu_trainer_kernels.ops import _launch
+from tests.conftest import DEVICE
 
 
 def _add_kernel(x, y, n, stride, scale, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
@@ -57,9 +59,16 @@ class Driver:
         pass
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Triton's, empty: what an earlier run compiled says nothing of this process."""
+    return str(tmp_path_factory.mktemp("triton"))
+
+
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch):
+def gpu(monkeypatch: pytest.MonkeyPatch, cache: str):
     fake = Driver()
+    monkeypatch.setenv("TRITON_CACHE_DIR", cache)
     # Its properties raise where there is no GPU.
     monkeypatch.setattr(driver, "_active", fake)
     # CPU tensors stand for a GPU's.
@@ -194,6 +203,30 @@ def test_hooks_are_called(gpu, kernel, monkeypatch):
     assert after[7] is hook is not before[7]
     assert after[6].get()["name"] == "_add_kernel"
     assert len(kernel.found) == 1
+
+
+@jit
+def _largest_kernel(x, y, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at) - tl.max(tl.load(x + at), 0))
+
+
+def _language() -> list[dict[str, Any]]:
+    return [dict(vars(owner)) for owner in (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype)]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="kernels are interpreted on the CPU alone")
+def test_an_interpreted_kernel_leaves_triton_as_it_was(gpu, kernel):
+    """The function that it calls (`tl.max`) and, of a kernel that raises, what came before."""
+    before, out = _language(), torch.empty(16)
+    _largest_kernel[(1,)](torch.arange(16.0), out, BLOCK=16)
+    assert torch.equal(out, torch.arange(16.0) - 15)
+    assert _language() == before
+    with pytest.raises(Exception, match="arange"):
+        _largest_kernel[(1,)](X, Y, BLOCK="nonsense")
+    assert _language() == before
+    launch(kernel, BLOCK=64)  # compiled: in no other test
+    assert len(gpu.launches) == 1
 
 
 def test_no_more_than_so_many_are_kept(gpu, kernel, monkeypatch):

@@ -20,8 +20,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     return PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
 
 
 def reward(completion_ids, **kwargs):
