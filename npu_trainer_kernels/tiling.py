@@ -572,8 +572,11 @@ def rope_tile(half: int, rest: int, itemsize: int, by_turns: bool, spec: DeviceS
         return TokensTile(max(1, 1024 // cols), cols, next_power_of_2(rest), launch_options(spec, 4))
     if spec.kind == "npu":
         # Two halves in and out, twice; four halves of cos and sin in fp32, and temporaries. At head sizes 64 to 256 no
-        # larger tile keeps double buffering (bishengir-compile, 910B4).
-        return TokensTile(max(1, spec.on_chip_bytes // (8 * itemsize + 32) // half), half, rest)
+        # larger tile keeps double buffering (bishengir-compile, 910B4). What is taken apart and joined on chip is there
+        # in both orders. Of parts of a few elements no more than 128 tokens.
+        pair = 24 * itemsize + 48 if by_turns else 8 * itemsize + 32
+        rows = spec.on_chip_bytes // (pair * half + 4 * itemsize * rest)
+        return TokensTile(max(1, min(rows, 128)), half, rest)
     return TokensTile(4, next_power_of_2(half), next_power_of_2(rest))
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -109,7 +109,7 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Rotatio
     return y if size == x.shape[-1] else torch.cat((y, x[..., size:]), -1)
 
 
-_Key = TypeVar("_Key", torch.Tensor, None)
+_Key = TypeVar("_Key", bound=torch.Tensor | None)
 
 
 def rope_reference(
@@ -125,7 +125,7 @@ def rope_reference(
 ) -> tuple[torch.Tensor, _Key]:
     """The op in plain PyTorch."""
     form = _options(pairs, tables, casting, heads)
-    return form.rotate(q, cos, sin), None if k is None else form.rotate(k, cos, sin)
+    return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
 
 
 def _options(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
@@ -622,5 +622,5 @@ def rope(
     check_same_device(q=q, k=k, cos=cos, sin=sin)
     chosen = backends.choose("rope", q.device, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin, form))
     if torch.compiler.is_compiling():
-        return form.rotate(q, cos, sin), None if k is None else form.rotate(k, cos, sin)
+        return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
     return _Rope.apply(q, k, cos, sin, form, chosen)
