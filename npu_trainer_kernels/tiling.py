@@ -528,7 +528,7 @@ def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
 
 @_tunable
 def gate_block(itemsize: int, tensors: int, by_turns: int, spec: DeviceSpec) -> Block:
-    """Block of the same kernels for another gate than SwiGLU's, or for gate and up by turns in one tensor.
+    """Block of the same kernels for another gate than SwiGLU's, or for gate and up in one tensor.
 
     Args:
         itemsize: bytes of an element.

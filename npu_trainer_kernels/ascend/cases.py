@@ -328,8 +328,8 @@ TABLE: tuple[Entry, ...] = (
     Entry("swiglu_linear, joined by turns, alpha, limit, offset", (2880,), "intermediate",
           _swiglu_linear(joined="interleaved", **_GPT_OSS)),
     Entry("rope", HEAD_DIMS, "head", _rope()),
-    # Of Qwen3-Next and GPT-NeoX, of GLM-4.5, of Phi-4 mini.
-    Entry("rope, a quarter", (64, 256), "head", _rope(0.25)),
+    # Of Pythia and Qwen3-Next, of GLM-4.5, of Phi-4 mini.
+    Entry("rope, a quarter", (128, 256), "head", _rope(0.25)),
     Entry("rope, half", (64, 128, 256), "head", _rope(0.5)),
     Entry("rope, three quarters", (128,), "head", _rope(0.75)),
     # Of GPT-OSS; of Cohere; of GLM-4; of Ernie 4.5; of DeepSeek-V3's part of a head that rotates.

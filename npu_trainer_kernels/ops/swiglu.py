@@ -230,11 +230,11 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     moved = len(inputs) + len(outputs)
     if flags.get("STORE_PRODUCT") is False:
         outputs = [*outputs, outputs[-1]]
-    itemsize, by_turns = outputs[0].dtype.itemsize, form.joined == "interleaved"
-    if form.is_swiglu and not by_turns:
+    itemsize = outputs[0].dtype.itemsize
+    if form.is_swiglu and form.joined is None:
         block = tiling.swiglu_block(itemsize, moved, spec)
     else:
-        block = tiling.gate_block(itemsize, moved, int(by_turns), spec)
+        block = tiling.gate_block(itemsize, moved, int(form.joined == "interleaved"), spec)
     blocks = -(-n_cols // block.size)
     n_tasks = n_rows * blocks
     n_whole = n_tasks if n_cols % block.size == 0 else (n_tasks - 1 if n_rows == 1 else 0)

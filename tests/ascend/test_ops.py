@@ -131,7 +131,7 @@ def test_joined_with_its_projection(launcher, tensors, joined):
     check(launcher, "swiglu_linear", inputs, NORM, joined=joined, activation="gelu_tanh")
 
 
-FORMS = [
+ROTATIONS = [
     {"tables": "pair"},
     {"pairs": "interleaved", "casting": "fp32"},
     {"pairs": "interleaved", "tables": "first_half"},
@@ -139,7 +139,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("options", FORMS, ids=str)
+@pytest.mark.parametrize("options", ROTATIONS, ids=str)
 @pytest.mark.parametrize("rest", [0, 24])
 def test_rotations(launcher, tensors, options, rest):
     q, k = tensors.floats(2, 3, 130, 64 + rest), tensors.floats(2, 1, 130, 64 + rest)
