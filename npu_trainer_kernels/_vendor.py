@@ -51,7 +51,10 @@ COVERS = {
     "rms_norm": "norms with a weight of x's dtype (casting gemma: or fp32), in 16 bits of casting llama or gemma",
     "add_rms_norm": "mode pre with x, residual and weight of one dtype, in 16 bits of casting llama",
     "swiglu": "silu(gate) * up, in two tensors or in halves of one",
-    "rope": "tables of q's and k's dtype, heads of less than 896 elements, fewer than 1000 sequences and heads",
+    "rope": (
+        "whole heads in halves, with tables of q's and k's dtype, heads of less than 896 elements, fewer than 1000 "
+        "sequences and heads"
+    ),
     "linear_cross_entropy": "calls without softcap, logit scale, label smoothing, z-loss and outputs",
 }
 # What they do, but not with the same bits every time: done by the next backend unless they were asked for by name.
@@ -182,14 +185,22 @@ def _joined(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
     return gate.contiguous() if up is None else torch.cat((gate, up), -1)
 
 
-def uncovered_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str | None:
-    """Why `npu_rotary_mul` does not rotate q and k, or None. It is documented for tables in [-1, 1], which is not
-    looked at here: that would wait for the device."""
-    if len({t.dtype for t in (q, k, cos, sin)}) > 1:
-        return f"{_name(cos.dtype)} and {_name(sin.dtype)} tables of {_name(q.dtype)} q and {_name(k.dtype)} k"
+def uncovered_rope(
+    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, form: Any
+) -> str | None:
+    """Why `npu_rotary_mul` does not rotate q and k in a form (`ops.rope.Rotation`), or None. It is documented for
+    tables in [-1, 1], which is not looked at here: that would wait for the device."""
+    if (form.pairs, form.tables, form.heads) != ("halves", "each", 1):
+        return f"pairs {form.pairs!r} with tables {form.tables!r} and heads in dimension {form.heads}"
+    if cos.shape[-1] != q.shape[-1]:
+        return f"{cos.shape[-1]} of {q.shape[-1]} elements of a head"
+    given = (q, cos, sin) if k is None else (q, k, cos, sin)
+    if len({t.dtype for t in given}) > 1:
+        other = "" if k is None else f" and {_name(k.dtype)} k"
+        return f"{_name(cos.dtype)} and {_name(sin.dtype)} tables of {_name(q.dtype)} q{other}"
     if q.shape[-1] >= _MAX_HEAD:
         return f"heads of {q.shape[-1]} elements, of which less than {_MAX_HEAD} are allowed"
-    if max(q.shape[0], q.shape[1], k.shape[1]) >= _MAX_BATCH:
+    if max(q.shape[0], q.shape[1], 0 if k is None else k.shape[1]) >= _MAX_BATCH:
         return f"{_MAX_BATCH} or more sequences or heads"
     return None
 

@@ -216,7 +216,9 @@ class NpuKernelsCallback(TrainerCallback):
 
     def _compile_ahead(self, model: Any, trainer: Trainer | None, state: TrainerState) -> None:
         assert self._handle is not None
-        trl = self._handle.serves_trl and any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
+        trl = self._handle.serves_trl and any(
+            cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__
+        )
         context = contextlib.nullcontext if trainer is None else trainer.compute_loss_context_manager
         plan = None if self._planner is None else self._planner.rehearsal()
         recorded = warmup.record(self._handle, model, warmup.ROWS, trl=trl, context=context, plan=plan)

@@ -27,6 +27,7 @@ __all__ = [
     "embedding_tile",
     "forget_tiles",
     "fused_tile",
+    "gate_block",
     "gradient_tile",
     "head_chunk",
     "launch_options",
@@ -525,23 +526,58 @@ def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
     return Block(64)
 
 
-@cache
-def rope_tile(half: int, itemsize: int, spec: DeviceSpec) -> RowTile:
-    """Tile of the rotary kernel: `rows` tokens by half a head (`cols` >= `half` columns).
+@_tunable
+def gate_block(itemsize: int, tensors: int, by_turns: int, spec: DeviceSpec) -> Block:
+    """Block of the same kernels for another gate than SwiGLU's, or for gate and up in one tensor.
 
     Args:
-        half: half the head's size.
+        itemsize: bytes of an element.
+        tensors: as above, where gate and up count as two.
+        by_turns: 1 where they lie in one tensor by turns, else 0.
+        spec: the device.
+    """
+    if not spec.has_buffer:
+        return swiglu_block(itemsize, tensors, spec)
+    # The largest that keep double buffering with every gate (the same sweep, of 1536 to 10240): 9216 and 6144 elements
+    # forward, 4096 and 3072 backward, 3072 with the product; by turns 3072 and 2048 backward.
+    per_element = {3: (21, 32), 5: (48, 60), 6: (64, 64)}
+    if by_turns:
+        per_element |= {5: (64, 96), 6: (64, 96)}
+    return Block(spec.on_chip_bytes // per_element[tensors][itemsize == 4] // 256 * 256)
+
+
+@dataclass(frozen=True)
+class TokensTile:
+    """Tile of the rotary kernel: `rows` tokens by `cols` pairs, and `rest_cols` elements that pass through."""
+
+    rows: int
+    cols: int
+    rest_cols: int
+    options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@cache
+def rope_tile(half: int, rest: int, itemsize: int, by_turns: bool, spec: DeviceSpec) -> TokensTile:
+    """Tile of the rotary kernel.
+
+    Args:
+        half: pairs of a head.
+        rest: elements of a head that pass through.
         itemsize: bytes of the widest element.
+        by_turns: the pairs lie next to each other in a head.
         spec: the device.
     """
     if spec.has_warps:
         cols = next_power_of_2(half)
-        return RowTile(max(1, 1024 // cols), cols, 1, launch_options(spec, 4))
+        return TokensTile(max(1, 1024 // cols), cols, next_power_of_2(rest), launch_options(spec, 4))
     if spec.has_buffer:
         # Two halves in and out, twice; four halves of cos and sin in fp32, and temporaries. At head sizes 64 to 256 no
-        # larger tile keeps double buffering (bishengir-compile, 910B4).
-        return RowTile(max(1, spec.on_chip_bytes // (8 * itemsize + 32) // half), half)
-    return RowTile(4, next_power_of_2(half))
+        # larger tile keeps double buffering (bishengir-compile, 910B4). What is taken apart and joined on chip is there
+        # in both orders. Of parts of a few elements no more than 128 tokens.
+        pair = 24 * itemsize + 48 if by_turns else 8 * itemsize + 32
+        rows = spec.on_chip_bytes // (pair * half + 4 * itemsize * rest)
+        return TokensTile(max(1, min(rows, 128)), half, rest)
+    return TokensTile(4, next_power_of_2(half), next_power_of_2(rest))
 
 
 @dataclass(frozen=True)

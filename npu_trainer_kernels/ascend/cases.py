@@ -156,38 +156,55 @@ def _add_rms_norm(**options: Any) -> Call:
 _PROJECTED = 16
 
 
-def _swiglu(strided: bool) -> Call:
+def _swiglu(strided: bool = False, **options: Any) -> Call:
     def call(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
-        if strided:  # the halves of one projection
+        if strided:  # the halves of one projection, as two tensors
             gate, up = t.floats(rows, 2 * size).chunk(2, -1)
         else:
-            gate, up = t.floats(rows, size), t.floats(rows, size)
-        _backward(ops.swiglu(gate, up, backend=_BACKEND))
+            gate, up = _gate_and_up(t, rows, size, **options)
+        _backward(ops.swiglu(gate, up, backend=_BACKEND, **options))
         row = rows * size * t.itemsize
         return {"_forward_kernel": 3 * row, "_backward_kernel": 5 * row}
 
     return call
 
 
-def _swiglu_linear(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
+def _gate_and_up(
+    t: Tensors, rows: int, size: int, joined: str | None = None, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (t.floats(rows, size), t.floats(rows, size)) if joined is None else (t.floats(rows, 2 * size), None)
+
+
+def _swiglu_linear(**options: Any) -> Call:
     """Backward forms the product once more, everything in the place of what it was formed from."""
-    # Only the activation's kernels are looked at: any width of the projection will do.
-    weight = t.floats(_PROJECTED, size)
-    gate, up = t.floats(rows, size), t.floats(rows, size)
-    _backward(ops.swiglu_linear(gate, up, weight, overwrite=True, backend=_BACKEND))
-    row = rows * size * t.itemsize
-    return {"_forward_kernel": 3 * row, "_backward_kernel": 6 * row}
+
+    def call(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
+        # Only the activation's kernels are looked at: any width of the projection will do.
+        weight = t.floats(_PROJECTED, size)
+        gate, up = _gate_and_up(t, rows, size, **options)
+        _backward(ops.swiglu_linear(gate, up, weight, overwrite=True, backend=_BACKEND, **options))
+        row = rows * size * t.itemsize
+        return {"_forward_kernel": 3 * row, "_backward_kernel": 6 * row}
+
+    return call
 
 
-def _rope(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
-    """As in a model: heads are cut out of the projection `[B, T, H D]` by a transposition."""
-    heads, kv_heads = 32, 8
-    q = t.floats(1, rows, heads * size).view(1, rows, heads, size).transpose(1, 2)
-    k = t.floats(1, rows, kv_heads * size).view(1, rows, kv_heads, size).transpose(1, 2)
-    cos, sin = (t.floats(1, rows, size, grad=False) for _ in range(2))
-    _backward(*ops.rope(q, k, cos, sin, backend=_BACKEND))
-    # Forward and backward: every head of q and k is read and written, cos and sin are read once for all of them.
-    return {"_rotate_kernel": 2 * rows * size * t.itemsize * (2 * (heads + kv_heads) + 2)}
+def _rope(part: float = 1.0, **options: Any) -> Call:
+    """As in a model: heads are cut out of the projection `[B, T, H D]` by a transposition; `part` of each rotates."""
+
+    def call(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
+        heads, kv_heads = 32, 8
+        q = t.floats(1, rows, heads * size).view(1, rows, heads, size).transpose(1, 2)
+        k = t.floats(1, rows, kv_heads * size).view(1, rows, kv_heads, size).transpose(1, 2)
+        kind = options.get("tables", "each")
+        width = round(part * size) // (2 if kind == "pair" else 1)
+        cos, sin = (t.floats(1, rows, width, grad=False) for _ in range(2))
+        _backward(*ops.rope(q, k, cos, sin, backend=_BACKEND, **options))
+        # Forward and backward: every head of q and k is read and written, cos and sin are read once for all of them.
+        read = width // 2 if kind == "first_half" else width
+        return {"_rotate_kernel": 2 * rows * t.itemsize * (2 * (heads + kv_heads) * size + 2 * read)}
+
+    return call
 
 
 def _embedding(scale: float | None) -> Call:
@@ -277,6 +294,8 @@ _EVERYTHING: dict[str, Any] = {
     "outputs": ("token_accuracy", "predicted_ids"),
 }
 
+_GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
+
 _CORRECTED_KL: dict[str, Any] = {"beta": 0.1, "bias_corrected_kl": True}
 
 TABLE: tuple[Entry, ...] = (
@@ -291,10 +310,34 @@ TABLE: tuple[Entry, ...] = (
     Entry("add_rms_norm, pre, gemma", HIDDEN, "hidden", _add_rms_norm(casting="gemma", offset=1.0)),
     Entry("add_rms_norm, post", HIDDEN, "hidden", _add_rms_norm(mode="post")),
     Entry("add_rms_norm, post, gemma", HIDDEN, "hidden", _add_rms_norm(mode="post", casting="gemma", offset=1.0)),
-    Entry("swiglu", (4864, 8192, 14336, 18944), "intermediate", _swiglu(strided=False)),
+    Entry("swiglu", (4864, 8192, 14336, 18944), "intermediate", _swiglu()),
     Entry("swiglu, halves of one projection", (4864, 8192, 14336, 18944), "intermediate", _swiglu(strided=True)),
-    Entry("swiglu_linear", (4864, 8192, 14336, 18944), "intermediate", _swiglu_linear),
-    Entry("rope", HEAD_DIMS, "head", _rope),
+    # The sizes of Gemma 3 1B, 4B and 27B; of a layer of each other gate; of Phi-3 mini and GLM-4 9B; of GPT-OSS 20B.
+    Entry("swiglu, gelu_tanh", (6912, 10240, 21504), "intermediate", _swiglu(activation="gelu_tanh")),
+    Entry("swiglu, gelu", (14336,), "intermediate", _swiglu(activation="gelu")),
+    Entry("swiglu, relu2", (6912,), "intermediate", _swiglu(activation="relu2")),
+    Entry("swiglu, alpha, limit, offset", (2880,), "intermediate", _swiglu(**_GPT_OSS)),
+    Entry("swiglu, joined in halves", (8192, 13696), "intermediate", _swiglu(joined="halves")),
+    Entry("swiglu, joined by turns", (8192,), "intermediate", _swiglu(joined="interleaved")),
+    Entry("swiglu, joined by turns, alpha, limit, offset", (2880,), "intermediate",
+          _swiglu(joined="interleaved", **_GPT_OSS)),
+    Entry("swiglu_linear", (4864, 8192, 14336, 18944), "intermediate", _swiglu_linear()),
+    Entry("swiglu_linear, gelu_tanh", (6912, 10240, 21504), "intermediate", _swiglu_linear(activation="gelu_tanh")),
+    Entry("swiglu_linear, gelu", (14336,), "intermediate", _swiglu_linear(activation="gelu")),
+    Entry("swiglu_linear, joined in halves", (8192, 13696), "intermediate", _swiglu_linear(joined="halves")),
+    Entry("swiglu_linear, joined by turns, alpha, limit, offset", (2880,), "intermediate",
+          _swiglu_linear(joined="interleaved", **_GPT_OSS)),
+    Entry("rope", HEAD_DIMS, "head", _rope()),
+    # Of Pythia and Qwen3-Next, of GLM-4.5, of Phi-4 mini.
+    Entry("rope, a quarter", (128, 256), "head", _rope(0.25)),
+    Entry("rope, half", (64, 128, 256), "head", _rope(0.5)),
+    Entry("rope, three quarters", (128,), "head", _rope(0.75)),
+    # Of GPT-OSS; of Cohere; of GLM-4; of Ernie 4.5; of DeepSeek-V3's part of a head that rotates.
+    Entry("rope, tables of pairs", (64, 128), "head", _rope(tables="pair")),
+    Entry("rope, by turns", (64, 128, 256), "head", _rope(pairs="interleaved", casting="fp32")),
+    Entry("rope, by turns, half", (128,), "head", _rope(0.5, pairs="interleaved", tables="first_half")),
+    Entry("rope, by turns, tables of pairs", (64, 128), "head", _rope(pairs="interleaved", tables="first_half")),
+    Entry("rope, regrouped", (64, 128), "head", _rope(pairs="regrouped", tables="first_half")),
     Entry("embedding", HIDDEN, "hidden", _embedding(None)),
     Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25)),
     _head("linear_cross_entropy", _cross_entropy()),

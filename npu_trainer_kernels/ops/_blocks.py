@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from .._triton import jit, tl
 
-__all__ = ["load_fp32", "store"]
+__all__ = ["load", "load_fp32", "store"]
+
+
+@jit
+def load(pointers, mask, MASKED: tl.constexpr):
+    """Values as they are stored; zeros where the mask says no, if there is one."""
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0.0)
+    else:
+        return tl.load(pointers)
 
 
 @jit

@@ -1,63 +1,216 @@
-"""Rotary position embedding of queries and keys (arXiv:2104.09864) in the half-rotating form of transformers.
+"""Rotary position embedding of queries and keys (arXiv:2104.09864) in the forms of transformers' models.
 
-With x = [x1, x2] the halves of a head, and cos, sin `[T, D]` in the same halves,
+With x1 and x2 the members of the pairs that are rotated together, and c1, s1 and c2, s2 the cosines and sines of each,
 
-    y1 = x1 cos1 - x2 sin1         dx1 = dy1 cos1 + dy2 sin2
-    y2 = x2 cos2 + x1 sin2         dx2 = dy2 cos2 - dy1 sin1
+    y1 = x1 c1 - x2 s1         dx1 = dy1 c1 + dy2 s2
+    y2 = x2 c2 + x1 s2         dx2 = dy2 c2 - dy1 s1
 
-so backward is the same kernel with the halves of sin exchanged and negated. fp32 between loads and stores. Nothing is
-saved but cos and sin. Heads of which only a part rotates are the caller's to slice.
+so backward is the same kernel with s1 and s2 exchanged and negated. fp32 between loads and stores. Nothing is saved but
+cos and sin. Forms differ in which elements of a head are pairs, and in how much of a head is rotated:
+
+    pairs        halves: (i, i + R/2) of the first R elements       interleaved: (2i, 2i + 1)
+                 regrouped: interleaved where they are read, halves where they are written
+    tables       each: one number for each of R elements, as they lie in the head       pair: R/2 numbers, one a pair
+                 first_half: R numbers, of which the first half are one a pair
+    R            what the tables say; the other elements of a head pass through
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import torch
 
 from .. import _vendor, backends, device, tiling
 from .._triton import jit, tl
-from ._blocks import load_fp32, store
-from ._checks import check_float, check_same_device
+from ._blocks import load, load_fp32, store
+from ._checks import check_choice, check_float, check_same_device
 from ._fallback import falls_back
 from ._host import once_differentiable, promoted
 from ._launch import launch
 
-__all__ = ["rope", "rope_reference"]
+__all__ = ["CASTINGS", "PAIRS", "TABLES", "rope", "rope_reference"]
+
+PAIRS = ("halves", "interleaved", "regrouped")
+TABLES = ("each", "pair", "first_half")
+CASTINGS = ("promote", "back", "fp32")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The options of a rotation, checked.
+
+    Attributes:
+        pairs: one of `PAIRS`.
+        tables: one of `TABLES`.
+        casting: one of `CASTINGS`.
+        heads: the dimension of q and k that counts heads, 1 or 2; tokens are in the other one.
+        flags: the constants of the kernels, forward and backward.
+    """
+
+    pairs: str
+    tables: str
+    casting: str
+    heads: int
+    flags: tuple[dict[str, int], dict[str, int]] = field(compare=False, repr=False)
+
+    def rotated_size(self, width: int) -> int:
+        """R of tables of so many columns."""
+        return 2 * width if self.tables == "pair" else width
+
+    def out_dtype(self, x: torch.dtype, table: torch.dtype) -> torch.dtype:
+        """What rotated x is returned in."""
+        return promoted(x, table) if self.casting == "promote" else x
+
+    def strides(self, t: torch.Tensor) -> tuple[int, int, int]:
+        """From sequence to sequence, head to head, token to token."""
+        batch, head, token, _ = t.stride()
+        return (batch, head, token) if self.heads == 1 else (batch, token, head)
+
+    def sizes(self, t: torch.Tensor) -> tuple[int, int, int, int]:
+        """Sequences, heads, tokens, elements of a head."""
+        batch, heads, tokens, size = t.shape
+        return (batch, heads, tokens, size) if self.heads == 1 else (batch, tokens, heads, size)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotated x in plain PyTorch, with the bits of the models' own functions."""
+        y = _turned(x.float() if self.casting == "fp32" else x, cos, sin, self, False)
+        return y if self.casting == "promote" else y.to(x.dtype)
+
+
+def _pairs_of(x: torch.Tensor, by_turns: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if by_turns:
+        return x[..., ::2], x[..., 1::2]
+    first, second = x.chunk(2, -1)
+    return first, second
+
+
+def _of_pairs(first: torch.Tensor, second: torch.Tensor, by_turns: bool) -> torch.Tensor:
+    return torch.stack((first, second), -1).flatten(-2) if by_turns else torch.cat((first, second), -1)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Rotation, inverse: bool) -> torch.Tensor:
+    """x rotated, or its gradient of a gradient x, in the promoted dtype."""
+    cos, sin = cos.unsqueeze(form.heads), sin.unsqueeze(form.heads)
+    size, by_turns, regroups = form.rotated_size(cos.shape[-1]), form.pairs == "interleaved", form.pairs == "regrouped"
+    if form.tables != "each":
+        cos, sin = (_of_pairs(t[..., : size // 2], t[..., : size // 2], by_turns) for t in (cos, sin))
+    if inverse:
+        sin = -_of_pairs(*_pairs_of(sin, by_turns)[::-1], by_turns)
+    turned = x if size == x.shape[-1] else x[..., :size]
+    if regroups and not inverse:
+        turned = _of_pairs(*_pairs_of(turned, True), False)
+    x1, x2 = _pairs_of(turned, by_turns)
+    y = turned * cos + _of_pairs(-x2, x1, by_turns) * sin
+    if regroups and inverse:
+        y = _of_pairs(*_pairs_of(y, False), True)
+    return y if size == x.shape[-1] else torch.cat((y, x[..., size:]), -1)
+
+
+_Key = TypeVar("_Key", bound=torch.Tensor | None)
 
 
 def rope_reference(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op in plain PyTorch, operation for operation as transformers' `apply_rotary_pos_emb`."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+    q: torch.Tensor,
+    k: _Key,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    pairs: str = "halves",
+    tables: str = "each",
+    casting: str = "promote",
+    heads: int = 1,
+) -> tuple[torch.Tensor, _Key]:
+    """The op in plain PyTorch."""
+    form = _options(pairs, tables, casting, heads)
+    return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    x1, x2 = x.chunk(2, -1)
-    return x * cos + torch.cat((-x2, x1), -1) * sin
+def _options(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
+    # Dynamo warns where it meets a cache.
+    made = _checked if torch.compiler.is_compiling() else _cached
+    return made(pairs, tables, casting, heads)
+
+
+def _checked(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
+    check_choice("pairs", pairs, PAIRS)
+    check_choice("tables", tables, TABLES)
+    check_choice("casting", casting, CASTINGS)
+    if heads not in (1, 2):
+        raise ValueError(f"heads must be 1 or 2; got {heads!r}")
+    if pairs == "regrouped" and tables == "each":
+        raise ValueError("tables must be one of pair, first_half with pairs='regrouped'; got 'each'")
+    reads, writes = int(pairs != "halves"), int(pairs == "interleaved")
+    kind = writes if tables == "each" else 2
+    forward, backward = (
+        {"X_BY_TURNS": x, "Y_BY_TURNS": y, "TABLE": kind} for x, y in ((reads, writes), (writes, reads))
+    )
+    return Rotation(pairs, tables, casting, heads, (forward, backward))
+
+
+_cached = functools.lru_cache(maxsize=64)(_checked)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernel
+# Kernels. BY_TURNS: pairs are (2i, 2i + 1), else (i, i + HALF). TABLE: 0, a number for each element, in halves; 1, the
+# same, by turns; 2, a number for each pair. REST: elements of a head behind 2 HALF, which pass through.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @jit
-def _mask(left, HALF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    return (tl.arange(0, ROWS)[:, None] < left) & (tl.arange(0, COLS)[None, :] < HALF)
+def _mask(left, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return (tl.arange(0, ROWS)[:, None] < left) & (tl.arange(0, COLS)[None, :] < WIDTH)
 
 
 @jit
-def _half_heads(pointer, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Pointers `[ROWS, COLS]` to half a head of successive tokens."""
+def _columns(pointer, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Pointers `[ROWS, COLS]` to columns of successive tokens."""
     return pointer + tl.arange(0, ROWS)[:, None] * row_stride + tl.arange(0, COLS)[None, :]
 
 
 @jit
-def _rotated_halves(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
-    """Both halves of heads, rotated in fp32."""
+def _split(both, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The members of the pairs of a tile `[ROWS, 2 COLS]` that holds them by turns, in fp32."""
+    x1, x2 = tl.split(tl.reshape(both, (ROWS, COLS, 2)))
+    return x1.to(tl.float32), x2.to(tl.float32)
+
+
+@jit
+def _joined(y1, y2, dtype: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The other way round, in the dtype that is stored: half the room on chip."""
+    return tl.reshape(tl.join(y1.to(dtype), y2.to(dtype)), (ROWS, 2 * COLS))
+
+
+@jit
+def _load_pairs(x, row_stride, mask, left, BY_TURNS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+                COLS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Both members of the pairs of successive tokens, in fp32."""
+    if BY_TURNS:
+        # One wide access, taken apart on chip.
+        at = _columns(x, row_stride, ROWS, 2 * COLS)
+        return _split(load(at, _mask(left, 2 * HALF, ROWS, 2 * COLS), MASKED), ROWS, COLS)
+    else:
+        x1 = load_fp32(_columns(x, row_stride, ROWS, COLS), mask, MASKED)
+        x2 = load_fp32(_columns(x + HALF, row_stride, ROWS, COLS), mask, MASKED)
+        return x1, x2
+
+
+@jit
+def _load_table(table, row_stride, mask, left, TABLE: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+                COLS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """The numbers of both members."""
+    if TABLE == 2:
+        one = load_fp32(_columns(table, row_stride, ROWS, COLS), mask, MASKED)
+        return one, one
+    else:
+        return _load_pairs(table, row_stride, mask, left, TABLE, HALF, ROWS, COLS, MASKED)
+
+
+@jit
+def _rotated_pairs(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
+    """Both members of the pairs, rotated in fp32."""
     if INVERSE:
         y1 = x1 * c1 + x2 * s2
         y2 = x2 * c2 - x1 * s1
@@ -69,36 +222,44 @@ def _rotated_halves(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
 
 @jit
 def _rotate_tile(x, y, cos, sin, batch, token, n_tokens, n_heads, x_batch, x_head, x_token, y_batch, y_head, y_token,
-                 cos_batch, cos_token, sin_batch, sin_token, INVERSE: tl.constexpr, TAIL: tl.constexpr,
-                 HALF: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+                 cos_batch, cos_token, sin_batch, sin_token, INVERSE: tl.constexpr, X_BY_TURNS: tl.constexpr,
+                 Y_BY_TURNS: tl.constexpr, TABLE: tl.constexpr, TAIL: tl.constexpr, HALF: tl.constexpr,
+                 REST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+                 REST_COLS: tl.constexpr):  # fmt: skip
     """All heads of the tokens at `token`; cos and sin are read once for them."""
     MASKED: tl.constexpr = TAIL or COLS != HALF
-    mask = _mask(n_tokens - token, HALF, ROWS, COLS)
+    left = n_tokens - token
+    mask = _mask(left, HALF, ROWS, COLS)
     batch = tl.cast(batch, tl.int64)
     token = tl.cast(token, tl.int64)
     cos += batch * cos_batch + token * cos_token
     sin += batch * sin_batch + token * sin_token
-    c1 = load_fp32(_half_heads(cos, cos_token, ROWS, COLS), mask, MASKED)
-    c2 = load_fp32(_half_heads(cos + HALF, cos_token, ROWS, COLS), mask, MASKED)
-    s1 = load_fp32(_half_heads(sin, sin_token, ROWS, COLS), mask, MASKED)
-    s2 = load_fp32(_half_heads(sin + HALF, sin_token, ROWS, COLS), mask, MASKED)
+    c1, c2 = _load_table(cos, cos_token, mask, left, TABLE, HALF, ROWS, COLS, MASKED)
+    s1, s2 = _load_table(sin, sin_token, mask, left, TABLE, HALF, ROWS, COLS, MASKED)
     x += batch * x_batch + token * x_token
     y += batch * y_batch + token * y_token
     for head in range(0, n_heads):
         x_at = x + tl.cast(head, tl.int64) * x_head
         y_at = y + tl.cast(head, tl.int64) * y_head
-        x1 = load_fp32(_half_heads(x_at, x_token, ROWS, COLS), mask, MASKED)
-        x2 = load_fp32(_half_heads(x_at + HALF, x_token, ROWS, COLS), mask, MASKED)
-        y1, y2 = _rotated_halves(x1, x2, c1, c2, s1, s2, INVERSE)
-        store(_half_heads(y_at, y_token, ROWS, COLS), y1, mask, MASKED)
-        store(_half_heads(y_at + HALF, y_token, ROWS, COLS), y2, mask, MASKED)
+        x1, x2 = _load_pairs(x_at, x_token, mask, left, X_BY_TURNS, HALF, ROWS, COLS, MASKED)
+        y1, y2 = _rotated_pairs(x1, x2, c1, c2, s1, s2, INVERSE)
+        if Y_BY_TURNS:
+            both = _joined(y1, y2, y.dtype.element_ty, ROWS, COLS)
+            store(_columns(y_at, y_token, ROWS, 2 * COLS), both, _mask(left, 2 * HALF, ROWS, 2 * COLS), MASKED)
+        else:
+            store(_columns(y_at, y_token, ROWS, COLS), y1, mask, MASKED)
+            store(_columns(y_at + HALF, y_token, ROWS, COLS), y2, mask, MASKED)
+        if REST:
+            rest_mask = _mask(left, REST, ROWS, REST_COLS)
+            rest = load(_columns(x_at + 2 * HALF, x_token, ROWS, REST_COLS), rest_mask, TAIL or REST_COLS != REST)
+            store(_columns(y_at + 2 * HALF, y_token, ROWS, REST_COLS), rest, rest_mask, TAIL or REST_COLS != REST)
 
 
 @jit(lengths=("n_batches", "n_tokens"))
 def _rotate_kernel(
-    x,  # [n_batches, n_heads, n_tokens, 2 HALF] by strides, the last one 1; so is y
+    x,  # [n_batches, n_heads, n_tokens, 2 HALF + REST] by strides, the last one 1; so is y
     y,
-    cos,  # [n_batches, n_tokens, 2 HALF] by strides; so is sin
+    cos,  # [n_batches, n_tokens, as TABLE says] by strides; so is sin
     sin,
     n_batches,
     n_tokens,
@@ -114,46 +275,68 @@ def _rotate_kernel(
     sin_batch,
     sin_token,
     INVERSE: tl.constexpr,
+    X_BY_TURNS: tl.constexpr,
+    Y_BY_TURNS: tl.constexpr,
+    TABLE: tl.constexpr,
     HALF: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    REST_COLS: tl.constexpr,
 ):
     whole = n_tokens // ROWS
     for task in range(tl.program_id(0), n_batches * whole, tl.num_programs(0)):
         batch = task // whole
         _rotate_tile(x, y, cos, sin, batch, (task - batch * whole) * ROWS, n_tokens, n_heads, x_batch, x_head, x_token,
-                     y_batch, y_head, y_token, cos_batch, cos_token, sin_batch, sin_token, INVERSE, False, HALF, ROWS,
-                     COLS)  # fmt: skip
+                     y_batch, y_head, y_token, cos_batch, cos_token, sin_batch, sin_token, INVERSE, X_BY_TURNS,
+                     Y_BY_TURNS, TABLE, False, HALF, REST, ROWS, COLS, REST_COLS)  # fmt: skip
     if whole * ROWS < n_tokens:
         # The tokens of each sequence that fill no tile; from the last program on, which has the fewest whole tiles.
         for batch in range(tl.num_programs(0) - 1 - tl.program_id(0), n_batches, tl.num_programs(0)):
             _rotate_tile(x, y, cos, sin, batch, whole * ROWS, n_tokens, n_heads, x_batch, x_head, x_token, y_batch,
-                         y_head, y_token, cos_batch, cos_token, sin_batch, sin_token, INVERSE, True, HALF, ROWS,
-                         COLS)  # fmt: skip
+                         y_head, y_token, cos_batch, cos_token, sin_batch, sin_token, INVERSE, X_BY_TURNS, Y_BY_TURNS,
+                         TABLE, True, HALF, REST, ROWS, COLS, REST_COLS)  # fmt: skip
 
 
 @jit
 def _head_group(q, k, q_head, k_head, INDEX: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
-                HALF: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Pointers `[GROUP, COLS]` to the first halves of a token's heads in group INDEX, q's groups before k's, and a mask
-    of those that there are, which compiles to nothing where all are."""
+                WIDTH: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Pointers `[GROUP, COLS]` to the first columns of a token's heads in group INDEX, q's groups before k's, and a
+    mask of the WIDTH that there are, which compiles to nothing where all are."""
     Q_GROUPS: tl.constexpr = (Q_HEADS + GROUP - 1) // GROUP
     cols = tl.arange(0, COLS)[None, :]
     if INDEX < Q_GROUPS:
         heads = tl.cast(INDEX * GROUP + tl.arange(0, GROUP)[:, None], tl.int64)
-        return q + heads * q_head + cols, (heads < Q_HEADS) & (cols < HALF)
+        return q + heads * q_head + cols, (heads < Q_HEADS) & (cols < WIDTH)
     else:
         heads = tl.cast((INDEX - Q_GROUPS) * GROUP + tl.arange(0, GROUP)[:, None], tl.int64)
-        return k + heads * k_head + cols, (heads < K_HEADS) & (cols < HALF)
+        return k + heads * k_head + cols, (heads < K_HEADS) & (cols < WIDTH)
+
+
+@jit
+def _load_group_table(table, TABLE: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr):
+    """The numbers of both members of the pairs of a token, for a group of heads. As wide as the group: each thread
+    reads what it needs, 16 bytes at a time. As one row they would be read 2 bytes at a time and pass through shared
+    memory."""
+    if TABLE == 1:
+        wide = tl.broadcast_to(tl.arange(0, 2 * COLS)[None, :], (GROUP, 2 * COLS))
+        return _split(load(table + wide, wide < 2 * HALF, COLS != HALF), GROUP, COLS)
+    else:
+        cols = tl.broadcast_to(tl.arange(0, COLS)[None, :], (GROUP, COLS))
+        t1 = load_fp32(table + cols, cols < HALF, COLS != HALF)
+        if TABLE == 2:
+            return t1, t1
+        return t1, load_fp32(table + HALF + cols, cols < HALF, COLS != HALF)
 
 
 @jit
 def _rotate_pair_kernel(
-    q,  # [n_batches, Q_HEADS, n_tokens, 2 HALF] by strides, the last one 1; so are k, and yq and yk, which are written
+    q,  # [n_batches, Q_HEADS, n_tokens, 2 HALF + REST] by strides, the last one 1; so are k, yq and yk, which are
+    # written
     k,
     yq,
     yk,
-    cos,  # [n_batches, n_tokens, 2 HALF] by strides; so is sin
+    cos,  # [n_batches, n_tokens, as TABLE says] by strides; so is sin
     sin,
     q_batch,
     q_head,
@@ -172,22 +355,27 @@ def _rotate_pair_kernel(
     sin_batch,
     sin_token,
     INVERSE: tl.constexpr,
+    X_BY_TURNS: tl.constexpr,
+    Y_BY_TURNS: tl.constexpr,
+    TABLE: tl.constexpr,
     HALF: tl.constexpr,
+    REST: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     COLS: tl.constexpr,
+    REST_COLS: tl.constexpr,
     AHEAD: tl.constexpr,
-    PACKED: tl.constexpr,  # the four have strides of 2 HALF between heads
+    PACKED: tl.constexpr,  # the four have strides of 2 HALF + REST between heads
 ):
     # A program rotates one token of q and k, GROUP heads at a time; AHEAD groups are read before the first is written.
     GROUPS: tl.constexpr = (Q_HEADS + GROUP - 1) // GROUP + (K_HEADS + GROUP - 1) // GROUP
     if PACKED:
         # A model's heads lie one after another. With the constant their addresses are, too, and loads leave earlier.
-        q_head = 2 * HALF
-        k_head = 2 * HALF
-        yq_head = 2 * HALF
-        yk_head = 2 * HALF
+        q_head = 2 * HALF + REST
+        k_head = 2 * HALF + REST
+        yq_head = 2 * HALF + REST
+        yk_head = 2 * HALF + REST
     token = tl.cast(tl.program_id(0), tl.int64)
     batch = tl.cast(tl.program_id(1), tl.int64)
     q += batch * q_batch + token * q_token
@@ -196,27 +384,45 @@ def _rotate_pair_kernel(
     yk += batch * yk_batch + token * yk_token
     cos += batch * cos_batch + token * cos_token
     sin += batch * sin_batch + token * sin_token
-    cols = tl.broadcast_to(tl.arange(0, COLS)[None, :], (GROUP, COLS))
-    halves = tl.tuple([])
+    groups = tl.tuple([])
+    rests = tl.tuple([])
     for i in tl.static_range(GROUPS + AHEAD):
         if i == AHEAD:
-            # The tables as wide as a group: each thread reads what it needs, 16 bytes at a time. As one row they would
-            # be read 2 bytes at a time and pass through shared memory.
-            c1 = load_fp32(cos + cols, cols < HALF, COLS != HALF)
-            c2 = load_fp32(cos + HALF + cols, cols < HALF, COLS != HALF)
-            s1 = load_fp32(sin + cols, cols < HALF, COLS != HALF)
-            s2 = load_fp32(sin + HALF + cols, cols < HALF, COLS != HALF)
+            c1, c2 = _load_group_table(cos, TABLE, HALF, GROUP, COLS)
+            s1, s2 = _load_group_table(sin, TABLE, HALF, GROUP, COLS)
         if i < GROUPS:
             # They wait in registers as they are in memory: bf16 takes half as many as fp32.
-            x, mask = _head_group(q, k, q_head, k_head, i, Q_HEADS, K_HEADS, HALF, GROUP, COLS)
-            halves += ((tl.load(x, mask=mask), tl.load(x + HALF, mask=mask)),)
+            if X_BY_TURNS:
+                x, mask = _head_group(q, k, q_head, k_head, i, Q_HEADS, K_HEADS, 2 * HALF, GROUP, 2 * COLS)
+                groups += ((tl.load(x, mask=mask),),)
+            else:
+                x, mask = _head_group(q, k, q_head, k_head, i, Q_HEADS, K_HEADS, HALF, GROUP, COLS)
+                groups += ((tl.load(x, mask=mask), tl.load(x + HALF, mask=mask)),)
+            if REST:
+                x, mask = _head_group(q, k, q_head, k_head, i, Q_HEADS, K_HEADS, REST, GROUP, REST_COLS)
+                rests += (tl.load(x + 2 * HALF, mask=mask),)
         if i >= AHEAD:
-            x1 = halves[i - AHEAD][0].to(tl.float32)
-            x2 = halves[i - AHEAD][1].to(tl.float32)
-            y1, y2 = _rotated_halves(x1, x2, c1, c2, s1, s2, INVERSE)
-            y, mask = _head_group(yq, yk, yq_head, yk_head, i - AHEAD, Q_HEADS, K_HEADS, HALF, GROUP, COLS)
-            store(y, y1, mask, True)
-            store(y + HALF, y2, mask, True)
+            if X_BY_TURNS:
+                x1, x2 = _split(groups[i - AHEAD][0], GROUP, COLS)
+            else:
+                x1 = groups[i - AHEAD][0].to(tl.float32)
+                x2 = groups[i - AHEAD][1].to(tl.float32)
+            y1, y2 = _rotated_pairs(x1, x2, c1, c2, s1, s2, INVERSE)
+            if Y_BY_TURNS:
+                y, mask = _head_group(yq, yk, yq_head, yk_head, i - AHEAD, Q_HEADS, K_HEADS, 2 * HALF, GROUP, 2 * COLS)
+                store(y, _joined(y1, y2, y.dtype.element_ty, GROUP, COLS), mask, True)
+            else:
+                y, mask = _head_group(yq, yk, yq_head, yk_head, i - AHEAD, Q_HEADS, K_HEADS, HALF, GROUP, COLS)
+                store(y, y1, mask, True)
+                store(y + HALF, y2, mask, True)
+            if REST:
+                y, mask = _head_group(yq, yk, yq_head, yk_head, i - AHEAD, Q_HEADS, K_HEADS, REST, GROUP, REST_COLS)
+                store(y + 2 * HALF, rests[i - AHEAD], mask, True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launch
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _with_unit_stride(t: torch.Tensor) -> torch.Tensor:
@@ -235,140 +441,190 @@ _MOST_BATCHES = (1 << 16) - 1
 
 def _rotate_pair(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype],
-    inverse: bool,
+    form: Rotation, inverse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """q and k rotated, each in its dtype of `dtypes`; in one launch where that pays."""
-    n_batches, q_heads, n_tokens, size = q.shape
-    k_heads = k.shape[1]
-    tile = tiling.rope_pair_tile(q_heads, k_heads, size // 2, device.spec(q.device))
+    n_batches, q_heads, n_tokens, size = form.sizes(q)
+    k_heads = form.sizes(k)[1]
+    half = form.rotated_size(cos.shape[-1]) // 2
+    rest = size - 2 * half
+    tile = tiling.rope_pair_tile(q_heads, k_heads, half, device.spec(q.device))
     if tile is None or n_batches > _MOST_BATCHES or not q.numel() or not k.numel():
-        return _rotate(q, cos, sin, dtypes[0], inverse), _rotate(k, cos, sin, dtypes[1], inverse)
+        return _rotate(q, cos, sin, dtypes[0], form, inverse), _rotate(k, cos, sin, dtypes[1], form, inverse)
     q, k = _with_unit_stride(q), _with_unit_stride(k)
     yq, yk = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
+    strides = [form.strides(t) for t in (q, k, yq, yk)]
     launch(
         _rotate_pair_kernel, (n_tokens, n_batches),
-        q, k, yq, yk, cos, sin, *q.stride()[:3], *k.stride()[:3], *yq.stride()[:3],
-        *yk.stride()[:3], *_table_strides(cos), *_table_strides(sin),
-        INVERSE=inverse, HALF=size // 2, Q_HEADS=q_heads, K_HEADS=k_heads, GROUP=tile.heads, COLS=tile.cols,
-        AHEAD=tile.ahead, PACKED=all(t.stride(1) == size for t in (q, k, yq, yk)), **tile.options,
+        q, k, yq, yk, cos, sin, *strides[0], *strides[1], *strides[2], *strides[3], *_table_strides(cos),
+        *_table_strides(sin),
+        INVERSE=inverse, **form.flags[inverse], HALF=half, REST=rest, Q_HEADS=q_heads, K_HEADS=k_heads,
+        GROUP=tile.heads, COLS=tile.cols, REST_COLS=tiling.next_power_of_2(rest), AHEAD=tile.ahead,
+        PACKED=all(head == size for _, head, _ in strides), **tile.options,
     )  # fmt: skip
     return yq, yk
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, inverse: bool) -> torch.Tensor:
+def _rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, form: Rotation, inverse: bool
+) -> torch.Tensor:
     """x rotated, in `dtype`; keeps the order of x's dimensions in memory, as elementwise operations do."""
     x = _with_unit_stride(x)
     y = torch.empty_like(x, dtype=dtype)
     if not x.numel():
         return y
-    n_batches, n_heads, n_tokens, size = x.shape
+    n_batches, n_heads, n_tokens, size = form.sizes(x)
+    half = form.rotated_size(cos.shape[-1]) // 2
     spec = device.spec(x.device)
-    tile = tiling.rope_tile(size // 2, max(x.dtype.itemsize, cos.dtype.itemsize, sin.dtype.itemsize), spec)
+    itemsize = max(x.dtype.itemsize, cos.dtype.itemsize, sin.dtype.itemsize)
+    tile = tiling.rope_tile(half, size - 2 * half, itemsize, form.pairs != "halves", spec)
     launch(
         _rotate_kernel, (tiling.programs(n_batches * -(-n_tokens // tile.rows), spec),),
-        x, y, cos, sin, n_batches, n_tokens, n_heads, *x.stride()[:3], *y.stride()[:3],
+        x, y, cos, sin, n_batches, n_tokens, n_heads, *form.strides(x), *form.strides(y),
         *_table_strides(cos), *_table_strides(sin),
-        INVERSE=inverse, HALF=size // 2, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        INVERSE=inverse, **form.flags[inverse], HALF=half, REST=size - 2 * half, ROWS=tile.rows, COLS=tile.cols,
+        REST_COLS=tile.rest_cols, **tile.options,
     )  # fmt: skip
     return y
 
 
 @falls_back("rope")
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, form: Rotation, backend: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if backend == "torch":
-        return rope_reference(q, k, cos, sin)
+        return form.rotate(q, cos, sin), None if k is None else form.rotate(k, cos, sin)
     if backend == "vendor":
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return _vendor.rotate(q, cos, sin), _vendor.rotate(k, cos, sin)
+        return _vendor.rotate(q, cos, sin), None if k is None else _vendor.rotate(k, cos, sin)
     table = promoted(cos.dtype, sin.dtype)
-    return _rotate_pair(q, k, cos, sin, (promoted(q.dtype, table), promoted(k.dtype, table)), False)
+    dtype = form.out_dtype(q.dtype, table)
+    if k is None:
+        return _rotate(q, cos, sin, dtype, form, False), None
+    return _rotate_pair(q, k, cos, sin, (dtype, form.out_dtype(k.dtype, table)), form, False)
 
 
 @falls_back("rope")
 def _backward(
     cos: torch.Tensor, sin: torch.Tensor, dq: torch.Tensor | None, dk: torch.Tensor | None,
-    dtypes: tuple[torch.dtype, torch.dtype], backend: str,
+    dtypes: tuple[torch.dtype, torch.dtype | None], form: Rotation, backend: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Gradients in `dtypes` of the two that are given."""
-    if backend in ("torch", "vendor"):
-        rotated = _rotated if backend == "torch" else _vendor.rotate
+    given = list(zip((dq, dk), dtypes, strict=True))
+    if backend == "torch":
+        # Of a gradient in 16 bits as of what a model's own code rounds up first.
+        wide = form.casting == "fp32"
+        q, k = (
+            None if d is None else _turned(d.float() if wide else d, cos, sin, form, True).to(dtype)
+            for d, dtype in given
+        )
+    elif backend == "vendor":
         c, (s1, s2) = cos.unsqueeze(1), sin.unsqueeze(1).chunk(2, -1)
         inverse = -torch.cat((s2, s1), -1)
-        q, k = (
-            None if d is None else rotated(d, c, inverse).to(dtype) for d, dtype in zip((dq, dk), dtypes, strict=True)
-        )
-        return q, k
-    if dq is not None and dk is not None:
-        return _rotate_pair(dq, dk, cos, sin, dtypes, True)
-    q, k = (None if d is None else _rotate(d, cos, sin, dtype, True) for d, dtype in zip((dq, dk), dtypes, strict=True))
+        q, k = (None if d is None else _vendor.rotate(d, c, inverse).to(dtype) for d, dtype in given)
+    elif dq is not None and dk is not None:
+        assert dtypes[1] is not None
+        return _rotate_pair(dq, dk, cos, sin, (dtypes[0], dtypes[1]), form, True)
+    else:
+        q, k = (None if d is None or dtype is None else _rotate(d, cos, sin, dtype, form, True) for d, dtype in given)
     return q, k
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-                backend: str) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
+                form: Rotation, backend: str) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         if backend != "torch":
             cos, sin = _with_unit_stride(cos), _with_unit_stride(sin)
         ctx.save_for_backward(cos, sin)
-        ctx.backend, ctx.dtypes = backend, (q.dtype, k.dtype)
+        ctx.form, ctx.backend, ctx.dtypes = form, backend, (q.dtype, None if k is None else k.dtype)
         ctx.set_materialize_grads(False)
-        return _forward(q, k, cos, sin, backend)
+        return _forward(q, k, cos, sin, form, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor | None, dk: torch.Tensor | None) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
         needs_q, needs_k = ctx.needs_input_grad[:2]
-        dq, dk = _backward(cos, sin, dq if needs_q else None, dk if needs_k else None, ctx.dtypes, ctx.backend)
-        return dq, dk, None, None, None
+        dq, dk = dq if needs_q else None, dk if needs_k else None
+        dq, dk = _backward(cos, sin, dq, dk, ctx.dtypes, ctx.form, ctx.backend)
+        return dq, dk, None, None, None, None
 
 
-def _check_table(name: str, table: torch.Tensor, batch: int, tokens: int, size: int) -> None:
+def _check_table(name: str, table: torch.Tensor, batch: int, tokens: int, width: int) -> None:
     check_float(name, table)
-    if table.shape not in ((1, tokens, size), (batch, tokens, size)):
-        raise ValueError(f"{name} must have shape [{batch} or 1, {tokens}, {size}], as q says; got {list(table.shape)}")
+    if table.shape not in ((1, tokens, width), (batch, tokens, width)):
+        raise ValueError(
+            f"{name} must have shape [{batch} or 1, {tokens}, {width}], as q and cos say; got {list(table.shape)}"
+        )
     if table.requires_grad:
         raise ValueError(f"{name} must not require a gradient: rope does not differentiate its tables")
 
 
 def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backend: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor,
+    k: _Key,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    pairs: str = "halves",
+    tables: str = "each",
+    casting: str = "promote",
+    heads: int = 1,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, _Key]:
     """Rotates queries and keys by position; formulas in the module's docstring.
 
     Args:
-        q: `[B, Hq, T, D]`, D even, fp32, bf16 or fp16; any strides.
-        k: `[B, Hkv, T, D]`.
-        cos: `[B or 1, T, D]`; it must not require a gradient.
+        q: `[B, Hq, T, D]`, fp32, bf16 or fp16; any strides.
+        k: `[B, Hkv, T, D]`, or None.
+        cos: `[B or 1, T, R]`, or R / 2 with `tables="pair"`; R is even and at most D, and the elements of a head behind
+            the first R pass through. It must not require a gradient.
         sin: likewise.
+        pairs: which elements are rotated together: `"halves"`, `"interleaved"`, or `"regrouped"`, interleaved where
+            they are read and halves in what is returned.
+        tables: what the tables hold: `"each"`, a number for each element; `"pair"`, one for each pair; `"first_half"`,
+            the same in the first half of R columns, of which the second is not read.
+        casting: where the models round: `"promote"`, in the promoted dtype of q (or k) and the tables, which is what is
+            returned; `"back"`, the same, and q's own dtype is returned; `"fp32"`, in fp32, and likewise. The kernel
+            computes in fp32 in any case.
+        heads: the dimension of q and k that counts heads: 1, or 2 for `[B, T, H, D]`.
         backend: overrides the choice of `backends.choose`.
 
     Returns:
-        q and k rotated, each in the promoted dtype of itself and the tables.
+        q and k rotated; None for a k of None.
 
     Raises:
         TypeError: a dtype that is not allowed.
-        ValueError: shapes that do not match, an odd D, tables that require a gradient, an unknown backend, a call that
-            backend `"vendor"` was asked to serve by name and does not cover.
+        ValueError: shapes that do not match, an R that is odd or larger than D, tables that require a gradient, an
+            option that is not allowed, an unknown backend, a call that backend `"vendor"` was asked to serve by name
+            and does not cover.
     """
+    form = _options(pairs, tables, casting, heads)
     check_float("q", q)
-    check_float("k", k)
-    if q.dim() != 4 or q.shape[-1] % 2 or not q.shape[-1]:
-        raise ValueError(f"q must have shape [B, H, T, D] with D even; got {list(q.shape)}")
-    batch, _, tokens, size = q.shape
-    if k.dim() != 4 or k.shape != (batch, k.shape[1], tokens, size):
-        raise ValueError(f"k must have shape [{batch}, H, {tokens}, {size}], as q says; got {list(k.shape)}")
-    _check_table("cos", cos, batch, tokens, size)
-    _check_table("sin", sin, batch, tokens, size)
+    layout = "[B, H, T, D]" if heads == 1 else "[B, T, H, D]"
+    if q.dim() != 4 or not q.shape[-1]:
+        raise ValueError(f"q must have shape {layout} with D at least 2; got {list(q.shape)}")
+    batch, _, tokens, size = form.sizes(q)
+    if k is not None:
+        check_float("k", k)
+        if k.dim() != 4 or form.sizes(k)[::2] != (batch, tokens) or k.shape[3] != size:
+            raise ValueError(f"k must have q's shape {list(q.shape)} but for its heads, {layout}; got {list(k.shape)}")
+    width = cos.shape[-1] if cos.dim() == 3 else 0
+    rotated = form.rotated_size(width)
+    if not 0 < rotated <= size or rotated % 2:
+        raise ValueError(
+            f"cos must have shape [{batch} or 1, {tokens}, {'R / 2' if tables == 'pair' else 'R'}] with R even and at "
+            f"most {size}, as q says; got {list(cos.shape)}"
+        )
+    _check_table("cos", cos, batch, tokens, width)
+    _check_table("sin", sin, batch, tokens, width)
     check_same_device(q=q, k=k, cos=cos, sin=sin)
 
     def at() -> backends.Shape:
-        return q.dtype, batch * tokens, (q.shape[1], k.shape[1], size)
+        return q.dtype, batch * tokens, (q.shape[heads], 0 if k is None else k.shape[heads], size)
 
-    chosen = backends.choose("rope", q.device, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin), at=at)
+    chosen = backends.choose("rope", q.device, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin, form), at=at)
     if torch.compiler.is_compiling():
-        return rope_reference(q, k, cos, sin)
-    return _Rope.apply(q, k, cos, sin, chosen)
+        return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
+    return _Rope.apply(q, k, cos, sin, form, chosen)

@@ -23,7 +23,7 @@ import torch
 
 from .. import _vendor, backends, device, tiling
 from .._triton import jit, tl
-from ._blocks import load_fp32, store
+from ._blocks import load, load_fp32, store
 from ._checks import check_float, check_same_device
 from ._fallback import falls_back
 from ._gates import Gate, activated, bounded_gate, bounded_up, gate_options, slope
@@ -79,10 +79,11 @@ def _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOIN
     """A block of the gate and one of up."""
     lane = tl.arange(0, BLOCK)
     if JOINED == 2:
-        # One wide access, taken apart on chip: every other element of memory would be fetched twice.
+        # One wide access, taken apart on chip: of two accesses each would fetch all of that memory.
         wide = tl.arange(0, 2 * BLOCK)
-        both = load_fp32(gate + row * gate_stride + 2 * column + wide, wide < 2 * left, MASKED)
-        return tl.split(tl.reshape(both, (BLOCK, 2)))
+        both = load(gate + row * gate_stride + 2 * column + wide, wide < 2 * left, MASKED)
+        even, odd = tl.split(tl.reshape(both, (BLOCK, 2)))
+        return even.to(tl.float32), odd.to(tl.float32)
     g = load_fp32(gate + row * gate_stride + column + lane, lane < left, MASKED)
     if JOINED == 1:
         up = gate + n_cols
@@ -165,7 +166,8 @@ def _backward_block(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_stri
         store(dg_at, dg, mask, MASKED)
     else:
         wide = tl.arange(0, 2 * BLOCK)
-        both = tl.reshape(tl.join(dg, du), (2 * BLOCK,))
+        stored = dgate.dtype.element_ty
+        both = tl.reshape(tl.join(dg.to(stored), du.to(stored)), (2 * BLOCK,))
         store(dgate + 2 * (row * n_cols + column) + wide, both, wide < 2 * left, MASKED)
 
 
@@ -228,7 +230,11 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     moved = len(inputs) + len(outputs)
     if flags.get("STORE_PRODUCT") is False:
         outputs = [*outputs, outputs[-1]]
-    block = tiling.swiglu_block(outputs[0].dtype.itemsize, moved, spec)
+    itemsize = outputs[0].dtype.itemsize
+    if form.is_swiglu and form.joined is None:
+        block = tiling.swiglu_block(itemsize, moved, spec)
+    else:
+        block = tiling.gate_block(itemsize, moved, int(form.joined == "interleaved"), spec)
     blocks = -(-n_cols // block.size)
     n_tasks = n_rows * blocks
     n_whole = n_tasks if n_cols % block.size == 0 else (n_tasks - 1 if n_rows == 1 else 0)

@@ -1,9 +1,9 @@
 """Gated MLPs: `down(act(gate(x)) * up(x))`, however they name and store their three projections.
 
 A candidate has two or three projections (children with parameters) and otherwise nothing but leaves without parameters,
-its activation among them. What it computes is found by running its forward with the projections replaced by constants:
-the last one that is called is `down`, and what reaches it is compared bit for bit with the op's reference, for every
-activation and every way to store gate and up in what the others return.
+its activation among them (`_gates`). What it computes is found by running its forward with the projections replaced by
+constants: the last one that is called is `down`, and what reaches it is compared bit for bit with the product of that
+activation's own result, for every way to store gate and up in what the others return.
 
 Where `down` is a bare linear layer its product is part of the op (`swiglu_linear`), which keeps one tensor less for
 backward. That is asked at every call: hooks, adapters and sharding may come after the patch; then the layer is called
@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops._gates import ACTIVATIONS
 from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference
 from ._classes import has_hooks, original_class
-from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_float, set_on_instance
+from ._gates import gate_of
+from ._patch import PLAIN, PROBE_ERRORS, Late, Patch, Scene, Site, no_float, set_on_instance
 from ._undo import Undo
 
 __all__ = ["GatedMlpPatch", "is_bare_linear"]
@@ -80,8 +82,6 @@ def _known_by_name(names: list[str]) -> bool:
     return {"gate_proj", "up_proj", "down_proj"} <= set(names)
 
 
-# In the order in which one is preferred where a probe cannot tell.
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 _JOINED = ("halves", "swapped", "interleaved")
 
 
@@ -121,6 +121,7 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
     if any(isinstance(module._modules[name], nn.Dropout) and module._modules[name].p > 0 for name in leaves):  # type: ignore[union-attr]
         return "it drops out"
     types = tuple((name, original_class(module._modules[name])) for name in leaves)  # type: ignore[arg-type]
+    products = _products(module, leaves)
     found: set[tuple[str, str, str, str, str]] | None = None
     for dtype in (torch.bfloat16, torch.float32):
         generator = torch.Generator("cpu").manual_seed(0)
@@ -138,14 +139,38 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
         equal = {
             (gate, up, calls[-1], layout, activation)
             for gate, up, layout, operands in _ways(calls, constants)
-            for activation in _ACTIVATIONS
-            if torch.equal(out, swiglu_reference(*operands[:2], activation=activation, joined=operands[2]))
+            for activation, product in products
+            if torch.equal(out, product(*operands))
         }
         found = equal if found is None else found & equal
     if not found:
         return "it does not compute down(act(gate(x)) * up(x)) with an act that swiglu knows"
-    gate, up, down, layout, activation = min(found, key=lambda way: _ACTIVATIONS.index(way[-1]))
+    gate, up, down, layout, activation = min(found, key=lambda way: ACTIVATIONS.index(way[-1]))
     return MlpForm(gate, up, down, layout, types, activation)
+
+
+def _products(module: nn.Module, leaves: list[str]) -> list[tuple[str, Callable[..., torch.Tensor]]]:
+    """What may be formed of gate and up: with the module's own activation where it has one that the op knows, and
+    else, where a function is its activation, with each of the op's."""
+
+    def by_own(leaf: nn.Module) -> Callable[..., torch.Tensor]:
+        return lambda gate, up, joined: leaf(_apart(gate, up, joined)[0]) * _apart(gate, up, joined)[1]
+
+    def by_reference(activation: str) -> Callable[..., torch.Tensor]:
+        return lambda gate, up, joined: swiglu_reference(gate, up, activation=activation, joined=joined)
+
+    own = [(gate_of(leaf), leaf) for name in leaves if (leaf := module._modules[name]) is not None]
+    known = [(activation, by_own(leaf)) for activation, leaf in own if activation is not None]
+    return known or [(activation, by_reference(activation)) for activation in ACTIVATIONS]
+
+
+def _apart(gate: torch.Tensor, up: torch.Tensor | None, joined: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if up is not None:
+        return gate, up
+    if joined == "interleaved":
+        return gate[..., ::2], gate[..., 1::2]
+    first, second = gate.chunk(2, dim=-1)
+    return first, second
 
 
 def _ways(calls: list[str], constants: list[torch.Tensor]) -> list[tuple[str, str, str, Any]]:
@@ -179,7 +204,7 @@ class GatedMlpPatch(Patch):
                 return f"its {name} has hooks, or has been exchanged"
         return no_float(args[0])
 
-    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: MlpForm = site.form
         modules, x = module._modules, args[0]
         down = modules[form.down]
@@ -188,12 +213,10 @@ class GatedMlpPatch(Patch):
         else:
             gate, up, joined = _operands(modules[form.gate](x), form.layout)
         if no_float(gate) or (up is not None and (type(up) not in PLAIN or up.dtype != gate.dtype)):
-            # Known only now: projections that are sharded, or of other dtypes. They are called a second time.
-            site.declined["its projections return no plain tensors of one dtype"] += 1
-            return site.kind.forward(module, x)  # type: ignore[no-any-return]
+            return Late("its projections return no plain tensors of one dtype")
         options: dict[str, Any] = {"activation": form.activation, "joined": joined, "backend": site.backend}
         if not is_bare_linear(down):
-            return down(swiglu(gate, up, **options))  # type: ignore[no-any-return]
+            return down(swiglu(gate, up, **options))
         # What bare linear layers return nobody else has seen.
         ours = is_bare_linear(modules[form.gate]) and is_bare_linear(modules[form.up])
         return swiglu_linear(gate, up, down.weight, down.bias, overwrite=ours, **options)

@@ -31,6 +31,7 @@ __all__ = [
     "PROBE_ERRORS",
     "QUIET",
     "Aside",
+    "Late",
     "Patch",
     "Scene",
     "Site",
@@ -56,6 +57,13 @@ QUIET = ""
 
 class Aside(str):
     """A reason to leave something alone that costs the run nothing: the short report is silent about it."""
+
+
+@dataclass(frozen=True)
+class Late:
+    """What `run` returns instead of a result where only the work itself showed that the call is not for the op."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -143,8 +151,11 @@ def guarded(
             return own(*args, **kwargs)
         reason = declines(*args, **kwargs)
         if reason is None:
-            site.ran += 1
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
+            if type(result) is not Late:
+                site.ran += 1
+                return result
+            reason = result.reason
         if reason is not QUIET:
             site.declined[reason] += 1
         return own(*args, **kwargs)
@@ -174,7 +185,7 @@ class Patch:
         raise NotImplementedError
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Serves a call that was not declined."""
+        """Serves a call that was not declined, or returns `Late`."""
         raise NotImplementedError
 
     def detail(self, site: Site) -> str:

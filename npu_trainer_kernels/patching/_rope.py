@@ -19,18 +19,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops._checks import FLOATS
 from ..ops.linear_rms_norm import linear_rms_norm
 from ._classes import has_hooks, original_class, subclass_with_forward
 from ._mlps import is_bare_linear
 from ._norms import NormForm, forms_of, norms_of
-from ._patch import Patch, Scene, Site, guarded, no_float, set_on_instance
-from ._rotations import RopeForm, rope_form, rotated
+from ._patch import PLAIN, Late, Patch, Scene, Site, guarded, no_float, set_on_instance
+from ._rotations import RopeForm, rope_form, rotate, rotation_call
 from ._source import called_on_self, plain_forward, rewritten, self_attribute, source_of
 
 __all__ = ["RopePatch"]
 
 _PROJECT = "_npu_kernels_linear_rms_norm"
 _ROTATES = ("rotary", "rope")
+_DTYPES = (*FLOATS, torch.complex64)
 
 
 @dataclass(frozen=True)
@@ -134,12 +136,23 @@ class RopePatch(Patch):
         return AttentionForm(function, tuple(forms.items()), norms)
 
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
-        form: RopeForm = module  # a function is served here, not a module
-        return form.declines(*args, **kwargs)
+        # A function is served here, of which `module` is the form.
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, torch.Tensor):
+                if type(given) not in PLAIN:
+                    return f"a {type(given).__name__} is no plain tensor"
+                if given.dtype not in _DTYPES:
+                    return f"{str(given.dtype).removeprefix('torch.')} values"
+        return None
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: RopeForm = module
-        return rotated(form, *args, backend=site.backend, **kwargs)
+        call = rotation_call(form, args, kwargs)
+        return (
+            Late("other arguments, or other shapes, than its form has")
+            if call is None
+            else rotate(form, call, site.backend)
+        )
 
     def sizes(self, module: Any, form: AttentionForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
         config = getattr(module, "config", None)

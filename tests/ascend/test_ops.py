@@ -101,6 +101,53 @@ def test_swiglu_linear(launcher, tensors, strided):
     check(launcher, "swiglu_linear", inputs, NORM)
 
 
+GATES = [
+    {"activation": "gelu"},
+    {"activation": "gelu_tanh"},
+    {"activation": "relu2"},
+    {"alpha": 1.702, "limit": 7.0, "offset": 1.0},
+]
+
+
+@pytest.mark.parametrize("options", GATES, ids=str)
+def test_other_gates(launcher, tensors, options):
+    # Beyond the limit, too.
+    gate, up = ((5 * tensors.floats(3, 10000).detach()).requires_grad_() for _ in range(2))
+    check(launcher, "swiglu", [gate, up], NORM, **options)
+
+
+@pytest.mark.parametrize("joined", ["halves", "interleaved"])
+@pytest.mark.parametrize("options", [{}, GATES[-1]], ids=str)
+# Rows of their own with a tail each; one long row.
+@pytest.mark.parametrize("width", [9999, 10000])
+def test_joined(launcher, tensors, joined, options, width):
+    both = (5 * tensors.floats(3, 2 * width).detach()).requires_grad_()
+    check(launcher, "swiglu", [both], NORM, joined=joined, **options)
+
+
+@pytest.mark.parametrize("joined", ["halves", "interleaved"])
+def test_joined_with_its_projection(launcher, tensors, joined):
+    inputs = [tensors.floats(3, 20000), None, tensors.floats(7, 10000)]
+    check(launcher, "swiglu_linear", inputs, NORM, joined=joined, activation="gelu_tanh")
+
+
+ROTATIONS = [
+    {"tables": "pair"},
+    {"pairs": "interleaved", "casting": "fp32"},
+    {"pairs": "interleaved", "tables": "first_half"},
+    {"pairs": "regrouped", "tables": "pair"},
+]
+
+
+@pytest.mark.parametrize("options", ROTATIONS, ids=str)
+@pytest.mark.parametrize("rest", [0, 24])
+def test_rotations(launcher, tensors, options, rest):
+    q, k = tensors.floats(2, 3, 130, 64 + rest), tensors.floats(2, 1, 130, 64 + rest)
+    width = 32 if options.get("tables") == "pair" else 64
+    cos, sin = (tensors.floats(1, 130, width, grad=False) for _ in range(2))
+    check(launcher, "rope", [q, k, cos, sin], ["_rotate_kernel"], **options)
+
+
 @pytest.mark.parametrize("size", [64, 96])
 def test_rope(launcher, tensors, size):
     q, k = tensors.floats(2, 3, 130, size), tensors.floats(2, 1, 130, size)
