@@ -48,15 +48,10 @@ from .._opaque import opaque
 from .._triton import jit, tl
 from ._checks import check_choice, check_float, check_head, check_ids, check_range, check_same_device, is_number
 from ._fallback import falls_back
-from ._head import (
-    LogProbObjective,
-    Objective,
-    head_statistics,
-    head_statistics_reference,
-    logits_statistics,
-    logits_statistics_reference,
-)
+from ._head import head_statistics, logits_statistics
+from ._head_objective import LogProbObjective, Objective
 from ._head_options import HeadOptions
+from ._head_reference import head_statistics_reference, logits_statistics_reference
 from ._head_statistics import HeadStatistics
 from ._launch import launch
 

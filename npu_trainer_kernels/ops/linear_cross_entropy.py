@@ -29,8 +29,10 @@ from ._checks import (
     has_values,
     is_number,
 )
-from ._head import LinearObjective, Objective, head_statistics
-from ._head_options import HeadOptions, transform
+from ._head import head_statistics
+from ._head_objective import LinearObjective, Objective
+from ._head_options import HeadOptions
+from ._head_reference import transformed_logits
 from ._head_statistics import HeadStatistics
 from ._host import compute_dtype
 
@@ -72,7 +74,7 @@ def linear_cross_entropy_reference(
     """The op in plain PyTorch, on full logits: what a model followed by `cross_entropy` computes."""
     logits = torch.nn.functional.linear(x, weight, bias).reshape(-1, weight.shape[0])
     flat = target.reshape(-1).long()
-    z = transform(logits if logits.dtype == torch.float64 else logits.float(), HeadOptions(1.0, softcap, logit_scale))
+    z = transformed_logits(logits, logit_scale=logit_scale, softcap=softcap)
     k = None if class_weights is None else class_weights.to(z.dtype)
     loss = torch.nn.functional.cross_entropy(
         z, flat, k, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing

@@ -120,8 +120,13 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
 
 @opaque
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    # Another hook may have raised before `_enter` was reached: then there is nothing to leave, and the call that is
+    # running is another model's.
     call = _current.get()
-    _current.set(None if call is None else call.previous)
+    while call is not None and call.module is not module:
+        call = call.previous
+    if call is not None:
+        _current.set(call.previous)
 
 
 def track_calls(module: nn.Module, settings: CallSettings, undo: Undo) -> None:

@@ -33,23 +33,23 @@ def recognise_embedding(module: nn.Embedding) -> float | str | None:
         return None
     twin: Any = copy.copy(module)
     twin.__class__ = original_class(module)
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(_PROBE_ROWS, _PROBE_COLS, generator=generator).bfloat16()
-    buffers = {name: torch.tensor(float(b)) for name, b in _numbers(module)}
+    generator = torch.Generator("cpu").manual_seed(0)
+    weight = torch.randn(_PROBE_ROWS, _PROBE_COLS, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
+    buffers = {name: torch.tensor(float(b), dtype=torch.float32, device="cpu") for name, b in _numbers(module)}
     twin.__dict__ = {
         **module.__dict__,
         "_parameters": {"weight": nn.Parameter(weight, requires_grad=False)},
         "_buffers": buffers,
         "padding_idx": None,
     }
-    ids = torch.tensor(_PROBE_IDS)
+    ids = torch.tensor(_PROBE_IDS, device="cpu")
     try:
         with torch.no_grad():
             out = twin(ids)
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         return f"its forward cannot be probed ({type(error).__name__})"
     for scale in _scales(module):
-        if isinstance(out, torch.Tensor) and torch.equal(out, weight[ids] * torch.tensor(scale).to(weight.dtype)):
+        if isinstance(out, torch.Tensor) and torch.equal(out, weight[ids] * _rounded(scale, weight.dtype)):
             return scale
     return "it is not an embedding times a scale"
 
@@ -57,7 +57,7 @@ def recognise_embedding(module: nn.Embedding) -> float | str | None:
 @functools.cache
 def _rounded(scale: float, dtype: torch.dtype) -> float:
     """The scale as the model has it: rounded to its weight's dtype."""
-    return torch.tensor(scale).to(dtype).item()
+    return torch.tensor(scale, dtype=torch.float32, device="cpu").to(dtype).item()
 
 
 @functools.cache

@@ -66,8 +66,8 @@ def _probe_tail(model: Any, head: nn.Linear) -> torch.Tensor | str:
     backbone = getattr(model, "base_model", None)
     if backbone is None or backbone is model:
         return "it has no backbone apart from the model itself"
-    values = torch.tensor(_PROBES)
-    hidden = torch.zeros(1, 2, head.in_features)
+    values = torch.tensor(_PROBES, dtype=torch.float32, device="cpu")
+    hidden = torch.zeros(1, 2, head.in_features, dtype=torch.float32, device="cpu")
 
     def loss_function(*args: Any, logits: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         raise _ReachedLoss(args[0] if logits is None else logits)
@@ -78,7 +78,7 @@ def _probe_tail(model: Any, head: nn.Linear) -> torch.Tensor | str:
     undo.set_attribute(backbone, "forward", lambda *a, **k: _BackboneOutput(last_hidden_state=hidden))
     undo.set_attribute(head, "forward", lambda x: values.expand(*x.shape[:-1], -1).clone())
     undo.set_attribute(model, "_loss_function", loss_function)
-    ids = torch.zeros(1, 2, dtype=torch.long)
+    ids = torch.zeros(1, 2, dtype=torch.long, device="cpu")
     try:
         with torch.no_grad():
             type(model).forward(model, input_ids=ids, labels=ids)
@@ -108,7 +108,7 @@ def recognise_head(model: Any) -> tuple[nn.Linear, HeadForm] | str:
     reached = _probe_tail(model, head)
     if isinstance(reached, str):
         return reached
-    probes = torch.tensor(_PROBES, dtype=torch.float64)
+    probes = torch.tensor(_PROBES, dtype=torch.float64, device="cpu")
     scale = float(reached[1] / probes[1])
     scale = 1.0 if math.isclose(scale, 1.0, rel_tol=1e-6) else scale
     cap = float(reached[-2].abs())

@@ -32,8 +32,9 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 def recognise_mlp(module: Any) -> str | None:
     """None when `swiglu` is what a candidate computes, else why it is left alone."""
-    generator = torch.Generator().manual_seed(0)
-    gate, up = (torch.randn(2, 8, generator=generator).bfloat16() for _ in range(2))
+    generator = torch.Generator("cpu").manual_seed(0)
+    # Drawn in fp32, whatever the process's default dtype is, so that the numbers are always these.
+    gate, up = (torch.randn(2, 8, generator=generator, dtype=torch.float32, device="cpu").bfloat16() for _ in range(2))
     undo = Undo()
     try:
         for name in _CHILDREN:
@@ -42,7 +43,7 @@ def recognise_mlp(module: Any) -> str | None:
         undo.set_attribute(module.up_proj, "forward", lambda x: up)
         undo.set_attribute(module.down_proj, "forward", lambda x: x)
         with torch.no_grad():
-            out = original_class(module).forward(module, torch.zeros(2, 8, dtype=torch.bfloat16))
+            out = original_class(module).forward(module, torch.zeros(2, 8, dtype=torch.bfloat16, device="cpu"))
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         return f"its forward cannot be probed ({type(error).__name__})"
     finally:

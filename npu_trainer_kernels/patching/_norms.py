@@ -79,10 +79,12 @@ def recognise_norm(module: nn.Module) -> NormForm | str:
     """What a candidate computes, or why it is left alone."""
     parameter = dict(module.named_parameters()).get("weight")
     width = _WIDTH_WITHOUT_WEIGHT if parameter is None else _full_shape(parameter)[0]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     # Small enough that epsilon counts, and a weight far from 0 and 1 so that offsets show.
-    x = 0.01 * torch.randn(_ROWS, width, generator=generator)
-    weight = None if parameter is None else torch.rand(width, generator=generator) + 0.25
+    x = 0.01 * torch.randn(_ROWS, width, generator=generator, dtype=torch.float32, device="cpu")
+    weight = None
+    if parameter is not None:
+        weight = torch.rand(width, generator=generator, dtype=torch.float32, device="cpu") + 0.25
     forms = [
         NormForm(eps, offset, casting, parameter is not None)
         for eps, offset, casting in itertools.product(

@@ -104,8 +104,11 @@ def _rewritten(function: types.FunctionType, *rewrites: ast.NodeTransformer) -> 
 @functools.cache
 def _rotates(function: Callable[..., Any]) -> bool:
     """Whether a function computes what `rope` does, bit for bit, on bf16 and fp32."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, cos, sin = (torch.randn(s, generator=generator) for s in ((2, 3, 4, 8), (2, 1, 4, 8), (2, 4, 8), (2, 4, 8)))
+    generator = torch.Generator("cpu").manual_seed(0)
+    q, k, cos, sin = (
+        torch.randn(s, generator=generator, dtype=torch.float32, device="cpu")
+        for s in ((2, 3, 4, 8), (2, 1, 4, 8), (2, 4, 8), (2, 4, 8))
+    )
     for dtype in (torch.float32, torch.bfloat16):
         arguments = [t.to(dtype) for t in (q, k, cos, sin)]
         try:

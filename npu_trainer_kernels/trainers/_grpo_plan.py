@@ -178,7 +178,8 @@ class Rehearsal(BatchPlan):
         # TRL's rule (`_generate_and_score_completions`).
         aligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0
         on_policy, vespo = aligned and not sampled, options.loss_type == "vespo"
-        values, sequence = torch.zeros(rows, device=weight.device), torch.arange(rows, device=weight.device)
+        values = torch.zeros(rows, dtype=torch.float32, device=weight.device)
+        sequence = torch.arange(rows, device=weight.device)
 
         def given(wanted: bool) -> torch.Tensor | None:
             return values if wanted else None
