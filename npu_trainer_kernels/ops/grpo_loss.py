@@ -60,17 +60,20 @@ __all__ = [
     "GrpoOptions",
     "GrpoPlan",
     "GrpoTokens",
+    "batch_tokens",
     "fused_linear_grpo_loss",
     "fused_linear_grpo_loss_reference",
     "grpo_loss",
     "grpo_loss_reference",
     "planned",
-    "token_weight",
+    "token_losses",
 ]
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 LEVELS = ("token", "sequence")
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# Where vespo cuts off logarithms of ratios.
+_LEAST_LOG, _MOST_LOG = math.log(1e-8), 20.0
 
 
 @dataclass(frozen=True)
@@ -196,25 +199,28 @@ def _terms(log_prob: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions) -> _Terms
 
 
 def _phi(log_ratio: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions) -> torch.Tensor:
-    lowest = math.log(1e-8)
-    log_w = tokens.per_sequence(log_ratio.clamp(-20.0, 20.0))
+    log_w = tokens.per_sequence(log_ratio.clamp(-_MOST_LOG, _MOST_LOG))
     if tokens.log_sampler_ratio is not None:
         log_w = log_w + tokens.log_sampler_ratio
-    log_w = log_w.clamp(lowest, 20.0)
+    log_w = log_w.clamp(_LEAST_LOG, _MOST_LOG)
     up = tokens.advantage >= 0
     k = torch.where(up, o.vespo_k_pos, o.vespo_k_neg)
     lam = torch.where(up, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
     return (lam + k * log_w - lam * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
+def token_losses(log_prob: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions) -> torch.Tensor:
+    """q e policy + beta kl, per token."""
+    terms = _terms(log_prob, tokens, o)
+    policy = terms.policy if tokens.policy_weight is None else terms.policy * tokens.policy_weight
+    return policy if terms.kl is None else policy + o.beta * terms.kl
+
+
 def grpo_objective(
     log_prob: torch.Tensor, entropy: torch.Tensor | None, tokens: GrpoTokens, o: GrpoOptions
 ) -> torch.Tensor:
     """The part of the loss that these tokens contribute."""
-    terms = _terms(log_prob, tokens, o)
-    policy = terms.policy if tokens.policy_weight is None else terms.policy * tokens.policy_weight
-    per_token = policy if terms.kl is None else policy + o.beta * terms.kl
-    loss = (per_token * tokens.weight).sum()
+    loss = (token_losses(log_prob, tokens, o) * tokens.weight).sum()
     if tokens.entropy_weight is not None and entropy is not None:
         loss = loss - o.entropy_coef * (entropy * tokens.entropy_weight).sum()
     return loss
@@ -445,7 +451,9 @@ def _mask_like(name: str, mask: torch.Tensor | None, ids: torch.Tensor) -> torch
     return mask != 0
 
 
-def _rows_like(name: str, value: torch.Tensor | None, ids: torch.Tensor, allow_per_sequence: bool = False) -> Any:
+def _rows_like(
+    name: str, value: torch.Tensor | None, ids: torch.Tensor, allow_per_sequence: bool = False
+) -> torch.Tensor | None:
     if value is None:
         return None
     check_float(name, value)
@@ -454,8 +462,7 @@ def _rows_like(name: str, value: torch.Tensor | None, ids: torch.Tensor, allow_p
         raise ValueError(
             f"{name} must have shape {' or '.join(str(list(s)) for s in allowed)}; got {list(value.shape)}"
         )
-    value = value.detach().float()
-    return (value.unsqueeze(1) if value.dim() == 1 else value).expand(ids.shape)
+    return value
 
 
 @dataclass(frozen=True)
@@ -465,7 +472,7 @@ class _Batch:
     keep: torch.Tensor  # [B, T] bool
     options: GrpoOptions
     on_policy: bool
-    make_tokens: Callable[[torch.Tensor, torch.Tensor], GrpoTokens]
+    given: dict[str, Any]  # the arguments of `batch_tokens`
 
     # What follows is worked out when first asked for: `rows` waits for the device, which then has nothing to do until
     # the first product.
@@ -476,13 +483,13 @@ class _Batch:
         return torch.nonzero(self.keep.reshape(-1)).squeeze(1)
 
     @functools.cached_property
-    def counts(self) -> torch.Tensor:
-        """`[B]`, the tokens of each completion that are scored."""
-        return self.keep.sum(1)
-
-    @functools.cached_property
     def tokens(self) -> GrpoTokens:
-        return self.make_tokens(self.rows, self.counts)
+        return batch_tokens(self.options, self.rows, self.keep.float(), **self.given)
+
+    def lengths(self) -> list[int]:
+        """The tokens of each completion that are scored."""
+        lengths: list[int] = self.keep.sum(1).tolist()
+        return lengths
 
 
 def _batch(
@@ -518,11 +525,12 @@ def _batch(
     if max_completion_length is not None and not (type(max_completion_length) is int and max_completion_length > 0):
         raise ValueError(f"max_completion_length must be a positive int; got {max_completion_length!r}")
     check_float("advantages", advantages)
-    advantage = _rows_like("advantages", advantages, ids, allow_per_sequence=True)
-    old = _rows_like("old_log_prob", old_log_prob, ids)
-    reference = _rows_like("ref_log_prob", ref_log_prob, ids)
-    ratio = _rows_like("importance_ratio", importance_ratio, ids, allow_per_sequence=True)
-    per_sequence = importance_ratio is not None and importance_ratio.shape != ids.shape
+    per_token = {
+        "advantages": _rows_like("advantages", advantages, ids, allow_per_sequence=True),
+        "old": _rows_like("old_log_prob", old_log_prob, ids),
+        "reference": _rows_like("ref_log_prob", ref_log_prob, ids),
+        "importance_ratio": _rows_like("importance_ratio", importance_ratio, ids, allow_per_sequence=True),
+    }
     masks = {"completion_mask": completion_mask, "tool_mask": tool_mask, "entropy_mask": entropy_mask}
     given = {name: _mask_like(name, mask, ids) for name, mask in masks.items()}
     check_same_device(
@@ -532,45 +540,86 @@ def _batch(
     keep = torch.ones_like(ids, dtype=torch.bool)
     for mask in (given["completion_mask"], given["tool_mask"]):
         keep = keep if mask is None else keep & mask
-    chosen = given["entropy_mask"]
-
-    def make_tokens(rows: torch.Tensor, counts: torch.Tensor) -> GrpoTokens:
-        def pick(t: torch.Tensor | None) -> torch.Tensor | None:
-            return None if t is None else t.reshape(-1)[rows]
-
-        lengths = counts.clamp(min=1).float()
-        total = counts.sum().clamp(min=1).float()
-        weight = token_weight(options.loss_type, lengths, total, max_completion_length, num_items)
-        policy_weight = ratio if options.loss_type != "vespo" else None
-        log_sampler = None
-        if ratio is not None and options.loss_type == "vespo":
-            log_q = ratio.log().clamp(math.log(1e-8), 20.0)
-            log_sampler = (log_q[:, :1] if per_sequence else (log_q * keep).sum(1, keepdim=True)).expand(ids.shape)
-        if chosen is not None:
-            policy_weight = chosen.float() if policy_weight is None else policy_weight * chosen
-        entropy_weight = None
-        if options.entropy_coef:
-            effective = keep if chosen is None else keep & chosen
-            entropy_weight = effective.float() / effective.sum().clamp(min=1)
-        sequence = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand(ids.shape)
-        kept_sequence = sequence.reshape(-1)[rows]
-        return GrpoTokens(
-            advantage=advantage.reshape(-1)[rows],
-            weight=weight[kept_sequence],
-            counted=torch.ones_like(kept_sequence, dtype=torch.float32),
-            old=pick(old),
-            reference=pick(reference),
-            policy_weight=pick(policy_weight),
-            log_sampler_ratio=pick(log_sampler),
-            entropy_weight=pick(entropy_weight),
-            sequence=kept_sequence,
-            lengths=lengths,
-        )
-
-    return _Batch(keep, options, old is None, make_tokens)
+    rest = {
+        "entropy_mask": given["entropy_mask"], "max_completion_length": max_completion_length, "num_items": num_items,
+    }  # fmt: skip
+    return _Batch(keep, options, old_log_prob is None, {**per_token, **rest})
 
 
-def token_weight(
+def batch_tokens(
+    o: GrpoOptions,
+    rows: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    advantages: torch.Tensor,
+    old: torch.Tensor | None = None,
+    reference: torch.Tensor | None = None,
+    importance_ratio: torch.Tensor | None = None,
+    entropy_mask: torch.Tensor | None = None,
+    max_completion_length: int | None = None,
+    num_items: int | float | torch.Tensor | None = None,
+    divisor: torch.Tensor | float | None = None,
+    bonus_divisor: float = 1.0,
+) -> GrpoTokens:
+    """What the loss needs of a batch's tokens, from what a trainer has of it.
+
+    Args:
+        o: the loss.
+        rows: `[n]`, which tokens of `[B, T]` are scored, one completion after the other.
+        mask: fp32 `[B, T]`, 1 for the tokens of these that are trained on, else 0.
+        advantages: `[B]`, `[B, 1]` or `[B, T]`, as is importance_ratio.
+        old: l' `[B, T]`; None: on-policy.
+        reference: l'' `[B, T]`, with beta.
+        importance_ratio: q of the sampler.
+        entropy_mask: e `[B, T]`.
+        max_completion_length: for dr_grpo.
+        num_items: what dapo, cispo and vespo divide by; None: the tokens of the batch.
+        divisor: divides all the weights once more, as accumulation does.
+        bonus_divisor: divides those of the entropy.
+    """
+    lengths = mask.sum(1).clamp(min=1.0)
+    total = mask.sum().clamp(min=1.0)
+    weight = _token_weight(o.loss_type, lengths, total, max_completion_length, num_items)
+    weight = weight if divisor is None else weight / divisor
+    sequence = torch.arange(mask.shape[0], device=mask.device).unsqueeze(1).expand(mask.shape).reshape(-1)[rows]
+
+    def pick(t: torch.Tensor | None) -> torch.Tensor | None:
+        """A token's own number, or its completion's."""
+        if t is None:
+            return None
+        return t.detach().float().reshape(-1)[rows if t.shape == mask.shape else sequence]
+
+    policy_weight, log_sampler = importance_ratio, None
+    if importance_ratio is not None and o.loss_type == "vespo":
+        policy_weight, log_sampler = None, importance_ratio.detach().float().log().clamp(_LEAST_LOG, _MOST_LOG)
+        if log_sampler.shape == mask.shape:
+            log_sampler = (log_sampler * mask).sum(1)
+    if entropy_mask is not None:
+        chosen = entropy_mask.float()
+        policy_weight = chosen if policy_weight is None else policy_weight.reshape(mask.shape[0], -1) * chosen
+    entropy_weight = None
+    if o.entropy_coef:
+        effective = mask if entropy_mask is None else mask * entropy_mask
+        active = total if entropy_mask is None else effective.sum().clamp(min=1.0)
+        entropy_weight = effective / (active * bonus_divisor)
+    advantage, counted = pick(advantages), pick(mask)
+    assert advantage is not None
+    assert counted is not None
+    return GrpoTokens(
+        advantage=advantage,
+        weight=weight[sequence] * counted,
+        counted=counted,
+        old=pick(old),
+        reference=pick(reference),
+        policy_weight=pick(policy_weight),
+        log_sampler_ratio=pick(log_sampler),
+        entropy_weight=pick(entropy_weight),
+        sequence=sequence,
+        lengths=lengths,
+    )
+
+
+def _token_weight(
     loss_type: str,
     lengths: torch.Tensor,
     total: torch.Tensor,
@@ -688,7 +737,7 @@ def fused_linear_grpo_loss(
 
     check_range("ids", chosen, x.device, weight.shape[0])
     plan = planned(
-        lambda: batch.tokens, batch.options, batch.on_policy, lambda: batch.counts.tolist(), weight.shape[0],
+        lambda: batch.tokens, batch.options, batch.on_policy, batch.lengths, weight.shape[0],
         x.element_size(), x.device,
     )  # fmt: skip
     total, s = head_statistics(
