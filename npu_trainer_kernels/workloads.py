@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .ops.grpo_loss import GrpoTokens, token_losses
+from .ops._grpo_formula import GrpoTokens, token_losses
 
 __all__ = [
     "DTYPES",

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..ops.grpo_loss import GrpoOptions, GrpoPlan, GrpoTokens, batch_tokens, planned
+from ..ops._grpo_formula import GrpoOptions, GrpoTokens, batch_tokens
+from ..ops.grpo_loss import GrpoPlan, planned
 
 __all__ = ["BatchPlan", "Planner", "Rehearsal"]
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from npu_trainer_kernels import KernelError, NpuKernelsArguments, apply_npu_kernels, backends, ops
 from npu_trainer_kernels.device import is_out_of_memory
-from npu_trainer_kernels.ops import _fallback, _head_gradient, _head_statistics, _norm
+from npu_trainer_kernels.ops import _fallback, _grpo_formula, _head_gradient, _head_statistics, _norm
 from npu_trainer_kernels.ops._fallback import falls_back
 from npu_trainer_kernels.ops._launch import launch
 
@@ -50,9 +50,7 @@ def _grpo_case(device, backend):
 
 
 # The package's names for these are the functions.
-embedding, grpo_loss, rope, swiglu = (
-    import_module(f"npu_trainer_kernels.ops.{n}") for n in ("embedding", "grpo_loss", "rope", "swiglu")
-)
+embedding, rope, swiglu = (import_module(f"npu_trainer_kernels.ops.{n}") for n in ("embedding", "rope", "swiglu"))
 CASES = {
     "norm forward": (_norm, "_forward_kernel", _norm_case, "add_rms_norm"),
     "norm backward": (_norm, "_backward_kernel", _norm_case, "add_rms_norm"),
@@ -62,7 +60,7 @@ CASES = {
     "rope": (rope, "_rotate_pair_kernel", _rope_case, "rope"),
     "head statistics": (_head_statistics, "_row_statistics_kernel", _head_case, "linear_logprob"),
     "head gradient": (_head_gradient, "_row_gradient_kernel", _head_case, "linear_logprob"),
-    "arithmetic of grpo_loss": (grpo_loss, "_token_kernel", _grpo_case, "grpo_loss"),
+    "arithmetic of grpo_loss": (_grpo_formula, "_token_kernel", _grpo_case, "grpo_loss"),
 }
 
 
