@@ -61,26 +61,76 @@ def check(device, backend, objective, scale=1.0, mismatch=None, rows=None, weigh
     assert_op_close(op, reference, make(device, weight_grad), lambda out: scale * upstream(out[0], out[1]))
 
 
+TRANSFORMS = [{}, {"temperature": 0.6}, {"softcap": 3.0, "temperature": 1.7}, {"softcap": 2.0, "logit_scale": 0.5}]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("subset", [False, True])
-def test_gradient_formed_before_its_factor_is_known(device, monkeypatch, subset):
+def test_gradient_formed_before_its_factor_is_known(device, monkeypatch, subset, transform):
     # What CUDA gets; elsewhere it would not be reached.
     monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
     seen = count_logits(monkeypatch)
     rows = torch.arange(1, N, 3, device=device) if subset else None
     objective = LogProbObjective(lambda log_prob, chunk: (log_prob * log_prob).sum())
+    options = HeadOptions(entropy=True, **transform)
 
     def op(x, w, ids):
-        _, s = head_statistics(x, w, ids if rows is None else ids[rows], None, OPTIONS, rows=rows, objective=objective,
+        _, s = head_statistics(x, w, ids if rows is None else ids[rows], None, options, rows=rows, objective=objective,
                                backend="triton", chunk_rows=16)  # fmt: skip
         return s.log_prob, s.entropy
 
     def reference(x, w, ids):
         x, ids = (x, ids) if rows is None else (x[rows], ids[rows])
-        s = head_statistics_reference(x, w, ids, None, OPTIONS)
+        s = head_statistics_reference(x, w, ids, None, options)
         return s.log_prob, s.entropy
 
     assert_op_close(op, reference, make(device), lambda out: 3.0 * (out[0] * out[0]).sum())
     assert seen == ([13] if subset else [16, 16, 8])
+
+
+def weight_error(device, dtype, backend, planned, chunks) -> float:
+    """The relative error of the weight's gradient over so many chunks (None: as tiling says), against fp64."""
+    n, hidden, vocab = 64, 24, 96
+    torch.manual_seed(0)
+    # Small logits, and rows that have much in common: rounding of a sum is what counts.
+    x = (1 + 0.5 * torch.randn(n, hidden, device=device)).to(dtype)
+    w = (0.05 * torch.randn(vocab, hidden, device=device)).to(dtype)
+    ids, given = torch.randint(0, vocab, (n,), device=device), torch.rand(n, device=device) + 0.5
+    x.requires_grad_(), w.requires_grad_()
+    objective = LogProbObjective(lambda log_prob, chunk: (log_prob * given[chunk]).sum()) if planned else None
+    _, s = head_statistics(x, w, ids, None, HeadOptions(), objective=objective, backend=backend,
+                           chunk_rows=chunks and n // chunks)  # fmt: skip
+    (found,) = torch.autograd.grad(s.log_prob, w, given)
+    x, w = (t.detach().double().requires_grad_() for t in (x, w))
+    exact = head_statistics_reference(x, w, ids, None, HeadOptions()).log_prob
+    (truth,) = torch.autograd.grad(exact, w, given.double())
+    return ((found - truth).norm() / truth.norm()).item()
+
+
+SUMS = [
+    ("planned", "torch", torch.bfloat16),
+    ("planned", "torch", torch.float16),
+    ("recompute", "torch", torch.bfloat16),
+    ("recompute", "torch", torch.float16),
+    ("planned", "triton", torch.bfloat16),
+    ("in one kernel", "triton", torch.bfloat16),
+    ("in borrowed memory", "triton", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("mode", "backend", "dtype"), SUMS, ids=str)
+def test_many_chunks_are_as_exact_as_one(device, monkeypatch, mode, backend, dtype):
+    """Their sum is in fp32. In 16 bits it would lose a bit for every four chunks, and no comparison of one call with
+    the truth would notice: each product by itself is as good as ever."""
+    if mode in ("in one kernel", "in borrowed memory"):
+        monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 32, 4))
+    planned = mode != "recompute"
+    one = weight_error(device, dtype, backend, planned, 1)
+    if mode == "in borrowed memory":
+        stops = tuple(range(2, 65, 2))
+        monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks(stops, 24))
+    many = weight_error(device, dtype, backend, planned, None if mode == "in borrowed memory" else 32)
+    assert many <= 1.2 * one
 
 
 @pytest.mark.parametrize("subset", [False, True])

@@ -134,6 +134,16 @@ def test_zero_rows(device, backend):
     assert not gw.any()
 
 
+@pytest.mark.parametrize("eps", [1e-6, 1e-5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)
+def test_rows_in_which_epsilon_counts(device, backend, dtype, options, eps):
+    """Their mean square is epsilon's size; beside rows near one, in 16 bits, half or twice an epsilon is not seen."""
+    x, w = make(device, dtype)
+    small = (x.detach().float() / x.detach().float().pow(2).mean(-1, keepdim=True).sqrt() * eps**0.5).to(dtype)
+    check([small.requires_grad_(), w], backend, eps=eps, **options)
+
+
 def test_a_row_of_zeros_is_finite(device, backend):
     x = torch.zeros(2, 24, device=device, requires_grad=True)
     w = torch.ones(24, device=device, requires_grad=True)

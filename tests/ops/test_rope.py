@@ -78,6 +78,11 @@ def test_queries_and_keys_in_one_launch(device, in_one_launch, size, heads, ahea
     check(make(device, torch.bfloat16, size, batched=True), "triton")
 
 
+def test_the_usual_size_in_one_launch(device, in_one_launch):
+    in_one_launch(4, 1)
+    check(make(device, size=128, tokens=5), "triton")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
