@@ -89,8 +89,11 @@ MODULES = [
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)],
                          ids=str)  # fmt: skip
 @pytest.mark.parametrize(("module", "options"), MODULES, ids=lambda v: getattr(v, "__name__", ""))
-def test_forward_in_torch_has_the_bits_of_transformers(module, options, dtypes):
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_forward_in_torch_has_the_bits_of_transformers(module, options, dtypes, size):
+    """Also of rows so small that their epsilon counts."""
     x, w = make(torch.device("cpu"), dtypes[0], (4, 7, 96), dtypes[1])
+    x = x.detach() * size
     norm = module(96).to(dtypes[1])
     with torch.no_grad():
         norm.weight.copy_(w)
