@@ -28,6 +28,7 @@ __all__ = [
     "has_fp64",
     "has_libdevice",
     "is_current",
+    "is_out_of_memory",
     "keeps_compiled",
     "kind_of",
     "occupy",
@@ -255,8 +256,8 @@ def has_fp32_output_product(device: torch.device) -> bool:
 def try_fp32_output_product(where: torch.device) -> bool | None:
     """Whether these products work there, as the LM head uses them, on numbers that are exact in fp32 and would not be
     in bf16. None where there are no numbers (under fake tensors). Waits for the device."""
-    a = (torch.arange(33 * 70).view(33, 70) % 127).to(torch.bfloat16)
-    b = (torch.arange(70 * 48).view(70, 48) % 7 - 2).to(torch.bfloat16)
+    a = (torch.arange(33 * 70, device="cpu").view(33, 70) % 127).to(torch.bfloat16)
+    b = (torch.arange(70 * 48, device="cpu").view(70, 48) % 7 - 2).to(torch.bfloat16)
     total = torch.empty(33, 48, dtype=torch.float32, device=where)
     if type(total) is not torch.Tensor:
         return None
@@ -290,6 +291,20 @@ def keeps_compiled(device: torch.device) -> bool:
     """Whether Triton compiles a kernel there by no more than dtypes, alignment to 16 bytes, integers and constants, so
     that what was compiled can be launched again without asking it. On AMD it looks at a storage's size, too."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+# How it is said where there is nothing but a RuntimeError: by Triton, and by torch_npu before it raised PyTorch's own
+# exception ("out of memory"); by CANN below an operator (error EL0004, status 207001); by PyTorch for the host.
+_OUT_OF_MEMORY = ("out of memory", "EL0004", "error code is 207001", "DefaultCPUAllocator")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or the one that it was raised from, says that there was no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def has_libdevice(device: torch.device) -> bool:

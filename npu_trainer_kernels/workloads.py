@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .ops._grpo_formula import GrpoTokens, token_losses
 
 __all__ = [
     "DTYPES",
@@ -41,6 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 EPS = 1e-6
 _TOKENS = ("N", "S", "BT", "B", "T")
 GRPO_BETA, GRPO_EPSILON = 0.04, 0.2
+_GRPO = ops.GrpoOptions(loss_type="bnpo", beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON)
 Tensors = Mapping[str, Tensor]
 Outputs = Tensor | tuple[Tensor, ...]
 Function = Callable[[Tensors], Outputs]
@@ -236,11 +238,10 @@ def _log_prob_eager(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 
 def grpo_terms(log_prob: Tensor, old: Tensor, ref: Tensor, advantages: Tensor) -> Tensor:
-    """Loss of each token: clipped policy gradient plus the KL penalty (TRL's formula, token level)."""
-    ratio = torch.exp(log_prob - old)
-    clipped = torch.clamp(ratio, 1 - GRPO_EPSILON, 1 + GRPO_EPSILON)
-    policy = -torch.min(ratio * advantages, clipped * advantages)
-    return policy + GRPO_BETA * (torch.exp(ref - log_prob) - (ref - log_prob) - 1)
+    """Loss of each token: clipped policy gradient plus the KL penalty."""
+    unread = log_prob.new_empty(0)  # what a loss of each token by itself does not ask for
+    tokens = GrpoTokens(advantages, unread, unread, old, ref, None, None, None, unread, unread)
+    return token_losses(log_prob, tokens, _GRPO)
 
 
 def _grpo_reference(t: Tensors) -> Outputs:
@@ -250,12 +251,10 @@ def _grpo_reference(t: Tensors) -> Outputs:
 
 
 def _grpo(backend: str | None) -> Function:
-    chosen = ops.GrpoOptions(loss_type="bnpo", beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON)
-
     def call(t: Tensors) -> Outputs:
         return ops.fused_linear_grpo_loss(
             t["x"], t["weight"], t["ids"], t["advantages"], completion_mask=t["mask"], old_log_prob=t["old"],
-            ref_log_prob=t["ref"], options=chosen, backend=backend,
+            ref_log_prob=t["ref"], options=_GRPO, backend=backend,
         ).loss  # fmt: skip
 
     return call

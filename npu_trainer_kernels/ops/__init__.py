@@ -1,10 +1,10 @@
 """The ops, as functions of tensors. See each one's docstring for formula, shapes, dtypes and errors."""
 
+from ._grpo_formula import GrpoOptions
 from .add_rms_norm import add_rms_norm, add_rms_norm_reference
 from .embedding import embedding, embedding_reference
 from .grpo_loss import (
     GrpoLossOutput,
-    GrpoOptions,
     fused_linear_grpo_loss,
     fused_linear_grpo_loss_reference,
     grpo_loss,

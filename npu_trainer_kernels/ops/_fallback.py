@@ -3,7 +3,8 @@
 A *step* does a piece of an op by the backend that its last argument names, and has a torch twin behind the same
 arguments. `falls_back` guards it: when a kernel cannot be compiled or launched (`KernelError`: nothing has been written
 then), or an operator of the vendor's fails, the ops that use it go on in torch for the rest of the process, with one
-warning, and `backends.explain` and the report give the reason. With `strict` the error is raised instead.
+warning, and `backends.explain` and the report give the reason. With `strict` the error is raised instead. Memory that
+has run out is no fault of a kernel's: that error is raised as it is, and the op keeps its backend.
 
 Under NPU_KERNELS_DEBUG=1 a step's result is looked at: `FloatingPointError` where it holds a NaN or an infinity and the
 torch twin's does not. That waits for the device and copies the arguments.
@@ -15,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from .. import backends
+from .. import backends, device
 from ._checks import debug
 from ._launch import KernelError
 
@@ -41,10 +42,8 @@ def falls_back(*ops: str) -> Callable[[Step], Step]:
             failure = RuntimeError if backend == "vendor" else KernelError
             try:
                 result = step(*args)
-            except torch.OutOfMemoryError:
-                raise
             except failure as error:
-                if backends.is_strict(backend):
+                if backends.is_strict(backend) or device.is_out_of_memory(error):
                     raise
                 backends.record_failure(ops, given[0].device, str(error))
                 return step(*given, "torch")

@@ -47,20 +47,21 @@ statistics are fp32 whatever the dtypes.
 Files
 -----
 _head_options       how logits are transformed and which statistics are wanted
+_head_objective     what forward may form the gradient of
 _head_statistics    one chunk of logits: its statistics
 _head_gradient      one chunk of logits: its gradient, in its place
 _head_fused         both at once, where one kernel can
 _head_chunks        walking over the chunks, and summing their gradients
-_head               what is differentiated: objectives, plans, the autograd functions
+_head_reference     the statistics by their definitions, which tests compare with
+_head               what is differentiated: plans, and the autograd functions
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,123 +70,31 @@ from .._opaque import opaque
 from ._head_chunks import Chunks, Gradients, Ids, Rows
 from ._head_fused import statistics_and_gradient
 from ._head_gradient import coefficients, gradient_in_place, gradient_of_logits
-from ._head_options import HeadOptions, transform
+from ._head_objective import LinearObjective, Objective, may_fuse, objective_gradient
+from ._head_options import HeadOptions
+from ._head_reference import logits_statistics_reference
 from ._head_statistics import HeadStatistics, Softmax, row_statistics
-from ._host import compute_dtype
+from ._host import compute_dtype, once_differentiable
 
-__all__ = [
-    "LinearObjective",
-    "LogProbObjective",
-    "Objective",
-    "head_statistics",
-    "head_statistics_reference",
-    "logits_statistics",
-    "logits_statistics_reference",
-]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reference
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def head_statistics_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    options: HeadOptions,
-    class_weights: torch.Tensor | None = None,
-) -> HeadStatistics:
-    """The statistics by their definitions, on full logits, in plain differentiable PyTorch."""
-    return logits_statistics_reference(torch.nn.functional.linear(x, weight, bias), ids, options, class_weights)
-
-
-def logits_statistics_reference(
-    logits: torch.Tensor, ids: torch.Tensor, options: HeadOptions, class_weights: torch.Tensor | None = None
-) -> HeadStatistics:
-    """The same, from logits `[n, V]`."""
-    z = transform(logits if logits.dtype == torch.float64 else logits.float(), options)
-    lse = torch.logsumexp(z, -1)
-    log_p = z - lse.unsqueeze(-1)
-    p = log_p.exp()
-    u = 1.0 / z.shape[-1] if class_weights is None else class_weights.to(z.dtype)
-    return HeadStatistics(
-        log_prob=log_p.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1),
-        lse=lse,
-        entropy=-(p * log_p).sum(-1) if options.entropy else None,
-        mean=(z * u).sum(-1) if options.mean else None,
-        log_sum_sq=torch.log((p * p).sum(-1)).detach() if options.log_sum_sq else None,
-        argmax=z.argmax(-1) if options.argmax else None,
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Objectives
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-# From a chunk's statistics, and which rows these are, to a scalar whose gradient is wanted.
-Objective = Callable[[HeadStatistics, slice], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class LinearObjective:
-    """sum_i factor_i log_prob_i: an objective whose gradient is known before the logits are. `make` gives the `[n]`
-    fp32 factors; asked once the first chunk of logits is on its way, so that the device need not wait."""
-
-    make: Callable[[], torch.Tensor]
-
-    @functools.cached_property
-    def factor(self) -> torch.Tensor:
-        return self.make()
-
-    def __call__(self, statistics: HeadStatistics, chunk: slice) -> torch.Tensor:
-        return (statistics.log_prob * self.factor[chunk]).sum()
-
-
-@dataclass(frozen=True)
-class LogProbObjective:
-    """An objective of the log-probabilities alone, `function(log_prob, chunk)`. A row's gradient is then that of its
-    log-probability times one number: one kernel may form it before the number is known. `gradient(log_prob, chunk,
-    backend)` gives the value and these numbers, where there is a shorter way than autograd."""
-
-    function: Callable[[torch.Tensor, slice], torch.Tensor]
-    gradient: Callable[[torch.Tensor, slice, str], tuple[torch.Tensor, torch.Tensor]] | None = None
-
-    def __call__(self, statistics: HeadStatistics, chunk: slice) -> torch.Tensor:
-        return self.function(statistics.log_prob, chunk)
-
-
-def _objective_gradient(
-    objective: Objective, statistics: HeadStatistics, chunk: slice, backend: str
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The objective of a chunk and its gradient with respect to log_prob, lse, entropy and mean."""
-    if isinstance(objective, LogProbObjective) and objective.gradient is not None:
-        value, d_log_prob = objective.gradient(statistics.log_prob, chunk, backend)
-        return value, (d_log_prob, None, None, None)
-    with torch.enable_grad():
-        leaves = [None if t is None else t.detach().requires_grad_() for t in statistics[:4]]
-        value = objective(HeadStatistics._make([*leaves, *statistics[4:]]), chunk)
-    given = [t for t in leaves if t is not None]
-    found = iter(torch.autograd.grad(value, given, allow_unused=True))
-    return value.detach(), tuple(None if t is None else next(found) for t in leaves)
-
-
-def _fuses(objective: Objective | None, bias: torch.Tensor | None, dtype: torch.dtype, options: HeadOptions,
-           backend: str) -> bool:  # fmt: skip
-    """Whether statistics and gradient may come from one kernel."""
-    if options.mean or options.log_sum_sq or options.argmax or backend == "torch":
-        return False
-    if isinstance(objective, LogProbObjective):
-        # The number of a row multiplies x, and might leave fp16's range there.
-        return bias is None and dtype != torch.float16
-    return isinstance(objective, LinearObjective)
+__all__ = ["head_statistics", "logits_statistics"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Autograd
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call of the engine is given besides tensors."""
+
+    options: HeadOptions
+    objective: Objective | None
+    backend: str
+    chunk_rows: int | Sequence[int] | None
+    dtype: torch.dtype
+    on_mismatch: Callable[[float], None] | None
+    low_memory: bool
 
 
 @dataclass
@@ -203,6 +112,100 @@ class _Plan:
     row_by_row: bool
 
 
+class _Formed(NamedTuple):
+    """What forward has formed.
+
+    Attributes:
+        total: the objective, where there is one.
+        statistics: of all rows.
+        plan: None where there are no gradients in forward.
+        softmax: of all rows, for a backward that forms the logits a second time.
+        ids, rows: as tensors.
+    """
+
+    total: torch.Tensor | None
+    statistics: HeadStatistics
+    plan: _Plan | None
+    softmax: tuple[torch.Tensor | None, ...]
+    ids: torch.Tensor
+    rows: torch.Tensor | None
+
+
+def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids, rows: Rows,
+          class_weights: torch.Tensor | None, call: _Call, needs: tuple[bool, ...]) -> _Formed:  # fmt: skip
+    """Forward; `needs`: whether x, weight and bias will be asked for a gradient."""
+    objective, frozen = call.objective, needs == (True, False, False) and call.objective is None
+    forms = any(needs) and (objective is not None or frozen)
+    tile = None
+    fused = forms and may_fuse(objective, bias, call.dtype, call.options, call.backend)
+    if fused and call.backend != "vendor":
+        tile = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
+        fused = tile is not None
+    borrow = tile is not None and needs[1] and not call.low_memory
+    chunks = Chunks(x, weight, bias, ids, rows, call.dtype, call.backend, call.chunk_rows, forms and needs[1], borrow)
+    uniform = 1.0 / weight.shape[0] if class_weights is None else None
+    total: torch.Tensor | None = None
+    collected: list[HeadStatistics] = []
+    softmaxes: list[Softmax] = []
+    d_rows: list[tuple[torch.Tensor | None, ...]] = []
+    grads = Gradients.empty(x, weight, bias, chunks, needs, call.low_memory) if forms else None
+    for chunk, x_chunk, ids_chunk, blocks in chunks.walk(None if grads is None else grads.total):
+        logits, second = blocks[0], blocks[1] if len(blocks) > 1 else None
+        if fused and objective is not None and grads is not None:
+            known = objective.factor[chunk] if isinstance(objective, LinearObjective) else None
+            ones = torch.ones(ids_chunk.shape, dtype=torch.float32, device=x.device) if known is None else known
+            statistics, softmax = statistics_and_gradient(
+                logits, second, ids_chunk, ones, call.options, tile, call.backend
+            )
+            collected.append(statistics)
+            softmaxes.append(softmax)
+            late = None
+            if known is None:
+                value, (late, *_) = objective_gradient(objective, statistics, chunk, call.backend)
+                total = _add(total, value)
+            d_rows.append((late if known is None else known, None, None, None))
+            grads.add(blocks, x_chunk, chunks.weight, chunk, chunks.rows, needs[1], late)
+            continue
+        statistics, softmax = row_statistics(logits, ids_chunk, class_weights, call.options, call.backend)
+        collected.append(statistics)
+        softmaxes.append(softmax)
+        d: tuple[torch.Tensor | None, ...] = (torch.ones_like(statistics.lse), None, None, None)
+        if objective is not None and forms:
+            value, d = objective_gradient(objective, statistics, chunk, call.backend)
+            total = _add(total, value)
+        elif objective is not None:
+            total = _add(total, objective(statistics, chunk))
+        if grads is not None:
+            d_rows.append(d)
+            k = coefficients(d, statistics.lse, uniform)
+            gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend)
+            grads.add(blocks, x_chunk, chunks.weight, chunk, chunks.rows, needs[1])
+    merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, x.device)))
+    if fused and isinstance(objective, LinearObjective):
+        total = objective(merged, slice(None))
+    if objective is not None and total is None:
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+    plan = None
+    if grads is not None:
+        plan = _Plan(grads.cast(weight, bias), _concatenated(d_rows, (None,) * 4), frozen)
+    return _Formed(total, merged, plan, _concatenated(softmaxes, (None,) * 3), chunks.ids, chunks.rows)
+
+
+class _Saved(NamedTuple):
+    """What backward reads. It is read at most once: a checkpoint forms it anew at the first reading and refuses a
+    second one, and a hook that keeps it elsewhere brings it back at each."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    ids: torch.Tensor
+    rows: torch.Tensor | None
+    class_weights: torch.Tensor | None
+    row_max: torch.Tensor | None
+    inverse_s: torch.Tensor | None
+    shift: torch.Tensor | None
+
+
 class _Head(torch.autograd.Function):
     """(x, weight, bias) -> (objective, *statistics). Everything differentiable comes back to backward as gradients of
     these outputs; see the modes in the module's docstring."""
@@ -211,99 +214,39 @@ class _Head(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids, rows: Rows,
                 class_weights: torch.Tensor | None, call: _Call) -> tuple[Any, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        needs = tuple(ctx.needs_input_grad[:3])
-        objective, frozen = call.objective, needs == (True, False, False) and call.objective is None
-        forms = any(needs) and (objective is not None or frozen)
-        tile = None
-        fused = forms and _fuses(objective, bias, call.dtype, call.options, call.backend)
-        if fused and call.backend != "vendor":
-            tile = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
-            fused = tile is not None
-        borrow = tile is not None and needs[1] and not call.low_memory
-        chunks = Chunks(
-            x, weight, bias, ids, rows, call.dtype, call.backend, call.chunk_rows, forms and needs[1], borrow
-        )
-        uniform = 1.0 / weight.shape[0] if class_weights is None else None
-        total: torch.Tensor | None = None
-        collected: list[HeadStatistics] = []
-        softmaxes: list[Softmax] = []
-        d_rows: list[tuple[torch.Tensor | None, ...]] = []
-        grads = Gradients.empty(x, weight, bias, chunks, needs, call.low_memory) if forms else None
-        for chunk, x_chunk, ids_chunk, blocks in chunks.walk(None if grads is None else grads.total):
-            logits, second = blocks[0], blocks[1] if len(blocks) > 1 else None
-            if fused and objective is not None and grads is not None:
-                known = objective.factor[chunk] if isinstance(objective, LinearObjective) else None
-                ones = torch.ones(ids_chunk.shape, dtype=torch.float32, device=x.device) if known is None else known
-                statistics, softmax = statistics_and_gradient(
-                    logits, second, ids_chunk, ones, call.options, tile, call.backend
-                )
-                collected.append(statistics)
-                softmaxes.append(softmax)
-                late = None
-                if known is None:
-                    value, (late, *_) = _objective_gradient(objective, statistics, chunk, call.backend)
-                    total = _add(total, value)
-                d_rows.append((late if known is None else known, None, None, None))
-                grads.add(blocks, x_chunk, chunks.weight, chunk, chunks.rows, needs[1], late)
-                continue
-            statistics, softmax = row_statistics(logits, ids_chunk, class_weights, call.options, call.backend)
-            collected.append(statistics)
-            softmaxes.append(softmax)
-            d: tuple[torch.Tensor | None, ...] = (torch.ones_like(statistics.lse), None, None, None)
-            if objective is not None and forms:
-                value, d = _objective_gradient(objective, statistics, chunk, call.backend)
-                total = _add(total, value)
-            elif objective is not None:
-                total = _add(total, objective(statistics, chunk))
-            if grads is not None:
-                d_rows.append(d)
-                k = coefficients(d, statistics.lse, uniform)
-                gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend)
-                grads.add(blocks, x_chunk, chunks.weight, chunk, chunks.rows, needs[1])
-        merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, x.device)))
-        if fused and isinstance(objective, LinearObjective):
-            total = objective(merged, slice(None))
-        if objective is not None and total is None:
-            total = torch.zeros((), dtype=torch.float32, device=x.device)
+        formed = _form(x, weight, bias, ids, rows, class_weights, call, tuple(ctx.needs_input_grad[:3]))
         # Backward needs no objective, and what it has closed over may be large.
-        ctx.call, ctx.plan, ctx.weight_shape = replace(call, objective=None), None, weight.shape
-        if grads is not None:
-            ctx.plan = _Plan(grads.cast(weight, bias), _concatenated(d_rows, (None,) * 4), frozen)
-        softmax_fields = _concatenated(softmaxes, (None,) * 3)
-        ctx.save_for_backward(x, weight, bias, chunks.ids, chunks.rows, class_weights, *softmax_fields)
-        ctx.mark_non_differentiable(*(t for t in merged[4:] if t is not None))
-        return (total, *merged)
+        ctx.call, ctx.plan, ctx.weight_shape = replace(call, objective=None), formed.plan, weight.shape
+        ctx.save_for_backward(*_Saved(x, weight, bias, formed.ids, formed.rows, class_weights, *formed.softmax))
+        ctx.mark_non_differentiable(*(t for t in formed.statistics[4:] if t is not None))
+        return (formed.total, *formed.statistics)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_total: torch.Tensor | None, *d_statistics: torch.Tensor | None) -> tuple[Any, ...]:
-        d_rows = [None if d is None else d.float() for d in d_statistics[:4]]
-        # Autograd may keep what is returned as `.grad`, so the plan is handed over, not kept for a second backward.
-        plan, ctx.plan = ctx.plan, None
-        grads = None
-        if plan is not None:
-            # What a second backward of the objective will need.
-            ctx.d_planned = plan.d_rows
-            grads = _from_plan(ctx, plan, d_total, d_rows)
-        if grads is None:
-            if d_total is not None:
-                d_rows = [
-                    _add(u, None if v is None else v * d_total) for u, v in zip(d_rows, ctx.d_planned, strict=True)
-                ]
-            grads = _recomputed(ctx, d_rows)
+        grads = _backward(ctx, d_total, [None if d is None else d.float() for d in d_statistics[:4]])
         return (grads.x, grads.weight, grads.bias, *(None,) * 4)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What a call of the engine is given besides tensors."""
-
-    options: HeadOptions
-    objective: Objective | None
-    backend: str
-    chunk_rows: int | Sequence[int] | None
-    dtype: torch.dtype
-    on_mismatch: Callable[[float], None] | None
-    low_memory: bool
+def _backward(ctx: Any, d_total: torch.Tensor | None, d_rows: list[torch.Tensor | None]) -> Gradients:
+    # Autograd may keep what is returned as `.grad`, so the plan is handed over, not kept for a second backward.
+    plan, ctx.plan = ctx.plan, None
+    if plan is not None:
+        # What a second backward of the objective will need.
+        ctx.d_planned = plan.d_rows
+    of_rows = any(d is not None for d in d_rows)
+    if plan is not None and d_total is not None and not of_rows:
+        return plan.gradients.scaled(d_total, ctx.call.backend)
+    saved = _Saved(*ctx.saved_tensors)
+    if plan is not None and d_total is None and of_rows:
+        grads = _from_plan(ctx, saved, plan, d_rows)
+        if grads is not None:
+            return grads
+    # A plan that is no help makes room for what takes its place.
+    plan = None
+    if d_total is not None:
+        d_rows = [_add(u, None if v is None else v * d_total) for u, v in zip(d_rows, ctx.d_planned, strict=True)]
+    return _recomputed(ctx, saved, d_rows)
 
 
 # A row's gradient is the plan's when they differ by less than this part of the largest gradient: fp32 rounding of two
@@ -311,36 +254,30 @@ class _Call:
 _PLAN_TOLERANCE = 1e-5
 
 
-def _from_plan(
-    ctx: Any, plan: _Plan, d_total: torch.Tensor | None, d_rows: list[torch.Tensor | None]
-) -> Gradients | None:
-    """The gradients by the plan, or None where it is no help."""
-    grads = plan.gradients
-    if all(d is None for d in d_rows):
-        return None if d_total is None else grads.scaled(d_total, ctx.call.backend)
-    if d_total is not None:
-        return None
-    if ctx.saved_tensors[3].shape[0] == 0:
+def _from_plan(ctx: Any, saved: _Saved, plan: _Plan, d_rows: list[torch.Tensor | None]) -> Gradients | None:
+    """The gradients by the plan for what arrives for the statistics, or None where it is no help."""
+    grads, call = plan.gradients, ctx.call
+    if saved.ids.shape[0] == 0:
         return grads
     if plan.row_by_row:
         if d_rows[0] is None or any(d is not None for d in d_rows[1:]):
             return None
-        rows = ctx.saved_tensors[4]
         factor = d_rows[0]
-        if rows is not None and grads.x is not None:
-            factor = factor.new_zeros(grads.x.shape[0]).index_copy_(0, rows, factor)
-        return grads.scaled(factor.unsqueeze(-1), ctx.call.backend)
+        if saved.rows is not None and grads.x is not None:
+            factor = factor.new_zeros(grads.x.shape[0]).index_copy_(0, saved.rows, factor)
+        return grads.scaled(factor.unsqueeze(-1), call.backend)
     scale, wrong = _compare(plan.d_rows, d_rows)
     if wrong.numel():
-        share = wrong.numel() / ctx.saved_tensors[3].shape[0]
-        if ctx.call.on_mismatch is not None:
-            ctx.call.on_mismatch(share)
+        share = wrong.numel() / saved.ids.shape[0]
+        # A gradient that is not finite, as of a step that overflowed, is no row's plan, and no reason to plan no more.
+        if call.on_mismatch is not None and all(bool(d.isfinite().all()) for d in d_rows if d is not None):
+            call.on_mismatch(share)
         if share > 0.5:
             return None
-    grads = grads.scaled(scale, ctx.call.backend)
+    grads = grads.scaled(scale, call.backend)
     if wrong.numel():
         rest = [_subtract(d, None if p is None else p * scale) for d, p in zip(d_rows, plan.d_rows, strict=True)]
-        grads = grads.plus(_recomputed(ctx, rest, wrong))
+        grads = grads.plus(_recomputed(ctx, saved, rest, wrong))
     return grads
 
 
@@ -364,7 +301,7 @@ def _compare(
 
 def _empty_statistics(options: HeadOptions, where: torch.device) -> HeadStatistics:
     def empty(wanted: bool) -> Any:
-        return torch.empty(0, device=where) if wanted else None
+        return torch.empty(0, dtype=torch.float32, device=where) if wanted else None
 
     fields = [empty(wanted) for wanted in (True, True, options.entropy, options.mean, options.log_sum_sq)]
     return HeadStatistics._make([*fields, torch.empty(0, dtype=torch.int64, device=where) if options.argmax else None])
@@ -379,10 +316,12 @@ def _concatenated(
     return tuple(None if field[0] is None else torch.cat(field) for field in zip(*chunks, strict=True))
 
 
-def _recomputed(ctx: Any, d_rows: Sequence[torch.Tensor | None], select: torch.Tensor | None = None) -> Gradients:
+def _recomputed(
+    ctx: Any, saved: _Saved, d_rows: Sequence[torch.Tensor | None], select: torch.Tensor | None = None
+) -> Gradients:
     """Gradients from the real upstream gradients: the logits are formed once more, chunk by chunk; of all rows, or of
     those that `select` names."""
-    x, weight, bias, ids, rows, class_weights, *softmax_fields = ctx.saved_tensors
+    x, weight, bias, ids, rows, class_weights, *softmax_fields = saved
     call, needs = ctx.call, tuple(ctx.needs_input_grad[:3])
     if weight.shape != ctx.weight_shape or (weight.numel() and not weight.untyped_storage().nbytes()):
         raise RuntimeError(
@@ -459,8 +398,20 @@ def head_statistics(
     # The products run in this dtype and everything else in fp32: autocast has no further say.
     with contextlib.nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
         call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch, low_memory)
-        total, *statistics = _Head.apply(x, weight, bias, ids, rows, class_weights, call)
-    return total, HeadStatistics(*statistics)
+        if _records(x, weight, bias):
+            total, *statistics = _Head.apply(x, weight, bias, ids, rows, class_weights, call)
+            return total, HeadStatistics._make(statistics)
+        with torch.no_grad():
+            formed = _form(x, weight, bias, ids, rows, class_weights, call, (False,) * 3)
+        return formed.total, formed.statistics
+
+
+def _records(*inputs: torch.Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of any of these. Inside an autograd function it cannot be told:
+    `needs_input_grad` is true for a parameter under `no_grad`, too."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return any(t is not None and t.requires_grad for t in inputs)
 
 
 class _LogitsStatistics(torch.autograd.Function):
@@ -477,6 +428,7 @@ class _LogitsStatistics(torch.autograd.Function):
         return tuple(statistics)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *d_statistics: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, ids, unused, *softmax_fields = ctx.saved_tensors
         softmax = Softmax._make(softmax_fields)

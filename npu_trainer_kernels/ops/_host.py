@@ -14,12 +14,16 @@ __all__ = ["autocasts", "compute_dtype", "contiguous_like", "once_differentiable
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's, which enters `torch.no_grad()` even in a backward that records nothing."""
+    """As torch's, with two differences: that enters `torch.no_grad()` even in a backward that records nothing; and it
+    lets a second derivative pass as zero where no gradient that arrives requires one itself, as that of a loss does
+    not, although what backward has saved does."""
     guarded = _once_differentiable(backward)
 
     @functools.wraps(backward)
-    def wrapper(ctx: Any, *grads: Any) -> Any:
-        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+    def wrapper(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        return guarded(ctx, *(None if g is None else g.detach().requires_grad_() for g in grads))
 
     return wrapper
 

@@ -63,6 +63,11 @@ def _run_on_current(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], c
         else:
             kernel[grid](*args, **constexprs)
     except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        if device.is_out_of_memory(error):
+            # No fault of the kernel's. Triton has no type for it; who makes do with less knows PyTorch's.
+            raise torch.OutOfMemoryError(_describe(kernel, grid, args, constexprs, error)) from error
         # Compilers and drivers raise types of their own, and many: they become one that callers can name.
         raise KernelError(_describe(kernel, grid, args, constexprs, error)) from error
 

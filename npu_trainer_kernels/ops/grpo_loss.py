@@ -26,7 +26,7 @@ with e the entropy mask, H the entropy, and the weight of an unmasked token by l
 These are the definitions of TRL's `GRPOTrainer._compute_loss`, against which they are tested option by option. Given
 the statistics of `ops/_head.py` all of it is arithmetic on `[n]` numbers; the gradient with respect to log-probability
 and entropy comes from autograd on those numbers, and the kernels do the rest. One kernel does that arithmetic for the
-token-level losses that depend on nothing else (`_token_kernel`), in place of some fifty of PyTorch's a chunk.
+token-level losses that depend on nothing else (`_grpo_formula`), in place of some fifty of PyTorch's a chunk.
 
 A token's gradient depends on the log-probabilities of other tokens only through the sequence-level ratio. So it is
 formed in forward (mode planned) for every token-level loss, for sequence-level losses on-policy (`planned` below), and
@@ -36,299 +36,39 @@ off-policy for those whose completions fit a chunk each.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import backends, device, tiling
 from .._opaque import opaque
-from .._triton import jit, tl
-from ._checks import check_choice, check_float, check_head, check_ids, check_range, check_same_device, is_number
-from ._fallback import falls_back
-from ._head import (
-    LogProbObjective,
-    Objective,
-    head_statistics,
-    head_statistics_reference,
-    logits_statistics,
-    logits_statistics_reference,
+from ._checks import check_float, check_head, check_ids, check_range, check_same_device, is_number
+from ._grpo_formula import (
+    CLIPPED,
+    GrpoOptions,
+    GrpoTokens,
+    batch_tokens,
+    grpo_objective,
+    grpo_terms,
+    token_gradient,
 )
+from ._head import head_statistics, logits_statistics
+from ._head_objective import LogProbObjective, Objective
 from ._head_options import HeadOptions
+from ._head_reference import head_statistics_reference, logits_statistics_reference
 from ._head_statistics import HeadStatistics
-from ._launch import launch
 
 __all__ = [
     "GrpoLossOutput",
-    "GrpoOptions",
     "GrpoPlan",
-    "GrpoTokens",
     "fused_linear_grpo_loss",
     "fused_linear_grpo_loss_reference",
     "grpo_loss",
     "grpo_loss_reference",
     "planned",
-    "token_weight",
 ]
-
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
-LEVELS = ("token", "sequence")
-_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-
-
-@dataclass(frozen=True)
-class GrpoOptions:
-    """The numbers of the formula in the module's docstring. Raises `ValueError` for values outside their range."""
-
-    loss_type: str = "dapo"
-    importance_level: str = "token"
-    epsilon_low: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    beta: float = 0.0
-    bias_corrected_kl: bool = False
-    entropy_coef: float = 0.0
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-
-    def __post_init__(self) -> None:
-        check_choice("loss_type", self.loss_type, LOSS_TYPES)
-        check_choice("importance_level", self.importance_level, LEVELS)
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if not isinstance(field.default, str | bool) and not (
-                is_number(value) or (value is None and field.default is None)
-            ):
-                raise ValueError(f"{name} must be a finite number; got {value!r}")
-            if name.startswith("sapo_temperature") and not value > 0:
-                raise ValueError(f"{name} must be positive; got {value!r}")
-            if name in ("epsilon_low", "epsilon_high", "delta") and value is not None and not value >= 0:
-                raise ValueError(f"{name} must not be negative; got {value!r}")
-        if self.delta is not None and self.loss_type not in _CLIPPED:
-            raise ValueError(f"delta={self.delta!r} has no effect with loss_type={self.loss_type!r}; leave it None")
-        if self.bias_corrected_kl and self.beta == 0.0:
-            raise ValueError("bias_corrected_kl=True has no effect with beta=0.0")
-
-    @property
-    def upper(self) -> float:
-        """epsilon_high, which is epsilon_low unless given."""
-        return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
-
-
-@dataclass(frozen=True)
-class GrpoTokens:
-    """What the loss needs to know of each of the n scored tokens, in the order of the head's rows; `[n]` fp32 tensors.
-
-    Attributes:
-        advantage: A.
-        weight: of the token in the loss; 0 for a token that is scored but not trained on.
-        counted: 1 for tokens that count towards their completion's ratio, else 0.
-        old: l', or None when on-policy.
-        reference: l'', or None with beta = 0.
-        policy_weight: q e, or None for ones.
-        log_sampler_ratio: log q, for vespo; None for zeros.
-        entropy_weight: of the token in the entropy's mean, or None without a bonus.
-        sequence: int64, which completion the token belongs to.
-        lengths: `[B]`, the counted tokens of each completion (at least 1).
-    """
-
-    advantage: torch.Tensor
-    weight: torch.Tensor
-    counted: torch.Tensor
-    old: torch.Tensor | None
-    reference: torch.Tensor | None
-    policy_weight: torch.Tensor | None
-    log_sampler_ratio: torch.Tensor | None
-    entropy_weight: torch.Tensor | None
-    sequence: torch.Tensor
-    lengths: torch.Tensor
-
-    def __len__(self) -> int:
-        return self.advantage.shape[0]
-
-    def of(self, chunk: slice) -> GrpoTokens:
-        """The tokens of one chunk."""
-        cut = {
-            f.name: value[chunk]
-            for f in fields(self)
-            if f.name != "lengths" and (value := getattr(self, f.name)) is not None
-        }
-        return replace(self, **cut)
-
-    def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of counted values over each token's completion, given to each token."""
-        sums = values.new_zeros(self.lengths.shape).index_add(0, self.sequence, values * self.counted)
-        return sums[self.sequence]
-
-
-class _Terms(NamedTuple):
-    policy: torch.Tensor
-    kl: torch.Tensor | None
-    ratio: torch.Tensor
-
-
-def _terms(log_prob: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions) -> _Terms:
-    """policy, kl and r of the module's docstring, per token."""
-    advantage = tokens.advantage
-    log_ratio = log_prob - (log_prob.detach() if tokens.old is None else tokens.old)
-    log_weight = log_ratio
-    if o.importance_level == "sequence":
-        log_weight = tokens.per_sequence(log_ratio) / tokens.lengths[tokens.sequence]
-    ratio = log_weight.exp()
-    kl = None
-    if tokens.reference is not None:
-        gap = tokens.reference - log_prob
-        kl = gap.exp() - gap - 1
-        kl = kl * ratio if o.bias_corrected_kl else kl
-    if o.loss_type == "cispo":
-        policy = -ratio.clamp(max=o.upper).detach() * advantage * log_prob
-    elif o.loss_type == "sapo":
-        tau = torch.where(advantage > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
-        policy = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
-    elif o.loss_type == "vespo":
-        policy = -_phi(log_ratio.detach(), tokens, o) * advantage * log_prob
-    else:
-        clipped = ratio.clamp(1 - o.epsilon_low, 1 + o.upper)
-        ratio = ratio if o.delta is None else ratio.clamp(max=o.delta)
-        policy = -torch.min(ratio * advantage, clipped * advantage)
-    return _Terms(policy, kl, ratio)
-
-
-def _phi(log_ratio: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions) -> torch.Tensor:
-    lowest = math.log(1e-8)
-    log_w = tokens.per_sequence(log_ratio.clamp(-20.0, 20.0))
-    if tokens.log_sampler_ratio is not None:
-        log_w = log_w + tokens.log_sampler_ratio
-    log_w = log_w.clamp(lowest, 20.0)
-    up = tokens.advantage >= 0
-    k = torch.where(up, o.vespo_k_pos, o.vespo_k_neg)
-    lam = torch.where(up, o.vespo_lambda_pos, o.vespo_lambda_neg).clamp(min=1e-4)
-    return (lam + k * log_w - lam * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def grpo_objective(
-    log_prob: torch.Tensor, entropy: torch.Tensor | None, tokens: GrpoTokens, o: GrpoOptions
-) -> torch.Tensor:
-    """The part of the loss that these tokens contribute."""
-    terms = _terms(log_prob, tokens, o)
-    policy = terms.policy if tokens.policy_weight is None else terms.policy * tokens.policy_weight
-    per_token = policy if terms.kl is None else policy + o.beta * terms.kl
-    loss = (per_token * tokens.weight).sum()
-    if tokens.entropy_weight is not None and entropy is not None:
-        loss = loss - o.entropy_coef * (entropy * tokens.entropy_weight).sum()
-    return loss
-
-
-@jit(lengths=("n",))
-def _token_kernel(
-    log_prob,  # [n] fp32, as are all the others
-    old,  # where HAS_OLD
-    reference,  # where HAS_REFERENCE
-    advantage,
-    weight,
-    policy_weight,  # where HAS_POLICY_WEIGHT
-    loss,  # written: the token's share of the loss
-    factor,  # written: its derivative
-    n,
-    low,
-    high,
-    delta,
-    beta,
-    tau_up,
-    tau_down,
-    FORM: tl.constexpr,  # 0: clipped, 1: cispo, 2: sapo
-    HAS_OLD: tl.constexpr,
-    HAS_REFERENCE: tl.constexpr,
-    HAS_POLICY_WEIGHT: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    CORRECTED: tl.constexpr,  # the KL is multiplied by the ratio
-    BLOCK: tl.constexpr,
-):
-    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        mask = at < n
-        lp = tl.load(log_prob + at, mask=mask, other=0.0)
-        a = tl.load(advantage + at, mask=mask, other=0.0)
-        w = tl.load(weight + at, mask=mask, other=0.0)
-        r = tl.full([BLOCK], 1.0, tl.float32)
-        if HAS_OLD:
-            r = tl.exp(lp - tl.load(old + at, mask=mask, other=0.0))
-        if FORM == 1:
-            d = -tl.where(r > high, high, r) * a
-            policy = d * lp
-        elif FORM == 2:
-            tau = tl.where(a > 0, tau_up, tau_down)
-            sigmoid = tl.sigmoid(tau * (r - 1.0))
-            policy = -sigmoid * 4.0 / tau * a
-            d = -4.0 * a * sigmoid * (1.0 - sigmoid) * r
-        else:
-            clipped = tl.where(r > high, high, tl.where(r < low, low, r))
-            bounded = r
-            passes = tl.full([BLOCK], 1.0, tl.float32)
-            if HAS_DELTA:
-                bounded = tl.where(r > delta, delta, r)
-                passes = (r <= delta).to(tl.float32)
-            passes_clip = ((r >= low) & (r <= high)).to(tl.float32)
-            u = bounded * a
-            v = clipped * a
-            policy = -tl.where(v < u, v, u)
-            # Where both are equal, both pass or a is 0.
-            d = -a * r * tl.where(v < u, passes_clip, passes)
-        if HAS_POLICY_WEIGHT:
-            q = tl.load(policy_weight + at, mask=mask, other=0.0)
-            policy *= q
-            d *= q
-        if HAS_REFERENCE:
-            gap = tl.load(reference + at, mask=mask, other=0.0) - lp
-            e = tl.exp(gap)
-            kl = e - gap - 1.0
-            d_kl = 1.0 - e
-            if CORRECTED:
-                kl *= r
-                d_kl = d_kl * r + kl
-            policy += beta * kl
-            d += beta * d_kl
-        tl.store(loss + at, policy * w, mask=mask)
-        tl.store(factor + at, d * w, mask=mask)
-
-
-_FORMS = {**dict.fromkeys(_CLIPPED, 0), "cispo": 1, "sapo": 2}
-
-
-@falls_back("grpo_loss")
-def _token_gradient(
-    log_prob: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions, backend: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(The part of a token-level loss that these tokens contribute, its gradient with respect to log_prob)."""
-    if backend not in ("torch", "vendor") and o.loss_type in _FORMS and o.importance_level == "token" and len(tokens):
-        n = len(tokens)
-        # Both rows aligned to 16 bytes, whatever n is: Triton would compile another kernel for others.
-        out = torch.empty(2, -(-n // 4) * 4, dtype=torch.float32, device=log_prob.device)[:, :n]
-        given = [log_prob, tokens.old, tokens.reference, tokens.advantage, tokens.weight, tokens.policy_weight]
-        spec = device.spec(log_prob.device)
-        tile = tiling.token_block(spec)
-        launch(
-            _token_kernel, (tiling.programs(-(-n // tile.size), spec),),
-            *(log_prob if t is None else t.contiguous() for t in given), out[0], out[1],
-            n, *map(float, (
-                1 - o.epsilon_low, o.upper if o.loss_type == "cispo" else 1 + o.upper, o.delta or 0.0, o.beta,
-                o.sapo_temperature_pos, o.sapo_temperature_neg,
-            )),
-            FORM=_FORMS[o.loss_type], HAS_OLD=tokens.old is not None, HAS_REFERENCE=tokens.reference is not None,
-            HAS_POLICY_WEIGHT=tokens.policy_weight is not None, HAS_DELTA=o.delta is not None,
-            CORRECTED=o.bias_corrected_kl, BLOCK=tile.size, **tile.options,
-        )  # fmt: skip
-        return out[0].sum(), out[1]
-    with torch.enable_grad():
-        leaf = log_prob.detach().requires_grad_()
-        value = grpo_objective(leaf, None, tokens, o)
-    return value.detach(), torch.autograd.grad(value, leaf)[0]
 
 
 class GrpoPlan(NamedTuple):
@@ -352,7 +92,7 @@ def _as_objective(batch: Callable[[], tuple[GrpoTokens, GrpoOptions]], bonus: bo
 
     def gradient(log_prob: torch.Tensor, chunk: slice, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, o = batch()
-        return _token_gradient(log_prob, tokens.of(chunk), o, backend)
+        return token_gradient(log_prob, tokens.of(chunk), o, backend)
 
     if bonus:
         return lambda s, chunk: value(s.log_prob, s.entropy, chunk)
@@ -450,7 +190,9 @@ def _mask_like(name: str, mask: torch.Tensor | None, ids: torch.Tensor) -> torch
     return mask != 0
 
 
-def _rows_like(name: str, value: torch.Tensor | None, ids: torch.Tensor, allow_per_sequence: bool = False) -> Any:
+def _rows_like(
+    name: str, value: torch.Tensor | None, ids: torch.Tensor, allow_per_sequence: bool = False
+) -> torch.Tensor | None:
     if value is None:
         return None
     check_float(name, value)
@@ -459,8 +201,7 @@ def _rows_like(name: str, value: torch.Tensor | None, ids: torch.Tensor, allow_p
         raise ValueError(
             f"{name} must have shape {' or '.join(str(list(s)) for s in allowed)}; got {list(value.shape)}"
         )
-    value = value.detach().float()
-    return (value.unsqueeze(1) if value.dim() == 1 else value).expand(ids.shape)
+    return value
 
 
 @dataclass(frozen=True)
@@ -470,7 +211,7 @@ class _Batch:
     keep: torch.Tensor  # [B, T] bool
     options: GrpoOptions
     on_policy: bool
-    make_tokens: Callable[[torch.Tensor, torch.Tensor], GrpoTokens]
+    given: dict[str, Any]  # the arguments of `batch_tokens`
 
     # What follows is worked out when first asked for: `rows` waits for the device, which then has nothing to do until
     # the first product.
@@ -481,13 +222,13 @@ class _Batch:
         return torch.nonzero(self.keep.reshape(-1)).squeeze(1)
 
     @functools.cached_property
-    def counts(self) -> torch.Tensor:
-        """`[B]`, the tokens of each completion that are scored."""
-        return self.keep.sum(1)
-
-    @functools.cached_property
     def tokens(self) -> GrpoTokens:
-        return self.make_tokens(self.rows, self.counts)
+        return batch_tokens(self.options, self.rows, self.keep.float(), **self.given)
+
+    def lengths(self) -> list[int]:
+        """The tokens of each completion that are scored."""
+        lengths: list[int] = self.keep.sum(1).tolist()
+        return lengths
 
 
 def _batch(
@@ -523,11 +264,12 @@ def _batch(
     if max_completion_length is not None and not (type(max_completion_length) is int and max_completion_length > 0):
         raise ValueError(f"max_completion_length must be a positive int; got {max_completion_length!r}")
     check_float("advantages", advantages)
-    advantage = _rows_like("advantages", advantages, ids, allow_per_sequence=True)
-    old = _rows_like("old_log_prob", old_log_prob, ids)
-    reference = _rows_like("ref_log_prob", ref_log_prob, ids)
-    ratio = _rows_like("importance_ratio", importance_ratio, ids, allow_per_sequence=True)
-    per_sequence = importance_ratio is not None and importance_ratio.shape != ids.shape
+    per_token = {
+        "advantages": _rows_like("advantages", advantages, ids, allow_per_sequence=True),
+        "old": _rows_like("old_log_prob", old_log_prob, ids),
+        "reference": _rows_like("ref_log_prob", ref_log_prob, ids),
+        "importance_ratio": _rows_like("importance_ratio", importance_ratio, ids, allow_per_sequence=True),
+    }
     masks = {"completion_mask": completion_mask, "tool_mask": tool_mask, "entropy_mask": entropy_mask}
     given = {name: _mask_like(name, mask, ids) for name, mask in masks.items()}
     check_same_device(
@@ -537,66 +279,10 @@ def _batch(
     keep = torch.ones_like(ids, dtype=torch.bool)
     for mask in (given["completion_mask"], given["tool_mask"]):
         keep = keep if mask is None else keep & mask
-    chosen = given["entropy_mask"]
-
-    def make_tokens(rows: torch.Tensor, counts: torch.Tensor) -> GrpoTokens:
-        def pick(t: torch.Tensor | None) -> torch.Tensor | None:
-            return None if t is None else t.reshape(-1)[rows]
-
-        lengths = counts.clamp(min=1).float()
-        total = counts.sum().clamp(min=1).float()
-        weight = token_weight(options.loss_type, lengths, total, max_completion_length, num_items)
-        policy_weight = ratio if options.loss_type != "vespo" else None
-        log_sampler = None
-        if ratio is not None and options.loss_type == "vespo":
-            log_q = ratio.log().clamp(math.log(1e-8), 20.0)
-            log_sampler = (log_q[:, :1] if per_sequence else (log_q * keep).sum(1, keepdim=True)).expand(ids.shape)
-        if chosen is not None:
-            policy_weight = chosen.float() if policy_weight is None else policy_weight * chosen
-        entropy_weight = None
-        if options.entropy_coef:
-            effective = keep if chosen is None else keep & chosen
-            entropy_weight = effective.float() / effective.sum().clamp(min=1)
-        sequence = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand(ids.shape)
-        kept_sequence = sequence.reshape(-1)[rows]
-        return GrpoTokens(
-            advantage=advantage.reshape(-1)[rows],
-            weight=weight[kept_sequence],
-            counted=torch.ones_like(kept_sequence, dtype=torch.float32),
-            old=pick(old),
-            reference=pick(reference),
-            policy_weight=pick(policy_weight),
-            log_sampler_ratio=pick(log_sampler),
-            entropy_weight=pick(entropy_weight),
-            sequence=kept_sequence,
-            lengths=lengths,
-        )
-
-    return _Batch(keep, options, old is None, make_tokens)
-
-
-def token_weight(
-    loss_type: str,
-    lengths: torch.Tensor,
-    total: torch.Tensor,
-    max_completion_length: int | None,
-    num_items: int | float | torch.Tensor | None,
-) -> torch.Tensor:
-    """The weight of an unmasked token of each completion, `[B]`, from the counted tokens of each and of all."""
-    batch = lengths.shape[0]
-    ones = torch.ones_like(lengths)
-    if loss_type in ("grpo", "sapo"):
-        return 1.0 / (batch * lengths)
-    if loss_type == "bnpo":
-        return ones / total
-    if loss_type == "dr_grpo":
-        assert max_completion_length is not None
-        return ones / (batch * max_completion_length)
-    if loss_type == "luspo":
-        return ones / batch
-    if isinstance(num_items, torch.Tensor):
-        return ones / num_items.detach().reshape(()).to(lengths.device, torch.float32).clamp(min=1.0)
-    return ones / (total if num_items is None else max(float(num_items), 1.0))
+    rest = {
+        "entropy_mask": given["entropy_mask"], "max_completion_length": max_completion_length, "num_items": num_items,
+    }  # fmt: skip
+    return _Batch(keep, options, old_log_prob is None, {**per_token, **rest})
 
 
 def _head_options(o: GrpoOptions, temperature: float, softcap: float | None, logit_scale: float, entropy: bool) -> Any:
@@ -605,10 +291,10 @@ def _head_options(o: GrpoOptions, temperature: float, softcap: float | None, log
 
 def _output(loss: torch.Tensor, s: HeadStatistics, batch: _Batch) -> GrpoLossOutput:
     with torch.no_grad():
-        terms = _terms(s.log_prob.detach(), batch.tokens, batch.options)
+        terms = grpo_terms(s.log_prob.detach(), batch.tokens, batch.options)
         o, advantage = batch.options, batch.tokens.advantage
         low = high = None
-        if o.loss_type in _CLIPPED:
+        if o.loss_type in CLIPPED:
             low = (terms.ratio < 1 - o.epsilon_low) & (advantage < 0)
             high = (terms.ratio > 1 + o.upper) & (advantage > 0)
         elif o.loss_type == "cispo":
@@ -693,7 +379,7 @@ def fused_linear_grpo_loss(
 
     check_range("ids", chosen, x.device, weight.shape[0])
     plan = planned(
-        lambda: batch.tokens, batch.options, batch.on_policy, lambda: batch.counts.tolist(), weight.shape[0],
+        lambda: batch.tokens, batch.options, batch.on_policy, batch.lengths, weight.shape[0],
         x.element_size(), x.device,
     )  # fmt: skip
     total, s = head_statistics(

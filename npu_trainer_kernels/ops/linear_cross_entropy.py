@@ -13,6 +13,7 @@ chunk's logits are live: three matrix products in all (`ops/_head.py`, mode plan
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,8 +30,10 @@ from ._checks import (
     has_values,
     is_number,
 )
-from ._head import LinearObjective, Objective, head_statistics
-from ._head_options import HeadOptions, transform
+from ._head import head_statistics
+from ._head_objective import LinearObjective, Objective
+from ._head_options import HeadOptions
+from ._head_reference import transformed_logits
 from ._head_statistics import HeadStatistics
 from ._host import compute_dtype
 
@@ -72,7 +75,7 @@ def linear_cross_entropy_reference(
     """The op in plain PyTorch, on full logits: what a model followed by `cross_entropy` computes."""
     logits = torch.nn.functional.linear(x, weight, bias).reshape(-1, weight.shape[0])
     flat = target.reshape(-1).long()
-    z = transform(logits if logits.dtype == torch.float64 else logits.float(), HeadOptions(1.0, softcap, logit_scale))
+    z = transformed_logits(logits, logit_scale=logit_scale, softcap=softcap)
     k = None if class_weights is None else class_weights.to(z.dtype)
     loss = torch.nn.functional.cross_entropy(
         z, flat, k, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
@@ -133,6 +136,111 @@ def _check_options(
     check_choices("outputs", outputs, OUTPUTS)
 
 
+@dataclass(frozen=True)
+class _Targets:
+    """The targets of a call, and which rows count.
+
+    What the properties say is worked out when first asked for: `rows` waits for the device, which then has nothing to
+    do until the first product, and so what can wait for that does.
+
+    Attributes:
+        flat: `[N]`, of all rows.
+        ignore_index: the target of rows that do not count.
+        given_rows: the rows that do, where the caller has them already.
+        class_weights: k `[V]`, or None.
+    """
+
+    flat: torch.Tensor
+    ignore_index: int
+    given_rows: torch.Tensor | None
+    class_weights: torch.Tensor | None
+
+    @functools.cached_property
+    def rows(self) -> torch.Tensor | None:
+        """Those that count; None: all."""
+        return valid_rows(self.flat, self.ignore_index) if self.given_rows is None else self.given_rows
+
+    @functools.cached_property
+    def ids(self) -> torch.Tensor:
+        """`[n]`, the targets of these rows."""
+        return self.flat if self.rows is None else self.flat.index_select(0, self.rows)
+
+    @functools.cached_property
+    def weights(self) -> torch.Tensor | None:
+        """k_y `[n]`, where there are class weights."""
+        return None if self.class_weights is None else self.class_weights[self.ids.long()]
+
+    def spread(self, values: torch.Tensor, fill: float) -> torch.Tensor:
+        """From the rows that count `[n]` to all `[N]`; `fill` for the others."""
+        if self.rows is None:
+            return values
+        return values.new_full(self.flat.shape, fill).index_copy(0, self.rows, values)
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """From statistics to the loss of the module's docstring.
+
+    Attributes:
+        targets: of the call.
+        reduction, num_items, label_smoothing, z_loss: its options.
+        vocab: V.
+        early: whether the objective is divided already; otherwise what comes of it is.
+    """
+
+    targets: _Targets
+    reduction: str
+    num_items: int | float | torch.Tensor | None
+    label_smoothing: float
+    z_loss: float
+    vocab: int
+    early: bool
+
+    def of_rows(self, s: HeadStatistics, chunk: slice) -> torch.Tensor:
+        """loss_i of the rows of a chunk."""
+        k, k_id = self.targets.class_weights, self.targets.weights
+        loss = -s.log_prob if k_id is None else -s.log_prob * k_id[chunk]
+        if self.label_smoothing:
+            assert s.mean is not None
+            # The mean statistic is sum_j k_j z_j with class weights and the plain mean, 1/V sum_j z_j, without.
+            mean = s.mean if k is None else s.mean / self.vocab
+            k_mean = 1.0 if k is None else k.mean()
+            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * (k_mean * s.lse - mean)
+        return loss + self.z_loss * s.lse * s.lse if self.z_loss else loss
+
+    @functools.cached_property
+    def scale(self) -> torch.Tensor | float | None:
+        """What a mean multiplies the sum by; None where it is no mean."""
+        return 1.0 / self._denominator() if self.reduction == "mean" else None
+
+    def _denominator(self) -> torch.Tensor | float:
+        ids, k_id, num_items = self.targets.ids, self.targets.weights, self.num_items
+        if isinstance(num_items, torch.Tensor):
+            return num_items.detach().reshape(()).to(ids.device, torch.float32)
+        if num_items is not None:
+            return float(num_items)
+        return float(max(1, ids.shape[0])) if k_id is None else k_id.sum().clamp(min=torch.finfo(torch.float32).tiny)
+
+    def scaled(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums if self.scale is None else sums * self.scale
+
+    def objective(self) -> Objective | None:
+        """For the engine; None where the gradient of each row is not known before backward."""
+        if self.reduction == "none":
+            return None
+        # With smoothing or a z-loss, the gradient is not one of log_prob alone.
+        return self._of_chunk if self.label_smoothing or self.z_loss else LinearObjective(self._factor)
+
+    def _of_chunk(self, s: HeadStatistics, chunk: slice) -> torch.Tensor:
+        total = self.of_rows(s, chunk).sum()
+        return self.scaled(total) if self.early else total
+
+    def _factor(self) -> torch.Tensor:
+        ids, k_id = self.targets.ids, self.targets.weights
+        factor = -(torch.ones(ids.shape, dtype=torch.float32, device=ids.device) if k_id is None else k_id)
+        return self.scaled(factor) if self.early else factor
+
+
 @opaque
 def fused_linear_cross_entropy(
     x: torch.Tensor,
@@ -191,99 +299,36 @@ def fused_linear_cross_entropy(
     _check_options(
         x, weight, ignore_index, reduction, num_items, label_smoothing, z_loss, class_weights, outputs, chunk_rows
     )
-    options = HeadOptions(softcap=softcap, logit_scale=logit_scale, mean=label_smoothing > 0, argmax=bool(outputs))
-
-    def uncovered() -> str | None:
-        return _vendor.uncovered_cross_entropy(
-            ids().shape[0], softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss,
-            outputs=outputs,
-        )  # fmt: skip
-
-    flat = target.reshape(-1)
-
-    # `valid_rows` waits for the device, which then has nothing to do until the first product: what can wait does.
-    @functools.cache
-    def kept() -> torch.Tensor | None:
-        return valid_rows(flat, ignore_index) if rows is None else rows
-
-    @functools.cache
-    def ids() -> torch.Tensor:
-        chosen = kept()
-        return flat if chosen is None else flat.index_select(0, chosen)
-
-    @functools.cache
-    def k_of_ids() -> torch.Tensor | None:
-        return None if k is None else k[ids().long()]
-
-    @functools.cache
-    def scale() -> torch.Tensor | float | None:
-        return None if reduction != "mean" else 1.0 / _denominator(num_items, ids().shape[0], k_of_ids(), x.device)
-
-    check_range("target", ids, x.device, weight.shape[0])
     k = None if class_weights is None else class_weights.detach().float().contiguous()
-
-    def row_losses(s: HeadStatistics, chunk: slice) -> torch.Tensor:
-        k_id = k_of_ids()
-        loss = -s.log_prob if k_id is None else -s.log_prob * k_id[chunk]
-        if label_smoothing:
-            assert s.mean is not None
-            # The mean statistic is sum_j k_j z_j with class weights and the plain mean, 1/V sum_j z_j, without.
-            mean = s.mean if k is None else s.mean / weight.shape[0]
-            k_mean = 1.0 if k is None else k.mean()
-            loss = (1 - label_smoothing) * loss + label_smoothing * (k_mean * s.lse - mean)
-        return loss + z_loss * s.lse * s.lse if z_loss else loss
-
+    targets = _Targets(target.reshape(-1), ignore_index, rows, k)
+    check_range("target", lambda: targets.ids, x.device, weight.shape[0])
     # fp16 gradients of a mean over many tokens would underflow: there the division waits until after the products.
     early = torch.float16 not in (x.dtype, compute_dtype(x))
-
-    def scaled(t: torch.Tensor, now: bool) -> torch.Tensor:
-        factor = scale() if now else None
-        return t if factor is None else t * factor
-
-    def objective(s: HeadStatistics, chunk: slice) -> torch.Tensor:
-        return scaled(row_losses(s, chunk).sum(), early)
-
-    chosen: Objective | None = None if reduction == "none" else objective
-    if chosen is not None and not label_smoothing and not z_loss:
-
-        def factor() -> torch.Tensor:
-            k_id = k_of_ids()
-            ones = torch.ones(ids().shape, dtype=torch.float32, device=x.device) if k_id is None else k_id
-            return scaled(-ones, early)
-
-        chosen = LinearObjective(factor)
-
-    total, s = head_statistics(
-        x.reshape(-1, x.shape[-1]), weight, ids, bias, options,
-        rows=kept, class_weights=k, objective=chosen, chunk_rows=chunk_rows, low_memory=low_memory,
-        backend=backends.choose(
-            "linear_cross_entropy", x.device, backend, uncovered, at=lambda: backends.of_head(x, weight)
+    loss = _Loss(targets, reduction, num_items, label_smoothing, z_loss, weight.shape[0], early)
+    chosen = backends.choose(
+        "linear_cross_entropy", x.device, backend,
+        lambda: _vendor.uncovered_cross_entropy(
+            targets.ids.shape[0], softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing,
+            z_loss=z_loss, outputs=outputs,
         ),
+        at=lambda: backends.of_head(x, weight),
+    )  # fmt: skip
+    total, s = head_statistics(
+        x.reshape(-1, x.shape[-1]), weight, lambda: targets.ids, bias,
+        HeadOptions(softcap=softcap, logit_scale=logit_scale, mean=label_smoothing > 0, argmax=bool(outputs)),
+        rows=lambda: targets.rows, class_weights=k, objective=loss.objective(), chunk_rows=chunk_rows,
+        low_memory=low_memory, backend=chosen,
     )  # fmt: skip
     if total is None:
-        loss = row_losses(s, slice(None))
-        chosen_rows = kept()
-        loss = loss if chosen_rows is None else loss.new_zeros(flat.shape).index_copy(0, chosen_rows, loss)
-        loss = loss.view(target.shape)
+        value = targets.spread(loss.of_rows(s, slice(None)), 0.0).view(target.shape)
     else:
-        loss = scaled(total, not early)
+        value = total if early else loss.scaled(total)
     if not outputs:
-        return loss
+        return value
     assert s.argmax is not None
-    accuracy = (s.argmax == ids()).sum() / max(1, ids().shape[0]) if "token_accuracy" in outputs else None
-    predicted = None
+    accuracy = predicted = None
+    if "token_accuracy" in outputs:
+        accuracy = (s.argmax == targets.ids).sum() / max(1, targets.ids.shape[0])
     if "predicted_ids" in outputs:
-        chosen_rows = kept()
-        predicted = s.argmax if chosen_rows is None else flat.long().index_copy(0, chosen_rows, s.argmax)
-        predicted = predicted.view(target.shape)
-    return LinearCrossEntropyOutput(loss, accuracy, predicted)
-
-
-def _denominator(
-    num_items: int | float | torch.Tensor | None, n: int, k_id: torch.Tensor | None, where: torch.device
-) -> torch.Tensor | float:
-    if isinstance(num_items, torch.Tensor):
-        return num_items.detach().reshape(()).to(where, torch.float32)
-    if num_items is not None:
-        return float(num_items)
-    return float(max(1, n)) if k_id is None else k_id.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        predicted = targets.spread(s.argmax, ignore_index).view(target.shape)
+    return LinearCrossEntropyOutput(value, accuracy, predicted)

@@ -13,8 +13,10 @@ import torch
 
 from .. import backends
 from ._checks import check_choices, check_head, check_range
-from ._head import Objective, head_statistics, head_statistics_reference
+from ._head import head_statistics
+from ._head_objective import Objective
 from ._head_options import HeadOptions
+from ._head_reference import head_statistics_reference
 
 __all__ = [
     "LinearLogProbOutput",

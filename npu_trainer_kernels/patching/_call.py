@@ -102,9 +102,12 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
 
 @opaque
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    # This runs also where a hook before ours has raised, so that this module was never entered.
+    # This runs also where another hook has raised before `_enter`: then there is nothing to leave, and the call that is
+    # running is another model's.
     call = _current.get()
-    if call is not None and call.module is module:
+    while call is not None and call.module is not module:
+        call = call.previous
+    if call is not None:
         _current.set(call.previous)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops._head import LogProbObjective, Objective
+from ..ops._head_objective import LogProbObjective, Objective
 
 __all__ = ["LearnedPlan"]
 
@@ -58,6 +58,9 @@ class LearnedPlan:
         for objective, shape in ((_uniform, torch.ones_like(log_prob)), (_probability, log_prob.exp())):
             if fits is None and _proportional(gradient, shape):
                 fits = objective
+        if fits is None and not bool(gradient.isfinite().all()):
+            # A step that overflowed says nothing of the loss.
+            return
         agrees = self.seen == 0 or fits is self.objective
         self.objective = fits if agrees else None
         self.seen = self.seen + 1 if agrees and fits is not None else _WATCHED

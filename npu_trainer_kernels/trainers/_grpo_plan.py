@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..ops.grpo_loss import GrpoOptions, GrpoPlan, GrpoTokens, planned, token_weight
+from ..ops._grpo_formula import GrpoOptions, GrpoTokens, batch_tokens
+from ..ops.grpo_loss import GrpoPlan, planned
 from ..patching._call import use_plan
 from ..patching._undo import Undo
 
@@ -74,6 +75,12 @@ class Planner:
     def corrects_sampler(self) -> bool:
         """Whether batches have the importance ratio of vLLM's sampler."""
         return self.trainer.use_vllm and self.trainer.vllm_importance_sampling_correction
+
+    @property
+    def max_completion_length(self) -> int | None:
+        """What dr_grpo divides by."""
+        length: int | None = self.trainer.max_completion_length
+        return length
 
     def describe(self) -> str:
         """The options that shape the loss, for the warning."""
@@ -149,47 +156,26 @@ class BatchPlan:
         options = self._planner.options()
         on_policy = self._inputs.get("old_per_token_logps") is None
         return planned(
-            lambda: self._tokens(keep, kept, options), options, on_policy, lambda: keep.sum(1).tolist(),
+            lambda: self._tokens(kept, options), options, on_policy, lambda: keep.sum(1).tolist(),
             weight.shape[0], itemsize, weight.device,
         )  # fmt: skip
 
-    def _tokens(self, keep: torch.Tensor, kept: torch.Tensor, options: GrpoOptions) -> GrpoTokens:
-        inputs, trainer = self._inputs, self._planner.trainer
+    def _tokens(self, kept: torch.Tensor, options: GrpoOptions) -> GrpoTokens:
+        inputs = self._inputs
         mask = inputs["completion_mask"]
         mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).float()
-        lengths = mask.sum(1).clamp(min=1.0)
-        total = mask.sum().clamp(min=1.0)
         divisor, bonus_divisor = self._planner.scale(inputs)
-        per_sequence = token_weight(options.loss_type, lengths, total, trainer.max_completion_length, 1)
-        sampler = inputs.get("importance_sampling_ratio") if self._planner.corrects_sampler else None
-
-        def pick(t: torch.Tensor | None) -> torch.Tensor | None:
-            if t is None:
-                return None
-            t = t.detach().float()
-            return (t.unsqueeze(1) if t.dim() == 1 else t).expand(keep.shape).reshape(-1)[kept]
-
-        log_sampler = None
-        if sampler is not None and options.loss_type == "vespo":
-            log_sampler = sampler.log().clamp(-18.420680743952367, 20.0).sum(-1, keepdim=True)
-        sequence = torch.arange(keep.shape[0], device=keep.device).unsqueeze(1).expand(keep.shape)
-        advantage = pick(inputs["advantages"])
-        weights, counted = pick(mask * (per_sequence / divisor).unsqueeze(1)), pick(mask)
-        assert advantage is not None
-        assert weights is not None
-        assert counted is not None
-        return GrpoTokens(
-            advantage=advantage,
-            weight=weights,
-            counted=counted,
-            old=pick(inputs.get("old_per_token_logps")),
-            reference=pick(inputs["ref_per_token_logps"]) if options.beta != 0.0 else None,
-            policy_weight=pick(sampler) if options.loss_type != "vespo" else None,
-            log_sampler_ratio=pick(log_sampler),
-            entropy_weight=pick(mask / (total * bonus_divisor)) if options.entropy_coef else None,
-            sequence=sequence.reshape(-1)[kept],
-            lengths=lengths,
-        )
+        return batch_tokens(
+            options, kept, mask,
+            advantages=inputs["advantages"],
+            old=inputs.get("old_per_token_logps"),
+            reference=inputs["ref_per_token_logps"] if options.beta != 0.0 else None,
+            importance_ratio=inputs.get("importance_sampling_ratio") if self._planner.corrects_sampler else None,
+            max_completion_length=self._planner.max_completion_length,
+            num_items=1,  # what takes its place is in the divisor
+            divisor=divisor,
+            bonus_divisor=bonus_divisor,
+        )  # fmt: skip
 
 
 class Rehearsal(BatchPlan):
@@ -203,7 +189,8 @@ class Rehearsal(BatchPlan):
         # TRL's rule (`_generate_and_score_completions`).
         aligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0
         on_policy, vespo = aligned and not sampled, options.loss_type == "vespo"
-        values, sequence = torch.zeros(rows, device=weight.device), torch.arange(rows, device=weight.device)
+        values = torch.zeros(rows, dtype=torch.float32, device=weight.device)
+        sequence = torch.arange(rows, device=weight.device)
 
         def given(wanted: bool) -> torch.Tensor | None:
             return values if wanted else None

@@ -7,8 +7,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from npu_trainer_kernels import KernelError, NpuKernelsArguments, apply_npu_kernels, backends, ops
-from npu_trainer_kernels.ops import _fallback, _head_gradient, _head_statistics, _norm
+from npu_trainer_kernels.device import is_out_of_memory
+from npu_trainer_kernels.ops import _fallback, _grpo_formula, _head_gradient, _head_statistics, _norm
 from npu_trainer_kernels.ops._fallback import falls_back
+from npu_trainer_kernels.ops._launch import launch
 
 
 def _norm_case(device, backend):
@@ -48,9 +50,7 @@ def _grpo_case(device, backend):
 
 
 # The package's names for these are the functions.
-embedding, grpo_loss, rope, swiglu = (
-    import_module(f"npu_trainer_kernels.ops.{n}") for n in ("embedding", "grpo_loss", "rope", "swiglu")
-)
+embedding, rope, swiglu = (import_module(f"npu_trainer_kernels.ops.{n}") for n in ("embedding", "rope", "swiglu"))
 CASES = {
     "norm forward": (_norm, "_forward_kernel", _norm_case, "add_rms_norm"),
     "norm backward": (_norm, "_backward_kernel", _norm_case, "add_rms_norm"),
@@ -60,7 +60,7 @@ CASES = {
     "rope": (rope, "_rotate_pair_kernel", _rope_case, "rope"),
     "head statistics": (_head_statistics, "_row_statistics_kernel", _head_case, "linear_logprob"),
     "head gradient": (_head_gradient, "_row_gradient_kernel", _head_case, "linear_logprob"),
-    "arithmetic of grpo_loss": (grpo_loss, "_token_kernel", _grpo_case, "grpo_loss"),
+    "arithmetic of grpo_loss": (_grpo_formula, "_token_kernel", _grpo_case, "grpo_loss"),
 }
 
 
@@ -144,6 +144,54 @@ def test_an_error_of_another_kind_is_not_caught(monkeypatch, device):
 
     with pytest.raises(ZeroDivisionError):
         falls_back("swiglu")(step)(torch.ones(1, device=device), "triton")
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("NPU out of memory. Tried to allocate 52.00 MiB (NPU 0; 60.96 GiB total capacity)"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("EL0004: Failed to allocate memory. Possible Cause: Available memory is insufficient."),
+    RuntimeError("NPU function error: aclrtMalloc, error code is 207001"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
+@pytest.mark.parametrize("backend", ["vendor", "triton"])
+def test_memory_that_has_run_out_is_no_fault_of_a_kernel(monkeypatch, device, backend, error):
+    """A smaller batch comes next, and is the kernel's again."""
+    left = [error]
+
+    class Kernel:
+        __name__ = "kernel"
+
+        def __getitem__(self, grid):
+            def run(*args):
+                if left:
+                    raise left.pop()
+
+            return run
+
+    @falls_back("swiglu")
+    def step(x, backend):
+        if backend == "triton":
+            launch(Kernel(), (1,), x)
+        elif backend == "vendor":
+            Kernel()[(1,)](x)
+        return backend
+
+    with pytest.raises(RuntimeError) as caught:
+        step(torch.ones(1, device=device), backend)
+    assert str(error) in str(caught.value)
+    # Of a launch it has PyTorch's type, by which those who make do with less know it.
+    assert backend == "vendor" or isinstance(caught.value, torch.OutOfMemoryError)
+    assert backends.failures() == {}
+    assert step(torch.ones(1, device=device), backend) == backend
+
+
+@pytest.mark.parametrize("text", ["the buffer overflows", "out of resource: shared memory, Required: 300000"])
+def test_a_kernel_that_wants_too_much_of_the_chip_is_at_fault(text):
+    assert not is_out_of_memory(KernelError(text))
+    assert not is_out_of_memory(KernelError("kernel k(float32[207001, 64]) over grid (1,)"))
 
 
 def _model():

@@ -6,7 +6,6 @@ That the formula itself is TRL's is tested with TRL's own trainer, in tests/trai
 import itertools
 import math
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import torch
@@ -14,18 +13,16 @@ import torch
 from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ops import (
     GrpoOptions,
+    _grpo_formula,
     fused_linear_grpo_loss,
     fused_linear_grpo_loss_reference,
     grpo_loss,
     grpo_loss_reference,
     linear_logprob_reference,
 )
+from npu_trainer_kernels.ops._grpo_formula import LEVELS, LOSS_TYPES, GrpoTokens
 from npu_trainer_kernels.ops._launch import _run, use_launcher
-from npu_trainer_kernels.ops.grpo_loss import LEVELS, LOSS_TYPES, GrpoTokens
 from tests.closeness import assert_op_close
-
-# The package's name for it is the function.
-module = import_module("npu_trainer_kernels.ops.grpo_loss")
 
 B, T, H, V = 4, 33, 20, 131
 TEMPERATURE = 0.9
@@ -225,7 +222,7 @@ def token_numbers(device, old=True, reference=True, policy_weight=True, times=2)
 
 
 def token_gradient(options, backend):
-    """`_token_gradient` as a function of what `token_numbers` gives."""
+    """`token_gradient` as a function of what `token_numbers` gives."""
 
     def gradient(log_prob, advantage, weight, old, reference, policy_weight):
         nothing = torch.zeros(len(log_prob), dtype=torch.long, device=log_prob.device)
@@ -233,7 +230,7 @@ def token_gradient(options, backend):
             advantage, weight, torch.ones_like(weight), old, reference, policy_weight, None, None, nothing,
             nothing[:1] + len(nothing),
         )  # fmt: skip
-        return module._token_gradient(log_prob, tokens, options, backend)
+        return _grpo_formula.token_gradient(log_prob, tokens, options, backend)
 
     return gradient
 

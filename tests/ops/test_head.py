@@ -1,5 +1,6 @@
 """The head engine's modes: a plan that holds, one that holds up to a scalar, one that fails for some rows or all."""
 
+import collections
 import weakref
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 
 from npu_trainer_kernels import backends, tiling
 from npu_trainer_kernels.ops import _head_chunks, _head_fused
-from npu_trainer_kernels.ops._head import LogProbObjective, head_statistics, head_statistics_reference
+from npu_trainer_kernels.ops._head import head_statistics
+from npu_trainer_kernels.ops._head_objective import LogProbObjective
 from npu_trainer_kernels.ops._head_options import HeadOptions
+from npu_trainer_kernels.ops._head_reference import head_statistics_reference
 from npu_trainer_kernels.ops._launch import KernelError
 from tests.closeness import assert_op_close
 
@@ -58,26 +61,76 @@ def check(device, backend, objective, scale=1.0, mismatch=None, rows=None, weigh
     assert_op_close(op, reference, make(device, weight_grad), lambda out: scale * upstream(out[0], out[1]))
 
 
+TRANSFORMS = [{}, {"temperature": 0.6}, {"softcap": 3.0, "temperature": 1.7}, {"softcap": 2.0, "logit_scale": 0.5}]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("subset", [False, True])
-def test_gradient_formed_before_its_factor_is_known(device, monkeypatch, subset):
+def test_gradient_formed_before_its_factor_is_known(device, monkeypatch, subset, transform):
     # What CUDA gets; elsewhere it would not be reached.
     monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
     seen = count_logits(monkeypatch)
     rows = torch.arange(1, N, 3, device=device) if subset else None
     objective = LogProbObjective(lambda log_prob, chunk: (log_prob * log_prob).sum())
+    options = HeadOptions(entropy=True, **transform)
 
     def op(x, w, ids):
-        _, s = head_statistics(x, w, ids if rows is None else ids[rows], None, OPTIONS, rows=rows, objective=objective,
+        _, s = head_statistics(x, w, ids if rows is None else ids[rows], None, options, rows=rows, objective=objective,
                                backend="triton", chunk_rows=16)  # fmt: skip
         return s.log_prob, s.entropy
 
     def reference(x, w, ids):
         x, ids = (x, ids) if rows is None else (x[rows], ids[rows])
-        s = head_statistics_reference(x, w, ids, None, OPTIONS)
+        s = head_statistics_reference(x, w, ids, None, options)
         return s.log_prob, s.entropy
 
     assert_op_close(op, reference, make(device), lambda out: 3.0 * (out[0] * out[0]).sum())
     assert seen == ([13] if subset else [16, 16, 8])
+
+
+def weight_error(device, dtype, backend, planned, chunks) -> float:
+    """The relative error of the weight's gradient over so many chunks (None: as tiling says), against fp64."""
+    n, hidden, vocab = 64, 24, 96
+    torch.manual_seed(0)
+    # Small logits, and rows that have much in common: rounding of a sum is what counts.
+    x = (1 + 0.5 * torch.randn(n, hidden, device=device)).to(dtype)
+    w = (0.05 * torch.randn(vocab, hidden, device=device)).to(dtype)
+    ids, given = torch.randint(0, vocab, (n,), device=device), torch.rand(n, device=device) + 0.5
+    x.requires_grad_(), w.requires_grad_()
+    objective = LogProbObjective(lambda log_prob, chunk: (log_prob * given[chunk]).sum()) if planned else None
+    _, s = head_statistics(x, w, ids, None, HeadOptions(), objective=objective, backend=backend,
+                           chunk_rows=chunks and n // chunks)  # fmt: skip
+    (found,) = torch.autograd.grad(s.log_prob, w, given)
+    x, w = (t.detach().double().requires_grad_() for t in (x, w))
+    exact = head_statistics_reference(x, w, ids, None, HeadOptions()).log_prob
+    (truth,) = torch.autograd.grad(exact, w, given.double())
+    return ((found - truth).norm() / truth.norm()).item()
+
+
+SUMS = [
+    ("planned", "torch", torch.bfloat16),
+    ("planned", "torch", torch.float16),
+    ("recompute", "torch", torch.bfloat16),
+    ("recompute", "torch", torch.float16),
+    ("planned", "triton", torch.bfloat16),
+    ("in one kernel", "triton", torch.bfloat16),
+    ("in borrowed memory", "triton", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("mode", "backend", "dtype"), SUMS, ids=str)
+def test_many_chunks_are_as_exact_as_one(device, monkeypatch, mode, backend, dtype):
+    """Their sum is in fp32. In 16 bits it would lose a bit for every four chunks, and no comparison of one call with
+    the truth would notice: each product by itself is as good as ever."""
+    if mode in ("in one kernel", "in borrowed memory"):
+        monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 32, 4))
+    planned = mode != "recompute"
+    one = weight_error(device, dtype, backend, planned, 1)
+    if mode == "in borrowed memory":
+        stops = tuple(range(2, 65, 2))
+        monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks(stops, 24))
+    many = weight_error(device, dtype, backend, planned, None if mode == "in borrowed memory" else 32)
+    assert many <= 1.2 * one
 
 
 @pytest.mark.parametrize("subset", [False, True])
@@ -234,6 +287,85 @@ def test_nan_in_the_real_gradient_is_no_match(device, backend):
     grad = torch.autograd.grad(s.log_prob, x, upstream)[0]
     assert grad[4].isnan().all()
     assert grad[:4].isfinite().all()
+
+
+@pytest.mark.parametrize("planned", [lambda log_prob: log_prob.sum(), lambda log_prob: (log_prob * log_prob).sum()])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_gradient_that_is_not_finite_is_no_reason_to_plan_no_more(device, backend, planned, value, everywhere):
+    seen = []
+    x, w, ids = make(device)
+    objective = LogProbObjective(lambda log_prob, chunk: planned(log_prob))
+    _, s = head_statistics(
+        x, w, ids, None, OPTIONS, objective=objective, on_mismatch=seen.append, backend=backend, chunk_rows=16
+    )
+    given = torch.linspace(1, 2, N, device=device)
+    given[slice(None) if everywhere else slice(4, 5)] = value
+    grad = torch.autograd.grad(s.log_prob, x, given)[0]
+    assert seen == []
+    assert not grad[4].isfinite().all()
+    assert grad[:4].isfinite().all() != everywhere
+
+
+# Of log_prob and entropy, and whether the head is trained: what backward makes of each.
+BACKWARDS = {
+    "plan holds": (lambda s, c: s.log_prob.sum(), lambda s: 2.0 * s.log_prob.sum(), True),
+    "plan fails for some rows": (lambda s, c: s.log_prob.sum(), lambda s: s.log_prob[3:].sum(), True),
+    "plan fails": (lambda s, c: s.log_prob.sum(), lambda s: upstream(s.log_prob, s.entropy), True),
+    "no plan": (None, lambda s: s.log_prob.sum(), True),
+    "frozen": (None, lambda s: (s.log_prob * s.log_prob).sum(), False),
+    "frozen, with an entropy": (None, lambda s: s.entropy.sum(), False),
+}
+
+
+@pytest.mark.parametrize("subset", [False, True])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_what_backward_reads_it_reads_once(device, backend, name, subset):
+    """Hooks that keep it on the host bring it back at every reading; a checkpoint refuses the second one."""
+    objective, loss, trained = BACKWARDS[name]
+    x, w, ids = make(device, trained)
+    rows = torch.arange(1, N, 3, device=device) if subset else None
+    kept, read = [], collections.Counter()
+
+    def pack(t):
+        kept.append(t)
+        return len(kept) - 1
+
+    def unpack(key):
+        read[key] += 1
+        return kept[key]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        _, s = head_statistics(x, w, ids if rows is None else ids[rows], None, OPTIONS, rows=rows,
+                               objective=objective, backend=backend)  # fmt: skip
+    loss(s).backward()
+    assert x.grad.any()
+    assert set(read.values()) == {1}
+
+
+def test_a_failed_plan_makes_room_for_what_takes_its_place(device, backend, monkeypatch):
+    """Its gradients, one of the size of the weight, are gone when those of the real ones are begun."""
+    begun, original = [], _head_chunks.Gradients.empty
+
+    def empty(*args):
+        alive = [ref() is not None for ref in planned]
+        made = original(*args)
+        begun.append(alive)
+        return made
+
+    def cast(self, *args):
+        made = original_cast(self, *args)
+        planned.extend(weakref.ref(t) for t in (made.x, made.weight))
+        return made
+
+    planned, original_cast = [], _head_chunks.Gradients.cast
+    monkeypatch.setattr(_head_chunks.Gradients, "empty", empty)
+    monkeypatch.setattr(_head_chunks.Gradients, "cast", cast)
+    x, w, ids = make(device)
+    _, s = head_statistics(x, w, ids, None, OPTIONS, objective=lambda s, c: s.log_prob.sum(), backend=backend)
+    assert [ref() is not None for ref in planned] == [True, True]
+    upstream(s.log_prob, s.entropy).backward()
+    assert begun == [[], [False, False]]
 
 
 @pytest.mark.parametrize("taken", ["partitioned", "freed"])

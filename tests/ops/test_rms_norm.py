@@ -89,8 +89,11 @@ MODULES = [
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)],
                          ids=str)  # fmt: skip
 @pytest.mark.parametrize(("module", "options"), MODULES, ids=lambda v: getattr(v, "__name__", ""))
-def test_forward_in_torch_has_the_bits_of_transformers(module, options, dtypes):
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_forward_in_torch_has_the_bits_of_transformers(module, options, dtypes, size):
+    """Also of rows so small that their epsilon counts."""
     x, w = make(torch.device("cpu"), dtypes[0], (4, 7, 96), dtypes[1])
+    x = x.detach() * size
     norm = module(96).to(dtypes[1])
     with torch.no_grad():
         norm.weight.copy_(w)
@@ -132,6 +135,16 @@ def test_zero_rows(device, backend):
     assert y.shape == gx.shape == (0, 24)
     assert gw.shape == (24,)
     assert not gw.any()
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)
+def test_rows_in_which_epsilon_counts(device, backend, dtype, options, eps):
+    """Their mean square is epsilon's size; beside rows near one, in 16 bits, half or twice an epsilon is not seen."""
+    x, w = make(device, dtype)
+    small = (x.detach().float() / x.detach().float().pow(2).mean(-1, keepdim=True).sqrt() * eps**0.5).to(dtype)
+    check([small.requires_grad_(), w], backend, eps=eps, **options)
 
 
 def test_a_row_of_zeros_is_finite(device, backend):

@@ -78,6 +78,11 @@ def test_queries_and_keys_in_one_launch(device, in_one_launch, size, heads, ahea
     check(make(device, torch.bfloat16, size, batched=True), "triton")
 
 
+def test_the_usual_size_in_one_launch(device, in_one_launch):
+    in_one_launch(4, 1)
+    check(make(device, size=128, tokens=5), "triton")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -129,9 +134,11 @@ def test_tables_of_another_dtype(device, backend):
     assert rope(*inputs, backend=backend)[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_forward_in_torch_has_the_bits_of_transformers(dtype):
-    inputs = make(torch.device("cpu"), dtype, batched=True)
+def test_forward_in_torch_has_the_bits_of_transformers(dtype, size):
+    """Of every size that models have: the reference is the same code."""
+    inputs = make(torch.device("cpu"), dtype, size, batched=True)
     outputs = rope(*inputs, backend="torch")
     assert all(torch.equal(a, b) for a, b in zip(outputs, apply_rotary_pos_emb(*inputs), strict=True))
 

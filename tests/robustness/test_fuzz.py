@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from npu_trainer_kernels import ops
-from npu_trainer_kernels.ops.grpo_loss import LEVELS, LOSS_TYPES
+from npu_trainer_kernels.ops._grpo_formula import LEVELS, LOSS_TYPES
 from tests.closeness import assert_as_close, run
 
 FUZZ = settings(

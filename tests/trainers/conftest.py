@@ -34,9 +34,9 @@ def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     original = _head._recomputed
 
-    def recompute(ctx, d_rows, select=None):
-        seen.append(ctx.saved_tensors[3].shape[0] if select is None else select.shape[0])
-        return original(ctx, d_rows, select)
+    def recompute(ctx, saved, d_rows, select=None):
+        seen.append(saved.ids.shape[0] if select is None else select.shape[0])
+        return original(ctx, saved, d_rows, select)
 
     monkeypatch.setattr(_head, "_recomputed", recompute)
     return seen

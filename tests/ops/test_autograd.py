@@ -1,0 +1,207 @@
+"""What every op owes to autograd, whatever it computes: ops are taken from the package's own table of them."""
+
+import importlib
+import pkgutil
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from npu_trainer_kernels import ops
+from npu_trainer_kernels.ops import _head_chunks, fused_linear_cross_entropy, grpo_loss, linear_logprob
+from npu_trainer_kernels.workloads import OPS, Inputs, ModelShapes, Workload, as_tuple, of_model
+
+SHAPES = ModelShapes(hidden=24, intermediate=40, vocabulary=67, heads=2, kv_heads=1, head_dim=12)
+WORKLOADS = {work.op: work for work in of_model(SHAPES, tokens=16, dtype="float32")}
+
+
+def test_every_op_is_here():
+    assert WORKLOADS.keys() == OPS.keys()
+
+
+def scalar(outputs, inputs: Inputs) -> torch.Tensor:
+    """A loss of an op's outputs, each gradient of which differs from the others."""
+    grads = inputs.grads or (torch.ones(()),)
+    return sum((o * g).sum() for o, g in zip(as_tuple(outputs), grads, strict=True))
+
+
+def leaves(inputs: Inputs) -> list[torch.Tensor]:
+    return [inputs.tensors[name] for name in inputs.leaves]
+
+
+def call(work: Workload, backend: str, device: torch.device):
+    inputs = work.inputs(device)
+    return work.ours(backend)(inputs.tensors), inputs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Second derivatives
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def autograd_functions() -> set[str]:
+    """The autograd functions of the package's ops, by name."""
+    found = set()
+    for info in pkgutil.iter_modules(ops.__path__):
+        for value in vars(importlib.import_module(f"{ops.__name__}.{info.name}")).values():
+            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                found.add(value.__name__)
+    return found
+
+
+def reached(outputs) -> set[str]:
+    """The autograd functions in the graph of some outputs."""
+    seen, todo = set(), [o.grad_fn for o in as_tuple(outputs)]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return {node.name().removesuffix("Backward") for node in seen}
+
+
+def loss_on_logits(device, backend):
+    logits = torch.randn(2, 5, 31, device=device, requires_grad=True)
+    ids, advantages = torch.randint(0, 31, (2, 5), device=device), torch.tensor([1.0, -0.5], device=device)
+    return grpo_loss(logits, ids, advantages, backend=backend).loss, [logits]
+
+
+def check_refuses(loss: torch.Tensor, wanted: list[torch.Tensor]) -> None:
+    found = torch.autograd.grad(loss, wanted, create_graph=True)
+    # A penalty beside something that can be differentiated: as a constant, it would pass unnoticed.
+    penalty = sum(g.square().sum() for g in found) + sum(t.square().sum() for t in wanted)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        penalty.backward()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_second_derivatives_raise(device, backend, op):
+    outputs, inputs = call(WORKLOADS[op], backend, device)
+    check_refuses(scalar(outputs, inputs), leaves(inputs))
+
+
+def test_second_derivatives_raise_on_logits(device, backend):
+    check_refuses(*loss_on_logits(device, backend))
+
+
+def test_second_derivatives_were_asked_of_every_function(device):
+    asked = reached(loss_on_logits(device, "torch")[0])
+    for work in WORKLOADS.values():
+        asked |= reached(call(work, "torch", device)[0])
+    assert autograd_functions() <= asked
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_graph_of_the_gradient_changes_no_gradient(device, backend, op):
+    outputs, inputs = call(WORKLOADS[op], backend, device)
+    loss = scalar(outputs, inputs)
+    first = torch.autograd.grad(loss, leaves(inputs), create_graph=True)
+    again = scalar(WORKLOADS[op].ours(backend)(inputs.tensors), inputs)
+    assert all(map(torch.equal, first, torch.autograd.grad(again, leaves(inputs))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without gradients
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("inside", [False, True])
+def test_inference_mode(device, backend, op, inside):
+    """With inputs that were made outside or inside of it; parameters are always made outside."""
+    expected, inputs = call(WORKLOADS[op], backend, device)
+    tensors = dict(inputs.tensors)
+    with torch.inference_mode():
+        if inside:
+            tensors = {k: v if "weight" in k else v.clone() for k, v in tensors.items()}
+        found = WORKLOADS[op].ours(backend)(tensors)
+    for a, b in zip(as_tuple(found), as_tuple(expected), strict=True):
+        assert not a.requires_grad
+        torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-6)
+
+
+HEAD_CALLS = {
+    "linear_cross_entropy": lambda x, w, ids, b: fused_linear_cross_entropy(x, w, ids, backend=b),
+    "linear_cross_entropy, smoothed": lambda x, w, ids, b: fused_linear_cross_entropy(
+        x, w, ids, label_smoothing=0.1, backend=b
+    ),
+    "linear_logprob": lambda x, w, ids, b: linear_logprob(x, w, ids, backend=b).log_prob.sum(),
+    "grpo_loss": lambda x, w, ids, b: (
+        ops.fused_linear_grpo_loss(x.unsqueeze(0), w, ids.unsqueeze(0), torch.ones(1, device=x.device), backend=b).loss
+    ),
+}
+
+
+def head_inputs(device, frozen=False):
+    x = torch.randn(21, 16, device=device, requires_grad=True)
+    weight = torch.randn(53, 16, device=device, requires_grad=not frozen)
+    return x, weight, torch.randint(0, 53, (21,), device=device)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", HEAD_CALLS)
+def test_nothing_is_formed_for_a_backward_that_will_not_come(device, backend, monkeypatch, name, mode):
+    """One product, of x and the weight: no gradient of the weight, none of x, and none of the objective."""
+    formed = []
+    monkeypatch.setattr(_head_chunks.Gradients, "empty", lambda *a, **k: formed.append(a))
+    products = Counter()
+    for product in ("mm", "addmm"):
+        original = getattr(torch, product)
+
+        def counted(*args, original=original, product=product, **kwargs):
+            products[product] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch, product, counted)
+    with mode():
+        HEAD_CALLS[name](*head_inputs(device), backend)
+    assert formed == []
+    assert products == {"mm": 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What backward reads
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_saved_tensors_are_read_at_most_once(device, backend, op):
+    """Whoever keeps them elsewhere (on the host, or as a checkpoint) brings them back at every reading."""
+    read = Counter()
+
+    def pack(t):
+        return len(packed), packed.append(t)
+
+    def unpack(key):
+        read[key[0]] += 1
+        return packed[key[0]]
+
+    packed: list[torch.Tensor] = []
+    work = WORKLOADS[op]
+    inputs = work.inputs(device)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        outputs = work.ours(backend)(inputs.tensors)
+    torch.autograd.grad(scalar(outputs, inputs), leaves(inputs))
+    assert packed
+    assert max(read.values(), default=0) <= 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", HEAD_CALLS)
+def test_a_checkpointed_head(device, backend, name, frozen, reentrant):
+    """Of which what is saved is formed a second time, when it is read."""
+    x, weight, ids = head_inputs(device, frozen)
+
+    def gradients(loss):
+        x.grad = weight.grad = None
+        (2.0 * loss).backward()
+        return [t.grad for t in (x, weight) if t.requires_grad]
+
+    def head(x, weight):
+        return HEAD_CALLS[name](x, weight, ids, backend)
+
+    expected = gradients(head(x, weight))
+    found = gradients(checkpoint(head, x, weight, use_reentrant=reentrant))
+    assert all(map(torch.equal, found, expected))
