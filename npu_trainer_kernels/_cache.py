@@ -1,4 +1,4 @@
-"""The folder of what this package keeps between runs: measurements of `npu-kernels tune`, the Ascend compiler's output."""
+"""The folder of what is kept between runs: measurements of `npu-kernels tune`, the Ascend compiler's output."""
 
 import os
 from pathlib import Path

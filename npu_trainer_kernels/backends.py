@@ -5,8 +5,8 @@ with the environment variable `NPU_KERNELS_BACKEND` (`"torch"` for every op, or 
 the `backend` argument of `apply_npu_kernels`, or with the `backend` argument of a single op; the nearest one wins. An
 override that cannot run raises: a backend that was asked for by name is never replaced silently.
 
-What `npu-kernels tune` measured on the machine goes before the table (`tuned`), for calls of the shapes that it measured
-and no others.
+What `npu-kernels tune` measured on the machine goes before the table (`tuned`), for calls of the shapes that it
+measured and no others.
 
 The vendor's operators cover some calls of an op and not others. Where the table chose them, the next backend in order
 serves the others; where they were asked for by name, such a call raises.
@@ -239,8 +239,8 @@ def was_measured(op: str, device: torch.device, override: str | None) -> bool:
 def measurements(
     op: str, device: torch.device, override: str | None, dtype: torch.dtype, sizes: tuple[int, ...]
 ) -> tuple[tuned.Entry, ...]:
-    """What `npu-kernels tune` found for an op of a model's sizes, each for a range of tokens; nothing where a backend is
-    asked for by name."""
+    """What `npu-kernels tune` found for an op of a model's sizes, each for a range of tokens; nothing where a backend
+    is asked for by name."""
     asked, _ = _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))
     machine = _machine(device) if asked is None else None
     if machine is None:

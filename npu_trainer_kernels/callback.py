@@ -57,8 +57,8 @@ class NpuKernelsCallback(TrainerCallback):
     construction, `model_init` builds anew), and restores when training ends, also by an exception. While it trains, the
     models that the Trainer holds beside its own (reference, teacher, reward) are served by the same ops. In TRL's
     GRPOTrainer the head is told which gradient the loss is going to send back. Prints the report once, on the main
-    process, and adds `tokens_per_second` (input tokens of this process since the last log) and `peak_memory_gib` to the Trainer's
-    logs.
+    process, and adds `tokens_per_second` (input tokens of this process since the last log) and `peak_memory_gib` to the
+    Trainer's logs.
 
     Pass it in `callbacks=[...]`. On a Trainer that exists already, use `trainer.add_callback(callback)` followed by
     `callback.attach(trainer)`.

@@ -118,7 +118,8 @@ def _reached(module: Any, projections: list[str], constants: list[torch.Tensor])
 
 
 def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> MlpForm | str:
-    if any(isinstance(module._modules[name], nn.Dropout) and module._modules[name].p > 0 for name in leaves):  # type: ignore[union-attr]
+    dropouts = [leaf for name in leaves if isinstance(leaf := module._modules[name], nn.Dropout)]
+    if any(leaf.p > 0 for leaf in dropouts):
         return "it drops out"
     types = tuple((name, original_class(module._modules[name])) for name in leaves)  # type: ignore[arg-type]
     products = _products(module, leaves)

@@ -1,9 +1,9 @@
 """Logits that are promised, not formed.
 
-A patched head returns a tensor of the logits' shape, dtype and device that has no memory. It records what loss code does
-to logits before a cross-entropy (`_promise_records`), and the cross-entropy of it is the fused op. Any other use of its
-values makes it real: the head's product is formed, once, and what was recorded is done to it; from then on every use is
-one of ordinary logits. Asking for shape, dtype or place in the graph, and hooks of what wraps models, are no use of
+A patched head returns a tensor of the logits' shape, dtype and device that has no memory. It records what loss code
+does to logits before a cross-entropy (`_promise_records`), and the cross-entropy of it is the fused op. Any other use
+of its values makes it real: the head's product is formed, once, and what was recorded is done to it; from then on every
+use is one of ordinary logits. Asking for shape, dtype or place in the graph, and hooks of what wraps models, are no use of
 values.
 
 A promise has its own place in autograd's graph, between hidden states, weight and bias on one side and losses on the

@@ -127,8 +127,13 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """The report as plain lists and dicts."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sites", "left_alone")}
-        listed = {"replaced": self.replaced, "left_alone": self.left_alone, "declined": self.declined}
-        return {**plain, "ran": self.ran, **{name: [asdict(each) for each in all_] for name, all_ in listed.items()}}
+        return {
+            **plain,
+            "replaced": [asdict(each) for each in self.replaced],
+            "left_alone": [asdict(each) for each in self.left_alone],
+            "ran": self.ran,
+            "declined": [asdict(each) for each in self.declined],
+        }
 
     def text(self, *, full: bool = False) -> str:
         """For people.

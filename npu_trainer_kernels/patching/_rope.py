@@ -33,6 +33,7 @@ __all__ = ["RopePatch"]
 _PROJECT = "_npu_kernels_linear_rms_norm"
 _ROTATES = ("rotary", "rope")
 _DTYPES = (*FLOATS, torch.complex64)
+_OTHER = Late("other arguments, or other shapes, than its form has")
 
 
 @dataclass(frozen=True)
