@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _triton
 from .ops._launch import KernelError, compile_only, use_launcher
@@ -142,15 +142,19 @@ def record(
     return found
 
 
-class _NoSums(TorchFunctionMode):
+class _NoSums(TorchDispatchMode):
     """Leaves out `torch.addmm` with `out_dtype`, whose result has no numbers anyway: torch 2.11 takes the dtype for a
-    factor where its arguments are fake."""
+    factor where its arguments are fake.
 
-    def __torch_function__(
+    It sees what is dispatched, below autograd: a mode for functions is not in force inside `backward()`, since that is
+    a function itself, and heads whose gradient is not planned add such products there.
+    """
+
+    def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is torch.addmm and "out_dtype" in kwargs:
+        if function is torch.ops.aten.addmm.dtype_out:
             return kwargs["out"]
         return function(*args, **kwargs)
 
