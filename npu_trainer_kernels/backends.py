@@ -157,7 +157,6 @@ def _check_backend(backend: str) -> None:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
 
 
-@functools.cache
 def parse_override(text: str) -> Mapping[str, str]:
     """`"torch"` or `"op=backend,op=backend"` as a mapping from op to backend. Raises `ValueError` for unknown names."""
     result: dict[str, str] = {}
@@ -234,7 +233,8 @@ def choose(
     uncovered: Reason | None = None,
     unwanted: Reason | None = None,
 ) -> str:
-    """The name of the backend that serves `op` on `device`.
+    """The name of the backend that serves `op` on `device`. Where `torch.compile` traces it is `"torch"`, whatever was
+    asked for.
 
     Args:
         op: one of `OPS`.
@@ -246,9 +246,13 @@ def choose(
     Raises:
         ValueError: unknown op or backend, or a backend that was asked for cannot run there or does not cover the call.
     """
-    if torch.compiler.is_compiling() or has_failed(op, device):
-        return "torch"
     environment = os.environ.get(ENVIRONMENT, "")
+    if torch.compiler.is_compiling():
+        # A wrong name is an error here too. Dynamo traces the function below the cache, and warns of caches.
+        _asked_for.__wrapped__(op, override, environment)
+        return "torch"
+    if has_failed(op, device):
+        return "torch"
     name = _choose(op, device, override, environment)[0]
     if name != "vendor":
         return name

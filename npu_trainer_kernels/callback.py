@@ -129,6 +129,8 @@ class NpuKernelsCallback(TrainerCallback):
             report.note(
                 "label_smoothing_factor makes the Trainer take the full logits: linear_cross_entropy is not used"
             )
+        if args.torch_compile:
+            report.note("torch_compile: what it traces runs in plain PyTorch; the fused head alone keeps its kernels")
         if trainer is not None:
             if getattr(trainer.train, _GUARD, None) is not self:
                 # Added to a Trainer that is in `train` already: guard what it calls from here on.

@@ -170,6 +170,17 @@ def test_label_smoothing_is_reported(tmp_path):
     assert "label_smoothing_factor makes the Trainer take the full logits" in str(callback.report())
 
 
+def test_a_compiled_run_is_the_same_and_says_what_runs(tmp_path):
+    callback = NpuKernelsCallback()
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    plain, fused = make_trainer(tmp_path), make_trainer(tmp_path, callbacks=[callback], **options)
+    plain.train()
+    fused.train()
+    assert losses(fused) == pytest.approx(losses(plain), rel=1e-5)
+    assert "torch_compile: what it traces runs in plain PyTorch" in str(callback.report())
+    assert not patched(fused.model)
+
+
 def test_compute_loss_func_is_reported_and_gets_full_logits(tmp_path):
     callback = NpuKernelsCallback()
     widths = []
