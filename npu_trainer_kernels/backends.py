@@ -5,8 +5,8 @@ with the environment variable `NPU_KERNELS_BACKEND` (`"torch"` for every op, or 
 the `backend` argument of `apply_npu_kernels`, or with the `backend` argument of a single op; the nearest one wins. An
 override that cannot run raises: a backend that was asked for by name is never replaced silently.
 
-What `npu-kernels tune` measured on the machine goes before the table (`tuned`), for calls of the shapes that it measured
-and no others.
+What `npu-kernels tune` measured on the machine goes before the table (`tuned`), for calls of the shapes that it
+measured and no others.
 
 The vendor's operators cover some calls of an op and not others. Where the table chose them, the next backend in order
 serves the others; where they were asked for by name, such a call raises.
@@ -31,6 +31,7 @@ __all__ = [
     "Choice",
     "Shape",
     "choose",
+    "every_measurement",
     "explain",
     "failures",
     "forget_failures",
@@ -44,7 +45,6 @@ __all__ = [
     "record_failure",
     "require_strict",
     "unavailable",
-    "was_measured",
 ]
 
 BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
@@ -217,24 +217,21 @@ def _measured(op: str, device: torch.device, at: Callable[[], Shape] | None) -> 
     return machine.at(op, str(dtype).removeprefix("torch."), tokens, sizes)
 
 
-def was_measured(op: str, device: torch.device, override: str | None) -> bool:
-    """Whether `npu-kernels tune` found anything for an op, whatever the sizes, that counts here."""
+def every_measurement(op: str, device: torch.device, override: str | None = None) -> tuple[tuned.Entry, ...]:
+    """What `npu-kernels tune` found for an op on this device, of whatever sizes; nothing where a backend is asked for by
+    name."""
     asked, _ = _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))
     machine = _machine(device) if asked is None else None
-    return machine is not None and op in machine.ops
+    return () if machine is None else machine.ops.get(op, ())
 
 
 def measurements(
     op: str, device: torch.device, override: str | None, dtype: torch.dtype, sizes: tuple[int, ...]
 ) -> tuple[tuned.Entry, ...]:
-    """What `npu-kernels tune` found for an op of a model's sizes, each for a range of tokens; nothing where a backend is
-    asked for by name."""
-    asked, _ = _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))
-    machine = _machine(device) if asked is None else None
-    if machine is None:
-        return ()
+    """What `npu-kernels tune` found for an op of a model's sizes, each for a range of tokens; nothing where a backend
+    is asked for by name."""
     name = str(dtype).removeprefix("torch.")
-    return tuple(entry for entry in machine.ops.get(op, ()) if entry.covers(name, sizes))
+    return tuple(entry for entry in every_measurement(op, device, override) if entry.covers(name, sizes))
 
 
 @functools.cache

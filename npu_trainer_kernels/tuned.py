@@ -276,7 +276,9 @@ def machine(chip: str) -> Machine | None:
         return found
     names = dict.fromkeys((*found.versions, *now))
     differ = (n for n in names if found.versions.get(n) != now.get(n))
-    changes = ", ".join(f"{n} {found.versions.get(n, 'not installed')} -> {now.get(n, 'not installed')}" for n in differ)
+    changes = ", ".join(
+        f"{n} {found.versions.get(n, 'not installed')} -> {now.get(n, 'not installed')}" for n in differ
+    )
     warnings.warn(
         f"What npu-kernels tune measured on {chip} is ignored, since versions have changed ({changes}). Run it again, "
         f"or remove {file()}.",
@@ -324,14 +326,11 @@ def _locked(path: Path) -> Iterator[None]:
 def check_writable() -> None:
     """Raises `OSError` where `store` could not write."""
     path = file()
-    with _locked(path), tempfile.TemporaryFile(dir=path.parent):
-        with contextlib.suppress(FileNotFoundError):
-            _content(path)
+    with _locked(path), tempfile.TemporaryFile(dir=path.parent), contextlib.suppress(FileNotFoundError):
+        _content(path)
 
 
-def store(
-    chip: str, ops: Mapping[str, Iterable[Entry]], tiles: Mapping[TileKey, Variation] | None = None
-) -> Path:
+def store(chip: str, ops: Mapping[str, Iterable[Entry]], tiles: Mapping[TileKey, Variation] | None = None) -> Path:
     """Adds measurements of a chip; they replace its earlier ones of the same ranges and tiles.
 
     The file is replaced whole, so that a reader never sees half of it, and under a lock, so that two processes that

@@ -217,8 +217,8 @@ def tune_tiles(
 
 
 def _pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
-    """Every op at the most tokens and at the least, one after the other, so that a run that is stopped has whole ranges.
-    Tiles are tried at the most; the least is timed with what was kept of them."""
+    """Every op at the most tokens and at the least, one after the other, so that a run that is stopped has whole
+    ranges. Tiles are tried at the most; the least is timed with what was kept of them."""
     from ..workloads import of_model
 
     ends = dict.fromkeys((tokens, max(8, tokens // SHARE)))
@@ -286,9 +286,7 @@ def _measure(works: "list[Workload]", where: "torch.device", outcomes: list[Outc
         release()
 
 
-def _finish(
-    outcomes: list[Outcome], kind: str, chip: str, stopped: bool, dry_run: bool, output: Output
-) -> int:
+def _finish(outcomes: list[Outcome], kind: str, chip: str, stopped: bool, dry_run: bool, output: Output) -> int:
     """Shows and stores; the exit code."""
     from .. import tuned
 

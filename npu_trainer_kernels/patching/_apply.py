@@ -14,8 +14,8 @@ from ._call import CallSettings, track_calls
 from ._classes import is_patched_class, original_class
 from ._embeddings import patched_embedding_class, recognise_embedding
 from ._head import patch_head, recognise_head
-from ._mlps import is_bare_linear, is_gated_mlp, patched_mlp_class, recognise_mlp
 from ._measured import described, model_sizes, switching_class
+from ._mlps import is_bare_linear, is_gated_mlp, patched_mlp_class, recognise_mlp
 from ._norms import NormForm, is_candidate, patched_norm_class, recognise_norm
 from ._report import LeftAlone, Replaced, Report
 from ._rewrites import (
@@ -111,7 +111,7 @@ class NpuKernels:
                 self._undo.add(backends.require_strict())
             for op in self._ops:
                 plain = None if self._by_name else backends.keeps_plain(op, where, self._backend)
-                if plain is not None and not backends.was_measured(op, where, self._backend):
+                if plain is not None and not backends.every_measurement(op, where, self._backend):
                     self._report.left_alone.append(LeftAlone("", "", op, plain, counts=False))
                     continue
                 self._plain = plain

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..tuned import Entry
 from ._classes import original_class, subclass_with_forward
+from ._norms import full_shape
 
 __all__ = ["described", "model_sizes", "switching_class"]
 
@@ -27,11 +28,11 @@ def model_sizes(op: str, module: Any) -> tuple[torch.dtype, tuple[int, ...]] | N
     weight = next((p for p in module.parameters() if p.is_floating_point()), None)
     if weight is None:
         return None
-    sizes: tuple[int, ...] = tuple(weight.shape)
+    sizes: tuple[int, ...] = tuple(full_shape(weight))
     if op == "add_rms_norm":
         # The norms of a decoder layer are its only parameters of one dimension that are as long as its input.
         norm = next((p for child in module.children() for p in child.parameters(recurse=False) if p.dim() == 1), None)
-        sizes = () if norm is None else tuple(norm.shape)
+        sizes = () if norm is None else tuple(full_shape(norm))
     elif op == "swiglu":
         sizes = (_size(getattr(module.up_proj, "out_features", None)),)
     elif op == "rope":
@@ -90,6 +91,7 @@ def switching_class(
     if not otherwise and not any(entry.plain_wins for entry in entries):
         return patched
     ranges = tuple((*entry.tokens, entry.plain_wins) for entry in entries)
-    cls = original_class(module)
+    cls: Any = original_class(module)
+    ours: Any = patched
     helpers = tuple((name, value.__func__) for name, value in vars(patched).items() if isinstance(value, staticmethod))
-    return subclass_with_forward(cls, _switching(cls, patched, op, ranges, otherwise), helpers)
+    return subclass_with_forward(cls, _switching(cls, ours, op, ranges, otherwise), helpers)

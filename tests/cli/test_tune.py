@@ -113,7 +113,9 @@ def test_models_and_tokens_stay_side_by_side(model, times, capsys, tmp_path):
 def test_what_was_tuned_on_a_tiny_model_does_no_harm_to_a_large_one(model, times, capsys):
     times["ours"] = 3.0
     run(model, capsys)
-    large = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "vocab_size": 128256, "hidden_size": 128, "num_hidden_layers": 1}))
+    large = LlamaForCausalLM(
+        LlamaConfig(**{**CONFIG, "vocab_size": 128256, "hidden_size": 128, "num_hidden_layers": 1})
+    )
     with apply_npu_kernels(large) as kernels:
         report = kernels.report()
     assert {r.op for r in report.replaced} == {"rms_norm", "add_rms_norm", "linear_cross_entropy", "linear_logprob"}
@@ -196,7 +198,9 @@ def test_what_cannot_be_stored_is_shown(model, times, capsys, monkeypatch):
     assert "no space left on the device" in out
 
 
-def test_a_place_that_cannot_be_written_is_known_before_anything_is_measured(model, times, capsys, monkeypatch, tmp_path):
+def test_a_place_that_cannot_be_written_is_known_before_anything_is_measured(
+    model, times, capsys, monkeypatch, tmp_path
+):
     monkeypatch.setattr(_tune, "tune_op", lambda *args: pytest.fail("measured"))
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("NPU_KERNELS_CACHE", str(tmp_path / "a file" / "below"))
@@ -265,9 +269,7 @@ def test_an_earlier_measurement_has_no_part_in_a_new_one(model, times, capsys, m
     earlier = tuned.Entry("torch", 9.0, 1.0, True, "float32", (("H", 64),), (8, 8))
     tuned.store("cpu", {"rms_norm": [earlier]})
     seen = []
-    monkeypatch.setattr(
-        _tune, "tune_op", lambda work, *args: seen.append(tuned.machines()) or _tune.Outcome(work)
-    )
+    monkeypatch.setattr(_tune, "tune_op", lambda work, *args: seen.append(tuned.machines()) or _tune.Outcome(work))
     assert main(["tune", "--model", model]) == 0
     assert seen == [{}] * 2 * len(workloads.OPS)
     assert "rms_norm" in tuned.machines()["cpu"].ops
