@@ -21,7 +21,7 @@ from ..ops._norm import CASTINGS
 from ..ops.rms_norm import rms_norm, rms_norm_reference
 from ._classes import original_class, subclass_with_forward
 
-__all__ = ["NormForm", "is_candidate", "keeps_own_code", "patched_norm_class", "recognise_norm"]
+__all__ = ["NormForm", "full_shape", "is_candidate", "keeps_own_code", "patched_norm_class", "recognise_norm"]
 
 _ROWS = 4
 # Where a module has no weight, its width does not matter.
@@ -49,11 +49,11 @@ def is_candidate(module: nn.Module) -> bool:
         return False
     parameters = dict(module.named_parameters())
     if parameters:
-        return list(parameters) == ["weight"] and len(_full_shape(parameters["weight"])) == 1
+        return list(parameters) == ["weight"] and len(full_shape(parameters["weight"])) == 1
     return "norm" in original_class(module).__name__.lower() and bool(_epsilons(module))
 
 
-def _full_shape(parameter: nn.Parameter) -> torch.Size:
+def full_shape(parameter: nn.Parameter) -> torch.Size:
     """DeepSpeed's ZeRO-3 leaves an empty tensor in a parameter's place, and notes its shape."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
@@ -78,7 +78,7 @@ def _probe(module: nn.Module, dtype: torch.dtype, weight: torch.Tensor | None) -
 def recognise_norm(module: nn.Module) -> NormForm | str:
     """What a candidate computes, or why it is left alone."""
     parameter = dict(module.named_parameters()).get("weight")
-    width = _WIDTH_WITHOUT_WEIGHT if parameter is None else _full_shape(parameter)[0]
+    width = _WIDTH_WITHOUT_WEIGHT if parameter is None else full_shape(parameter)[0]
     generator = torch.Generator().manual_seed(0)
     # Small enough that epsilon counts, and a weight far from 0 and 1 so that offsets show.
     x = 0.01 * torch.randn(_ROWS, width, generator=generator)
