@@ -28,9 +28,9 @@ SHOWN = (r"'(reward)': '?(-?[\d.]+)", r"'(eval_loss)': '?(-?[\d.]+)", r"'(loss)'
 MIB = 1 << 20
 WHY_REWARDS_DIFFER = (
     "Why the two GRPO runs end at different rewards, from the same seed: the kernels add the same numbers up in "
-    "another order, so a probability differs in its last bit; at some step another token is drawn, and from there on each run "
-    "learns from completions of its own. Another number of CPU threads does the same to two runs without the kernels. "
-    "`npu-kernels verify` measures that noise, and compares with it."
+    "another order, so a probability differs in its last bit; at some step another token is drawn, and from there on "
+    "each run learns from completions of its own. Another number of CPU threads does the same to two runs "
+    "without the kernels. `npu-kernels verify` measures that noise, and compares with it."
 )
 
 

@@ -217,8 +217,8 @@ def _measured(op: str, device: torch.device, at: Callable[[], Shape] | None) -> 
 
 
 def every_measurement(op: str, device: torch.device, override: str | None = None) -> tuple[tuned.Entry, ...]:
-    """What `npu-kernels tune` found for an op on this device, of whatever sizes; nothing where a backend is asked for by
-    name."""
+    """What `npu-kernels tune` found for an op on this device, of whatever sizes; nothing where a backend is asked for
+    by name."""
     asked, _ = _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))
     machine = _machine(device) if asked is None else None
     return () if machine is None else machine.ops.get(op, ())

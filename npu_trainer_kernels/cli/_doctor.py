@@ -127,7 +127,7 @@ def _check_findings(line: dict[str, Any]) -> list[Finding]:
         ours, plain = times["ours"]["median"], times["plain"]["median"]
         found.append(Finding(
             WARNING, "slow", f"{op}, {times['dtype']}, {times['shape']}: {ours:.3g} ms, plain PyTorch {plain:.3g} ms",
-            "npu-kernels tune --model YOUR_MODEL measures at your shapes, and leaves out what does not pay",
+            "npu-kernels tune --model YOUR_MODEL measures at your shapes, and uses what is fastest there",
         ))  # fmt: skip
     return found
 

@@ -9,13 +9,13 @@ import json
 import math
 import os
 import sys
+import textwrap
 from types import TracebackType
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -98,8 +98,8 @@ class Output:
         self._stdout = sys.stdout
         self._redirected = contextlib.ExitStack()
         # Wide where nobody looks: a log or a pipe should hold whole lines.
-        looked_at = sys.stderr.isatty() or sys.stdout.isatty() or "COLUMNS" in os.environ
-        self.console = Console(width=None if looked_at else 170)
+        self._looked_at = sys.stderr.isatty() or sys.stdout.isatty() or "COLUMNS" in os.environ
+        self.console = Console(width=None if self._looked_at else 170)
 
     def __enter__(self) -> "Output":
         if self.as_json:
@@ -116,8 +116,9 @@ class Output:
         self.console.print(*parts, style=style or None, markup=False, highlight=False, soft_wrap=True)
 
     def paragraph(self, text: str, indent: int = 2) -> None:
-        """For people: a remark, wrapped between words."""
-        self.console.print(Padding(Text(text), (0, 0, 0, indent)), highlight=False)
+        """For people: a remark, in a terminal wrapped between words."""
+        lines = textwrap.wrap(text, max(20, self.console.width - indent), break_on_hyphens=False)
+        self.text(textwrap.indent("\n".join(lines) if self._looked_at else text, " " * indent))
 
     def show(self, table: Table) -> None:
         """For people: a table; row by row where its columns would not fit."""

@@ -47,6 +47,10 @@ def test_a_table_that_does_not_fit_is_shown_row_by_row(capsys, monkeypatch):
         "  remark        [fine]",
     ]
     assert narrow[5:7] == ["  " + "long words " * 3 + "long words"] * 2
+    monkeypatch.delenv("COLUMNS")
+    with Output(False) as output:
+        output.paragraph("long words " * 50)
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_progress_is_a_line_for_each_step_on_stderr_where_there_is_no_terminal(capsys):
