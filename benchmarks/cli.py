@@ -271,7 +271,7 @@ def _measure(
     except ValueError as error:
         parser.error(str(error))
     lost = False
-    with output.progress() as progress:
+    with output.bar() as progress:
         try:
             run.measure(results, progress)
         except DeviceLostError as error:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from . import backends
+from .patching import FORMS, PATCHES
 
 if TYPE_CHECKING:
     from .callback import NpuKernelsCallback
@@ -37,18 +38,26 @@ class NpuKernelsArguments:
         metadata={"help": "Compile the kernels before the first step; otherwise each when it is first used."},
     )
 
+    npu_kernels_report: str = field(
+        default="short",
+        metadata={"help": "What is printed when training begins: 'short', or 'full' with every module and reason."},
+    )
+
     def __post_init__(self) -> None:
         # Parsers convert what stands on the command line; what stands in a YAML file arrives as it is.
         for name in ("use_npu_kernels", "npu_kernels_strict", "npu_kernels_warm_up"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false; got {getattr(self, name)!r}")
         ops, backend = self.npu_kernels_ops, self.npu_kernels_backend
-        if ops is not None and not (isinstance(ops, list) and ops and all(isinstance(op, str) for op in ops)):
-            raise ValueError(f"npu_kernels_ops must be a list of names of ops; got {ops!r}")
+        if ops is not None and not (isinstance(ops, list) and ops and all(op in PATCHES for op in ops)):
+            raise ValueError(f"npu_kernels_ops must be a list of {', '.join(PATCHES)}; got {ops!r}")
+        if self.npu_kernels_report not in FORMS:
+            raise ValueError(f"npu_kernels_report must be one of {', '.join(FORMS)}; got {self.npu_kernels_report!r}")
         if backend is not None and not (isinstance(backend, str) and backend):
             raise ValueError(f"npu_kernels_backend must be 'torch' or 'op=backend,...'; got {backend!r}")
         given = [name for name in ("ops", "backend", "strict") if getattr(self, f"npu_kernels_{name}")]
         given += [] if self.npu_kernels_warm_up else ["warm_up"]
+        given += [] if self.npu_kernels_report == "short" else ["report"]
         if not self.use_npu_kernels and given:
             raise ValueError(f"npu_kernels_{given[0]} does nothing without --use_npu_kernels")
         if self.npu_kernels_backend is not None:
@@ -66,5 +75,6 @@ class NpuKernelsArguments:
                 backend=self.npu_kernels_backend,
                 strict=self.npu_kernels_strict,
                 warm_up=self.npu_kernels_warm_up,
+                report=self.npu_kernels_report,
             )
         ]

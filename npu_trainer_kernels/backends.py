@@ -5,13 +5,15 @@ with the environment variable `NPU_KERNELS_BACKEND` (`"torch"` for every op, or 
 the `backend` argument of `apply_npu_kernels`, or with the `backend` argument of a single op; the nearest one wins. An
 override that cannot run raises: a backend that was asked for by name is never replaced silently.
 
-What `npu-kernels tune` measured on the machine goes before the table (`tuned`).
+What `npu-kernels tune` measured on the machine goes before the table (`tuned`), for calls of the shapes that it measured
+and no others.
 
 The vendor's operators cover some calls of an op and not others. Where the table chose them, the next backend in order
 serves the others; where they were asked for by name, such a call raises.
 """
 
 import functools
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,7 @@ __all__ = [
     "BACKENDS",
     "OPS",
     "Choice",
+    "Shape",
     "choose",
     "explain",
     "failures",
@@ -34,10 +37,14 @@ __all__ = [
     "has_failed",
     "is_strict",
     "keeps_plain",
+    "measurements",
+    "of_head",
+    "of_rows",
     "parse_override",
     "record_failure",
     "require_strict",
     "unavailable",
+    "was_measured",
 ]
 
 BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
@@ -182,11 +189,52 @@ def _asked_for(op: str, override: str | None, environment: str) -> tuple[str | N
     return parse_override(environment).get(op), f"{ENVIRONMENT}={environment}"
 
 
-def _measured(op: str, device: torch.device) -> tuned.Entry | None:
-    """What `npu-kernels tune` found for the device."""
-    machines = tuned.machines()
-    machine = machines.get(devices.spec(device).name) if machines else None
-    return None if machine is None else machine.ops.get(op)
+Shape = tuple[torch.dtype, int, tuple[int, ...]]
+"""Of a call: dtype, tokens, and the sizes of the model that `workloads.Workload.model_sizes` names."""
+
+
+def of_rows(x: torch.Tensor) -> Shape:
+    """Of an op on rows of x."""
+    return x.dtype, math.prod(x.shape[:-1]), x.shape[-1:]
+
+
+def of_head(x: torch.Tensor, weight: torch.Tensor) -> Shape:
+    """Of a head with weight `[V, H]` on rows of x."""
+    vocabulary, hidden = weight.shape
+    return x.dtype, math.prod(x.shape[:-1]), (hidden, vocabulary)
+
+
+def _machine(device: torch.device) -> tuned.Machine | None:
+    return tuned.machine(devices.spec(device).name) if tuned.machines() else None
+
+
+def _measured(op: str, device: torch.device, at: Callable[[], Shape] | None) -> tuned.Entry | None:
+    """What `npu-kernels tune` found for calls of this shape on the device."""
+    machine = None if at is None else _machine(device)
+    if machine is None or at is None or op not in machine.ops:
+        return None
+    dtype, tokens, sizes = at()
+    return machine.at(op, str(dtype).removeprefix("torch."), tokens, sizes)
+
+
+def was_measured(op: str, device: torch.device, override: str | None) -> bool:
+    """Whether `npu-kernels tune` found anything for an op, whatever the sizes, that counts here."""
+    asked, _ = _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))
+    machine = _machine(device) if asked is None else None
+    return machine is not None and op in machine.ops
+
+
+def measurements(
+    op: str, device: torch.device, override: str | None, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> tuple[tuned.Entry, ...]:
+    """What `npu-kernels tune` found for an op of a model's sizes, each for a range of tokens; nothing where a backend is
+    asked for by name."""
+    asked, _ = _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))
+    machine = _machine(device) if asked is None else None
+    if machine is None:
+        return ()
+    name = str(dtype).removeprefix("torch.")
+    return tuple(entry for entry in machine.ops.get(op, ()) if entry.covers(name, sizes))
 
 
 @functools.cache
@@ -208,11 +256,13 @@ def _by_table(op: str, kind: str, measured: tuned.Entry | None, uncovered: bool)
     raise AssertionError(f"{op} has no backend on {kind}")  # every list ends with torch
 
 
-def _choose(op: str, device: torch.device, override: str | None, environment: str) -> tuple[str, str]:
+def _choose(
+    op: str, device: torch.device, override: str | None, environment: str, at: Callable[[], Shape] | None = None
+) -> tuple[str, str]:
     asked, source = _asked_for(op, override, environment)
     kind = _kind(device)
     if asked is None:
-        return _by_table(op, kind, _measured(op, device), False)
+        return _by_table(op, kind, _measured(op, device, at), False)
     reason = unavailable(asked, kind, op)
     if reason is not None:
         raise ValueError(f"{op}: backend {asked!r} (from {source}) cannot run on {kind}: {reason}")
@@ -233,6 +283,7 @@ def choose(
     override: str | None = None,
     uncovered: Reason | None = None,
     unwanted: Reason | None = None,
+    at: Callable[[], Shape] | None = None,
 ) -> str:
     """The name of the backend that serves `op` on `device`.
 
@@ -242,6 +293,7 @@ def choose(
         override: a backend, `"op=backend,..."`, or None.
         uncovered: why the vendor's operators do not cover this call, or None; asked where they were chosen.
         unwanted: why this call had better not go to them unless they were asked for by name, or None.
+        at: the call's shape, for what was measured of such calls; asked where the op was measured at all.
 
     Raises:
         ValueError: unknown op or backend, or a backend that was asked for cannot run there or does not cover the call.
@@ -249,7 +301,7 @@ def choose(
     if torch.compiler.is_compiling() or has_failed(op, device):
         return "torch"
     environment = os.environ.get(ENVIRONMENT, "")
-    name = _choose(op, device, override, environment)[0]
+    name = _choose(op, device, override, environment, at)[0]
     if name != "vendor":
         return name
     asked, source = _asked_for(op, override, environment)
@@ -260,24 +312,22 @@ def choose(
         )
     if asked is None and reason is None and unwanted is not None:
         reason = unwanted()
-    return name if reason is None else _by_table(op, _kind(device), _measured(op, device), True)[0]
+    return name if reason is None else _by_table(op, _kind(device), _measured(op, device, at), True)[0]
 
 
 def keeps_plain(op: str, device: torch.device, override: str | None = None) -> str | None:
-    """Why a model keeps its own code for `op` on this device unless the op is asked for, or None."""
+    """Why, by the table, a model keeps its own code for `op` on this device unless the op is asked for, or None; what
+    was measured (`measurements`) goes before it."""
     environment = os.environ.get(ENVIRONMENT, "")
     if op in parse_override(override or "") or op in parse_override(environment):
         return None
-    measured = _measured(op, device)
-    if measured is not None:
-        return f"plain PyTorch is faster; {measured}" if measured.plain_wins else None
     return _PLAIN.get(_kind(device), {}).get(op)
 
 
 def explain(
     op: str, device: torch.device, override: str | None = None, uncovered: Reason | None = None
 ) -> tuple[str, str]:
-    """`choose`, with the reason."""
+    """`choose` for calls of a shape that was not measured, with the reason."""
     if uncovered is not None and choose(op, device, override) != choose(op, device, override, uncovered):
         return choose(op, device, override, uncovered), f"the vendor's operator does not cover it: {uncovered()}"
     if has_failed(op, device):
@@ -286,7 +336,7 @@ def explain(
     name, reason = _choose(op, device, override, environment)
     asked, _ = _asked_for(op, override, environment)
     if name == "vendor":
-        others = _by_table(op, _kind(device), _measured(op, device), True)[0]
+        others = _by_table(op, _kind(device), None, True)[0]
         rest = f"goes to {others}" if asked is None else "raises"
         reason += f". It covers {_vendor.COVERS[op]}; what it does not cover {rest}"
         if asked is None and op in _vendor.NOT_REPEATABLE:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from . import device, warmup
-from .patching import NpuKernels, Report, apply_npu_kernels
+from . import backends, device, warmup
+from .patching import FORMS, PATCHES, NpuKernels, Report, apply_npu_kernels
 from .patching._undo import Undo
 from .trainers._grpo_plan import Planner, is_grpo
 
@@ -41,6 +41,14 @@ def _peak_memory_gib(where: torch.device) -> float:
     return getattr(torch, kind).max_memory_allocated() / (1 << 30)
 
 
+def _unused_head(model: Any) -> dict[str, str]:
+    """Which of the two heads training does not use: TRL gives a model a forward with a head of its own."""
+    forwards = (module.__dict__.get("forward") for module in model.modules())
+    if any("fused_lm_head" in getattr(getattr(f, "__code__", None), "co_varnames", ()) for f in forwards):
+        return {"linear_cross_entropy": "its loss is made of TRL's head, linear_logprob"}
+    return {"linear_logprob": "its model has no head of TRL's"}
+
+
 class NpuKernelsCallback(TrainerCallback):
     """Puts the fused kernels into the model of a `transformers.Trainer` or a TRL trainer while it trains.
 
@@ -59,6 +67,10 @@ class NpuKernelsCallback(TrainerCallback):
         strict: as for `apply_npu_kernels`.
         warm_up: compile the kernels before the first step, several at once and with a line that says so (`warmup`);
             otherwise each is compiled when it is first used.
+        report: what is printed when training begins: `"short"`, or `"full"` with every module and every reason.
+
+    Raises:
+        ValueError: an unknown op or backend, or another report than these.
     """
 
     def __init__(
@@ -68,7 +80,15 @@ class NpuKernelsCallback(TrainerCallback):
         backend: str | None = None,
         strict: bool = False,
         warm_up: bool = True,
+        report: str = "short",
     ) -> None:
+        unknown = [op for op in ops or () if op not in PATCHES]
+        if isinstance(ops, str) or unknown:
+            raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
+        if report not in FORMS:
+            raise ValueError(f"report must be one of {', '.join(FORMS)}; got {report!r}")
+        backends.parse_override(backend or "")
+        self._full = report == "full"
         self._ops, self._backend, self._strict, self._warm_up = ops, backend, strict, warm_up
         self._handle: NpuKernels | None = None
         self._planner: Planner | None = None
@@ -141,9 +161,11 @@ class NpuKernelsCallback(TrainerCallback):
         if trainer is not None:
             self._plan(trainer)
         report = self.report()
+        report.unused = _unused_head(kwargs["model"])
         if args.label_smoothing_factor > 0:
             report.note(
-                "label_smoothing_factor makes the Trainer take the full logits: linear_cross_entropy is not used"
+                "label_smoothing_factor makes the Trainer take the full logits: linear_cross_entropy is not used",
+                "linear_cross_entropy",
             )
         if trainer is not None:
             if getattr(trainer.train, _GUARD, None) is not self:
@@ -151,14 +173,16 @@ class NpuKernelsCallback(TrainerCallback):
                 self._guard(trainer, "training_step")
             if getattr(trainer, "compute_loss_func", None) is not None and "labels" in str(trainer._signature_columns):
                 report.note(
-                    "compute_loss_func makes the Trainer take the full logits: linear_cross_entropy is not used"
+                    "compute_loss_func makes the Trainer take the full logits: linear_cross_entropy is not used",
+                    "linear_cross_entropy",
                 )
             self._add_to_logs(trainer)
         if self._warm_up and warmup.unsupported(kwargs["model"]) is None:
             self._compile_ahead(kwargs["model"], trainer, state)
-        if state.is_world_process_zero and str(report) != self._printed:
-            self._printed = str(report)
-            print(self._printed, flush=True)
+        text = report.text(full=self._full)
+        if state.is_world_process_zero and text != self._printed:
+            self._printed = text
+            print(text, flush=True)
         assert self._handle is not None
         self._since = (time.perf_counter(), self._handle.tokens)
 

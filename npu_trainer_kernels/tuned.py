@@ -1,74 +1,126 @@
 """What `npu-kernels tune` measured on this machine, in a small JSON file that the choice of backend reads.
 
-    {"format": 1, "machines": {"NVIDIA H200": {"versions": {...}, "ops": {"rms_norm": {...}}, "tiles": [...]}}}
+    {"format": 2, "machines": {"NVIDIA H200": {"versions": {...}, "ops": {"rms_norm": [{...}]}, "tiles": [...]}}}
 
-Keyed by chip, versions and op: what was measured with another torch, Triton or version of this package does not count.
+Keyed by chip, versions and op: what was measured with another torch, Triton or version of this package does not count,
+and a warning says so. Each result has the range that it was measured for (`Entry`), and nothing is concluded beyond it:
+a model of other sizes, another dtype, or a call with more tokens or fewer goes by the table of `backends`.
+
 The file lies in `$NPU_KERNELS_CACHE`, or in `npu_trainer_kernels` in the user's cache folder. It is input like any
 other: read as JSON of a limited size, every field checked, and ignored with a warning where anything is not as it
 should be. NPU_KERNELS_TUNED=0 ignores it without one.
 """
 
 import contextlib
+import fcntl
 import functools
 import json
 import math
 import os
+import stat
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ._switch import switch
-from .ascend.toolchain import cache_dir
+from .ascend.toolchain import CACHE_VARIABLE, cache_dir
 
-__all__ = ["Entry", "Machine", "TileKey", "Variation", "file", "forget", "ignored", "machines", "store", "variation"]
+__all__ = [
+    "Entry",
+    "Machine",
+    "TileKey",
+    "Variation",
+    "check_writable",
+    "file",
+    "forget",
+    "ignored",
+    "machine",
+    "machines",
+    "store",
+    "variation",
+]
 
-FORMAT = 1
+FORMAT = 2
 IGNORE = "NPU_KERNELS_TUNED"
 MAX_BYTES = 1 << 18
 _BACKENDS = ("triton", "torch", "vendor")
 _PACKAGES = ("torch", "torch_npu", "triton", "triton-ascend", "npu_trainer_kernels")
+_LOCK = ".tuned.lock"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured of an op, forward and backward.
+    """What was measured of an op, forward and backward, and for which calls that counts.
 
     Attributes:
         backend: the fastest of ours.
-        ms: its milliseconds.
+        ms: its milliseconds, at the larger number of tokens.
         plain_ms: plain PyTorch's; None where it could not run (memory).
-        plain_wins: a model keeps its own code.
-        shape, dtype: of what was measured.
+        plain_wins: a model runs its own code for such calls.
+        dtype: of what was measured.
+        sizes: names and sizes that a call must have exactly, as `(("H", 2048),)`.
+        tokens: the least and the most that were measured, both with this outcome.
     """
 
     backend: str
     ms: float
     plain_ms: float | None
     plain_wins: bool
-    shape: str
     dtype: str
+    sizes: tuple[tuple[str, int], ...]
+    tokens: tuple[int, int]
 
     def __post_init__(self) -> None:
         if self.backend not in _BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}; got {self.backend!r}")
+            raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}; got {self.backend!r:.50}")
         for name in ("ms", "plain_ms"):
             value = getattr(self, name)
             if not (value is None and name == "plain_ms") and not _is_time(value):
-                raise ValueError(f"{name} must be a positive number; got {value!r}")
+                raise ValueError(f"{name} must be a positive number; got {value!r:.50}")
         if type(self.plain_wins) is not bool or (self.plain_wins and self.plain_ms is None):
             raise ValueError(f"plain_wins must be true or false, and false without plain_ms; got {self.plain_wins!r}")
-        for name in ("shape", "dtype"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or len(value) > 200 or not value.isprintable():
-                raise ValueError(f"{name} must be a short text; got {value!r:.50}")
+        for text in (self.dtype, *(name for name, _ in self.sizes)):
+            if not isinstance(text, str) or len(text) > 20 or not text.isprintable():
+                raise ValueError(f"dtype and the names of sizes must be short texts; got {text!r:.50}")
+        if not self.sizes or not all(_is_size(size) for size in (*self.tokens, *(size for _, size in self.sizes))):
+            raise ValueError(f"sizes and tokens must be positive whole numbers; got {self.sizes}, {self.tokens}")
+        if len(self.tokens) != 2 or self.tokens[0] > self.tokens[1]:
+            raise ValueError(f"tokens must be the least and the most; got {self.tokens}")
+
+    @classmethod
+    def parse(cls, fields: Any) -> "Entry":
+        """From `as_json`'s form; raises as `Machine.parse`."""
+        tokens = fields["tokens"]
+        if not isinstance(tokens, list):
+            raise ValueError("tokens must be a list")
+        return cls(**{**fields, "sizes": tuple(fields["sizes"].items()), "tokens": tuple(tokens)})
+
+    def as_json(self) -> dict[str, Any]:
+        """What `parse` reads."""
+        return {**asdict(self), "sizes": dict(self.sizes), "tokens": list(self.tokens)}
+
+    def covers(self, dtype: str, sizes: tuple[int, ...]) -> bool:
+        """Whether a model's op of such a dtype and sizes is what was measured."""
+        return self.dtype == dtype and tuple(size for _, size in self.sizes) == sizes
+
+    @property
+    def range(self) -> str:
+        """For people: `512 to 4096 tokens, H=2048 bfloat16`."""
+        low, high = self.tokens
+        tokens = f"{high}" if low == high else f"{low} to {high}"
+        return f"{tokens} tokens, {' '.join(f'{name}={size}' for name, size in self.sizes)} {self.dtype}"
 
     def __str__(self) -> str:
         plain = "" if self.plain_ms is None else f", plain PyTorch {self.plain_ms:.3g} ms"
-        return f"measured here: {self.backend} {self.ms:.3g} ms{plain}, {self.shape} {self.dtype} (npu-kernels tune)"
+        return f"measured here: {self.backend} {self.ms:.3g} ms{plain}, {self.range} (npu-kernels tune)"
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 1 << 40
 
 
 @dataclass(frozen=True)
@@ -95,12 +147,12 @@ class Machine:
 
     Attributes:
         versions: of the packages that matter.
-        ops: by name.
+        ops: by name, each with a result for each range.
         tiles: those that are to differ from the formula's.
     """
 
     versions: Mapping[str, str]
-    ops: Mapping[str, Entry]
+    ops: Mapping[str, tuple[Entry, ...]]
     tiles: Mapping[TileKey, Variation]
 
     @classmethod
@@ -114,15 +166,36 @@ class Machine:
             if not isinstance(function, str) or not all(isinstance(arg, int) for arg in args):
                 raise ValueError("a tile has the name of a function and whole numbers")
             tiles[function, args] = Variation(tile["size"], tile["warps"])
-        return cls(dict(data["versions"]), {op: Entry(**fields) for op, fields in data["ops"].items()}, tiles)
+        ops = {op: tuple(map(Entry.parse, entries)) for op, entries in data["ops"].items()}
+        return cls(dict(data["versions"]), ops, tiles)
 
     def as_json(self) -> dict[str, Any]:
         """What `parse` reads."""
         return {
             "versions": dict(self.versions),
-            "ops": {op: asdict(measured) for op, measured in self.ops.items()},
+            "ops": {op: [entry.as_json() for entry in entries] for op, entries in self.ops.items()},
             "tiles": [{"function": f, "args": list(args), **asdict(by)} for (f, args), by in self.tiles.items()],
         }
+
+    def at(self, op: str, dtype: str, tokens: int, sizes: tuple[int, ...]) -> Entry | None:
+        """The result that counts for a call, or None."""
+        for entry in self.ops.get(op, ()):
+            if entry.tokens[0] <= tokens <= entry.tokens[1] and entry.covers(dtype, sizes):
+                return entry
+        return None
+
+    def with_results(self, ops: Mapping[str, Iterable[Entry]], tiles: Mapping[TileKey, Variation]) -> "Machine":
+        """With new results; earlier ones stay but for those whose range the new ones touch."""
+        merged = dict(self.ops)
+        for op, entries in ops.items():
+            new = tuple(entries)
+            merged[op] = (*(old for old in merged.get(op, ()) if not any(_touch(old, n) for n in new)), *new)
+        return Machine(self.versions, merged, {**self.tiles, **tiles})
+
+
+def _touch(a: Entry, b: Entry) -> bool:
+    same = (a.dtype, a.sizes) == (b.dtype, b.sizes)
+    return same and a.tokens[0] <= b.tokens[1] and b.tokens[0] <= a.tokens[1]
 
 
 def _is_time(value: Any) -> bool:
@@ -130,8 +203,11 @@ def _is_time(value: Any) -> bool:
 
 
 def file() -> Path:
-    """Where the measurements are."""
-    return cache_dir() / "tuned.json"
+    """Where the measurements are. Raises `OSError` where there is no place for a user's files."""
+    try:
+        return cache_dir() / "tuned.json"
+    except RuntimeError as error:  # neither HOME nor an entry in the system's list of users
+        raise FileNotFoundError(f"there is no home folder ({error}); set {CACHE_VARIABLE} to a folder") from error
 
 
 def _versions() -> dict[str, str]:
@@ -158,11 +234,24 @@ def _parse(text: str) -> dict[str, Machine]:
         raise ValueError(f"it is not as it should be ({error})") from error
 
 
+def _content(path: Path) -> bytes:
+    """What a regular file holds; anything else in its place is an `OSError`, and is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    with open(descriptor, "rb") as stream:
+        return stream.read(MAX_BYTES + 1)
+
+
 def _read() -> dict[str, Machine]:
-    path = file()
     try:
-        with path.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
+        path = file()
+    except OSError as error:
+        warnings.warn(f"What npu-kernels tune measured cannot be looked up: {error}", stacklevel=2)
+        return {}
+    try:
+        content = _content(path)
         if len(content) > MAX_BYTES:
             raise ValueError(f"it is larger than {MAX_BYTES} bytes")
         return _parse(content.decode("utf-8"))
@@ -175,22 +264,39 @@ def _read() -> dict[str, Machine]:
 
 @functools.cache
 def machines() -> Mapping[str, Machine]:
-    """What the installed versions measured, by chip; read once."""
-    if not switch(IGNORE, True):
-        return {}
-    now = _versions()
-    return {chip: machine for chip, machine in _read().items() if machine.versions == now}
+    """What was measured, by chip, with whatever versions; read once."""
+    return _read() if switch(IGNORE, True) else {}
+
+
+@functools.cache
+def machine(chip: str) -> Machine | None:
+    """What the installed versions measured on a chip, or None; warns once where others did."""
+    found, now = machines().get(chip), _versions()
+    if found is None or found.versions == now:
+        return found
+    names = dict.fromkeys((*found.versions, *now))
+    differ = (n for n in names if found.versions.get(n) != now.get(n))
+    changes = ", ".join(
+        f"{n} {found.versions.get(n, 'not installed')} -> {now.get(n, 'not installed')}" for n in differ
+    )
+    warnings.warn(
+        f"What npu-kernels tune measured on {chip} is ignored, since versions have changed ({changes}). Run it again, "
+        f"or remove {file()}.",
+        stacklevel=2,
+    )
+    return None
 
 
 def variation(function: str, args: tuple[int, ...], chip: str) -> Variation | None:
     """How a tile is to differ from the formula's on a chip, or None."""
-    machine = machines().get(chip)
-    return None if machine is None else machine.tiles.get((function, args))
+    found = machine(chip)
+    return None if found is None else found.tiles.get((function, args))
 
 
 def forget() -> None:
     """Reads the file again when it is next asked for."""
     machines.cache_clear()
+    machine.cache_clear()
 
 
 @contextlib.contextmanager
@@ -208,20 +314,42 @@ def ignored() -> Iterator[None]:
         forget()
 
 
-def store(chip: str, ops: Mapping[str, Entry], tiles: Mapping[TileKey, Variation] | None = None) -> Path:
-    """Writes the measurements of a chip, in place of its earlier ones of the same ops and tiles; what other chips have
-    stays. The file is replaced whole: a reader never sees half of it."""
-    stored, now = _read(), _versions()
-    known = stored.get(chip)
-    if known is None or known.versions != now:
-        known = Machine(now, {}, {})
-    stored[chip] = Machine(now, {**known.ops, **ops}, {**known.tiles, **(tiles or {})})
-    path = file()
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Inside the `with` block no other process stores."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"format": FORMAT, "machines": {name: m.as_json() for name, m in stored.items()}}, indent=1)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as folder:
-        made = Path(folder, path.name)
-        made.write_text(text, encoding="utf-8")
-        os.replace(made, path)
+    with open(os.open(path.parent / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def check_writable() -> None:
+    """Raises `OSError` where `store` could not write."""
+    path = file()
+    with _locked(path), tempfile.TemporaryFile(dir=path.parent):
+        with contextlib.suppress(FileNotFoundError):
+            _content(path)
+
+
+def store(chip: str, ops: Mapping[str, Iterable[Entry]], tiles: Mapping[TileKey, Variation] | None = None) -> Path:
+    """Adds measurements of a chip; they replace its earlier ones of the same ranges and tiles.
+
+    The file is replaced whole, so that a reader never sees half of it, and under a lock, so that two processes that
+    store at once lose nothing. Raises `OSError` where it cannot be written.
+    """
+    path = file()
+    with _locked(path):
+        stored, now = _read(), _versions()
+        known = stored.get(chip)
+        if known is None or known.versions != now:
+            known = Machine(now, {}, {})
+        stored[chip] = known.with_results(ops, tiles or {})
+        text = json.dumps({"format": FORMAT, "machines": {name: m.as_json() for name, m in stored.items()}}, indent=1)
+        if len(text.encode()) > MAX_BYTES:
+            raise OSError(f"{path} would be larger than {MAX_BYTES} bytes; remove it and measure again what you need")
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as folder:
+            made = Path(folder, path.name)
+            made.write_text(text, encoding="utf-8")
+            os.replace(made, path)
     forget()
     return path

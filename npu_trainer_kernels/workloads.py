@@ -9,6 +9,7 @@ One table for all that runs an op by itself: `npu-kernels doctor` and `tune`, an
         inputs.backward(ours(inputs.tensors))
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ __all__ = [
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EPS = 1e-6
+_TOKENS = ("N", "S", "BT", "B", "T")
 GRPO_BETA, GRPO_EPSILON = 0.04, 0.2
 Tensors = Mapping[str, Tensor]
 Outputs = Tensor | tuple[Tensor, ...]
@@ -107,6 +109,16 @@ class Workload:
     def shape(self) -> str:
         """For people: `BT=8192 H=4096 V=128256`."""
         return " ".join(f"{name}={size}" for name, size in self.sizes.items())
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return math.prod(size for name, size in self.sizes.items() if name in _TOKENS)
+
+    @property
+    def model_sizes(self) -> tuple[tuple[str, int], ...]:
+        """The sizes that a model decides, in the order of `backends.Shape`."""
+        return tuple((name, size) for name, size in self.sizes.items() if name not in _TOKENS)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -3,19 +3,31 @@
 import dataclasses
 import json
 import os
+import pwd
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
 
-from npu_trainer_kernels import _triton, apply_npu_kernels, backends, tiling, tuned
+from npu_trainer_kernels import _triton, apply_npu_kernels, backends, tiling, tuned, workloads
 from npu_trainer_kernels.device import ASCEND_CHIPS, DeviceSpec
+from npu_trainer_kernels.ops import rms_norm
+from npu_trainer_kernels.patching import _mlps
 from npu_trainer_kernels.tuned import Entry, Variation
 from tests.models import small_model
 
 CPU = torch.device("cpu")
-FAST = Entry("torch", 1.0, 2.0, False, "N=8 H=16", "float32")
-SLOW = Entry("torch", 2.0, 1.0, True, "N=8 H=16", "float32")
+
+
+def result(backend="torch", ms=1.0, plain_ms=2.0, wins=False, tokens=(8, 64), dtype="float32", **sizes):
+    return Entry(backend, ms, plain_ms, wins, dtype, tuple((sizes or {"H": 16}).items()), tokens)
+
+
+FAST, SLOW = result(), result(ms=2.0, plain_ms=1.0, wins=True)
+# Of `small_model`.
+HIDDEN, VOCABULARY = 48, 331
 
 
 @pytest.fixture(autouse=True)
@@ -32,68 +44,214 @@ def measured():
 
 
 def test_stored_and_found_again_by_chip_and_op(folder):
-    path = tuned.store("cpu", {"rms_norm": FAST})
-    tuned.store("cpu", {"swiglu": SLOW})
-    tuned.store("NVIDIA H200", {"rms_norm": SLOW})
-    assert measured() == {"cpu": {"rms_norm": FAST, "swiglu": SLOW}, "NVIDIA H200": {"rms_norm": SLOW}}
-    assert [p.name for p in folder.iterdir()] == [path.name]
+    path = tuned.store("cpu", {"rms_norm": [FAST]})
+    tuned.store("cpu", {"swiglu": [SLOW]})
+    tuned.store("NVIDIA H200", {"rms_norm": [SLOW]})
+    assert measured() == {"cpu": {"rms_norm": (FAST,), "swiglu": (SLOW,)}, "NVIDIA H200": {"rms_norm": (SLOW,)}}
+    assert sorted(p.name for p in folder.iterdir()) == [".tuned.lock", path.name]
 
 
-def test_what_loses_to_plain_pytorch_is_left_out_unless_asked_for():
-    tuned.store("cpu", {"rms_norm": SLOW, "swiglu": FAST})
-    model = small_model("llama")
+def test_results_of_other_ranges_stay_and_of_touching_ones_go():
+    tuned.store("cpu", {"rms_norm": [FAST]})
+    more, other, bf16 = result(tokens=(65, 512)), result(H=32), result(dtype="bfloat16")
+    tuned.store("cpu", {"rms_norm": [more, other, bf16]})
+    assert measured()["cpu"]["rms_norm"] == (FAST, more, other, bf16)
+    tuned.store("cpu", {"rms_norm": [dataclasses.replace(SLOW, tokens=(64, 70))]})
+    assert measured()["cpu"]["rms_norm"] == (other, bf16, dataclasses.replace(SLOW, tokens=(64, 70)))
+
+
+# ---------------------------------------------------------------------------------------------------------- its range
+def ids(tokens):
+    return torch.arange(tokens).remainder(VOCABULARY).unsqueeze(0)
+
+
+def own_code_runs(model, monkeypatch, tokens):
+    """Whether the first norm of a patched model runs its own forward for so many tokens."""
+    norm, ran = model.model.layers[0].input_layernorm, []
+    original = type(norm)._npu_kernels_original.forward
+    spied = lambda self, x: ran.append(self is norm) or original(self, x)  # noqa: E731
+    with monkeypatch.context() as patched:
+        patched.setattr(type(norm)._npu_kernels_original, "forward", spied)
+        model(input_ids=ids(tokens))
+    return any(ran)
+
+
+@pytest.mark.parametrize(("tokens", "own"), [(7, False), (8, True), (64, True), (65, False)])
+def test_a_model_runs_its_own_code_for_the_tokens_that_were_measured(monkeypatch, tokens, own):
+    tuned.store("cpu", {"rms_norm": [result(ms=2.0, plain_ms=1.0, wins=True, H=HIDDEN)]})
+    model = small_model("llama").train()
     with apply_npu_kernels(model) as kernels:
-        report = kernels.report()
-    reasons = {left.op: left.reason for left in report.left_alone}
-    assert "plain PyTorch is faster; measured here: torch 2 ms, plain PyTorch 1 ms" in reasons["rms_norm"]
-    # Measured to be worth it, so the table's general remark on CPUs does not count.
-    assert "swiglu" in {r.op for r in report.replaced}
-    assert backends.keeps_plain("rms_norm", CPU, "rms_norm=torch") is None
-    with apply_npu_kernels(small_model("llama"), ops=["rms_norm"]) as kernels:
-        assert {r.op for r in kernels.report().replaced} == {"rms_norm"}
+        assert own_code_runs(model, monkeypatch, tokens) is own
+        assert "8 to 64 tokens: its own code (measured)" in kernels.report().text(full=True)
+    with apply_npu_kernels(model, ops=["rms_norm"]):
+        assert not own_code_runs(model, monkeypatch, tokens)  # asked for by name
+    with apply_npu_kernels(model, backend="rms_norm=torch"):
+        assert not own_code_runs(model, monkeypatch, tokens)
 
 
-def test_the_fastest_backend_serves_and_the_reason_says_so(monkeypatch):
+@pytest.mark.parametrize("change", [{"H": 2 * HIDDEN}, {"H": HIDDEN, "dtype": "bfloat16"}])
+def test_what_was_measured_at_other_sizes_changes_nothing(monkeypatch, change):
+    tuned.store("cpu", {"rms_norm": [result(ms=2.0, plain_ms=1.0, wins=True, **change)]})
+    model = small_model("llama").train()
+    with apply_npu_kernels(model) as kernels:
+        assert not own_code_runs(model, monkeypatch, 16)
+        assert "measured" not in kernels.report().text(full=True)
+
+
+def test_the_head_is_never_left_out():
+    """Whatever a file says: at the head plain PyTorch's logits cost memory that a time does not show."""
+    everything = result(ms=2.0, plain_ms=1.0, wins=True, H=HIDDEN, V=VOCABULARY)
+    tuned.store("cpu", {op: [everything] for op in ("linear_cross_entropy", "linear_logprob")})
+    with apply_npu_kernels(small_model("llama")) as kernels:
+        assert {"linear_cross_entropy", "linear_logprob"} <= {r.op for r in kernels.report().replaced}
+
+
+@pytest.mark.parametrize(("tokens", "ours"), [(8, True), (64, True), (65, False)])
+def test_what_the_table_leaves_out_is_put_in_where_it_was_measured_to_pay(monkeypatch, tokens, ours):
+    model = small_model("llama").train()
+    inner = model.config.intermediate_size
+    tuned.store("cpu", {"swiglu": [result(I=inner)], "rope": [result(Q=99, K=2, D=16)]})
+    ran = []
+    original = _mlps.swiglu_linear
+    monkeypatch.setattr(_mlps, "swiglu_linear", lambda *args, **kwargs: ran.append(1) or original(*args, **kwargs))
+    with apply_npu_kernels(model) as kernels:
+        replaced = {r.op for r in kernels.report().replaced}
+        model(input_ids=ids(tokens))
+    assert "swiglu" in replaced
+    assert "rope" not in replaced
+    assert bool(ran) is ours
+
+
+def test_losses_and_gradients_are_the_same_on_both_sides_of_the_range():
+    tuned.store("cpu", {
+        op: [result(ms=2.0, plain_ms=1.0, wins=True, H=HIDDEN)] for op in ("rms_norm", "add_rms_norm")
+    })  # fmt: skip
+    for tokens in (16, 80):
+        model = small_model("llama").train()
+        expected = step(model, tokens)
+        with apply_npu_kernels(model):
+            found = step(model, tokens)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def step(model, tokens):
+    model.zero_grad()
+    loss = model(input_ids=ids(tokens), labels=ids(tokens)).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def test_the_fastest_backend_serves_calls_of_its_range_alone(monkeypatch):
     monkeypatch.setattr(_triton, "INTERPRETED", True)
-    assert backends.explain("rms_norm", CPU)[0] == "torch"
-    tuned.store("cpu", {"rms_norm": Entry("triton", 1.0, 2.0, False, "N=8 H=16", "float32")})
-    name, reason = backends.explain("rms_norm", CPU)
-    assert (name, backends.choose("rms_norm", CPU)) == ("triton", "triton")
-    assert "measured here: triton 1 ms, plain PyTorch 2 ms, N=8 H=16 float32" in reason
-    assert backends.choose("rms_norm", CPU, "torch") == "torch"
+    tuned.store("cpu", {"rms_norm": [result("triton")]})
+
+    def chosen(tokens, hidden=16, dtype=torch.float32, override=None):
+        return backends.choose("rms_norm", CPU, override, at=lambda: (dtype, tokens, (hidden,)))
+
+    assert chosen(8) == chosen(64) == "triton"
+    assert [chosen(7), chosen(65), chosen(8, 32), chosen(8, 16, torch.bfloat16)] == ["torch"] * 4
+    assert chosen(8, override="torch") == "torch"
+    assert backends.choose("rms_norm", CPU) == "torch"
+    (entry,) = backends.measurements("rms_norm", CPU, None, torch.float32, (16,))
+    assert str(entry) == (
+        "measured here: triton 1 ms, plain PyTorch 2 ms, 8 to 64 tokens, H=16 float32 (npu-kernels tune)"
+    )
+
+
+def test_every_op_says_its_shape(monkeypatch):
+    """What ops tell the choice is what `npu-kernels tune` stores of them."""
+    told = {}
+    choose = backends.choose
+
+    def spied(op, *args, at=None, **kwargs):
+        told.setdefault(op, at or (args[4] if len(args) > 4 else None))
+        return choose(op, *args, at=at, **kwargs)
+
+    monkeypatch.setattr(backends, "choose", spied)
+    shapes = workloads.ModelShapes(hidden=24, intermediate=40, vocabulary=57, heads=6, kv_heads=2, head_dim=4)
+    for work in workloads.of_model(shapes, 16, "float32"):
+        told.clear()
+        inputs = work.inputs(CPU)
+        work.ours(None)(inputs.tensors)
+        if work.op in ("linear_rms_norm", "swiglu_linear"):
+            continue  # the op alone decides for these
+        dtype, tokens, sizes = told[work.backend_op]()
+        assert (dtype, tokens, tuple(sizes)) == (torch.float32, 16, tuple(size for _, size in work.model_sizes))
+
+
+def test_nothing_is_asked_for_where_nothing_was_measured():
+    assert backends.choose("rms_norm", CPU, at=lambda: pytest.fail("asked")) == "torch"
+    tuned.store("cpu", {"swiglu": [FAST]})
+    assert backends.choose("rms_norm", CPU, at=lambda: pytest.fail("asked")) == "torch"
 
 
 def test_a_backend_that_cannot_run_here_is_not_chosen():
-    tuned.store("cpu", {"rms_norm": Entry("vendor", 1.0, 2.0, False, "N=8 H=16", "float32")})
-    assert backends.choose("rms_norm", CPU) == "torch"
+    tuned.store("cpu", {"rms_norm": [result("vendor")]})
+    assert backends.choose("rms_norm", CPU, at=lambda: (torch.float32, 8, (16,))) == "torch"
 
 
-def test_another_version_made_it(monkeypatch):
-    tuned.store("cpu", {"rms_norm": SLOW})
+# --------------------------------------------------------------------------------------------------------- the file
+def test_another_version_made_it_and_a_warning_says_so_once(monkeypatch):
+    tuned.store("cpu", {"rms_norm": [SLOW]})
     monkeypatch.setattr(tuned, "_versions", lambda: {"torch": "99.0"})
     tuned.forget()
-    assert tuned.machines() == {}
-    tuned.store("cpu", {"swiglu": FAST})
-    assert measured() == {"cpu": {"swiglu": FAST}}
+    with pytest.warns(
+        UserWarning, match=r"measured on cpu is ignored, since versions have changed \(torch .* -> 99\.0"
+    ):
+        assert tuned.machine("cpu") is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backends.measurements("rms_norm", CPU, None, torch.float32, (16,)) == ()
+        assert tuned.machine("NVIDIA H200") is None
+    tuned.store("cpu", {"swiglu": [FAST]})
+    assert measured() == {"cpu": {"swiglu": (FAST,)}}
+
+
+_STORES = """
+import sys
+from npu_trainer_kernels import tuned
+for i in range(20):
+    entry = tuned.Entry("torch", 1.0, 2.0, False, "float32", (("H", int(sys.argv[1]) + i),), (8, 64))
+    tuned.store("cpu", {"rms_norm": [entry]})
+"""
+
+
+def test_two_that_store_at_once_lose_nothing():
+    both = [subprocess.Popen([sys.executable, "-c", _STORES, str(first)]) for first in (100, 200)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    tuned.forget()
+    found = {entry.sizes[0][1] for entry in measured()["cpu"]["rms_norm"]}
+    assert found == {*range(100, 120), *range(200, 220)}
+
+
+def test_a_file_that_would_grow_too_large_is_not_written(monkeypatch):
+    tuned.store("cpu", {"rms_norm": [FAST]})
+    monkeypatch.setattr(tuned, "MAX_BYTES", 600)
+    with pytest.raises(OSError, match="would be larger than 600 bytes; remove it"):
+        tuned.store("cpu", {"swiglu": [SLOW]})
+    tuned.forget()
+    assert measured() == {"cpu": {"rms_norm": (FAST,)}}
 
 
 def test_it_can_be_ignored(monkeypatch):
-    tuned.store("cpu", {"rms_norm": SLOW})
+    tuned.store("cpu", {"rms_norm": [SLOW]})
     monkeypatch.setenv("NPU_KERNELS_TUNED", "0")
     tuned.forget()
     assert tuned.machines() == {}
 
 
 def entry(**changes):
-    fields = {"backend": "torch", "ms": 1.0, "plain_ms": 2.0, "plain_wins": False, "shape": "N=8", "dtype": "float32"}
-    machine = {"versions": {}, "ops": {"rms_norm": {**fields, **changes}}, "tiles": []}
-    return json.dumps({"format": 1, "machines": {"cpu": machine}})
+    fields = {"backend": "torch", "ms": 1.0, "plain_ms": 2.0, "plain_wins": False, "dtype": "float32"}
+    fields |= {"sizes": {"H": 16}, "tokens": [8, 64], **changes}
+    machine = {"versions": {}, "ops": {"rms_norm": [fields]}, "tiles": []}
+    return json.dumps({"format": 2, "machines": {"cpu": machine}})
 
 
 def tile(**changes):
     fields = {"function": "swiglu_block", "args": [2, 5], "size": 1, "warps": 0}
     machine = {"versions": {}, "ops": {}, "tiles": [{**fields, **changes}]}
-    return json.dumps({"format": 1, "machines": {"cpu": machine}})
+    return json.dumps({"format": 2, "machines": {"cpu": machine}})
 
 
 @pytest.mark.parametrize(
@@ -102,12 +260,12 @@ def tile(**changes):
         "",
         "not JSON",
         "[]",
-        '{"format": 2, "machines": {}}',
-        '{"format": 1, "machines": []}',
-        '{"format": 1, "machines": {"cpu": null}}',
-        '{"format": 1, "machines": {"cpu": {"versions": [], "ops": {}}}}',
-        '{"format": 1, "machines": {"cpu": {"versions": {"torch": 2}, "ops": {}}}}',
-        '{"format": 1, "machines": {"cpu": {"versions": {}, "ops": {"rms_norm": []}}}}',
+        '{"format": 1, "machines": {}}',
+        '{"format": 2, "machines": []}',
+        '{"format": 2, "machines": {"cpu": null}}',
+        '{"format": 2, "machines": {"cpu": {"versions": [], "ops": {}}}}',
+        '{"format": 2, "machines": {"cpu": {"versions": {"torch": 2}, "ops": {}}}}',
+        '{"format": 2, "machines": {"cpu": {"versions": {}, "ops": {"rms_norm": []}}}}',
         entry(backend="os.system"),
         entry(backend=["torch"]),
         entry(ms=-1),
@@ -117,7 +275,17 @@ def tile(**changes):
         entry(plain_ms=0),
         entry(plain_wins=1),
         entry(plain_wins=True, plain_ms=None),
-        entry(shape="a\nb"),
+        entry(sizes={"a\nb": 1}),
+        entry(sizes={}),
+        entry(sizes=[16]),
+        entry(sizes={"H": 0}),
+        entry(sizes={"H": True}),
+        entry(sizes={"H": "16"}),
+        entry(tokens=[8]),
+        entry(tokens=[64, 8]),
+        entry(tokens=[0, 8]),
+        entry(tokens="88"),
+        entry(tokens={"8": 1, "64": 1}),
         entry(dtype="x" * 999),
         entry(more=1),
         tile(function=["swiglu_block"]),
@@ -128,7 +296,7 @@ def tile(**changes):
         tile(warps=1.0),
         "[" * 100_000,
         entry() + " " * (1 << 19),
-        '{"format": 1, "machines": {"\ud800": {}}}',
+        '{"format": 2, "machines": {"\ud800": {}}}',
     ],
 )  # fmt: skip
 def test_a_corrupt_or_foreign_file_is_ignored_with_a_warning(folder, text):
@@ -138,14 +306,46 @@ def test_a_corrupt_or_foreign_file_is_ignored_with_a_warning(folder, text):
     # It is read once, and can be written anew.
     assert backends.choose("rms_norm", CPU) == "torch"
     with pytest.warns(UserWarning, match="is ignored"):
-        tuned.store("cpu", {"rms_norm": FAST})
-    assert measured() == {"cpu": {"rms_norm": FAST}}
+        tuned.store("cpu", {"rms_norm": [FAST]})
+    assert measured() == {"cpu": {"rms_norm": (FAST,)}}
 
 
 def test_a_folder_in_its_place_and_one_that_may_not_be_read(folder):
     (folder / "tuned.json").mkdir()
     with pytest.warns(UserWarning, match=r"tuned\.json is ignored"):
         assert tuned.machines() == {}
+    with pytest.raises(OSError, match="not a regular file"):
+        tuned.check_writable()
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(folder):
+    os.mkfifo(folder / "tuned.json")
+    with pytest.warns(UserWarning, match="ignored: .*tuned.json is not a regular file"):
+        assert backends.measurements("rms_norm", CPU, None, torch.float32, (16,)) == ()
+
+
+def test_no_home_is_a_warning_in_ops_and_an_error_to_who_stores(monkeypatch):
+    for name in ("NPU_KERNELS_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.warns(UserWarning, match="cannot be looked up: there is no home folder .*set NPU_KERNELS_CACHE"):
+        out = rms_norm(torch.ones(2, 16), torch.ones(16))
+    assert out.shape == (2, 16)
+    with pytest.raises(OSError, match="there is no home folder"):
+        tuned.check_writable()
+
+
+def test_whether_it_can_be_written_is_known_before(folder, monkeypatch):
+    tuned.check_writable()
+    tuned.check_writable()
+    monkeypatch.setenv("NPU_KERNELS_CACHE", str(folder / "a file" / "below"))
+    (folder / "a file").write_text("")
+    with pytest.raises(OSError):
+        tuned.check_writable()
 
 
 def test_no_file_is_no_warning():
@@ -198,13 +398,13 @@ def test_a_tile_is_computed_once(fresh_tiles):
 
 
 def test_half_a_file_is_never_seen(folder, monkeypatch):
-    tuned.store("cpu", {"rms_norm": FAST})
+    tuned.store("cpu", {"rms_norm": [FAST]})
 
     def killed(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        tuned.store("cpu", {"rms_norm": SLOW})
+        tuned.store("cpu", {"rms_norm": [SLOW]})
     tuned.forget()
-    assert measured() == {"cpu": {"rms_norm": FAST}}
+    assert measured() == {"cpu": {"rms_norm": (FAST,)}}

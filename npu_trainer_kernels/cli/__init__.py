@@ -3,8 +3,8 @@
     npu-kernels COMMAND --help
 
 Every command works without an accelerator, and with `--json` all but `run` write one JSON object to stdout and nothing
-else there. Exit codes: 0 fine, 1 something was found or failed, 2 wrong usage or something to install first. `bench`
-has one more: 3, the device was lost. Those of `run` are the command's.
+else there. Exit codes: 0 fine, 1 something was found or failed, 2 wrong usage or something to install first, 130
+stopped by Ctrl-C. `bench` has one more: 3, the device was lost. Those of `run` are the command's.
 
 Nothing is imported here that may be broken: torch, Triton and transformers come into the process when a command needs
 them, and `doctor` looks at them from outside first.
@@ -13,9 +13,10 @@ them, and `doctor` looks at them from outside first.
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from . import _bench, _compile, _doctor, _run, _tune, _verify
-from ._output import FINE, USAGE, Output, UsageError
+from ._output import FINE, STOPPED, USAGE, Output, UsageError
 
 __all__ = ["main", "make_parser"]
 
@@ -23,13 +24,22 @@ __all__ = ["main", "make_parser"]
 _COMMANDS = (_doctor, _tune, _compile, _verify)
 
 
+def _version() -> str:
+    try:
+        return metadata.version("npu_trainer_kernels")
+    except metadata.PackageNotFoundError:
+        return "(a checkout that is not installed)"
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="npu-kernels",
         description="Fused kernels for Hugging Face Trainer and TRL: look at an installation, measure it, check it.",
-        epilog="Exit codes: 0 fine, 1 something was found or failed, 2 wrong usage or something to install first.",
+        epilog="Exit codes: 0 fine, 1 something was found or failed, 2 wrong usage or something to install first, "
+        "130 stopped by Ctrl-C.",
     )
+    parser.add_argument("--version", action="version", version=f"npu-kernels {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # What follows its options is not for this parser, see `main`.
     launcher = commands.add_parser(
@@ -66,5 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except UsageError as error:
             output.fail(f"npu-kernels {args.command}: {error}")
             return USAGE
+        except KeyboardInterrupt:
+            output.fail(f"npu-kernels {args.command}: stopped")
+            return STOPPED
     assert code >= FINE
     return code

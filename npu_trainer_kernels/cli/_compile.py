@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ._model import HELP as MODEL_HELP
 from ._model import shapes_of
-from ._output import FINE, FOUND, Output, UsageError
+from ._output import FINE, FOUND, Output, UsageError, new_table
 
 if TYPE_CHECKING:
     from ..ascend.gate import Row
@@ -63,12 +63,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
     chips = gate.CHIPS if args.all_targets else (args.target,)
     cases = model_cases(shapes, args.dtype)
     rows: list[gate.Row] = []
-    with output.progress() as progress:
-        task = progress.add_task("compiling", total=len(cases))
+    with output.progress(len(cases)) as progress:
         for case in cases:
-            progress.update(task, description=f"compiling {case.op}, {case.shape}")
+            progress.begin(f"compiling {case.op}, {case.shape}")
             rows += gate.collect([case], chips, args.workers)
-            progress.update(task, advance=1)
+            progress.advance()
     output.show(_table(rows))
     broken = [row for row in rows if row.broken]
     for row in broken:
@@ -103,7 +102,7 @@ def _as_json(row: "Row") -> dict[str, Any]:
 
 def _table(rows: "list[Row]") -> Table:
     """One line for chips of the same plan."""
-    table = Table(title="On-chip memory", title_justify="left")
+    table = new_table()
     for column in ("op", "kernel", "shape", "targets", "buffer", "double-buffered", "switches", "verdict"):
         table.add_column(column)
     lines: dict[tuple[str, ...], list[str]] = {}

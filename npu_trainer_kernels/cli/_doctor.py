@@ -21,7 +21,7 @@ from typing import Any
 from rich.table import Table
 
 from ._environment import ERROR, WARNING, Finding, broken_imports, findings, versions
-from ._output import FINE, FOUND, Output
+from ._output import FINE, FOUND, Output, UsageError, new_table
 
 __all__ = ["HELP", "NAME", "add_arguments", "run", "self_check"]
 
@@ -133,37 +133,51 @@ def _check_findings(line: dict[str, Any]) -> list[Finding]:
 
 
 def _versions_table(found: dict[str, str | None]) -> Table:
-    table = Table(title="Versions", title_justify="left", box=None)
+    table = Table(title="Versions", title_justify="left", box=None, show_header=False)
     for name, version in found.items():
         table.add_row(name, version or "-")
     return table
 
 
 def _ops_table(lines: list[dict[str, Any]]) -> Table:
-    table = Table(title="Ops", title_justify="left")
-    for column in ("op", "backend", "right", "ours", "plain PyTorch", "at", "in a model"):
-        table.add_column(column)
+    table = new_table()
+    timed = any(line.get("times") for line in lines)
+    for column in ("op", "backend", "right", *(("ours", "plain") if timed else ())):
+        table.add_column(column, justify="right" if column in ("ours", "plain") else "left")
     for op in OPS:
         of_op = [line for line in lines if line.get("op") == op]
         if not of_op:
             continue
-        problems = [f"{line['dtype']}: no" for line in of_op if line.get("problem") is not None]
+        problems = [line["dtype"] for line in of_op if line.get("problem") is not None]
         times = next((line["times"] for line in of_op if line.get("times")), None)
-        plain = next((line["plain"] for line in of_op if line.get("plain")), None)
         milliseconds = [f"{times[who]['median']:.3g} ms" for who in ("ours", "plain")] if times else ["", ""]
         table.add_row(
-            op, next((line["backend"] for line in of_op if "backend" in line), ""), ", ".join(problems) or "yes",
-            *milliseconds, f"{times['shape']} {times['dtype']}" if times else "",
-            "left out" if plain else "used",
+            op, next((line["backend"] for line in of_op if "backend" in line), ""),
+            "NO" if problems else "yes", *(milliseconds if timed else ()),
         )  # fmt: skip
     return table
+
+
+def _show_ops(lines: list[dict[str, Any]], output: Output) -> None:
+    """What was found of the ops: the table, what was timed, and the evidence for each choice."""
+    output.text("\nOps, forward and backward")
+    output.show(_ops_table(lines))
+    shapes = {line["op"]: f"{line['times']['shape']} {line['times']['dtype']}" for line in lines if line.get("times")}
+    if shapes:
+        output.text("\nTimed at")
+        for shape in dict.fromkeys(shapes.values()):
+            output.paragraph(f"{', '.join(op for op, of_op in shapes.items() if of_op == shape)}: {shape}")
+    output.text("\nWhy these backends")
+    for reason, ops in _why(lines).items():
+        output.paragraph(f"{', '.join(ops)}: {reason}")
 
 
 def _why(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Reasons for backends, and for leaving out, each with its ops."""
     reasons: dict[str, list[str]] = {}
     for line in lines:
-        for reason in (f"{line['backend']}: {line['reason']}" if "reason" in line else None, line.get("plain")):
+        left_out = f"left out of models unless asked for: {line['plain']}" if line.get("plain") else None
+        for reason in (f"{line['backend']}: {line['reason']}" if "reason" in line else None, left_out):
             if reason is not None and line["op"] not in reasons.setdefault(reason, []):
                 reasons[reason].append(line["op"])
     return reasons
@@ -171,21 +185,30 @@ def _why(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 def _run_self_check(args: argparse.Namespace, output: Output) -> list[dict[str, Any]]:
     lines = []
-    with output.progress() as progress:
-        task = progress.add_task("self-check", total=len(OPS))
+    with output.progress(len(OPS)) as progress:
         for line in self_check(not args.no_times, args.timeout):
             lines.append(line)
             if line.get("begins"):
-                progress.update(task, description=f"self-check: {line['op']}, {line['dtype']}")
-            progress.update(task, advance=1 if "times" in line else 0)
+                progress.begin(f"self-check: {line['op']}, {line['dtype']}")
+            if "times" in line:
+                progress.advance()
     return lines
 
 
+def _nothing_found(lines: list[dict[str, Any]]) -> str:
+    """Success, and of what."""
+    ops = len({line["op"] for line in lines if "op" in line})
+    return "Everything checked passed: the installation" + (f", and {ops} ops against their references." if ops else
+                                                            "; the ops were not checked.")  # fmt: skip
+
+
 def run(args: argparse.Namespace, output: Output) -> int:
+    if not args.timeout > 0:
+        raise UsageError(f"--timeout must be positive; got {args.timeout:g}")
     installed = versions()
     output.show(_versions_table(installed))
     with output.progress() as progress:
-        progress.add_task("importing each package in a process of its own", total=None)
+        progress.begin("importing each package in a process of its own")
         broken = broken_imports(installed)
     found = findings(installed, broken)
     lines: list[dict[str, Any]] = []
@@ -199,12 +222,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
                                      "mend what is named above; else report it with this output"))  # fmt: skip
             found += _device_findings(line, installed) if "device" in line else _check_findings(line)
     if device is not None:
-        output.text(f"\nDevice: {device['name']} ({device['kind']})\n")
-        output.show(_ops_table(lines))
-        for reason, ops in _why(lines).items():
-            output.text(f"  {', '.join(ops)}: {reason}")
+        output.text(f"\nDevice: {device['name']} ({device['kind']})")
+        _show_ops(lines, output)
     found = list(dict.fromkeys(found))
-    output.text("\nFindings" if found else "\nNothing was found.")
+    output.text("\nFindings" if found else f"\n{_nothing_found(lines)}", style="" if found else "green")
     for number, finding in enumerate(found, 1):
         output.text(f"{number}. {finding.level}: {finding.what}\n   -> {finding.do}",
                     style="red" if finding.level == ERROR else "yellow")  # fmt: skip

@@ -1,49 +1,56 @@
 """Times every op's backends beside plain PyTorch at your model's shapes on this device, and remembers the winners: from
-then on the fastest backend serves each op, and an op that loses to plain PyTorch is left out of models (unless it is
-asked for by name).
+then on the fastest backend serves each op, and a model runs its own code where that is faster (unless the op is asked
+for by name).
 
-A backend that gives a wrong result never wins. At the LM head plain PyTorch may win only where the logits are so few
-that ours, too, would hold them all at once: elsewhere it saves time with memory that a run may not have.
+A result counts for the sizes that were measured and no others: a model of this hidden size, vocabulary and so on, in
+this dtype, and calls of an eighth of --tokens up to --tokens, both of which are timed. Results of several models and
+of several --tokens stay side by side.
+
+A backend that gives a wrong result never wins, and plain PyTorch never wins at the LM head: what the head is for is
+memory, which a time does not show.
 
 On an accelerator some tiles (`tiling.TUNABLE`) are tried at half and twice the size that the formula gives, with half
 and twice the warps; on an NPU only at half, since the formula gives the largest that fits.
 
 The winners are in a JSON file in your cache folder (NPU_KERNELS_CACHE, or ~/.cache/npu_trainer_kernels), by chip and by
-the versions of torch, Triton and this package. NPU_KERNELS_TUNED=0 ignores it; removing it forgets it.
+the versions of torch, Triton and this package. Ctrl-C keeps what was measured until then. NPU_KERNELS_TUNED=0 ignores
+the file; removing it forgets it.
 
-Exit codes: 0 done, 1 a backend is wrong or failed, 2 wrong usage.
+Exit codes: 0 done, 1 a backend is wrong or failed, or nothing could be stored, 2 wrong usage, 130 stopped by Ctrl-C.
 """
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from ._model import HELP as MODEL_HELP
 from ._model import shapes_of
-from ._output import FINE, FOUND, Output, UsageError
+from ._output import FINE, FOUND, STOPPED, Output, UsageError, new_table
 
 if TYPE_CHECKING:
     import torch
 
     from ..timing import Summary
     from ..tuned import Entry, TileKey, Variation
-    from ..workloads import Workload
+    from ..workloads import ModelShapes, Workload
 
-__all__ = ["HELP", "NAME", "add_arguments", "run", "tune_op", "tune_tiles"]
+__all__ = ["HELP", "NAME", "add_arguments", "results", "run", "tune_op", "tune_tiles"]
 
 NAME = "tune"
 HELP = "time the backends at your model's shapes on this device, and remember the winners"
 DTYPES = ("bfloat16", "float32", "float16")
 # Ours is left out when it is slower by more than this: what two timings of one function differ by.
 TOLERANCE = 1.02
+# The least number of tokens that is timed, as a share of the most.
+SHARE = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help=f"{MODEL_HELP}; default: the shapes that doctor times")
-    parser.add_argument("--tokens", type=int, help="of a micro-batch (default: 4096, on a CPU 512)")
+    parser.add_argument("--tokens", type=int, help="most of a micro-batch (default: 4096, on a CPU 512)")
     parser.add_argument("--dtype", choices=DTYPES,
                         help="of weights and activations (default: bfloat16, on a CPU float32)")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="measure and print, but store nothing")
@@ -57,12 +64,10 @@ class Outcome:
         work: what was measured.
         times: of each backend that is right; `plain` is PyTorch's.
         problems: what is wrong with the others, by backend.
-        plain_may_win: see the module.
         tiles: those that are faster than the formula's.
     """
 
     work: "Workload"
-    plain_may_win: bool
     times: "dict[str, Summary]" = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     tiles: "dict[TileKey, Variation]" = field(default_factory=dict)
@@ -77,9 +82,36 @@ class Outcome:
             return None
         best = min(ours, key=lambda name: ours[name].median)
         plain = self.times.get("plain")
-        wins = self.plain_may_win and plain is not None and ours[best].median > TOLERANCE * plain.median
-        plain_ms = None if plain is None else plain.median
-        return Entry(best, ours[best].median, plain_ms, wins, self.work.shape, self.work.dtype)
+        wins = not self.at_head and plain is not None and ours[best].median > TOLERANCE * plain.median
+        return Entry(
+            best, ours[best].median, None if plain is None else plain.median, wins,
+            self.work.dtype, self.work.model_sizes, (self.work.tokens, self.work.tokens),
+        )  # fmt: skip
+
+    @property
+    def at_head(self) -> bool:
+        """Whether the op is the LM head, where plain PyTorch never wins."""
+        return {"H", "V"} <= self.work.sizes.keys()
+
+
+def _deciding(outcomes: list[Outcome]) -> list[Outcome]:
+    """Of an op in two forms the first decides, also that there is no winner: it is the op alone."""
+    first: dict[str, str] = {}
+    return [o for o in outcomes if first.setdefault(o.work.backend_op, o.work.op) == o.work.op]
+
+
+def results(outcomes: list[Outcome]) -> "dict[str, list[Entry]]":
+    """What is to be stored, by the ops of `backends`: one result for a range of tokens whose ends agree, else one for
+    each end."""
+    found: dict[str, list[Entry]] = {}
+    for outcome in _deciding(outcomes):
+        if outcome.entry is not None:
+            found.setdefault(outcome.work.backend_op, []).append(outcome.entry)
+    for op, entries in found.items():
+        least, most = (pick(entries, key=lambda e: e.tokens) for pick in (min, max))
+        if (least.backend, least.plain_wins) == (most.backend, most.plain_wins):
+            found[op] = [replace(most, tokens=(least.tokens[0], most.tokens[1]))]
+    return found
 
 
 def _candidates(work: "Workload", where: "torch.device") -> list[str]:
@@ -89,16 +121,6 @@ def _candidates(work: "Workload", where: "torch.device") -> list[str]:
     # On a CPU Triton's kernels and Ascend's are executed by interpreters, for tests.
     names = ("torch",) if kind == "cpu" else ("triton", "vendor", "torch")
     return [name for name in names if backends.unavailable(name, kind, work.backend_op) is None]
-
-
-def _plain_may_win(work: "Workload", where: "torch.device") -> bool:
-    from .. import device, tiling
-
-    if "H" not in work.sizes or "V" not in work.sizes:
-        return True
-    rows = work.sizes.get("BT") or work.sizes["B"] * work.sizes["T"]
-    sizes = work.sizes["V"], work.torch_dtype.itemsize
-    return tiling.head_chunk(rows, *sizes, device.spec(where), work.sizes["H"]) >= rows
 
 
 def tune_op(work: "Workload", checked: "Workload", where: "torch.device") -> Outcome:
@@ -115,7 +137,7 @@ def tune_op(work: "Workload", checked: "Workload", where: "torch.device") -> Out
     from ..timing import is_accelerator
     from ._selfcheck import check
 
-    found = Outcome(work, _plain_may_win(work, where))
+    found = Outcome(work)
     time = _timer(work, where)
     # Twice in turn, and the better of both counts: what else the machine does should hit all alike.
     for name in (*_candidates(work, where), "plain") * 2:
@@ -194,83 +216,152 @@ def tune_tiles(
     return kept, best
 
 
+def _pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
+    """Every op at the most tokens and at the least, one after the other, so that a run that is stopped has whole ranges.
+    Tiles are tried at the most; the least is timed with what was kept of them."""
+    from ..workloads import of_model
+
+    ends = dict.fromkeys((tokens, max(8, tokens // SHARE)))
+    return [work for pair in zip(*(of_model(shapes, end, dtype) for end in ends), strict=True) for work in pair]
+
+
+def _writable(dry_run: bool) -> None:
+    """Raises `UsageError` where what is going to be measured could not be stored."""
+    from .. import tuned
+
+    try:
+        if not dry_run:
+            tuned.check_writable()
+    except OSError as error:
+        raise UsageError(f"nothing could be stored: {error}; --dry-run measures without storing") from error
+
+
 def run(args: argparse.Namespace, output: Output) -> int:
+    if args.tokens is not None and args.tokens < 8:
+        raise UsageError(f"--tokens must be at least 8; got {args.tokens}")
+    _writable(args.dry_run)
     shapes = None if args.model is None else shapes_of(args.model)
     import torch
 
-    from .. import backends, device, tuned
+    from .. import device
     from ..timing import is_accelerator
-    from ..workloads import of_model
-    from ._selfcheck import CHECKED, CHECKED_TOKENS, TIMED
+    from ._selfcheck import TIMED
 
     where = torch.device(device.accelerator())
     spec = device.spec(where)
     accelerated = is_accelerator(where)
     usual, tokens = TIMED[accelerated]
     dtype = args.dtype or ("bfloat16" if accelerated else "float32")
+    for_shapes = shapes or usual
+    output.text(f"Tuning for {', '.join(f'{name} {size}' for name, size in asdict(for_shapes).items())}, {dtype}")
+    works = _pairs(for_shapes, args.tokens or tokens, dtype)
+    outcomes: list[Outcome] = []
+    stopped, code = False, FOUND
     try:
-        works = of_model(shapes or usual, tokens if args.tokens is None else args.tokens, dtype)
-    except ValueError as error:
-        raise UsageError(f"--tokens: {error}") from error
-    checked = {work.op: work for work in of_model(CHECKED, CHECKED_TOKENS, dtype)}
-    outcomes = []
+        _measure(works, where, outcomes, output)
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        # Whatever happens: what was measured is shown and stored.
+        code = _finish(outcomes, spec.kind, spec.name, stopped, args.dry_run, output)
+    return STOPPED if stopped else code
+
+
+def _measure(works: "list[Workload]", where: "torch.device", outcomes: list[Outcome], output: Output) -> None:
+    """Appends to `outcomes`."""
+    from .. import backends, tuned
+    from ..workloads import of_model
+    from ._selfcheck import CHECKED, CHECKED_TOKENS
+
+    checked = {work.op: work for work in of_model(CHECKED, CHECKED_TOKENS, works[0].dtype)}
     # A kernel that fails is to be seen, not replaced.
     release = backends.require_strict()
     try:
-        with tuned.ignored(), output.progress() as progress:
-            task = progress.add_task("tuning", total=len(works))
+        with tuned.ignored(), output.progress(len(works)) as progress:
             for work in works:
-                progress.update(task, description=f"tuning {work.op}")
+                progress.begin(f"tuning {work.op}, {work.tokens} tokens")
                 outcomes.append(tune_op(work, checked[work.op], where))
-                progress.update(task, advance=1)
+                progress.advance()
     finally:
         release()
-    # Of an op in two forms the first decides, also that there is no winner: it is the op alone.
-    first = {outcome.work.backend_op: outcome for outcome in reversed(outcomes)}
-    entries: dict[str, Entry] = {op: o.entry for op, o in first.items() if o.entry is not None}
+
+
+def _finish(outcomes: list[Outcome], kind: str, chip: str, stopped: bool, dry_run: bool, output: Output) -> int:
+    """Shows and stores; the exit code."""
+    from .. import tuned
+
+    entries = results(outcomes)
     tiles = {key: by for o in outcomes for key, by in o.tiles.items()}
-    stored = None if args.dry_run or not entries else tuned.store(spec.name, entries, tiles)
-    output.show(_table(outcomes))
-    for outcome in outcomes:
-        for name, problem in outcome.problems.items():
-            output.text(f"{outcome.work.op}, {name}: {problem}", style="red" if name != "plain" else "yellow")
-    for (name, sizes), by in tiles.items():
-        if by == tuned.Variation():
-            continue
-        output.text(f"{name}{sizes}: {_words('size', by.size)}, {_words('warps', by.warps)} as by formula")
-    output.text(f"\nFor {spec.name}: " + (f"stored in {stored}" if stored else "nothing was stored"))
+    _show(outcomes, tiles, output)
+    stored = problem = None
+    if entries and not dry_run:
+        try:
+            stored = tuned.store(chip, entries, tiles)
+        except OSError as error:
+            problem = str(error)
+    if stopped:
+        output.text("Stopped: the ops that are not above were not measured.", style="yellow")
+    output.text(f"For {chip}: " + (f"stored in {stored}" if stored else "nothing was stored"))
+    if problem is not None:
+        output.text(f"It could not be stored: {problem}", style="red")
     output.result({
-        "device": {"kind": spec.kind, "name": spec.name},
+        "device": {"kind": kind, "name": chip},
         "stored": None if stored is None else str(stored),
-        "ops": {o.work.op: _as_json(o) for o in outcomes},
+        "problem": problem,
+        "stopped": stopped,
+        "ops": {op: [_as_json(o) for o in outcomes if o.work.op == op] for op in {o.work.op: None for o in outcomes}},
+        "results": {op: [entry.as_json() for entry in of_op] for op, of_op in entries.items()},
     })  # fmt: skip
-    wrong = [name for o in outcomes for name in o.problems if name != "plain" and name in ("torch", "triton")]
-    return FOUND if wrong else FINE
+    wrong = [name for o in outcomes for name in o.problems if name in ("torch", "triton")]
+    return FOUND if wrong or problem is not None else FINE
+
+
+def _show(outcomes: list[Outcome], tiles: "dict[TileKey, Variation]", output: Output) -> None:
+    from ..tuned import Variation
+
+    if outcomes:
+        output.text("\nForward and backward, median milliseconds; * is used from now on")
+        output.show(_table(outcomes))
+        output.text("")
+    for o in outcomes:
+        for name, problem in o.problems.items():
+            output.text(f"{o.work.op}, {o.work.tokens} tokens, {name}: {problem}",
+                        style="red" if name != "plain" else "yellow")  # fmt: skip
+    for (name, args), by in tiles.items():
+        if by != Variation():
+            output.text(f"{name}{args}: {_words('size', by.size)}, {_words('warps', by.warps)} as by formula")
 
 
 def _words(what: str, by: int) -> str:
     return f"{ {-1: 'half the', 0: 'the same', 1: 'twice the'}[by] } {what}"
 
 
+def _winner(outcome: Outcome) -> str | None:
+    entry = outcome.entry
+    return None if entry is None else "plain" if entry.plain_wins else entry.backend
+
+
 def _as_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "shape": outcome.work.shape,
+        "tokens": outcome.work.tokens,
         "dtype": outcome.work.dtype,
         "times": {name: asdict(time) for name, time in outcome.times.items()},
         "problems": outcome.problems,
         "tiles": [{"function": f, "args": list(args), **asdict(by)} for (f, args), by in outcome.tiles.items()],
-        "winner": None if outcome.entry is None else "plain" if outcome.entry.plain_wins else outcome.entry.backend,
+        "winner": _winner(outcome),
     }
 
 
 def _table(outcomes: list[Outcome]) -> Table:
-    table = Table(title="Forward and backward, median milliseconds", title_justify="left")
+    table = new_table()
     names = list(dict.fromkeys(name for o in outcomes for name in o.times))
-    for column in ("op", "at", *names, "from now on"):
-        table.add_column(column)
+    table.add_column("op")
+    for column in ("tokens", *names):
+        table.add_column(column, justify="right")
+    deciding = _deciding(outcomes)
     for o in outcomes:
-        entry = o.entry
-        verdict = "" if entry is None else "plain PyTorch" if entry.plain_wins else entry.backend
-        times = [f"{o.times[name].median:.3g}" if name in o.times else "-" for name in names]
-        table.add_row(o.work.op, f"{o.work.shape} {o.work.dtype}", *times, verdict)
+        marks = {_winner(o): "*"} if o in deciding else {}
+        times = [f"{o.times[name].median:.3g}{marks.get(name, '')}" if name in o.times else "-" for name in names]
+        table.add_row(o.work.op, str(o.work.tokens), *times)
     return table

@@ -11,10 +11,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from ._model import config_of
-from ._output import FINE, FOUND, Output, UsageError
+from ._output import FINE, FOUND, Output, UsageError, new_table
 
 if TYPE_CHECKING:
     from ..verify import Variant, Verdict
@@ -95,12 +93,13 @@ def run(args: argparse.Namespace, output: Output) -> int:
     from ..verify import variants, verify
 
     transformers.logging.disable_progress_bar()
-    with output.progress() as progress:
-        task = progress.add_task("loading", total=args.noise_runs + 2)
+    with output.progress(args.noise_runs + 2) as progress:
+        order = variants(args.noise_runs)
 
         def on_run(variant: "Variant") -> None:
-            number = variants(args.noise_runs).index(variant)
-            progress.update(task, description=f"training: {variant}", completed=number)
+            if variant != order[0]:
+                progress.advance()
+            progress.begin(f"training: {variant}")
 
         try:
             verdict = verify(
@@ -116,14 +115,16 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _show(verdict: "Verdict", output: Output) -> None:
-    table = Table(title="Distance between the runs with and without the kernels", title_justify="left")
-    for column in ("quantity", "worst, in noise floors", "allowed", "where", "verdict"):
-        table.add_column(column, justify="right" if column.startswith("worst") or column == "allowed" else "left")
+    table = new_table()
+    for column in ("quantity", "worst", "allowed", "verdict", "where"):
+        table.add_column(column, justify="right" if column in ("worst", "allowed") else "left")
     for check in verdict.checks:
         where = check.labels[check.worst] if check.labels else f"step {check.worst + 1}"
-        table.add_row(check.name, f"{check.ratio:.3g}", f"{check.k:g}", where, "ok" if check.passed else "FAILED")
+        table.add_row(check.name, f"{check.ratio:.3g}", f"{check.k:g}", "ok" if check.passed else "FAILED", where)
     if verdict.checks:
+        output.text("Distance between the runs with and without the kernels, in noise floors")
         output.show(table)
+        output.text("")
     if verdict.report is not None:
         output.text(str(verdict.report))
     for problem in verdict.problems:

@@ -119,7 +119,7 @@ def add_rms_norm(
             x.dtype, None if weight is None else weight.dtype, casting, residual=residual.dtype, mode=mode
         )
 
-    chosen = backends.choose("add_rms_norm", x.device, backend, uncovered)
+    chosen = backends.choose("add_rms_norm", x.device, backend, uncovered, at=lambda: backends.of_rows(x))
     if torch.compiler.is_compiling():
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, casting=casting, mode=mode)
     return _AddRmsNorm.apply(x, residual, weight, (eps, offset, casting, mode, chosen))

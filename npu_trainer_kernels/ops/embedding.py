@@ -294,7 +294,7 @@ def embedding(
         padding_idx %= size
     if scale is not None and not is_number(scale):
         raise ValueError(f"scale must be None or a finite number; got {scale!r}")
-    chosen = backends.choose("embedding", weight.device, backend)
+    chosen = backends.choose("embedding", weight.device, backend, at=lambda: (weight.dtype, ids.numel(), weight.shape))
     if torch.compiler.is_compiling():
         return embedding_reference(ids, weight, padding_idx=padding_idx, scale=scale)
     check_range("ids", ids, ids.device, size)

@@ -681,7 +681,7 @@ def fused_linear_grpo_loss(
         ValueError: shapes that do not match, options out of range or without effect.
     """
     check_head(x, weight, "ids", ids, bias)
-    chosen_backend = backends.choose("grpo_loss", x.device, backend)
+    chosen_backend = backends.choose("grpo_loss", x.device, backend, at=lambda: backends.of_head(x, weight))
     batch = _batch(
         ids, advantages, options, completion_mask=completion_mask, tool_mask=tool_mask,
         entropy_mask=entropy_mask, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,

@@ -256,7 +256,9 @@ def fused_linear_cross_entropy(
     total, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, ids, bias, options,
         rows=kept, class_weights=k, objective=chosen, chunk_rows=chunk_rows, low_memory=low_memory,
-        backend=backends.choose("linear_cross_entropy", x.device, backend, uncovered),
+        backend=backends.choose(
+            "linear_cross_entropy", x.device, backend, uncovered, at=lambda: backends.of_head(x, weight)
+        ),
     )  # fmt: skip
     if total is None:
         loss = row_losses(s, slice(None))

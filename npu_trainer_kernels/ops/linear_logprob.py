@@ -137,7 +137,7 @@ def planned_linear_logprob(
     _, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, flat_ids, bias, options,
         objective=objective, chunk_rows=chunk_rows, on_mismatch=on_mismatch,
-        backend=backends.choose("linear_logprob", x.device, backend),
+        backend=backends.choose("linear_logprob", x.device, backend, at=lambda: backends.of_head(x, weight)),
     )  # fmt: skip
     is_top1 = None if s.argmax is None else s.argmax == flat_ids
     shaped = (None if t is None else t.view(ids.shape) for t in (s.log_prob, s.entropy, is_top1, s.mean, s.log_sum_sq))

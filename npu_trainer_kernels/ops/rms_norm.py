@@ -61,11 +61,14 @@ def norm_backends(x: torch.Tensor, weight: torch.Tensor | None, casting: str, ba
     def uncovered() -> str | None:
         return _vendor.uncovered_norm(x.dtype, None if weight is None else weight.dtype, casting)
 
-    chosen = backends.choose("rms_norm", x.device, backend, uncovered)
+    def at() -> backends.Shape:
+        return backends.of_rows(x)
+
+    chosen = backends.choose("rms_norm", x.device, backend, uncovered, at=at)
     if chosen != "vendor":
         return chosen, chosen
     # A kernel of ours may follow a forward of the vendor's: both keep the same rstd.
-    backward = backends.choose("rms_norm", x.device, backend, uncovered, lambda: _vendor.not_repeatable(weight))
+    backward = backends.choose("rms_norm", x.device, backend, uncovered, lambda: _vendor.not_repeatable(weight), at)
     return chosen, backward
 
 

@@ -364,7 +364,11 @@ def rope(
     _check_table("cos", cos, batch, tokens, size)
     _check_table("sin", sin, batch, tokens, size)
     check_same_device(q=q, k=k, cos=cos, sin=sin)
-    chosen = backends.choose("rope", q.device, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin))
+
+    def at() -> backends.Shape:
+        return q.dtype, batch * tokens, (q.shape[1], k.shape[1], size)
+
+    chosen = backends.choose("rope", q.device, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin), at=at)
     if torch.compiler.is_compiling():
         return rope_reference(q, k, cos, sin)
     return _Rope.apply(q, k, cos, sin, chosen)

@@ -296,7 +296,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: str | None = None) 
         ValueError: shapes or dtypes that differ, an unknown backend.
     """
     _check(gate, up)
-    chosen = backends.choose("swiglu", gate.device, backend)
+    chosen = backends.choose("swiglu", gate.device, backend, at=lambda: backends.of_rows(gate))
     if torch.compiler.is_compiling():
         return swiglu_reference(gate, up)
     return _SwiGlu.apply(gate, up, chosen)
@@ -340,7 +340,7 @@ def swiglu_linear(
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias must have shape [{weight.shape[0]}]; got {list(bias.shape)}")
     check_same_device(gate=gate, weight=weight, bias=bias)
-    chosen = backends.choose("swiglu", gate.device, backend)
+    chosen = backends.choose("swiglu", gate.device, backend, at=lambda: backends.of_rows(gate))
     dtype = compute_dtype(gate)
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != gate.dtype and not autocasts(gate):

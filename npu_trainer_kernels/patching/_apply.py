@@ -1,5 +1,6 @@
 """`apply_npu_kernels`: from a model to its handle."""
 
+import sys
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -14,6 +15,7 @@ from ._classes import is_patched_class, original_class
 from ._embeddings import patched_embedding_class, recognise_embedding
 from ._head import patch_head, recognise_head
 from ._mlps import is_bare_linear, is_gated_mlp, patched_mlp_class, recognise_mlp
+from ._measured import described, model_sizes, switching_class
 from ._norms import NormForm, is_candidate, patched_norm_class, recognise_norm
 from ._report import LeftAlone, Replaced, Report
 from ._rewrites import (
@@ -52,6 +54,7 @@ class NpuKernels:
         self._tracked: set[int] = set()
         self._head_detail = ""
         self._where = torch.device("cpu")
+        self._plain: str | None = None  # why models keep their own code for the op that is being looked at
 
     @property
     def active(self) -> bool:
@@ -83,6 +86,10 @@ class NpuKernels:
         if model is not None and _handles.get(model) is self:
             del _handles[model]
 
+    def __repr__(self) -> str:
+        # What notebooks and consoles show of a value.
+        return str(self.report())
+
     def __enter__(self) -> "NpuKernels":
         return self
 
@@ -100,15 +107,19 @@ class NpuKernels:
         if where.type == "meta":
             where = torch.device(device.accelerator())
         self._where = where
-        self._report = Report(device=device.spec(where).name, notes=self._report.notes)
+        earlier = self._report
+        self._report = Report(
+            device=device.spec(where).name, notes=earlier.notes, note_ops=earlier.note_ops, unused=earlier.unused
+        )
         try:
             if self._strict and not self.active:
                 self._undo.add(backends.require_strict())
             for op in self._ops:
                 plain = None if self._by_name else backends.keeps_plain(op, where, self._backend)
-                if plain is not None:
-                    self._report.left_alone.append(LeftAlone("", "", op, plain))
+                if plain is not None and not backends.was_measured(op, where, self._backend):
+                    self._report.left_alone.append(LeftAlone("", "", op, plain, counts=False))
                     continue
+                self._plain = plain
                 name, reason = backends.explain(op, where, self._backend)
                 self._report.reasons[op] = reason
                 getattr(self, f"_patch_{op}")(model, name)
@@ -117,13 +128,20 @@ class NpuKernels:
             raise
 
     def _replace(self, path: str, module: nn.Module, op: str, backend: str, detail: str, cls: type[nn.Module]) -> None:
+        at = None if self._by_name else model_sizes(op, module)
+        entries = () if at is None else backends.measurements(op, self._where, self._backend, *at)
+        if self._plain is not None and all(entry.plain_wins for entry in entries):
+            measured = "; ".join(f"plain PyTorch is faster, {entry}" for entry in entries)
+            return self._leave(path, module, op, measured or self._plain, counts=False)
+        cls = switching_class(module, cls, op, entries, self._plain is not None)
         # Another of ours where the model has changed since; what somebody has put on top of ours stays.
         if original_class(module) is type(module) or (is_patched_class(type(module)) and type(module) is not cls):
             self._undo.set_class(module, cls)
-        self._report.replaced.append(Replaced(path, original_class(module).__name__, op, backend, detail))
+        kind = original_class(module).__name__
+        self._report.replaced.append(Replaced(path, kind, op, backend, detail, described(entries)))
 
-    def _leave(self, path: str, module: nn.Module, op: str, reason: str) -> None:
-        self._report.left_alone.append(LeftAlone(path, original_class(module).__name__, op, reason))
+    def _leave(self, path: str, module: nn.Module, op: str, reason: str, counts: bool = True) -> None:
+        self._report.left_alone.append(LeftAlone(path, original_class(module).__name__, op, reason, counts))
 
     def _patch_rms_norm(self, model: nn.Module, backend: str) -> None:
         for path, module in model.named_modules():
@@ -219,7 +237,9 @@ class NpuKernels:
             self._head_detail = str(form)
         self._track(model, causal_lm)
         self._report.replaced.append(Replaced(path, kind, "linear_cross_entropy", backend, self._head_detail))
-        self._report.note("while training with labels the model returns its loss, and logits of width 0")
+        self._report.note(
+            "while training with labels the model returns its loss, and logits of width 0", "linear_cross_entropy"
+        )
 
     def _patch_linear_logprob(self, model: nn.Module, backend: str) -> None:
         reason = seam.unsupported()
@@ -227,7 +247,9 @@ class NpuKernels:
         if reason is None and causal_lm is None:
             reason = "no causal language model found"
         if reason is not None or causal_lm is None:
-            self._report.left_alone.append(LeftAlone("", "", "linear_logprob", reason or ""))
+            # A process that has not imported TRL does not train with it.
+            counts = "trl" in sys.modules
+            self._report.left_alone.append(LeftAlone("", "", "linear_logprob", reason or "", counts))
             return
         if not self._settings.serves_trl:
             seam.acquire()

@@ -1,84 +1,151 @@
-"""What was replaced, by what, and what was left alone and why."""
+"""What was replaced, by what, and what was left alone and why.
+
+As text it is short by default: a line for each op that runs, one for each thing that was left alone although it would
+have counted, and the notes that apply to the trainer. `text(full=True)` names every module and every reason. The
+evidence for the backends is in there, too; `npu-kernels doctor` has it for every op of the device.
+"""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["LeftAlone", "Replaced", "Report"]
+__all__ = ["FORMS", "LeftAlone", "Replaced", "Report"]
+
+FORMS = ("short", "full")
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """A module (by its path in the model) whose work an op now does."""
+    """A module (by its path in the model) whose work an op now does; `measured`: but for the calls that this names."""
 
     module: str
     kind: str
     op: str
     backend: str
     detail: str = ""
+    measured: str = ""
 
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A module, or an op for the whole model (`module` empty), that stays as it was."""
+    """A module, or an op for the whole model (`module` empty), that stays as it was; `counts`: the run would have
+    gained by it."""
 
     module: str
     kind: str
     op: str
     reason: str
+    counts: bool = True
 
 
-def _count(names: list[str]) -> str:
+def _named(names: list[str]) -> str:
     if len(names) == 1:
         return names[0] or "the model itself"
     return f"{len(names)} modules, {names[0]} ... {names[-1]}"
 
 
-@dataclass
+def _counted(kinds: list[str]) -> str:
+    """`32 LlamaMLP`, `LlamaForCausalLM`."""
+    counts = {kind: kinds.count(kind) for kind in kinds}
+    return ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in counts.items())
+
+
+@dataclass(repr=False)
 class Report:
-    """The outcome of `apply_npu_kernels`; `str()` gives the text, `as_dict()` the JSON form."""
+    """The outcome of `apply_npu_kernels`; `str()` gives the short text, `as_dict()` the JSON form.
+
+    Attributes:
+        device: its name.
+        replaced, left_alone: module by module.
+        reasons: the evidence for each op's backend.
+        notes: remarks; those of an op that the trainer does not use are not shown.
+        note_ops: which op a remark is about, where it is about one.
+        unused: ops that are in the model, but that its trainer does not call, each with the reason.
+    """
 
     device: str = ""
     replaced: list[Replaced] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    note_ops: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, op: str | None = None) -> None:
         """Adds a remark, once."""
         if text not in self.notes:
             self.notes.append(text)
+        if op is not None:
+            self.note_ops[text] = op
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain lists and dicts."""
         return asdict(self)
 
+    def text(self, *, full: bool = False) -> str:
+        """For people.
+
+        Args:
+            full: every module and every reason; otherwise a line for each thing that matters to this run.
+        """
+        lines = [f"NPU kernels on {self.device}"]
+        if full:
+            lines += ["replaced:", *self._replaced_lines()] if self.replaced else ["replaced: nothing"]
+            lines += ["left alone:", *self._left_lines()] if self.left_alone else []
+            lines += ["not used by this trainer:", *_indented(self.unused)] if self.unused else []
+            lines += ["why these backends:", *self._reason_lines()] if self.reasons else []
+        else:
+            runs, left = list(self._run_lines()), list(self._counting_lines())
+            lines += runs or ["  nothing was replaced"]
+            lines += ["left alone:", *left] if left else []
+        shown = (note for note in self.notes if self.note_ops.get(note) not in self.unused)
+        return "\n".join([*lines, *(f"note: {note}" for note in shown)])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    # What notebooks and consoles show of a value.
+    __repr__ = __str__
+
+    def _run_lines(self) -> Iterable[str]:
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        for r in self.replaced:
+            if r.op not in self.unused:
+                groups.setdefault((r.op, r.backend, r.measured), []).append(r.kind)
+        width = max((len(op) for op, _, _ in groups), default=0)
+        for (op, backend, measured), kinds in groups.items():
+            yield f"  {op:{width}}  {backend}: {_counted(kinds)}" + (f"; {measured}" if measured else "")
+
+    def _counting_lines(self) -> Iterable[str]:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for left in self.left_alone:
+            if left.counts and left.op not in self.unused:
+                groups.setdefault((left.op, left.reason), []).append(left.kind)
+        for (op, reason), kinds in groups.items():
+            counted = _counted(kinds)
+            yield f"  {op}, {counted}: {reason}" if counted else f"  {op}: {reason}"
+
     def _replaced_lines(self) -> Iterable[str]:
         groups: dict[tuple[str, ...], list[str]] = {}
         for r in self.replaced:
-            groups.setdefault((r.op, r.backend, r.kind, r.detail), []).append(r.module)
+            detail = "; ".join(filter(None, (r.detail, r.measured)))
+            groups.setdefault((r.op, r.backend, r.kind, detail), []).append(r.module)
         for (op, backend, kind, detail), names in groups.items():
-            yield f"  {op} [{backend}]  {kind}: {_count(names)}" + (f" ({detail})" if detail else "")
+            yield f"  {op} [{backend}]  {kind}: {_named(names)}" + (f" ({detail})" if detail else "")
 
     def _left_lines(self) -> Iterable[str]:
         groups: dict[tuple[str, ...], list[str]] = {}
         for r in self.left_alone:
             groups.setdefault((r.op, r.kind, r.reason), []).append(r.module)
         for (op, kind, reason), names in groups.items():
-            yield f"  {op}  {kind}: {_count(names)}: {reason}" if kind else f"  {op}: {reason}"
+            yield f"  {op}  {kind}: {_named(names)}: {reason}" if kind else f"  {op}: {reason}"
 
     def _reason_lines(self) -> Iterable[str]:
         groups: dict[str, list[str]] = {}
         for op, reason in self.reasons.items():
             groups.setdefault(reason, []).append(op)
-        for reason, names in groups.items():
-            yield f"  {', '.join(names)}: {reason}"
+        return _indented({", ".join(names): reason for reason, names in groups.items()})
 
-    def __str__(self) -> str:
-        lines = [f"NPU kernels on {self.device}"]
-        lines += ["replaced:", *self._replaced_lines()] if self.replaced else ["replaced: nothing"]
-        if self.left_alone:
-            lines += ["left alone:", *self._left_lines()]
-        if self.reasons:
-            lines += ["why these backends:", *self._reason_lines()]
-        return "\n".join(lines + [f"note: {text}" for text in self.notes])
+
+def _indented(lines: dict[str, str]) -> list[str]:
+    return [f"  {name}: {text}" for name, text in lines.items()]
