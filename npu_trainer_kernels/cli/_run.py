@@ -30,7 +30,7 @@ USAGE = "npu-kernels run [options] [--] COMMAND..."
 FOLDER = Path(__file__).resolve().parents[1] / "on_path"
 PID = "NPU_KERNELS_RUN_PID"
 
-# The options by their environment variables, which `npu_trainer_kernels.run` reads: name, value of a flag, help.
+# The options by their environment variables, which `NpuKernelsArguments` reads: name, value of a flag, help.
 OPTIONS = {
     "NPU_KERNELS_OPS": ("--ops", None, "which ops to use, as 'rms_norm,swiglu'; all that apply by default"),
     "NPU_KERNELS_BACKEND": ("--backend", None, "'torch', or 'rms_norm=torch,linear_logprob=triton'"),
@@ -91,10 +91,10 @@ def _check(given: dict[str, str]) -> None:
     if not given and not any(os.environ.get(variable) for variable in OPTIONS):
         return
     os.environ.update(given)
-    from .. import run as in_process
+    from ..arguments import NpuKernelsArguments
 
     try:
-        in_process.arguments()
+        NpuKernelsArguments.from_environment()
     except ValueError as error:
         raise UsageError(str(error)) from error
 
