@@ -44,9 +44,10 @@ def run(folder: Path, command: list[str], **environment: str) -> str:
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
     given = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "NPU_KERNELS_TUNED": "0"}
     kept["PATH"] = f"{scripts}{os.pathsep}{kept['PATH']}"
+    command = [sys.executable, "-m", "npu_trainer_kernels", "run", *command]
     done = subprocess.run(
-        [sys.executable, "-m", "npu_trainer_kernels", "run", *command], cwd=folder, env={**kept, **given, **environment},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500, check=False,
+        command, cwd=folder, env={**kept, **given, **environment}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
