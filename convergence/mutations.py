@@ -18,8 +18,9 @@ from unittest import mock
 
 import torch
 
-from npu_trainer_kernels import GRPOTrainer, ops, patching
+from npu_trainer_kernels import ops, patching
 from npu_trainer_kernels.ops._head_options import HeadOptions
+from npu_trainer_kernels.trainers._grpo_plan import Planner
 from npu_trainer_kernels.verify import Curves
 
 from .cases import find
@@ -241,15 +242,15 @@ def _in_grpo_loss(fault: Callable[[Any, dict[str, Any]], AbstractContextManager[
     """`fault(trainer, inputs)` around the patched GRPO trainer's loss; it may change `inputs`."""
 
     def plant(fired: Fired) -> AbstractContextManager[Any]:
-        original = GRPOTrainer._compute_loss
+        original = Planner.compute_loss
 
-        def compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
+        def compute_loss(self: Planner, loss: Callable[..., Any], model: Any, inputs: dict[str, Any]) -> Any:
             fired()
             changed = dict(inputs)
-            with fault(self, changed):
-                return original(self, model, changed)
+            with fault(self.trainer, changed):
+                return original(self, loss, model, changed)
 
-        return mock.patch.object(GRPOTrainer, "_compute_loss", compute_loss)
+        return mock.patch.object(Planner, "compute_loss", compute_loss)
 
     return plant
 

@@ -2,8 +2,10 @@
 
 import os
 
-__all__ = ["switch"]
+__all__ = ["RUN", "switch"]
 
+# Whether `npu-kernels run` puts the kernels into the Trainers of a process.
+RUN = "NPU_KERNELS_RUN"
 _ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 
 

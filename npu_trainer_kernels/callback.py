@@ -14,13 +14,14 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from . import backends, device, warmup
 from .patching import FORMS, PATCHES, NpuKernels, Report, apply_npu_kernels
 from .patching._undo import Undo
+from .trainers._grpo_plan import Planner, is_grpo
 
-__all__ = ["NpuKernelsCallback"]
+__all__ = ["NpuKernelsCallback", "calling_trainer"]
 
 _GUARD = "_npu_kernels_guarded"
 
 
-def _calling_trainer() -> Trainer | None:
+def calling_trainer() -> Trainer | None:
     """The Trainer that is calling the callback: events carry its model and optimizer, but not itself."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -52,9 +53,10 @@ class NpuKernelsCallback(TrainerCallback):
     """Puts the fused kernels into the model of a `transformers.Trainer` or a TRL trainer while it trains.
 
     Patches when the Trainer has been built, looks again when training begins (TRL adds its head and FSDP shards after
-    construction, `model_init` builds anew), and restores when training ends, also by an exception. Prints the report
-    once, on the main process, and adds `tokens_per_second` (input tokens of this process since the last log) and
-    `peak_memory_gib` to the Trainer's logs.
+    construction, `model_init` builds anew), and restores when training ends, also by an exception. In TRL's GRPOTrainer
+    the head is told which gradient the loss is going to send back. Prints the report once, on the main process, and
+    adds `tokens_per_second` (input tokens of this process since the last log) and `peak_memory_gib` to the Trainer's
+    logs.
 
     Pass it in `callbacks=[...]`. On a Trainer that exists already, use `trainer.add_callback(callback)` followed by
     `callback.attach(trainer)`.
@@ -89,7 +91,8 @@ class NpuKernelsCallback(TrainerCallback):
         self._full = report == "full"
         self._ops, self._backend, self._strict, self._warm_up = ops, backend, strict, warm_up
         self._handle: NpuKernels | None = None
-        self._logs = Undo()
+        self._planner: Planner | None = None
+        self._in_trainer = Undo()
         self._printed = ""
         self._since: tuple[float, int] = (0.0, 0)
 
@@ -100,16 +103,25 @@ class NpuKernelsCallback(TrainerCallback):
 
     def report(self) -> Report:
         """What was replaced and what was left alone; empty before the Trainer is built."""
-        return Report() if self._handle is None else self._handle.report()
+        report = Report() if self._handle is None else self._handle.report()
+        if self._planner is not None and self._planner.off is not None:
+            report.note(f"the head's gradient is not planned: {self._planner.off}")
+        return report
 
     def restore(self) -> None:
         """Takes the kernels out now."""
-        self._logs.restore()
+        self._in_trainer.restore()
         if self._handle is not None:
             self._handle.restore()
 
     def attach(self, trainer: Trainer) -> None:
-        """Patches a Trainer's model, and makes sure that it is restored however training ends."""
+        """Patches a Trainer's model, and makes sure that it is restored however training ends.
+
+        What `npu-kernels run` has put into it goes.
+        """
+        for other in trainer.callback_handler.callbacks:
+            if isinstance(other, NpuKernelsCallback) and other is not self:
+                other.restore()
         self._guard(trainer, "train")
         self._apply(trainer.model)
 
@@ -135,7 +147,7 @@ class NpuKernelsCallback(TrainerCallback):
         setattr(trainer, method, guarded)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        trainer = _calling_trainer()
+        trainer = calling_trainer()
         if trainer is not None:
             self._guard(trainer, "train")
         self._apply(kwargs["model"])
@@ -143,8 +155,12 @@ class NpuKernelsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._in_trainer.restore()  # what an attempt that the Trainer repeats has left (auto_find_batch_size)
         self._apply(kwargs["model"])
-        report, trainer = self.report(), _calling_trainer()
+        trainer = calling_trainer()
+        if trainer is not None:
+            self._plan(trainer)
+        report = self.report()
         report.unused = _unused_head(kwargs["model"])
         if args.label_smoothing_factor > 0:
             report.note(
@@ -172,12 +188,21 @@ class NpuKernelsCallback(TrainerCallback):
         assert self._handle is not None
         self._since = (time.perf_counter(), self._handle.tokens)
 
+    def _plan(self, trainer: Trainer) -> None:
+        """Has the head told what GRPO's loss is going to send back, where the head is ours."""
+        assert self._handle is not None
+        if not (self._handle.serves_trl and is_grpo(trainer)):
+            return
+        if self._planner is None or self._planner.trainer is not trainer:
+            self._planner = Planner(trainer)
+        if self._planner.off is None:
+            self._planner.plan_losses(self._in_trainer)
+
     def _compile_ahead(self, model: Any, trainer: Trainer | None, state: TrainerState) -> None:
         assert self._handle is not None
         trl = any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
         context = contextlib.nullcontext if trainer is None else trainer.compute_loss_context_manager
-        planner = getattr(trainer, "_planner", None)  # of this package's GRPOTrainer
-        plan = None if planner is None else planner.rehearsal()
+        plan = None if self._planner is None else self._planner.rehearsal()
         recorded = warmup.record(self._handle, model, warmup.ROWS, trl=trl, context=context, plan=plan)
         say: Any = functools.partial(print, flush=True) if state.is_world_process_zero else lambda *_, **__: None
         if recorded.launches:
@@ -203,7 +228,7 @@ class NpuKernelsCallback(TrainerCallback):
                 logs["peak_memory_gib"] = round(_peak_memory_gib(trainer.args.device), 3)
             original(logs, *args, **kwargs)
 
-        self._logs.set_attribute(trainer, "log", log)
+        self._in_trainer.set_attribute(trainer, "log", log)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,10 +1,10 @@
-"""`npu-kernels`: doctor, tune, compile, bench, verify.
+"""`npu-kernels`: run, doctor, tune, compile, bench, verify.
 
     npu-kernels COMMAND --help
 
-Every command works without an accelerator, and with `--json` writes one JSON object to stdout and nothing else there.
-Exit codes: 0 fine, 1 something was found or failed, 2 wrong usage or something to install first, 130 stopped by Ctrl-C.
-`bench` has one more: 3, the device was lost.
+Every command works without an accelerator, and with `--json` all but `run` write one JSON object to stdout and nothing
+else there. Exit codes: 0 fine, 1 something was found or failed, 2 wrong usage or something to install first, 130
+stopped by Ctrl-C. `bench` has one more: 3, the device was lost. Those of `run` are the command's.
 
 Nothing is imported here that may be broken: torch, Triton and transformers come into the process when a command needs
 them, and `doctor` looks at them from outside first.
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from . import _bench, _compile, _doctor, _tune, _verify
+from . import _bench, _compile, _doctor, _run, _tune, _verify
 from ._output import FINE, STOPPED, USAGE, Output, UsageError
 
 __all__ = ["main", "make_parser"]
@@ -41,6 +41,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"npu-kernels {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # What follows its options is not for this parser, see `main`.
+    launcher = commands.add_parser(
+        _run.NAME, help=_run.HELP, description=_run.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    _run.add_arguments(launcher)
     for module in _COMMANDS:
         command = commands.add_parser(
             module.NAME, help=module.HELP, description=module.__doc__,
@@ -59,7 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == [_bench.NAME]:
         return _bench.run(arguments[1:])
-    args = make_parser().parse_args(arguments)
+    if arguments[:1] == [_run.NAME]:
+        ours, command = _run.split(arguments[1:])
+        args = make_parser().parse_args([_run.NAME, *ours])
+        args.json, args.run = False, lambda args, _: _run.run(args, command)
+    else:
+        args = make_parser().parse_args(arguments)
     with Output(args.json) as output:
         try:
             code: int = args.run(args, output)

@@ -62,6 +62,11 @@ class NpuKernels:
         return len(self._undo) > 0
 
     @property
+    def serves_trl(self) -> bool:
+        """Whether ours answers in place of TRL's fused head."""
+        return self._settings.serves_trl
+
+    @property
     def tokens(self) -> int:
         """Input tokens that training forwards of the patched model have seen, on this process."""
         return self._settings.tokens

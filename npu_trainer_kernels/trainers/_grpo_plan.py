@@ -4,42 +4,67 @@ Nothing here decides the loss: TRL's own `_compute_loss` does, and its real grad
 backward. What is wrong or missing here costs time, and a warning.
 """
 
+import functools
+import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..ops.grpo_loss import GrpoOptions, GrpoPlan, GrpoTokens, planned, token_weight
+from ..patching._call import use_plan
+from ..patching._undo import Undo
 
-__all__ = ["BatchPlan", "Planner", "Rehearsal"]
+__all__ = ["BatchPlan", "Planner", "Rehearsal", "is_grpo"]
+
+_MODULE = "trl.trainer.grpo_trainer"
 
 # More rows than this not as planned: the formula is another one, rather than a ratio on the edge of its clip.
 _GIVE_UP = 0.5
 
 
+def is_grpo(trainer: Any) -> bool:
+    """Whether a trainer is TRL's GRPOTrainer, or one that derives from it. TRL is not imported for it."""
+    trl = sys.modules.get(_MODULE)
+    return trl is not None and isinstance(trainer, trl.GRPOTrainer)
+
+
 class Planner:
-    """Plans the batches of one trainer, for as long as its plans hold.
+    """Plans the batches of one trainer (`is_grpo`), for as long as its plans hold.
 
     Attributes:
+        trainer: whose batches.
         off: why batches are not planned, or None.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self.off: str | None = self._never()
 
     def _never(self) -> str | None:
-        """What makes a token's gradient depend on the whole batch's log-probabilities or entropies."""
-        t = self._trainer
+        """What makes the gradient another one, or depend on the whole batch's log-probabilities or entropies."""
+        t = self.trainer
+        if type(t)._compute_loss is not sys.modules[_MODULE].GRPOTrainer._compute_loss:
+            return f"{type(t).__name__} computes a loss of its own (_compute_loss)"
         if t.top_entropy_quantile < 1.0:
             return f"top_entropy_quantile={t.top_entropy_quantile} selects tokens by the whole batch's entropies"
         if t.off_policy_mask_threshold is not None:
             return "off_policy_mask_threshold drops completions by the whole completion's log-probabilities"
         return None
 
-    def plan(self, inputs: dict[str, Any]) -> "BatchPlan | None":
-        """The plan for a batch, or None."""
-        return None if self.off is not None else BatchPlan(self, inputs)
+    def plan_losses(self, undo: Undo) -> None:
+        """From now on the trainer's head is told what TRL's loss is going to make of its log-probabilities, so that it
+        can form the gradient while the logits are at hand. The loss stays TRL's, and its real gradient decides."""
+        undo.set_attribute(
+            self.trainer, "_compute_loss", functools.partial(self.compute_loss, self.trainer._compute_loss)
+        )
+
+    def compute_loss(self, loss: Callable[..., Any], model: Any, inputs: dict[str, Any]) -> Any:
+        """TRL's loss of a batch, while the head has the batch's plan."""
+        plan = BatchPlan(self, inputs) if self.off is None and torch.is_grad_enabled() else None
+        with use_plan(plan):
+            return loss(model, inputs)
 
     def rehearsal(self) -> "Rehearsal | None":
         """The plan for a batch without numbers, or None."""
@@ -48,11 +73,11 @@ class Planner:
     @property
     def corrects_sampler(self) -> bool:
         """Whether batches have the importance ratio of vLLM's sampler."""
-        return self._trainer.use_vllm and self._trainer.vllm_importance_sampling_correction
+        return self.trainer.use_vllm and self.trainer.vllm_importance_sampling_correction
 
     def describe(self) -> str:
         """The options that shape the loss, for the warning."""
-        args = self._trainer.args
+        args = self.trainer.args
         names = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta")
         return ", ".join(f"{name}={getattr(args, name)!r}" for name in names)
 
@@ -67,7 +92,7 @@ class Planner:
 
     def options(self) -> GrpoOptions:
         """The trainer's numbers as the op takes them."""
-        t, args = self._trainer, self._trainer.args
+        t, args = self.trainer, self.trainer.args
         bonus = 0.0
         if t._entropy_bonus_enabled:
             adaptive_off = t.use_adaptive_entropy and t._last_world_entropy > args.entropy_target
@@ -92,7 +117,7 @@ class Planner:
 
     def scale(self, inputs: dict[str, Any]) -> tuple[torch.Tensor | float, float]:
         """What divides the policy terms beyond the tokens' own weights, and what divides the entropy bonus."""
-        t = self._trainer
+        t = self.trainer
         accumulation = t.current_gradient_accumulation_steps
         if t.loss_type in ("cispo", "dapo", "vespo"):
             items = inputs["num_items_in_batch"].clamp(min=1.0) / t.accelerator.num_processes
@@ -129,7 +154,7 @@ class BatchPlan:
         )  # fmt: skip
 
     def _tokens(self, keep: torch.Tensor, kept: torch.Tensor, options: GrpoOptions) -> GrpoTokens:
-        inputs, trainer = self._inputs, self._planner._trainer
+        inputs, trainer = self._inputs, self._planner.trainer
         mask = inputs["completion_mask"]
         mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).float()
         lengths = mask.sum(1).clamp(min=1.0)
@@ -174,7 +199,7 @@ class Rehearsal(BatchPlan):
         """See `HeadPlan`; every row is a completion."""
         if not weight.requires_grad:
             return None
-        options, args, sampled = self._planner.options(), self._planner._trainer.args, self._planner.corrects_sampler
+        options, args, sampled = self._planner.options(), self._planner.trainer.args, self._planner.corrects_sampler
         # TRL's rule (`_generate_and_score_completions`).
         aligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0
         on_policy, vespo = aligned and not sampled, options.loss_type == "vespo"

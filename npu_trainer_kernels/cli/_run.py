@@ -1,0 +1,117 @@
+"""Runs any training command with the kernels, as it is: every Trainer in it gets them, also in the processes that it
+starts. Nothing of the command is changed, and its signals and exit codes are its own.
+
+    npu-kernels run train.py --lr 1e-4                   a .py file or -m MODULE: under this Python
+    npu-kernels run trl grpo --config grpo.yaml          anything else: as it is
+    npu-kernels run --ops rms_norm,swiglu torchrun --nproc_per_node 8 train.py
+    eval "$(npu-kernels run --print-env)"                for the commands of this shell from here on
+
+NPU_KERNELS_RUN=0 leaves the kernels out. Each option is an environment variable, too: see --print-env.
+
+Exit codes: those of the command; 2 wrong usage, 126 the command cannot be executed, 127 it is not found.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from .._switch import RUN, switch
+from ._output import FINE, UsageError
+
+__all__ = ["HELP", "NAME", "OPTIONS", "add_arguments", "run", "split"]
+
+NAME = "run"
+HELP = "run any training command with the kernels, unmodified"
+USAGE = "npu-kernels run [options] [--] COMMAND..."
+FOLDER = Path(__file__).resolve().parents[1] / "on_path"
+PID = "NPU_KERNELS_RUN_PID"
+
+# The options by their environment variables, which `NpuKernelsArguments` reads: name, value of a flag, help.
+OPTIONS = {
+    "NPU_KERNELS_OPS": ("--ops", None, "which ops to use, as 'rms_norm,swiglu'; all that apply by default"),
+    "NPU_KERNELS_BACKEND": ("--backend", None, "'torch', or 'rms_norm=torch,linear_logprob=triton'"),
+    "NPU_KERNELS_STRICT": ("--strict", "1", "stop when a kernel or a model fails; otherwise go on without it"),
+    "NPU_KERNELS_REPORT": ("--report", None, "what is printed when training begins: 'short' (default) or 'full'"),
+    "NPU_KERNELS_WARM_UP": ("--no-warm-up", "0", "compile kernels when they are first used, not before the first step"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = USAGE
+    for variable, (option, const, text) in OPTIONS.items():
+        if const is None:
+            parser.add_argument(option, dest=variable, metavar=option.strip("-").upper(), help=text)
+        else:
+            parser.add_argument(option, dest=variable, action="store_const", const=const, help=text)
+    parser.add_argument("--print-env", action="store_true", help="print what would be set, for a shell")
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our options, and the command: what follows `--`, or begins with `-m` or with a word that belongs to no option."""
+    valued = [option for option, const, _ in OPTIONS.values() if const is None]
+    at = 0
+    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] not in ("--", "-m"):
+        at += 2 if arguments[at] in valued else 1
+    return list(arguments[:at]), list(arguments[at:][1:] if arguments[at : at + 1] == ["--"] else arguments[at:])
+
+
+def run(args: argparse.Namespace, command: list[str]) -> int:
+    """Does not return where there is a command."""
+    given = {variable: value for variable in OPTIONS if (value := getattr(args, variable)) is not None}
+    if not command and not args.print_env:
+        raise UsageError(f"what is to be run is missing: {USAGE}")
+    if command and args.print_env:
+        raise UsageError(f"--print-env runs nothing; leave out {shlex.join(command)!r}")
+    _check(given)
+    environment = {**given, RUN: "1", "PYTHONPATH": _python_path()}
+    if args.print_env:
+        for variable, value in environment.items():
+            print(f"export {variable}={shlex.quote(value)}")
+        return FINE
+    if _is_on():
+        os.environ.update(environment, **{PID: str(os.getpid())})
+    else:
+        print(f"npu-kernels run: {RUN}={os.environ[RUN]}, so the command runs without the kernels", file=sys.stderr)
+    _execute(command)
+
+
+def _is_on() -> bool:
+    try:
+        return switch(RUN, default=True)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check(given: dict[str, str]) -> None:
+    """Refuses before anything has begun what every process would refuse later on."""
+    if not given and not any(os.environ.get(variable) for variable in OPTIONS):
+        return
+    os.environ.update(given)
+    from ..arguments import NpuKernelsArguments
+
+    try:
+        NpuKernelsArguments.from_environment()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _python_path() -> str:
+    """Ours in front of what is there: Ascend's toolkit, for one, needs its own entries."""
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != str(FOLDER)]
+    return os.pathsep.join([str(FOLDER), *others] if any(others) else [str(FOLDER)])
+
+
+def _execute(command: list[str]) -> NoReturn:
+    if command[0] == "-m" or command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"npu-kernels run: {command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
