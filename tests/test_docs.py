@@ -34,7 +34,7 @@ MODULES = ("backends", "cli", "closeness", "device", "ops", "tiling", "verify", 
 MADE = {"dist/", "site/", "convergence/results/", "runs/"}
 # Names of other libraries, and of the reader's own.
 FOREIGN = re.compile(
-    r"set_env|bishengir|npu_rms_norm|lm_head|torch\.|trl\.|resize_token_embeddings|mkdocs|my_\w+|fully_shard|dist_checkpoint|use_liger|enable_liger|train_tokens|TRITON_"
+    r"set_env|bishengir|npu_rms_norm|lm_head|torch\.|trl\.|resize_token_embeddings|mkdocs|my_\w+|fully_shard|dist_checkpoint|use_liger|enable_liger_kernel|train_tokens|TRITON_"
 )
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -154,9 +154,9 @@ def test_commands_exist(page):
     known = {"convergence": "convergence/__main__.py", "benchmarks": "benchmarks/cli.py"}
     for command in commands(page):
         for name, rest in re.findall(r"\bnpu-kernels ([a-z]+)((?: [^#|]*)?)", command):
-            # Behind the options of `run` a command of others follows.
-            ours = " ".join(split(rest.split())[0]) if name == "run" else rest
-            assert set(re.findall(r"(?<!\S)--[\w-]+", ours)) <= _options(name), command
+            if name == "run":  # the rest is the user's command
+                rest = " ".join(split(rest.replace(")", " ").replace('"', " ").split())[0])
+            assert set(re.findall(r"(?<!\S)--[\w-]+", rest)) <= _options(name), command
         for name, rest in re.findall(r"python -m (convergence|benchmarks)((?: [^#|]*)?)", command):
             written = set(re.findall(r'"(--[\w-]+)"', (ROOT / known[name]).read_text()))
             assert set(re.findall(r"(?<!\S)--[\w-]+", rest)) <= written, command
