@@ -12,8 +12,9 @@ LOCKED  = pip install -q --no-deps --require-hashes -r
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-oldest test-latest test-trl-oldest test-zero3 test-convergence test-convergence-quick test-ascend \
-	ascend-tools test-npu-contract npu-contract-tools checkstyle docs bench lock release clean
+.PHONY: demo test test-oldest test-latest test-trl-oldest test-zero3 test-frameworks test-convergence \
+	test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle docs bench lock \
+	release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -63,6 +64,28 @@ $(ZERO3)/bin/deepspeed: $(STAMP)
 
 test-zero3: $(ZERO3)/bin/deepspeed  ## DeepSpeed's ZeRO-3 on two CPU ranks
 	$(ZERO3)/bin/python -m pytest tests/zero3
+
+# Frameworks that people train with, each with the versions that it asks for, in environments of their own.
+LLAMA_FACTORY = $(VENV)/llamafactory
+MS_SWIFT = $(VENV)/ms-swift
+
+# PyPI's builds of torchvision and torchaudio want CUDA's torch: beside that of a CPU, LLaMA-Factory does without the one,
+# and without the compiled part of the other, which it imports and uses for sound alone.
+$(LLAMA_FACTORY)/bin/llamafactory-cli: | $(BIN)/python
+	$(PYTHON) -m venv $(LLAMA_FACTORY)
+	$(LLAMA_FACTORY)/bin/pip install -q $(TORCH)
+	$(LLAMA_FACTORY)/bin/pip install -q llamafactory==0.9.5 $(TORCH) pytest
+	$(LLAMA_FACTORY)/bin/python -c "import torch.version as v, sys; sys.exit(v.cuda is not None)" || exit 0; \
+	$(LLAMA_FACTORY)/bin/pip uninstall -qy torchvision; rm -f $(LLAMA_FACTORY)/lib/python3*/site-packages/torchaudio/lib/*.so
+
+$(MS_SWIFT)/bin/swift: | $(BIN)/python
+	$(PYTHON) -m venv $(MS_SWIFT)
+	$(MS_SWIFT)/bin/pip install -q $(TORCH)
+	$(MS_SWIFT)/bin/pip install -q ms-swift==4.6.0 $(TORCH) pytest
+
+test-frameworks: $(LLAMA_FACTORY)/bin/llamafactory-cli $(MS_SWIFT)/bin/swift  ## npu-kernels run with LLaMA-Factory and ms-swift
+	$(LLAMA_FACTORY)/bin/python -m pytest tests/frameworks
+	$(MS_SWIFT)/bin/python -m pytest tests/frameworks
 
 test-convergence: $(STAMP)  ## trains small models both ways and compares the curves; gates releases
 	$(BIN)/python -m convergence --full

@@ -70,11 +70,13 @@ def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.Argumen
     return parser
 
 
+def matches(path: str, pattern: str) -> bool:
+    """Whether a row's path is meant by a pattern of --only or --skip."""
+    return fnmatch.fnmatch(path, f"*{pattern}*") if set(pattern) & set("*?") else pattern in path
+
+
 def matcher(only: Sequence[str], skip: Sequence[str]) -> Callable[[str], bool]:
     """Whether a row's path is wanted."""
-
-    def matches(path: str, pattern: str) -> bool:
-        return fnmatch.fnmatch(path, f"*{pattern}*") if set(pattern) & set("*?") else pattern in path
 
     def wanted(path: str) -> bool:
         return (not only or any(matches(path, p) for p in only)) and not any(matches(path, p) for p in skip)
@@ -161,6 +163,14 @@ class _Run:
             else:
                 found += [cell.path for of_case in self.cases(group) for cell in of_case]
         return found
+
+    def unknown(self) -> str | None:
+        """What is wrong with --only and --skip, or None. A --skip that skips nothing does no harm."""
+        found = self.paths()
+        for pattern in self.args.only:
+            if not any(matches(path, pattern) for path in found):
+                return f"--only {pattern!r} leaves no row on {self.device.type}; --list prints those that there are"
+        return None if found else f"--skip {' '.join(self.args.skip)} leaves no row"
 
     def results(self, arguments: Sequence[str]) -> Results:
         meta = environment(self.device, list(arguments), self.args.commit)
@@ -260,7 +270,14 @@ def _measure(
     parser: argparse.ArgumentParser, args: argparse.Namespace, groups: list[str], arguments: Sequence[str],
     output: Output,
 ) -> int:  # fmt: skip
-    run = _Run(args, groups, torch.device(args.device or devices.accelerator()), output.console)
+    try:
+        device = torch.device(args.device or devices.accelerator())
+    except RuntimeError:
+        parser.error(f"--device must be cuda, cpu, or with torch_npu npu; got {args.device!r}")
+    run = _Run(args, groups, device, output.console)
+    unknown = run.unknown()
+    if unknown is not None:
+        parser.error(unknown)
     if args.list:
         for path in run.paths():
             output.text(path)
@@ -278,7 +295,7 @@ def _measure(
             lost = True
             output.text(f"the device was lost: {error}", style="red")
     for each in report.terminal_tables(results.rows):
-        output.console.print(each, highlight=False, soft_wrap=isinstance(each, str))
+        output.text(each) if isinstance(each, str) else output.show(each)
     write_reports(results, output)
     left = run.unmeasured(results)
     if left:

@@ -1,6 +1,7 @@
 """From rows to what people read: tables in Markdown and on the terminal, and plots."""
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,25 @@ _COLOURS = {
 }  # fmt: skip
 
 
+# Inches. One panel below the other, so that text can be read where a figure is as wide as a phone.
+_WIDTH = 5.0
+
+
+def _panels(heights: Sequence[float]) -> tuple[Any, Any]:
+    """A figure, and its axes as pairs, one of time and one of memory; both of a pair have its height in inches."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        2 * len(heights), 1, figsize=(_WIDTH, 2 * sum(heights)), height_ratios=[h for h in heights for _ in range(2)]
+    )
+    return figure, axes.reshape(-1, 2)
+
+
+def _bars_height(rows: Sequence[Row]) -> float:
+    """Inches for a bar each, and for what stands around them."""
+    return 1.0 + 0.28 * len(rows)
+
+
 def plot(rows: Sequence[Row], path: Path) -> list[Path]:
     """Writes `<path>-ops.png`, `<path>-scaling.png` and `<path>-end-to-end.png`, where there are rows for them.
 
@@ -264,42 +284,39 @@ def plot(rows: Sequence[Row], path: Path) -> list[Path]:
 
 def _plot_bars(rows: Sequence[Row], ops: Sequence[tuple[str, str]], target: Path) -> Path:
     """Forward plus backward of every op at its largest shape, and the memory beside it."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(ops), 2, figsize=(13, 2.3 * len(ops) + 0.8), squeeze=False)
-    for (time_axis, memory_axis), (group, op) in zip(axes, ops, strict=True):
-        shape = _unique(r["shape"] for r in _of(rows, group=group, op=op))[-1]
-        found = _of(rows, group=group, op=op, shape=shape, mode="both")
+    shapes = [_unique(r["shape"] for r in _of(rows, group=group, op=op))[-1] for group, op in ops]
+    every = [_of(rows, group=g, op=op, shape=s, mode="both") for (g, op), s in zip(ops, shapes, strict=True)]
+    figure, axes = _panels([_bars_height(found) for found in every])
+    for (time_axis, memory_axis), (_, op), shape, found in zip(axes, ops, shapes, every, strict=True):
         _bar(time_axis, [r for r in found if r["provider"] != FLOOR], lambda r: r["ms"]["median"])
         for floor in _of(found, provider=FLOOR):
-            time_axis.axvline(floor["ms"]["median"], color="black", linestyle="--", linewidth=1, label="floor")
-            time_axis.legend(loc="upper right", fontsize=7)
+            time_axis.axvline(floor["ms"]["median"], color="black", linestyle="--", linewidth=1)
         _bar(memory_axis, [r for r in found if r["provider"] != FLOOR], lambda r: r["extra_bytes"] / (1 << 20))
-        time_axis.set_title(f"{op}, {shape}", fontsize=9, loc="left")
-        time_axis.set_xlabel("forward + backward, ms", fontsize=8)
-        memory_axis.set_xlabel("peak extra memory, MiB", fontsize=8)
-        memory_axis.set_yticklabels([])
+        time_axis.set_title(f"{op}\n{shape}", fontsize=10, loc="left")
+        time_axis.set_xlabel("forward + backward, ms (dashed: the floor)", fontsize=9)
+        memory_axis.set_xlabel("peak extra memory, MiB", fontsize=9)
     return _save(figure, target)
 
 
 def _bar(axis: Any, rows: Sequence[Row], value: Any) -> None:
-    names = [r["provider"] for r in rows]
+    names = [textwrap.fill(r["provider"], 19) for r in rows]
     values = [value(r) for r in rows]
-    bars = axis.barh(names, values, color=[_COLOURS.get(n, "#bcbd22") for n in names])
+    bars = axis.barh(names, values, color=[_COLOURS.get(r["provider"], "#bcbd22") for r in rows])
     for bar, row, number in zip(bars, rows, values, strict=True):
         flag = "" if row.get("verdict", "ok") in ("ok", "unchecked") else f" ({row['verdict']})"
         text = f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
-        axis.text(bar.get_width(), bar.get_y() + bar.get_height() / 2, f" {text}{flag}", va="center", fontsize=7)
-    axis.set_xlim(0, 1.25 * max([v for v in values if math.isfinite(v)], default=1) or 1)
+        axis.text(bar.get_width(), bar.get_y() + bar.get_height() / 2, f" {text}{flag}", va="center", fontsize=9)
+    axis.set_xlim(0, 1.4 * max([v for v in values if math.isfinite(v)], default=1) or 1)
+    axis.locator_params(axis="x", nbins=6)
     axis.invert_yaxis()
-    axis.tick_params(labelsize=7)
+    axis.tick_params(labelsize=9)
 
 
 def _plot_curves(rows: Sequence[Row], curves: Sequence[tuple[str, str]], target: Path) -> Path:
     """Time per token and extra memory against the size that varies."""
-    from matplotlib import pyplot, ticker
+    from matplotlib import ticker
 
-    figure, axes = pyplot.subplots(len(curves), 2, figsize=(12, 3.4 * len(curves)), squeeze=False)
+    figure, axes = _panels([2.8] * len(curves))
     for (time_axis, memory_axis), (group, op) in zip(axes, curves, strict=True):
         name = group.removeprefix("scaling-")
         found = _of(rows, group=group, op=op, mode="both")
@@ -328,31 +345,28 @@ def _plot_curves(rows: Sequence[Row], curves: Sequence[tuple[str, str]], target:
             axis.yaxis.set_major_locator(ticker.MaxNLocator(6))
             axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
             axis.minorticks_off()
-            axis.set_xlabel(AXIS_LABELS.get(name, name), fontsize=8)
+            axis.set_xlabel(AXIS_LABELS.get(name, name), fontsize=9)
             axis.grid(alpha=0.3)
-            axis.tick_params(labelsize=7)
-        time_axis.set_ylabel("forward + backward, us per token", fontsize=8)
-        memory_axis.set_ylabel("peak extra memory, MiB", fontsize=8)
+            axis.tick_params(labelsize=9)
+        time_axis.set_ylabel("forward + backward, us per token", fontsize=9)
+        memory_axis.set_ylabel("peak extra memory, MiB", fontsize=9)
         fixed = ", ".join(f"{k}={v}" for k, v in found[0]["sizes"].items() if k != name)
-        time_axis.set_title(f"{op} ({fixed})", fontsize=9, loc="left")
-        time_axis.legend(fontsize=7)
+        time_axis.set_title(f"{op}\n{fixed}", fontsize=10, loc="left")
+        time_axis.legend(fontsize=9)
     return _save(figure, target)
 
 
 def _plot_steps(rows: Sequence[Row], target: Path) -> Path:
     """Tokens per second and peak memory of training steps."""
-    from matplotlib import pyplot
-
     workloads = _unique((r["op"], r["shape"]) for r in rows)
-    figure, axes = pyplot.subplots(len(workloads), 2, figsize=(12, 1.5 * len(workloads) + 0.6), squeeze=False)
-    for (speed_axis, memory_axis), (op, shape) in zip(axes, workloads, strict=True):
-        found = _of(rows, op=op, shape=shape)
+    every = [_of(rows, op=op, shape=shape) for op, shape in workloads]
+    figure, axes = _panels([_bars_height(found) for found in every])
+    for (speed_axis, memory_axis), (op, shape), found in zip(axes, workloads, every, strict=True):
         _bar(speed_axis, found, lambda r: r["tokens_per_second"] / 1e3)
         _bar(memory_axis, found, lambda r: r["peak_bytes"] / (1 << 30))
-        speed_axis.set_title(f"{op}, {shape}", fontsize=9, loc="left")
-        speed_axis.set_xlabel("thousand tokens per second", fontsize=8)
-        memory_axis.set_xlabel("peak memory, GiB", fontsize=8)
-        memory_axis.set_yticklabels([])
+        speed_axis.set_title(f"{op}\n{shape}", fontsize=10, loc="left")
+        speed_axis.set_xlabel("thousand tokens per second", fontsize=9)
+        memory_axis.set_xlabel("peak memory, GiB", fontsize=9)
     return _save(figure, target)
 
 
@@ -360,6 +374,6 @@ def _save(figure: Any, target: Path) -> Path:
     from matplotlib import pyplot
 
     figure.tight_layout()
-    figure.savefig(target, dpi=110)
+    figure.savefig(target, dpi=160)
     pyplot.close(figure)
     return target

@@ -288,22 +288,24 @@ def figure(result: CaseResult, path: Path) -> None:
         _free_figure(result, path, plt)
         return
     checks = {check.name: check for check in result.checks}
-    grid, axes = plt.subplots(3, 3, figsize=(15, 10.5), layout="constrained")
+    # One panel below the other: so text can be read where a figure is as wide as a phone.
+    grid, axes = plt.subplots(9, 1, figsize=(5, 25), layout="constrained")
+    axes = axes.reshape(3, 3)
     case = result.case
     grid.suptitle(
-        f"{result.name}: {'passed' if result.passed else 'FAILED'}  ({case['family']}, {case['task']}, "
-        f"{case['precision']}, backend: {case['backend']}, {NOISE_RUNS + 1} unpatched runs)"
+        f"{result.name}: {'passed' if result.passed else 'FAILED'}\n{case['family']}, {case['task']}, "
+        f"{case['precision']}, backend: {case['backend']}, {NOISE_RUNS + 1} unpatched runs"
     )
     for column, (name, unit) in enumerate(UNITS.items()):
         unit = GRPO_LOSS if name == "loss" and case["task"] == "grpo" else unit
-        _curves(axes[0, column], name, unit, result.curves[name])
+        _curves(axes[0, column], unit, result.curves[name])
         _distance(axes[1, column], f"difference of {name}", unit[unit.rindex("[") :], checks[name])
     _distance(axes[2, 0], "held-out log-probabilities by token, rms", "[nats]",
               checks["held-out log-probabilities, by token"])  # fmt: skip
     _distance(axes[2, 1], f"positions with another top {TOP_K}", "[share]", checks[f"held-out top {TOP_K}"])
     _parameters(axes[2, 2], checks["parameters at the end"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    grid.savefig(path, dpi=80)
+    grid.savefig(path, dpi=130)
     plt.close(grid)
 
 
@@ -336,12 +338,12 @@ def _free_figure(result: CaseResult, path: Path, plt: Any) -> None:
     plt.close(grid)
 
 
-def _curves(axis: Any, name: str, unit: str, curves: dict[str, Any]) -> None:
+def _curves(axis: Any, unit: str, curves: dict[str, Any]) -> None:
     steps = range(1, len(curves["patched"]) + 1)
     for i, run in enumerate(curves["unpatched"]):
         axis.plot(steps, run, color=UNPATCHED, linewidth=1.5, alpha=0.6, label="without the kernels" if not i else None)
     axis.plot(steps, curves["patched"], color=PATCHED, linewidth=1.5, linestyle=(0, (4, 3)), label="with the kernels")
-    axis.set(title=name, xlabel="step", ylabel=unit)
+    axis.set(title=unit, xlabel="step")
     axis.legend(frameon=False)
     axis.grid(alpha=0.3)
 
@@ -359,7 +361,7 @@ def _distance(axis: Any, title: str, unit: str, check: Check) -> None:
         axis.text(0.5, 0.5, "no difference at any step", transform=axis.transAxes, ha="center")
     axis.set_yscale("log")
     axis.set_ylim(bottom=bottom)
-    axis.set(title=title, xlabel="step", ylabel=f"distance from the reference {unit}")
+    axis.set(title=title, xlabel="step", ylabel=f"distance {unit}")
     axis.legend(loc="lower right", fontsize="small")
     axis.grid(alpha=0.3)
 

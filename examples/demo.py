@@ -26,6 +26,12 @@ HERE = Path(__file__).resolve().parent
 # What a line of a trainer's log says of progress, the first that is found.
 SHOWN = (r"'(reward)': '?(-?[\d.]+)", r"'(eval_loss)': '?(-?[\d.]+)", r"'(loss)': '?(-?[\d.]+)")
 MIB = 1 << 20
+WHY_REWARDS_DIFFER = (
+    "Why the two GRPO runs end at different rewards, from the same seed: the kernels add the same numbers up in "
+    "another order, so a probability differs in its last bit; at some step another token is drawn, and from there on "
+    "each run learns from completions of its own. Another number of CPU threads does the same to two runs "
+    "without the kernels. `npu-kernels verify` measures that noise, and compares with it."
+)
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,7 @@ def main() -> int:
         console.print(str(error), markup=False, highlight=False)
         return 1
     console.print(table(results))
+    console.print(WHY_REWARDS_DIFFER, markup=False, highlight=False)
     for run, metrics in results.items():
         if metrics["kernels"] is not None:
             # As text: the report's [brackets] are not markup.

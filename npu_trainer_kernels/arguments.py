@@ -1,9 +1,11 @@
 """The fields behind `--use_npu_kernels`, for `HfArgumentParser` and `TrlParser` (command line and YAML)."""
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import os
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, get_args
 
 from . import backends
+from ._switch import switch
 from .patching import FORMS, PATCHES
 
 if TYPE_CHECKING:
@@ -63,18 +65,31 @@ class NpuKernelsArguments:
         if self.npu_kernels_backend is not None:
             backends.parse_override(self.npu_kernels_backend)
 
+    @classmethod
+    def from_environment(cls) -> "NpuKernelsArguments":
+        """With the flag, and the other options as variables: NPU_KERNELS_OPS=rope,swiglu for `npu_kernels_ops`."""
+        given: dict[str, Any] = {}
+        for option in fields(cls):
+            variable = option.name.upper()
+            value = os.environ.get(variable, "")
+            if not value or option.name == "use_npu_kernels":
+                continue
+            if option.type is bool:
+                given[option.name] = switch(variable)
+            else:
+                given[option.name] = value.split(",") if list[str] in get_args(option.type) else value
+        return cls(use_npu_kernels=True, **given)
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `NpuKernelsCallback`."""
+        return {
+            option.name.removeprefix("npu_kernels_"): getattr(self, option.name)
+            for option in fields(self)
+            if option.name != "use_npu_kernels"
+        }
+
     def callbacks(self) -> "list[NpuKernelsCallback]":
         """What to pass as a Trainer's `callbacks`: one `NpuKernelsCallback`, or none without the flag."""
         from .callback import NpuKernelsCallback
 
-        if not self.use_npu_kernels:
-            return []
-        return [
-            NpuKernelsCallback(
-                ops=self.npu_kernels_ops,
-                backend=self.npu_kernels_backend,
-                strict=self.npu_kernels_strict,
-                warm_up=self.npu_kernels_warm_up,
-                report=self.npu_kernels_report,
-            )
-        ]
+        return [NpuKernelsCallback(**self.options())] if self.use_npu_kernels else []

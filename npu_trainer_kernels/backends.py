@@ -31,6 +31,7 @@ __all__ = [
     "Choice",
     "Shape",
     "choose",
+    "every_measurement",
     "explain",
     "failures",
     "forget_failures",
@@ -44,7 +45,6 @@ __all__ = [
     "record_failure",
     "strict_override",
     "unavailable",
-    "was_measured",
 ]
 
 BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
@@ -171,7 +171,6 @@ def _check_backend(backend: str) -> None:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
 
 
-@functools.cache
 def parse_override(text: str) -> Mapping[str, str]:
     """`"torch"` or `"op=backend,op=backend"` as a mapping from op to backend. Raises `ValueError` for unknown names.
 
@@ -229,11 +228,12 @@ def _measured(op: str, device: torch.device, at: Callable[[], Shape] | None) -> 
     return machine.at(op, str(dtype).removeprefix("torch."), tokens, sizes)
 
 
-def was_measured(op: str, device: torch.device, override: str | None) -> bool:
-    """Whether `npu-kernels tune` found anything for an op, whatever the sizes, that counts here."""
+def every_measurement(op: str, device: torch.device, override: str | None = None) -> tuple[tuned.Entry, ...]:
+    """What `npu-kernels tune` found for an op on this device, of whatever sizes; nothing where a backend is asked for
+    by name."""
     asked, _ = _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))
     machine = _machine(device) if asked is None else None
-    return machine is not None and op in machine.ops
+    return () if machine is None else machine.ops.get(op, ())
 
 
 def measurements(
@@ -241,12 +241,8 @@ def measurements(
 ) -> tuple[tuned.Entry, ...]:
     """What `npu-kernels tune` found for an op of a model's sizes, each for a range of tokens; nothing where a backend
     is asked for by name."""
-    asked, _ = _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))
-    machine = _machine(device) if asked is None else None
-    if machine is None:
-        return ()
     name = str(dtype).removeprefix("torch.")
-    return tuple(entry for entry in machine.ops.get(op, ()) if entry.covers(name, sizes))
+    return tuple(entry for entry in every_measurement(op, device, override) if entry.covers(name, sizes))
 
 
 @functools.cache
@@ -309,7 +305,8 @@ def choose(
     unwanted: Reason | None = None,
     at: Callable[[], Shape] | None = None,
 ) -> str:
-    """The name of the backend that serves `op` on `device`.
+    """The name of the backend that serves `op` on `device`. Where `torch.compile` traces it is `"torch"`, whatever was
+    asked for.
 
     Args:
         op: one of `OPS`.
@@ -322,12 +319,15 @@ def choose(
     Raises:
         ValueError: unknown op or backend, or a backend that was asked for cannot run there or does not cover the call.
     """
-    if override is not None and _asks_strict(override) and not torch.compiler.is_compiling():
+    environment = os.environ.get(ENVIRONMENT, "")
+    if torch.compiler.is_compiling():
+        # A wrong name is an error here too. Dynamo traces the function below the cache, and warns of caches.
+        _asked_for.__wrapped__(op, override, environment)
+        return "torch"
+    if override is not None and _asks_strict(override):
         # What has failed for another model is tried again: for this one it is to raise.
         return _strictly(_chosen(op, device, override, uncovered, unwanted, at))
-    if torch.compiler.is_compiling() or has_failed(op, device):
-        return "torch"
-    return _chosen(op, device, override, uncovered, unwanted, at)
+    return "torch" if has_failed(op, device) else _chosen(op, device, override, uncovered, unwanted, at)
 
 
 def _chosen(
@@ -335,6 +335,13 @@ def _chosen(
     at: Callable[[], Shape] | None,
 ) -> str:  # fmt: skip
     environment = os.environ.get(ENVIRONMENT, "")
+    environment = os.environ.get(ENVIRONMENT, "")
+    if torch.compiler.is_compiling():
+        # A wrong name is an error here too. Dynamo traces the function below the cache, and warns of caches.
+        _asked_for.__wrapped__(op, override, environment)
+        return "torch"
+    if has_failed(op, device):
+        return "torch"
     name = _choose(op, device, override, environment, at)[0]
     if name != "vendor":
         return name

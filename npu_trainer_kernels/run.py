@@ -1,42 +1,22 @@
 """What `npu-kernels run` does in a process that trains: every Trainer that is built gets a callback.
 
 `on_path/sitecustomize.py` calls `put_into` when `transformers.trainer` has been imported. The options come from
-environment variables, one for each option of `NpuKernelsArguments`: NPU_KERNELS_OPS for `npu_kernels_ops`, and so on.
+environment variables (`NpuKernelsArguments.from_environment`).
 """
 
 import functools
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import Field, fields
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from ._switch import RUN, switch
+from ._switch import RUN
 from .arguments import NpuKernelsArguments
 from .callback import NpuKernelsCallback, calling_trainer
 
-__all__ = ["RunCallback", "arguments", "put_into", "variables"]
-
-
-def variables() -> dict[str, "Field[Any]"]:
-    """The options by their environment variables."""
-    options = (option for option in fields(NpuKernelsArguments) if option.name.startswith("npu_kernels_"))
-    return {option.name.upper(): option for option in options}
-
-
-def arguments() -> NpuKernelsArguments:
-    """What the environment asks for. `ValueError` for what cannot be asked for."""
-    given: dict[str, Any] = {}
-    for variable, option in variables().items():
-        value = os.environ.get(variable, "")
-        if value and option.type is bool:
-            given[option.name] = switch(variable)
-        elif value:
-            given[option.name] = value.split(",") if list[str] in get_args(option.type) else value
-    return NpuKernelsArguments(use_npu_kernels=True, **given)
+__all__ = ["RunCallback", "put_into"]
 
 
 def put_into(trainer_module: ModuleType, built: Callable[[], None]) -> None:
@@ -49,7 +29,7 @@ def put_into(trainer_module: ModuleType, built: Callable[[], None]) -> None:
     Raises:
         ValueError: an environment variable asks for what does not exist.
     """
-    arguments()
+    NpuKernelsArguments.from_environment()
     original = trainer_module.Trainer.__init__
 
     # Not in the list from now on, but whenever a Trainer is about to read it: ms-swift puts another list in its place.
@@ -71,9 +51,8 @@ class RunCallback(NpuKernelsCallback):
     """
 
     def __init__(self) -> None:
-        chosen = arguments()
-        names = [option.name for option in variables().values()]
-        super().__init__(**{name.removeprefix("npu_kernels_"): getattr(chosen, name) for name in names})
+        chosen = NpuKernelsArguments.from_environment()
+        super().__init__(**chosen.options())
         self._stops = chosen.npu_kernels_strict
         self._off = False
         self._said = ""

@@ -144,7 +144,11 @@ def record(
 
 class _NoSums(TorchDispatchMode):
     """Leaves out `torch.addmm` with `out_dtype`, whose result has no numbers anyway: torch 2.11 takes the dtype for a
-    factor where its arguments are fake."""
+    factor where its arguments are fake.
+
+    It sees what is dispatched, below autograd: a mode for functions is not in force inside `backward()`, since that is
+    a function itself, and heads whose gradient is not planned add such products there.
+    """
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -21,12 +21,13 @@ import torch
 torch.set_num_threads(1)
 
 
-_APART = [Path(__file__).parent / name for name in ("ascend", "npu_contract", "oldest", "zero3")]
+_APART = [Path(__file__).parent / name for name in ("ascend", "frameworks", "npu_contract", "oldest", "zero3")]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves out tests that have a session and an environment of their own (`make test-ascend`,
-    `make test-npu-contract`, `make test-oldest`, `make test-zero3`), unless they are what was asked for."""
+    `make test-frameworks`, `make test-npu-contract`, `make test-oldest`, `make test-zero3`), unless they are what was
+    asked for."""
     if collection_path not in _APART:
         return None
     arguments = (Path(argument.partition("::")[0]).resolve() for argument in config.args)

@@ -164,12 +164,47 @@ def test_model_init_rebuilds_the_model(tmp_path):
     assert callback.report().replaced
 
 
+@pytest.mark.parametrize("form", ["short", "full"])
+def test_the_report_is_short_unless_asked_for_in_full(tmp_path, capsys, form):
+    make_trainer(tmp_path, callbacks=[NpuKernelsCallback(report=form)], max_steps=1).train()
+    out = capsys.readouterr().out
+    assert ("model.layers.0" in out) is ("why these backends" in out) is (form == "full")
+    assert "  linear_cross_entropy  torch: LlamaForCausalLM\n" in out or form == "full"
+    # Its model has no head of TRL's.
+    assert ("linear_logprob" in out) is (form == "full")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"report": "long"}, "report must be one of short, full; got 'long'"),
+        ({"ops": ["foo"]}, r"ops must be a sequence of rms_norm, .*; got \['foo'\]"),
+        ({"ops": "rms_norm"}, "ops must be a sequence of"),
+        ({"backend": "cudnn"}, "backend must be one of"),
+    ],
+)
+def test_wrong_options_raise_before_there_is_a_trainer(options, message):
+    with pytest.raises(ValueError, match=message):
+        NpuKernelsCallback(**options)
+
+
 def test_label_smoothing_is_reported(tmp_path):
     callback = NpuKernelsCallback()
     make_trainer(tmp_path, callbacks=[callback], label_smoothing_factor=0.1).train()
     (declined,) = callback.report().declined
     assert declined.op == "linear_cross_entropy"
     assert "log_softmax" in declined.reason
+
+
+def test_a_compiled_run_is_the_same_and_says_what_runs(tmp_path):
+    callback = NpuKernelsCallback()
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    plain, fused = make_trainer(tmp_path), make_trainer(tmp_path, callbacks=[callback], **options)
+    plain.train()
+    fused.train()
+    assert losses(fused) == pytest.approx(losses(plain), rel=1e-5)
+    assert "torch_compile: what it traces runs in plain PyTorch" in str(callback.report())
+    assert not patched(fused.model)
 
 
 def test_compute_loss_func_is_reported_and_gets_full_logits(tmp_path):
@@ -194,6 +229,25 @@ def test_arguments_give_the_callback_only_with_the_flag():
     assert isinstance(callback, NpuKernelsCallback)
     with pytest.raises(ValueError, match="without --use_npu_kernels"):
         NpuKernelsArguments(npu_kernels_ops=["rms_norm"])
+    with pytest.raises(ValueError, match="npu_kernels_report does nothing without"):
+        NpuKernelsArguments(npu_kernels_report="full")
+    (callback,) = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_report="full").callbacks()
+    assert callback._full
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--npu_kernels_ops", "foo"], r"npu_kernels_ops must be a list of rms_norm, .*; got \['foo'\]"),
+        (["--npu_kernels_report", "long"], "npu_kernels_report must be one of short, full; got 'long'"),
+        (["--npu_kernels_backend", "cudnn"], "backend must be one of"),
+    ],
+)
+def test_the_parser_refuses_unknown_names(line, message):
+    from transformers import HfArgumentParser
+
+    with pytest.raises(ValueError, match=message):
+        HfArgumentParser(NpuKernelsArguments).parse_args_into_dataclasses(["--use_npu_kernels", *line])
     with pytest.raises(ValueError, match="backend must be one of"):
         NpuKernelsArguments(use_npu_kernels=True, npu_kernels_backend="fast")
 

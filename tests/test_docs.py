@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 import npu_trainer_kernels
-from npu_trainer_kernels import cli, ops
+from npu_trainer_kernels import backends, cli, ops
+from npu_trainer_kernels.cli._run import split
 from npu_trainer_kernels.patching import PATCHES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,14 +27,14 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
-    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "ascend-report.md"),
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "ascend-report.md"),
 ]
 MODULES = ("backends", "cli", "closeness", "device", "ops", "tiling", "verify", "workloads")
 # What commands make, and a checkout does not have.
 MADE = {"dist/", "site/", "convergence/results/", "runs/"}
 # Names of other libraries, and of the reader's own.
 FOREIGN = re.compile(
-    r"set_env|bishengir|npu_rms_norm|lm_head|torch\.|trl\.|resize_token_embeddings|mkdocs|my_\w+|fully_shard|dist_checkpoint"
+    r"set_env|bishengir|npu_rms_norm|lm_head|torch\.|trl\.|resize_token_embeddings|mkdocs|my_\w+|fully_shard|dist_checkpoint|use_liger|enable_liger_kernel|train_tokens|TRITON_"
 )
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -153,6 +154,8 @@ def test_commands_exist(page):
     known = {"convergence": "convergence/__main__.py", "benchmarks": "benchmarks/cli.py"}
     for command in commands(page):
         for name, rest in re.findall(r"\bnpu-kernels ([a-z]+)((?: [^#|]*)?)", command):
+            if name == "run":  # the rest is the user's command
+                rest = " ".join(split(rest.replace(")", " ").replace('"', " ").split())[0])
             assert set(re.findall(r"(?<!\S)--[\w-]+", rest)) <= _options(name), command
         for name, rest in re.findall(r"python -m (convergence|benchmarks)((?: [^#|]*)?)", command):
             written = set(re.findall(r'"(--[\w-]+)"', (ROOT / known[name]).read_text()))
@@ -225,5 +228,20 @@ def test_the_memory_picture_is_what_was_measured():
 
 @pages
 def test_pages_are_in_the_site(page):
-    if page.parent.name == "docs":
-        assert f" {page.name}\n" in (ROOT / "mkdocs.yml").read_text()
+    if page.is_relative_to(ROOT / "docs"):
+        assert f" {page.relative_to(ROOT / 'docs')}\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+@pages
+def test_python_is_python(page):
+    for block in re.findall(r"^```python\n(.*?)^```$", text(page), flags=re.DOTALL | re.MULTILINE):
+        compile(block, str(page), "exec")
+
+
+@pages
+def test_ops_and_backends_of_options_exist(page):
+    """Of `ops=[...]`, `--npu_kernels_ops`, `backend=` and NPU_KERNELS_BACKEND."""
+    for found in re.findall(r"\bops=\[([^\].]*)\]|--npu_kernels_ops ([\w ]+)", text(page)):
+        assert set(re.findall(r"\w+", " ".join(found))) <= set(PATCHES)
+    for found in re.findall(r"(?:backend=[\"']|npu_kernels_backend[ :=]+|NPU_KERNELS_BACKEND=)([\w=,]+)", text(page)):
+        backends.parse_override(found)

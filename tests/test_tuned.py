@@ -344,7 +344,7 @@ def test_whether_it_can_be_written_is_known_before(folder, monkeypatch):
     tuned.check_writable()
     monkeypatch.setenv("NPU_KERNELS_CACHE", str(folder / "a file" / "below"))
     (folder / "a file").write_text("")
-    with pytest.raises(OSError):
+    with pytest.raises(NotADirectoryError):
         tuned.check_writable()
 
 

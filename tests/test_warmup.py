@@ -87,7 +87,21 @@ def test_backward_is_recorded_in_the_thread_that_records(monkeypatch):
     assert torch.autograd.is_multithreading_enabled()
 
 
-def test_both_forms_of_the_heads_kernel_are_recorded(monkeypatch):
+@pytest.fixture
+def torch_2_11_on_cuda(monkeypatch):
+    """Sums over chunks as on CUDA, on every device; and torch 2.11, which cannot add such products of fake tensors."""
+    monkeypatch.setattr(device, "has_fp32_output_product", lambda where: True)
+    dispatch = FakeTensorMode.__torch_dispatch__
+
+    def of_torch_2_11(mode, function, *rest):
+        if function is torch.ops.aten.addmm.dtype_out:
+            raise TypeError("unsupported operand type(s) for *: 'torch.dtype' and 'FakeTensor'")
+        return dispatch(mode, function, *rest)
+
+    monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", of_torch_2_11)
+
+
+def test_both_forms_of_the_heads_kernel_are_recorded(monkeypatch, torch_2_11_on_cuda):
     """A long batch takes several chunks of logits, and the first of them lies in two matrices."""
     spec, tokens = device.DeviceSpec("cuda", "a card", 132, 256 << 10, 80 << 30), warmup.ROWS * warmup.LENGTH
     for vocab, hidden in ((128256, 2048), (128256, 4096), (151936, 1024), (151936, 3584)):
@@ -99,16 +113,6 @@ def test_both_forms_of_the_heads_kernel_are_recorded(monkeypatch):
         tiling, "borrowing_chunks", lambda n, *args: tiling.BorrowingChunks((64, n), 128) if n == tokens else None
     )
     monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
-    # On every device as on CUDA, and with torch 2.11, which cannot add such products of fake tensors.
-    monkeypatch.setattr(device, "has_fp32_output_product", lambda where: True)
-    dispatch = FakeTensorMode.__torch_dispatch__
-
-    def of_torch_2_11(mode, function, *rest):
-        if function is torch.ops.aten.addmm.dtype_out:
-            raise TypeError("unsupported operand type(s) for *: 'torch.dtype' and 'FakeTensor'")
-        return dispatch(mode, function, *rest)
-
-    monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", of_torch_2_11)
     model = model_there("llama").bfloat16()
     with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
         found = warmup.record(handle, model, warmup.ROWS)
@@ -219,6 +223,30 @@ def test_trl_scores_through_the_head_that_it_gave_the_model():
     assert found.problem is None
     flags = [dict(launch.constexprs) for launch in found.launches if launch.name == "head row statistics"]
     assert any(flag["HAS_ENTROPY"] and not flag["IS_IDENTITY"] for flag in flags)
+
+
+def test_what_follows_sums_in_backward_is_recorded_too(monkeypatch, torch_2_11_on_cuda):
+    """A head of TRL's without a plan sums over chunks in backward, and the layers' backward comes after it."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    tokens, sums = warmup.ROWS * warmup.LENGTH, []
+    monkeypatch.setattr(tiling, "head_chunk", lambda *args: tokens // 4)
+    monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: None)
+    addmm = torch.addmm
+
+    def spy(*args, **kwargs):
+        sums.append("out_dtype" in kwargs and torch._C._current_graph_task_id() != -1)
+        return addmm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "addmm", spy)
+    model = model_there("llama").bfloat16()
+    add_fused_lm_head(model)
+    with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
+        found = warmup.record(handle, model, warmup.ROWS, trl=True)
+    assert any(sums), "nothing was summed in backward"
+    assert found.problem is None
+    backward = {"head row gradient", "norm backward", "swiglu backward", "embedding scatter"}
+    assert set(found.names) >= backward
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling

@@ -108,8 +108,8 @@ def _draw_moments(axes: plt.Axes, title: str, moments: list[Moment], colours: di
     axes.set_xticks(range(len(moments)), [name for name, _ in moments], rotation=40, ha="right")
     used = [what for what in colours if any(what in lives for _, lives in moments)]
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[what]) for what in used]
-    axes.legend(handles[::-1], used[::-1], loc="upper right", fontsize=8.5, frameon=False)
-    axes.set_title(title, fontsize=11)
+    axes.legend(handles[::-1], used[::-1], loc="upper right", fontsize=9, frameon=False)
+    axes.set_title(title, fontsize=10)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
 
@@ -124,8 +124,8 @@ def _draw_tokens(axes: plt.Axes) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of a micro-batch")
     axes.set_ylabel("peak beyond gradients [GiB]")
-    axes.set_title("The peak, by tokens (H200)", fontsize=11)
-    axes.legend(fontsize=8.5, frameon=False)
+    axes.set_title("The peak, by tokens (H200)", fontsize=10)
+    axes.legend(fontsize=9, frameon=False)
     axes.grid(alpha=0.3)
 
 
@@ -138,17 +138,17 @@ def main() -> None:
     colours = dict(zip(final, ("#6b8f71", "#a9c6a4"), strict=True))
     colours |= {what: next(palette) for what in whats if what not in final}
 
-    figure = plt.figure(figsize=(13.5, 4.9), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=(8, 6.5, 7))
-    middle.sharey(left)
-    _draw_moments(left, "Plain PyTorch: forward, then backward", ways[0], colours)
-    _draw_moments(middle, "With the kernels: all in forward", ways[1], colours)
-    left.set_ylim(0, 24)  # room for the legends
-    left.set_ylabel("memory [GiB]")
-    _draw_tokens(right)
-    figure.suptitle(f"LM head and loss of {MODEL} in bf16: hidden {HIDDEN}, vocabulary {VOCABULARY}; "
-                    f"left and middle: {TOKENS} tokens", fontsize=12)  # fmt: skip
-    figure.savefig(HERE / "memory.png", dpi=110)
+    # One panel below the other: so text can be read where the figure is as wide as a phone.
+    figure = plt.figure(figsize=(5, 11.5), layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1, height_ratios=(10, 8, 8))
+    _draw_moments(top, f"Plain PyTorch: forward, then backward ({TOKENS} tokens)", ways[0], colours)
+    _draw_moments(middle, f"With the kernels: all in forward ({TOKENS} tokens)", ways[1], colours)
+    for axes, highest in ((top, 25), (middle, 16)):
+        axes.set_ylim(0, highest)  # room for the legend
+        axes.set_ylabel("memory [GiB]")
+    _draw_tokens(bottom)
+    figure.suptitle(f"LM head and loss of {MODEL} in bf16\nhidden {HIDDEN}, vocabulary {VOCABULARY}", fontsize=11)
+    figure.savefig(HERE / "memory.png", dpi=160)
 
 
 if __name__ == "__main__":

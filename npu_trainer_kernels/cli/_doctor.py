@@ -127,7 +127,7 @@ def _check_findings(line: dict[str, Any]) -> list[Finding]:
         ours, plain = times["ours"]["median"], times["plain"]["median"]
         found.append(Finding(
             WARNING, "slow", f"{op}, {times['dtype']}, {times['shape']}: {ours:.3g} ms, plain PyTorch {plain:.3g} ms",
-            "npu-kernels tune --model YOUR_MODEL measures at your shapes, and leaves out what does not pay",
+            "npu-kernels tune --model YOUR_MODEL measures at your shapes, and uses what is fastest there",
         ))  # fmt: skip
     return found
 
@@ -173,11 +173,12 @@ def _show_ops(lines: list[dict[str, Any]], output: Output) -> None:
 
 
 def _why(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Reasons for backends, and for leaving out, each with its ops."""
+    """Reasons for backends, and for leaving out, and what was measured here, each with its ops."""
     reasons: dict[str, list[str]] = {}
     for line in lines:
         left_out = f"left out of models unless asked for: {line['plain']}" if line.get("plain") else None
-        for reason in (f"{line['backend']}: {line['reason']}" if "reason" in line else None, left_out):
+        by_table = f"{line['backend']}: {line['reason']}" if "reason" in line else None
+        for reason in (by_table, left_out, *line.get("measured", ())):
             if reason is not None and line["op"] not in reasons.setdefault(reason, []):
                 reasons[reason].append(line["op"])
     return reasons
@@ -198,8 +199,8 @@ def _run_self_check(args: argparse.Namespace, output: Output) -> list[dict[str, 
 def _nothing_found(lines: list[dict[str, Any]]) -> str:
     """Success, and of what."""
     ops = len({line["op"] for line in lines if "op" in line})
-    return "Everything checked passed: the installation" + (f", and {ops} ops against their references." if ops else
-                                                            "; the ops were not checked.")  # fmt: skip
+    checked = f", and {ops} ops against their references" if ops > 1 else ", and 1 op against its reference"
+    return f"Everything checked passed: the installation{checked if ops else '; the ops were not checked'}."
 
 
 def run(args: argparse.Namespace, output: Output) -> int:

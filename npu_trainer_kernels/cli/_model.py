@@ -1,5 +1,6 @@
 """`--model`: a folder with a config.json, a JSON file, or an id that `AutoConfig` finds."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,23 +11,34 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "config_of", "shapes_of"]
 
+# NAME or OWNER/NAME; neither begins or ends with a dot, so that `./model` and `../model` are paths.
+_HUB_ID = re.compile(r"(?:\w(?:[\w.-]*\w)?/)?\w(?:[\w.-]*\w)?", re.ASCII)
 HELP = "folder with a config.json, the JSON file itself, or a hub id"
 
 
 def config_of(model: str) -> Any:
     """The config of a model. Raises `UsageError` where there is none."""
-    path = Path(model)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise UsageError(f"--model: the folder {model!r} has no config.json")
-    if path.suffix == ".json" and not path.is_file():
-        raise UsageError(f"--model: there is no file {model!r}")
+    _check_path(model)
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise UsageError(f"--model {model!r}: {str(error).strip().splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        # In full: what is wrong with a config is often in the last line.
+        kind = "" if isinstance(error, OSError | ValueError | StrictDataclassError) else f"{type(error).__name__}: "
+        here = "" if Path(model).exists() else "there is no such folder here; "
+        raise UsageError(f"--model {model!r}: {here}{kind}{str(error).strip()}") from error
+
+
+def _check_path(model: str) -> None:
+    """Raises `UsageError` for what is meant as a file or a folder and is none; a hub would be asked for it."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"--model: the folder {model!r} has no config.json")
+    elif not path.is_file() and (path.suffix == ".json" or not _HUB_ID.fullmatch(model)):
+        raise UsageError(f"--model: there is no file or folder {model!r}, and it is not a hub id")
 
 
 def shapes_of(model: str) -> "ModelShapes":

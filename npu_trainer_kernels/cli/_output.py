@@ -9,14 +9,14 @@ import json
 import math
 import os
 import sys
+import textwrap
 from types import TracebackType
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +24,8 @@ __all__ = ["FINE", "FOUND", "STOPPED", "USAGE", "Output", "Steps", "UsageError",
 
 FINE, FOUND, USAGE = 0, 1, 2
 STOPPED = 130  # as shells have it for Ctrl-C
-_BAR = (TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
+# The numbers first: a narrow terminal cuts off the end.
+_COUNT, _TIME, _WHAT = MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
 
 
 class UsageError(Exception):
@@ -42,7 +43,8 @@ class Steps:
     def __init__(self, console: Console, total: int | None) -> None:
         self._total, self._done, self._line = total, 0, ""
         self._console = console
-        self._bar = Progress(*_BAR, console=console, transient=True) if console.is_terminal else None
+        columns = (SpinnerColumn(), _TIME, _WHAT) if total is None else (_COUNT, _TIME, _WHAT)
+        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
         self._task = None if self._bar is None else self._bar.add_task("", total=total)
 
     def __enter__(self) -> "Steps":
@@ -96,8 +98,8 @@ class Output:
         self._stdout = sys.stdout
         self._redirected = contextlib.ExitStack()
         # Wide where nobody looks: a log or a pipe should hold whole lines.
-        looked_at = sys.stderr.isatty() or sys.stdout.isatty() or "COLUMNS" in os.environ
-        self.console = Console(width=None if looked_at else 170)
+        self._looked_at = sys.stderr.isatty() or sys.stdout.isatty() or "COLUMNS" in os.environ
+        self.console = Console(width=None if self._looked_at else 170)
 
     def __enter__(self) -> "Output":
         if self.as_json:
@@ -114,12 +116,14 @@ class Output:
         self.console.print(*parts, style=style or None, markup=False, highlight=False, soft_wrap=True)
 
     def paragraph(self, text: str, indent: int = 2) -> None:
-        """For people: a remark, wrapped between words."""
-        self.console.print(Padding(Text(text), (0, 0, 0, indent)), highlight=False)
+        """For people: a remark, in a terminal wrapped between words."""
+        lines = textwrap.wrap(text, max(20, self.console.width - indent), break_on_hyphens=False)
+        self.text(textwrap.indent("\n".join(lines) if self._looked_at else text, " " * indent))
 
     def show(self, table: Table) -> None:
         """For people: a table; row by row where its columns would not fit."""
-        fits = self.console.measure(table).maximum <= self.console.width
+        endless = self.console.options.update(max_width=10_000)
+        fits = self.console.measure(table, options=endless).maximum <= self.console.width
         self.console.print(table if fits else _records(table), highlight=False, soft_wrap=not fits)
 
     def progress(self, total: int | None = None) -> Steps:
@@ -128,7 +132,7 @@ class Output:
 
     def bar(self) -> Progress:
         """A bar above which results are printed while they come."""
-        return Progress(*_BAR, console=self.console, transient=True)
+        return Progress(_COUNT, _TIME, BarColumn(bar_width=16), _WHAT, console=self.console, transient=True)
 
     def result(self, value: dict[str, Any]) -> None:
         """The command's result, written where `--json` was asked for. JSON has no NaN and no infinity: null."""

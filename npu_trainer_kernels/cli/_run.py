@@ -30,11 +30,12 @@ USAGE = "npu-kernels run [options] [--] COMMAND..."
 FOLDER = Path(__file__).resolve().parents[1] / "on_path"
 PID = "NPU_KERNELS_RUN_PID"
 
-# The options by their environment variables, which `npu_trainer_kernels.run` reads: name, value of a flag, help.
+# The options by their environment variables, which `NpuKernelsArguments` reads: name, value of a flag, help.
 OPTIONS = {
     "NPU_KERNELS_OPS": ("--ops", None, "which ops to use, as 'rms_norm,swiglu'; all that apply by default"),
     "NPU_KERNELS_BACKEND": ("--backend", None, "'torch', or 'rms_norm=torch,linear_logprob=triton'"),
     "NPU_KERNELS_STRICT": ("--strict", "1", "stop when a kernel or a model fails; otherwise go on without it"),
+    "NPU_KERNELS_REPORT": ("--report", None, "what is printed when training begins: 'short' (default) or 'full'"),
     "NPU_KERNELS_WARM_UP": ("--no-warm-up", "0", "compile kernels when they are first used, not before the first step"),
 }
 
@@ -90,16 +91,12 @@ def _check(given: dict[str, str]) -> None:
     if not given and not any(os.environ.get(variable) for variable in OPTIONS):
         return
     os.environ.update(given)
-    from .. import run as in_process
-    from ..patching import PATCHES
+    from ..arguments import NpuKernelsArguments
 
     try:
-        chosen = in_process.arguments()
+        NpuKernelsArguments.from_environment()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    unknown = [op for op in chosen.npu_kernels_ops or () if op not in PATCHES]
-    if unknown:
-        raise UsageError(f"--ops must be of {', '.join(PATCHES)}; got {', '.join(unknown)}")
 
 
 def _python_path() -> str:

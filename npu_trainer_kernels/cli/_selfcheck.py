@@ -108,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _emit(op=op, dtype=dtype, backend_op=work.backend_op, backend=name, reason=reason, begins=True)
             _emit(op=op, dtype=dtype, backend_op=work.backend_op, problem=check(work, where))
         plain = backends.keeps_plain(timed[op].backend_op, where)
-        _emit(op=op, plain=plain, times=None if args.no_times else time_op(timed[op], where))
+        # What `tune` stored decides for its ranges, whatever the table says.
+        measured = [str(entry) for entry in backends.every_measurement(timed[op].backend_op, where)]
+        _emit(op=op, plain=plain, measured=measured, times=None if args.no_times else time_op(timed[op], where))
     return 0
 
 

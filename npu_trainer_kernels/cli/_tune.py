@@ -220,8 +220,8 @@ def tune_tiles(
 
 
 def _pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
-    """Every op at the most tokens and at the least, one after the other, so that a run that is stopped has whole ranges.
-    Tiles are tried at the most; the least is timed with what was kept of them."""
+    """Every op at the most tokens and at the least, one after the other, so that a run that is stopped has whole
+    ranges. Tiles are tried at the most; the least is timed with what was kept of them."""
     from ..workloads import of_model
 
     ends = dict.fromkeys((tokens, max(8, tokens // SHARE)))

@@ -123,18 +123,18 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 def _show(verdict: "Verdict", output: Output) -> None:
     table = new_table()
-    for column in ("quantity", "worst", "allowed", "verdict", "where"):
-        table.add_column(column, justify="right" if column in ("worst", "allowed") else "left")
+    for column in ("quantity", "worst", "verdict"):
+        table.add_column(column, justify="right" if column == "worst" else "left")
     for check in verdict.checks:
-        where = check.labels[check.worst] if check.labels else f"step {check.worst + 1}"
-        table.add_row(check.name, f"{check.ratio:.3g}", f"{check.k:g}", "ok" if check.passed else "FAILED", where)
+        table.add_row(check.name, f"{check.ratio:.3g}", "ok" if check.passed else "FAILED")
     if verdict.checks:
-        output.text("Distance between the runs with and without the kernels, in noise floors")
+        output.paragraph("Distance between the runs with and without the kernels, in noise floors; "
+                         f"{verdict.checks[0].k:g} are allowed", 0)  # fmt: skip
         output.show(table)
         output.text("")
     if verdict.report is not None:
         output.text(str(verdict.report))
-    for problem in verdict.problems:
+    for problem in (*(check for check in verdict.checks if not check.passed), *verdict.problems):
         output.text(f"FAILED {problem}", style="red")
     output.text(str(verdict).splitlines()[0], style="" if verdict.passed else "red")
 

@@ -410,6 +410,7 @@ def fused_linear_grpo_loss_reference(
     return _output(grpo_objective(s.log_prob, s.entropy, batch.tokens, batch.options), s, batch)
 
 
+@opaque
 def grpo_loss(
     logits: torch.Tensor,
     ids: torch.Tensor,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .. import backends
+from .._opaque import opaque
 from ._checks import check_choices, check_head, check_range
 from ._head import head_statistics
 from ._head_objective import Objective
@@ -120,6 +121,7 @@ def linear_logprob(
     return planned_linear_logprob(x, weight, ids, bias, options, backend=backend)
 
 
+@opaque
 def planned_linear_logprob(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -133,6 +133,7 @@ def linear_rms_norm(
         if t is not None and t.dtype != x.dtype and not autocasts(x):
             raise ValueError(f"{name} must have x's dtype {x.dtype} without autocast; got {t.dtype}")
     if torch.compiler.is_compiling():
+        norm_backends(x, norm_weight, casting, backend)  # refuses a wrong name
         return linear_rms_norm_reference(x, weight, norm_weight, bias, eps, offset=offset, casting=casting)
     if dtype != x.dtype:
         # Autocast makes a copy of x for the linear layer, and that is what it would keep.

@@ -138,7 +138,7 @@ class NpuKernels:
     def _apply(self, patch: Patch, scene: Scene) -> None:
         op = patch.op
         plain = None if self._by_name else backends.keeps_plain(op, scene.where, scene.backend)
-        if plain is not None and not backends.was_measured(op, scene.where, scene.backend):
+        if plain is not None and not backends.every_measurement(op, scene.where, scene.backend):
             self._report.left_alone.append(LeftAlone("", "", op, plain, counts=False))
             return
         self._report.reasons[op] = backends.explain(op, scene.where, scene.backend)[1]

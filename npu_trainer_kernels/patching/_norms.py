@@ -25,6 +25,7 @@ __all__ = [
     "RmsNormPatch",
     "epsilons",
     "forms_of",
+    "full_shape",
     "is_candidate",
     "norm_twin",
     "norms_of",
@@ -58,11 +59,11 @@ def is_candidate(module: nn.Module) -> bool:
         return False
     parameters = dict(module.named_parameters())
     if parameters:
-        return list(parameters) == ["weight"] and len(_full_shape(parameters["weight"])) == 1
+        return list(parameters) == ["weight"] and len(full_shape(parameters["weight"])) == 1
     return "norm" in original_class(module).__name__.lower() and bool(epsilons(module))
 
 
-def _full_shape(parameter: nn.Parameter) -> torch.Size:
+def full_shape(parameter: nn.Parameter) -> torch.Size:
     """DeepSpeed's ZeRO-3 leaves an empty tensor in a parameter's place, and notes its shape."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
@@ -87,7 +88,7 @@ def norm_twin(module: nn.Module, dtype: torch.dtype, parameters: dict[str, torch
 def recognise_norm(module: nn.Module) -> NormForm | str:
     """What a candidate computes, or why it is left alone."""
     parameter = dict(module.named_parameters()).get("weight")
-    width = _WIDTH_WITHOUT_WEIGHT if parameter is None else _full_shape(parameter)[0]
+    width = _WIDTH_WITHOUT_WEIGHT if parameter is None else full_shape(parameter)[0]
     # Dtype and device by name: a default device or dtype of the user's is nothing to a probe.
     generator = torch.Generator("cpu").manual_seed(0)
     given: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": _CPU}
@@ -155,7 +156,7 @@ class RmsNormPatch(Patch):
 
     def sizes(self, module: nn.Module, form: NormForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
         weight = module._parameters.get("weight")
-        return None if weight is None else (weight.dtype, tuple(_full_shape(weight)))
+        return None if weight is None else (weight.dtype, tuple(full_shape(weight)))
 
     def served_by(self, site: Site, scene: Scene) -> tuple[str, str]:
         def uncovered() -> str | None:

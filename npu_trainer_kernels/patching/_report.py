@@ -16,6 +16,7 @@ from ._patch import Site
 __all__ = ["FORMS", "Declined", "LeftAlone", "Replaced", "Report"]
 
 FORMS = ("short", "full")
+_MORE = "(in full: --npu_kernels_report full, or report().text(full=True))"
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class Report:
             runs, left = list(self._run_lines()), list(self._counting_lines())
             lines += runs or ["  nothing was replaced"]
             lines += ["left alone:", *left] if left else []
+            lines += [_MORE] if self.left_alone else []
         lines += ["declined:", *self._declined_lines()] if self.declined else []
         shown = (note for note in self.notes if self.note_ops.get(note) not in self.unused)
         return "\n".join([*lines, *(f"note: {note}" for note in shown)])

@@ -45,6 +45,23 @@ def test_its_options_are_the_runners(capsys):
     assert "usage: npu-kernels bench" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only", "nosuch"], "--only 'nosuch' leaves no row on cpu; --list prints"),
+        (["--only", "rms_norm", "--only", "nosuch"], "--only 'nosuch' leaves no row"),
+        (["--skip", "/"], "--skip / leaves no row"),
+        (["--device", "foo"], "--device must be cuda, cpu, or with torch_npu npu; got 'foo'"),
+    ],
+)
+def test_what_would_measure_nothing_is_wrong_usage(tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit) as error:
+        main(["bench", "--device", "cpu", "--output", str(tmp_path), *options])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_child_finds_the_module_by_this_name():
     command = [sys.executable, "-m", endtoend.__name__, "--help"]
     done = subprocess.run(command, cwd=endtoend._ROOT, capture_output=True, text=True, check=False)

@@ -84,7 +84,7 @@ def test_models_that_are_not_there(tmp_path, compiled, capsys):
     for name, message in (
         (str(tmp_path), "has no config.json"),
         (str(tmp_path / "none.json"), "there is no file"),
-        (str(tmp_path / "nowhere" / "model"), "--model '"),
+        (str(tmp_path / "nowhere" / "model"), "there is no file or folder"),
     ):
         assert main(["compile", "--model", name]) == 2
         assert message in capsys.readouterr().err

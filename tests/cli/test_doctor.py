@@ -234,6 +234,33 @@ def test_doctor_writes_one_json_object_and_says_that_every_op_is_right(capsys):
     assert found["backends"]["rms_norm"]["reason"]
 
 
+def test_success_is_said_as_success(monkeypatch, capsys):
+    monkeypatch.setattr(_doctor, "findings", lambda installed, broken: [])
+    monkeypatch.setattr(_doctor, "broken_imports", lambda installed: {})
+    assert main(["doctor", "--no-self-check"]) == 0
+    assert capsys.readouterr().out.endswith(
+        "\nEverything checked passed: the installation; the ops were not checked.\n"
+    )
+    line = {"op": "swiglu", "dtype": "float32", "backend": "torch", "backend_op": "swiglu", "reason": "why not"}
+    device = {"device": {"kind": "cpu", "name": "cpu", "memory_bytes": 1}, "without_npu": None}
+    lines = [device, line, {**line, "problem": None}, {"op": "swiglu", "plain": "as fast", "times": None}]
+    lines[-1]["measured"] = ["measured here: torch 1 ms"]
+    monkeypatch.setattr(_doctor, "self_check", lambda times, seconds: iter(lines))
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("Everything checked passed: the installation, and 1 op against its reference.\n")
+    assert "swiglu: torch: why not" in out
+    assert "swiglu: measured here: torch 1 ms" in out
+    assert "swiglu: left out of models unless asked for: as fast" in out
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_a_timeout_that_is_none(capsys, seconds):
+    assert main(["doctor", "--timeout", seconds]) == 2
+    assert "--timeout must be positive" in capsys.readouterr().err
+
+
 def test_a_wrong_option_is_exit_code_2(capsys):
     with pytest.raises(SystemExit) as error:
         main(["doctor", "--nonsense"])

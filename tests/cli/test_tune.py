@@ -5,8 +5,9 @@ import json
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from npu_trainer_kernels import backends, tiling, timing, tuned, workloads
+from npu_trainer_kernels import apply_npu_kernels, backends, tiling, timing, tuned, workloads
 from npu_trainer_kernels.cli import _tune, main
 from npu_trainer_kernels.device import spec
 from npu_trainer_kernels.ops._launch import KernelError
@@ -47,40 +48,87 @@ def times(monkeypatch):
 
 
 def run(model, capsys, *options):
-    code = main(["tune", "--model", model, "--tokens", "16", "--json", *options])
+    code = main(["tune", "--model", model, "--tokens", "128", "--json", *options])
     return code, json.loads(capsys.readouterr().out)
+
+
+def winners(found):
+    """By op, with the most tokens and with the least."""
+    return {op: [at["winner"] for at in of_op] for op, of_op in found["ops"].items()}
+
+
+def stored(op):
+    return tuned.machines()["cpu"].ops[op]
 
 
 def test_winners_are_stored_for_the_models_shapes(model, times, capsys):
     code, found = run(model, capsys)
     assert code == 0
     assert set(found["ops"]) == set(workloads.OPS)
-    assert found["ops"]["swiglu"]["shape"] == "N=16 I=176"
-    assert {op["winner"] for op in found["ops"].values()} == {"torch"}
+    assert [at["shape"] for at in found["ops"]["swiglu"]] == ["N=128 I=176", "N=16 I=176"]
+    assert set(map(tuple, winners(found).values())) == {("torch", "torch")}
     assert set(tuned.machines()["cpu"].ops) == set(backends.OPS)
-    assert backends.keeps_plain("swiglu", CPU) is None
+    (entry,) = stored("linear_cross_entropy")
+    assert (entry.tokens, entry.sizes, entry.dtype) == ((16, 128), (("H", 64), ("V", 331)), "float32")
+    assert found["results"]["linear_cross_entropy"] == [entry.as_json()]
 
 
-def test_an_op_that_loses_is_left_out_with_both_times(model, times, capsys):
+def test_an_op_that_loses_is_left_to_the_model_with_both_times(model, times, capsys):
     times["ours"] = 3.0
     _, found = run(model, capsys)
-    assert found["ops"]["rms_norm"]["winner"] == "plain"
-    assert "torch 3 ms, plain PyTorch 2 ms" in backends.keeps_plain("rms_norm", CPU)
+    assert winners(found)["rms_norm"] == ["plain", "plain"]
+    (entry,) = stored("rms_norm")
+    assert entry.plain_wins
+    assert "torch 3 ms, plain PyTorch 2 ms, 16 to 128 tokens, H=64 float32" in str(entry)
     times["ours"] = 2.02
     _, found = run(model, capsys)
-    assert found["ops"]["rms_norm"]["winner"] == "torch"
+    assert winners(found)["rms_norm"] == ["torch", "torch"]
 
 
-def test_the_head_keeps_its_memory(model, times, capsys, monkeypatch):
-    """Where ours holds a part of the logits and plain PyTorch all of them, time does not decide."""
+def test_where_the_ends_differ_nothing_is_said_of_what_lies_between(model, times, capsys, monkeypatch):
+    measure = timing.measure
+
+    def slow_with_few(fn, sets, *args, **kwargs):
+        x = sets[0].tensors.get("x")
+        times["ours"] = 3.0 if x is not None and len(x) == 16 else 1.0
+        return measure(fn, sets, *args, **kwargs)
+
+    monkeypatch.setattr(timing, "measure", slow_with_few)
+    run(model, capsys)
+    assert {entry.tokens: entry.plain_wins for entry in stored("rms_norm")} == {(16, 16): True, (128, 128): False}
+
+
+def test_models_and_tokens_stay_side_by_side(model, times, capsys, tmp_path):
+    run(model, capsys)
+    run(model, capsys, "--tokens", "1024", "--dtype", "bfloat16")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 32}))
+    run(str(other), capsys)
+    assert {(e.dtype, *e.sizes, e.tokens) for e in stored("rms_norm")} == {
+        ("float32", ("H", 64), (16, 128)), ("bfloat16", ("H", 64), (128, 1024)), ("float32", ("H", 32), (16, 128)),
+    }  # fmt: skip
+
+
+def test_what_was_tuned_on_a_tiny_model_does_no_harm_to_a_large_one(model, times, capsys):
+    times["ours"] = 3.0
+    run(model, capsys)
+    large = LlamaForCausalLM(
+        LlamaConfig(**{**CONFIG, "vocab_size": 128256, "hidden_size": 128, "num_hidden_layers": 1})
+    )
+    with apply_npu_kernels(large) as kernels:
+        report = kernels.report()
+    assert {r.op for r in report.replaced} == {"rms_norm", "add_rms_norm", "linear_cross_entropy", "linear_logprob"}
+    assert "measured" not in str(report)
+
+
+def test_the_head_keeps_its_memory(model, times, capsys):
+    """What the head is for does not show in a time."""
     times["ours"] = 3.0
     _, found = run(model, capsys)
-    assert found["ops"]["linear_cross_entropy"]["winner"] == "plain"
-    monkeypatch.setattr("npu_trainer_kernels.tiling.head_chunk", lambda rows, *args: rows - 1)
-    _, found = run(model, capsys)
-    winners = {op: found["ops"][op]["winner"] for op in found["ops"]}
-    assert winners["linear_cross_entropy"] == winners["fused_linear_grpo_loss"] == "torch"
-    assert winners["rms_norm"] == "plain"
+    for op in ("linear_cross_entropy", "linear_logprob", "fused_linear_grpo_loss"):
+        assert winners(found)[op] == ["torch", "torch"]
+    assert winners(found)["embedding"] == ["plain", "plain"]
 
 
 def test_a_wrong_backend_never_wins(model, times, capsys, monkeypatch):
@@ -89,8 +137,8 @@ def test_a_wrong_backend_never_wins(model, times, capsys, monkeypatch):
     monkeypatch.setitem(workloads.OPS, "rms_norm", wrong)
     code, found = run(model, capsys)
     assert code == 1
-    assert "result 0" in found["ops"]["rms_norm"]["problems"]["torch"]
-    assert found["ops"]["rms_norm"]["winner"] is None
+    assert "result 0" in found["ops"]["rms_norm"][0]["problems"]["torch"]
+    assert winners(found)["rms_norm"] == [None, None]
     assert "rms_norm" not in tuned.machines()["cpu"].ops
 
 
@@ -107,8 +155,57 @@ def test_plain_pytorch_out_of_memory_is_no_failure(model, times, capsys, monkeyp
     monkeypatch.setattr(workloads.Workload, "reference", property(of))
     code, found = run(model, capsys)
     assert code == 0
-    assert found["ops"]["linear_logprob"]["winner"] == "torch"
-    assert "OutOfMemoryError" in found["ops"]["linear_logprob"]["problems"]["plain"]
+    assert winners(found)["linear_logprob"] == ["torch", "torch"]
+    assert "OutOfMemoryError" in found["ops"]["linear_logprob"][0]["problems"]["plain"]
+
+
+def stop_at(monkeypatch, op, error):
+    tune_op = _tune.tune_op
+
+    def stopping(work, *args):
+        if work.op == op:
+            raise error
+        return tune_op(work, *args)
+
+    monkeypatch.setattr(_tune, "tune_op", stopping)
+
+
+def test_ctrl_c_keeps_what_was_measured(model, times, capsys, monkeypatch):
+    stop_at(monkeypatch, "add_rms_norm", KeyboardInterrupt())
+    code, found = run(model, capsys)
+    assert (code, found["stopped"]) == (130, True)
+    assert set(found["ops"]) == {"rms_norm", "linear_rms_norm"}
+    assert set(tuned.machines()["cpu"].ops) == {"rms_norm"}
+    assert stored("rms_norm")[0].tokens == (16, 128)
+
+
+def test_an_error_on_the_way_hides_nothing(model, times, capsys, monkeypatch):
+    stop_at(monkeypatch, "add_rms_norm", RuntimeError("the device was lost"))
+    with pytest.raises(RuntimeError, match="the device was lost"):
+        main(["tune", "--model", model, "--tokens", "128"])
+    assert "linear_rms_norm" in capsys.readouterr().out
+    assert set(tuned.machines()["cpu"].ops) == {"rms_norm"}
+
+
+def test_what_cannot_be_stored_is_shown(model, times, capsys, monkeypatch):
+    def full(*args):
+        raise OSError("no space left on the device")
+
+    monkeypatch.setattr(tuned, "store", full)
+    assert main(["tune", "--model", model, "--tokens", "128"]) == 1
+    out = capsys.readouterr().out
+    assert "fused_linear_grpo_loss" in out
+    assert "no space left on the device" in out
+
+
+def test_a_place_that_cannot_be_written_is_known_before_anything_is_measured(
+    model, times, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(_tune, "tune_op", lambda *args: pytest.fail("measured"))
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("NPU_KERNELS_CACHE", str(tmp_path / "a file" / "below"))
+    assert main(["tune", "--model", model]) == 2
+    assert "nothing could be stored" in capsys.readouterr().err
 
 
 def test_a_dry_run_stores_nothing(model, times, capsys):
@@ -120,9 +217,10 @@ def test_a_dry_run_stores_nothing(model, times, capsys):
 
 def test_it_measures_for_real(model, capsys):
     assert main(["tune", "--model", model, "--tokens", "16", "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert "from now on" in out
-    assert "nothing was stored" in out
+    captured = capsys.readouterr()
+    assert "from now on" in captured.out
+    assert "nothing was stored" in captured.out
+    assert "[1/20] tuning rms_norm, 16 tokens\n" in captured.err
 
 
 def test_tiles_are_tried_one_by_one_and_the_faster_kept(device):
@@ -168,11 +266,10 @@ def test_bad_arguments(model, capsys, options, message):
 
 
 def test_an_earlier_measurement_has_no_part_in_a_new_one(model, times, capsys, monkeypatch):
-    tuned.store("cpu", {"rms_norm": tuned.Entry("torch", 9.0, 1.0, True, "N=8", "float32")})
+    earlier = tuned.Entry("torch", 9.0, 1.0, True, "float32", (("H", 64),), (8, 8))
+    tuned.store("cpu", {"rms_norm": [earlier]})
     seen = []
-    monkeypatch.setattr(
-        _tune, "tune_op", lambda work, *args: seen.append(tuned.machines()) or _tune.Outcome(work, True)
-    )
+    monkeypatch.setattr(_tune, "tune_op", lambda work, *args: seen.append(tuned.machines()) or _tune.Outcome(work))
     assert main(["tune", "--model", model]) == 0
-    assert seen == [{}] * len(workloads.OPS)
+    assert seen == [{}] * 2 * len(workloads.OPS)
     assert "rms_norm" in tuned.machines()["cpu"].ops

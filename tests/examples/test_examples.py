@@ -318,6 +318,7 @@ output.write_text(json.dumps({**quality, **common, "tokens_per_second": 5.0, "ke
     assert printed.count("loss 9.000 -> 5.250") == printed.count("reward 0.400 -> 0.750") == 2
     assert printed.count("80 MiB") == printed.count("10 MiB") == 2
     assert printed.count("norms: 9") == 2
+    assert "Why the two GRPO runs end at different rewards, from the same seed" in printed
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def test_loss_and_gradients_are_the_models_own(family, num_items, ops):
         assert_as_close(actual, reference, exact, f"{family} {name}")
 
 
+ROTATION = "halves, tables each, casting promote"
+
 # What must be found in each family: a patch that silently finds nothing would pass every comparison of losses.
 FOUND = {
     "llama": {"rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy"},
@@ -54,7 +56,7 @@ FOUND = {
     "qwen3-moe": {"rms_norm", "add_rms_norm", "embedding", "rope", "linear_cross_entropy"},
     "gemma2": {"rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy"},
     "gemma3": {"rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy"},
-    "cohere": {"embedding", "swiglu", "linear_cross_entropy"},
+    "cohere": {"embedding", "swiglu", "rope", "linear_cross_entropy"},
     "olmo2": {"rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy"},
 }
 
@@ -117,13 +119,13 @@ def normed_products(monkeypatch, model: nn.Module, ops=PATCHES) -> tuple[int, li
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_keep_no_product_before_a_norm(monkeypatch, reentrant):
     count, expected, details = normed_products(monkeypatch, small_model("qwen3"))
-    assert (count, details) == (0, ["", ""])
+    assert (count, details) == (0, [ROTATION] * 2)
     model = small_model("qwen3")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     count, found, details = normed_products(monkeypatch, model)
     # Two layers, queries and keys; a reentrant checkpoint's first forward is without gradients.
     assert count == (4 if reentrant else 8)
-    assert details == ["no product kept before q_norm, k_norm"] * 2
+    assert details == [f"{ROTATION}; no product kept before q_norm, k_norm"] * 2
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -136,11 +138,11 @@ def test_checkpointing_that_is_switched_on_later_is_seen():
     model = small_model("qwen3")
     before = state_of(model)
     with apply_npu_kernels(model, ops=PATCHES) as kernels:
-        assert details(kernels) == ["", ""]
+        assert details(kernels) == [ROTATION] * 2
         first = state_of(model)
         model.gradient_checkpointing_enable()
         assert apply_npu_kernels(model, ops=PATCHES) is kernels
-        assert details(kernels) == ["no product kept before q_norm, k_norm"] * 2
+        assert details(kernels) == [f"{ROTATION}; no product kept before q_norm, k_norm"] * 2
         later = state_of(model)
         kernels.refresh()
         assert state_of(model) == later
@@ -166,7 +168,7 @@ def test_a_product_that_somebody_sees_is_formed_as_the_model_does(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     # Where the norms are to stay the model's, so are their projections.
     count, _, details = normed_products(monkeypatch, checkpointed(), ("rope",))
-    assert (count, details) == (0, ["", ""])
+    assert (count, details) == (0, [ROTATION] * 2)
 
 
 def test_backward_hooks_of_norms_are_called():
@@ -181,8 +183,14 @@ def test_backward_hooks_of_norms_are_called():
     assert seen == [layer.post_attention_layernorm, layer.self_attn.q_norm]
 
 
-def test_an_attention_with_other_rotation_is_left_alone():
-    with apply_npu_kernels(small_model("cohere"), ops=PATCHES) as kernels:
+def test_an_attention_with_other_rotation_is_left_alone(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    def other(q, k, cos, sin):
+        return q * cos.unsqueeze(1) + sin.unsqueeze(1), k
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", other)
+    with apply_npu_kernels(small_model("llama"), ops=PATCHES) as kernels:
         left = {x.op: x.reason for x in kernels.report().left_alone}
     assert "not a rotation that rope knows" in left["rope"]
 
@@ -449,12 +457,12 @@ def test_norms_that_are_partitioned_are_what_they_are_when_whole(family):
     """DeepSpeed's ZeRO-3 partitions parameters before there is anything to patch: [0] is no width to probe with."""
     model = small_model(family)
     with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
-        whole = str(kernels.report())
+        whole = kernels.report().text(full=True)
     for parameter in model.parameters():
         parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
     with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
-        assert str(kernels.report()) == whole
+        assert kernels.report().text(full=True) == whole
 
 
 def test_hooks_that_are_added_later_are_called():

@@ -13,6 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, handle_of
+from npu_trainer_kernels.patching._rotations import rope_form, rotate, rotation_call
 from tests.models import batch, loss_and_gradients, small_model
 
 
@@ -278,14 +279,18 @@ def test_what_the_user_has_set_meanwhile_stays():
     assert type(model.model.norm) is Mine
 
 
-def test_partial_rotation_is_not_taken_for_a_full_one():
-    from npu_trainer_kernels.patching._rotations import rope_form
-
+@pytest.mark.parametrize("width", [4, 16])
+def test_partial_rotation_is_not_taken_for_a_full_one(width):
     form = rope_form(partial_rotation)
     q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 5, 16)
-    cos, sin = torch.randn(2, 1, 5, 4)
-    expected = partial_rotation(q, k, cos, sin)
-    if form is not None and form.declines(q, k, cos, sin) is None:
-        from npu_trainer_kernels.patching._rotations import rotated
+    cos, sin = torch.randn(2, 1, 5, width)
+    call = rotation_call(form, (q, k, cos, sin), {})
+    assert same(rotate(form, call, "torch"), partial_rotation(q, k, cos, sin))
 
-        assert same(rotated(form, q, k, cos, sin, backend="torch"), expected)
+
+def test_a_rotation_with_other_arguments_is_the_models_own():
+    form = rope_form(partial_rotation)
+    q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 5, 16)
+    cos, sin = torch.randn(2, 1, 5, 16)
+    assert rotation_call(form, (q, k, cos, sin), {"scale": 2.0}) is None
+    assert rotation_call(form, (q, k, cos.requires_grad_(), sin), {}) is None

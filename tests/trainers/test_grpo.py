@@ -91,12 +91,17 @@ def test_same_parameters_and_metrics_as_trl(tmp_path, options):
                 assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5), name
 
 
-def test_patched_while_training_and_restored_after(tmp_path):
+def test_patched_while_training_and_restored_after(tmp_path, capsys):
     import trl.trainer.utils as trl_utils
 
     before = dict(vars(trl_utils))
     trainer = train(GRPOTrainer, tmp_path)
     assert {"rms_norm", "linear_logprob"} <= {r.op for r in trainer.npu_kernels_report().replaced}
+    # What is said of the other head is not for this trainer.
+    printed = capsys.readouterr().out
+    assert "  linear_logprob  torch: Qwen3ForCausalLM\n" in printed
+    assert "linear_cross_entropy" not in printed
+    assert "logits of width 0" not in printed
     assert original_class(trainer.model.model.norm) is type(trainer.model.model.norm)
     assert vars(trl_utils) == before
 

@@ -1,6 +1,8 @@
 """Our GRPOTrainer beside TRL's where a batch or the loop around it is out of the ordinary: a sampler of its own,
 tools, windows of accumulation that are cut short, evaluation, checkpoints, adapters, mixtures of experts."""
 
+import warnings
+
 import pytest
 import torch
 from datasets import Dataset
@@ -138,12 +140,31 @@ def test_untied_embeddings(tmp_path, recomputed):
     assert gave_up == recomputed == []
 
 
-def test_the_callback_in_trls_own_trainer(tmp_path, recomputed):
+def test_the_callback_plans_in_trls_own_trainer(tmp_path, recomputed):
     trained = []
     for callbacks in ([], [NpuKernelsCallback()]):
         torch.manual_seed(0)
         trained.append(train(TrlGRPOTrainer, tmp_path, extra={"callbacks": callbacks}, beta=0.1))
     compare(*trained)
+    assert recomputed == []
+    assert "_compute_loss" not in vars(trained[1])
+
+
+@pytest.mark.parametrize("base", [TrlGRPOTrainer, GRPOTrainer])
+def test_a_loss_of_a_subclass_is_not_planned(tmp_path, recomputed, base):
+    """TRL's GMPOTrainer, ms-swift's: their own `_compute_loss`, maybe of other batches. Nothing is guessed about it."""
+
+    class Squared(base):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] ** 3})
+
+    callback = NpuKernelsCallback()
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="GRPOTrainer: the gradient")
+        ours = train(Squared, tmp_path, extra={} if base is GRPOTrainer else {"callbacks": [callback]})
+    report = ours.npu_kernels_report() if base is GRPOTrainer else callback.report()
+    assert "not planned: Squared computes a loss of its own (_compute_loss)" in str(report)
     assert len(recomputed) == 3
 
 

@@ -1,0 +1,72 @@
+"""The report as text: short by default, and what notebooks show."""
+
+import json
+
+import pytest
+
+from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.patching import LeftAlone, Replaced, Report
+from tests.models import small_model
+
+
+@pytest.fixture
+def report():
+    made = Report(
+        "a chip",
+        [*(Replaced(f"layers.{i}.mlp", "MLP", "swiglu", "triton", "with down_proj") for i in range(3)),
+         Replaced("", "Model", "linear_cross_entropy", "triton")],
+        [LeftAlone("", "", "rope", "as fast", counts=False), LeftAlone("norm", "OddNorm", "rms_norm", "it is odd")],
+        {"swiglu": "measured somewhere"},
+    )  # fmt: skip
+    made.note("logits have width 0", "linear_cross_entropy")
+    made.note("a remark")
+    made.note("a remark")
+    return made
+
+
+def test_short_has_a_line_for_what_runs_and_for_what_would_have_counted(report):
+    assert str(report).splitlines() == [
+        "NPU kernels on a chip",
+        "  swiglu                triton: 3 MLP",
+        "  linear_cross_entropy  triton: Model",
+        "left alone:",
+        "  rms_norm, OddNorm: it is odd",
+        "(in full: --npu_kernels_report full, or report().text(full=True))",
+        "note: logits have width 0",
+        "note: a remark",
+    ]
+
+
+def test_full_names_every_module_and_every_reason(report):
+    text = report.text(full=True)
+    for part in ("layers.0.mlp ... layers.2.mlp", "with down_proj", "rope: as fast", "norm: it is odd",
+                 "swiglu: measured somewhere", "note: a remark"):  # fmt: skip
+        assert part in text
+    assert text.splitlines()[1] == "replaced:"
+
+
+def test_what_the_trainer_does_not_use_is_not_in_the_short_one(report):
+    report.unused = {"linear_cross_entropy": "another head", "rms_norm": "none"}
+    assert str(report).splitlines() == [
+        "NPU kernels on a chip",
+        "  swiglu  triton: 3 MLP",
+        "(in full: --npu_kernels_report full, or report().text(full=True))",
+        "note: a remark",
+    ]
+    assert "linear_cross_entropy: another head" in report.text(full=True)
+    assert "width 0" not in report.text(full=True)
+
+
+def test_nothing_at_all():
+    assert str(Report("a chip")) == "NPU kernels on a chip\n  nothing was replaced"
+
+
+def test_it_is_text_and_json(report):
+    assert repr(report) == str(report)
+    assert json.loads(json.dumps(report.as_dict()))["left_alone"][1]["reason"] == "it is odd"
+
+
+def test_a_notebook_shows_the_handle_as_its_report():
+    with apply_npu_kernels(small_model("llama")) as kernels:
+        assert repr(kernels) == str(kernels.report())
+        assert "rms_norm" in repr(kernels)
