@@ -18,6 +18,7 @@ import pytest
 
 import npu_trainer_kernels
 from npu_trainer_kernels import cli, ops
+from npu_trainer_kernels.cli._run import split
 from npu_trainer_kernels.patching import PATCHES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +34,7 @@ MODULES = ("backends", "cli", "closeness", "device", "ops", "tiling", "verify", 
 MADE = {"dist/", "site/", "convergence/results/", "runs/"}
 # Names of other libraries, and of the reader's own.
 FOREIGN = re.compile(
-    r"set_env|bishengir|npu_rms_norm|lm_head|torch\.|trl\.|resize_token_embeddings|mkdocs|my_\w+|fully_shard|dist_checkpoint"
+    r"set_env|bishengir|npu_rms_norm|lm_head|torch\.|trl\.|resize_token_embeddings|mkdocs|enable_liger_kernel|my_\w+|fully_shard|dist_checkpoint"
 )
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -153,6 +154,8 @@ def test_commands_exist(page):
     known = {"convergence": "convergence/__main__.py", "benchmarks": "benchmarks/cli.py"}
     for command in commands(page):
         for name, rest in re.findall(r"\bnpu-kernels ([a-z]+)((?: [^#|]*)?)", command):
+            if name == "run":  # the rest is the user's command
+                rest = " ".join(split(rest.replace(")", " ").replace('"', " ").split())[0])
             assert set(re.findall(r"(?<!\S)--[\w-]+", rest)) <= _options(name), command
         for name, rest in re.findall(r"python -m (convergence|benchmarks)((?: [^#|]*)?)", command):
             written = set(re.findall(r'"(--[\w-]+)"', (ROOT / known[name]).read_text()))
