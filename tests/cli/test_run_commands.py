@@ -76,7 +76,7 @@ def script(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_ranks(tmp_path, script, launcher):
-    """Every rank is patched (their gradients are averaged: one that is not would show), rank 0 alone reports."""
+    """The numbers of both ranks together are the same, and rank 0 alone reports."""
     check(tmp_path, [*LAUNCHERS[launcher], str(script), *STEPS], "--output_dir")
 
 

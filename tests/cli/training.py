@@ -55,7 +55,7 @@ def run(folder: Path, command: list[str], **environment: str) -> str:
 
 def history(output: Path) -> list[dict[str, float]]:
     """The numbers of the steps from a checkpoint's trainer_state.json, in full."""
-    (state,) = output.rglob("trainer_state.json")
+    (state,) = output.rglob("checkpoint-*/trainer_state.json")
     return [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
 
 
@@ -73,9 +73,9 @@ def check(folder: Path, command: list[str], option: str, rel: float = 1e-5) -> s
             [*command, *([f"{option}{name}"] if option.endswith("=") else [option, name])],
             NPU_KERNELS_RUN=value,
         )
-        for name, value in (("on", "1"), ("off", "0"))
+        for name, value in (("with", "1"), ("without", "0"))
     )
-    fused, plain = history(folder / "on"), history(folder / "off")
+    fused, plain = history(folder / "with"), history(folder / "without")
     assert len(plain) >= 2
     assert len({entry["loss"] for entry in plain}) > 1 or len({entry["grad_norm"] for entry in plain}) > 1
     for before, after in zip(plain, fused, strict=True):

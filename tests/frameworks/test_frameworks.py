@@ -33,7 +33,7 @@ def test_llama_factory(tmp_path):
     }  # fmt: skip
     # A .yaml may hold JSON.
     (tmp_path / "sft.yaml").write_text(json.dumps({**settings, "output_dir": "out"}))
-    # `llamafactory-cli train FILE KEY=VALUE`: as in `output_dir=on`.
+    # `llamafactory-cli train FILE KEY=VALUE`: as in `output_dir=with`.
     printed = check(tmp_path, ["llamafactory-cli", "train", "sft.yaml"], "output_dir=")
     assert "linear_cross_entropy" in printed
 
