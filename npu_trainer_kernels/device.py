@@ -210,6 +210,8 @@ def has_fp32_output_product(device: torch.device) -> bool:
 
     On CUDA they do. torch_npu 2.13 lists both among its functions, and older ones do not: an NPU is asked once.
     """
+    if "dtype_out" not in torch.ops.aten.addmm.overloads():
+        return False  # torch before 2.8
     if device.type != "npu":
         return device.type == "cuda"
     known = _npu_products.get(device.index)
