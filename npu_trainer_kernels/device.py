@@ -235,6 +235,8 @@ def occupy(device: torch.device) -> None:
 
 
 _npu_products: dict[int | None, bool] = {}
+# Torch before 2.8 has no `out_dtype`, whatever the device.
+_TORCH_HAS_IT = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def has_fp32_output_product(device: torch.device) -> bool:
@@ -242,6 +244,8 @@ def has_fp32_output_product(device: torch.device) -> bool:
 
     On CUDA they do. torch_npu 2.13 lists both among its functions, and older ones do not: an NPU is asked once.
     """
+    if not _TORCH_HAS_IT:
+        return False
     if device.type != "npu":
         return device.type == "cuda"
     known = _npu_products.get(device.index)
