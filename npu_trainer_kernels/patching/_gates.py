@@ -117,45 +117,42 @@ def numbers_of(module: object) -> tuple[float, ...]:
 
 def gate_form(function: Callable[..., Any], numbers: Iterable[float] = ()) -> GateForm | None:
     """The form whose bits `function(gate, up)` has, or None; `numbers`: what may be its limit or its factor."""
-    return _form(lambda gate, up, _: function(gate, up), (None,), tuple(numbers))
+    return _form(lambda given: function(*given), (None,), tuple(numbers))
 
 
 def joined_gate_form(function: Callable[..., Any], numbers: Iterable[float] = ()) -> GateForm | None:
     """Likewise of `function(gate_up)`."""
 
-    def joined(gate: torch.Tensor, up: torch.Tensor, how: str | None) -> Any:
-        both = torch.cat((gate, up), -1) if how == "halves" else torch.stack((gate, up), -1).flatten(-2)
-        return function(both)
-
-    return _form(joined, JOINED, tuple(numbers))
+    return _form(lambda given: function(given[0]), JOINED, tuple(numbers))
 
 
-def _probes(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gates and ups `[rows, columns]`: every number that bf16 has as a gate and as an up, and usual ones beside it."""
+def _probes(dtype: torch.dtype, joined: str | None) -> tuple[torch.Tensor, ...]:
+    """Gate and up `[rows, columns]`, or both in one: every number that bf16 has as a gate and as an up, and usual ones
+    beside it."""
     generator = torch.Generator("cpu").manual_seed(0)
     every = _every_number(torch.float32)
     usual = [torch.randn(len(every), generator=generator, device="cpu") * scale for scale in (1, 6, 6, 1)]
-    gate, up = torch.cat([every, usual[0], usual[1]]), torch.cat([usual[2], every, usual[3]])
-    return gate.view(-1, 32).to(dtype), up.view(-1, 32).to(dtype)
+    parts = torch.cat([every, usual[0], usual[1]]), torch.cat([usual[2], every, usual[3]])
+    gate, up = (t.view(-1, 32).to(dtype) for t in parts)
+    if joined is None:
+        return gate, up
+    return (torch.cat((gate, up), -1) if joined == "halves" else torch.stack((gate, up), -1).flatten(-2),)
 
 
 def _form(
-    function: Callable[[torch.Tensor, torch.Tensor, str | None], Any],
-    layouts: tuple[str | None, ...],
-    numbers: tuple[float, ...],
+    function: Callable[[tuple[torch.Tensor, ...]], Any], layouts: tuple[str | None, ...], numbers: tuple[float, ...]
 ) -> GateForm | None:
     for joined in layouts:
-        found = []
-        for dtype in _DTYPES:
-            gate, up = _probes(dtype)
-            try:
-                with torch.no_grad():
-                    found.append((dtype, function(gate.clone(), up.clone(), joined)))
-            except _REFUSALS:
-                return None
+        # Both sides are given the same memory: on a CPU torch rounds elsewhere where elements have gaps between them.
+        probes = [_probes(dtype, joined) for dtype in _DTYPES]
+        try:
+            with torch.no_grad():
+                found = [function(tuple(t.clone() for t in probe)) for probe in probes]
+        except _REFUSALS:
+            return None
         for form in _candidates(numbers, joined):
-            options = {**form.options, "joined": None}
-            if all(_same(y, swiglu_reference(*_probes(dtype), **options)) for dtype, y in found):
+            expected = (swiglu_reference(*probe, **form.options) for probe in probes)
+            if all(map(_same, found, expected)):
                 return form
     return None
 
