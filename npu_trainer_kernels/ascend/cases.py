@@ -158,10 +158,9 @@ _PROJECTED = 16
 
 def _swiglu(strided: bool = False, **options: Any) -> Call:
     def call(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
+        gate, up = _gate_and_up(t, rows, size, **options)
         if strided:  # the halves of one projection, as two tensors
             gate, up = t.floats(rows, 2 * size).chunk(2, -1)
-        else:
-            gate, up = _gate_and_up(t, rows, size, **options)
         _backward(ops.swiglu(gate, up, backend=_BACKEND, **options))
         row = rows * size * t.itemsize
         return {"_forward_kernel": 3 * row, "_backward_kernel": 5 * row}

@@ -282,6 +282,10 @@ _CONVERSION = re.compile(
     r"ins\((?P<operand>%\w+) : (?P<from>tensor<(?:\d+x)*(?P<from_element>\w+)>)\) "
     r"outs\(.*-> tensor<(?:\d+x)*(?P<to_element>\w+)>$"
 )
+_INTERLEAVE = re.compile(
+    r"(?P<pad>\s*)(?P<result>%\w+) = hfusion\.interleave (?P<even>%\w+), (?P<odd>%\w+) : "
+    r"(?P<kind>tensor<(?P<shape>(?:\d+x)+)\w+>), tensor<.*> -> (?P<to>tensor<.*>)$"
+)
 _ROUNDING = {"rint": "roundeven", "floor": "floor", "ceil": "ceil", "round": "round", "trunc": "trunc"}
 
 
@@ -301,8 +305,13 @@ def _through_hfusion(kernel: str, lowered: str, folder: Path) -> str:
 
 
 def _spelled_out(lines: Iterable[str]) -> Iterator[str]:
-    """Writes out what the conversion to upstream operations drops: `vnot`, and how casts to whole numbers round."""
+    """Writes out what the conversion to upstream operations drops: `vnot`, how casts to whole numbers round, and
+    `interleave`, which puts the elements of two tensors by turns."""
     for number, line in enumerate(lines):
+        by_turns = _INTERLEAVE.match(line)
+        if by_turns is not None:
+            yield from _interleaved(number, by_turns)
+            continue
         found = _CONVERSION.match(line)
         if found is None:
             yield line
@@ -320,6 +329,17 @@ def _spelled_out(lines: Iterable[str]) -> Iterator[str]:
             yield line.replace(f"ins({operand} ", f"ins(%npuk_rounded{number} ")
         else:
             yield line
+
+
+def _interleaved(number: int, found: re.Match[str]) -> Iterator[str]:
+    sizes = found["shape"].rstrip("x").split("x")
+    before, kind, to = ["0"] * (len(sizes) - 1), found["kind"], found["to"]
+    strides = ", ".join(["1"] * (len(sizes) - 1) + ["2"])
+    names = [f"%npuk_empty{number}", f"%npuk_even{number}", found["result"]]
+    yield f"{found['pad']}{names[0]} = tensor.empty() : {to}"
+    for place, part in enumerate((found["even"], found["odd"])):
+        at = f"[{', '.join([*before, str(place)])}] [{', '.join(sizes)}] [{strides}] : {kind} into {to}"
+        yield f"{found['pad']}{names[place + 1]} = tensor.insert_slice {part} into {names[place]}{at}"
 
 
 # --------------------------------------------------------------------------------------------------- counting transfers

@@ -10,17 +10,17 @@ backward. That is asked at every call: hooks, adapters and sharding may come aft
 as it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..ops._gates import ACTIVATIONS
-from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference
+from ..ops._gates import JOINED
+from ..ops.swiglu import swiglu, swiglu_linear
 from ._classes import has_hooks, original_class
-from ._gates import gate_of
+from ._gates import GateForm, gate_form, gate_of, joined_gate_form, numbers_of
 from ._patch import PLAIN, PROBE_ERRORS, Late, Patch, Scene, Site, no_float, set_on_instance
 from ._undo import Undo
 
@@ -36,20 +36,20 @@ class MlpForm:
     Attributes:
         gate, up: projections; the same one where both come in one tensor.
         down: the last projection.
-        layout: of that tensor: `"halves"` (gate first), `"swapped"` (up first), `"interleaved"`; `"apart"` for two.
+        swapped: that tensor has up in its first half.
         leaves: names and types of the other children, which the op stands for.
-        activation: of the op.
+        product: what is formed of gate and up.
     """
 
     gate: str
     up: str
     down: str
-    layout: str
+    swapped: bool
     leaves: tuple[tuple[str, type[nn.Module]], ...]
-    activation: str
+    product: GateForm
 
     def __str__(self) -> str:
-        return self.activation + ("" if self.layout == "apart" else f", gate and up in one: {self.layout}")
+        return f"{self.product}" + (", up before gate" if self.swapped else "")
 
 
 def is_bare_linear(module: nn.Module) -> bool:
@@ -82,19 +82,8 @@ def _known_by_name(names: list[str]) -> bool:
     return {"gate_proj", "up_proj", "down_proj"} <= set(names)
 
 
-_JOINED = ("halves", "swapped", "interleaved")
-
-
-def _operands(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor | None, str | None]:
-    """One tensor with gate and up as the op takes it: (gate, up, joined)."""
-    if layout != "swapped":
-        return both, None, layout
-    up, gate = both.chunk(2, dim=-1)
-    return gate, up, None
-
-
-def _reached(module: Any, projections: list[str], constants: list[torch.Tensor]) -> tuple[list[str], Any]:
-    """The projections in the order of their calls, and what reaches the last one."""
+def _reached(module: Any, projections: list[str], constants: tuple[torch.Tensor, ...]) -> tuple[list[str], Any]:
+    """The projections in the order of their calls, and what reaches the last one when the others return constants."""
     calls: list[str] = []
 
     def stand_in(name: str) -> Callable[[Any], Any]:
@@ -118,71 +107,72 @@ def _reached(module: Any, projections: list[str], constants: list[torch.Tensor])
 
 
 def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> MlpForm | str:
-    dropouts = [leaf for name in leaves if isinstance(leaf := module._modules[name], nn.Dropout)]
-    if any(leaf.p > 0 for leaf in dropouts):
+    if any(isinstance(leaf := module._modules[name], nn.Dropout) and leaf.p > 0 for name in leaves):
         return "it drops out"
     types = tuple((name, original_class(module._modules[name])) for name in leaves)  # type: ignore[arg-type]
-    products = _products(module, leaves)
-    found: set[tuple[str, str, str, str, str]] | None = None
-    for dtype in (torch.bfloat16, torch.float32):
-        generator = torch.Generator("cpu").manual_seed(0)
-        width = 2 * _COLS if len(projections) == 2 else _COLS
-        constants = [
-            (3 * torch.randn(_ROWS, width, generator=generator, dtype=torch.float32, device="cpu")).to(dtype)
-            for _ in range(2)
-        ]
-        try:
-            calls, out = _reached(module, projections, constants)
-        except PROBE_ERRORS as error:
-            return f"its forward cannot be probed ({type(error).__name__})"
-        if sorted(calls) != sorted(projections) or not isinstance(out, torch.Tensor):
-            return "its forward does not call each of its projections once"
-        equal = {
-            (gate, up, calls[-1], layout, activation)
-            for gate, up, layout, operands in _ways(calls, constants)
-            for activation, product in products
-            if torch.equal(out, product(*operands))
-        }
-        found = equal if found is None else found & equal
-    if not found:
-        return "it does not compute down(act(gate(x)) * up(x)) with an act that swiglu knows"
-    gate, up, down, layout, activation = min(found, key=lambda way: ACTIVATIONS.index(way[-1]))
-    return MlpForm(gate, up, down, layout, types, activation)
+    probe = torch.ones(_ROWS, 2 * _COLS, device="cpu", dtype=torch.float32)
+    try:
+        calls, out = _reached(module, projections, (probe, probe))
+    except PROBE_ERRORS as error:
+        return f"its forward cannot be probed ({type(error).__name__})"
+    if sorted(calls) != sorted(projections) or not isinstance(out, torch.Tensor):
+        return "its forward does not call each of its projections once"
+
+    def reaches(*constants: torch.Tensor) -> Any:
+        return _reached(module, projections, constants)[1]
+
+    known = [(gate, leaf) for name in leaves if (leaf := module._modules[name]) and (gate := gate_of(leaf)) is not None]
+    for gate, up, swapped, function, joined in _ways(calls, reaches):
+        product = _product(function, joined, known, numbers_of(module))
+        if product is not None:
+            return MlpForm(gate, up, calls[-1], swapped, types, product)
+    return "it does not compute down(act(gate(x)) * up(x)) with an act that swiglu knows"
 
 
-def _products(module: nn.Module, leaves: list[str]) -> list[tuple[str, Callable[..., torch.Tensor]]]:
-    """What may be formed of gate and up: with the module's own activation where it has one that the op knows, and
-    else, where a function is its activation, with each of the op's."""
-
-    def by_own(leaf: nn.Module) -> Callable[..., torch.Tensor]:
-        return lambda gate, up, joined: leaf(_apart(gate, up, joined)[0]) * _apart(gate, up, joined)[1]
-
-    def by_reference(activation: str) -> Callable[..., torch.Tensor]:
-        return lambda gate, up, joined: swiglu_reference(gate, up, activation=activation, joined=joined)
-
-    own = [(gate_of(leaf), leaf) for name in leaves if (leaf := module._modules[name]) is not None]
-    known = [(activation, by_own(leaf)) for activation, leaf in own if activation is not None]
-    return known or [(activation, by_reference(activation)) for activation in ACTIVATIONS]
-
-
-def _apart(gate: torch.Tensor, up: torch.Tensor | None, joined: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    if up is not None:
-        return gate, up
-    if joined == "interleaved":
-        return gate[..., ::2], gate[..., 1::2]
-    first, second = gate.chunk(2, dim=-1)
-    return first, second
-
-
-def _ways(calls: list[str], constants: list[torch.Tensor]) -> list[tuple[str, str, str, Any]]:
-    """Who may be gate and up, and where: (gate, up, layout, operands of the op)."""
-    first, second = constants
+def _ways(calls: list[str], reaches: Callable[..., Any]) -> Iterator[tuple[str, str, bool, Callable[..., Any], bool]]:
+    """Who may be gate and up, and where: (gate, up, swapped, what is formed of them, whether of one tensor)."""
+    first, second = calls[0], calls[1]
     if len(calls) == 2:
-        return [(calls[0], calls[0], layout, _operands(first, layout)) for layout in _JOINED]
-    return [
-        (calls[0], calls[1], "apart", (first, second, None)),
-        (calls[1], calls[0], "apart", (second, first, None)),
-    ]
+        yield first, first, False, reaches, True
+        yield first, first, True, lambda gate, up: reaches(torch.cat((up, gate), -1)), False
+    else:
+        yield first, second, False, reaches, False
+        yield second, first, False, lambda gate, up: reaches(up, gate), False
+
+
+def _product(
+    function: Callable[..., Any], joined: bool, known: list[tuple[str, nn.Module]], numbers: tuple[float, ...]
+) -> GateForm | None:
+    """What is formed: the module's own activation times up, however that rounds, or what the op computes."""
+    for activation, leaf in known:
+        for layout in JOINED if joined else (None,):
+            if all(_is_product(function, layout, leaf, dtype) for dtype in (torch.bfloat16, torch.float32)):
+                return GateForm(activation, joined=layout)
+    return joined_gate_form(function, numbers) if joined else gate_form(function, numbers)
+
+
+def _is_product(function: Callable[..., Any], layout: str | None, leaf: nn.Module, dtype: torch.dtype) -> bool:
+    generator = torch.Generator("cpu").manual_seed(0)
+    width = _COLS if layout is None else 2 * _COLS
+    first, second = (
+        (3 * torch.randn(_ROWS, width, generator=generator, dtype=torch.float32, device="cpu")).to(dtype)
+        for _ in range(2)
+    )
+    gate, up = (first, second) if layout is None else gate_and_up(first, layout)
+    try:
+        with torch.no_grad():
+            out = function(first) if layout is not None else function(first, second)
+            return isinstance(out, torch.Tensor) and torch.equal(out, leaf(gate) * up)
+    except PROBE_ERRORS:
+        return False
+
+
+def gate_and_up(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two parts of one tensor, as views."""
+    if layout == "interleaved":
+        return both[..., ::2], both[..., 1::2]
+    gate, up = both.chunk(2, dim=-1)
+    return gate, up
 
 
 class GatedMlpPatch(Patch):
@@ -209,13 +199,14 @@ class GatedMlpPatch(Patch):
         form: MlpForm = site.form
         modules, x = module._modules, args[0]
         down = modules[form.down]
-        if form.layout == "apart":
-            gate, up, joined = modules[form.gate](x), modules[form.up](x), None
-        else:
-            gate, up, joined = _operands(modules[form.gate](x), form.layout)
+        gate, up = modules[form.gate](x), None
+        if form.up != form.gate:
+            up = modules[form.up](x)
+        elif form.swapped:
+            up, gate = gate.chunk(2, dim=-1)
         if no_float(gate) or (up is not None and (type(up) not in PLAIN or up.dtype != gate.dtype)):
             return Late("its projections return no plain tensors of one dtype")
-        options: dict[str, Any] = {"activation": form.activation, "joined": joined, "backend": site.backend}
+        options = {**form.product.options, "backend": site.backend}
         if not is_bare_linear(down):
             return down(swiglu(gate, up, **options))
         # What bare linear layers return nobody else has seen.

@@ -40,8 +40,10 @@ def upstream(outputs):
     )
 
 
-def check(inputs, backend, upstream=upstream):
-    assert_op_close(lambda *a: rope(*a, backend=backend), rope_reference, inputs, upstream)
+def check(inputs, backend, upstream=upstream, **options):
+    assert_op_close(
+        lambda *a: rope(*a, backend=backend, **options), lambda *a: rope_reference(*a, **options), inputs, upstream
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,6 +145,110 @@ def test_forward_in_torch_has_the_bits_of_transformers(dtype, size):
     assert all(torch.equal(a, b) for a, b in zip(outputs, apply_rotary_pos_emb(*inputs), strict=True))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Other forms
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+FORMS = [
+    {"tables": "pair"},
+    {"tables": "first_half"},
+    {"pairs": "interleaved"},
+    {"pairs": "interleaved", "tables": "pair"},
+    {"pairs": "interleaved", "tables": "first_half"},
+    {"pairs": "regrouped", "tables": "pair"},
+    {"pairs": "regrouped", "tables": "first_half"},
+]
+
+
+def make_form(device, dtype=torch.float32, size=64, rotated=64, tables="each", **options):
+    """`make` with tables for `rotated` of a head's elements. Numbers that no model has, but that all differ."""
+    q, k, cos, sin = make(device, dtype, size, batched=True, **options)
+    width = rotated // 2 if tables == "pair" else rotated
+    return [q, k, cos[..., :width].contiguous(), sin[..., :width].contiguous()]
+
+
+# At 96 and 12 of 24 columns are masked; a rest of 0, of a power of two, and of another number.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", FORMS, ids=str)
+@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (128, 128), (24, 12), (96, 64)])
+def test_forms_match_reference(device, backend, dtype, options, size, rotated):
+    check(make_form(device, dtype, size, rotated, options.get("tables", "each")), backend, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "rotated"), [(64, 16), (256, 64), (128, 96), (7, 2)])
+def test_a_part_of_a_head(device, backend, dtype, size, rotated):
+    inputs = [t.detach() for t in make_form(device, dtype, 256, rotated)]
+    inputs[:2] = [t[..., :size].requires_grad_() for t in inputs[:2]]
+    check(inputs, backend)
+
+
+@pytest.mark.parametrize("options", [{}, *FORMS], ids=str)
+def test_what_does_not_rotate_passes_through(device, backend, options):
+    q, k, *tables = make_form(device, torch.bfloat16, 24, 12, options.get("tables", "each"))
+    outputs = rope(q, k, *tables, backend=backend, **options)
+    gradients = torch.autograd.grad(outputs, (q, k), outputs)
+    for x, y, g in zip((q, k), outputs, gradients, strict=True):
+        assert torch.equal(y[..., 12:], x[..., 12:])
+        assert torch.equal(g[..., 12:], x[..., 12:])
+        assert not torch.equal(y[..., :12], x[..., :12])
+
+
+@pytest.mark.parametrize("options", [{}, *FORMS], ids=str)
+@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (24, 12)])
+@pytest.mark.parametrize(("heads", "ahead"), [(1, 1), (2, 5)])
+def test_forms_in_one_launch(device, in_one_launch, options, size, rotated, heads, ahead):
+    in_one_launch(heads, ahead)
+    check(make_form(device, torch.bfloat16, size, rotated, options.get("tables", "each")), "triton", **options)
+
+
+@pytest.mark.parametrize("options", [{}, *FORMS], ids=str)
+def test_tokens_before_heads(device, backend, options):
+    q, k, *tables = make_form(device, tables=options.get("tables", "each"))
+    runs = []
+    for heads in (1, 2):
+        given = [t if heads == 1 else t.transpose(1, 2) for t in (q, k)]
+        outputs = rope(*given, *tables, heads=heads, backend=backend, **options)
+        outputs = [t if heads == 1 else t.transpose(1, 2) for t in outputs]
+        runs.append([*outputs, *torch.autograd.grad(upstream(outputs), (q, k))])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"pairs": "interleaved"}], ids=str)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_queries_alone(device, backend, in_one_launch, options, grouped):
+    if grouped and backend == "triton":
+        in_one_launch(2, 2)
+    q, k, *tables = make(device, torch.bfloat16)
+    both = rope(q, k, *tables, backend=backend, **options)[0]
+    alone, none = rope(q, None, *tables, backend=backend, **options)
+    assert none is None
+    assert torch.equal(alone, both)
+    gradients = [torch.autograd.grad(upstream([t]), q)[0] for t in (alone, both)]
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("casting", ["promote", "back", "fp32"])
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16])
+def test_castings(device, backend, casting, table_dtype):
+    inputs = make(device, torch.bfloat16, table_dtype=table_dtype)
+    check(inputs, backend, casting=casting)
+    expected = table_dtype if casting == "promote" else torch.bfloat16
+    assert {t.dtype for t in rope(*inputs, casting=casting, backend=backend)} == {expected}
+
+
+def test_other_forms_compile_without_graph_break(device):
+    def model(q, k, cos, sin):
+        return rope(torch.tanh(q), k, cos, sin, pairs="interleaved", tables="first_half", casting="fp32")
+
+    inputs = make_form(device, size=24, rotated=12)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = torch.autograd.grad(upstream(model(*inputs)), inputs[:2])
+    for a, b in zip(torch.autograd.grad(upstream(compiled(*inputs)), inputs[:2]), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_output_of_two_used(device, backend, used):
     check(make(device), backend, lambda outputs: upstream([outputs[used]]))
@@ -208,15 +314,44 @@ def test_torch_compile_without_graph_break(device):
 BAD = [
     (lambda q, k, c, s: (q.double(), k, c, s), {}, TypeError, "q must be float32.*; got torch.float64"),
     (lambda q, k, c, s: (q, k.int(), c, s), {}, TypeError, "k must be float32.*; got torch.int32"),
-    (lambda q, k, c, s: (q[0], k, c, s), {}, ValueError, r"q must have shape \[B, H, T, D\] with D even; got \[3, 11"),
-    (lambda q, k, c, s: (q[..., :-1], k, c, s), {}, ValueError, r"q must have shape .*D even; got \[2, 3, 11, 63\]"),
-    (lambda q, k, c, s: (q, k[:, :, 1:], c, s), {}, ValueError, r"k must have shape \[2, H, 11, 64\].*got \[2, 2, 10"),
+    (
+        lambda q, k, c, s: (q[0], k, c, s),
+        {},
+        ValueError,
+        r"q must have shape \[B, H, T, D\] with D at least 2; got \[3, 11",
+    ),
+    (lambda q, k, c, s: (q[..., :-1], k, c, s), {}, ValueError, r"cos must have shape .*at most 63.*got \[1, 11, 64\]"),
+    (
+        lambda q, k, c, s: (q, k[:, :, 1:], c, s),
+        {},
+        ValueError,
+        r"k must have q's shape \[2, 3, 11, 64\] but for.*got \[2, 2, 10",
+    ),
     (lambda q, k, c, s: (q, k, c[:, 1:], s), {}, ValueError, r"cos must have shape \[2 or 1, 11, 64\].*got \[1, 10, "),
     (lambda q, k, c, s: (q, k, c, s[0]), {}, ValueError, r"sin must have shape \[2 or 1, 11, 64\].*got \[11, 64\]"),
     (lambda q, k, c, s: (q, k, c.requires_grad_(), s), {}, ValueError, "cos must not require a gradient"),
     (lambda q, k, c, s: (q, k, c, s.long()), {}, TypeError, "sin must be float32.*; got torch.int64"),
     (lambda q, k, c, s: (q, k, c, s.to("meta")), {}, ValueError, "all tensors must be on one device"),
     (lambda q, k, c, s: (q, k, c, s), {"backend": "cudnn"}, ValueError, "backend must be one of"),
+    (lambda q, k, c, s: (q, k, c[0], s), {}, ValueError, r"cos must have shape \[2 or 1, 11, R\].*got \[11, 64\]"),
+    (lambda q, k, c, s: (q, k, c[..., :5], s), {}, ValueError, r"cos must have shape .*R even.*got \[1, 11, 5\]"),
+    (
+        lambda q, k, c, s: (q, k, c[..., :8], s),
+        {},
+        ValueError,
+        r"sin must have shape \[2 or 1, 11, 8\].*got \[1, 11, 64\]",
+    ),
+    (lambda q, k, c, s: (q, k, c, s), {"tables": "pair"}, ValueError, r"cos must have shape .*R / 2.*at most 64"),
+    (lambda q, k, c, s: (q, k, c, s), {"pairs": "rows"}, ValueError, "pairs must be one of halves, .*; got 'rows'"),
+    (lambda q, k, c, s: (q, k, c, s), {"tables": "all"}, ValueError, "tables must be one of each, .*; got 'all'"),
+    (lambda q, k, c, s: (q, k, c, s), {"casting": "fp16"}, ValueError, "casting must be one of .*; got 'fp16'"),
+    (lambda q, k, c, s: (q, k, c, s), {"heads": 3}, ValueError, "heads must be 1 or 2; got 3"),
+    (
+        lambda q, k, c, s: (q, k, c, s),
+        {"pairs": "regrouped"},
+        ValueError,
+        "tables must be one of pair, first_half with",
+    ),
 ]
 
 

@@ -1,0 +1,210 @@
+"""Recognition of what models' own rotations compute."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from npu_trainer_kernels.patching._rotations import rope_form, rotate, rotation_call
+from tests.closeness import assert_op_close
+
+MODELS = Path(transformers.__file__).parent / "models"
+# What no form covers, and why.
+LEFT = {
+    "clvp.apply_rotary_pos_emb": "three tensors",
+    "dinov3_vit.apply_rotary_pos_emb": "tables of fewer tokens",
+    "eomt_dinov3.apply_rotary_pos_emb": "tables of fewer tokens",
+    "sapiens2.apply_rotary_pos_emb": "tables of fewer tokens",
+    "nanochat.apply_rotary_pos_emb": "the other direction",
+    "musicflamingo.apply_rotary_time_emb": "fp64",
+}
+FORMS = {
+    "llama.apply_rotary_pos_emb": "halves, tables each, casting promote",
+    "phi3.apply_rotary_pos_emb": "halves, tables each, casting promote, partial",
+    "qwen3_next.apply_rotary_pos_emb": "halves, tables each, casting promote, partial",
+    "olmo2.apply_rotary_pos_emb": "halves, tables each, casting back",
+    "modernbert.apply_rotary_pos_emb": "halves, tables each, casting fp32",
+    "qwen2_vl.apply_rotary_pos_emb_vision": "halves, tables each, casting fp32",
+    "gpt_oss.apply_rotary_pos_emb": "halves, tables pair, casting promote",
+    "cohere2.apply_rotary_pos_emb": "interleaved, tables each, casting fp32",
+    "ernie4_5.apply_rotary_pos_emb": "interleaved, tables first_half, casting fp32",
+    "glm4.apply_rotary_pos_emb": "interleaved, tables first_half, casting promote, partial",
+    "gptj.apply_rotary_pos_emb": "interleaved, tables pair, casting promote",
+    "deepseek_v3.apply_rotary_pos_emb_interleave": "regrouped, tables first_half, casting promote",
+    "gemma4.apply_rotary_pos_emb": "halves, tables each, casting promote",
+    "llama4.apply_rotary_emb": "interleaved, tables pair, casting back",
+    "deepseek_v2.apply_rotary_emb": "interleaved, tables pair, casting back",
+}
+
+
+def every_rotation():
+    """Every function of transformers that is named as one, from the sources: `model.function`."""
+    for path in sorted(MODELS.glob("*/modeling_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            # Of two dimensions are those of pictures in SAM, which know memories of their own.
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("apply_rotary") and "_2d" not in node.name:
+                yield f"{path.parent.name}.{node.name}"
+
+
+def function_of(name):
+    model, _, function = name.partition(".")
+    return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), function)
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS.items())
+def test_forms_of_models(name, form):
+    assert str(rope_form(function_of(name))) == form
+
+
+def test_every_rotation_of_transformers_is_recognised_but_those_that_are_named_here():
+    names = list(every_rotation())
+    assert len(names) > 200
+    assert {name for name in names if rope_form(function_of(name)) is None} == set(LEFT)
+
+
+def arguments(form, dtype=torch.bfloat16, size=64, rotated=None, heads=1):
+    rotated = rotated or size
+    rank, heads = form.layouts[-1] if heads == 1 else (4, heads)
+    shape = lambda count: (2, count, 5, size) if heads == 1 else (2, 5, count, size)  # noqa: E731
+    width = rotated // 2 if form.tables == "pair" else rotated
+    made = {"q": torch.randn(shape(3)).to(dtype), "k": torch.randn(shape(1)).to(dtype)}
+    made |= {"cos": torch.randn(2, 5, width), "sin": torch.randn(2, 5, width)}
+    made["freqs"] = torch.complex(made["cos"], made["sin"])
+    made = {name: t if rank == 4 else t[0] for name, t in made.items()}
+    return [made[role].requires_grad_(role in ("q", "k")) for role in form.roles]
+
+
+def upstream(outputs):
+    return sum((t * torch.linspace(-1, 2, t.numel()).sin().view(t.shape)).sum(dtype=torch.float64) for t in outputs)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_call_returns_what_the_function_returns(name):
+    function = function_of(name)
+    form = rope_form(function)
+    for size, rotated in ((64, 64), (128, 128), *([(64, 32)] if form.partial else [])):
+        given = arguments(form, torch.bfloat16, size, rotated)
+        call = rotation_call(form, tuple(given), {})
+        ours, theirs = rotate(form, call, "triton"), function(*given)
+        assert isinstance(ours, tuple) == isinstance(theirs, tuple)
+        ours, theirs = (t if isinstance(t, tuple) else (t,) for t in (ours, theirs))
+        leaves = [t for t in given if t.requires_grad]
+        for mine, own in zip((*ours, *torch.autograd.grad(upstream(ours), leaves)),
+                             (*theirs, *torch.autograd.grad(upstream(theirs), leaves)), strict=True):  # fmt: skip
+            assert (mine.dtype, mine.shape) == (own.dtype, own.shape)
+            torch.testing.assert_close(mine, own, rtol=2e-2, atol=6e-2)
+
+
+def test_heads_in_the_other_dimension_and_by_name():
+    function = function_of("gemma4.apply_rotary_pos_emb")
+    form = rope_form(function)
+    q, cos, sin = arguments(form, torch.float32, heads=2)
+    call = rotation_call(form, (q,), {"sin": sin, "cos": cos, "unsqueeze_dim": 2})
+    assert torch.equal(rotate(form, call, "torch"), function(q, cos=cos, sin=sin, unsqueeze_dim=2))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_rotation_is_as_close_as_the_models_own(backend):
+    for name in ("cohere2.apply_rotary_pos_emb", "olmo2.apply_rotary_pos_emb"):
+        function = function_of(name)
+        form = rope_form(function)
+
+        def ours(*given, form=form):
+            return rotate(form, rotation_call(form, given, {}), backend)
+
+        def theirs(*given, form=form, function=function):
+            # In fp64 casts to fp32 would be no truth.
+            wide = given[0].dtype == torch.float64
+            return rotate_in_fp64(form, given) if wide else function(*given)
+
+        assert_op_close(ours, theirs, arguments(form), upstream)
+
+
+def rotate_in_fp64(form, given):
+    from npu_trainer_kernels.ops import rope_reference
+
+    return rope_reference(*given, **{**form.options, "casting": "promote"})
+
+
+LLAMA = rope_form(function_of("llama.apply_rotary_pos_emb"))
+PHI = rope_form(function_of("phi3.apply_rotary_pos_emb"))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda a: [a[0].double(), *a[1:]], {}),
+        (lambda a: [a[0][:, :, 1:], *a[1:]], {}),
+        (lambda a: [a[0], a[1][:, :, 1:], *a[2:]], {}),
+        (lambda a: [a[0], a[1].float(), *a[2:]], {}),
+        (lambda a: [a[0][0], a[1][0], a[2][0], a[3][0]], {}),
+        (lambda a: [*a[:2], a[2].requires_grad_(), a[3]], {}),
+        (lambda a: [*a[:2], a[2].unsqueeze(1), a[3].unsqueeze(1)], {}),
+        (lambda a: [*a[:2], a[2][..., :32], a[3][..., :32]], {}),
+        (lambda a: [a[0], None, *a[2:]], {}),
+        (lambda a: [*a, 1], {}),
+        (lambda a: a, {"unsqueeze_dim": 0}),
+        (lambda a: a, {"unsqueeze_dim": 2}),
+        (lambda a: a, {"position_ids": torch.zeros(1)}),
+        (lambda a: a, {"scale": 2}),
+        (lambda a: a[:3], {}),
+    ],
+)
+def test_calls_that_the_form_does_not_cover(change, named):
+    given = arguments(LLAMA)
+    assert rotation_call(LLAMA, tuple(given), {"position_ids": None}) is not None
+    assert rotation_call(LLAMA, tuple(change(given)), named) is None
+
+
+def test_tables_narrower_than_heads_are_for_those_that_know_them():
+    given = arguments(PHI, size=64, rotated=32)
+    assert rotation_call(PHI, tuple(given), {}) is not None
+    assert rotation_call(LLAMA, tuple(given), {}) is None
+
+
+def rotate_half(x):
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((-x2, x1), -1)
+
+
+def planted(fault):
+    """Llama's function with a fault."""
+
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        outputs = [x * cos + rotate_half(x) * sin for x in (q, k)]
+        return tuple(fault(outputs, q, cos, sin))
+
+    return apply_rotary_pos_emb
+
+
+FAULTS = {
+    "none": lambda out, q, c, s: out,
+    "at head size 128": lambda out, q, c, s: [-t if q.shape[-1] == 128 else t for t in out],
+    "in bf16": lambda out, q, c, s: [(t.float() * 1.01).to(t.dtype) if t.dtype == torch.bfloat16 else t for t in out],
+    "rounded elsewhere": lambda out, q, c, s: [
+        q.float().mul(c).add(rotate_half(q.float()) * s).to(t.dtype) if i == 0 else t for i, t in enumerate(out)
+    ],
+    "keys": lambda out, q, c, s: [out[0], out[0][:, :1]],
+    "first token": lambda out, q, c, s: [torch.cat((q[:, :, :1], out[0][:, :, 1:]), 2), out[1]],
+    "one sequence": lambda out, q, c, s: [t * (1 if c.shape[0] > 1 else 2) for t in out],
+    "second half of the tables": lambda out, q, c, s: [
+        q * torch.cat((c.chunk(2, -1)[0],) * 2, -1) + rotate_half(q) * s, out[1]
+    ],
+    "another dtype": lambda out, q, c, s: [t.float() for t in out],
+    "one output": lambda out, q, c, s: out[:1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults(fault):
+    form = rope_form(planted(FAULTS[fault]))
+    assert (form is None) == (fault != "none")
+
+
+def test_what_is_no_rotation():
+    for function in (len, dict, lambda q, k: (q, k), lambda *a: a, lambda q, k, cos, sin, scale: (q, k), object()):
+        assert rope_form(function) is None
