@@ -60,6 +60,8 @@ class Result:
     op_set: str
     findings: list[Finding] = field(default_factory=list)
     report: Report | None = None
+    # Stage -> why the plain model itself does not get through it.
+    left_out: dict[str, str] = field(default_factory=dict)
     # (op, module's path) of every module that a report calls replaced and that the input reached.
     ran: set[tuple[str, str]] = field(default_factory=set)
 
@@ -166,9 +168,10 @@ def _logits(model: Any, inputs: dict[str, Any]) -> Values:
 def _generated(model: Any, inputs: dict[str, Any]) -> Values:
     model.eval()
     torch.manual_seed(0)
-    given = {name: value for name, value in inputs.items() if name != "labels"}
-    tokens = model.generate(**given, max_new_tokens=_NEW_TOKENS, do_sample=False, eos_token_id=None)
-    return {"tokens": tokens}
+    # Copies: some families write into what they are given.
+    given = {name: value.clone() for name, value in inputs.items() if name != "labels"}
+    tokens = model.generate(**given, max_new_tokens=_NEW_TOKENS, do_sample=False)
+    return {"tokens": tokens if isinstance(tokens, torch.Tensor) else tokens.sequences}
 
 
 def _trl(model: Any, inputs: dict[str, Any], refresh: Callable[[], None] = lambda: None) -> Values:
@@ -204,7 +207,7 @@ def _different(actual: Values, reference: Values, truth: Values) -> str | None:
     return f"{found[0]} ({len(found)} of {len(actual)} differ)" if found else None
 
 
-def _raised(error: Exception) -> str:
+def raised(error: Exception) -> str:
     """An exception with the places that it came through: the last of ours, and the last of all."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "/npu_trainer_kernels/" in f.filename.replace("tests/", "")]
@@ -288,52 +291,48 @@ def _worst(references: list[Values], truth: Values) -> Values:
     return {name: max(references, key=lambda values: error(values, name))[name] for name in truth}
 
 
-class _Plain:
-    """The plain model's results, each computed when it is first wanted; fp64 from a copy."""
+class Plain:
+    """The plain model's results in every stage: in fp32, and in fp64 from a copy."""
 
     def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
         self._model, self._inputs = model, inputs
+        self._exact = copy.deepcopy(model).double()
+        # Grouped products have no fp64.
+        self._exact.config._experts_implementation = "eager"
+        self._double = {name: v.double() if v.is_floating_point() else v for name, v in inputs.items()}
+        self._neighbours = [_neighbour(model, seed) for seed in range(_NEIGHBOURS)]
         self.watch = Watch(model)
         self.training = _train(model, inputs, self.watch)
-        exact = copy.deepcopy(model).double()
-        # Grouped products have no fp64.
-        exact.config._experts_implementation = "eager"
-        self._double = {
-            name: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-            for name, v in inputs.items()
-        }
-        self._exact = exact
-        self._neighbours = [_neighbour(model, seed) for seed in range(_NEIGHBOURS)]
-        self._known: dict[str, tuple[Values, Values] | Exception] = {}
-
-    def of(self, stage: str) -> tuple[Values, Values] | Exception:
-        """(fp32, fp64) of a stage, or what the plain model itself raises there."""
-        if stage not in self._known:
-            function = _STAGES[stage]
+        # Stage -> (fp32, fp64), or what the family's own code raises there.
+        self.stages: dict[str, tuple[Values, Values] | str] = {"training": self._both("training", self.training)}
+        for stage, function in _STAGES.items():
+            if stage == "training":
+                continue
             try:
-                reference = self.training if stage == "training" else function(self._model, self._inputs)
-                if stage == "generation":
-                    self._known[stage] = reference, reference
-                elif stage == "checkpointing":
-                    self._known[stage] = self._known["training"]  # the same function
-                else:
-                    with in_double():
-                        truth = function(self._exact, self._double)
-                    others = [function(model, self._inputs) for model in self._neighbours]
-                    self._known[stage] = _worst([reference, *others], truth), truth
-            except Exception as error:  # noqa: BLE001 - whatever a family's own code cannot do is no finding of ours
-                self._known[stage] = error
-                print("PLAINSTAGE", self._model.config.model_type, stage, _raised(error))
-        return self._known[stage]
+                reference = function(model, inputs)
+            except Exception as error:  # noqa: BLE001 - what a family cannot do without us is no finding of ours
+                self.stages[stage] = raised(error)
+                continue
+            self.stages[stage] = self._both(stage, reference)
+
+    def _both(self, stage: str, reference: Values) -> tuple[Values, Values]:
+        if stage == "generation":
+            return reference, reference
+        if stage == "checkpointing":  # the same function
+            known = self.stages["training"]
+            assert not isinstance(known, str)
+            return known
+        with in_double():
+            truth = _STAGES[stage](self._exact, self._double)
+        others = [_STAGES[stage](model, self._inputs) for model in self._neighbours if stage != "evaluation"]
+        return _worst([reference, *others], truth), truth
 
 
 def compare(task: str, kind: str, op_sets: dict[str, tuple[str, ...] | None] = OP_SETS) -> list[Result]:
     """Compares the family's tiny model with itself under each set of ops."""
     model = tiny_model(task, kind)
     inputs = batch(model)
-    plain = _Plain(model, inputs)
-    for stage in _STAGES:  # whatever transformers leaves behind in a model it leaves now
-        plain.of(stage)
+    plain = Plain(model, inputs)
     before = _state(model)
     results = []
     for name, ops in op_sets.items():
@@ -344,7 +343,7 @@ def compare(task: str, kind: str, op_sets: dict[str, tuple[str, ...] | None] = O
     return results
 
 
-def _compare_one(model: Any, inputs: dict[str, Any], plain: _Plain, before: dict[str, Any],
+def _compare_one(model: Any, inputs: dict[str, Any], plain: Plain, before: dict[str, Any],
                  ops: tuple[str, ...] | None, result: Result) -> None:  # fmt: skip
     def note(stage: str, symptom: str | None) -> None:
         if symptom is not None:
@@ -353,23 +352,22 @@ def _compare_one(model: Any, inputs: dict[str, Any], plain: _Plain, before: dict
     try:
         kernels = apply_npu_kernels(model, ops=ops)
     except Exception as error:  # noqa: BLE001 - the sweep lists every failure
-        note("apply", _raised(error))
+        note("apply", raised(error))
         note("restore", _not_restored(before, _state(model)))
         return
     with kernels:
         result.report = kernels.report()
         watch = Watch(model)
         for stage, function in _STAGES.items():
-            if stage == "checkpointing" and not model.supports_gradient_checkpointing:
-                continue
-            expected = plain.of(stage)
-            if isinstance(expected, Exception):
+            expected = plain.stages[stage]
+            if isinstance(expected, str):
+                result.left_out[stage] = expected
                 continue
             options = {"training": (watch,), "checkpointing": (kernels.refresh,), "TRL's head": (kernels.refresh,)}
             try:
                 actual = function(model, inputs, *options.get(stage, ()))
             except Exception as error:  # noqa: BLE001 - the sweep lists every failure
-                note(stage, _raised(error))
+                note(stage, raised(error))
                 continue
             note(stage, _different(actual, *expected))
             if stage == "training":

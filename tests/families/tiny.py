@@ -10,7 +10,8 @@ import copy
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 
-__all__ = ["VOCABULARY", "batch", "families", "model_class", "tiny_config", "tiny_model"]
+__all__ = ["LEFT_OUT", "VARIANTS", "VOCABULARY", "batch", "families", "model_class", "tiny_config", "tiny_model"]
 
 VOCABULARY = 320
 _TASKS = {
@@ -65,18 +66,24 @@ _SPECIAL = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1}
 
 
 def families() -> Iterator[tuple[str, str]]:
-    """Every (task, model type) that the installed transformers knows; a class of both tasks once."""
+    """Every (task, model type) that the installed transformers knows; a class of both tasks once.
+
+    What `LEFT_OUT` names is not among them, and what `VARIANTS` names follows its model type.
+    """
     seen = set()
     for task, names in _TASKS.items():
         for kind, name in names.items():
-            if (kind, name) not in seen:
-                seen.add((kind, name))
-                yield task, kind
+            if kind in LEFT_OUT or (kind, name) in seen:
+                continue
+            seen.add((kind, name))
+            yield task, kind
+            if task == "causal":
+                yield from ((task, variant) for variant in VARIANTS if variant.split()[0] == kind)
 
 
 def model_class(task: str, kind: str) -> type[transformers.PreTrainedModel]:
     """The class that the task's mapping names for a model type."""
-    return getattr(transformers, _TASKS[task][kind])
+    return getattr(transformers, _TASKS[task][kind.split()[0]])
 
 
 def _size(name: str, value: int) -> int:
@@ -195,8 +202,10 @@ def _shrunk(config: PretrainedConfig, tokens: _Tokens) -> dict[str, Any]:
     return new
 
 
-def _small_copy(config: PretrainedConfig, tokens: _Tokens) -> PretrainedConfig:
-    given = _EXCEPTIONS.get(type(config).__name__, {})
+def _small_copy(
+    config: PretrainedConfig, tokens: _Tokens, variant: Mapping[str, Any] = MappingProxyType({})
+) -> PretrainedConfig:
+    given = {**_EXCEPTIONS.get(type(config).__name__, {}), **variant}
     small = type(config)(**{**_shrunk(config, tokens), **given})
     for name, value in vars(small).items():
         if type(value).__name__ in _NEEDS_TIMM:
@@ -297,6 +306,27 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
 _NEEDED: dict[str, dict[str, Any]] = {"gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}}
 
 
+# Model types that cannot be trained on tokens by themselves, and why.
+LEFT_OUT = {
+    "gemma4_assistant": "drafts for another model, whose keys and values it takes",
+    "gemma4_unified_assistant": "drafts for another model, whose keys and values it takes",
+    "pi0": "predicts a robot's actions, not tokens",
+}
+# Options that change the code which runs, beside the defaults: "model type option" -> what is set.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "falcon_h1 mamba_rms_norm": {"mamba_rms_norm": True},
+    "mamba2 n_groups=1": {"n_groups": 1},
+    "nemotron_h n_groups=1": {"n_groups": 1},
+    "phi3 partial_rotary_factor": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+    "deepseek_v3 rope_interleave=False": {"rope_interleave": False},
+    "mixtral output_router_logits": {"output_router_logits": True},
+    "llama biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "granite multipliers": {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
+    },
+}  # fmt: skip
+
+
 @functools.cache
 def _default_config(kind: str) -> PretrainedConfig:
     return configuration_auto.CONFIG_MAPPING[kind](**_NEEDED.get(kind, {}))
@@ -304,10 +334,10 @@ def _default_config(kind: str) -> PretrainedConfig:
 
 def tiny_config(task: str, kind: str) -> PretrainedConfig:
     """The small configuration that a family's model takes: its own, or that of its text part."""
-    default, cls = _default_config(kind), model_class(task, kind).config_class
+    default, cls = _default_config(kind.split()[0]), model_class(task, kind).config_class
     if type(default) is not cls:
         default = next((v for v in vars(default).values() if type(v) is cls), default)
-    return _small_copy(default, _Tokens())
+    return _small_copy(default, _Tokens(), VARIANTS.get(kind, {}))
 
 
 def tiny_model(task: str, kind: str) -> transformers.PreTrainedModel:
