@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.installed
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-trl-oldest test-zero3 test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle docs bench release clean
+.PHONY: demo test test-trl-oldest test-zero3 test-families test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle docs bench release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,9 @@ $(ZERO3)/bin/deepspeed: $(STAMP)
 
 test-zero3: $(ZERO3)/bin/deepspeed  ## DeepSpeed's ZeRO-3 on two CPU ranks
 	$(ZERO3)/bin/python -m pytest tests/zero3
+
+test-families: $(STAMP)  ## every model family of transformers, plain and patched; writes docs/models.md
+	$(BIN)/python -m tests.families --write
 
 test-convergence: $(STAMP)  ## trains small models both ways and compares the curves; gates releases
 	$(BIN)/python -m convergence --full

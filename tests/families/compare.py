@@ -97,7 +97,9 @@ class Watch:
             for parameter in module._parameters.values():
                 self._owners.setdefault(id(parameter), []).append(path)
         self._bare = {
-            path: [f"{path}.{name}" for name, child in module.named_children() if not any(True for _ in child.parameters())]
+            path: [
+                f"{path}.{name}" for name, child in module.named_children() if not any(True for _ in child.parameters())
+            ]
             for path, module in model.named_modules()
         }
         self._open: list[str] = []
@@ -174,12 +176,14 @@ def _generated(model: Any, inputs: dict[str, Any]) -> Values:
     return {"tokens": tokens if isinstance(tokens, torch.Tensor) else tokens.sequences}
 
 
-def _trl(model: Any, inputs: dict[str, Any], refresh: Callable[[], None] = lambda: None) -> Values:
+def _trl(
+    model: Any, inputs: dict[str, Any], refresh: Callable[[], None] = lambda: None, watch: Watch | None = None
+) -> Values:
     """Loss and gradients through the head that TRL's trainers add."""
     trl_utils.add_fused_lm_head(model)
     refresh()
     try:
-        return _train(model, {**inputs, "fused_lm_head": True})
+        return _train(model, {**inputs, "fused_lm_head": True}, watch)
     finally:
         del model.forward
 
@@ -253,18 +257,18 @@ def _not_restored(before: dict[str, Any], after: dict[str, Any]) -> str | None:
 _SERVES = {"rms_norm": ("rms_norm", "add_rms_norm", "linear_rms_norm")}
 
 
-def _misreported(report: Report, plain: Watch, watch: Watch, result: Result) -> list[str]:
+def _misreported(stage: str, report: Report, plain: Watch, watch: Watch, result: Result) -> str | None:
     """Replacements of the report that no op did, though the input reached the module."""
     wrong = []
     declared = {(x.op, x.module) for x in report.left_alone}
     for entry in report.replaced:
+        if (entry.op == "linear_logprob") != (stage == "TRL's head"):
+            continue
         if any((op, entry.module) in watch.ran for op in _SERVES.get(entry.op, (entry.op,))):
             result.ran.add((entry.op, entry.module))
-        elif entry.op != "linear_logprob" and (entry.op, entry.module) not in declared:
-            reached = entry.module in watch.entered or entry.module in plain.entered
-            if reached:
-                wrong.append(f"{entry.op} {entry.kind} {entry.module or 'the model'}")
-    return wrong
+        elif (entry.op, entry.module) not in declared and entry.module in watch.entered | plain.entered:
+            wrong.append(f"{entry.op} {entry.kind} {entry.module or 'the model'}")
+    return f"not run by an op: {wrong[0]} ({len(wrong)} in all)" if wrong else None
 
 
 def _neighbour(model: Any, seed: int) -> Any:
@@ -357,22 +361,25 @@ def _compare_one(model: Any, inputs: dict[str, Any], plain: Plain, before: dict[
         return
     with kernels:
         result.report = kernels.report()
-        watch = Watch(model)
         for stage, function in _STAGES.items():
             expected = plain.stages[stage]
             if isinstance(expected, str):
                 result.left_out[stage] = expected
                 continue
-            options = {"training": (watch,), "checkpointing": (kernels.refresh,), "TRL's head": (kernels.refresh,)}
+            watch = Watch(model)
+            options = {
+                "training": (watch,),
+                "checkpointing": (kernels.refresh,),
+                "TRL's head": (kernels.refresh, watch),
+            }
             try:
                 actual = function(model, inputs, *options.get(stage, ()))
             except Exception as error:  # noqa: BLE001 - the sweep lists every failure
                 note(stage, raised(error))
                 continue
             note(stage, _different(actual, *expected))
-            if stage == "training":
-                wrong = _misreported(result.report, plain.watch, watch, result)
-                note("report", f"not run by an op: {wrong[0]} ({len(wrong)} in all)" if wrong else None)
+            if watch in options.get(stage, ()):
+                note("report", _misreported(stage, result.report, plain.watch, watch, result))
     kernels.restore()
     note("restore", _not_restored(before, _state(model)))
     again = _train(model, inputs)

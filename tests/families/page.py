@@ -21,8 +21,8 @@ What `apply_npu_kernels(model, ops=PATCHES)` serves in every causal and image-te
 what it leaves as it is. `python -m tests.families --write` writes this page (`make test-families`). For each family it
 makes a small model with random weights on the CPU, gives it text, and compares it with itself unpatched: loss and every
 gradient, also under gradient checkpointing and through the head that TRL adds, logits, generated tokens, and the model
-after `restore`. *Served* counts the modules in which an op ran; on a CPU `embedding`, `swiglu` and `rope` are only put in
-when they are asked for by name. Towers for images and sound, which text does not reach, are not counted.
+after `restore`. *Served* counts the modules in which an op ran; on a CPU `embedding`, `swiglu` and `rope` are put in
+only when they are asked for by name. Towers for images and sound, which text does not reach, are not counted.
 
 | family | class | served | left alone |
 |---|---|---|---|
@@ -63,7 +63,12 @@ def page(rows: Iterable[str]) -> str:
     """The whole page."""
     left_out = "".join(f"- {kind}: {reason}.\n" for kind, reason in LEFT_OUT.items())
     head = _HEAD.format(version=transformers.__version__)
-    return head + "\n".join(rows) + "\n\nNot among them, since they are not trained on tokens by themselves:\n\n" + left_out
+    return (
+        head
+        + "\n".join(rows)
+        + "\n\nNot among them, since they are not trained on tokens by themselves:\n\n"
+        + left_out
+    )
 
 
 def families_of(text: str) -> list[str]:

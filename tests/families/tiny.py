@@ -9,6 +9,7 @@ reason. Weights are random and of a size at which every parameter counts in the 
 import copy
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -41,7 +42,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(linear_num_key_heads|key_value_heads|kv_heads|kv_n_heads)$", 2),
     (r"mamba_(n_|num_)?heads$", 8),
     (r"(num_|n_|attention_)?heads$|^n_head$|attention_heads_per_layer$|num_attention_heads$", 4),
-    (r"(num_hidden_layers|num_layers|n_layers?|depth|(encoder|decoder)_layers|layers|num_blocks|num_global_layers)$", 2),
+    (r"(num_hidden_layers|num_layers|n_layers?|depth|(encoder|decoder)_layers|layers|num_blocks)$", 2),
     (r"resampler_depth$|num_(encoder|decoder|lstm|stack)_layers$|num_layers_per_stack$|conf_num_hidden_layers$", 2),
     (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|zero_expert_num)$", 4),
     (r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|topk_group)$", 2),
@@ -122,7 +123,7 @@ def _layers(config: PretrainedConfig) -> int | None:
 def _names_layers(name: str, value: Any, count: int) -> bool:
     """Whether a list holds numbers of layers, and not one value for each."""
     numbers = isinstance(value, list | tuple) and len(value) > 0 and all(type(v) is int for v in value)
-    rising = numbers and all(a < b for a, b in zip(value, value[1:], strict=False)) and 0 <= value[0]
+    rising = numbers and all(a < b for a, b in itertools.pairwise(value)) and value[0] >= 0
     return rising and value[-1] < count and ("layer" in name or "idx" in name or "index" in name)
 
 
@@ -303,7 +304,9 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "Florence2VisionConfig": {"embed_dim": (16, 16, 32, 64), "num_heads": (2, 2, 4, 4), "num_groups": (2, 2, 4, 4)},
 }  # fmt: skip
 # Model type -> arguments without which its default configuration cannot be made.
-_NEEDED: dict[str, dict[str, Any]] = {"gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}}
+_NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
+}
 
 
 # Model types that cannot be trained on tokens by themselves, and why.
