@@ -1,7 +1,7 @@
 """README, CONTRIBUTING and docs/ speak of what is there: links, files, names, commands, messages.
 
-Code is checked as code in `...` and in fenced blocks; docs/ascend-report.md and docs/models.md are written by tools, and
-left out.
+Code is checked as code in `...` and in fenced blocks; docs/ascend-report.md and docs/models.md are written by tools,
+and left out.
 """
 
 import argparse
