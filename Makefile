@@ -12,7 +12,7 @@ LOCKED  = pip install -q --no-deps --require-hashes -r
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-oldest test-latest test-trl-oldest test-zero3 test-frameworks test-convergence \
+.PHONY: demo test test-oldest test-latest test-trl-oldest test-zero3 test-frameworks test-families test-convergence \
 	test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle docs bench lock \
 	release clean
 
@@ -86,6 +86,9 @@ $(MS_SWIFT)/bin/swift: | $(BIN)/python
 test-frameworks: $(LLAMA_FACTORY)/bin/llamafactory-cli $(MS_SWIFT)/bin/swift  ## npu-kernels run with LLaMA-Factory and ms-swift
 	$(LLAMA_FACTORY)/bin/python -m pytest tests/frameworks
 	$(MS_SWIFT)/bin/python -m pytest tests/frameworks
+
+test-families: $(STAMP)  ## every model family of transformers, plain and patched; writes docs/models.md
+	$(BIN)/python -m tests.families --write
 
 test-convergence: $(STAMP)  ## trains small models both ways and compares the curves; gates releases
 	$(BIN)/python -m convergence --full

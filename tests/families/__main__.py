@@ -1,0 +1,43 @@
+"""Every family, plain and patched: `python -m tests.families`. Prints what is wrong, and is 1 where anything is."""
+
+import argparse
+import multiprocessing
+import sys
+import time
+
+from tests import conftest  # sets what must be set before the package is imported
+
+__all__: list[str] = []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.families", description=__doc__)
+    parser.add_argument("only", nargs="*", help="model types; none: all")
+    parser.add_argument("--write", action="store_true", help="writes docs/models.md, also where something is wrong")
+    parser.add_argument("-j", "--jobs", type=int, default=2, help="processes (default: 2)")
+    options = parser.parse_args()
+
+    from .page import PAGE, page
+    from .sweep import one
+    from .tiny import families
+
+    started = time.monotonic()
+    chosen = [family for family in families() if not options.only or family[1] in options.only]
+    unknown = set(options.only) - {kind for _, kind in chosen}
+    if unknown or (options.only and options.write):
+        parser.error(f"unknown model types: {', '.join(sorted(unknown))}" if unknown else "--write wants all families")
+    rows, failed = [], 0
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        for family, wrong, line in pool.imap(one, chosen):
+            rows.append(line)
+            failed += bool(wrong)
+            print(f"{'FAIL' if wrong else 'ok  '} {family[0]} {family[1]}", *wrong, sep="\n       ", flush=True)
+    print(f"{len(chosen)} families, {failed} with something wrong; {time.monotonic() - started:.0f} s")
+    if options.write:
+        PAGE.write_text(page(line for line in rows if line))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    assert conftest.DEVICE == "cpu", "the families are compared on the CPU"
+    sys.exit(main())

@@ -1,0 +1,387 @@
+"""One family, plain and patched: the same numbers, the same modules afterwards, and a report that tells what ran.
+
+The plain model runs once, in fp32 and in fp64; each set of ops is compared with that by the accuracy rule of
+`tests/closeness.py`. What ran is counted from outside of the package, by Python's profiler: which module's `forward`
+was entered and which op file's functions were called inside it.
+"""
+
+import contextlib
+import copy
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl.trainer.utils as trl_utils
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+import npu_trainer_kernels
+from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.patching import PATCHES, Report
+from tests.closeness import assert_as_close
+
+from .tiny import batch, tiny_model
+
+__all__ = ["OP_SETS", "Finding", "Result", "compare"]
+
+# By name -> the `ops` argument.
+OP_SETS: dict[str, tuple[str, ...] | None] = {"default": None, "all": PATCHES}
+_OPS = Path(npu_trainer_kernels.__file__).parent / "ops"
+_ENTERED = nn.Module._call_impl.__code__
+_NEW_TOKENS = 4
+_NEIGHBOURS = 4
+
+Values = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong in one stage of a comparison."""
+
+    stage: str
+    symptom: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.symptom}"
+
+
+@dataclass
+class Result:
+    """A family's comparison with one set of ops."""
+
+    task: str
+    kind: str
+    op_set: str
+    findings: list[Finding] = field(default_factory=list)
+    report: Report | None = None
+    # Stage -> why the plain model itself does not get through it.
+    left_out: dict[str, str] = field(default_factory=dict)
+    # (op, module's path) of every module that a report calls replaced and that the input reached.
+    ran: set[tuple[str, str]] = field(default_factory=set)
+
+
+class InDouble(TorchFunctionMode):
+    """Computes in fp64 what a model wants in fp32: the truth must not be rounded by a norm's own cast."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def doubled(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*tree_map(doubled, args), **tree_map(doubled, kwargs or {}))
+
+
+@contextlib.contextmanager
+def in_double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with InDouble():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Watch:
+    """Which modules were entered, and which op's functions were called inside which of them, while it is on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners: dict[int, list[str]] = {}
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        for path, module in model.named_modules():
+            for parameter in module._parameters.values():
+                self._owners.setdefault(id(parameter), []).append(path)
+        self._bare = {
+            path: [
+                f"{path}.{name}" for name, child in module.named_children() if not any(True for _ in child.parameters())
+            ]
+            for path, module in model.named_modules()
+        }
+        self._open: list[str] = []
+        self.entered: set[str] = set()
+        self.ran: set[tuple[str, str]] = set()
+
+    def _event(self, frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if code is _ENTERED:
+            path = self._paths.get(id(frame.f_locals["self"]))
+            if path is None:
+                return
+            if event == "call":
+                self._open.append(path)
+                self.entered.add(path)
+            elif event == "return":
+                self._open.pop()
+        elif event == "call" and code.co_filename.startswith(str(_OPS)) and "reference" not in code.co_name:
+            op = Path(code.co_filename).stem
+            self.ran.update((op, path) for path in self._open)
+            given = [id(value) for value in frame.f_locals.values() if isinstance(value, nn.Parameter)]
+            # What has no parameter can be told apart by its place alone.
+            bare = self._bare.get(self._open[-1] if self._open else "", ()) if not given else ()
+            self.ran.update((op, path) for path in (*bare, *(p for i in given for p in self._owners.get(i, ()))))
+
+    def __enter__(self) -> "Watch":
+        self._open.clear()
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        sys.setprofile(None)
+
+
+def _train(model: Any, inputs: dict[str, Any], watch: Watch | None = None) -> Values:
+    """Loss and gradients."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    with watch or contextlib.nullcontext():
+        out = model(**inputs)
+    # A few families have no loss of their own.
+    loss = out.logits.square().mean() if out.loss is None else out.loss
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return {"loss": loss.detach(), **grads}
+
+
+def _checkpointed(model: Any, inputs: dict[str, Any], refresh: Callable[[], None] = lambda: None) -> Values:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    refresh()
+    try:
+        return _train(model, inputs)
+    finally:
+        model.gradient_checkpointing_disable()
+        model.disable_input_require_grads()  # transformers leaves its hooks otherwise
+        refresh()
+
+
+def _logits(model: Any, inputs: dict[str, Any]) -> Values:
+    model.eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return {"logits": model(**inputs).logits}
+
+
+def _generated(model: Any, inputs: dict[str, Any]) -> Values:
+    model.eval()
+    torch.manual_seed(0)
+    # Copies: some families write into what they are given.
+    given = {name: value.clone() for name, value in inputs.items() if name != "labels"}
+    tokens = model.generate(**given, max_new_tokens=_NEW_TOKENS, do_sample=False)
+    return {"tokens": tokens if isinstance(tokens, torch.Tensor) else tokens.sequences}
+
+
+def _trl(
+    model: Any, inputs: dict[str, Any], refresh: Callable[[], None] = lambda: None, watch: Watch | None = None
+) -> Values:
+    """Loss and gradients through the head that TRL's trainers add."""
+    trl_utils.add_fused_lm_head(model)
+    refresh()
+    try:
+        return _train(model, {**inputs, "fused_lm_head": True}, watch)
+    finally:
+        del model.forward
+
+
+_STAGES: dict[str, Callable[..., Values]] = {
+    "training": _train,
+    "checkpointing": _checkpointed,
+    "evaluation": _logits,
+    "generation": _generated,
+    "TRL's head": _trl,
+}
+
+
+def _different(actual: Values, reference: Values, truth: Values) -> str | None:
+    """The first difference that the accuracy rule does not allow, and how many there are."""
+    found = []
+    for name, value in actual.items():
+        if (value is None) != (reference[name] is None):
+            found.append(f"{name}: {'no ' if value is None else 'a '}gradient, unlike the plain model")
+        elif value is not None:
+            try:
+                assert_as_close(value, reference[name], truth[name], name)
+            except AssertionError as error:
+                found.append(str(error))
+    return f"{found[0]} ({len(found)} of {len(actual)} differ)" if found else None
+
+
+def raised(error: Exception) -> str:
+    """An exception with the places that it came through: the last of ours, and the last of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "/npu_trainer_kernels/" in f.filename.replace("tests/", "")]
+    places = [f"{'/'.join(Path(f.filename).parts[-2:])}:{f.lineno}" for f in (*ours[-1:], frames[-1])]
+    message = str(error).strip().split("\n")
+    return f"{type(error).__name__}: {message[-1][:200]} [{', '.join(dict.fromkeys(places))}]"
+
+
+_HOOKS = {name for name in vars(nn.Module()) if name.endswith("_hooks")}
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """What `restore` must bring back: of every module its class, its attributes, its hooks; the values."""
+    modules = {
+        path: (
+            type(m),
+            {name: id(value) for name, value in vars(m).items() if callable(value)},
+            {name: list(value) for name, value in vars(m).items() if name in _HOOKS},
+            sorted(vars(m)),
+        )
+        for path, m in model.named_modules()
+    }
+    seam = {name: id(value) for name, value in vars(trl_utils).items()}
+    return {"modules": modules, "seam": seam, "values": {n: v.clone() for n, v in model.state_dict().items()}}
+
+
+def _not_restored(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    for path, state in before["modules"].items():
+        now = after["modules"].get(path, ("gone", {}, {}, []))
+        for kind, a, b in zip(("class", "attributes", "hooks", "names"), state, now, strict=True):
+            if a != b:
+                what = sorted({k for k in {*a, *b} if a.get(k) != b.get(k)}) if isinstance(a, dict) else f"{a} -> {b}"
+                return f"{path or 'the model'}: its {kind} are not as they were: {what}"
+    if before["seam"] != after["seam"]:
+        return "TRL's names are not as they were"
+    if list(before["values"]) != list(after["values"]):
+        return "the keys of state_dict differ"
+    same = all(torch.equal(v, after["values"][n]) for n, v in before["values"].items())
+    return None if same else "values of state_dict differ"
+
+
+# A norm's work may be done by the op of the layer or attention around it.
+_SERVES = {"rms_norm": ("rms_norm", "add_rms_norm", "linear_rms_norm")}
+
+
+def _misreported(stage: str, report: Report, plain: Watch, watch: Watch, result: Result) -> str | None:
+    """Replacements of the report that no op did, though the input reached the module."""
+    wrong = []
+    declared = {(x.op, x.module) for x in report.left_alone}
+    for entry in report.replaced:
+        if (entry.op == "linear_logprob") != (stage == "TRL's head"):
+            continue
+        if any((op, entry.module) in watch.ran for op in _SERVES.get(entry.op, (entry.op,))):
+            result.ran.add((entry.op, entry.module))
+        elif (entry.op, entry.module) not in declared and entry.module in watch.entered | plain.entered:
+            wrong.append(f"{entry.op} {entry.kind} {entry.module or 'the model'}")
+    return f"not run by an op: {wrong[0]} ({len(wrong)} in all)" if wrong else None
+
+
+def _neighbour(model: Any, seed: int) -> Any:
+    """The model with every weight within half a unit in its last place: another draw of what rounding does to it."""
+    new = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            noise = torch.rand(parameter.shape, generator=generator) - 0.5
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * noise)
+    return new
+
+
+def _worst(references: list[Values], truth: Values) -> Values:
+    """Of each value the reference that is farthest from the truth.
+
+    One gradient of a single number may be right to the last bit by luck, and the rule would then allow no error at all.
+    """
+
+    def error(values: Values, name: str) -> float:
+        value, exact = values[name], truth[name]
+        return 0.0 if value is None or exact is None else (value.double() - exact).abs().max().item()
+
+    return {name: max(references, key=lambda values: error(values, name))[name] for name in truth}
+
+
+class Plain:
+    """The plain model's results in every stage: in fp32, and in fp64 from a copy."""
+
+    def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
+        self._model, self._inputs = model, inputs
+        self._exact = copy.deepcopy(model).double()
+        # Grouped products have no fp64.
+        self._exact.config._experts_implementation = "eager"
+        self._double = {name: v.double() if v.is_floating_point() else v for name, v in inputs.items()}
+        self._neighbours = [_neighbour(model, seed) for seed in range(_NEIGHBOURS)]
+        self.watch = Watch(model)
+        self.training = _train(model, inputs, self.watch)
+        # Stage -> (fp32, fp64), or what the family's own code raises there.
+        self.stages: dict[str, tuple[Values, Values] | str] = {"training": self._both("training", self.training)}
+        for stage, function in _STAGES.items():
+            if stage == "training":
+                continue
+            try:
+                reference = function(model, inputs)
+            except Exception as error:  # noqa: BLE001 - what a family cannot do without us is no finding of ours
+                self.stages[stage] = raised(error)
+                continue
+            self.stages[stage] = self._both(stage, reference)
+
+    def _both(self, stage: str, reference: Values) -> tuple[Values, Values]:
+        if stage == "generation":
+            return reference, reference
+        if stage == "checkpointing":  # the same function
+            known = self.stages["training"]
+            assert not isinstance(known, str)
+            return known
+        with in_double():
+            truth = _STAGES[stage](self._exact, self._double)
+        others = [_STAGES[stage](model, self._inputs) for model in self._neighbours if stage != "evaluation"]
+        return _worst([reference, *others], truth), truth
+
+
+def compare(task: str, kind: str, op_sets: dict[str, tuple[str, ...] | None] = OP_SETS) -> list[Result]:
+    """Compares the family's tiny model with itself under each set of ops."""
+    model = tiny_model(task, kind)
+    inputs = batch(model)
+    plain = Plain(model, inputs)
+    before = _state(model)
+    results = []
+    for name, ops in op_sets.items():
+        result = Result(task, kind, name)
+        results.append(result)
+        _compare_one(model, inputs, plain, before, ops, result)
+    gc.collect()
+    return results
+
+
+def _compare_one(model: Any, inputs: dict[str, Any], plain: Plain, before: dict[str, Any],
+                 ops: tuple[str, ...] | None, result: Result) -> None:  # fmt: skip
+    def note(stage: str, symptom: str | None) -> None:
+        if symptom is not None:
+            result.findings.append(Finding(stage, symptom))
+
+    try:
+        kernels = apply_npu_kernels(model, ops=ops)
+    except Exception as error:  # noqa: BLE001 - the sweep lists every failure
+        note("apply", raised(error))
+        note("restore", _not_restored(before, _state(model)))
+        return
+    with kernels:
+        result.report = kernels.report()
+        for stage, function in _STAGES.items():
+            expected = plain.stages[stage]
+            if isinstance(expected, str):
+                result.left_out[stage] = expected
+                continue
+            watch = Watch(model)
+            options = {
+                "training": (watch,),
+                "checkpointing": (kernels.refresh,),
+                "TRL's head": (kernels.refresh, watch),
+            }
+            try:
+                actual = function(model, inputs, *options.get(stage, ()))
+            except Exception as error:  # noqa: BLE001 - the sweep lists every failure
+                note(stage, raised(error))
+                continue
+            note(stage, _different(actual, *expected))
+            if watch in options.get(stage, ()):
+                note("report", _misreported(stage, result.report, plain.watch, watch, result))
+    kernels.restore()
+    note("restore", _not_restored(before, _state(model)))
+    again = _train(model, inputs)
+    same = all(v is None or torch.equal(v, again[n]) for n, v in plain.training.items())
+    note("restore", None if same else "loss and gradients are not the bits of before")

@@ -1,0 +1,39 @@
+"""Every family of transformers, plain and patched: here one for each distinct piece of code, all of them by
+`make test-families`."""
+
+import functools
+
+import pytest
+import transformers
+
+from npu_trainer_kernels.patching import PATCHES
+
+from . import page
+from .compare import Result, compare
+from .pieces import representatives
+from .tiny import LEFT_OUT, model_class, tiny_config
+
+
+@functools.cache
+def _results(task: str, kind: str) -> list[Result]:
+    return compare(task, kind)
+
+
+@pytest.mark.parametrize(("task", "kind"), representatives())
+def test_patched_is_the_model_itself(task, kind):
+    wrong = [f"{result.op_set} ops: {finding}" for result in _results(task, kind) for finding in result.findings]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_what_is_left_out_cannot_be_trained_by_itself(kind):
+    task = "image-text" if kind == "pi0" else "causal"
+    with pytest.raises((ValueError, TypeError)):
+        model_class(task, kind)(tiny_config(task, kind))(input_ids=None, labels=None)
+
+
+def test_the_page_has_every_family_and_every_op():
+    text = page.PAGE.read_text()
+    if page.version_of(text) == transformers.__version__:
+        assert page.families_of(text) == page.names(), "python -m tests.families --write"
+    assert all(op in text for op in PATCHES)
