@@ -13,13 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from .._opaque import opaque
 from ._classes import original_class, subclass_with_forward
-from ._head_call import HeadCall, answer_of, is_asked
+from ._head_call import HeadCall, answer_of, is_asked, is_of_a_wrapper
 from ._promise import promise
 
 __all__ = ["HeadForm", "declined", "patched_head_class", "promised_logits", "recognise_head"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SHARDING = ("torch.distributed.", "deepspeed.")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def declined(head: nn.Linear, hidden: torch.Tensor) -> str | None:
         return "inside a transform of torch.func"
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values(), *head._backward_hooks.values(),
              *head._backward_pre_hooks.values()]  # fmt: skip
-    if not all((getattr(hook, "__module__", None) or "").startswith(_SHARDING) for hook in hooks):
+    if not all(is_of_a_wrapper(hook) for hook in hooks):
         return "a hook on the head"
     return None
 

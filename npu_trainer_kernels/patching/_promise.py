@@ -223,7 +223,8 @@ class PromisedLogits(torch.Tensor):
             return state.real.detach()
         if state.loose is None:
             self.place.call.tell(reason)
-            state.loose = self.place.values()
+            with self.place.call.above_autograd():
+                state.loose = self.place.values()
         return state.loose
 
 
@@ -247,19 +248,13 @@ class _Debt:
     place: Place
     options: dict[str, Any]
     target: torch.Tensor
-    keys: tuple[Any, Any] = field(
-        default_factory=lambda: (
-            torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        )
-    )  # fmt: skip
 
     def gradient(self, upstream: torch.Tensor, at: Place) -> torch.Tensor:
         """The gradient that logits on the way to the loss would have been sent."""
         names = {"class_weights": "weight", "reduction": "reduction", "ignore_index": "ignore_index",
                  "label_smoothing": "label_smoothing"}  # fmt: skip
         options = {names[name]: value for name, value in self.options.items() if name in names}
-        # What looks may do so below autograd, which is needed here: as it was where the loss was formed.
-        with torch._C._ForceDispatchKeyGuard(*self.keys), torch.enable_grad():
+        with self.place.call.above_autograd(), torch.enable_grad():  # what looks may do so below it
             x = at.values().detach().requires_grad_()
             logits = functools.reduce(lambda t, step: step(t), self.place.steps[len(at.steps) :], x)
             loss = torch.nn.functional.cross_entropy(logits, self.target, **options)
@@ -335,6 +330,14 @@ def _taken(ctx: Any) -> Any:
     return kept
 
 
+def _once(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient that raises where it is differentiated once more."""
+    if gradient is None or not torch.is_grad_enabled():
+        return gradient
+    text = b"the gradients of a head whose logits are promised cannot be differentiated; restore the model for that"
+    return torch._C._functions.DelayedError(text, 1)(gradient.detach().requires_grad_())  # type: ignore[no-any-return]
+
+
 class _Head(torch.autograd.Function):
     """(hidden, weight, bias) -> the first promise."""
 
@@ -346,7 +349,6 @@ class _Head(torch.autograd.Function):
         return PromisedLogits(place)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if d is None:
             return None, None, None, None
@@ -360,7 +362,7 @@ class _Head(torch.autograd.Function):
         for formed, upstream in uses:
             new = call.gradients(formed, upstream, keep)
             found = [added(u, v) for u, v in zip(found, new, strict=True)]
-        return (*found, None)
+        return (*(_once(t) for t in found), None)
 
 
 class _Step(torch.autograd.Function):

@@ -18,16 +18,17 @@ from torch.nn import functional
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .._opaque import opaque
+from ._head_call import is_of_a_wrapper
 from ._promise import OwedGradient, Place, PromisedLogits, Step
 
 __all__ = ["answer"]
 
 T = torch.Tensor
-# What wraps models hooks their outputs to learn that backward has reached them.
-_WRAPPERS = ("torch.", "deepspeed.", "accelerate.")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@opaque
 def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function of torch's returns that is given a promise."""
     first = args[0] if args else None
@@ -64,7 +65,7 @@ def _no_values() -> frozenset[Any]:
     """Functions that ask for anything but values. Asked for late: a device's extension adds to them."""
     getters = {
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "grad", "_version", "_base", "_grad",
-        "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "names", "itemsize", "nbytes",
+        "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "itemsize", "nbytes",
     }  # fmt: skip
     getters |= {name for name in dir(T) if name.startswith("is_") and not callable(getattr(T, name))}
     found = {getattr(T, name).__get__ for name in getters if hasattr(T, name)}
@@ -84,12 +85,6 @@ _LIKE = {
 }  # fmt: skip
 
 
-def _of_a_wrapper(hook: Any) -> bool:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return (getattr(hook, "__module__", None) or "").startswith(_WRAPPERS)
-
-
 def _observed(logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Whoever wants to see the gradient: at the promise, at the real logits, or at both.
 
@@ -97,11 +92,11 @@ def _observed(logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwar
     real logits do not.
     """
     state = logits.state
+    derived, watched = state.parent is not None and state.own, True
     if function is T.register_hook:
         hook = args[0] if args else kwargs["hook"]
-        args, kwargs = (hook if _of_a_wrapper(hook) else functools.partial(_look, hook),), {}
-    derived = state.parent is not None and state.own
-    watched = not (function is T.register_hook and _of_a_wrapper(hook))
+        watched = not is_of_a_wrapper(hook)
+        args, kwargs = (functools.partial(_look, hook) if watched else hook,), {}
     if (derived and watched and not state.fused) or logits.written:
         return function(logits.real("its gradient is watched"), *args, **kwargs)
     if derived and state.real is not None:
@@ -237,6 +232,9 @@ def _cast(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
     reason = _alone(logits)
     if reason is not None:
         return reason
+    if function is T.type and not args and not kwargs:
+        with torch._C.DisableTorchFunctionSubclass():
+            return logits.type()
     if function in (T.type, T.type_as, T.to):
         given = tree_map_only(PromisedLogits, lambda p: p.place.shadow, (args, kwargs))
         args, kwargs = given
