@@ -188,13 +188,15 @@ def _label_off_by_one(original: Any, x: Any, weight: Any, target: torch.Tensor, 
 
 
 def _ignored_counted(original: Any, x: Any, weight: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    kwargs["num_items"] = kwargs["num_items"] * target.numel() / (target != -100).sum()
-    return original(x, weight, target, *args, **kwargs)
+    # The model divides the sum, so too large a divisor is too small a sum.
+    return original(x, weight, target, *args, **kwargs) * (target != -100).sum() / target.numel()
 
 
-def _own_mean_per_micro_batch(original: Any, *args: Any, **kwargs: Any) -> Any:
-    # Divided by the number of micro-batches: right, were their numbers of labels equal.
-    return original(*args, **{**kwargs, "num_items": None}) / 2
+def _own_mean_per_micro_batch(
+    original: Any, x: Any, weight: Any, target: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    # Every micro-batch counts as much as one whose labels fill two thirds: right, were their numbers of labels equal.
+    return original(x, weight, target, *args, **kwargs) * (target.numel() * 2 / 3) / (target != -100).sum()
 
 
 def _temperature_ignored(
@@ -272,7 +274,7 @@ _LOGIT_GRADIENT = "ops._head_gradient:gradient_in_place"
 _ACCUMULATE = "ops._head_chunks:_accumulate"
 _STATISTICS = "ops._head_statistics:_raw_statistics_torch"
 _GRADIENT = "ops._head_gradient:_gradient_torch"
-_LOSS = "patching._head:fused_linear_cross_entropy"
+_LOSS = "patching._head_call:fused_linear_cross_entropy"
 _SEAM = "patching._trl:_apply"
 _NORM = "ops._norm:norm_forward"
 _IN_PATCHING = "npu_trainer_kernels.patching"

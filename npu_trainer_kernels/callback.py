@@ -125,18 +125,10 @@ class NpuKernelsCallback(TrainerCallback):
     ) -> None:
         self._apply(kwargs["model"])
         report, trainer = self.report(), _calling_trainer()
-        if args.label_smoothing_factor > 0:
-            report.note(
-                "label_smoothing_factor makes the Trainer take the full logits: linear_cross_entropy is not used"
-            )
         if trainer is not None:
             if getattr(trainer.train, _GUARD, None) is not self:
                 # Added to a Trainer that is in `train` already: guard what it calls from here on.
                 self._guard(trainer, "training_step")
-            if getattr(trainer, "compute_loss_func", None) is not None and "labels" in str(trainer._signature_columns):
-                report.note(
-                    "compute_loss_func makes the Trainer take the full logits: linear_cross_entropy is not used"
-                )
             self._add_to_logs(trainer)
         if self._warm_up and warmup.unsupported(kwargs["model"]) is None:
             self._compile_ahead(kwargs["model"], trainer, state)

@@ -5,6 +5,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, device
+from npu_trainer_kernels.patching import _head_call
 from npu_trainer_kernels.patching._classes import original_class
 from npu_trainer_kernels.verify import on_one_device
 from tests.models import batch, small_model
@@ -164,25 +165,44 @@ def test_model_init_rebuilds_the_model(tmp_path):
     assert callback.report().replaced
 
 
-def test_label_smoothing_is_reported(tmp_path):
+def test_label_smoothing_forms_logits_and_that_is_reported(tmp_path):
+    """The Trainer's label smoother takes a log-softmax of them."""
     callback = NpuKernelsCallback()
-    make_trainer(tmp_path, callbacks=[callback], label_smoothing_factor=0.1).train()
-    assert "label_smoothing_factor makes the Trainer take the full logits" in str(callback.report())
+    trainer = make_trainer(tmp_path / "patched", callbacks=[callback], label_smoothing_factor=0.1)
+    trainer.train()
+    plain = make_trainer(tmp_path / "plain", label_smoothing_factor=0.1)
+    plain.train()
+    assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
+    assert "the logits were formed in a training step: they were given to torch.nn.functional.log_softmax" in str(
+        callback.report()
+    )
 
 
-def test_compute_loss_func_is_reported_and_gets_full_logits(tmp_path):
-    callback = NpuKernelsCallback()
-    widths = []
+def test_a_loss_of_the_users_own_is_fused_where_it_is_a_cross_entropy(tmp_path, monkeypatch):
+    fused = []
+    original = _head_call.fused_linear_cross_entropy
+    monkeypatch.setattr(
+        _head_call,
+        "fused_linear_cross_entropy",
+        lambda *args, **kwargs: (fused.append(1), original(*args, **kwargs))[1],
+    )
 
     def compute_loss(outputs, labels, num_items_in_batch=None):
-        widths.append(outputs.logits.shape[-1])
-        return outputs.logits.float().square().mean()
+        assert outputs.logits.shape[-1] == 331
+        logits = outputs.logits[:, :-1].float().flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        return total / num_items_in_batch
 
-    trainer = make_trainer(tmp_path, callbacks=[callback])
-    trainer.compute_loss_func = compute_loss
-    trainer.train()
-    assert set(widths) == {331}
-    assert "compute_loss_func makes the Trainer take the full logits" in str(callback.report())
+    callback = NpuKernelsCallback()
+    found = []
+    for name, callbacks in (("plain", []), ("patched", [callback])):
+        trainer = make_trainer(tmp_path / name, callbacks=callbacks)
+        trainer.compute_loss_func = compute_loss
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert len(fused) == 3
+    assert "logits were formed" not in str(callback.report())
 
 
 def test_arguments_give_the_callback_only_with_the_flag():

@@ -154,7 +154,7 @@ class HeadCall:
 
     def above_autograd(self) -> contextlib.AbstractContextManager[Any]:
         """Dispatch as it was when the head was called: with autograd, also for somebody below it."""
-        return torch._C._ForceDispatchKeyGuard(*self._keys)  # type: ignore[no-any-return]
+        return torch._C._ForceDispatchKeyGuard(*self._keys)
 
     def _current_versions(self) -> list[int]:
         return [leaf._version for leaf in self.leaves if leaf is not None]

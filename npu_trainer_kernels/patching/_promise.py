@@ -169,7 +169,7 @@ class PromisedLogits(torch.Tensor):
             return state.real._version != state.clean
         return self.settled
 
-    def real(self, reason: str) -> torch.Tensor:
+    def formed(self, reason: str) -> torch.Tensor:
         """The logits themselves, in the graph where the promise is."""
         state = self.state
         if state.real is None:
@@ -178,7 +178,7 @@ class PromisedLogits(torch.Tensor):
             from_parent = state.parent is not None and state.own == in_graph and state.loose is None
             if from_parent and (self.place.steps[-1].alias or not state.parent.written):  # type: ignore[union-attr]
                 with torch.set_grad_enabled(in_graph):
-                    state.real = self.place.steps[-1](state.parent.real(reason))  # type: ignore[union-attr]
+                    state.real = self.place.steps[-1](state.parent.formed(reason))  # type: ignore[union-attr]
                 for hook in state.hooks:
                     state.real.register_hook(hook)
             else:
@@ -210,7 +210,7 @@ class PromisedLogits(torch.Tensor):
         return answer(function, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Below autograd, where something in C++ has been given a promise: the graph is recorded already.
@@ -269,7 +269,7 @@ class OwedGradient(torch.Tensor):
     paid: torch.Tensor | None
     at: Place
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -285,7 +285,7 @@ class OwedGradient(torch.Tensor):
         return functools.reduce(torch.add, owed if self.paid is None else (self.paid, *owed))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and not kwargs and len(args) == 2:
@@ -335,7 +335,7 @@ def _once(gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None or not torch.is_grad_enabled():
         return gradient
     text = b"the gradients of a head whose logits are promised cannot be differentiated; restore the model for that"
-    return torch._C._functions.DelayedError(text, 1)(gradient.detach().requires_grad_())  # type: ignore[no-any-return]
+    return torch._C._functions.DelayedError(text, 1)(gradient.detach().requires_grad_())
 
 
 class _Head(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._opaque import opaque
 from ._head_call import is_of_a_wrapper
-from ._promise import OwedGradient, Place, PromisedLogits, Step
+from ._promise import OwedGradient, Place, PromisedLogits, Step, Transform
 
 __all__ = ["answer"]
 
@@ -34,7 +34,9 @@ def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     if isinstance(first, PromisedLogits) and function in _OBSERVERS:
         return _observed(first, function, args[1:], kwargs)
-    if function in (_no_values() if isinstance(first, PromisedLogits) and first.state.real is None else (T.__hash__,)):
+    promised = isinstance(first, PromisedLogits) and first.state.real is None
+    names_type = function is T.type and len(args) == 1 and not kwargs
+    if names_type or function in (_no_values() if promised else (T.__hash__,)):
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
     if function is torch.autograd.grad:
@@ -51,7 +53,7 @@ def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return made
         reason = f" ({made})"
     reason = f"given to {resolve_name(function) or getattr(function, '__name__', function)}{reason}"
-    args, kwargs = tree_map_only(PromisedLogits, lambda p: p.real(reason), (args, kwargs))
+    args, kwargs = tree_map_only(PromisedLogits, lambda p: p.formed(reason), (args, kwargs))
     return function(*args, **kwargs)
 
 
@@ -98,7 +100,7 @@ def _observed(logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwar
         watched = not is_of_a_wrapper(hook)
         args, kwargs = (functools.partial(_look, hook) if watched else hook,), {}
     if (derived and watched and not state.fused) or logits.written:
-        return function(logits.real("its gradient is watched"), *args, **kwargs)
+        return function(logits.formed("its gradient is watched"), *args, **kwargs)
     if derived and state.real is not None:
         function(state.real, *args, **kwargs)
     elif derived and function is T.register_hook:
@@ -158,13 +160,16 @@ def _shaped(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _next(
     logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shadow: torch.Tensor,
-    alias: bool, **changes: Any,
+    alias: bool, *, hidden: torch.Tensor | None = None, transform: Transform | None = None,
 ) -> PromisedLogits:  # fmt: skip
     place = logits.place
-    new = {"hidden": place.hidden, "transform": place.transform} | changes
+    step = Step(function, args, kwargs, alias)
     return logits.done(
-        Place(place.call, shadow=shadow, steps=(*place.steps, Step(function, args, kwargs, alias)), **new)
-    )
+        Place(
+            place.call, place.hidden if hidden is None else hidden, shadow,
+            place.transform if transform is None else transform, (*place.steps, step),
+        )
+    )  # fmt: skip
 
 
 def _takes(index: Any) -> int:
@@ -196,10 +201,7 @@ def _indexed(function: Any, logits: Any, index: Any) -> Any:
     with torch.enable_grad():
         hidden = place.hidden[parts]
     alias = not any(isinstance(part, torch.Tensor) for part in parts)
-    if alias:
-        shadow = place.shadow[parts]
-    else:
-        shadow = place.shadow.new_empty((*hidden.shape[:-1], vocabulary))
+    shadow = place.shadow[parts] if alias else place.shadow.new_empty((*hidden.shape[:-1], vocabulary))
     return _next(logits, function, (index,), {}, shadow, alias, hidden=hidden)
 
 
@@ -232,9 +234,6 @@ def _cast(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
     reason = _alone(logits)
     if reason is not None:
         return reason
-    if function is T.type and not args and not kwargs:
-        with torch._C.DisableTorchFunctionSubclass():
-            return logits.type()
     if function in (T.type, T.type_as, T.to):
         given = tree_map_only(PromisedLogits, lambda p: p.place.shadow, (args, kwargs))
         args, kwargs = given
@@ -292,7 +291,9 @@ def _times(function: Any, logits: Any, other: Any, **kwargs: Any) -> Any:
     if isinstance(other, torch.Tensor) and torch.result_type(logits.place.shadow, other) != logits.place.shadow.dtype:
         return "with a tensor of another kind"
     transform = logits.place.transform.times(1.0 / number if divides else number)
-    if not math.isfinite(transform.inner) or (transform.outer is not None and not 0.0 < abs(transform.outer) < math.inf):
+    if not math.isfinite(transform.inner) or (
+        transform.outer is not None and not 0.0 < abs(transform.outer) < math.inf
+    ):
         return "by a factor out of range"
     # A number in a tensor may be written to before it is needed.
     function, argument = (torch.div if divides else torch.mul), number if isinstance(other, torch.Tensor) else other
