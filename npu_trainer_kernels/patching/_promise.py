@@ -1,10 +1,10 @@
 """Logits that are promised, not formed.
 
-A patched head returns a tensor of the logits' shape, dtype and device that has no memory. It records what loss code does
-to logits before a cross-entropy (`_promise_records`), and the cross-entropy of it is the fused op. Any other use of its
-values makes it real: the head's product is formed, once, and what was recorded is done to it; from then on every use is
-one of ordinary logits. Asking for shape, dtype or place in the graph, and hooks of what wraps models, are no use of
-values.
+A patched head returns a tensor of the logits' shape, dtype and device that has no memory. It records what loss code
+does to logits before a cross-entropy (`_promise_records`), and the cross-entropy of it is the fused op. Any other use
+of its values makes it real: the head's product is formed, once, and what was recorded is done to it; from then on every
+use is one of ordinary logits. Asking for shape, dtype or place in the graph, and hooks of what wraps models, are no use
+of values.
 
 A promise has its own place in autograd's graph, between hidden states, weight and bias on one side and losses on the
 other. What backward sends through it is promised as well (`OwedGradient`): a loss says to which logits it owes a
@@ -279,7 +279,7 @@ class OwedGradient(torch.Tensor):
         self.debts, self.at, self.paid = debts, at, paid
         return self
 
-    def values(self) -> torch.Tensor:
+    def formed(self) -> torch.Tensor:
         """As ordinary logits would have been sent it."""
         owed = (debt.gradient(upstream, self.at) for debt, upstream in self.debts)
         return functools.reduce(torch.add, owed if self.paid is None else (self.paid, *owed))
@@ -295,7 +295,7 @@ class OwedGradient(torch.Tensor):
                 return functools.reduce(OwedGradient._plus, args[1:], _owed(args[0], owed.at))
         if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) and not kwargs:
             return OwedGradient(args[0].debts, args[0].at, args[0].paid)
-        args, kwargs = tree_map_only(OwedGradient, OwedGradient.values, (args, kwargs or {}))
+        args, kwargs = tree_map_only(OwedGradient, OwedGradient.formed, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def _plus(self, other: torch.Tensor) -> OwedGradient:

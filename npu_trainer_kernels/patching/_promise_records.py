@@ -74,8 +74,9 @@ def _no_values() -> frozenset[Any]:
     found |= {getattr(T, name).__set__ for name in ("requires_grad", "_backward_hooks", "grad")}
     found |= {
         T.size, T.dim, T.ndimension, T.numel, T.nelement, T.stride, T.storage_offset, T.element_size, T.get_device,
-        T.is_floating_point, T.is_complex, T.is_contiguous, T.is_signed, T.is_inference, T._is_view, T.__len__, T.__hash__,
-        T.requires_grad_, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.numel,
+        T.is_floating_point, T.is_complex, T.is_contiguous, T.is_signed, T.is_inference, T._is_view, T.__len__,
+        T.__hash__, T.__dir__, T.requires_grad_, torch.is_floating_point, torch.is_complex, torch.is_signed,
+        torch.is_inference, torch.numel,
     }  # fmt: skip
     return frozenset(found)
 
@@ -110,7 +111,7 @@ def _observed(logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwar
 
 
 def _look(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> Any:
-    return hook(gradient.values() if isinstance(gradient, OwedGradient) else gradient)
+    return hook(gradient.formed() if isinstance(gradient, OwedGradient) else gradient)
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +125,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     outputs, inputs, args, kwargs = given
     with torch._C.DisableTorchFunctionSubclass():
         found = torch.autograd.grad(outputs, inputs, *args, **kwargs)
-    return tuple(d.values() if isinstance(d, OwedGradient) else d for d in found)
+    return tuple(d.formed() if isinstance(d, OwedGradient) else d for d in found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -596,7 +596,7 @@ ASKED = {
     "is_leaf": lambda t: t.is_leaf, "len": len, "numel": lambda t: t.numel(), "stride": lambda t: t.stride(),
     "is_floating_point": lambda t: (t.is_floating_point(), torch.is_floating_point(t)), "nbytes": lambda t: t.nbytes,
     "is_contiguous": lambda t: t.is_contiguous(), "is_cuda": lambda t: (t.is_cuda, t.is_meta, t.is_sparse),
-    "layout": lambda t: t.layout, "attributes": lambda t: set(dir(torch.Tensor)) - set(dir(t)), "tensor": lambda t: isinstance(t, torch.Tensor), "type": lambda t: t.type(),
+    "layout": lambda t: t.layout, "tensor": lambda t: isinstance(t, torch.Tensor), "type": lambda t: t.type(),
     "grad_fn": lambda t: t.grad_fn is not None, "grad": lambda t: t.retains_grad, "view": lambda t: t._base is None,
     "same": lambda t: (t.float() is t, t.contiguous() is t), "hash": lambda t: {t: 1}[t],
     "no_grad": lambda t: torch.no_grad()(lambda: (t * 2).requires_grad)(), "detach": lambda t: t.detach().is_leaf,
@@ -613,6 +613,13 @@ def test_what_is_no_value_forms_nothing(family):
         for name, ask in ASKED.items():
             assert ask(promised) == ask(logits), name
         assert formed(kernels) == []
+
+
+@pytest.mark.parametrize("cls", [PromisedLogits, OwedGradient])
+def test_no_name_of_a_tensor_means_something_else(cls):
+    """`logits.real` is an attribute of every tensor."""
+    special = {"__new__", "__module__", "__doc__", "__dict__", "__annotations__", "__torch_function__"}
+    assert set(vars(cls)) & set(dir(torch.Tensor)) <= special | {"__torch_dispatch__", "__static_attributes__"}
 
 
 def test_copies_and_files_hold_ordinary_tensors():
