@@ -193,14 +193,15 @@ def _labels(target: torch.Tensor) -> torch.Tensor:
 
 
 def _ignored_counted(original: Any, x: Any, weight: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return original(x, weight, target, *args, **kwargs) * (_labels(target) / target.numel())
+    # The model divides the sum, so too large a divisor is too small a sum.
+    return original(x, weight, target, *args, **kwargs) * (target != -100).sum() / target.numel()
 
 
 def _own_mean_per_micro_batch(
     original: Any, x: Any, weight: Any, target: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    # Every micro-batch weighs the same, as one of this many labels: right, were their numbers of labels equal.
-    return original(x, weight, target, *args, **kwargs) * (64 / _labels(target))
+    # Every micro-batch counts as much as one whose labels fill two thirds: right, were their numbers of labels equal.
+    return original(x, weight, target, *args, **kwargs) * (target.numel() * 2 / 3) / (target != -100).sum()
 
 
 def _temperature_ignored(

@@ -5,6 +5,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, device
+from npu_trainer_kernels.patching import _head_call
 from npu_trainer_kernels.patching._classes import original_class
 from npu_trainer_kernels.verify import on_one_device
 from tests.models import batch, small_model
@@ -188,14 +189,6 @@ def test_wrong_options_raise_before_there_is_a_trainer(options, message):
         NpuKernelsCallback(**options)
 
 
-def test_label_smoothing_is_reported(tmp_path):
-    callback = NpuKernelsCallback()
-    make_trainer(tmp_path, callbacks=[callback], label_smoothing_factor=0.1).train()
-    (declined,) = callback.report().declined
-    assert declined.op == "linear_cross_entropy"
-    assert "log_softmax" in declined.reason
-
-
 def test_a_compiled_run_is_the_same_and_says_what_runs(tmp_path):
     callback = NpuKernelsCallback()
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -207,20 +200,44 @@ def test_a_compiled_run_is_the_same_and_says_what_runs(tmp_path):
     assert not patched(fused.model)
 
 
-def test_compute_loss_func_is_reported_and_gets_full_logits(tmp_path):
+def test_label_smoothing_forms_logits_and_that_is_reported(tmp_path):
+    """The Trainer's label smoother takes a log-softmax of them."""
     callback = NpuKernelsCallback()
-    widths = []
+    trainer = make_trainer(tmp_path / "patched", callbacks=[callback], label_smoothing_factor=0.1)
+    trainer.train()
+    plain = make_trainer(tmp_path / "plain", label_smoothing_factor=0.1)
+    plain.train()
+    assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
+    (declined,) = callback.report().declined
+    assert declined.op == "linear_cross_entropy"
+    assert declined.reason == "logits that were given to torch.nn.functional.log_softmax"
+
+
+def test_a_loss_of_the_users_own_is_fused_where_it_is_a_cross_entropy(tmp_path, monkeypatch):
+    fused = []
+    original = _head_call.fused_linear_cross_entropy
+    monkeypatch.setattr(
+        _head_call,
+        "fused_linear_cross_entropy",
+        lambda *args, **kwargs: (fused.append(1), original(*args, **kwargs))[1],
+    )
 
     def compute_loss(outputs, labels, num_items_in_batch=None):
-        widths.append(outputs.logits.shape[-1])
-        return outputs.logits.float().square().mean()
+        assert outputs.logits.shape[-1] == 331
+        logits = outputs.logits[:, :-1].float().flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        return total / num_items_in_batch
 
-    trainer = make_trainer(tmp_path, callbacks=[callback])
-    trainer.compute_loss_func = compute_loss
-    trainer.train()
-    assert set(widths) == {331}
-    (declined,) = callback.report().declined
-    assert "square" in declined.reason
+    callback = NpuKernelsCallback()
+    found = []
+    for name, callbacks in (("plain", []), ("patched", [callback])):
+        trainer = make_trainer(tmp_path / name, callbacks=callbacks)
+        trainer.compute_loss_func = compute_loss
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert len(fused) == 3
+    assert not callback.report().declined
 
 
 def test_arguments_give_the_callback_only_with_the_flag():

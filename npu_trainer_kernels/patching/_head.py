@@ -13,13 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from .._opaque import opaque
 from ._classes import original_class
-from ._head_call import HeadCall, answer_of, is_asked
+from ._head_call import HeadCall, answer_of, is_asked, is_of_a_wrapper
 from ._patch import QUIET, Aside, Patch, Scene, Site, no_float, set_on_instance
 from ._promise import promise
 
 __all__ = ["HeadForm", "LmHeadPatch", "causal_lm", "promised_logits"]
-
-_SHARDING = ("torch.distributed.", "deepspeed.")
 
 
 def causal_lm(model: nn.Module) -> tuple[str, Any]:
@@ -104,7 +102,7 @@ class LmHeadPatch(Patch):
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values(),
                  *module._backward_pre_hooks.values()]  # fmt: skip
         # What shards a module may hook it: then it is called around the use of its logits, too.
-        if not all((getattr(hook, "__module__", None) or "").startswith(_SHARDING) for hook in hooks):
+        if not all(is_of_a_wrapper(hook) for hook in hooks):
             return "it has a hook"
         return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -20,13 +21,24 @@ from torch.distributed.fsdp import FSDPModule
 from ..ops._host import autocasts, compute_dtype
 from ..ops.linear_cross_entropy import fused_linear_cross_entropy
 
-__all__ = ["HeadCall", "answer_of", "is_asked", "is_partitioned"]
+__all__ = ["HeadCall", "answer_of", "is_asked", "is_of_a_wrapper", "is_partitioned"]
 
 _T = TypeVar("_T")
 # What is to be done instead of a forward: (head, function), while a partitioned head is called for its hooks alone.
 _asked: contextvars.ContextVar[tuple[nn.Module, Callable[[], None]] | None] = contextvars.ContextVar(
     "npu_kernels_asked", default=None
 )
+
+
+# What wraps models hooks modules to gather their parameters, and outputs to learn that backward has reached them.
+_WRAPPERS = ("torch.", "deepspeed.", "accelerate.")
+
+
+def is_of_a_wrapper(hook: Any) -> bool:
+    """Whether a hook belongs to what wraps models: it looks at no values."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").startswith(_WRAPPERS)
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
@@ -75,6 +87,7 @@ class HeadCall:
         self.leaves = (self.hidden, twins[0], twins[1] if len(twins) > 1 else None)
         self._versions = self._current_versions()
         self._autocast = (compute_dtype(hidden), autocasts(hidden))
+        self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
         self.spent = False
         self._logits: torch.Tensor | None = None
         self._clean = 0
@@ -139,6 +152,10 @@ class HeadCall:
         dtype, enabled = self._autocast
         return torch.autocast(self.device.type, dtype=dtype if enabled else None, enabled=enabled)
 
+    def above_autograd(self) -> contextlib.AbstractContextManager[Any]:
+        """Dispatch as it was when the head was called: with autograd, also for somebody below it."""
+        return torch._C._ForceDispatchKeyGuard(*self._keys)
+
     def _current_versions(self) -> list[int]:
         return [leaf._version for leaf in self.leaves if leaf is not None]
 
@@ -174,8 +191,7 @@ class HeadCall:
         try:
             return function()
         finally:
-            if not torch.is_grad_enabled():
-                unit.reshard()  # with gradients, FSDP does after backward
+            unit.reshard()  # in backward its hooks gather it again
 
     def _called_again(self, function: Callable[[], _T]) -> _T:
         results: list[_T] = []

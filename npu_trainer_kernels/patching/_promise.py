@@ -3,8 +3,8 @@
 A patched head returns a tensor of the logits' shape, dtype and device that has no memory. It records what loss code
 does to logits before a cross-entropy (`_promise_records`), and the cross-entropy of it is the fused op. Any other use
 of its values makes it real: the head's product is formed, once, and what was recorded is done to it; from then on every
-use is one of ordinary logits. Asking for shape, dtype or place in the graph, and hooks of what wraps models, are no use of
-values.
+use is one of ordinary logits. Asking for shape, dtype or place in the graph, and hooks of what wraps models, are no use
+of values.
 
 A promise has its own place in autograd's graph, between hidden states, weight and bias on one side and losses on the
 other. What backward sends through it is promised as well (`OwedGradient`): a loss says to which logits it owes a
@@ -169,7 +169,7 @@ class PromisedLogits(torch.Tensor):
             return state.real._version != state.clean
         return self.settled
 
-    def real(self, reason: str) -> torch.Tensor:
+    def formed(self, reason: str) -> torch.Tensor:
         """The logits themselves, in the graph where the promise is."""
         state = self.state
         if state.real is None:
@@ -178,7 +178,7 @@ class PromisedLogits(torch.Tensor):
             from_parent = state.parent is not None and state.own == in_graph and state.loose is None
             if from_parent and (self.place.steps[-1].alias or not state.parent.written):  # type: ignore[union-attr]
                 with torch.set_grad_enabled(in_graph):
-                    state.real = self.place.steps[-1](state.parent.real(reason))  # type: ignore[union-attr]
+                    state.real = self.place.steps[-1](state.parent.formed(reason))  # type: ignore[union-attr]
                 for hook in state.hooks:
                     state.real.register_hook(hook)
             else:
@@ -210,7 +210,7 @@ class PromisedLogits(torch.Tensor):
         return answer(function, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Below autograd, where something in C++ has been given a promise: the graph is recorded already.
@@ -223,7 +223,8 @@ class PromisedLogits(torch.Tensor):
             return state.real.detach()
         if state.loose is None:
             self.place.call.tell(reason)
-            state.loose = self.place.values()
+            with self.place.call.above_autograd():
+                state.loose = self.place.values()
         return state.loose
 
 
@@ -247,19 +248,13 @@ class _Debt:
     place: Place
     options: dict[str, Any]
     target: torch.Tensor
-    keys: tuple[Any, Any] = field(
-        default_factory=lambda: (
-            torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        )
-    )  # fmt: skip
 
     def gradient(self, upstream: torch.Tensor, at: Place) -> torch.Tensor:
         """The gradient that logits on the way to the loss would have been sent."""
         names = {"class_weights": "weight", "reduction": "reduction", "ignore_index": "ignore_index",
                  "label_smoothing": "label_smoothing"}  # fmt: skip
         options = {names[name]: value for name, value in self.options.items() if name in names}
-        # What looks may do so below autograd, which is needed here: as it was where the loss was formed.
-        with torch._C._ForceDispatchKeyGuard(*self.keys), torch.enable_grad():
+        with self.place.call.above_autograd(), torch.enable_grad():  # what looks may do so below it
             x = at.values().detach().requires_grad_()
             logits = functools.reduce(lambda t, step: step(t), self.place.steps[len(at.steps) :], x)
             loss = torch.nn.functional.cross_entropy(logits, self.target, **options)
@@ -274,7 +269,7 @@ class OwedGradient(torch.Tensor):
     paid: torch.Tensor | None
     at: Place
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -284,13 +279,13 @@ class OwedGradient(torch.Tensor):
         self.debts, self.at, self.paid = debts, at, paid
         return self
 
-    def values(self) -> torch.Tensor:
+    def formed(self) -> torch.Tensor:
         """As ordinary logits would have been sent it."""
         owed = (debt.gradient(upstream, self.at) for debt, upstream in self.debts)
         return functools.reduce(torch.add, owed if self.paid is None else (self.paid, *owed))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and not kwargs and len(args) == 2:
@@ -300,7 +295,7 @@ class OwedGradient(torch.Tensor):
                 return functools.reduce(OwedGradient._plus, args[1:], _owed(args[0], owed.at))
         if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) and not kwargs:
             return OwedGradient(args[0].debts, args[0].at, args[0].paid)
-        args, kwargs = tree_map_only(OwedGradient, OwedGradient.values, (args, kwargs or {}))
+        args, kwargs = tree_map_only(OwedGradient, OwedGradient.formed, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def _plus(self, other: torch.Tensor) -> OwedGradient:
@@ -335,6 +330,14 @@ def _taken(ctx: Any) -> Any:
     return kept
 
 
+def _once(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient that raises where it is differentiated once more."""
+    if gradient is None or not torch.is_grad_enabled():
+        return gradient
+    text = b"the gradients of a head whose logits are promised cannot be differentiated; restore the model for that"
+    return torch._C._functions.DelayedError(text, 1)(gradient.detach().requires_grad_())
+
+
 class _Head(torch.autograd.Function):
     """(hidden, weight, bias) -> the first promise."""
 
@@ -346,7 +349,6 @@ class _Head(torch.autograd.Function):
         return PromisedLogits(place)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if d is None:
             return None, None, None, None
@@ -360,7 +362,7 @@ class _Head(torch.autograd.Function):
         for formed, upstream in uses:
             new = call.gradients(formed, upstream, keep)
             found = [added(u, v) for u, v in zip(found, new, strict=True)]
-        return (*found, None)
+        return (*(_once(t) for t in found), None)
 
 
 class _Step(torch.autograd.Function):

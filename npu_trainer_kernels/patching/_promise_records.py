@@ -18,22 +18,25 @@ from torch.nn import functional
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ._promise import OwedGradient, Place, PromisedLogits, Step
+from .._opaque import opaque
+from ._head_call import is_of_a_wrapper
+from ._promise import OwedGradient, Place, PromisedLogits, Step, Transform
 
 __all__ = ["answer"]
 
 T = torch.Tensor
-# What wraps models hooks their outputs to learn that backward has reached them.
-_WRAPPERS = ("torch.", "deepspeed.", "accelerate.")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@opaque
 def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function of torch's returns that is given a promise."""
     first = args[0] if args else None
     if isinstance(first, PromisedLogits) and function in _OBSERVERS:
         return _observed(first, function, args[1:], kwargs)
-    if function in (_no_values() if isinstance(first, PromisedLogits) and first.state.real is None else (T.__hash__,)):
+    promised = isinstance(first, PromisedLogits) and first.state.real is None
+    names_type = function is T.type and len(args) == 1 and not kwargs
+    if names_type or function in (_no_values() if promised else (T.__hash__,)):
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
     if function is torch.autograd.grad:
@@ -50,7 +53,7 @@ def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return made
         reason = f" ({made})"
     reason = f"given to {resolve_name(function) or getattr(function, '__name__', function)}{reason}"
-    args, kwargs = tree_map_only(PromisedLogits, lambda p: p.real(reason), (args, kwargs))
+    args, kwargs = tree_map_only(PromisedLogits, lambda p: p.formed(reason), (args, kwargs))
     return function(*args, **kwargs)
 
 
@@ -64,15 +67,16 @@ def _no_values() -> frozenset[Any]:
     """Functions that ask for anything but values. Asked for late: a device's extension adds to them."""
     getters = {
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "grad", "_version", "_base", "_grad",
-        "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "names", "itemsize", "nbytes",
+        "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "itemsize", "nbytes",
     }  # fmt: skip
     getters |= {name for name in dir(T) if name.startswith("is_") and not callable(getattr(T, name))}
     found = {getattr(T, name).__get__ for name in getters if hasattr(T, name)}
     found |= {getattr(T, name).__set__ for name in ("requires_grad", "_backward_hooks", "grad")}
     found |= {
         T.size, T.dim, T.ndimension, T.numel, T.nelement, T.stride, T.storage_offset, T.element_size, T.get_device,
-        T.is_floating_point, T.is_complex, T.is_contiguous, T.is_signed, T.is_inference, T._is_view, T.__len__, T.__hash__,
-        T.requires_grad_, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.numel,
+        T.is_floating_point, T.is_complex, T.is_contiguous, T.is_signed, T.is_inference, T._is_view, T.__len__,
+        T.__hash__, T.__dir__, T.requires_grad_, torch.is_floating_point, torch.is_complex, torch.is_signed,
+        torch.is_inference, torch.numel,
     }  # fmt: skip
     return frozenset(found)
 
@@ -84,12 +88,6 @@ _LIKE = {
 }  # fmt: skip
 
 
-def _of_a_wrapper(hook: Any) -> bool:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return (getattr(hook, "__module__", None) or "").startswith(_WRAPPERS)
-
-
 def _observed(logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Whoever wants to see the gradient: at the promise, at the real logits, or at both.
 
@@ -97,13 +95,13 @@ def _observed(logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwar
     real logits do not.
     """
     state = logits.state
+    derived, watched = state.parent is not None and state.own, True
     if function is T.register_hook:
         hook = args[0] if args else kwargs["hook"]
-        args, kwargs = (hook if _of_a_wrapper(hook) else functools.partial(_look, hook),), {}
-    derived = state.parent is not None and state.own
-    watched = not (function is T.register_hook and _of_a_wrapper(hook))
+        watched = not is_of_a_wrapper(hook)
+        args, kwargs = (functools.partial(_look, hook) if watched else hook,), {}
     if (derived and watched and not state.fused) or logits.written:
-        return function(logits.real("its gradient is watched"), *args, **kwargs)
+        return function(logits.formed("its gradient is watched"), *args, **kwargs)
     if derived and state.real is not None:
         function(state.real, *args, **kwargs)
     elif derived and function is T.register_hook:
@@ -113,7 +111,7 @@ def _observed(logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwar
 
 
 def _look(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> Any:
-    return hook(gradient.values() if isinstance(gradient, OwedGradient) else gradient)
+    return hook(gradient.formed() if isinstance(gradient, OwedGradient) else gradient)
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +125,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     outputs, inputs, args, kwargs = given
     with torch._C.DisableTorchFunctionSubclass():
         found = torch.autograd.grad(outputs, inputs, *args, **kwargs)
-    return tuple(d.values() if isinstance(d, OwedGradient) else d for d in found)
+    return tuple(d.formed() if isinstance(d, OwedGradient) else d for d in found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,13 +161,16 @@ def _shaped(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _next(
     logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shadow: torch.Tensor,
-    alias: bool, **changes: Any,
+    alias: bool, *, hidden: torch.Tensor | None = None, transform: Transform | None = None,
 ) -> PromisedLogits:  # fmt: skip
     place = logits.place
-    new = {"hidden": place.hidden, "transform": place.transform} | changes
+    step = Step(function, args, kwargs, alias)
     return logits.done(
-        Place(place.call, shadow=shadow, steps=(*place.steps, Step(function, args, kwargs, alias)), **new)
-    )
+        Place(
+            place.call, place.hidden if hidden is None else hidden, shadow,
+            place.transform if transform is None else transform, (*place.steps, step),
+        )
+    )  # fmt: skip
 
 
 def _takes(index: Any) -> int:
@@ -201,10 +202,7 @@ def _indexed(function: Any, logits: Any, index: Any) -> Any:
     with torch.enable_grad():
         hidden = place.hidden[parts]
     alias = not any(isinstance(part, torch.Tensor) for part in parts)
-    if alias:
-        shadow = place.shadow[parts]
-    else:
-        shadow = place.shadow.new_empty((*hidden.shape[:-1], vocabulary))
+    shadow = place.shadow[parts] if alias else place.shadow.new_empty((*hidden.shape[:-1], vocabulary))
     return _next(logits, function, (index,), {}, shadow, alias, hidden=hidden)
 
 

@@ -3,7 +3,7 @@
 Usage: torchrun --nproc_per_node 2 -m tests.distributed.run FILE {ddp,fsdp2,zero3,by-hand}...
 
 Rank 0 writes to FILE, per case: how far the parameters have moved without the kernels, how far those with the kernels
-are from them, and what wrapped the model.
+are from them, what wrapped the model, how often the fused head and loss ran, and what has formed logits all the same.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from transformers import Qwen3ForCausalLM, Trainer, TrainingArguments
 from trl import GRPOConfig
 from trl import GRPOTrainer as TrlGRPOTrainer
 
-from npu_trainer_kernels import GRPOTrainer, NpuKernelsCallback, apply_npu_kernels
-from npu_trainer_kernels.patching import PATCHES
+from npu_trainer_kernels import GRPOTrainer, NpuKernels, NpuKernelsCallback, apply_npu_kernels
+from npu_trainer_kernels.patching import PATCHES, _head_call
 from tests.distributed.launched import without_compiled_operators
 from tests.models import batch, small_model
 from tests.trainers.test_grpo import reward, tokenizer
@@ -63,6 +63,31 @@ def whole(model: nn.Module) -> Parameters:
 
             gathered.enter_context(deepspeed.zero.GatheredParameters(list(named.values())))
         return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named.items()}
+
+
+class Fused:
+    """Counts the calls of the fused head and loss."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.original = _head_call.fused_linear_cross_entropy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.original(*args, **kwargs)
+
+    def since(self) -> int:
+        calls, self.calls = self.calls, 0
+        return calls
+
+
+FUSED = Fused()
+_head_call.fused_linear_cross_entropy = FUSED
+
+
+def formed(kernels: NpuKernels | None) -> list[str]:
+    """What has formed logits, as the report says."""
+    return [] if kernels is None else [note for note in kernels.report().notes if "logits were formed" in note]
 
 
 def apart(a: Parameters, b: Parameters) -> float:
@@ -138,7 +163,9 @@ def trainers(folder: Path, wrapper: str) -> dict[str, Any]:
         plain, _ = train(folder, task, wrapper, False)
         kernels, kind = train(folder, task, wrapper, True)
         moved = apart(plain, dict(start.named_parameters()))
-        found[f"{task} {wrapper}"] = {"moved": moved, "apart": apart(plain, kernels), "wrapped": kind}
+        found[f"{task} {wrapper}"] = {
+            "moved": moved, "apart": apart(plain, kernels), "wrapped": kind, "fused": FUSED.since(),
+        }  # fmt: skip
     return found
 
 
@@ -155,19 +182,27 @@ def shard(model: Any, unit: str) -> None:
         # Tied weights may not be in two units.
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         fully_shard([model.model.embed_tokens, model.lm_head] if tied else model.lm_head, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True if unit == "resharded root" else None)
 
 
-def loop(tied: bool, head: str, unit: str | None = None, patch: str | None = None) -> Parameters:
-    """A few steps. `unit`: where the head is, sharded; None: the whole batch on every rank, nothing sharded. With tied
-    weights the layers are checkpointed, too."""
+def loss_outside(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As a trainer's own loss: after the model's forward, where FSDP2 may have given the head's weight away."""
+    return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+
+
+def loop(tied: bool, head: str, unit: str | None = None, patch: str | None = None) -> tuple[Parameters, list[str]]:
+    """A few steps: the parameters, and what has formed logits. `unit`: where the head is, sharded, or how DDP wraps;
+    None: the whole batch on every rank, nothing sharded. With tied weights the layers are checkpointed, too."""
     model: Any = small_model("qwen3", tie_word_embeddings=tied)
     if tied:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if head == "trl":
         trl_utils.add_fused_lm_head(model)
     kernels = apply_npu_kernels(model, ops=PATCHES) if patch == "patched, then sharded" else None
-    if unit is not None:
+    step = model
+    if unit in DDP:
+        step = nn.parallel.DistributedDataParallel(model, **{unit: True})
+    elif unit is not None:
         shard(model, unit)
     if patch == "sharded, then patched":
         kernels = apply_npu_kernels(model, ops=PATCHES)
@@ -184,25 +219,41 @@ def loop(tied: bool, head: str, unit: str | None = None, patch: str | None = Non
             out = model(**inputs, fused_lm_head=True)
             # Not uniform, so not learned: backward forms the logits a second time.
             loss = -(out.log_probs * torch.linspace(0.5, 1.5, out.log_probs.shape[1])).sum() / out.label_mask.sum()
+        elif head == "outside":
+            loss = loss_outside(step(input_ids=inputs["input_ids"]).logits, inputs["labels"])
         else:
-            loss = model(**inputs).loss
+            loss = step(**inputs).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     if kernels is not None:
         kernels.restore()
-    return whole(model)
+    return whole(model), formed(kernels)
+
+
+# What DDP has of its own to do with outputs: `nn.parallel.DistributedDataParallel(model, **{name: True})`.
+DDP = ("find_unused_parameters", "static_graph")
 
 
 def loops() -> dict[str, Any]:
     """Beside the unsharded model: where the head is its own unit, TRL's own gradient lacks the other ranks' tokens."""
     found = {}
-    for head, tied in itertools.product(("model's", "trl"), (False, True)):
+    orders = ("patched, then sharded", "sharded, then patched")
+    cases = [*itertools.product(("model's", "trl"), ("root", "own"), orders)]
+    cases += [("outside", unit, orders[0]) for unit in ("root", "own", "resharded root", *DDP)]
+    for tied in (False, True):
         start = dict(small_model("qwen3", tie_word_embeddings=tied).named_parameters())
-        plain = loop(tied, head)
-        for unit, patch in itertools.product(("root", "own"), ("patched, then sharded", "sharded, then patched")):
+        plain = {head: loop(tied, head)[0] for head in ("model's", "trl", "outside")}
+        for head, unit, patch in cases:
+            if tied and unit in DDP:
+                continue  # DDP's hooks and checkpointed layers need each other's words
             name = f"{head} head, {'tied' if tied else 'untied'}, in {unit} unit, {patch}"
-            found[name] = {"moved": apart(plain, start), "apart": apart(plain, loop(tied, head, unit, patch))}
+            FUSED.since()
+            kernels, notes = loop(tied, head, unit, patch)
+            found[name] = {
+                "moved": apart(plain[head], start), "apart": apart(plain[head], kernels),
+                "fused": FUSED.since(), "formed": notes,
+            }  # fmt: skip
     return found
 
 
