@@ -87,7 +87,7 @@ _head_call.fused_linear_cross_entropy = FUSED
 
 def formed(kernels: NpuKernels | None) -> list[str]:
     """What has formed logits, as the report says."""
-    return [] if kernels is None else [note for note in kernels.report().notes if "logits were formed" in note]
+    return [] if kernels is None else [d.reason for d in kernels.report().declined if d.reason.startswith("logits")]
 
 
 def apart(a: Parameters, b: Parameters) -> float:
