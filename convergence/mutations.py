@@ -184,6 +184,19 @@ def _no_cap_derivative(original: Any, logits: torch.Tensor, *args: Any, **kwargs
     return original(logits, *args, **kwargs) / (1 - t * t)
 
 
+def _temperature_twice(fired: "Fired") -> AbstractContextManager[Any]:
+    """In what every step on logits asks for its factors."""
+    original = HeadOptions.factors.fget  # type: ignore[attr-defined]
+
+    def factors(self: HeadOptions) -> tuple[float, float]:
+        inner, outer = original(self)
+        if self.temperature != 1.0:
+            fired()
+        return (inner / self.temperature, outer) if self.softcap is None else (inner, outer / self.temperature)
+
+    return mock.patch.object(HeadOptions, "factors", property(factors))
+
+
 def _label_off_by_one(original: Any, x: Any, weight: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return original(x, weight, target.roll(1, -1), *args, **kwargs)
 
@@ -307,6 +320,7 @@ def _mutations() -> tuple[Mutation, ...]:
         Mutation("last partial block of rows dropped", ("lm",), _around(_NORM, _last_rows_dropped)),
         Mutation("importance ratio missing", ("grpo",), _in_grpo_loss(_no_ratio)),
         Mutation("KL term dropped", ("grpo",), _in_grpo_loss(_no_kl)),
+        Mutation("temperature applied twice", ("grpo",), _temperature_twice),
         Mutation("temperature ignored", ("grpo",), _around(_SEAM, _temperature_ignored, _IN_PATCHING)),
         Mutation("mean of the upstream gradients", ("grpo",), _around(_SEAM, _mean_upstream, _IN_PATCHING)),
     ]  # fmt: skip

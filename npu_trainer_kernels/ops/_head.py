@@ -217,7 +217,8 @@ class _Head(torch.autograd.Function):
         formed = _form(x, weight, bias, ids, rows, class_weights, call, tuple(ctx.needs_input_grad[:3]))
         # Backward needs no objective, and what it has closed over may be large.
         ctx.call, ctx.plan, ctx.weight_shape = replace(call, objective=None), formed.plan, weight.shape
-        ctx.save_for_backward(*_Saved(x, weight, bias, formed.ids, formed.rows, class_weights, *formed.softmax))
+        # In the order of `_Saved`.
+        ctx.save_for_backward(x, weight, bias, formed.ids, formed.rows, class_weights, *formed.softmax)
         ctx.mark_non_differentiable(*(t for t in formed.statistics[4:] if t is not None))
         return (formed.total, *formed.statistics)
 
@@ -398,20 +399,15 @@ def head_statistics(
     # The products run in this dtype and everything else in fp32: autocast has no further say.
     with contextlib.nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
         call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch, low_memory)
-        if _records(x, weight, bias):
+        # Asked here, because an autograd function is not told: its `needs_input_grad` is true for a parameter under
+        # `no_grad`, too.
+        recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if recorded and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
             total, *statistics = _Head.apply(x, weight, bias, ids, rows, class_weights, call)
             return total, HeadStatistics._make(statistics)
         with torch.no_grad():
             formed = _form(x, weight, bias, ids, rows, class_weights, call, (False,) * 3)
         return formed.total, formed.statistics
-
-
-def _records(*inputs: torch.Tensor | None) -> bool:
-    """Whether autograd will ask for a gradient of any of these. Inside an autograd function it cannot be told:
-    `needs_input_grad` is true for a parameter under `no_grad`, too."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return False
-    return any(t is not None and t.requires_grad for t in inputs)
 
 
 class _LogitsStatistics(torch.autograd.Function):
