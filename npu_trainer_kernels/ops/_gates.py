@@ -106,8 +106,8 @@ class Gate:
         dup = d * a
         dgate = d.mul(u + self.offset if self.offset else u).mul_(da)
         if self.limit is not None:
-            dgate.mul_(gate <= self.limit)
-            dup.mul_(up.abs() <= self.limit)
+            dgate = torch.where(gate <= self.limit, dgate, 0.0)
+            dup = torch.where(up.abs() <= self.limit, dup, 0.0)
         return dgate, dup
 
 
@@ -119,7 +119,11 @@ def gate_options(activation: str, alpha: float, limit: float | None, offset: flo
     """
     # Dynamo warns where it meets a cache.
     made = _checked if torch.compiler.is_compiling() else _cached
-    return made(activation, alpha, limit, offset, joined)
+    try:
+        return made(activation, alpha, limit, offset, joined)
+    except TypeError:
+        # What cannot be looked up is not allowed either, and the check says which it is.
+        return _checked(activation, alpha, limit, offset, joined)
 
 
 def _checked(activation: str, alpha: float, limit: float | None, offset: float, joined: str | None) -> Gate:
@@ -143,7 +147,8 @@ def _checked(activation: str, alpha: float, limit: float | None, offset: float, 
     return Gate(activation, float(alpha), None if limit is None else float(limit), float(offset), joined, flags)
 
 
-_cached = functools.lru_cache(maxsize=256)(_checked)
+# By type, too: True is no 1.
+_cached = functools.lru_cache(maxsize=256, typed=True)(_checked)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -131,14 +131,18 @@ def rope_reference(
 def _options(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
     # Dynamo warns where it meets a cache.
     made = _checked if torch.compiler.is_compiling() else _cached
-    return made(pairs, tables, casting, heads)
+    try:
+        return made(pairs, tables, casting, heads)
+    except TypeError:
+        # What cannot be looked up is not allowed either, and the check says which it is.
+        return _checked(pairs, tables, casting, heads)
 
 
 def _checked(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
     check_choice("pairs", pairs, PAIRS)
     check_choice("tables", tables, TABLES)
     check_choice("casting", casting, CASTINGS)
-    if heads not in (1, 2):
+    if type(heads) is not int or heads not in (1, 2):
         raise ValueError(f"heads must be 1 or 2; got {heads!r}")
     if pairs == "regrouped" and tables == "each":
         raise ValueError("tables must be one of pair, first_half with pairs='regrouped'; got 'each'")
@@ -150,7 +154,8 @@ def _checked(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
     return Rotation(pairs, tables, casting, heads, (forward, backward))
 
 
-_cached = functools.lru_cache(maxsize=64)(_checked)
+# By type, too: True is no 1.
+_cached = functools.lru_cache(maxsize=64, typed=True)(_checked)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
