@@ -313,7 +313,12 @@ BAD = [
         ValueError,
         r"q must have shape \[B, H, T, D\] with D at least 2; got \[3, 11",
     ),
-    (lambda q, k, c, s: (q[..., :-1], k, c, s), {}, ValueError, r"cos must have shape .*at most 63.*got \[1, 11, 64\]"),
+    (
+        lambda q, k, c, s: (q[..., :-1], k, c, s),
+        {},
+        ValueError,
+        r"k must have q's shape \[2, 3, 11, 63\].*got \[2, 2, 11, 64\]",
+    ),
     (
         lambda q, k, c, s: (q, k[:, :, 1:], c, s),
         {},
