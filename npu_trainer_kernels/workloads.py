@@ -129,7 +129,13 @@ class Workload:
     @property
     def backend_op(self) -> str:
         """The op's name in `backends.OPS`."""
-        served = {"fused_linear_grpo_loss": "grpo_loss", "swiglu_linear": "swiglu", "linear_rms_norm": "rms_norm"}
+        served = {
+            "fused_linear_grpo_loss": "grpo_loss",
+            "swiglu_linear": "swiglu",
+            "geglu": "swiglu",
+            "rope_by_turns": "rope",
+            "linear_rms_norm": "rms_norm",
+        }
         return served.get(self.op, self.op)
 
     @property
@@ -344,6 +350,14 @@ def _swiglu(backend: str | None) -> Function:
     return lambda t: ops.swiglu(t["gate"], t["up"], backend=backend)
 
 
+def _geglu_reference(t: Tensors) -> Outputs:
+    return ops.swiglu_reference(t["gate"], t["up"], activation="gelu_tanh")
+
+
+def _geglu(backend: str | None) -> Function:
+    return lambda t: ops.swiglu(t["gate"], t["up"], activation="gelu_tanh", backend=backend)
+
+
 def _build_swiglu_linear(work: Workload, device: torch.device) -> Inputs:
     inputs = _build_swiglu(work, device)
     inputs.tensors["weight"] = _randn(work, device, work.sizes["H"], work.sizes["I"], scale=work.sizes["I"] ** -0.5)
@@ -387,6 +401,25 @@ def _rope(backend: str | None) -> Function:
     return lambda t: ops.rope(t["q"], t["k"], t["cos"], t["sin"], backend=backend)
 
 
+def _build_rope_by_turns(work: Workload, device: torch.device) -> Inputs:
+    inputs = _build_rope(work, device)
+    # Half of each head rotates, as GLM-4's does: the first half of tables of half the width is read.
+    for name in ("cos", "sin"):
+        inputs.tensors[name] = inputs.tensors[name][..., : work.sizes["D"] // 2].contiguous()
+    return inputs
+
+
+_BY_TURNS: dict[str, Any] = {"pairs": "interleaved", "tables": "first_half"}
+
+
+def _rope_by_turns_reference(t: Tensors) -> Outputs:
+    return ops.rope_reference(t["q"], t["k"], t["cos"], t["sin"], **_BY_TURNS)
+
+
+def _rope_by_turns(backend: str | None) -> Function:
+    return lambda t: ops.rope(t["q"], t["k"], t["cos"], t["sin"], backend=backend, **_BY_TURNS)
+
+
 OPS: dict[str, Op] = {
     "linear_cross_entropy": Op(_build_cross_entropy, _cross_entropy_reference, _cross_entropy),
     "fused_linear_grpo_loss": Op(_build_grpo, _grpo_reference, _grpo),
@@ -397,7 +430,9 @@ OPS: dict[str, Op] = {
     "embedding": Op(_build_embedding, _embedding_reference, _embedding),
     "swiglu": Op(_build_swiglu, _swiglu_reference, _swiglu),
     "swiglu_linear": Op(_build_swiglu_linear, _swiglu_linear_reference, _swiglu_linear),
+    "geglu": Op(_build_swiglu, _geglu_reference, _geglu),
     "rope": Op(_build_rope, _rope_reference, _rope),
+    "rope_by_turns": Op(_build_rope_by_turns, _rope_by_turns_reference, _rope_by_turns),
 }
 
 
@@ -473,7 +508,9 @@ def of_model(shapes: ModelShapes, tokens: int, dtype: str) -> list[Workload]:
         "add_rms_norm": {"N": tokens, "H": shapes.hidden},
         "swiglu": {"N": tokens, "I": shapes.intermediate},
         "swiglu_linear": {"N": tokens, "I": shapes.intermediate, "H": shapes.hidden},
+        "geglu": {"N": tokens, "I": shapes.intermediate},
         "rope": {"S": tokens, "Q": shapes.heads, "K": shapes.kv_heads, "D": shapes.head_dim},
+        "rope_by_turns": {"S": tokens, "Q": shapes.heads, "K": shapes.kv_heads, "D": shapes.head_dim},
         "embedding": {"N": tokens, "V": shapes.vocabulary, "D": shapes.hidden},
         "linear_cross_entropy": {"BT": tokens, **head},
         "linear_logprob": {"BT": tokens, **head},
