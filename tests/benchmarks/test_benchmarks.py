@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import cli, distributed, endtoend, measure, report, results, runner
+from benchmarks import cli, distributed, endtoend, measure, models, report, results, runner
 from benchmarks.cases import OPS, Case, table
 from benchmarks.providers import Absent, Provider, providers
 
@@ -318,7 +318,7 @@ def test_every_step_is_named_once(kind):
     found = endtoend.workloads(kind)
     assert len({w.key for w in found}) == len(found)
     assert {w.name for w in found} == {"sft-trainer", "sft-trl", "grpo-trl", "dpo-trl"}
-    families = {endtoend.MODELS[w.size][0] for w in found if w.name == "sft-trainer"}
+    families = {models.MODELS[w.size][0] for w in found if w.name == "sft-trainer"}
     assert families == {"Llama", "Gemma3Text"}
 
 
@@ -360,14 +360,14 @@ def test_an_end_to_end_step_in_a_process_of_its_own(workload, first_loss):
 
 
 @pytest.mark.parametrize(
-    ("workload", "models", "own_head"),
+    ("workload", "patched", "own_head"),
     [
         (endtoend.Workload("sft-trainer", "tiny-gemma3", 2, 8), 1, True),
         (endtoend.Workload("dpo-trl", "tiny-llama", 2, 12, 2, 3), 2, False),
     ],
     ids=lambda value: value.name if isinstance(value, endtoend.Workload) else "",
 )
-def test_ligers_layers_are_in_every_model_of_a_step(workload, models, own_head, monkeypatch):
+def test_ligers_layers_are_in_every_model_of_a_step(workload, patched, own_head, monkeypatch):
     """By a stand-in that sets forwards on instances as Liger does, whose kernels do not run here."""
     asked, called = [], set()
 
@@ -390,7 +390,7 @@ def test_ligers_layers_are_in_every_model_of_a_step(workload, models, own_head, 
     found = endtoend.train(workload, "liger", steps=1, warmup=1)
     assert len(found["losses"]) == 2
     assert asked == [{"fused_linear_cross_entropy": own_head, "cross_entropy": False}]
-    assert len(called) == models * endtoend.MODELS[workload.size][1]["num_hidden_layers"]
+    assert len(called) == patched * models.MODELS[workload.size][1]["num_hidden_layers"]
 
 
 def test_an_end_to_end_failure_is_a_row():
