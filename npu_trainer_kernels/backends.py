@@ -335,13 +335,6 @@ def _chosen(
     at: Callable[[], Shape] | None,
 ) -> str:  # fmt: skip
     environment = os.environ.get(ENVIRONMENT, "")
-    environment = os.environ.get(ENVIRONMENT, "")
-    if torch.compiler.is_compiling():
-        # A wrong name is an error here too. Dynamo traces the function below the cache, and warns of caches.
-        _asked_for.__wrapped__(op, override, environment)
-        return "torch"
-    if has_failed(op, device):
-        return "torch"
     name = _choose(op, device, override, environment, at)[0]
     if name != "vendor":
         return name
