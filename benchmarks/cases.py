@@ -166,7 +166,9 @@ OPS: dict[str, OpSpec] = {
     "embedding": _spec("embedding", _embedding_work),
     # Forward reads gate and up, writes one; backward reads both and dy, writes two.
     "swiglu": _spec("swiglu", _passes((3, 5), lambda s: s["N"] * s["I"])),
+    "geglu": _spec("geglu", _passes((3, 5), lambda s: s["N"] * s["I"])),
     "rope": _spec("rope", _passes((2, 2), lambda s: s["S"] * (s["Q"] + s["K"]) * s["D"])),
+    "rope_by_turns": _spec("rope_by_turns", _passes((2, 2), lambda s: s["S"] * (s["Q"] + s["K"]) * s["D"])),
 }
 
 
@@ -181,6 +183,8 @@ def _accelerator_cases() -> list[Case]:
     rows += [Case("rms_norm", {"N": n, "H": h}) for n, h in ((8192, 4096), (16384, 8192))]
     rows += [Case("add_rms_norm", {"N": 8192, "H": 4096}), Case("embedding", {"N": 16384, "V": 151936, "D": 4096})]
     rows += [Case("swiglu", {"N": 8192, "I": 14336}), Case("rope", {"S": 8192, "Q": 32, "K": 8, "D": 128})]
+    # Gemma-3-4B's gate, and GLM-4-9B's rotation.
+    rows += [Case("geglu", {"N": 8192, "I": 10240}), Case("rope_by_turns", {"S": 8192, "Q": 32, "K": 2, "D": 128})]
     rows += [Case("linear_logprob", {"BT": 8192, "H": 4096, "V": 128256})]
     return rows
 
@@ -197,7 +201,9 @@ def _cpu_cases() -> list[Case]:
         Case("add_rms_norm", {"N": 2048, "H": 160}),
         Case("embedding", {"N": 2048, "V": 8009, "D": 160}),
         Case("swiglu", {"N": 2048, "I": 432}),
+        Case("geglu", {"N": 2048, "I": 432}),
         Case("rope", {"S": 2048, "Q": 5, "K": 5, "D": 32}),
+        Case("rope_by_turns", {"S": 2048, "Q": 5, "K": 5, "D": 32}),
         Case("linear_logprob", {"BT": 2048, "H": 160, "V": 8009}),
     ]
     return [Case(c.op, c.sizes, "float32") for c in rows]

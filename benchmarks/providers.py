@@ -160,6 +160,13 @@ def _liger_swiglu(case: Case, device: torch.device) -> Function:
     return lambda t: liger_swiglu(t["gate"], t["up"])
 
 
+@_peer("geglu", "liger", "liger-kernel")
+def _liger_geglu(case: Case, device: torch.device) -> Function:
+    from liger_kernel.transformers.functional import liger_geglu
+
+    return lambda t: liger_geglu(t["gate"], t["up"])
+
+
 @_peer("rope", "liger", "liger-kernel")
 def _liger_rope(case: Case, device: torch.device) -> Function:
     from liger_kernel.transformers.functional import liger_rope

@@ -94,7 +94,8 @@ class NpuKernelsCallback(TrainerCallback):
         self._ops, self._backend, self._strict, self._warm_up = ops, backend, strict, warm_up
         self._handle: NpuKernels | None = None
         self._owns = False
-        self._held: list[NpuKernels] = []
+        self._held: list[NpuKernels] = []  # to restore
+        self._served_beside: list[NpuKernels] = []
         self._planner: Planner | None = None
         self._in_trainer = Undo()
         self._printed = ""
@@ -147,8 +148,10 @@ class NpuKernelsCallback(TrainerCallback):
 
     def _apply_to_held(self, trainer: Trainer, report: Report) -> None:
         """The same ops for the models beside the one that is trained."""
+        self._served_beside = []
         for name, model in held_models(trainer).items():
             handle, owns = self._put_into(model)
+            self._served_beside.append(handle)
             if owns:
                 self._held.append(handle)
             report.note(f"{name} ({type(model).__name__}): {handle.report().summary()}")
@@ -223,7 +226,9 @@ class NpuKernelsCallback(TrainerCallback):
         )
         context = contextlib.nullcontext if trainer is None else trainer.compute_loss_context_manager
         plan = None if self._planner is None else self._planner.rehearsal()
-        recorded = warmup.record(self._handle, model, warmup.ROWS, trl=trl, context=context, plan=plan)
+        recorded = warmup.record(
+            self._handle, model, warmup.ROWS, trl=trl, context=context, plan=plan, beside=self._served_beside
+        )
         say: Any = functools.partial(print, flush=True) if state.is_world_process_zero else lambda *_, **__: None
         if recorded.launches:
             kernels = ", ".join(recorded.names)

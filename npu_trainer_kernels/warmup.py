@@ -100,6 +100,7 @@ def _without_numbers(handle: NpuKernels, planned: bool) -> Iterator[None]:
 def record(
     handle: NpuKernels, model: nn.Module, rows: int, *, length: int = LENGTH, trl: bool = False,
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext, plan: HeadPlan | None = None,
+    beside: Sequence[NpuKernels] = (),
 ) -> Recorded:  # fmt: skip
     """The launches of one training step, forward and backward; nothing is launched.
 
@@ -110,6 +111,7 @@ def record(
         trl: one of TRL's trainers trains it, through the head that TRL gave it.
         context: what the Trainer computes a loss in, for example autocast.
         plan: of one of TRL's trainers that hands over plans for TRL's head; one for ids without numbers.
+        beside: handles of the models that the Trainer holds and does not train: they score, without gradients.
     """
     found = Recorded()
     seen: set[tuple[Any, ...]] = set()
@@ -123,7 +125,7 @@ def record(
             seen.add(key)
             found.launches.append(launch)
 
-    def step(planned: bool, backward: bool) -> None:
+    def step(handle: NpuKernels, model: nn.Module, planned: bool, backward: bool) -> None:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # An accelerator's backward runs in a thread of its own, where no launcher is installed: it would launch kernels
         # on tensors without memory.
@@ -133,10 +135,14 @@ def record(
             _run(_Step(model, context, backward), fake, rows, length, trl)
 
     try:
-        step(planned=False, backward=True)
+        step(handle, model, planned=False, backward=True)
         if trl:
             # A planned gradient is formed in forward. Its backward compares it with the real one: it needs numbers.
-            step(planned=True, backward=False)
+            step(handle, model, planned=True, backward=False)
+        for each in beside:
+            if each.model is not None:
+                with torch.no_grad():
+                    step(each, each.model, planned=False, backward=False)
     except _ERRORS as error:
         found.problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return found

@@ -395,6 +395,14 @@ def _swiglu(backend: str | None) -> Function:
     return lambda t: ops.swiglu(t["gate"], t["up"], backend=backend)
 
 
+def _geglu_reference(t: Tensors) -> Outputs:
+    return ops.swiglu_reference(t["gate"], t["up"], activation="gelu_tanh")
+
+
+def _geglu(backend: str | None) -> Function:
+    return lambda t: ops.swiglu(t["gate"], t["up"], activation="gelu_tanh", backend=backend)
+
+
 def _build_swiglu_linear(work: Workload, device: torch.device) -> Inputs:
     inputs = _build_swiglu(work, device)
     inputs.tensors["weight"] = _randn(work, device, work.sizes["H"], work.sizes["I"], scale=work.sizes["I"] ** -0.5)
@@ -438,6 +446,29 @@ def _rope(backend: str | None) -> Function:
     return lambda t: ops.rope(t["q"], t["k"], t["cos"], t["sin"], backend=backend)
 
 
+def _rope_sizes(model: ModelShapes, tokens: int) -> dict[str, int]:
+    return {"S": tokens, "Q": model.heads, "K": model.kv_heads, "D": model.head_dim}
+
+
+def _build_rope_by_turns(work: Workload, device: torch.device) -> Inputs:
+    inputs = _build_rope(work, device)
+    # Half of each head rotates, as GLM-4's does: the first half of tables of half the width is read.
+    for name in ("cos", "sin"):
+        inputs.tensors[name] = inputs.tensors[name][..., : work.sizes["D"] // 2].contiguous()
+    return inputs
+
+
+_BY_TURNS: dict[str, Any] = {"pairs": "interleaved", "tables": "first_half"}
+
+
+def _rope_by_turns_reference(t: Tensors) -> Outputs:
+    return ops.rope_reference(t["q"], t["k"], t["cos"], t["sin"], **_BY_TURNS)
+
+
+def _rope_by_turns(backend: str | None) -> Function:
+    return lambda t: ops.rope(t["q"], t["k"], t["cos"], t["sin"], backend=backend, **_BY_TURNS)
+
+
 OPS: dict[str, Op] = {
     "rms_norm": Op(_build_norm, _norm_reference, _norm, lambda m, n: {"N": n, "H": m.hidden}),
     "linear_rms_norm": Op(
@@ -450,9 +481,9 @@ OPS: dict[str, Op] = {
         _build_swiglu_linear, _swiglu_linear_reference, _swiglu_linear,
         lambda m, n: {"N": n, "I": m.intermediate, "H": m.hidden},
     ),
-    "rope": Op(
-        _build_rope, _rope_reference, _rope, lambda m, n: {"S": n, "Q": m.heads, "K": m.kv_heads, "D": m.head_dim}
-    ),
+    "geglu": Op(_build_swiglu, _geglu_reference, _geglu, lambda m, n: {"N": n, "I": m.intermediate}),
+    "rope": Op(_build_rope, _rope_reference, _rope, _rope_sizes),
+    "rope_by_turns": Op(_build_rope_by_turns, _rope_by_turns_reference, _rope_by_turns, _rope_sizes),
     "embedding": Op(
         _build_embedding, _embedding_reference, _embedding, lambda m, n: {"N": n, "V": m.vocabulary, "D": m.hidden}
     ),

@@ -67,16 +67,24 @@ def test_heads_alone_keep_their_kernels(work):
     assert bool(launched(work, "triton")) == (work.op in HEADS)
 
 
-@pytest.mark.parametrize("trl", [False, True])
-def test_of_a_compiled_model_the_head_keeps_its_kernels(trl):
+def test_of_a_compiled_model_trls_head_keeps_its_kernels():
     from trl.trainer.utils import add_fused_lm_head
 
     model = small_model("llama").to(DEVICE)
-    if trl:
-        add_fused_lm_head(model)
+    add_fused_lm_head(model)
     ids = torch.randint(3, 300, (2, 7), device=DEVICE)
     with apply_npu_kernels(model, ops=list(PATCHES), backend="triton"), launches() as files:
         compiled = torch.compile(model, backend="aot_eager")
-        compiled(input_ids=ids, labels=ids, **({"fused_lm_head": True} if trl else {})).loss.backward()
+        compiled(input_ids=ids, labels=ids, fused_lm_head=True).loss.backward()
     assert files
     assert all(file.startswith("_head") for file in files), files
+
+
+def test_a_compiled_model_forms_its_own_logits():
+    model = small_model("llama").to(DEVICE)
+    ids = torch.randint(3, 300, (2, 7), device=DEVICE)
+    with apply_npu_kernels(model, ops=list(PATCHES), backend="triton"), launches() as files:
+        out = torch.compile(model, backend="aot_eager")(input_ids=ids, labels=ids)
+        assert type(out.logits) is torch.Tensor
+        out.loss.backward()
+    assert not files

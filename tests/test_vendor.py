@@ -1,9 +1,12 @@
 """Which calls the vendor's operators cover. How they are called is tested in tests/npu_contract, against torch_npu."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from npu_trainer_kernels import _vendor
+from npu_trainer_kernels.ops._gates import gate_options
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -58,7 +61,42 @@ def test_the_gradient_of_a_trained_weight_is_not_repeatable():
 def _rope(batch=2, q_heads=4, k_heads=2, size=8, dtype=BF16, tables=BF16):
     q, k = (torch.empty(batch, heads, 3, size, dtype=dtype, device="meta") for heads in (q_heads, k_heads))
     cos, sin = (torch.empty(1, 3, size, dtype=tables, device="meta") for _ in range(2))
-    return _vendor.uncovered_rope(q, k, cos, sin)
+    return _vendor.uncovered_rope(q, k, cos, sin, _rotation())
+
+
+def _rotation(pairs="halves", tables="each", casting="promote", heads=1):
+    return SimpleNamespace(pairs=pairs, tables=tables, casting=casting, heads=heads)
+
+
+def test_other_rotations_are_not_covered():
+    q = torch.empty(2, 4, 3, 8, dtype=BF16, device="meta")
+    table = torch.empty(1, 3, 8, dtype=BF16, device="meta")
+    assert _vendor.uncovered_rope(q, None, table, table, _rotation()) is None
+    assert _vendor.uncovered_rope(q, None, table, table, _rotation(casting="fp32")) is None
+    for options in ({"pairs": "interleaved"}, {"tables": "first_half"}, {"heads": 2}):
+        assert "pairs" in _vendor.uncovered_rope(q, None, table, table, _rotation(**options))
+    part = table[..., :4]
+    assert _vendor.uncovered_rope(q, None, part, part, _rotation()) == "4 of 8 elements of a head"
+
+
+@pytest.mark.parametrize(
+    ("options", "covered"),
+    [
+        ({}, True),
+        ({"joined": "halves"}, True),
+        ({"joined": "interleaved"}, False),
+        ({"activation": "gelu"}, False),
+        ({"activation": "gelu_tanh"}, False),
+        ({"activation": "relu2"}, False),
+        ({"alpha": 1.702}, False),
+        ({"limit": 7.0}, False),
+        ({"offset": 1.0}, False),
+    ],
+)
+def test_gates(options, covered):
+    defaults = {"activation": "silu", "alpha": 1.0, "limit": None, "offset": 0.0, "joined": None}
+    reason = _vendor.uncovered_swiglu(gate_options(**{**defaults, **options}))
+    assert (reason is None) == covered
 
 
 def test_rope():

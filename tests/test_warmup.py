@@ -187,12 +187,12 @@ def test_nothing_of_the_run_is_touched():
     model = model_there("llama", attention_dropout=0.1)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
-        before, learned = random_states(), handle._settings.learned
+        before, learned = random_states(), handle.settings.learned
         warmup.record(handle, model, rows=2)
         assert all(torch.equal(a, b) for a, b in zip(random_states(), before, strict=True))
         assert handle.tokens == 0
-        assert handle._settings.learned is learned
-        assert handle._settings.compacts
+        assert handle.settings.learned is learned
+        assert handle.settings.compacts
     assert all(p.grad is None and type(p) is torch.nn.Parameter for p in model.parameters())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 

@@ -13,7 +13,6 @@ is zero, as `torch.clamp` has it.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +42,7 @@ class Gate:
         offset: what is added to up.
         joined: how gate and up lie in one tensor, one of `JOINED`; None: in two.
         flags: the constants of the kernels.
+        is_swiglu: y is silu(gate) * up.
     """
 
     activation: str
@@ -51,11 +51,7 @@ class Gate:
     offset: float
     joined: str | None
     flags: dict[str, Any] = field(compare=False, repr=False)
-
-    @property
-    def is_swiglu(self) -> bool:
-        """Whether y is silu(gate) * up."""
-        return (self.activation, self.alpha, self.limit, self.offset) == ("silu", 1.0, None, 0.0)
+    is_swiglu: bool = field(compare=False, repr=False)
 
     def parts(self, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate and up as two tensors, which are views where they are joined."""
@@ -106,8 +102,8 @@ class Gate:
         dup = d * a
         dgate = d.mul(u + self.offset if self.offset else u).mul_(da)
         if self.limit is not None:
-            dgate.mul_(gate <= self.limit)
-            dup.mul_(up.abs() <= self.limit)
+            dgate = torch.where(gate <= self.limit, dgate, 0.0)
+            dup = torch.where(up.abs() <= self.limit, dup, 0.0)
         return dgate, dup
 
 
@@ -117,9 +113,21 @@ def gate_options(activation: str, alpha: float, limit: float | None, offset: flo
     Raises:
         ValueError: an option that is not allowed, or alpha with another activation than silu.
     """
-    # Dynamo warns where it meets a cache.
-    made = _checked if torch.compiler.is_compiling() else _cached
-    return made(activation, alpha, limit, offset, joined)
+    key = activation, alpha, limit, offset, joined
+    try:
+        form = _known.get(key)
+    except TypeError:
+        # What cannot be looked up is not allowed either: the check says which it is.
+        form = None
+    if form is None:
+        form = _checked(*key)
+        if not torch.compiler.is_compiling() and len(_known) < _MOST_KNOWN:
+            _known[key] = form
+    return form
+
+
+_known: dict[tuple[Any, ...], Gate] = {}
+_MOST_KNOWN = 256
 
 
 def _checked(activation: str, alpha: float, limit: float | None, offset: float, joined: str | None) -> Gate:
@@ -140,10 +148,9 @@ def _checked(activation: str, alpha: float, limit: float | None, offset: float, 
         "OFFSET": float(offset),
         "JOINED": JOINED.index(joined) + 1 if joined is not None else 0,
     }
-    return Gate(activation, float(alpha), None if limit is None else float(limit), float(offset), joined, flags)
-
-
-_cached = functools.lru_cache(maxsize=256)(_checked)
+    is_swiglu = (activation, alpha, limit, offset) == ("silu", 1.0, None, 0.0)
+    limit = None if limit is None else float(limit)
+    return Gate(activation, float(alpha), limit, float(offset), joined, flags, is_swiglu)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ cos and sin. Forms differ in which elements of a head are pairs, and in how much
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -66,13 +65,13 @@ class Rotation:
 
     def strides(self, t: torch.Tensor) -> tuple[int, int, int]:
         """From sequence to sequence, head to head, token to token."""
-        batch, head, token, _ = t.stride()
-        return (batch, head, token) if self.heads == 1 else (batch, token, head)
+        strides = t.stride()
+        return strides[:3] if self.heads == 1 else (strides[0], strides[2], strides[1])  # type: ignore[return-value]
 
     def sizes(self, t: torch.Tensor) -> tuple[int, int, int, int]:
         """Sequences, heads, tokens, elements of a head."""
-        batch, heads, tokens, size = t.shape
-        return (batch, heads, tokens, size) if self.heads == 1 else (batch, tokens, heads, size)
+        shape = t.shape
+        return shape if self.heads == 1 else (shape[0], shape[2], shape[1], shape[3])  # type: ignore[return-value]
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotated x in plain PyTorch, with the bits of the models' own functions."""
@@ -129,16 +128,27 @@ def rope_reference(
 
 
 def _options(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
-    # Dynamo warns where it meets a cache.
-    made = _checked if torch.compiler.is_compiling() else _cached
-    return made(pairs, tables, casting, heads)
+    key = pairs, tables, casting, heads
+    try:
+        form = _known.get(key)
+    except TypeError:
+        # What cannot be looked up is not allowed either: the check says which it is.
+        form = None
+    if form is None:
+        form = _checked(*key)
+        if not torch.compiler.is_compiling():
+            _known[key] = form
+    return form
+
+
+_known: dict[tuple[Any, ...], Rotation] = {}
 
 
 def _checked(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
     check_choice("pairs", pairs, PAIRS)
     check_choice("tables", tables, TABLES)
     check_choice("casting", casting, CASTINGS)
-    if heads not in (1, 2):
+    if type(heads) is not int or heads not in (1, 2):
         raise ValueError(f"heads must be 1 or 2; got {heads!r}")
     if pairs == "regrouped" and tables == "each":
         raise ValueError("tables must be one of pair, first_half with pairs='regrouped'; got 'each'")
@@ -148,9 +158,6 @@ def _checked(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
         {"X_BY_TURNS": x, "Y_BY_TURNS": y, "TABLE": kind} for x, y in ((reads, writes), (writes, reads))
     )
     return Rotation(pairs, tables, casting, heads, (forward, backward))
-
-
-_cached = functools.lru_cache(maxsize=64)(_checked)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,7 +452,7 @@ def _rotate_pair(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """q and k rotated, each in its dtype of `dtypes`; in one launch where that pays."""
     n_batches, q_heads, n_tokens, size = form.sizes(q)
-    k_heads = form.sizes(k)[1]
+    k_heads = k.shape[form.heads]
     half = form.rotated_size(cos.shape[-1]) // 2
     rest = size - 2 * half
     tile = tiling.rope_pair_tile(q_heads, k_heads, half, device.spec(q.device))
@@ -453,14 +460,14 @@ def _rotate_pair(
         return _rotate(q, cos, sin, dtypes[0], form, inverse), _rotate(k, cos, sin, dtypes[1], form, inverse)
     q, k = _with_unit_stride(q), _with_unit_stride(k)
     yq, yk = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
-    strides = [form.strides(t) for t in (q, k, yq, yk)]
+    of_q, of_k, of_yq, of_yk = form.strides(q), form.strides(k), form.strides(yq), form.strides(yk)
     launch(
         _rotate_pair_kernel, (n_tokens, n_batches),
-        q, k, yq, yk, cos, sin, *strides[0], *strides[1], *strides[2], *strides[3], *_table_strides(cos),
+        q, k, yq, yk, cos, sin, *of_q, *of_k, *of_yq, *of_yk, *_table_strides(cos),
         *_table_strides(sin),
         INVERSE=inverse, **form.flags[inverse], HALF=half, REST=rest, Q_HEADS=q_heads, K_HEADS=k_heads,
-        GROUP=tile.heads, COLS=tile.cols, REST_COLS=tiling.next_power_of_2(rest), AHEAD=tile.ahead,
-        PACKED=all(head == size for _, head, _ in strides), **tile.options,
+        GROUP=tile.heads, COLS=tile.cols, REST_COLS=tiling.next_power_of_2(rest) if rest else 1, AHEAD=tile.ahead,
+        PACKED=of_q[1] == of_k[1] == of_yq[1] == of_yk[1] == size, **tile.options,
     )  # fmt: skip
     return yq, yk
 
@@ -608,7 +615,8 @@ def rope(
     batch, _, tokens, size = form.sizes(q)
     if k is not None:
         check_float("k", k)
-        if k.dim() != 4 or form.sizes(k)[::2] != (batch, tokens) or k.shape[3] != size:
+        n_keys, _, key_tokens, key_size = form.sizes(k) if k.dim() == 4 else (0, 0, 0, 0)
+        if n_keys != batch or key_tokens != tokens or key_size != size:
             raise ValueError(f"k must have q's shape {list(q.shape)} but for its heads, {layout}; got {list(k.shape)}")
     width = cos.shape[-1] if cos.dim() == 3 else 0
     rotated = form.rotated_size(width)

@@ -46,7 +46,8 @@ class HeadForm:
 @opaque
 def promised_logits(
     head: nn.Linear, hidden: torch.Tensor, backend: str | None, *,
-    on_real: Callable[[str], None] | None = None, within: weakref.ref[nn.Module] | None = None,
+    on_real: Callable[[str], None] | None = None, on_fused: Callable[[], None] | None = None,
+    within: weakref.ref[nn.Module] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """What a head returns in training: its logits, promised.
 
@@ -55,18 +56,20 @@ def promised_logits(
         hidden: its input.
         backend: for the fused op; None: the device's own choice.
         on_real: told why, whenever the logits have to be formed after all.
+        on_fused: told whenever the fused op forms a loss of them.
         within: see `HeadForm`.
     """
     answered = answer_of(head)
     if answered is not None:
         return answered
-    return promise(HeadCall(head, hidden, backend, on_real, within), hidden, head.weight, head.bias)
+    return promise(HeadCall(head, hidden, backend, on_real, on_fused, within), hidden, head.weight, head.bias)
 
 
 class LmHeadPatch(Patch):
     """The LM head, and with it the cross-entropy of its logits, by `ops.fused_linear_cross_entropy`."""
 
     op = "linear_cross_entropy"
+    counts_later = True
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
         owner = causal_lm(scene.model)[1]
@@ -110,4 +113,9 @@ class LmHeadPatch(Patch):
         def on_real(reason: str) -> None:
             site.declined[f"logits that were {reason}"] += 1
 
-        return promised_logits(module, args[0], site.backend, on_real=on_real, within=site.form.within)
+        def on_fused() -> None:
+            site.ran += 1
+
+        return promised_logits(
+            module, args[0], site.backend, on_real=on_real, on_fused=on_fused, within=site.form.within
+        )

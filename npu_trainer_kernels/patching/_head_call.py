@@ -77,9 +77,11 @@ class HeadCall:
 
     def __init__(
         self, head: nn.Linear, hidden: torch.Tensor, backend: str | None,
-        on_real: Callable[[str], None] | None, within: weakref.ref[nn.Module] | None,
+        on_real: Callable[[str], None] | None, on_fused: Callable[[], None] | None,
+        within: weakref.ref[nn.Module] | None,
     ) -> None:  # fmt: skip
-        self._head, self._backend, self._on_real, self._within = head, backend, on_real, within
+        self._head, self._backend, self._within = head, backend, within
+        self._on_real, self._on_fused = on_real, on_fused
         # As they are during this forward: FSDP2 puts its shards in their place afterwards.
         self._parameters = [p for p in (head.weight, head.bias) if p is not None]
         self.hidden = hidden.detach().requires_grad_(hidden.requires_grad)
@@ -131,6 +133,8 @@ class HeadCall:
                 lambda: fused_linear_cross_entropy(hidden, weight, target, bias, backend=self._backend, **options)
             )
         assert isinstance(loss, torch.Tensor)
+        if self._on_fused is not None:
+            self._on_fused()
         return loss
 
     def gradients(self, of: torch.Tensor, upstream: torch.Tensor, keep: bool) -> list[torch.Tensor | None]:

@@ -140,8 +140,10 @@ def guarded(
     run: Callable[..., Any],
     own: Callable[..., Any],
     tokens: Callable[..., int],
+    counts: bool = True,
 ) -> Callable[..., Any]:
-    """The one forward: `run` where the call is accepted, else `own`; all take the same arguments."""
+    """The one forward: `run` where the call is accepted, else `own`; all take the same arguments. Without `counts` it
+    is `run` that counts what the op serves, since that comes later."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -153,7 +155,7 @@ def guarded(
         if reason is None:
             result = run(*args, **kwargs)
             if type(result) is not Late:
-                site.ran += 1
+                site.ran += counts
                 return result
             reason = result.reason
         if reason is not QUIET:
@@ -168,9 +170,11 @@ class Patch:
 
     Attributes:
         op: its name in `backends.OPS`.
+        counts_later: a call that is served is counted by `run`, when the op runs.
     """
 
     op: ClassVar[str]
+    counts_later: ClassVar[bool] = False
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
         """Modules to look at, by path."""
@@ -220,7 +224,9 @@ class Patch:
             return site.kind.forward(module, *args, **kwargs)
 
         bind = functools.partial
-        forward = guarded(site, bind(self.declines, site), bind(self.run, site), own, self.tokens)
+        forward = guarded(
+            site, bind(self.declines, site), bind(self.run, site), own, self.tokens, not self.counts_later
+        )
         return subclass_with_forward(site.kind, functools.wraps(site.kind.forward)(forward))
 
 

@@ -170,8 +170,9 @@ class Report:
                 groups.setdefault((r.op, r.backend, r.measured), []).append(r.kind)
         width = max((len(op) for op, _, _ in groups), default=0)
         ran = self.ran
+        begun = any(ran.values())
         for (op, backend, measured), kinds in groups.items():
-            calls = f"; {ran[op]} calls" if ran[op] else ""
+            calls = f"; {ran[op]} calls" if begun else ""
             yield f"  {op:{width}}  {backend}: {_counted(kinds)}" + calls + (f"; {measured}" if measured else "")
 
     def _declined_lines(self) -> Iterable[str]:
@@ -188,12 +189,13 @@ class Report:
             yield f"  {op}, {counted}: {reason}" if counted else f"  {op}: {reason}"
 
     def _replaced_lines(self) -> Iterable[str]:
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for r in self.replaced:
-            detail = "; ".join(filter(None, (r.detail, r.measured)))
-            groups.setdefault((r.op, r.backend, r.kind, detail), []).append(r.module)
-        for (op, backend, kind, detail), names in groups.items():
-            yield f"  {op} [{backend}]  {kind}: {_named(names)}" + (f" ({detail})" if detail else "")
+        begun = any(site.ran for site in self.sites)
+        for site in self.sites:
+            calls = f"{site.ran} calls" if begun else ""
+            detail = "; ".join(filter(None, (site.detail, _described(site.measured), calls)))
+            yield f"  {site.op} [{site.served}]  {site.kind.__name__}: {_named(site.paths)}" + (
+                f" ({detail})" if detail else ""
+            )
 
     def _left_lines(self) -> Iterable[str]:
         groups: dict[tuple[str, ...], list[str]] = {}

@@ -22,7 +22,9 @@ TINY = {
     "add_rms_norm": {"N": 6, "H": 16},
     "embedding": {"N": 6, "V": 11, "D": 8},
     "swiglu": {"N": 6, "I": 16},
+    "geglu": {"N": 6, "I": 16},
     "rope": {"S": 6, "Q": 4, "K": 2, "D": 8},
+    "rope_by_turns": {"S": 6, "Q": 4, "K": 2, "D": 8},
 }
 
 

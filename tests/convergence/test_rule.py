@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from npu_trainer_kernels.patching import Replaced, Report
+from npu_trainer_kernels.patching import Report
+from npu_trainer_kernels.patching._patch import Site
 from npu_trainer_kernels.verify import Curves, K, SummationNoise, judge, judge_samples, variants
 
 STEPS, TOKENS, EPS = 50, 200, 1e-6
@@ -133,7 +134,7 @@ def test_kernels_that_replace_nothing_fail() -> None:
     patched = curves(7)
     patched.report = Report()
     assert "replaced nothing" in judge(UNPATCHED, patched, "fp32").failures()[0]
-    patched.report.replaced.append(Replaced("", "Model", "rms_norm", "torch"))
+    patched.report.sites.append(Site("rms_norm", torch.nn.Module, (), None, paths=["norm"]))
     assert judge(UNPATCHED, patched, "fp32").passed
 
 

@@ -60,6 +60,16 @@ def _swiglu(name: str, *shape: int) -> Call:
     return Call(f"swiglu {name}", ops.swiglu, ops.swiglu_reference, inputs)
 
 
+def _joined_swiglu(name: str, *shape: int) -> Call:
+    def op(gate: torch.Tensor, **backend: str) -> torch.Tensor:
+        return ops.swiglu(gate, joined="halves", **backend)
+
+    def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
+        return [_floats(*shape, dtype=dtype)]
+
+    return Call(f"swiglu of one tensor, {name}", op, partial(ops.swiglu_reference, joined="halves"), inputs)
+
+
 def _swiglu_linear(name: str, *shape: int, frozen: bool = False) -> Call:
     def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
         return [
@@ -136,6 +146,8 @@ CALLS = (
     _swiglu("odd", 3, 5, 7),
     _swiglu("row", 33),
     _swiglu("empty", 0, 7),
+    _joined_swiglu("halves", 3, 5, 14),
+    _joined_swiglu("empty", 0, 14),
     _swiglu_linear("trained", 3, 5, 7),
     _swiglu_linear("frozen", 3, 5, 7, frozen=True),
     _linear_norm("trained", 3, 5, 7),

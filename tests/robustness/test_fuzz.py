@@ -20,7 +20,9 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from npu_trainer_kernels import ops
+from npu_trainer_kernels.ops._gates import ACTIVATIONS, JOINED
 from npu_trainer_kernels.ops._grpo_formula import LEVELS, LOSS_TYPES
+from npu_trainer_kernels.ops.rope import CASTINGS, PAIRS, TABLES
 from tests.closeness import assert_as_close, run
 
 FUZZ = settings(
@@ -152,16 +154,28 @@ def embedding(draw) -> Case:
 @st.composite
 def swiglu(draw) -> Case:
     shape, dtype = [*draw(leading()), draw(widths)], draw(dtypes)
-    return Case({"gate": draw(tensors(shape, dtype)), "up": draw(tensors(shape, dtype))})
+    activation, joined = draw(st.sampled_from(ACTIVATIONS)), draw(st.sampled_from((None, *JOINED)))
+    options = {
+        "activation": activation,
+        "alpha": draw(st.sampled_from((1.0, 1.702))) if activation == "silu" else 1.0,
+        "limit": draw(st.sampled_from((None, 0.5, 7.0))),
+        "offset": draw(st.sampled_from((0.0, 1.0))),
+        "joined": joined,
+    }
+    if joined is not None:
+        return Case({"gate": draw(tensors([*shape[:-1], 2 * shape[-1]], dtype)), "up": None}, options=options)
+    return Case({"gate": draw(tensors(shape, dtype)), "up": draw(tensors(shape, dtype))}, options=options)
 
 
 @st.composite
 def swiglu_linear(draw) -> Case:
-    floats = draw(swiglu()).floats
-    gate, rows = floats["gate"], draw(widths)
-    floats["weight"] = draw(tensors([rows, gate.shape[-1]], gate.dtype, 0.3))
+    case = draw(swiglu())
+    floats, rows = case.floats, draw(widths)
+    gate = floats["gate"]
+    width = gate.shape[-1] if case.options["joined"] is None else gate.shape[-1] // 2
+    floats["weight"] = draw(tensors([rows, width], gate.dtype, 0.3))
     floats["bias"] = draw(st.none() | tensors([rows], gate.dtype))
-    return Case(floats, ours={"overwrite": draw(st.booleans())})
+    return Case(floats, options=case.options, ours={"overwrite": draw(st.booleans())})
 
 
 @st.composite
@@ -180,10 +194,19 @@ def linear_rms_norm(draw) -> Case:
 
 @st.composite
 def rope(draw) -> Case:
-    batch, tokens, size = draw(sizes), draw(sizes), 2 * draw(st.sampled_from((1, 3, 8)))
-    floats = {name: draw(tensors([batch, draw(sizes), tokens, size], draw(dtypes))) for name in ("q", "k")}
-    shape = [draw(st.sampled_from((1, batch))), tokens, size]
-    return Case(floats, {name: draw(tensors(shape, draw(dtypes))) for name in ("cos", "sin")})
+    batch, tokens, pairs = draw(sizes), draw(sizes), draw(st.sampled_from((1, 3, 8)))
+    options = {"pairs": draw(st.sampled_from(PAIRS)), "heads": draw(st.sampled_from((1, 2)))}
+    options["tables"] = draw(st.sampled_from(TABLES if options["pairs"] != "regrouped" else TABLES[1:]))
+    options["casting"] = draw(st.sampled_from(CASTINGS))
+    size = 2 * pairs + draw(st.sampled_from((0, 0, 1, 6)))
+
+    def heads(count: int) -> list[int]:
+        return [batch, count, tokens, size] if options["heads"] == 1 else [batch, tokens, count, size]
+
+    floats = {"q": draw(tensors(heads(draw(sizes)), draw(dtypes)))}
+    floats["k"] = draw(st.none() | tensors(heads(draw(sizes)), draw(dtypes)))
+    shape = [draw(st.sampled_from((1, batch))), tokens, pairs if options["tables"] == "pair" else 2 * pairs]
+    return Case(floats, {name: draw(tensors(shape, draw(dtypes))) for name in ("cos", "sin")}, options)
 
 
 def head(draw, shape: Sequence[int], ids: str) -> Case:
