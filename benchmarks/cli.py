@@ -146,7 +146,8 @@ def _line(rows: Sequence[Row]) -> str:
         return f"{name}: {first['status']}: {first['reason']}"
     if first["group"] == "end-to-end":
         peak = first["peak_bytes"] / (1 << 30)
-        return f"{name}: {first['ms']['median']:.1f} ms, {first['tokens_per_second']:.0f} tokens/s, {peak:.2f} GiB"
+        speed = f"{first['ms']['median']:.1f} ms, {first['tokens_per_second']:.0f} tokens/s"
+        return f"{name}: {speed}, {peak:.2f} GiB, first loss {first['losses'][0]:.4g}"
     times = ", ".join(f"{r['mode']} {r['ms']['median']:.4g} ms ({r['floor_ratio']:.2f}x)" for r in rows)
     return f"{name}: {times}, {rows[-1]['extra_bytes'] / (1 << 20):.1f} MiB, {rows[-1]['verdict']}"
 

@@ -29,8 +29,9 @@ from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.cli._output import Output
 
 from .cli import write_reports
-from .endtoend import MODELS, PACKAGES, build_model
+from .endtoend import PACKAGES
 from .measure import as_json, summarise
+from .models import MODELS, build_model
 from .results import Results, Row, environment, package_version
 
 __all__ = ["WRAPPERS", "collectives", "main", "train"]
@@ -71,7 +72,7 @@ def train(size: str, wrapper: str, kernels: bool, batch: int, length: int, steps
     """Times `steps` steps on every rank; what this rank saw, beyond the row's key.
 
     Args:
-        size: a key of `endtoend.MODELS`.
+        size: a key of `models.MODELS`.
         wrapper: one of `WRAPPERS`.
         kernels: whether the model is patched, before it is wrapped.
         batch, length: sequences of a rank and their tokens.

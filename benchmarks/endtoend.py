@@ -6,13 +6,15 @@ them. A step is timed from the end of the one before to its own end, so that dat
 device's own clock: nothing here waits for it where training would not. Loss and gradient norm are logged after the
 first step and the last. The optimiser is the Trainer's default. In the GRPO update the rollouts are given: a trainer
 whose generation returns fixed ids, and whose step is timed without the preparation of the batch (rewards, decoding),
-which no kernel here touches.
+which no kernel here touches. DPO's reference is a second model with the weights that the policy starts with: the first
+loss is log 2, 0.6931, where both compute alike.
 
     python -m benchmarks.endtoend --workload sft-trainer --variant flag --size tiny --output out.json
 """
 
 import argparse
 import contextlib
+import copy
 import itertools
 import json
 import math
@@ -26,7 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MODELS", "VARIANTS", "Workload", "build_model", "differs", "ratios", "run", "workloads"]
+from .models import MODELS, build_model
+
+__all__ = ["VARIANTS", "Workload", "differs", "ratios", "run", "workloads"]
 
 VARIANTS = ("plain", "flag", "liger")
 PACKAGES = {"plain": "transformers", "flag": "npu_trainer_kernels", "liger": "liger-kernel"}
@@ -38,11 +42,12 @@ class Workload:
     """A training step.
 
     Attributes:
-        name: `"sft-trainer"` (transformers), `"sft-trl"` or `"grpo-trl"`.
+        name: `"sft-trainer"` (transformers), `"sft-trl"`, `"grpo-trl"` or `"dpo-trl"`.
         size: a key of `MODELS`.
-        batch: sequences of a step.
-        prompt: prompt tokens (GRPO alone).
-        length: tokens of a sequence; of its completion in GRPO.
+        batch: sequences of a step; pairs of them in DPO.
+        length: tokens of a sequence; of its completion in GRPO, of the longest possible one in DPO.
+        prompt: prompt tokens (GRPO and DPO).
+        least: tokens of the shortest completion, whose lengths are drawn from here up to `length` (DPO alone).
     """
 
     name: str
@@ -50,67 +55,25 @@ class Workload:
     batch: int
     length: int
     prompt: int = 0
+    least: int = 0
 
     @property
     def shape(self) -> str:
+        if self.least:
+            return f"{self.size} {self.batch}x2x({self.prompt}+{self.least}..{self.length})"
         length = f"({self.prompt}+{self.length})" if self.prompt else str(self.length)
         return f"{self.size} {self.batch}x{length}"
 
     @property
     def tokens(self) -> int:
+        """Of a step, without padding; where lengths are drawn, what is to be expected."""
+        if self.least:
+            return self.batch * (2 * self.prompt + self.least + self.length)
         return self.batch * (self.prompt + self.length)
 
     @property
     def key(self) -> str:
         return f"end-to-end/{self.name}/{self.shape}/{MODELS[self.size][2]}"
-
-
-# (configuration class, its arguments, dtype of the weights)
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama-1b": (
-        "Llama",
-        {
-            "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
-            "max_position_embeddings": 8192,
-        },
-        "bfloat16",
-    ),
-    "qwen3-0.6b": (
-        "Qwen3",
-        {
-            "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
-            "max_position_embeddings": 8192,
-        },
-        "bfloat16",
-    ),
-    # The models of `examples/`.
-    "demo-llama": (
-        "Llama",
-        {
-            "hidden_size": 160, "intermediate_size": 432, "num_hidden_layers": 4, "num_attention_heads": 5,
-            "num_key_value_heads": 5, "vocab_size": 8009, "max_position_embeddings": 512,
-        },
-        "float32",
-    ),
-    "demo-qwen3": (
-        "Qwen3",
-        {
-            "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 258, "max_position_embeddings": 512,
-        },
-        "float32",
-    ),
-    "tiny-llama": (
-        "Llama",
-        {
-            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 64,
-        },
-        "float32",
-    ),
-}  # fmt: skip
 
 
 def workloads(kind: str) -> list[Workload]:
@@ -120,11 +83,16 @@ def workloads(kind: str) -> list[Workload]:
             Workload("sft-trainer", "demo-llama", 8, 256),
             Workload("grpo-trl", "demo-qwen3", 128, 4, 8),
             Workload("sft-trl", "demo-llama", 8, 256),
+            Workload("sft-trainer", "demo-gemma3", 8, 256),
+            Workload("dpo-trl", "demo-llama", 4, length=240, prompt=16, least=14),
         ]
     return [
         Workload("sft-trainer", "llama-1b", 8, 2048),
         Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128),
         Workload("sft-trl", "llama-1b", 8, 2048),
+        Workload("sft-trainer", "gemma3-1b", 4, 2048),
+        # Sequences of 30 to 900 tokens.
+        Workload("dpo-trl", "llama-1b", 8, length=884, prompt=16, least=14),
     ]
 
 
@@ -147,7 +115,9 @@ def run(workload: Workload, variant: str, steps: int, timeout: float) -> Row:
     """Runs a workload in a process of its own and returns its row; a failure is a row too."""
     row: Row = {
         "group": "end-to-end", "op": workload.name, "shape": workload.shape,
-        "sizes": {"batch": workload.batch, "prompt": workload.prompt, "length": workload.length},
+        "sizes": {
+            "batch": workload.batch, "prompt": workload.prompt, "length": workload.length, "least": workload.least,
+        },
         "dtype": MODELS[workload.size][2], "provider": variant, "mode": "step", "status": "ok",
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +125,7 @@ def run(workload: Workload, variant: str, steps: int, timeout: float) -> Row:
         command = [
             sys.executable, "-m", __name__, "--workload", workload.name, "--size", workload.size,
             "--batch", str(workload.batch), "--length", str(workload.length), "--prompt", str(workload.prompt),
-            "--variant", variant, "--steps", str(steps), "--output", str(output),
+            "--least", str(workload.least), "--variant", variant, "--steps", str(steps), "--output", str(output),
         ]  # fmt: skip
         try:
             finished = subprocess.run(
@@ -283,25 +253,6 @@ def _clock_callback(clock: _Clock) -> Any:
     return ClockCallback()
 
 
-def build_model(size: str) -> Any:
-    """A model of `MODELS` with random weights, in training mode, on the device that training would use."""
-    import torch
-    import transformers
-
-    from npu_trainer_kernels import device as devices
-
-    family, arguments, dtype = MODELS[size]
-    config = getattr(transformers, f"{family}Config")(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        with torch.device(devices.accelerator()):
-            return getattr(transformers, f"{family}ForCausalLM")(config).train()
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _tokenizer() -> Any:
     """Reads digits: a prompt of n characters is n tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -403,7 +354,44 @@ def _grpo_trl(workload: Workload, variant: str, model: Any, clock: _Clock, argum
     )  # fmt: skip
 
 
-_TRAINERS = {"sft-trainer": _sft_trainer, "sft-trl": _sft_trl, "grpo-trl": _grpo_trl}
+def _preferences(workload: Workload, count: int) -> list[dict[str, list[int]]]:
+    """Pairs of random ids, each completion of a length of its own."""
+    import torch
+
+    drawn = torch.Generator().manual_seed(2)
+    vocab = MODELS[workload.size][1]["vocab_size"]
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(3, vocab, (length,), generator=drawn).tolist()
+
+    lengths = torch.randint(workload.least, workload.length + 1, (count, 2), generator=drawn).tolist()
+    return [
+        {"prompt_ids": ids(workload.prompt), "chosen_ids": ids(chosen), "rejected_ids": ids(rejected)}
+        for chosen, rejected in lengths
+    ]
+
+
+def _dpo_trl(workload: Workload, variant: str, model: Any, clock: _Clock, arguments: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    class GivenIds(DPOTrainer):
+        """The data are ids already, of the whole vocabulary."""
+
+        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            return dataset
+
+    # Liger's layers are copied with the model. TRL's own `use_liger_kernel` would put them into the policy alone.
+    reference = copy.deepcopy(model)
+    pairs = _preferences(workload, workload.batch * arguments["max_steps"])
+    settings = DPOConfig(**arguments, bf16=False, gradient_checkpointing=False)
+    return GivenIds(
+        model, reference, args=settings, train_dataset=Dataset.from_list(pairs), processing_class=_tokenizer(),
+        callbacks=[*_callbacks(variant), _clock_callback(clock)],
+    )  # fmt: skip
+
+
+_TRAINERS = {"sft-trainer": _sft_trainer, "sft-trl": _sft_trl, "grpo-trl": _grpo_trl, "dpo-trl": _dpo_trl}
 
 
 def train(workload: Workload, variant: str, steps: int, warmup: int = 3) -> Row:
@@ -450,10 +438,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--length", type=int, required=True)
     parser.add_argument("--prompt", type=int, default=0)
+    parser.add_argument("--least", type=int, default=0)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(arguments)
-    workload = Workload(args.workload, args.size, args.batch, args.length, args.prompt)
+    workload = Workload(args.workload, args.size, args.batch, args.length, args.prompt, args.least)
     args.output.write_text(json.dumps(train(workload, args.variant, args.steps)), encoding="utf-8")
     return 0
 

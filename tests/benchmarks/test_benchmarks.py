@@ -4,11 +4,13 @@ import itertools
 import json
 import math
 import re
+import sys
+import types
 
 import pytest
 import torch
 
-from benchmarks import cli, distributed, endtoend, measure, report, results, runner
+from benchmarks import cli, distributed, endtoend, measure, models, report, results, runner
 from benchmarks.cases import OPS, Case, table
 from benchmarks.providers import Absent, Provider, providers
 from npu_trainer_kernels.workloads import ModelShapes, of_model
@@ -304,19 +306,84 @@ def test_preparation_is_no_part_of_a_step(monkeypatch):
     assert clock.seconds() == [1.0, 3.0]
 
 
-def test_an_end_to_end_step_in_a_process_of_its_own():
-    workload = endtoend.Workload("sft-trainer", "tiny-llama", 2, 8)
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
+def test_every_step_is_named_once(kind):
+    found = endtoend.workloads(kind)
+    assert len({w.key for w in found}) == len(found)
+    assert {w.name for w in found} == {"sft-trainer", "sft-trl", "grpo-trl", "dpo-trl"}
+    families = {models.MODELS[w.size][0] for w in found if w.name == "sft-trainer"}
+    assert families == {"Llama", "Gemma3Text"}
+
+
+def test_pairs_are_of_drawn_lengths():
+    workload = endtoend.Workload("dpo-trl", "tiny-llama", 8, length=884, prompt=16, least=14)
+    pairs = endtoend._preferences(workload, 200)
+    assert pairs == endtoend._preferences(workload, 200)
+    lengths = [len(pair[name]) for pair in pairs for name in ("chosen_ids", "rejected_ids")]
+    assert 14 <= min(lengths) < 30 < 860 < max(lengths) <= 884
+    assert {len(pair["prompt_ids"]) for pair in pairs} == {16}
+    # 200 pairs are 25 steps.
+    assert sum(lengths) + 2 * 16 * 200 == pytest.approx(25 * workload.tokens, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("workload", "first_loss"),
+    [
+        # The first loss of a model with random weights is near that of a uniform choice.
+        (endtoend.Workload("sft-trainer", "tiny-llama", 2, 8), pytest.approx(math.log(97), abs=0.1)),
+        (endtoend.Workload("sft-trainer", "tiny-gemma3", 2, 8), pytest.approx(math.log(97), abs=0.1)),
+        # Policy and reference agree.
+        (endtoend.Workload("dpo-trl", "tiny-llama", 2, 12, 2, 3), pytest.approx(math.log(2), abs=1e-6)),
+    ],
+    ids=lambda value: value.key if isinstance(value, endtoend.Workload) else "",
+)
+def test_an_end_to_end_step_in_a_process_of_its_own(workload, first_loss):
     rows = [{**endtoend.run(workload, variant, steps=2, timeout=300), "version": "1"} for variant in ("plain", "flag")]
     assert [r["status"] for r in rows] == ["ok", "ok"], rows
     # Of the first step and of the last.
     assert all(r["tokens_per_second"] > 0 and len(r["losses"]) == 2 for r in rows)
+    assert [r["losses"][0] for r in rows] == [first_loss, first_loss]
     assert not endtoend.differs(rows[1], rows[0])
     assert set(endtoend.ratios(rows)) == {"flag"}
     text = report.markdown(meta(), rows)
-    assert "sft-trainer" in text
+    assert workload.name in text
     assert "DIFFERS" not in text
     rows[1]["losses"][0] *= 1.1
     assert "DIFFERS" in report.markdown(meta(), rows)
+
+
+@pytest.mark.parametrize(
+    ("workload", "patched", "own_head"),
+    [
+        (endtoend.Workload("sft-trainer", "tiny-gemma3", 2, 8), 1, True),
+        (endtoend.Workload("dpo-trl", "tiny-llama", 2, 12, 2, 3), 2, False),
+    ],
+    ids=lambda value: value.name if isinstance(value, endtoend.Workload) else "",
+)
+def test_ligers_layers_are_in_every_model_of_a_step(workload, patched, own_head, monkeypatch):
+    """By a stand-in that sets forwards on instances as Liger does, whose kernels do not run here."""
+    asked, called = [], set()
+
+    def apply(model, **settings):
+        asked.append(settings)
+        for layer in model.model.layers:
+            own = type(layer.mlp).forward
+
+            def forward(self, x, own=own):
+                called.add(id(self))
+                return own(self, x)
+
+            layer.mlp.forward = types.MethodType(forward, layer.mlp)
+
+    patch = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    patch._apply_liger_kernel_to_instance = apply
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, patch.__name__, patch)
+    found = endtoend.train(workload, "liger", steps=1, warmup=1)
+    assert len(found["losses"]) == 2
+    assert asked == [{"fused_linear_cross_entropy": own_head, "cross_entropy": False}]
+    assert len(called) == patched * models.MODELS[workload.size][1]["num_hidden_layers"]
 
 
 def test_an_end_to_end_failure_is_a_row():

@@ -1,0 +1,99 @@
+"""The models whose training steps are measured, with random weights."""
+
+from typing import Any
+
+__all__ = ["MODELS", "build_model"]
+
+# (configuration class, its arguments, dtype of the weights)
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama-1b": (
+        "Llama",
+        {
+            "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+        },
+        "bfloat16",
+    ),
+    "qwen3-0.6b": (
+        "Qwen3",
+        {
+            "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+        },
+        "bfloat16",
+    ),
+    "gemma3-1b": (
+        "Gemma3Text",
+        {
+            "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "sliding_window": 512,
+            "tie_word_embeddings": True, "max_position_embeddings": 8192,
+        },
+        "bfloat16",
+    ),
+    # The models of `examples/`.
+    "demo-llama": (
+        "Llama",
+        {
+            "hidden_size": 160, "intermediate_size": 432, "num_hidden_layers": 4, "num_attention_heads": 5,
+            "num_key_value_heads": 5, "vocab_size": 8009, "max_position_embeddings": 512,
+        },
+        "float32",
+    ),
+    "demo-qwen3": (
+        "Qwen3",
+        {
+            "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 258, "max_position_embeddings": 512,
+        },
+        "float32",
+    ),
+    "demo-gemma3": (
+        "Gemma3Text",
+        {
+            "hidden_size": 128, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 8009, "sliding_window": 64,
+            "tie_word_embeddings": True, "max_position_embeddings": 512,
+        },
+        "float32",
+    ),
+    "tiny-gemma3": (
+        "Gemma3Text",
+        {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 97, "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 64,
+        },
+        "float32",
+    ),
+    "tiny-llama": (
+        "Llama",
+        {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 64,
+        },
+        "float32",
+    ),
+}  # fmt: skip
+
+
+def build_model(size: str) -> Any:
+    """A model of `MODELS` with random weights, in training mode, on the device that training would use."""
+    import torch
+    import transformers
+
+    from npu_trainer_kernels import device as devices
+
+    family, arguments, dtype = MODELS[size]
+    config = getattr(transformers, f"{family}Config")(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(devices.accelerator()):
+            return model_class(config).train()
+    finally:
+        torch.set_default_dtype(before)
