@@ -5,6 +5,7 @@
     python -m benchmarks --quick --only rms_norm
     python -m benchmarks --compare old.json      measures, then compares
     python -m benchmarks --compare old.json new.json
+    python -m benchmarks --evidence results.json    measures nothing: its figures into the package's table of ops
 
 A run that is started again goes on where the one before stopped: rows in the results file are not measured again,
 except where they failed or where the package's sources (for our rows) or the peer's version (for its) have changed.
@@ -25,7 +26,7 @@ from rich.progress import Progress
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.cli._output import Output
 
-from . import endtoend, report
+from . import endtoend, evidence, report
 from .cases import table
 from .measure import QUICK, Settings
 from .results import Results, Row, compare, default_name, environment, package_version
@@ -64,6 +65,8 @@ def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.Argumen
     parser.add_argument("--budget-seconds", type=float, default=None, help="start nothing new after this time")
     parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE",
                         help="OLD NEW compares two files; OLD alone measures and compares with that")  # fmt: skip
+    parser.add_argument("--evidence", type=Path, metavar="FILE",
+                        help="put a file's figures, of benchmarks/results/, into the table of ops")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
     parser.add_argument("--device", default=None, help="cuda, npu or cpu (default: what training would use)")
     parser.add_argument("--commit", default=None, help="of the sources, where they are a copy without their history")
@@ -95,7 +98,7 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[st
         parser.error(f"--steps must be at least 1; got {args.steps}")
     if args.budget_seconds is not None and args.budget_seconds <= 0:
         parser.error(f"--budget-seconds must be positive; got {args.budget_seconds}")
-    for path in [*args.resume, *(args.compare or [])]:
+    for path in [*args.resume, *(args.compare or []), *([args.evidence] if args.evidence else [])]:
         if not path.is_file():
             parser.error(f"no such file: {path}")
     return groups
@@ -121,6 +124,17 @@ def _print_comparison(parser: argparse.ArgumentParser, output: Output, old: Path
             output.text(f"  {key}")
         return EXIT_REGRESSION
     output.text(f"{len(result.rows)} rows compared, no regression")
+    return EXIT_OK
+
+
+def _write_evidence(parser: argparse.ArgumentParser, output: Output, file: Path) -> int:
+    try:
+        written = evidence.write(file)
+    except ValueError as error:
+        parser.error(str(error))
+    for line in written:
+        output.text(line)
+    output.result({"evidence": written})
     return EXIT_OK
 
 
@@ -262,6 +276,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM, folder: Pa
     args = parser.parse_args(arguments)
     groups = _check(args, parser)
     with Output(args.json) as output:
+        if args.evidence is not None:
+            return _write_evidence(parser, output, args.evidence)
         if args.compare is not None and len(args.compare) == 2:
             return _print_comparison(parser, output, *args.compare)
         return _measure(parser, args, groups, arguments, output)

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from . import device
+from .table import TABLE, Vendor
 
 __all__ = [
-    "COVERS",
-    "NOT_REPEATABLE",
-    "OPERATORS",
+    "SERVED",
     "cross_entropy",
     "cross_entropy_gradient",
     "norm_backward",
@@ -36,31 +35,9 @@ __all__ = [
     "uncovered_swiglu",
 ]
 
-# The operators that serve an op.
-OPERATORS: dict[str, tuple[str, ...]] = {
-    "rms_norm": ("npu_rms_norm", "npu_rms_norm_backward"),
-    "add_rms_norm": ("npu_add_rms_norm", "npu_rms_norm_backward"),
-    "swiglu": ("npu_swiglu", "npu_swiglu_backward"),
-    # Also backwards, with another table. npu_rotary_mul_backward would need q and k once more, for gradients of the
-    # tables that nobody asks for.
-    "rope": ("npu_rotary_mul",),
-    "linear_cross_entropy": ("npu_cross_entropy_loss", "npu_cross_entropy_loss_backward"),
-}
-# The calls that they cover, in words; the functions `uncovered_*` decide.
-COVERS = {
-    "rms_norm": "norms with a weight of x's dtype (casting gemma: or fp32), in 16 bits of casting llama or gemma",
-    "add_rms_norm": "mode pre with x, residual and weight of one dtype, in 16 bits of casting llama",
-    "swiglu": "silu(gate) * up, in two tensors or in halves of one",
-    "rope": (
-        "whole heads in halves, with tables of q's and k's dtype, heads of less than 896 elements, fewer than 1000 "
-        "sequences and heads"
-    ),
-    "linear_cross_entropy": "calls without softcap, logit scale, label smoothing, z-loss and outputs",
-}
-# What they do, but not with the same bits every time: done by the next backend unless they were asked for by name.
-NOT_REPEATABLE = {
-    "rms_norm": "backward of a trained weight, whose gradient npu_rms_norm_backward adds up in no fixed order"
-}
+SERVED: dict[str, Vendor] = {name: op.vendor for name, op in TABLE.items() if op.vendor is not None}
+"""The ops that torch_npu has operators for; the functions `uncovered_*` below decide for which calls."""
+
 _MAX_HEAD = 896
 _MAX_BATCH = 1000
 _MAX_ROWS = 200_000
@@ -69,12 +46,12 @@ _MAX_ROWS = 200_000
 @functools.cache
 def unavailable(op: str) -> str | None:
     """Why torch_npu does not serve `op` in this environment, or None."""
-    if op not in OPERATORS:
-        return f"torch_npu has no operator for it; there are some for {', '.join(OPERATORS)}"
+    if op not in SERVED:
+        return f"torch_npu has no operator for it; there are some for {', '.join(SERVED)}"
     error = device.torch_npu_error()
     if error is not None:
         return f"torch_npu cannot be imported ({type(error).__name__}: {error})"
-    missing = [name for name in OPERATORS[op] if not hasattr(torch.ops.npu, name)]
+    missing = [name for name in SERVED[op].operators if not hasattr(torch.ops.npu, name)]
     return f"this torch_npu lacks {', '.join(missing)}" if missing else None
 
 
@@ -121,7 +98,7 @@ def not_repeatable(weight: torch.Tensor | None) -> str | None:
     """
     if weight is None or not weight.requires_grad or torch.are_deterministic_algorithms_enabled():
         return None
-    return NOT_REPEATABLE["rms_norm"]
+    return SERVED["rms_norm"].not_repeatable
 
 
 def norm_forward(

@@ -1,6 +1,6 @@
 """Which implementation serves an op on a device, why, and how a user overrides it.
 
-Per op and kind of device there is an ordered list; the first backend that can run there is used. A user overrides it
+Per op and kind of device `table` has an ordered list; the first backend that can run there is used. A user overrides it
 with the environment variable `NPU_KERNELS_BACKEND` (`"torch"` for every op, or `"rms_norm=torch,swiglu=triton"`), with
 the `backend` argument of `apply_npu_kernels`, or with the `backend` argument of a single op; the nearest one wins. An
 override that cannot run raises: a backend that was asked for by name is never replaced silently.
@@ -17,18 +17,17 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from . import _triton, _vendor, tuned
 from . import device as devices
 from ._switch import switch
+from .table import TABLE
 
 __all__ = [
     "BACKENDS",
     "OPS",
-    "Choice",
     "Shape",
     "choose",
     "every_measurement",
@@ -50,92 +49,7 @@ __all__ = [
 BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
 ENVIRONMENT = "NPU_KERNELS_BACKEND"
 _STRICT = "strict"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A line of the table: a backend and the evidence that puts it in this place."""
-
-    backend: str
-    evidence: str
-
-
-def _on_h200(row: str, ms: float, plain_ms: float) -> tuple[Choice, ...]:
-    """For CUDA: Triton by a committed measurement (`tests/test_backends.py` holds the figures to it)."""
-    measured = (
-        f"{ms:g} ms against {plain_ms:g} ms of plain PyTorch, forward and backward, {row} bfloat16 on an H200 "
-        "(benchmarks/results/2026-11-21-nvidia-h200-fourth-round.json)"
-    )
-    return Choice("triton", measured), Choice("torch", "used where Triton cannot be imported")
-
-
-def _plain_on_cpu(row: str, ms: float, plain_ms: float) -> str:
-    """Why a model keeps its own code on a CPU, likewise."""
-    return (
-        f"the model's own code is as fast on a CPU: {plain_ms:g} ms against {ms:g} ms, forward and backward, {row} "
-        "float32 (benchmarks/results/2026-11-21-cpu.json)"
-    )
-
-
-# Nothing of this package was timed on an NPU. What a kernel of ours does there is known from the Ascend compiler
-# (docs/ascend-report.md); times of torch_npu's operators are others' publications.
-_LOWERED = "compiled for 910B and A3 it fits the buffer, double-buffered (docs/ascend-report.md); not timed on an NPU"
-_READ_ONCE = f"a row that fits on chip is read once, and gradients have the same bits every time; {_LOWERED}"
-_NPU_TORCH = Choice("torch", "used where triton-ascend cannot be imported")
-_NPU_TRITON = (Choice("triton", _LOWERED), _NPU_TORCH)
-_NPU: dict[str, tuple[Choice, ...]] = {
-    "rms_norm": (
-        Choice(
-            "vendor",
-            "npu_rms_norm took 107 us where a two-pass Triton kernel took 350 us, 8192 x 4096 bfloat16 on a 910B "
-            "(published in the work on Liger-Kernel's RMSNorm; forward alone; not timed here, nor against ours)",
-        ),
-        Choice("triton", _READ_ONCE),
-        _NPU_TORCH,
-    ),
-    # No time of npu_add_rms_norm is published. Of single-pass Triton kernels there are: 5.8 us instead of 11.7 us for
-    # two passes at 8 x 8192 fp32 (mojo_opset's pull request 367).
-    "add_rms_norm": (Choice("triton", _READ_ONCE), _NPU_TORCH),
-    # npu_swiglu wants gate and up in one tensor: a copy of both, two more passes than the kernel's three in all.
-    "swiglu": _NPU_TRITON,
-    # npu_rotary_mul is documented for tables in [-1, 1], which scaled embeddings leave; and it rotates q and k apart.
-    "rope": _NPU_TRITON,
-    "embedding": _NPU_TRITON,
-    # npu_cross_entropy_loss was published as 3 to 4 times faster than a cross-entropy kernel shaped for GPUs. It writes
-    # log-probabilities and then the gradient, in fp32; ours reads the logits twice and writes the gradient in place.
-    "linear_cross_entropy": _NPU_TRITON,
-    "linear_logprob": _NPU_TRITON,
-    "grpo_loss": _NPU_TRITON,
-}
-_CUDA: dict[str, tuple[Choice, ...]] = {
-    "rms_norm": _on_h200("rms_norm N=8192 H=4096", 0.094, 1.409),
-    "add_rms_norm": _on_h200("add_rms_norm N=8192 H=4096", 0.141, 1.508),
-    "swiglu": _on_h200("swiglu N=8192 I=14336", 0.438, 0.775),
-    "rope": _on_h200("rope S=8192 Q=32 K=8 D=128", 0.089, 1.194),
-    "embedding": _on_h200("embedding N=16384 V=151936 D=4096", 0.492, 1.451),
-    "linear_cross_entropy": _on_h200("linear_cross_entropy BT=8192 H=4096 V=128256", 39.581, 49.573),
-    "linear_logprob": _on_h200("linear_logprob BT=8192 H=4096 V=128256", 54.713, 58.51),
-    "grpo_loss": _on_h200("fused_linear_grpo_loss B=8 T=1024 H=2048 V=151936", 19.687, 46.51),
-}
-_CPU = (Choice("torch", "the only one that runs natively on a CPU (the Triton interpreter is for tests)"),)
-_OTHER = (Choice("torch", "no kernel of ours was made for this kind of device"),)
-_ORDER: dict[str, dict[str, tuple[Choice, ...]]] = {
-    op: {"npu": _NPU[op], "cuda": _CUDA[op], "cpu": _CPU, "other": _OTHER} for op in _NPU
-}
-OPS = tuple(_ORDER)
-
-# What saves memory wherever it runs: no logits of all tokens.
-_HEADS = ("linear_cross_entropy", "linear_logprob", "grpo_loss")
-# Where a model's own PyTorch code is at least as fast as every backend here: such ops are put into a model only when
-# they are asked for by name.
-_PLAIN: dict[str, dict[str, str]] = {
-    "other": {op: "nothing was measured on this kind of device" for op in _NPU if op not in _HEADS},
-    "cpu": {
-        "swiglu": _plain_on_cpu("swiglu N=2048 I=432", 6.412, 3.238),
-        "rope": _plain_on_cpu("rope S=2048 Q=5 K=5 D=32", 6.324, 6.101),
-        "embedding": _plain_on_cpu("embedding N=2048 V=8009 D=160", 1.626, 0.958),
-    },
-}
+OPS = tuple(TABLE)
 
 
 def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
@@ -162,7 +76,7 @@ def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
 
 
 def _check_op(op: str) -> None:
-    if op not in _ORDER:
+    if op not in TABLE:
         raise ValueError(f"backend: unknown op {op!r}; the ops are {', '.join(OPS)}")
 
 
@@ -254,7 +168,7 @@ def _by_table(op: str, kind: str, measured: tuned.Entry | None, uncovered: bool)
         if reason is None:
             return measured.backend, str(measured)
     skipped: list[str] = []
-    for choice in _ORDER[op][kind]:
+    for choice in TABLE[op].order[kind]:
         if uncovered and choice.backend == "vendor":
             continue
         reason = unavailable(choice.backend, kind, op)
@@ -335,13 +249,6 @@ def _chosen(
     at: Callable[[], Shape] | None,
 ) -> str:  # fmt: skip
     environment = os.environ.get(ENVIRONMENT, "")
-    environment = os.environ.get(ENVIRONMENT, "")
-    if torch.compiler.is_compiling():
-        # A wrong name is an error here too. Dynamo traces the function below the cache, and warns of caches.
-        _asked_for.__wrapped__(op, override, environment)
-        return "torch"
-    if has_failed(op, device):
-        return "torch"
     name = _choose(op, device, override, environment, at)[0]
     if name != "vendor":
         return name
@@ -349,7 +256,8 @@ def _chosen(
     reason = uncovered() if uncovered is not None else None
     if asked is not None and reason is not None:
         raise ValueError(
-            f"{op}: backend 'vendor' (from {source}) does not cover this call: {reason}; it covers {_vendor.COVERS[op]}"
+            f"{op}: backend 'vendor' (from {source}) does not cover this call: {reason}; "
+            f"it covers {_vendor.SERVED[op].covers}"
         )
     if asked is None and reason is None and unwanted is not None:
         reason = unwanted()
@@ -362,7 +270,8 @@ def keeps_plain(op: str, device: torch.device, override: str | None = None) -> s
     environment = os.environ.get(ENVIRONMENT, "")
     if op in parse_override(override or "") or op in parse_override(environment):
         return None
-    return _PLAIN.get(devices.kind_of(device), {}).get(op)
+    kept = TABLE[op].keeps_plain.get(devices.kind_of(device))
+    return None if kept is None else kept.evidence
 
 
 def explain(
@@ -379,9 +288,10 @@ def explain(
     if name == "vendor":
         others = _by_table(op, devices.kind_of(device), None, True)[0]
         rest = f"goes to {others}" if asked is None else "raises"
-        reason += f". It covers {_vendor.COVERS[op]}; what it does not cover {rest}"
-        if asked is None and op in _vendor.NOT_REPEATABLE:
-            reason += f", and so does {_vendor.NOT_REPEATABLE[op]}"
+        served = _vendor.SERVED[op]
+        reason += f". It covers {served.covers}; what it does not cover {rest}"
+        if asked is None and served.not_repeatable is not None:
+            reason += f", and so does {served.not_repeatable}"
     elif asked is None and devices.kind_of(device) == "cpu":
         state = devices.torch_npu_state()
         reason += f"; {state}" if state else ""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import ops
 from .ops._grpo_formula import GrpoTokens, token_losses
+from .table import FORMS, op_of
 
 __all__ = [
     "DTYPES",
@@ -129,14 +130,7 @@ class Workload:
     @property
     def backend_op(self) -> str:
         """The op's name in `backends.OPS`."""
-        served = {
-            "fused_linear_grpo_loss": "grpo_loss",
-            "swiglu_linear": "swiglu",
-            "geglu": "swiglu",
-            "rope_by_turns": "rope",
-            "linear_rms_norm": "rms_norm",
-        }
-        return served.get(self.op, self.op)
+        return op_of(self.op)
 
     @property
     def reference(self) -> Function:
@@ -151,18 +145,65 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class ModelShapes:
+    """What the ops' shapes need to know of a causal language model.
+
+    Attributes:
+        hidden, intermediate, vocabulary: sizes of the residual stream, of the MLP (of one expert where there are
+            experts), and of the LM head.
+        heads, kv_heads, head_dim: of attention.
+    """
+
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of_config(cls, config: Any) -> "ModelShapes":
+        """From a transformers config (of a model with several parts, its text part).
+
+        Raises:
+            ValueError: the config has no such size, or one that is not a positive int.
+        """
+        text = config.get_text_config()
+
+        def size(*names: str, default: int | None = None) -> int:
+            value = next((v for name in names if (v := getattr(text, name, None)) is not None), default)
+            if type(value) is not int or value < 1:
+                raise ValueError(
+                    f"the config of {type(config).__name__} must have a positive {names[-1]}; got {value!r}"
+                )
+            return value
+
+        hidden, heads = size("hidden_size"), size("num_attention_heads")
+        return cls(
+            hidden=hidden,
+            intermediate=size("moe_intermediate_size", "intermediate_size"),
+            vocabulary=size("vocab_size"),
+            heads=heads,
+            kv_heads=size("num_key_value_heads", default=heads),
+            head_dim=size("head_dim", default=hidden // heads),
+        )
+
+
+@dataclass(frozen=True)
 class Op:
-    """How an op is called.
+    """How a form of an op is called.
 
     Attributes:
         build: inputs of a workload on a device.
         reference: plain PyTorch, from tensors to output(s); in fp64 where the inputs are.
         ours: the op by a backend.
+        sizes: of a `Workload` at a model's shapes, for so many tokens.
     """
 
     build: Callable[[Workload, torch.device], Inputs]
     reference: Function
     ours: Callable[[str | None], Function]
+    sizes: Callable[[ModelShapes, int], dict[str, int]]
 
 
 def _randn(work: Workload, device: torch.device, *shape: int, scale: float = 1.0) -> Tensor:
@@ -172,6 +213,10 @@ def _randn(work: Workload, device: torch.device, *shape: int, scale: float = 1.0
 # ---------------------------------------------------------------------------------------------------------------------
 # LM head
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _head_sizes(model: ModelShapes, tokens: int) -> dict[str, int]:
+    return {"BT": tokens, "H": model.hidden, "V": model.vocabulary}
 
 
 def _head_weight(work: Workload, device: torch.device) -> Tensor:
@@ -401,6 +446,10 @@ def _rope(backend: str | None) -> Function:
     return lambda t: ops.rope(t["q"], t["k"], t["cos"], t["sin"], backend=backend)
 
 
+def _rope_sizes(model: ModelShapes, tokens: int) -> dict[str, int]:
+    return {"S": tokens, "Q": model.heads, "K": model.kv_heads, "D": model.head_dim}
+
+
 def _build_rope_by_turns(work: Workload, device: torch.device) -> Inputs:
     inputs = _build_rope(work, device)
     # Half of each head rotates, as GLM-4's does: the first half of tables of half the width is read.
@@ -421,69 +470,31 @@ def _rope_by_turns(backend: str | None) -> Function:
 
 
 OPS: dict[str, Op] = {
-    "linear_cross_entropy": Op(_build_cross_entropy, _cross_entropy_reference, _cross_entropy),
-    "fused_linear_grpo_loss": Op(_build_grpo, _grpo_reference, _grpo),
-    "linear_logprob": Op(_build_logprob, _logprob_reference, _logprob),
-    "rms_norm": Op(_build_norm, _norm_reference, _norm),
-    "linear_rms_norm": Op(_build_linear_norm, _linear_norm_reference, _linear_norm),
-    "add_rms_norm": Op(_build_add_norm, _add_norm_reference, _add_norm),
-    "embedding": Op(_build_embedding, _embedding_reference, _embedding),
-    "swiglu": Op(_build_swiglu, _swiglu_reference, _swiglu),
-    "swiglu_linear": Op(_build_swiglu_linear, _swiglu_linear_reference, _swiglu_linear),
-    "geglu": Op(_build_swiglu, _geglu_reference, _geglu),
-    "rope": Op(_build_rope, _rope_reference, _rope),
-    "rope_by_turns": Op(_build_rope_by_turns, _rope_by_turns_reference, _rope_by_turns),
-}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A model
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ModelShapes:
-    """What the ops' shapes need to know of a causal language model.
-
-    Attributes:
-        hidden, intermediate, vocabulary: sizes of the residual stream, of the MLP (of one expert where there are
-            experts), and of the LM head.
-        heads, kv_heads, head_dim: of attention.
-    """
-
-    hidden: int
-    intermediate: int
-    vocabulary: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def of_config(cls, config: Any) -> "ModelShapes":
-        """From a transformers config (of a model with several parts, its text part).
-
-        Raises:
-            ValueError: the config has no such size, or one that is not a positive int.
-        """
-        text = config.get_text_config()
-
-        def size(*names: str, default: int | None = None) -> int:
-            value = next((v for name in names if (v := getattr(text, name, None)) is not None), default)
-            if type(value) is not int or value < 1:
-                raise ValueError(
-                    f"the config of {type(config).__name__} must have a positive {names[-1]}; got {value!r}"
-                )
-            return value
-
-        hidden, heads = size("hidden_size"), size("num_attention_heads")
-        return cls(
-            hidden=hidden,
-            intermediate=size("moe_intermediate_size", "intermediate_size"),
-            vocabulary=size("vocab_size"),
-            heads=heads,
-            kv_heads=size("num_key_value_heads", default=heads),
-            head_dim=size("head_dim", default=hidden // heads),
-        )
+    "rms_norm": Op(_build_norm, _norm_reference, _norm, lambda m, n: {"N": n, "H": m.hidden}),
+    "linear_rms_norm": Op(
+        _build_linear_norm, _linear_norm_reference, _linear_norm,
+        lambda m, n: {"N": n, "H": m.hidden, "Q": m.heads, "D": m.head_dim},
+    ),
+    "add_rms_norm": Op(_build_add_norm, _add_norm_reference, _add_norm, lambda m, n: {"N": n, "H": m.hidden}),
+    "swiglu": Op(_build_swiglu, _swiglu_reference, _swiglu, lambda m, n: {"N": n, "I": m.intermediate}),
+    "swiglu_linear": Op(
+        _build_swiglu_linear, _swiglu_linear_reference, _swiglu_linear,
+        lambda m, n: {"N": n, "I": m.intermediate, "H": m.hidden},
+    ),
+    "geglu": Op(_build_swiglu, _geglu_reference, _geglu, lambda m, n: {"N": n, "I": m.intermediate}),
+    "rope": Op(_build_rope, _rope_reference, _rope, _rope_sizes),
+    "rope_by_turns": Op(_build_rope_by_turns, _rope_by_turns_reference, _rope_by_turns, _rope_sizes),
+    "embedding": Op(
+        _build_embedding, _embedding_reference, _embedding, lambda m, n: {"N": n, "V": m.vocabulary, "D": m.hidden}
+    ),
+    "linear_cross_entropy": Op(_build_cross_entropy, _cross_entropy_reference, _cross_entropy, _head_sizes),
+    "linear_logprob": Op(_build_logprob, _logprob_reference, _logprob, _head_sizes),
+    "fused_linear_grpo_loss": Op(
+        _build_grpo, _grpo_reference, _grpo,
+        lambda m, n: {"B": 8, "T": n // 8, "H": m.hidden, "V": m.vocabulary},
+    ),
+}  # fmt: skip
+"""A row for each form in the table of ops (`table.FORMS`)."""
 
 
 def of_model(shapes: ModelShapes, tokens: int, dtype: str) -> list[Workload]:
@@ -501,19 +512,4 @@ def of_model(shapes: ModelShapes, tokens: int, dtype: str) -> list[Workload]:
         raise ValueError(f"tokens must be at least 8; got {tokens}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    head = {"H": shapes.hidden, "V": shapes.vocabulary}
-    sizes: dict[str, dict[str, int]] = {
-        "rms_norm": {"N": tokens, "H": shapes.hidden},
-        "linear_rms_norm": {"N": tokens, "H": shapes.hidden, "Q": shapes.heads, "D": shapes.head_dim},
-        "add_rms_norm": {"N": tokens, "H": shapes.hidden},
-        "swiglu": {"N": tokens, "I": shapes.intermediate},
-        "swiglu_linear": {"N": tokens, "I": shapes.intermediate, "H": shapes.hidden},
-        "geglu": {"N": tokens, "I": shapes.intermediate},
-        "rope": {"S": tokens, "Q": shapes.heads, "K": shapes.kv_heads, "D": shapes.head_dim},
-        "rope_by_turns": {"S": tokens, "Q": shapes.heads, "K": shapes.kv_heads, "D": shapes.head_dim},
-        "embedding": {"N": tokens, "V": shapes.vocabulary, "D": shapes.hidden},
-        "linear_cross_entropy": {"BT": tokens, **head},
-        "linear_logprob": {"BT": tokens, **head},
-        "fused_linear_grpo_loss": {"B": 8, "T": tokens // 8, **head},
-    }
-    return [Workload(op, of_op, dtype) for op, of_op in sizes.items()]
+    return [Workload(form, OPS[form].sizes(shapes, tokens), dtype) for form in FORMS]

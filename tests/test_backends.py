@@ -1,15 +1,15 @@
 """The choice of backend: order, overrides, errors, and the evidence that the order rests on."""
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from npu_trainer_kernels import _triton, _vendor, backends
+from npu_trainer_kernels import _triton, _vendor, backends, workloads
 from npu_trainer_kernels.device import KINDS
+from npu_trainer_kernels.table import FORMS, TABLE, Measured
 
 CPU = torch.device("cpu")
 # Without torch_npu torch does not know the word.
@@ -56,53 +56,62 @@ def test_bad_overrides(text, message):
 
 
 def test_every_op_ends_with_torch_on_every_device():
-    for op, order in backends._ORDER.items():
-        assert set(order) == set(KINDS), op
-        assert all(choices[-1].backend == "torch" for choices in order.values()), op
-        assert all(choice.evidence for choices in order.values() for choice in choices), op
+    for name, op in TABLE.items():
+        assert set(op.order) == set(KINDS), name
+        assert all(choices[-1].backend == "torch" for choices in op.order.values()), name
+        assert all(choice.evidence for choices in op.order.values() for choice in choices), name
+        assert set(op.keeps_plain) <= set(KINDS), name
 
 
-def medians(file: str, op: str, shape: str, dtype: str) -> dict[str, float]:
-    """Forward and backward of each provider, as a results file has it."""
+def test_every_form_of_the_table_has_a_workload():
+    assert tuple(workloads.OPS) == FORMS
+
+
+def medians(measured: Measured) -> dict[str, float]:
+    """Forward and backward of each provider, as the results file has it."""
+    row = "ops", measured.form, measured.shape, measured.dtype, "both"
     return {
         r["provider"]: round(r["ms"]["median"], 3)
-        for r in json.loads((REPOSITORY / file).read_text())["rows"]
-        if (r.get("group"), r.get("op"), r.get("shape"), r.get("dtype"), r.get("mode"))
-        == ("ops", op, shape, dtype, "both")
-        and "ms" in r
+        for r in json.loads((REPOSITORY / measured.file).read_text())["rows"]
+        if tuple(r.get(name) for name in ("group", "op", "shape", "dtype", "mode")) == row and "ms" in r
     }
 
 
 @pytest.mark.parametrize("op", backends.OPS)
 def test_evidence_on_cuda_is_what_was_measured(op: str):
-    found = re.fullmatch(
-        r"(\S+) ms against (\S+) ms of plain PyTorch, forward and backward, (\S+) (.+) bfloat16 on an H200 \((.+)\)",
-        backends._ORDER[op]["cuda"][0].evidence,
-    )
-    assert found is not None
-    ms, plain_ms, row, shape, file = found.groups()
-    measured = medians(file, row, shape, "bfloat16")
-    assert (float(ms), float(plain_ms)) == (measured["ours-triton"], measured["reference"])
-    assert float(ms) < float(plain_ms)
+    first = TABLE[op].order["cuda"][0]
+    assert first.measured is not None
+    measured = medians(first.measured)
+    assert first.measured.form in TABLE[op].forms
+    assert (first.measured.ms, first.measured.plain_ms) == (measured["ours-triton"], measured["reference"])
+    assert first.measured.ms < first.measured.plain_ms
 
 
-@pytest.mark.parametrize("op", backends._PLAIN["cpu"])
+@pytest.mark.parametrize("op", [name for name, op in TABLE.items() if "cpu" in op.keeps_plain])
 def test_evidence_for_a_models_own_code_is_what_was_measured(op: str):
-    found = re.search(
-        r": (\S+) ms against (\S+) ms, forward and backward, (\S+) (.+) float32 \((.+)\)", backends._PLAIN["cpu"][op]
-    )
+    found = TABLE[op].keeps_plain["cpu"].measured
     assert found is not None
-    plain_ms, ms, row, shape, file = found.groups()
-    measured = medians(file, row, shape, "float32")
-    assert row == op
-    assert (float(ms), float(plain_ms)) == (measured["ours-torch"], measured["reference"])
-    assert float(plain_ms) < float(ms)
+    measured = medians(found)
+    assert found.form == op
+    assert (found.ms, found.plain_ms) == (measured["ours-torch"], measured["reference"])
+    assert found.plain_ms < found.ms
+
+
+def test_what_was_measured_is_said():
+    assert TABLE["swiglu"].order["cuda"][0].evidence == (
+        "0.438 ms against 0.775 ms of plain PyTorch, forward and backward, swiglu N=8192 I=14336 bfloat16 on an H200 "
+        "(benchmarks/results/2026-11-21-nvidia-h200-fourth-round.json)"
+    )
+    assert backends.keeps_plain("swiglu", CPU) == (
+        "the model's own code is as fast on a CPU: 3.238 ms against 6.412 ms, forward and backward, "
+        "swiglu N=2048 I=432 float32 (benchmarks/results/2026-11-21-cpu.json)"
+    )
 
 
 @pytest.fixture
 def vendor(monkeypatch: pytest.MonkeyPatch):
     """An NPU with torch_npu's operators, as far as the choice is concerned."""
-    monkeypatch.setattr(_vendor, "unavailable", lambda op: None if op in _vendor.OPERATORS else "no operator")
+    monkeypatch.setattr(_vendor, "unavailable", lambda op: None if op in _vendor.SERVED else "no operator")
     backends._by_table.cache_clear()
     yield
     backends._by_table.cache_clear()
@@ -115,8 +124,8 @@ def test_what_the_vendor_does_not_cover_goes_to_the_next():
     assert backends.choose("rms_norm", NPU, None, lambda: "no weight") == "triton"
     assert backends.choose("rms_norm", NPU, None, lambda: None, lambda: "not repeatable") == "triton"
     reason = backends.explain("rms_norm", NPU)[1]
-    assert f"It covers {_vendor.COVERS['rms_norm']}; what it does not cover goes to triton" in reason
-    assert _vendor.NOT_REPEATABLE["rms_norm"] in reason
+    assert f"It covers {_vendor.SERVED['rms_norm'].covers}; what it does not cover goes to triton" in reason
+    assert _vendor.SERVED["rms_norm"].not_repeatable in reason
 
 
 @pytest.mark.usefixtures("vendor")
@@ -154,5 +163,5 @@ def test_the_vendor_needs_an_npu():
 
 
 def test_every_line_of_an_npu_says_what_was_not_timed():
-    for op, order in backends._ORDER.items():
-        assert all("not timed" in choice.evidence for choice in order["npu"][:-1]), op
+    for name, op in TABLE.items():
+        assert all("not timed" in choice.evidence for choice in op.order["npu"][:-1]), name

@@ -1,10 +1,33 @@
 """The package imports whatever optional dependency is missing or broken, and says what to install when it is needed."""
 
+import ast
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+PACKAGE = Path(__file__).parents[1] / "npu_trainer_kernels"
+# From below to above: what imports what, also inside functions and for types alone. A module imports from its own line
+# where both are of one package, and from the lines below.
+LAYERS = (
+    ("_cache", "_opaque", "_switch", "_triton", "device", "table"),
+    ("_optional", "_vendor", "closeness", "tuned"),
+    ("backends", "tiling"),
+    ("ops",),
+    ("patching", "workloads"),
+    ("ascend", "timing", "trainers", "warmup"),
+    ("callback",),
+    ("arguments",),
+    ("run", "trainers.grpo", "verify"),
+    ("cli",),
+    ("", "__main__", "on_path"),
+)
+# A promise hands what is done with it to its records, which are made of promises.
+CYCLE = {"patching._promise", "patching._promise_records"}
 
 # A finder that makes one top-level module fail in a given way.
 BREAK = """
@@ -76,3 +99,80 @@ def test_training_knows_neither_the_ascend_compiler_nor_the_benchmarks():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """The package's modules by their names below it; the package itself is ""."""
+    found = {}
+    for file in PACKAGE.rglob("*.py"):
+        parts = file.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imports(module: str) -> Iterator[tuple[str, str, str]]:
+    """(module of this package, name that is taken from it or "", name given to it) of each import in a module."""
+    file = modules()[module]
+    parts = ["npu_trainer_kernels", *filter(None, module.split("."))]
+    package = parts if file.name == "__init__.py" else parts[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        start = package[: len(package) + 1 - node.level] if node.level else []
+        whole = [*start, *filter(None, (node.module or "").split("."))]
+        if whole[0] != "npu_trainer_kernels":
+            continue
+        source = ".".join(whole[1:])
+        for alias in node.names:
+            below = f"{source}.{alias.name}".removeprefix(".")
+            given = alias.asname or alias.name
+            yield (below, "", given) if below in modules() else (source, alias.name, given)
+
+
+def layer(module: str) -> int:
+    """The line of `LAYERS` that a module is in, by its longest name there."""
+    parts = module.split(".")
+    for count in range(len(parts), 0, -1):
+        for number, names in enumerate(LAYERS):
+            if ".".join(parts[:count]) in names:
+                return number
+    raise AssertionError(f"{module} is in no layer: give it its place in LAYERS")
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_no_import_runs_back_up(module):
+    place = layer(module)
+    for source, *_ in imports(module):
+        of_one_package = source.partition(".")[0] == module.partition(".")[0]
+        allowed = layer(source) <= place if of_one_package else layer(source) < place
+        assert allowed, f"{module} imports {source}"
+
+
+def test_modules_do_not_import_one_another():
+    graph = {module: {source for source, *_ in imports(module)} for module in modules()}
+
+    def reached(module: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [module]
+        while waiting:
+            new = graph[waiting.pop()] - found
+            found |= new
+            waiting += new
+        return found
+
+    assert {module for module in graph if module in reached(module)} == CYCLE
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_private_names_stay_in_their_modules(module):
+    taken = {name for _, name, _ in imports(module) if name.startswith("_")}
+    assert not taken
+    tree = ast.parse(modules()[module].read_text())
+    others = {given for _, name, given in imports(module) if not name}
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in others
+    }
+    assert not {name for name in used if name.startswith("_") and not name.endswith("__")}

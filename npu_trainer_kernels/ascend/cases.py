@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import device, ops
+from ..ops._gates import ACTIVATIONS
 from ..workloads import ModelShapes
 from .gate import Case
 
@@ -293,6 +294,10 @@ _EVERYTHING: dict[str, Any] = {
     "outputs": ("token_accuracy", "predicted_ids"),
 }
 
+# The sizes of Gemma 3 1B, 4B and 27B; of a layer of each other gate; of any gate to come.
+_GATES: dict[str, tuple[int, ...]] = {"gelu_tanh": (6912, 10240, 21504), "gelu": (14336,), "relu2": (6912,)}
+_GATES |= {name: (8192,) for name in ACTIVATIONS if name not in _GATES and name != "silu"}
+
 _GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
 
 _CORRECTED_KL: dict[str, Any] = {"beta": 0.1, "bias_corrected_kl": True}
@@ -311,10 +316,8 @@ TABLE: tuple[Entry, ...] = (
     Entry("add_rms_norm, post, gemma", HIDDEN, "hidden", _add_rms_norm(mode="post", casting="gemma", offset=1.0)),
     Entry("swiglu", (4864, 8192, 14336, 18944), "intermediate", _swiglu()),
     Entry("swiglu, halves of one projection", (4864, 8192, 14336, 18944), "intermediate", _swiglu(strided=True)),
-    # The sizes of Gemma 3 1B, 4B and 27B; of a layer of each other gate; of Phi-3 mini and GLM-4 9B; of GPT-OSS 20B.
-    Entry("swiglu, gelu_tanh", (6912, 10240, 21504), "intermediate", _swiglu(activation="gelu_tanh")),
-    Entry("swiglu, gelu", (14336,), "intermediate", _swiglu(activation="gelu")),
-    Entry("swiglu, relu2", (6912,), "intermediate", _swiglu(activation="relu2")),
+    *(Entry(f"swiglu, {name}", sizes, "intermediate", _swiglu(activation=name)) for name, sizes in _GATES.items()),
+    # Of GPT-OSS 20B; of Phi-3 mini and GLM-4 9B.
     Entry("swiglu, alpha, limit, offset", (2880,), "intermediate", _swiglu(**_GPT_OSS)),
     Entry("swiglu, joined in halves", (8192, 13696), "intermediate", _swiglu(joined="halves")),
     Entry("swiglu, joined by turns", (8192,), "intermediate", _swiglu(joined="interleaved")),

@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ..table import FORMS
 from ._environment import ERROR, WARNING, Finding, broken_imports, findings, versions
 from ._output import FINE, FOUND, Output, UsageError, new_table
 
@@ -27,11 +28,6 @@ __all__ = ["HELP", "NAME", "add_arguments", "run", "self_check"]
 
 NAME = "doctor"
 HELP = "look at the installation, and run every op against its reference"
-# The workloads of `_selfcheck`, which cannot be asked: it imports torch.
-OPS = (
-    "rms_norm", "linear_rms_norm", "add_rms_norm", "swiglu", "swiglu_linear", "geglu", "rope", "rope_by_turns",
-    "embedding",    "linear_cross_entropy", "linear_logprob", "fused_linear_grpo_loss",
-)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +79,7 @@ def _child(ops: list[str], times: bool, seconds: float) -> Iterator[dict[str, An
 def self_check(times: bool = True, seconds: float = 600.0) -> Iterator[dict[str, Any]]:
     """Lines as `_selfcheck` writes them. An op that takes its process down is one with a `problem`, and the others go
     on in a new process."""
-    left = list(OPS)
+    left = list(FORMS)
     while left:
         started: dict[str, Any] | None = None
         for line in _child(left, times, seconds):
@@ -144,7 +140,7 @@ def _ops_table(lines: list[dict[str, Any]]) -> Table:
     timed = any(line.get("times") for line in lines)
     for column in ("op", "backend", "right", *(("ours", "plain") if timed else ())):
         table.add_column(column, justify="right" if column in ("ours", "plain") else "left")
-    for op in OPS:
+    for op in FORMS:
         of_op = [line for line in lines if line.get("op") == op]
         if not of_op:
             continue
@@ -186,7 +182,7 @@ def _why(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 def _run_self_check(args: argparse.Namespace, output: Output) -> list[dict[str, Any]]:
     lines = []
-    with output.progress(len(OPS)) as progress:
+    with output.progress(len(FORMS)) as progress:
         for line in self_check(not args.no_times, args.timeout):
             lines.append(line)
             if line.get("begins"):

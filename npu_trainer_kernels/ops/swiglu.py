@@ -425,8 +425,8 @@ def swiglu(
     Args:
         gate: `[..., I]`, fp32, bf16 or fp16; any strides.
         up: gate's shape and dtype; None with `joined`.
-        activation: `"silu"`, `"gelu"` (by the error function), `"gelu_tanh"` (its approximation) or `"relu2"` (ReLU
-            squared).
+        activation: the name of a formula in `_gates.py`: `"silu"`, `"gelu"` (by the error function), `"gelu_tanh"`
+            (its approximation) and others.
         alpha: silu's sigmoid is that of alpha * gate.
         limit: gate is clamped to at most this, up to between its negative and itself, before anything else; None: not.
         offset: what is added to up.

@@ -15,9 +15,11 @@ from npu_trainer_kernels.ascend.cases import DTYPES, TABLE, Tensors
 from npu_trainer_kernels.ascend.execute import LEVELS
 from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder
 from npu_trainer_kernels.ascend.plan import plan, violations
+from npu_trainer_kernels.ops._gates import ACTIVATIONS
 from npu_trainer_kernels.ops._head_options import HeadOptions
 from npu_trainer_kernels.ops._head_statistics import _raw_statistics
 from npu_trainer_kernels.ops._launch import use_launcher
+from npu_trainer_kernels.ops._norm import CASTINGS
 from tests.closeness import assert_op_close
 from tests.ops.test_grpo_loss import FORMS, token_gradient, token_numbers
 
@@ -62,11 +64,11 @@ def check(launcher, op, inputs, kernels, **options):
 NORM = ("_forward_kernel", "_backward_kernel")
 # Tiles of many rows and a tail; of a few rows; one row each; column blocks whose last one is short.
 NORM_SHAPES = [(150, 200), (7, 2500), (3, 5120), (3, 9000)]
-CASTINGS = [{"casting": "llama"}, {"casting": "gemma", "offset": 1.0}, {"casting": "none"}]
+NORMS = [*({"casting": casting} for casting in CASTINGS), {"casting": "gemma", "offset": 1.0}]
 
 
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
-@pytest.mark.parametrize("options", CASTINGS, ids=str)
+@pytest.mark.parametrize("options", NORMS, ids=str)
 def test_rms_norm(launcher, tensors, shape, options):
     check(launcher, "rms_norm", [tensors.floats(*shape), tensors.floats(shape[1])], NORM, **options)
 
@@ -101,12 +103,7 @@ def test_swiglu_linear(launcher, tensors, strided):
     check(launcher, "swiglu_linear", inputs, NORM)
 
 
-GATES = [
-    {"activation": "gelu"},
-    {"activation": "gelu_tanh"},
-    {"activation": "relu2"},
-    {"alpha": 1.702, "limit": 7.0, "offset": 1.0},
-]
+GATES = [*({"activation": name} for name in ACTIVATIONS), {"alpha": 1.702, "limit": 7.0, "offset": 1.0}]
 
 
 @pytest.mark.parametrize("options", GATES, ids=str)

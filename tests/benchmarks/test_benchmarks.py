@@ -13,21 +13,12 @@ import torch
 from benchmarks import cli, distributed, endtoend, measure, models, report, results, runner
 from benchmarks.cases import OPS, Case, table
 from benchmarks.providers import Absent, Provider, providers
+from npu_trainer_kernels.workloads import ModelShapes, of_model
 
 CPU = torch.device("cpu")
 FAST = measure.Settings(seconds=0.0, least=2, most=2, warmup=1)
-TINY = {
-    "linear_cross_entropy": {"BT": 12, "H": 8, "V": 31},
-    "fused_linear_grpo_loss": {"B": 4, "T": 5, "H": 8, "V": 31},
-    "linear_logprob": {"BT": 12, "H": 8, "V": 31},
-    "rms_norm": {"N": 6, "H": 16},
-    "add_rms_norm": {"N": 6, "H": 16},
-    "embedding": {"N": 6, "V": 11, "D": 8},
-    "swiglu": {"N": 6, "I": 16},
-    "geglu": {"N": 6, "I": 16},
-    "rope": {"S": 6, "Q": 4, "K": 2, "D": 8},
-    "rope_by_turns": {"S": 6, "Q": 4, "K": 2, "D": 8},
-}
+SHAPES = ModelShapes(hidden=8, intermediate=16, vocabulary=31, heads=4, kv_heads=2, head_dim=8)
+TINY = {work.op: work.sizes for work in of_model(SHAPES, 16, "float32")}
 
 
 def tiny(op: str, **changes) -> Case:
@@ -279,7 +270,7 @@ def test_command_writes_reports_and_goes_on(tmp_path, capsys, monkeypatch):
     assert cli.main(command) == 0
     capsys.readouterr()
     text = (tmp_path / "r.md").read_text()
-    assert re.search(r"\| N=6 H=16 \| ours-torch \| .*x \|", text)
+    assert re.search(r"\| N=16 H=8 \| ours-torch \| .*x \|", text)
     before = results.read(tmp_path / "r.json")[1]
     assert cli.main(command) == 0
     assert results.read(tmp_path / "r.json")[1] == before, "nothing was measured again"

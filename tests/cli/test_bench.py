@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_trainer_kernels.benchmarks import endtoend
+from benchmarks import endtoend
 from npu_trainer_kernels.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -62,11 +62,10 @@ def test_what_would_measure_nothing_is_wrong_usage(tmp_path, capsys, options, me
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_child_finds_the_module_by_this_name():
+def test_a_child_finds_the_module_by_its_name():
     command = [sys.executable, "-m", endtoend.__name__, "--help"]
     done = subprocess.run(command, cwd=endtoend._ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert endtoend.__name__ == "npu_trainer_kernels.benchmarks.endtoend"
 
 
 def test_the_command_is_installed_by_its_name():

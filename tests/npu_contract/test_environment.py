@@ -4,6 +4,7 @@ CPU, and says why."""
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_on_an_npu_it_would_be_the_vendor():
 
 @pytest.mark.parametrize("op", backends.OPS)
 def test_every_op_by_name(op: str):
-    if op in _vendor.OPERATORS:
+    if op in _vendor.SERVED:
         assert backends.explain(op, NPU, f"{op}=vendor")[1].endswith("what it does not cover raises")
     else:
         with pytest.raises(ValueError, match="torch_npu has no operator for it"):
@@ -55,7 +56,8 @@ def test_every_op_by_name(op: str):
 
 
 def test_a_torch_npu_without_an_operator(monkeypatch):
-    monkeypatch.setitem(_vendor.OPERATORS, "rms_norm", ("npu_rms_norm", "npu_no_such_operator"))
+    lacking = replace(_vendor.SERVED["rms_norm"], operators=("npu_rms_norm", "npu_no_such_operator"))
+    monkeypatch.setitem(_vendor.SERVED, "rms_norm", lacking)
     assert _vendor.unavailable.__wrapped__("rms_norm") == "this torch_npu lacks npu_no_such_operator"
 
 

@@ -12,7 +12,7 @@ from tests import closeness, models
 from tests.npu_contract import operators
 from tests.npu_contract.calls import CASES, NAMES, Call, Recorder, upstream
 
-FORWARD, BACKWARD = _vendor.OPERATORS["rms_norm"]
+FORWARD, BACKWARD = _vendor.SERVED["rms_norm"].operators
 BY_NAME = ",".join(f"{op}=vendor" for op in ("rms_norm", "add_rms_norm", "swiglu", "rope", "linear_cross_entropy"))
 
 

@@ -7,19 +7,22 @@ import torch
 from torch.nn import functional
 from transformers.activations import ACT2CLS, ACT2FN
 
-from npu_trainer_kernels.ops import swiglu
+from npu_trainer_kernels.ops import swiglu, swiglu_reference
+from npu_trainer_kernels.ops._gates import ACTIVATIONS
 from npu_trainer_kernels.patching._gates import GateForm, gate_form, gate_of, joined_gate_form, numbers_of
 
-KNOWN = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
-    "relu2": "relu2",
-}  # fmt: skip
+
+def same_function(activation, name: str) -> bool:
+    """Whether an activation is one of `ops.swiglu`'s but for rounding: those that differ do so by 1e-4 and more."""
+    numbers = torch.cat([torch.linspace(-12, 12, 4801, dtype=torch.float64), torch.tensor([-1e3, 1e3]).double()])
+    found, expected = activation(numbers), swiglu_reference(numbers, torch.ones_like(numbers), activation=name)
+    return (found - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("name", ACT2CLS)
 def test_activations_of_transformers(name):
-    assert gate_of(ACT2FN[name]) == KNOWN.get(name)
+    meant = [known for known in ACTIVATIONS if same_function(ACT2FN[name].double(), known)]
+    assert [gate_of(ACT2FN[name])] == (meant or [None])
 
 
 def test_activations_of_torch():

@@ -1,0 +1,85 @@
+"""The figures in the package's table of ops, as `python -m benchmarks --evidence` writes them."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cli, evidence
+from npu_trainer_kernels.table import FILE
+
+RESULTS = Path(evidence.__file__).parent / "results"
+GPU, CPU = RESULTS / "2026-11-21-nvidia-h200-fourth-round.json", RESULTS / "2026-11-21-cpu.json"
+
+
+@pytest.fixture
+def table(tmp_path):
+    file = tmp_path / "table.json"
+    file.write_text(FILE.read_text())
+    return file
+
+
+@pytest.mark.parametrize("results", [GPU, CPU], ids=lambda file: file.stem)
+def test_the_committed_table_is_what_the_committed_files_make(table, results):
+    written = evidence.write(results, table)
+    assert len(written) == (8 if results == GPU else 3)
+    assert table.read_text() == FILE.read_text()
+
+
+def changed(monkeypatch, file: Path, **medians: float) -> None:
+    """As if other times of one row had been measured."""
+    meta, rows = evidence.read(file)
+    rows = copy.deepcopy(rows)
+    for row in rows:
+        if (row["group"], row["op"], row.get("mode")) == ("ops", "swiglu", "both") and row["provider"] in medians:
+            row["ms"]["median"] = medians[row["provider"]]
+    monkeypatch.setattr(evidence, "read", lambda _: (meta, rows))
+
+
+def test_other_figures_are_written_and_nothing_else(monkeypatch, table):
+    changed(monkeypatch, GPU, **{"ours-triton": 0.41239, "reference": 0.75})
+    assert "swiglu N=8192 I=14336 bfloat16: 0.438 -> 0.412 ms, plain 0.775 -> 0.75 ms" in evidence.write(GPU, table)
+    before, after = json.loads(FILE.read_text()), json.loads(table.read_text())
+    figures = before["ops"]["swiglu"]["before_torch"]["cuda"][0]["because"]
+    figures.update(ms=0.412, plain_ms=0.75)
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("file", "medians", "message"),
+    [
+        (GPU, {"ours-triton": 0.8}, "swiglu .*: 0.8 ms against 0.775 ms .*by the table ours is faster"),
+        (CPU, {"ours-torch": 3.0}, "swiglu .*: 3 ms against 3.238 ms .*by the table plain PyTorch is faster"),
+    ],
+)
+def test_figures_that_contradict_the_table_are_not_written(monkeypatch, table, file, medians, message):
+    changed(monkeypatch, file, **medians)
+    with pytest.raises(ValueError, match=message):
+        evidence.write(file, table)
+    assert table.read_text() == FILE.read_text()
+
+
+def test_a_file_that_lacks_a_row(monkeypatch, table):
+    meta, rows = evidence.read(GPU)
+    monkeypatch.setattr(evidence, "read", lambda _: (meta, [row for row in rows if row["op"] != "rope"]))
+    with pytest.raises(ValueError, match="no time of ours-triton forward and backward, rope S=8192 Q=32"):
+        evidence.write(GPU, table)
+
+
+def test_evidence_is_a_committed_file(tmp_path, capsys):
+    (tmp_path / GPU.name).write_text(GPU.read_text())
+    with pytest.raises(SystemExit):
+        cli.main(["--evidence", str(tmp_path / GPU.name)])
+    assert "must be a file in benchmarks/results/" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["--evidence", "nothing.json"])
+    assert "no such file: nothing.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [("cuda", "NVIDIA H200", "an H200"), ("cuda", "NVIDIA B200", "a B200"), ("npu", "Ascend910B4", "a 910B4")],
+)
+def test_devices_have_articles(kind, name, expected):
+    assert evidence._named({"kind": kind, "name": name}) == expected
