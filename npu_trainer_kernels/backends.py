@@ -96,6 +96,8 @@ _NPU: dict[str, tuple[Choice, ...]] = {
     # No time of npu_add_rms_norm is published. Of single-pass Triton kernels there are: 5.8 us instead of 11.7 us for
     # two passes at 8 x 8192 fp32 (mojo_opset's pull request 367).
     "add_rms_norm": (Choice("triton", _READ_ONCE), _NPU_TORCH),
+    "gated_rms_norm": (Choice("triton", _READ_ONCE), _NPU_TORCH),
+    "layer_norm": (Choice("triton", _READ_ONCE), _NPU_TORCH),
     # npu_swiglu wants gate and up in one tensor: a copy of both, two more passes than the kernel's three in all.
     "swiglu": _NPU_TRITON,
     # npu_rotary_mul is documented for tables in [-1, 1], which scaled embeddings leave; and it rotates q and k apart.
@@ -107,9 +109,15 @@ _NPU: dict[str, tuple[Choice, ...]] = {
     "linear_logprob": _NPU_TRITON,
     "grpo_loss": _NPU_TRITON,
 }
+_UNTIMED = (
+    Choice("triton", "one pass over what eager PyTorch passes over six times and more; not timed on a GPU yet"),
+    Choice("torch", "used where Triton cannot be imported"),
+)
 _CUDA: dict[str, tuple[Choice, ...]] = {
     "rms_norm": _on_h200("rms_norm N=8192 H=4096", 0.094, 1.409),
     "add_rms_norm": _on_h200("add_rms_norm N=8192 H=4096", 0.141, 1.508),
+    "gated_rms_norm": _UNTIMED,
+    "layer_norm": _UNTIMED,
     "swiglu": _on_h200("swiglu N=8192 I=14336", 0.438, 0.775),
     "rope": _on_h200("rope S=8192 Q=32 K=8 D=128", 0.089, 1.194),
     "embedding": _on_h200("embedding N=16384 V=151936 D=4096", 0.492, 1.451),

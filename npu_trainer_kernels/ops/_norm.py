@@ -34,13 +34,14 @@ import torch
 
 from .. import _vendor, device, tiling
 from .._triton import jit, tl
-from ._blocks import load_fp32, store
+from ._blocks import load_fp32, row_of_weight, rounded, store, tile_mask, tile_of
 from ._checks import check_choice, check_float, check_same_device, is_number
 from ._fallback import falls_back
 from ._host import contiguous_like, promoted
 from ._launch import launch
 
-__all__ = ["CASTINGS", "as_rows", "check_norm", "check_norm_options", "norm_backward", "norm_forward", "norm_reference"]
+__all__ = ["CASTINGS", "as_rows", "check_norm", "check_norm_options", "norm_backward", "norm_forward", "norm_reference",
+           "shifted", "sum_of_partials"]  # fmt: skip
 
 CASTINGS = ("llama", "gemma", "none")
 
@@ -90,23 +91,24 @@ def _normed(
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if casting == "none":
         n = s * rstd.to(s.dtype)
-        return n if weight is None else n * _shifted(weight, offset).to(s.dtype), rstd
+        return n if weight is None else n * shifted(weight, offset).to(s.dtype), rstd
     n = wide * rstd
     if weight is None:
         return n.to(s.dtype), rstd
     if casting == "llama":
-        return _shifted(weight, offset) * n.to(s.dtype), rstd
-    return (n * _shifted(weight.to(n.dtype), offset)).to(s.dtype), rstd
+        return shifted(weight, offset) * n.to(s.dtype), rstd
+    return (n * shifted(weight.to(n.dtype), offset)).to(s.dtype), rstd
 
 
-def _shifted(weight: torch.Tensor, offset: float) -> torch.Tensor:
+def shifted(weight: torch.Tensor, offset: float) -> torch.Tensor:
+    """w', in the weight's dtype."""
     return offset + weight if offset else weight
 
 
 def _gamma(weight: torch.Tensor | None, offset: float, casting: str) -> torch.Tensor:
     """w', in fp32 where the casting adds the offset there: what the vendor's norms take for their weight."""
     assert weight is not None  # `_vendor.uncovered_norm`
-    return _shifted(weight.float() if offset and casting == "gemma" else weight, offset)
+    return shifted(weight.float() if offset and casting == "gemma" else weight, offset)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,50 +117,19 @@ def _gamma(weight: torch.Tensor | None, offset: float, casting: str) -> torch.Te
 
 
 @jit
-def _mask(row, n_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Which elements of the tile at `row` exist."""
-    rows = row + tl.arange(0, ROWS)[:, None] < n_rows
-    cols = tl.arange(0, COLS)[None, :] < width
-    return rows & cols
-
-
-@jit
-def _tile_of(pointer, row, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Pointers `[ROWS, COLS]`. The row offset is 64-bit: rows x columns may exceed 2^31."""
-    start = pointer + tl.cast(row, tl.int64) * stride
-    return start + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
-
-
-@jit
-def _rounded(value, like, ROUND: tl.constexpr):
-    """fp32 value rounded to the dtype of `like`."""
-    if ROUND:
-        value = value.to(like.dtype.element_ty).to(tl.float32)
-    return value
-
-
-@jit
-def _row_of_weight(weight, offset, width, COLS: tl.constexpr, MASKED: tl.constexpr, ROUND: tl.constexpr):
-    """w' as `[1, COLS]` fp32, rounded to the weight's dtype where the casting adds the offset there."""
-    cols = tl.arange(0, COLS)[None, :]
-    w = load_fp32(weight + cols, cols < width, MASKED) + offset
-    return _rounded(w, weight, ROUND)
-
-
-@jit
 def _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
                   HAS_RESIDUAL: tl.constexpr, STORE_SUM: tl.constexpr, ROUND_SUM: tl.constexpr,
                   HAS_WEIGHT: tl.constexpr, CASTING: tl.constexpr, REDUCE: tl.constexpr, APPLY: tl.constexpr,
                   HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
-    mask = _mask(row, n_rows, width, ROWS, COLS)
+    mask = tile_mask(row, n_rows, width, ROWS, COLS)
     row_index = row + tl.arange(0, ROWS)
-    s = load_fp32(_tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
+    s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
     if HAS_RESIDUAL:
-        r = load_fp32(_tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
-        s = _rounded(s + r, x, ROUND_SUM)
+        r = load_fp32(tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
+        s = rounded(s + r, x, ROUND_SUM)
     if STORE_SUM:
-        store(_tile_of(s_out, row, HIDDEN, ROWS, COLS), s, mask, MASKED)
+        store(tile_of(s_out, row, HIDDEN, ROWS, COLS), s, mask, MASKED)
     if REDUCE:
         rstd = tl.sum(s * s, axis=1)
         if APPLY:
@@ -167,10 +138,10 @@ def _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stri
     else:
         rstd = load_fp32(rstd_out + row_index, row_index < n_rows, TAIL)
     if APPLY:
-        n = s * _rounded(rstd[:, None], x, ROUND_SUM and CASTING == "none")
+        n = s * rounded(rstd[:, None], x, ROUND_SUM and CASTING == "none")
         if HAS_WEIGHT:
-            n = _rounded(n, x, ROUND_SUM and CASTING != "gemma") * w
-        store(_tile_of(y, row, HIDDEN, ROWS, COLS), n, mask, MASKED)
+            n = rounded(n, x, ROUND_SUM and CASTING != "gemma") * w
+        store(tile_of(y, row, HIDDEN, ROWS, COLS), n, mask, MASKED)
 
 
 @jit(lengths=("n_rows",))
@@ -215,8 +186,8 @@ def _forward_kernel(
             rstd_out += tl.program_id(1) * n_rows
     w = 0.0
     if HAS_WEIGHT and APPLY:
-        w = _row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, CASTING != "gemma")
-        w = _rounded(w, x, ROUND_SUM and CASTING == "none")
+        w = row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, CASTING != "gemma")
+        w = rounded(w, x, ROUND_SUM and CASTING == "none")
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
     n_whole = n_rows // ROWS * ROWS
@@ -239,14 +210,14 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
                    HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     """Writes ds of the tile; returns dy n, of which dw is the sum over rows."""
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
-    mask = _mask(row, n_rows, width, ROWS, COLS)
+    mask = tile_mask(row, n_rows, width, ROWS, COLS)
     row_index = row + tl.arange(0, ROWS)
     rstd = load_fp32(rstd_in + row_index, row_index < n_rows, TAIL)[:, None]
-    s = load_fp32(_tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
+    s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
     if HAS_RESIDUAL:
-        r = load_fp32(_tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
-        s = _rounded(s + r, x, ROUND_SUM)
-    g = load_fp32(_tile_of(dy, row, dy_stride, ROWS, COLS), mask, MASKED)
+        r = load_fp32(tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
+        s = rounded(s + r, x, ROUND_SUM)
+    g = load_fp32(tile_of(dy, row, dy_stride, ROWS, COLS), mask, MASKED)
     n = s * rstd
     dy_n = g * n
     if STORE_DX:
@@ -264,8 +235,8 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
                 g = g * w
             d = rstd * (g - n * (dot[:, None] * (1.0 / HIDDEN)))
             if HAS_DS:
-                d += load_fp32(_tile_of(ds, row, ds_stride, ROWS, COLS), mask, MASKED)
-            store(_tile_of(dx, row, HIDDEN, ROWS, COLS), d, mask, MASKED)
+                d += load_fp32(tile_of(ds, row, ds_stride, ROWS, COLS), mask, MASKED)
+            store(tile_of(dx, row, HIDDEN, ROWS, COLS), d, mask, MASKED)
     return dy_n
 
 
@@ -320,7 +291,7 @@ def _backward_kernel(
             dots += tl.program_id(1) * n_rows
     w = 0.0
     if HAS_WEIGHT and STORE_DX:
-        w = _row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, ROUND_WEIGHT)
+        w = row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, ROUND_WEIGHT)
     total = tl.zeros([1, COLS], tl.float32)
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
@@ -466,10 +437,10 @@ def _launch_backward(
         CONTIGUOUS=x_stride == hidden == r_stride and dy_stride == hidden == s_stride,
         REDUCE=reduce, APPLY=apply, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
     )  # fmt: skip
-    return None if dw is None or weight is None else _sum(dw, weight.dtype, spec)
+    return None if dw is None or weight is None else sum_of_partials(dw, weight.dtype, spec)
 
 
-def _sum(partials: torch.Tensor, dtype: torch.dtype, spec: device.DeviceSpec) -> torch.Tensor:
+def sum_of_partials(partials: torch.Tensor, dtype: torch.dtype, spec: device.DeviceSpec) -> torch.Tensor:
     """The programs' partial sums, added up."""
     n_rows, hidden = partials.shape
     tile = tiling.partial_sums_tile(hidden, spec)
@@ -531,7 +502,7 @@ def _backward_torch(
     if not needs_ds:
         return None, dw
     if weight is not None:
-        w = _shifted(weight.float(), offset) if casting == "gemma" else _shifted(weight, offset).float()
+        w = shifted(weight.float(), offset) if casting == "gemma" else shifted(weight, offset).float()
         g = g * w
     d = torch.addcmul(g, n, (g * n).mean(-1, keepdim=True), value=-1).mul_(rstd)
     if ds is not None:
