@@ -146,6 +146,17 @@ _PLAIN: dict[str, dict[str, str]] = {
 }
 
 
+# The same for modules whose own code is one operator of PyTorch's.
+_FUSED: dict[str, dict[str, str]] = {
+    kind: {"layer_norm": f"torch.nn.functional.layer_norm is one pass over its input already{where}"}
+    for kind, where in {
+        "npu": ", by an operator of the vendor's; neither was timed",
+        "cuda": "; the op was not timed against it",
+        "cpu": "; the op was not timed against it",
+    }.items()
+}
+
+
 def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
     """Why `backend` cannot run (`op`) on this kind of device, or None when it can."""
     if backend == "triton":
@@ -357,13 +368,14 @@ def _chosen(
     return name if reason is None else _by_table(op, devices.kind_of(device), _measured(op, device, at), True)[0]
 
 
-def keeps_plain(op: str, device: torch.device, override: str | None = None) -> str | None:
+def keeps_plain(op: str, device: torch.device, override: str | None = None, *, fused: bool = False) -> str | None:
     """Why, by the table, a model keeps its own code for `op` on this device unless the op is asked for, or None; what
-    was measured (`measurements`) goes before it."""
+    was measured (`measurements`) goes before it. `fused`: that code is one operator of PyTorch's."""
     environment = os.environ.get(ENVIRONMENT, "")
     if op in parse_override(override or "") or op in parse_override(environment):
         return None
-    return _PLAIN.get(devices.kind_of(device), {}).get(op)
+    kind = devices.kind_of(device)
+    return _PLAIN.get(kind, {}).get(op) or (_FUSED.get(kind, {}).get(op) if fused else None)
 
 
 def explain(

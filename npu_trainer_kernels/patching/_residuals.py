@@ -18,7 +18,7 @@ from torch import nn
 
 from ..ops.add_rms_norm import add_rms_norm
 from ._classes import has_hooks, original_class, subclass_with_forward
-from ._norms import NormForm, forms_of, norms_of
+from ._norm_forms import NormForm, forms_of, norms_of
 from ._patch import QUIET, Patch, Scene, Site, guarded, keeps_own_code, no_float, no_plain, set_on_instance
 from ._source import called_on_self, plain_forward, rewritten, source_of
 
