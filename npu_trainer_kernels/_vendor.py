@@ -49,7 +49,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 # The calls that they cover, in words; the functions `uncovered_*` decide.
 COVERS = {
     "rms_norm": "norms with a weight of x's dtype (casting gemma: or fp32), in 16 bits of casting llama or gemma",
-    "add_rms_norm": "mode pre with x, residual and weight of one dtype, in 16 bits of casting llama",
+    "add_rms_norm": "mode pre without multiplier, with x, residual and weight of one dtype, in 16 bits of casting llama",
     "swiglu": "silu(gate) * up, in two tensors or in halves of one",
     "rope": (
         "whole heads in halves, with tables of q's and k's dtype, heads of less than 896 elements, fewer than 1000 "
@@ -93,6 +93,7 @@ def uncovered_norm(
     casting: str,
     residual: torch.dtype | None = None,
     mode: str = "pre",
+    multiplier: float = 1.0,
 ) -> str | None:
     """Why a norm of x in `dtype` is not covered, or None; `residual`: the dtype of what is added to x, if anything.
 
@@ -104,6 +105,8 @@ def uncovered_norm(
     adds = residual is not None
     if adds and mode != "pre":
         return f"mode {mode!r}: npu_add_rms_norm writes the sum, which this mode is there to avoid"
+    if multiplier != 1.0:
+        return f"multiplier={multiplier!r}"
     if adds and residual != dtype:
         return f"{_name(residual)} residual of {_name(dtype)} x"
     mixes = casting == "gemma" and weight == torch.float32 and not adds

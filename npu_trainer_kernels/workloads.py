@@ -315,6 +315,29 @@ def _add_norm(backend: str | None) -> Function:
     return lambda t: ops.add_rms_norm(t["x"], t["residual"], t["weight"], EPS, backend=backend)
 
 
+def _layer_norm_reference(t: Tensors) -> Outputs:
+    return ops.layer_norm_reference(t["x"], t["weight"], None, EPS)
+
+
+def _layer_norm(backend: str | None) -> Function:
+    return lambda t: ops.layer_norm(t["x"], t["weight"], None, EPS, backend=backend)
+
+
+def _build_gated_norm(work: Workload, device: torch.device) -> Inputs:
+    inputs = _build_norm(work, device)
+    inputs.tensors["gate"] = _randn(work, device, work.sizes["N"], work.sizes["H"])
+    inputs.leaves = ("x", "gate", "weight")
+    return inputs
+
+
+def _gated_norm_reference(t: Tensors) -> Outputs:
+    return ops.gated_rms_norm_reference(t["x"], t["gate"], t["weight"], EPS)
+
+
+def _gated_norm(backend: str | None) -> Function:
+    return lambda t: ops.gated_rms_norm(t["x"], t["gate"], t["weight"], EPS, backend=backend)
+
+
 def _build_embedding(work: Workload, device: torch.device) -> Inputs:
     s = work.sizes
     ids = torch.randint(s["V"], (s["N"],), device=device)
@@ -394,6 +417,8 @@ OPS: dict[str, Op] = {
     "rms_norm": Op(_build_norm, _norm_reference, _norm),
     "linear_rms_norm": Op(_build_linear_norm, _linear_norm_reference, _linear_norm),
     "add_rms_norm": Op(_build_add_norm, _add_norm_reference, _add_norm),
+    "gated_rms_norm": Op(_build_gated_norm, _gated_norm_reference, _gated_norm),
+    "layer_norm": Op(_build_norm, _layer_norm_reference, _layer_norm),
     "embedding": Op(_build_embedding, _embedding_reference, _embedding),
     "swiglu": Op(_build_swiglu, _swiglu_reference, _swiglu),
     "swiglu_linear": Op(_build_swiglu_linear, _swiglu_linear_reference, _swiglu_linear),
@@ -471,6 +496,8 @@ def of_model(shapes: ModelShapes, tokens: int, dtype: str) -> list[Workload]:
         "rms_norm": {"N": tokens, "H": shapes.hidden},
         "linear_rms_norm": {"N": tokens, "H": shapes.hidden, "Q": shapes.heads, "D": shapes.head_dim},
         "add_rms_norm": {"N": tokens, "H": shapes.hidden},
+        "gated_rms_norm": {"N": tokens, "H": shapes.hidden},
+        "layer_norm": {"N": tokens, "H": shapes.hidden},
         "swiglu": {"N": tokens, "I": shapes.intermediate},
         "swiglu_linear": {"N": tokens, "I": shapes.intermediate, "H": shapes.hidden},
         "rope": {"S": tokens, "Q": shapes.heads, "K": shapes.kv_heads, "D": shapes.head_dim},

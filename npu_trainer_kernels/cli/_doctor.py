@@ -29,8 +29,8 @@ NAME = "doctor"
 HELP = "look at the installation, and run every op against its reference"
 # The workloads of `_selfcheck`, which cannot be asked: it imports torch.
 OPS = (
-    "rms_norm", "linear_rms_norm", "add_rms_norm", "swiglu", "swiglu_linear", "rope", "embedding",
-    "linear_cross_entropy", "linear_logprob", "fused_linear_grpo_loss",
+    "rms_norm", "linear_rms_norm", "add_rms_norm", "gated_rms_norm", "layer_norm", "swiglu", "swiglu_linear", "rope",
+    "embedding", "linear_cross_entropy", "linear_logprob", "fused_linear_grpo_loss",
 )  # fmt: skip
 
 

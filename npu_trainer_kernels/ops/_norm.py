@@ -4,7 +4,8 @@ Maths
 -----
 Row i of `[N, H]`, with an optional residual; S, x and residual are stored in their own dtypes, everything else is fp32:
 
-    s      = x + residual                       rounded to S's dtype as PyTorch would; s = x without a residual
+    s      = m x + residual                     m: the multiplier, 1 by default; each operation rounded to S's dtype as
+                                                PyTorch would; s = x without a residual
     rstd   = (mean_j s_j^2 + eps)^(-1/2)        [N], the only thing kept for backward besides the inputs
     n      = s rstd
     y      = cast(n) w'        "llama"          w' = offset + w, cast: to S's dtype
@@ -120,12 +121,15 @@ def _gamma(weight: torch.Tensor | None, offset: float, casting: str) -> torch.Te
 def _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
                   HAS_RESIDUAL: tl.constexpr, STORE_SUM: tl.constexpr, ROUND_SUM: tl.constexpr,
                   HAS_WEIGHT: tl.constexpr, CASTING: tl.constexpr, REDUCE: tl.constexpr, APPLY: tl.constexpr,
-                  HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+                  MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+                  TAIL: tl.constexpr):  # fmt: skip
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
     mask = tile_mask(row, n_rows, width, ROWS, COLS)
     row_index = row + tl.arange(0, ROWS)
     s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
     if HAS_RESIDUAL:
+        if MULTIPLIER != 1.0:
+            s = rounded(s * MULTIPLIER, x, True)
         r = load_fp32(tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
         s = rounded(s + r, x, ROUND_SUM)
     if STORE_SUM:
@@ -165,6 +169,7 @@ def _forward_kernel(
     CONTIGUOUS: tl.constexpr,  # rows lie back to back: a tile is one transfer
     REDUCE: tl.constexpr,  # form the sums of squares
     APPLY: tl.constexpr,  # form y; without REDUCE from rstd_out
+    MULTIPLIER: tl.constexpr,  # of x, where HAS_RESIDUAL
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -193,21 +198,21 @@ def _forward_kernel(
     n_whole = n_rows // ROWS * ROWS
     for row in range(first, n_whole, step):
         _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
-                      HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, HIDDEN, ROWS, COLS,
-                      False)  # fmt: skip
+                      HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, MULTIPLIER, HIDDEN, ROWS,
+                      COLS, False)  # fmt: skip
     if ROWS > 1:
         # The rows that fill no tile go to the last program, which has no more tiles than any other.
         for row in range(n_whole + step - ROWS - first, n_rows, step):
             _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
-                          HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, HIDDEN, ROWS, COLS,
-                          True)  # fmt: skip
+                          HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, MULTIPLIER, HIDDEN,
+                          ROWS, COLS, True)  # fmt: skip
 
 
 @jit
 def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride, residual_stride, dy_stride,
                    ds_stride, HAS_RESIDUAL: tl.constexpr, HAS_DS: tl.constexpr, ROUND_SUM: tl.constexpr,
                    HAS_WEIGHT: tl.constexpr, STORE_DX: tl.constexpr, REDUCE: tl.constexpr, APPLY: tl.constexpr,
-                   HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+                   MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     """Writes ds of the tile; returns dy n, of which dw is the sum over rows."""
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
     mask = tile_mask(row, n_rows, width, ROWS, COLS)
@@ -215,6 +220,8 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
     rstd = load_fp32(rstd_in + row_index, row_index < n_rows, TAIL)[:, None]
     s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
     if HAS_RESIDUAL:
+        if MULTIPLIER != 1.0:
+            s = rounded(s * MULTIPLIER, x, True)
         r = load_fp32(tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
         s = rounded(s + r, x, ROUND_SUM)
     g = load_fp32(tile_of(dy, row, dy_stride, ROWS, COLS), mask, MASKED)
@@ -267,6 +274,7 @@ def _backward_kernel(
     CONTIGUOUS: tl.constexpr,
     REDUCE: tl.constexpr,  # form the sums of g n
     APPLY: tl.constexpr,  # form dx; without REDUCE from dots
+    MULTIPLIER: tl.constexpr,
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -299,7 +307,7 @@ def _backward_kernel(
     for row in range(first, n_whole, step):
         dy_n = _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride, residual_stride,
                               dy_stride, ds_stride, HAS_RESIDUAL, HAS_DS, ROUND_SUM, HAS_WEIGHT, STORE_DX, REDUCE,
-                              APPLY, HIDDEN, ROWS, COLS, False)  # fmt: skip
+                              APPLY, MULTIPLIER, HIDDEN, ROWS, COLS, False)  # fmt: skip
         if STORE_DW:
             if ROWS > 1:
                 total += tl.sum(dy_n, axis=0)[None, :]
@@ -309,7 +317,7 @@ def _backward_kernel(
         for row in range(n_whole + step - ROWS - first, n_rows, step):
             dy_n = _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride,
                                   residual_stride, dy_stride, ds_stride, HAS_RESIDUAL, HAS_DS, ROUND_SUM, HAS_WEIGHT,
-                                  STORE_DX, REDUCE, APPLY, HIDDEN, ROWS, COLS, True)  # fmt: skip
+                                  STORE_DX, REDUCE, APPLY, MULTIPLIER, HIDDEN, ROWS, COLS, True)  # fmt: skip
             if STORE_DW:
                 total += tl.sum(dy_n, axis=0)[None, :]
     if STORE_DW:
@@ -354,8 +362,8 @@ def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def _launch_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, s_out: torch.Tensor | None,
-    y: torch.Tensor, rstd: torch.Tensor, eps: float, offset: float, casting: str, tile: tiling.RowTile,
-    spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
+    y: torch.Tensor, rstd: torch.Tensor, eps: float, offset: float, casting: str, multiplier: float,
+    tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
 ) -> None:  # fmt: skip
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
@@ -369,18 +377,18 @@ def _launch_forward(
         HAS_RESIDUAL=residual is not None, STORE_SUM=s_out is not None,
         ROUND_SUM=promoted(x.dtype, r.dtype) == x.dtype, HAS_WEIGHT=weight is not None, CASTING=casting,
         CONTIGUOUS=x_stride == hidden == r_stride, REDUCE=reduce, APPLY=apply,
-        HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        MULTIPLIER=float(multiplier), HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
     )  # fmt: skip
 
 
 @falls_back("rms_norm", "add_rms_norm")
 def norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float,
-    casting: str, store_sum: bool, backend: str,
+    casting: str, multiplier: float, store_sum: bool, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
     """(y, S or None, rstd `[N]` fp32) of x (and residual) `[..., H]`."""
     if backend == "torch":
-        s = x if residual is None else x + residual
+        s = _sum(x, residual, multiplier)
         y, rstd = _normed(s, weight, eps, offset, casting)
         return y, s if store_sum else None, rstd.reshape(-1)
     if backend == "vendor":
@@ -401,23 +409,23 @@ def norm_forward(
     # No row that is read has a wider dtype than y.
     tile = tiling.norm_forward_tile(hidden, y_dtype.itemsize, rounds, store_sum, residual is not None, spec)
     if tile.blocks == 1:
-        _launch_forward(x, residual, w, s_out, y, rstd, eps, offset, casting, tile, spec)
+        _launch_forward(x, residual, w, s_out, y, rstd, eps, offset, casting, multiplier, tile, spec)
         return y, s_out, rstd
     # Two launches, and one copy where one is needed.
     x, residual = as_rows(x)[0], None if residual is None else as_rows(residual)[0]
     squares = x.new_empty(tile.blocks, n_rows, dtype=torch.float32)
-    _launch_forward(x, residual, w, s_out, y, squares, eps, offset, casting, tile, spec, apply=False)
+    _launch_forward(x, residual, w, s_out, y, squares, eps, offset, casting, multiplier, tile, spec, apply=False)
     rstd = torch.rsqrt(squares.sum(0) / hidden + eps)
     if s_out is not None:
         x, residual = s_out, None
-    _launch_forward(x, residual, w, None, y, rstd, eps, offset, casting, tile, spec, reduce=False)
+    _launch_forward(x, residual, w, None, y, rstd, eps, offset, casting, multiplier, tile, spec, reduce=False)
     return y, s_out, rstd
 
 
 def _launch_backward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor,
     ds: torch.Tensor | None, dots: torch.Tensor, dx: torch.Tensor | None, needs_dw: bool, offset: float, casting: str,
-    tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
+    multiplier: float, tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
 ) -> torch.Tensor | None:  # fmt: skip
     """Returns dw in the weight's dtype, where it is needed."""
     hidden = x.shape[-1]
@@ -435,7 +443,7 @@ def _launch_backward(
         HAS_RESIDUAL=residual is not None, HAS_DS=ds is not None, ROUND_SUM=promoted(x.dtype, r.dtype) == x.dtype,
         HAS_WEIGHT=weight is not None, ROUND_WEIGHT=casting != "gemma", STORE_DX=dx is not None, STORE_DW=needs_dw,
         CONTIGUOUS=x_stride == hidden == r_stride and dy_stride == hidden == s_stride,
-        REDUCE=reduce, APPLY=apply, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        REDUCE=reduce, APPLY=apply, MULTIPLIER=float(multiplier), HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
     )  # fmt: skip
     return None if dw is None or weight is None else sum_of_partials(dw, weight.dtype, spec)
 
@@ -455,11 +463,13 @@ def sum_of_partials(partials: torch.Tensor, dtype: torch.dtype, spec: device.Dev
 @falls_back("rms_norm", "add_rms_norm")
 def norm_backward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor,
-    ds: torch.Tensor | None, offset: float, casting: str, needs_ds: bool, needs_dw: bool, backend: str,
+    ds: torch.Tensor | None, offset: float, casting: str, multiplier: float, needs_ds: bool, needs_dw: bool,
+    backend: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """(ds in S's dtype, dw in the weight's), each where it is needed. `ds`: what arrived for S."""
     if backend == "torch":
-        return _backward_torch(x, residual, weight, rstd, dy, ds, offset, casting, needs_ds, needs_dw)
+        s = _sum(x, residual, multiplier)
+        return _backward_torch(s, weight, rstd, dy, ds, offset, casting, needs_ds, needs_dw)
     if backend == "vendor":
         # With a residual x is S: the vendor's forward writes it.
         d, dgamma = _vendor.norm_backward(x, _gamma(weight, offset, casting), rstd, dy)
@@ -478,21 +488,29 @@ def norm_backward(
     # ds arrives in S's dtype.
     tile = tiling.norm_backward_tile(hidden, max(dtype.itemsize, dy.dtype.itemsize), ds is not None, spec)
     if tile.blocks == 1:
-        return dx, _launch_backward(x, residual, w, rstd, dy, ds, rstd, dx, needs_dw, offset, casting, tile, spec)
+        dw = _launch_backward(x, residual, w, rstd, dy, ds, rstd, dx, needs_dw, offset, casting, multiplier, tile, spec)
+        return dx, dw
     x, residual, dy = as_rows(x)[0], None if residual is None else as_rows(residual)[0], as_rows(dy)[0]
     dots = x.new_empty(tile.blocks, n_rows, dtype=torch.float32)
-    dw = _launch_backward(x, residual, w, rstd, dy, None, dots, dx, needs_dw, offset, casting, tile, spec, apply=False)
+    dw = _launch_backward(x, residual, w, rstd, dy, None, dots, dx, needs_dw, offset, casting, multiplier, tile, spec,
+                          apply=False)  # fmt: skip
     if dx is not None:
-        _launch_backward(x, residual, w, rstd, dy, ds, dots.sum(0), dx, False, offset, casting, tile, spec,
+        _launch_backward(x, residual, w, rstd, dy, ds, dots.sum(0), dx, False, offset, casting, multiplier, tile, spec,
                          reduce=False)  # fmt: skip
     return dx, dw
 
 
+def _sum(x: torch.Tensor, residual: torch.Tensor | None, multiplier: float) -> torch.Tensor:
+    """S, as decoder layers form it."""
+    if residual is None:
+        return x
+    return (x if multiplier == 1.0 else x * multiplier) + residual
+
+
 def _backward_torch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor,
-    ds: torch.Tensor | None, offset: float, casting: str, needs_ds: bool, needs_dw: bool,
+    s: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor, ds: torch.Tensor | None,
+    offset: float, casting: str, needs_ds: bool, needs_dw: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    s = x if residual is None else x + residual
     rstd = rstd.view(*s.shape[:-1], 1)
     n = s.float() * rstd
     g = dy.float()

@@ -588,7 +588,9 @@ def general_backward(
     itemsize = max(t.dtype.itemsize for t in (x, gate, dy) if t is not None)
     tile = tiling.general_norm_backward_tile(hidden // form.groups, itemsize, gate is not None, bias is not None, spec)
     if tile.blocks == 1:
-        found = _launch_backward(x, gate, w, b, dy, m, rstd, rstd, rstd, dx, dgate, needs_dw, needs_db, form, tile, spec)
+        found = _launch_backward(
+            x, gate, w, b, dy, m, rstd, rstd, rstd, dx, dgate, needs_dw, needs_db, form, tile, spec
+        )
         return dx, dgate, *found
     x, gate, dy = as_rows(x)[0], None if gate is None else as_rows(gate)[0], as_rows(dy)[0]
     dots = x.new_empty(form.groups * tile.blocks, n_rows, dtype=torch.float32)

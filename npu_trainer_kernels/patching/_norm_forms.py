@@ -315,8 +315,12 @@ def _without_gate(
 
 
 def norms_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of a module that look like norms, by name."""
-    return {name: child for name, child in module.named_children() if is_candidate(child)}
+    """The children of a module that look like RMSNorms, by name."""
+    return {
+        name: child
+        for name, child in module.named_children()
+        if is_candidate(child) and "bias" not in child._parameters
+    }
 
 
 def forms_of(norms: dict[str, nn.Module]) -> dict[str, NormForm]:
