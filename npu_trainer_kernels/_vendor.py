@@ -49,7 +49,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 # The calls that they cover, in words; the functions `uncovered_*` decide.
 COVERS = {
     "rms_norm": "norms with a weight of x's dtype (casting gemma: or fp32), in 16 bits of casting llama or gemma",
-    "add_rms_norm": "mode pre without multiplier, with x, residual and weight of one dtype, in 16 bits of casting llama",
+    "add_rms_norm": "mode pre without multiplier, x, residual and weight of one dtype, in 16 bits of casting llama",
     "swiglu": "silu(gate) * up, in two tensors or in halves of one",
     "rope": (
         "whole heads in halves, with tables of q's and k's dtype, heads of less than 896 elements, fewer than 1000 "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .._triton import jit, tl
 
-__all__ = ["load", "load_fp32", "row_of_weight", "rounded", "store", "tile_mask", "tile_of"]
+__all__ = ["load", "load_fp32", "rounded", "row_of_weight", "store", "tile_mask", "tile_of"]
 
 
 @jit

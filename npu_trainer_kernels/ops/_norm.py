@@ -35,7 +35,7 @@ import torch
 
 from .. import _vendor, device, tiling
 from .._triton import jit, tl
-from ._blocks import load_fp32, row_of_weight, rounded, store, tile_mask, tile_of
+from ._blocks import load_fp32, rounded, row_of_weight, store, tile_mask, tile_of
 from ._checks import check_choice, check_float, check_same_device, is_number
 from ._fallback import falls_back
 from ._host import contiguous_like, promoted
@@ -212,7 +212,8 @@ def _forward_kernel(
 def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride, residual_stride, dy_stride,
                    ds_stride, HAS_RESIDUAL: tl.constexpr, HAS_DS: tl.constexpr, ROUND_SUM: tl.constexpr,
                    HAS_WEIGHT: tl.constexpr, STORE_DX: tl.constexpr, REDUCE: tl.constexpr, APPLY: tl.constexpr,
-                   MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+                   MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+                   TAIL: tl.constexpr):  # fmt: skip
     """Writes ds of the tile; returns dy n, of which dw is the sum over rows."""
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
     mask = tile_mask(row, n_rows, width, ROWS, COLS)
@@ -443,7 +444,8 @@ def _launch_backward(
         HAS_RESIDUAL=residual is not None, HAS_DS=ds is not None, ROUND_SUM=promoted(x.dtype, r.dtype) == x.dtype,
         HAS_WEIGHT=weight is not None, ROUND_WEIGHT=casting != "gemma", STORE_DX=dx is not None, STORE_DW=needs_dw,
         CONTIGUOUS=x_stride == hidden == r_stride and dy_stride == hidden == s_stride,
-        REDUCE=reduce, APPLY=apply, MULTIPLIER=float(multiplier), HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        REDUCE=reduce, APPLY=apply, MULTIPLIER=float(multiplier), HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols,
+        **tile.options,
     )  # fmt: skip
     return None if dw is None or weight is None else sum_of_partials(dw, weight.dtype, spec)
 

@@ -42,7 +42,7 @@ import torch
 
 from .. import device, tiling
 from .._triton import jit, tl
-from ._blocks import load_fp32, row_of_weight, rounded, store, tile_mask, tile_of
+from ._blocks import load_fp32, rounded, row_of_weight, store, tile_mask, tile_of
 from ._fallback import falls_back
 from ._host import contiguous_like, promoted
 from ._launch import launch
@@ -163,10 +163,7 @@ def _statistics(s, width, eps, CENTRED: tl.constexpr, APPLY: tl.constexpr, SIZE:
     mean = tl.sum(s, axis=1)
     d = s
     if CENTRED:
-        if APPLY:
-            mean = mean * (1.0 / SIZE)
-        else:
-            mean = mean / tl.minimum(width, COLS).to(tl.float32)
+        mean = mean * (1.0 / SIZE) if APPLY else mean / tl.minimum(width, COLS).to(tl.float32)
         d = s - mean[:, None]
         if SIZE % COLS != 0:
             d = tl.where(tl.arange(0, COLS)[None, :] < width, d, 0.0)
@@ -485,13 +482,13 @@ def general_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
     """(y, mean where the form is centred, rstd), statistics as `[groups, N]` fp32, of x (and gate) `[..., H]`."""
     if backend == "torch":
-        y, mean, rstd = _normed(x, gate, weight, bias, form)
-        return y, _by_group(mean, form) if form.centred else None, _by_group(rstd, form)
+        y, found, rstd = _normed(x, gate, weight, bias, form)
+        return y, _by_group(found, form) if form.centred else None, _by_group(rstd, form)
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
     y = contiguous_like(x, form.result_dtype(x.dtype, None if weight is None else weight.dtype))
     rstd = x.new_empty(form.groups, n_rows, dtype=torch.float32)
-    mean = torch.empty_like(rstd) if form.centred else None
+    mean: torch.Tensor | None = torch.empty_like(rstd) if form.centred else None
     if not n_rows:
         return y, mean, rstd
     w, b = None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous()

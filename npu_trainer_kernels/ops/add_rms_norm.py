@@ -109,8 +109,8 @@ def add_rms_norm(
 
     Raises:
         TypeError: a dtype that is not allowed.
-        ValueError: shapes that do not match, an eps, offset or multiplier that is not finite, an unknown casting, mode or
-            backend, a call that backend `"vendor"` was asked to serve by name and does not cover.
+        ValueError: shapes that do not match, an eps, offset or multiplier that is not finite, an unknown casting, mode
+            or backend, a call that backend `"vendor"` was asked to serve by name and does not cover.
     """
     check_norm(x, weight, eps, offset, casting)
     check_choice("mode", mode, MODES)

@@ -50,8 +50,11 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        dx, _, dw, db = general_backward(x, None, weight, bias, mean, rstd, dy, ctx.form, *needs, ctx.backend)
+        form, backend = ctx.form, ctx.backend
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dx, _, dw, db = general_backward(
+            x, None, weight, bias, mean, rstd, dy, form, needs_dx, needs_dw, needs_db, backend
+        )
         return dx, dw, db, None, None
 
 

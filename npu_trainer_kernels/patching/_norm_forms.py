@@ -263,9 +263,11 @@ def recognise_norm(module: nn.Module) -> Form | str:
         if isinstance(found, GatedNormForm):
             return _without_gate(module, found, x, values)
         return found or "it does not compute a gated RMSNorm that gated_rms_norm knows"
-    kinds = (_layer_norms,) if "bias" in names else (_rms_norms, _layer_norms, _grouped_norms)
-    known = "a layer norm that layer_norm knows" if "bias" in names else "an RMSNorm that rms_norm knows"
-    return _equal_forms(module, kinds, width, x, values) or f"it does not compute {known}"
+    if "bias" in names:
+        found = _equal_forms(module, (_layer_norms,), width, x, values)
+        return found or "it does not compute a layer norm that layer_norm knows"
+    found = _equal_forms(module, (_rms_norms, _layer_norms, _grouped_norms), width, x, values)
+    return found or "it does not compute an RMSNorm that rms_norm knows"
 
 
 def _own_width(module: nn.Module) -> int:

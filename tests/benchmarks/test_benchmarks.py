@@ -20,6 +20,8 @@ TINY = {
     "linear_logprob": {"BT": 12, "H": 8, "V": 31},
     "rms_norm": {"N": 6, "H": 16},
     "add_rms_norm": {"N": 6, "H": 16},
+    "gated_rms_norm": {"N": 6, "H": 16},
+    "layer_norm": {"N": 6, "H": 16},
     "embedding": {"N": 6, "V": 11, "D": 8},
     "swiglu": {"N": 6, "I": 16},
     "rope": {"S": 6, "Q": 4, "K": 2, "D": 8},

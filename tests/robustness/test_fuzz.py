@@ -152,8 +152,8 @@ def embedding(draw) -> Case:
 
 @st.composite
 def layer_norm(draw) -> Case:
-    # The norm of a single number does not depend on it.
-    shape, dtype = [*draw(leading()), draw(widths.filter(lambda width: width > 1))], draw(dtypes)
+    # The norm of one number does not depend on it, that of two has the same two values: gradients are all rounding.
+    shape, dtype = [*draw(leading()), draw(widths.filter(lambda width: width > 2))], draw(dtypes)
     floats = {"x": draw(tensors(shape, dtype)), "weight": draw(st.none() | tensors(shape[-1:], draw(dtypes)))}
     if floats["weight"] is not None:
         floats["bias"] = draw(st.none() | tensors(shape[-1:], draw(dtypes)))
