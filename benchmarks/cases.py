@@ -162,6 +162,9 @@ OPS: dict[str, OpSpec] = {
     "rms_norm": _spec("rms_norm", _passes((2, 3), lambda s: s["N"] * s["H"])),
     # Forward reads x and residual, writes y and S; backward reads S, dy and dS, writes one gradient for both.
     "add_rms_norm": _spec("add_rms_norm", _passes((4, 4), lambda s: s["N"] * s["H"])),
+    # As rms_norm, with a gate that is read twice and whose gradient is written.
+    "gated_rms_norm": _spec("gated_rms_norm", _passes((3, 5), lambda s: s["N"] * s["H"])),
+    "layer_norm": _spec("layer_norm", _passes((2, 3), lambda s: s["N"] * s["H"])),
     # Backward writes the whole weight gradient.
     "embedding": _spec("embedding", _embedding_work),
     # Forward reads gate and up, writes one; backward reads both and dy, writes two.
@@ -182,6 +185,9 @@ def _accelerator_cases() -> list[Case]:
     rows += [Case("fused_linear_grpo_loss", {"B": 8, "T": t, "H": 2048, "V": 151936}) for t in (1024, 4096)]
     rows += [Case("rms_norm", {"N": n, "H": h}) for n, h in ((8192, 4096), (16384, 8192))]
     rows += [Case("add_rms_norm", {"N": 8192, "H": 4096}), Case("embedding", {"N": 16384, "V": 151936, "D": 4096})]
+    # A gated norm of 8192 tokens in Qwen3-Next, 32 heads each, and one as wide as Bamba's; Command R's layer norm.
+    rows += [Case("gated_rms_norm", {"N": n, "H": h}) for n, h in ((262144, 128), (8192, 8192))]
+    rows += [Case("layer_norm", {"N": 8192, "H": 8192})]
     rows += [Case("swiglu", {"N": 8192, "I": 14336}), Case("rope", {"S": 8192, "Q": 32, "K": 8, "D": 128})]
     # Gemma-3-4B's gate, and GLM-4-9B's rotation.
     rows += [Case("geglu", {"N": 8192, "I": 10240}), Case("rope_by_turns", {"S": 8192, "Q": 32, "K": 2, "D": 128})]
@@ -199,6 +205,8 @@ def _cpu_cases() -> list[Case]:
         Case("rms_norm", {"N": 2048, "H": 160}),
         Case("rms_norm", {"N": 4096, "H": 1024}),
         Case("add_rms_norm", {"N": 2048, "H": 160}),
+        Case("gated_rms_norm", {"N": 2048, "H": 160}),
+        Case("layer_norm", {"N": 2048, "H": 160}),
         Case("embedding", {"N": 2048, "V": 8009, "D": 160}),
         Case("swiglu", {"N": 2048, "I": 432}),
         Case("geglu", {"N": 2048, "I": 432}),

@@ -111,6 +111,11 @@ def _functional_norm(case: Case, device: torch.device) -> Function:
     return lambda t: F.rms_norm(t["x"], t["weight"].shape, t["weight"], EPS)
 
 
+@_peer("layer_norm", "torch.nn.functional", "torch")
+def _functional_layer_norm(case: Case, device: torch.device) -> Function:
+    return lambda t: F.layer_norm(t["x"], t["weight"].shape, t["weight"], None, EPS)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Liger-Kernel
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,6 +149,15 @@ def _liger_add_norm(case: Case, device: torch.device) -> Function:
     from liger_kernel.transformers.functional import liger_fused_add_rms_norm
 
     return lambda t: liger_fused_add_rms_norm(t["x"], t["residual"], t["weight"], EPS)
+
+
+@_peer("layer_norm", "liger", "liger-kernel")
+def _liger_layer_norm(case: Case, device: torch.device) -> Function:
+    from liger_kernel.transformers.functional import liger_layer_norm
+
+    # It has no layer norm without a bias; a frozen one of zeros is the least that it can be given.
+    bias = torch.zeros(case.sizes["H"], dtype=case.torch_dtype, device=device)
+    return lambda t: liger_layer_norm(t["x"], t["weight"], bias, EPS)
 
 
 @_peer("embedding", "liger", "liger-kernel")

@@ -70,6 +70,7 @@ def uncovered_norm(
     casting: str,
     residual: torch.dtype | None = None,
     mode: str = "pre",
+    multiplier: float = 1.0,
 ) -> str | None:
     """Why a norm of x in `dtype` is not covered, or None; `residual`: the dtype of what is added to x, if anything.
 
@@ -81,6 +82,8 @@ def uncovered_norm(
     adds = residual is not None
     if adds and mode != "pre":
         return f"mode {mode!r}: npu_add_rms_norm writes the sum, which this mode is there to avoid"
+    if multiplier != 1.0:
+        return f"multiplier={multiplier!r}"
     if adds and residual != dtype:
         return f"{_name(residual)} residual of {_name(dtype)} x"
     mixes = casting == "gemma" and weight == torch.float32 and not adds

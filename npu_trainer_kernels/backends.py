@@ -264,13 +264,14 @@ def _chosen(
     return name if reason is None else _by_table(op, devices.kind_of(device), _measured(op, device, at), True)[0]
 
 
-def keeps_plain(op: str, device: torch.device, override: str | None = None) -> str | None:
+def keeps_plain(op: str, device: torch.device, override: str | None = None, *, fused: bool = False) -> str | None:
     """Why, by the table, a model keeps its own code for `op` on this device unless the op is asked for, or None; what
-    was measured (`measurements`) goes before it."""
+    was measured (`measurements`) goes before it. `fused`: that code is one operator of PyTorch's."""
     environment = os.environ.get(ENVIRONMENT, "")
     if op in parse_override(override or "") or op in parse_override(environment):
         return None
-    kept = TABLE[op].keeps_plain.get(devices.kind_of(device))
+    row, kind = TABLE[op], devices.kind_of(device)
+    kept = row.keeps_plain.get(kind) or (row.keeps_fused.get(kind) if fused else None)
     return None if kept is None else kept.evidence
 
 

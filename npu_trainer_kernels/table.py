@@ -7,6 +7,7 @@ A row of the file, under `ops`:
     head           it forms no logits of all tokens: worth having wherever it runs (default false)
     before_torch   by kind of device, what is tried before torch, each a `backend` and why (`because`)
     keeps_plain    by kind of device, why a model keeps its own code unless the op is asked for by name
+    keeps_fused    the same for modules whose own code is one operator of PyTorch's
     vendor         torch_npu's operators for it, the calls that they cover, and what they do not repeat bit by bit
     remark         for the reader: what the evidence does not say
 
@@ -84,12 +85,14 @@ class Op:
         forms: names in `workloads.OPS`.
         order: by kind of device (`device.KINDS`), the backends; the first that can run there is used.
         keeps_plain: by kind of device, why a model keeps its own code there.
+        keeps_fused: the same for modules whose own code is one operator of PyTorch's.
         vendor: torch_npu's operators, if there are any.
     """
 
     forms: tuple[str, ...]
     order: dict[str, tuple[Choice, ...]]
     keeps_plain: dict[str, Choice]
+    keeps_fused: dict[str, Choice]
     vendor: Vendor | None
 
 
@@ -123,6 +126,7 @@ def _op(row: dict[str, Any], whole: dict[str, Any]) -> Op:
         forms=tuple(row["forms"]),
         order=order,
         keeps_plain={kind: _plain(because, sentences) for kind, because in plain.items()},
+        keeps_fused={kind: _plain(because, sentences) for kind, because in row.get("keeps_fused", {}).items()},
         vendor=vendor and Vendor(tuple(vendor["operators"]), vendor["covers"], vendor.get("not_repeatable")),
     )
 

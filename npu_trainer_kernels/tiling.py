@@ -28,6 +28,8 @@ __all__ = [
     "forget_tiles",
     "fused_tile",
     "gate_block",
+    "general_norm_backward_tile",
+    "general_norm_forward_tile",
     "gradient_tile",
     "head_chunk",
     "launch_options",
@@ -462,6 +464,32 @@ def norm_backward_tile(cols: int, itemsize: int, has_ds: bool, spec: DeviceSpec)
     if itemsize == 4:
         return _row_tile(cols, 31 if has_ds else 27, 8, 36, spec)
     return _row_tile(cols, 25 if has_ds else 23, 8, 32, spec)
+
+
+@_tunable
+def general_norm_forward_tile(cols: int, itemsize: int, gated: bool, biased: bool, spec: DeviceSpec) -> RowTile:
+    """Tile of the forward kernel of norms that are centred, or have a gate or groups.
+
+    Args:
+        cols: columns of a group.
+        itemsize: bytes of the widest element that is read or written.
+        gated: a gate is read.
+        biased: a bias is.
+        spec: the device.
+    """
+    if gated:
+        return _row_tile(cols, 28 if itemsize == 2 else 40, 4, 32 if itemsize == 2 else 40, spec)
+    return _row_tile(cols, 20 if itemsize == 2 else 28, 8 if biased else 4, 28 if itemsize == 2 else 32, spec)
+
+
+@_tunable
+def general_norm_backward_tile(cols: int, itemsize: int, gated: bool, biased: bool, spec: DeviceSpec) -> RowTile:
+    """Tile of their backward kernel; arguments as above."""
+    if spec.has_warps and cols <= 32768:
+        return norm_backward_tile(cols, itemsize, False, spec)
+    if gated:
+        return _row_tile(cols, 48 if itemsize == 2 else 64, 8, 56 if itemsize == 2 else 72, spec)
+    return _row_tile(cols, 32 if itemsize == 2 else 40, 12 if biased else 8, 40 if itemsize == 2 else 48, spec)
 
 
 @cache

@@ -366,6 +366,29 @@ def _add_norm(backend: str | None) -> Function:
     return lambda t: ops.add_rms_norm(t["x"], t["residual"], t["weight"], EPS, backend=backend)
 
 
+def _layer_norm_reference(t: Tensors) -> Outputs:
+    return ops.layer_norm_reference(t["x"], t["weight"], None, EPS)
+
+
+def _layer_norm(backend: str | None) -> Function:
+    return lambda t: ops.layer_norm(t["x"], t["weight"], None, EPS, backend=backend)
+
+
+def _build_gated_norm(work: Workload, device: torch.device) -> Inputs:
+    inputs = _build_norm(work, device)
+    inputs.tensors["gate"] = _randn(work, device, work.sizes["N"], work.sizes["H"])
+    inputs.leaves = ("x", "gate", "weight")
+    return inputs
+
+
+def _gated_norm_reference(t: Tensors) -> Outputs:
+    return ops.gated_rms_norm_reference(t["x"], t["gate"], t["weight"], EPS)
+
+
+def _gated_norm(backend: str | None) -> Function:
+    return lambda t: ops.gated_rms_norm(t["x"], t["gate"], t["weight"], EPS, backend=backend)
+
+
 def _build_embedding(work: Workload, device: torch.device) -> Inputs:
     s = work.sizes
     ids = torch.randint(s["V"], (s["N"],), device=device)
@@ -476,6 +499,10 @@ OPS: dict[str, Op] = {
         lambda m, n: {"N": n, "H": m.hidden, "Q": m.heads, "D": m.head_dim},
     ),
     "add_rms_norm": Op(_build_add_norm, _add_norm_reference, _add_norm, lambda m, n: {"N": n, "H": m.hidden}),
+    "gated_rms_norm": Op(
+        _build_gated_norm, _gated_norm_reference, _gated_norm, lambda m, n: {"N": n, "H": m.hidden}
+    ),
+    "layer_norm": Op(_build_norm, _layer_norm_reference, _layer_norm, lambda m, n: {"N": n, "H": m.hidden}),
     "swiglu": Op(_build_swiglu, _swiglu_reference, _swiglu, lambda m, n: {"N": n, "I": m.intermediate}),
     "swiglu_linear": Op(
         _build_swiglu_linear, _swiglu_linear_reference, _swiglu_linear,

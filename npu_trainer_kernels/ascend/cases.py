@@ -153,6 +153,27 @@ def _add_rms_norm(**options: Any) -> Call:
     return call
 
 
+def _layer_norm(weighted: bool = True, biased: bool = True) -> Call:
+    def call(t: Tensors, rows: int, hidden: int) -> Mapping[str, int]:
+        weight = t.floats(hidden) if weighted else None
+        bias = t.floats(hidden) if biased else None
+        _backward(ops.layer_norm(t.floats(rows, hidden), weight, bias, backend=_BACKEND))
+        row = rows * hidden * t.itemsize
+        return {"_forward_kernel": 2 * row, "_backward_kernel": 3 * row}
+
+    return call
+
+
+def _gated_rms_norm(**options: Any) -> Call:
+    def call(t: Tensors, rows: int, hidden: int) -> Mapping[str, int]:
+        x, gate, weight = t.floats(rows, hidden), t.floats(rows, hidden), t.floats(hidden)
+        _backward(ops.gated_rms_norm(x, gate, weight, backend=_BACKEND, **options))
+        row = rows * hidden * t.itemsize
+        return {"_forward_kernel": 3 * row, "_backward_kernel": 5 * row}
+
+    return call
+
+
 # ------------------------------------------------------------------------------------------ SwiGLU, rotation, embedding
 _PROJECTED = 16
 
@@ -314,6 +335,19 @@ TABLE: tuple[Entry, ...] = (
     Entry("add_rms_norm, pre, gemma", HIDDEN, "hidden", _add_rms_norm(casting="gemma", offset=1.0)),
     Entry("add_rms_norm, post", HIDDEN, "hidden", _add_rms_norm(mode="post")),
     Entry("add_rms_norm, post, gemma", HIDDEN, "hidden", _add_rms_norm(mode="post", casting="gemma", offset=1.0)),
+    # Of Granite 4.
+    Entry("add_rms_norm, pre, multiplier", (1536, 4096), "hidden", _add_rms_norm(multiplier=0.22)),
+    # Of Cohere; of GPT-2, StableLM, Starcoder2 and their like; of OLMo.
+    Entry("layer_norm, no bias", (4096, 8192, 12288), "hidden", _layer_norm(biased=False)),
+    Entry("layer_norm", (768, 1024, 2048, 4096, 6144), "hidden", _layer_norm()),
+    Entry("layer_norm, no weight", (2048, 4096), "hidden", _layer_norm(weighted=False, biased=False)),
+    # Of Qwen3-Next and Kimi-Linear, head by head; of Bamba, Granite 4 and Mamba 2; of Nemotron-H.
+    Entry("gated_rms_norm, of heads", (64, 128, 256), "head", _gated_rms_norm(), rows=32 * ROWS),
+    Entry("gated_rms_norm, of heads, gemma, sigmoid", (128,), "head",
+          _gated_rms_norm(casting="gemma", activation="sigmoid"), rows=32 * ROWS),
+    Entry("gated_rms_norm, gate first", (3072, 4096, 8192), "hidden", _gated_rms_norm(order="gate_first")),
+    Entry("gated_rms_norm, gate first, 8 groups", (8192,), "hidden",
+          _gated_rms_norm(order="gate_first", groups=8)),
     Entry("swiglu", (4864, 8192, 14336, 18944), "intermediate", _swiglu()),
     Entry("swiglu, halves of one projection", (4864, 8192, 14336, 18944), "intermediate", _swiglu(strided=True)),
     *(Entry(f"swiglu, {name}", sizes, "intermediate", _swiglu(activation=name)) for name, sizes in _GATES.items()),

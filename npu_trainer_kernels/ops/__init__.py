@@ -3,6 +3,7 @@
 from ._grpo_formula import GrpoOptions
 from .add_rms_norm import add_rms_norm, add_rms_norm_reference
 from .embedding import embedding, embedding_reference
+from .gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from .grpo_loss import (
     GrpoLossOutput,
     fused_linear_grpo_loss,
@@ -10,6 +11,7 @@ from .grpo_loss import (
     grpo_loss,
     grpo_loss_reference,
 )
+from .layer_norm import layer_norm, layer_norm_reference
 from .linear_cross_entropy import (
     LinearCrossEntropyOutput,
     fused_linear_cross_entropy,
@@ -33,8 +35,12 @@ __all__ = [
     "fused_linear_cross_entropy",
     "fused_linear_grpo_loss",
     "fused_linear_grpo_loss_reference",
+    "gated_rms_norm",
+    "gated_rms_norm_reference",
     "grpo_loss",
     "grpo_loss_reference",
+    "layer_norm",
+    "layer_norm_reference",
     "linear_cross_entropy_reference",
     "linear_logprob",
     "linear_logprob_reference",

@@ -4,7 +4,8 @@ Maths
 -----
 Row i of `[N, H]`, with an optional residual; S, x and residual are stored in their own dtypes, everything else is fp32:
 
-    s      = x + residual                       rounded to S's dtype as PyTorch would; s = x without a residual
+    s      = m x + residual                     m: the multiplier, 1 by default; each operation rounded to S's dtype as
+                                                PyTorch would; s = x without a residual
     rstd   = (mean_j s_j^2 + eps)^(-1/2)        [N], the only thing kept for backward besides the inputs
     n      = s rstd
     y      = cast(n) w'        "llama"          w' = offset + w, cast: to S's dtype
@@ -34,13 +35,14 @@ import torch
 
 from .. import _vendor, device, tiling
 from .._triton import jit, tl
-from ._blocks import load_fp32, store
+from ._blocks import load_fp32, rounded, row_of_weight, store, tile_mask, tile_of
 from ._checks import check_choice, check_float, check_same_device, is_number
 from ._fallback import falls_back
 from ._host import contiguous_like, promoted
 from ._launch import launch
 
-__all__ = ["CASTINGS", "as_rows", "check_norm", "check_norm_options", "norm_backward", "norm_forward", "norm_reference"]
+__all__ = ["CASTINGS", "as_rows", "check_norm", "check_norm_options", "norm_backward", "norm_forward", "norm_reference",
+           "shifted", "sum_of_partials"]  # fmt: skip
 
 CASTINGS = ("llama", "gemma", "none")
 
@@ -90,23 +92,24 @@ def _normed(
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if casting == "none":
         n = s * rstd.to(s.dtype)
-        return n if weight is None else n * _shifted(weight, offset).to(s.dtype), rstd
+        return n if weight is None else n * shifted(weight, offset).to(s.dtype), rstd
     n = wide * rstd
     if weight is None:
         return n.to(s.dtype), rstd
     if casting == "llama":
-        return _shifted(weight, offset) * n.to(s.dtype), rstd
-    return (n * _shifted(weight.to(n.dtype), offset)).to(s.dtype), rstd
+        return shifted(weight, offset) * n.to(s.dtype), rstd
+    return (n * shifted(weight.to(n.dtype), offset)).to(s.dtype), rstd
 
 
-def _shifted(weight: torch.Tensor, offset: float) -> torch.Tensor:
+def shifted(weight: torch.Tensor, offset: float) -> torch.Tensor:
+    """w', in the weight's dtype."""
     return offset + weight if offset else weight
 
 
 def _gamma(weight: torch.Tensor | None, offset: float, casting: str) -> torch.Tensor:
     """w', in fp32 where the casting adds the offset there: what the vendor's norms take for their weight."""
     assert weight is not None  # `_vendor.uncovered_norm`
-    return _shifted(weight.float() if offset and casting == "gemma" else weight, offset)
+    return shifted(weight.float() if offset and casting == "gemma" else weight, offset)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,50 +118,22 @@ def _gamma(weight: torch.Tensor | None, offset: float, casting: str) -> torch.Te
 
 
 @jit
-def _mask(row, n_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Which elements of the tile at `row` exist."""
-    rows = row + tl.arange(0, ROWS)[:, None] < n_rows
-    cols = tl.arange(0, COLS)[None, :] < width
-    return rows & cols
-
-
-@jit
-def _tile_of(pointer, row, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Pointers `[ROWS, COLS]`. The row offset is 64-bit: rows x columns may exceed 2^31."""
-    start = pointer + tl.cast(row, tl.int64) * stride
-    return start + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
-
-
-@jit
-def _rounded(value, like, ROUND: tl.constexpr):
-    """fp32 value rounded to the dtype of `like`."""
-    if ROUND:
-        value = value.to(like.dtype.element_ty).to(tl.float32)
-    return value
-
-
-@jit
-def _row_of_weight(weight, offset, width, COLS: tl.constexpr, MASKED: tl.constexpr, ROUND: tl.constexpr):
-    """w' as `[1, COLS]` fp32, rounded to the weight's dtype where the casting adds the offset there."""
-    cols = tl.arange(0, COLS)[None, :]
-    w = load_fp32(weight + cols, cols < width, MASKED) + offset
-    return _rounded(w, weight, ROUND)
-
-
-@jit
 def _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
                   HAS_RESIDUAL: tl.constexpr, STORE_SUM: tl.constexpr, ROUND_SUM: tl.constexpr,
                   HAS_WEIGHT: tl.constexpr, CASTING: tl.constexpr, REDUCE: tl.constexpr, APPLY: tl.constexpr,
-                  HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+                  MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+                  TAIL: tl.constexpr):  # fmt: skip
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
-    mask = _mask(row, n_rows, width, ROWS, COLS)
+    mask = tile_mask(row, n_rows, width, ROWS, COLS)
     row_index = row + tl.arange(0, ROWS)
-    s = load_fp32(_tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
+    s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
     if HAS_RESIDUAL:
-        r = load_fp32(_tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
-        s = _rounded(s + r, x, ROUND_SUM)
+        if MULTIPLIER != 1.0:
+            s = rounded(s * MULTIPLIER, x, True)
+        r = load_fp32(tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
+        s = rounded(s + r, x, ROUND_SUM)
     if STORE_SUM:
-        store(_tile_of(s_out, row, HIDDEN, ROWS, COLS), s, mask, MASKED)
+        store(tile_of(s_out, row, HIDDEN, ROWS, COLS), s, mask, MASKED)
     if REDUCE:
         rstd = tl.sum(s * s, axis=1)
         if APPLY:
@@ -167,10 +142,10 @@ def _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stri
     else:
         rstd = load_fp32(rstd_out + row_index, row_index < n_rows, TAIL)
     if APPLY:
-        n = s * _rounded(rstd[:, None], x, ROUND_SUM and CASTING == "none")
+        n = s * rounded(rstd[:, None], x, ROUND_SUM and CASTING == "none")
         if HAS_WEIGHT:
-            n = _rounded(n, x, ROUND_SUM and CASTING != "gemma") * w
-        store(_tile_of(y, row, HIDDEN, ROWS, COLS), n, mask, MASKED)
+            n = rounded(n, x, ROUND_SUM and CASTING != "gemma") * w
+        store(tile_of(y, row, HIDDEN, ROWS, COLS), n, mask, MASKED)
 
 
 @jit(lengths=("n_rows",))
@@ -194,6 +169,7 @@ def _forward_kernel(
     CONTIGUOUS: tl.constexpr,  # rows lie back to back: a tile is one transfer
     REDUCE: tl.constexpr,  # form the sums of squares
     APPLY: tl.constexpr,  # form y; without REDUCE from rstd_out
+    MULTIPLIER: tl.constexpr,  # of x, where HAS_RESIDUAL
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -215,38 +191,41 @@ def _forward_kernel(
             rstd_out += tl.program_id(1) * n_rows
     w = 0.0
     if HAS_WEIGHT and APPLY:
-        w = _row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, CASTING != "gemma")
-        w = _rounded(w, x, ROUND_SUM and CASTING == "none")
+        w = row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, CASTING != "gemma")
+        w = rounded(w, x, ROUND_SUM and CASTING == "none")
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
     n_whole = n_rows // ROWS * ROWS
     for row in range(first, n_whole, step):
         _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
-                      HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, HIDDEN, ROWS, COLS,
-                      False)  # fmt: skip
+                      HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, MULTIPLIER, HIDDEN, ROWS,
+                      COLS, False)  # fmt: skip
     if ROWS > 1:
         # The rows that fill no tile go to the last program, which has no more tiles than any other.
         for row in range(n_whole + step - ROWS - first, n_rows, step):
             _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
-                          HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, HIDDEN, ROWS, COLS,
-                          True)  # fmt: skip
+                          HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, MULTIPLIER, HIDDEN,
+                          ROWS, COLS, True)  # fmt: skip
 
 
 @jit
 def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride, residual_stride, dy_stride,
                    ds_stride, HAS_RESIDUAL: tl.constexpr, HAS_DS: tl.constexpr, ROUND_SUM: tl.constexpr,
                    HAS_WEIGHT: tl.constexpr, STORE_DX: tl.constexpr, REDUCE: tl.constexpr, APPLY: tl.constexpr,
-                   HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+                   MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+                   TAIL: tl.constexpr):  # fmt: skip
     """Writes ds of the tile; returns dy n, of which dw is the sum over rows."""
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
-    mask = _mask(row, n_rows, width, ROWS, COLS)
+    mask = tile_mask(row, n_rows, width, ROWS, COLS)
     row_index = row + tl.arange(0, ROWS)
     rstd = load_fp32(rstd_in + row_index, row_index < n_rows, TAIL)[:, None]
-    s = load_fp32(_tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
+    s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
     if HAS_RESIDUAL:
-        r = load_fp32(_tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
-        s = _rounded(s + r, x, ROUND_SUM)
-    g = load_fp32(_tile_of(dy, row, dy_stride, ROWS, COLS), mask, MASKED)
+        if MULTIPLIER != 1.0:
+            s = rounded(s * MULTIPLIER, x, True)
+        r = load_fp32(tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
+        s = rounded(s + r, x, ROUND_SUM)
+    g = load_fp32(tile_of(dy, row, dy_stride, ROWS, COLS), mask, MASKED)
     n = s * rstd
     dy_n = g * n
     if STORE_DX:
@@ -264,8 +243,8 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
                 g = g * w
             d = rstd * (g - n * (dot[:, None] * (1.0 / HIDDEN)))
             if HAS_DS:
-                d += load_fp32(_tile_of(ds, row, ds_stride, ROWS, COLS), mask, MASKED)
-            store(_tile_of(dx, row, HIDDEN, ROWS, COLS), d, mask, MASKED)
+                d += load_fp32(tile_of(ds, row, ds_stride, ROWS, COLS), mask, MASKED)
+            store(tile_of(dx, row, HIDDEN, ROWS, COLS), d, mask, MASKED)
     return dy_n
 
 
@@ -296,6 +275,7 @@ def _backward_kernel(
     CONTIGUOUS: tl.constexpr,
     REDUCE: tl.constexpr,  # form the sums of g n
     APPLY: tl.constexpr,  # form dx; without REDUCE from dots
+    MULTIPLIER: tl.constexpr,
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -320,7 +300,7 @@ def _backward_kernel(
             dots += tl.program_id(1) * n_rows
     w = 0.0
     if HAS_WEIGHT and STORE_DX:
-        w = _row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, ROUND_WEIGHT)
+        w = row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, ROUND_WEIGHT)
     total = tl.zeros([1, COLS], tl.float32)
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
@@ -328,7 +308,7 @@ def _backward_kernel(
     for row in range(first, n_whole, step):
         dy_n = _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride, residual_stride,
                               dy_stride, ds_stride, HAS_RESIDUAL, HAS_DS, ROUND_SUM, HAS_WEIGHT, STORE_DX, REDUCE,
-                              APPLY, HIDDEN, ROWS, COLS, False)  # fmt: skip
+                              APPLY, MULTIPLIER, HIDDEN, ROWS, COLS, False)  # fmt: skip
         if STORE_DW:
             if ROWS > 1:
                 total += tl.sum(dy_n, axis=0)[None, :]
@@ -338,7 +318,7 @@ def _backward_kernel(
         for row in range(n_whole + step - ROWS - first, n_rows, step):
             dy_n = _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride,
                                   residual_stride, dy_stride, ds_stride, HAS_RESIDUAL, HAS_DS, ROUND_SUM, HAS_WEIGHT,
-                                  STORE_DX, REDUCE, APPLY, HIDDEN, ROWS, COLS, True)  # fmt: skip
+                                  STORE_DX, REDUCE, APPLY, MULTIPLIER, HIDDEN, ROWS, COLS, True)  # fmt: skip
             if STORE_DW:
                 total += tl.sum(dy_n, axis=0)[None, :]
     if STORE_DW:
@@ -383,8 +363,8 @@ def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def _launch_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, s_out: torch.Tensor | None,
-    y: torch.Tensor, rstd: torch.Tensor, eps: float, offset: float, casting: str, tile: tiling.RowTile,
-    spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
+    y: torch.Tensor, rstd: torch.Tensor, eps: float, offset: float, casting: str, multiplier: float,
+    tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
 ) -> None:  # fmt: skip
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
@@ -398,18 +378,18 @@ def _launch_forward(
         HAS_RESIDUAL=residual is not None, STORE_SUM=s_out is not None,
         ROUND_SUM=promoted(x.dtype, r.dtype) == x.dtype, HAS_WEIGHT=weight is not None, CASTING=casting,
         CONTIGUOUS=x_stride == hidden == r_stride, REDUCE=reduce, APPLY=apply,
-        HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        MULTIPLIER=float(multiplier), HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
     )  # fmt: skip
 
 
 @falls_back("rms_norm", "add_rms_norm")
 def norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float,
-    casting: str, store_sum: bool, backend: str,
+    casting: str, multiplier: float, store_sum: bool, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
     """(y, S or None, rstd `[N]` fp32) of x (and residual) `[..., H]`."""
     if backend == "torch":
-        s = x if residual is None else x + residual
+        s = _sum(x, residual, multiplier)
         y, rstd = _normed(s, weight, eps, offset, casting)
         return y, s if store_sum else None, rstd.reshape(-1)
     if backend == "vendor":
@@ -430,23 +410,23 @@ def norm_forward(
     # No row that is read has a wider dtype than y.
     tile = tiling.norm_forward_tile(hidden, y_dtype.itemsize, rounds, store_sum, residual is not None, spec)
     if tile.blocks == 1:
-        _launch_forward(x, residual, w, s_out, y, rstd, eps, offset, casting, tile, spec)
+        _launch_forward(x, residual, w, s_out, y, rstd, eps, offset, casting, multiplier, tile, spec)
         return y, s_out, rstd
     # Two launches, and one copy where one is needed.
     x, residual = as_rows(x)[0], None if residual is None else as_rows(residual)[0]
     squares = x.new_empty(tile.blocks, n_rows, dtype=torch.float32)
-    _launch_forward(x, residual, w, s_out, y, squares, eps, offset, casting, tile, spec, apply=False)
+    _launch_forward(x, residual, w, s_out, y, squares, eps, offset, casting, multiplier, tile, spec, apply=False)
     rstd = torch.rsqrt(squares.sum(0) / hidden + eps)
     if s_out is not None:
         x, residual = s_out, None
-    _launch_forward(x, residual, w, None, y, rstd, eps, offset, casting, tile, spec, reduce=False)
+    _launch_forward(x, residual, w, None, y, rstd, eps, offset, casting, multiplier, tile, spec, reduce=False)
     return y, s_out, rstd
 
 
 def _launch_backward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor,
     ds: torch.Tensor | None, dots: torch.Tensor, dx: torch.Tensor | None, needs_dw: bool, offset: float, casting: str,
-    tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
+    multiplier: float, tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
 ) -> torch.Tensor | None:  # fmt: skip
     """Returns dw in the weight's dtype, where it is needed."""
     hidden = x.shape[-1]
@@ -464,12 +444,13 @@ def _launch_backward(
         HAS_RESIDUAL=residual is not None, HAS_DS=ds is not None, ROUND_SUM=promoted(x.dtype, r.dtype) == x.dtype,
         HAS_WEIGHT=weight is not None, ROUND_WEIGHT=casting != "gemma", STORE_DX=dx is not None, STORE_DW=needs_dw,
         CONTIGUOUS=x_stride == hidden == r_stride and dy_stride == hidden == s_stride,
-        REDUCE=reduce, APPLY=apply, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        REDUCE=reduce, APPLY=apply, MULTIPLIER=float(multiplier), HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols,
+        **tile.options,
     )  # fmt: skip
-    return None if dw is None or weight is None else _sum(dw, weight.dtype, spec)
+    return None if dw is None or weight is None else sum_of_partials(dw, weight.dtype, spec)
 
 
-def _sum(partials: torch.Tensor, dtype: torch.dtype, spec: device.DeviceSpec) -> torch.Tensor:
+def sum_of_partials(partials: torch.Tensor, dtype: torch.dtype, spec: device.DeviceSpec) -> torch.Tensor:
     """The programs' partial sums, added up."""
     n_rows, hidden = partials.shape
     tile = tiling.partial_sums_tile(hidden, spec)
@@ -484,11 +465,13 @@ def _sum(partials: torch.Tensor, dtype: torch.dtype, spec: device.DeviceSpec) ->
 @falls_back("rms_norm", "add_rms_norm")
 def norm_backward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor,
-    ds: torch.Tensor | None, offset: float, casting: str, needs_ds: bool, needs_dw: bool, backend: str,
+    ds: torch.Tensor | None, offset: float, casting: str, multiplier: float, needs_ds: bool, needs_dw: bool,
+    backend: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """(ds in S's dtype, dw in the weight's), each where it is needed. `ds`: what arrived for S."""
     if backend == "torch":
-        return _backward_torch(x, residual, weight, rstd, dy, ds, offset, casting, needs_ds, needs_dw)
+        s = _sum(x, residual, multiplier)
+        return _backward_torch(s, weight, rstd, dy, ds, offset, casting, needs_ds, needs_dw)
     if backend == "vendor":
         # With a residual x is S: the vendor's forward writes it.
         d, dgamma = _vendor.norm_backward(x, _gamma(weight, offset, casting), rstd, dy)
@@ -507,21 +490,29 @@ def norm_backward(
     # ds arrives in S's dtype.
     tile = tiling.norm_backward_tile(hidden, max(dtype.itemsize, dy.dtype.itemsize), ds is not None, spec)
     if tile.blocks == 1:
-        return dx, _launch_backward(x, residual, w, rstd, dy, ds, rstd, dx, needs_dw, offset, casting, tile, spec)
+        dw = _launch_backward(x, residual, w, rstd, dy, ds, rstd, dx, needs_dw, offset, casting, multiplier, tile, spec)
+        return dx, dw
     x, residual, dy = as_rows(x)[0], None if residual is None else as_rows(residual)[0], as_rows(dy)[0]
     dots = x.new_empty(tile.blocks, n_rows, dtype=torch.float32)
-    dw = _launch_backward(x, residual, w, rstd, dy, None, dots, dx, needs_dw, offset, casting, tile, spec, apply=False)
+    dw = _launch_backward(x, residual, w, rstd, dy, None, dots, dx, needs_dw, offset, casting, multiplier, tile, spec,
+                          apply=False)  # fmt: skip
     if dx is not None:
-        _launch_backward(x, residual, w, rstd, dy, ds, dots.sum(0), dx, False, offset, casting, tile, spec,
+        _launch_backward(x, residual, w, rstd, dy, ds, dots.sum(0), dx, False, offset, casting, multiplier, tile, spec,
                          reduce=False)  # fmt: skip
     return dx, dw
 
 
+def _sum(x: torch.Tensor, residual: torch.Tensor | None, multiplier: float) -> torch.Tensor:
+    """S, as decoder layers form it."""
+    if residual is None:
+        return x
+    return (x if multiplier == 1.0 else x * multiplier) + residual
+
+
 def _backward_torch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor,
-    ds: torch.Tensor | None, offset: float, casting: str, needs_ds: bool, needs_dw: bool,
+    s: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor, ds: torch.Tensor | None,
+    offset: float, casting: str, needs_ds: bool, needs_dw: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    s = x if residual is None else x + residual
     rstd = rstd.view(*s.shape[:-1], 1)
     n = s.float() * rstd
     g = dy.float()
@@ -531,7 +522,7 @@ def _backward_torch(
     if not needs_ds:
         return None, dw
     if weight is not None:
-        w = _shifted(weight.float(), offset) if casting == "gemma" else _shifted(weight, offset).float()
+        w = shifted(weight.float(), offset) if casting == "gemma" else shifted(weight, offset).float()
         g = g * w
     d = torch.addcmul(g, n, (g * n).mean(-1, keepdim=True), value=-1).mul_(rstd)
     if ds is not None:

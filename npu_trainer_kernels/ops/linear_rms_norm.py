@@ -52,7 +52,7 @@ class _LinearRmsNorm(torch.autograd.Function):
                 options: tuple[float, float, str, str, str]) -> torch.Tensor:  # fmt: skip
         eps, offset, casting, backend, _ = ctx.options = options
         product = _heads(x, weight, bias, norm_weight.shape[0])
-        y, _, rstd = norm_forward(product, None, norm_weight, eps, offset, casting, False, backend)
+        y, _, rstd = norm_forward(product, None, norm_weight, eps, offset, casting, 1.0, False, backend)
         ctx.save_for_backward(x, weight, norm_weight, bias, rstd)
         return y
 
@@ -65,7 +65,7 @@ class _LinearRmsNorm(torch.autograd.Function):
         product = _heads(x, weight, bias, norm_weight.shape[0])
         needs_product = needs_x or needs_weight or needs_bias
         dp, dnorm = norm_backward(
-            product, None, norm_weight, rstd, dy, None, offset, casting, needs_product, needs_norm, backend
+            product, None, norm_weight, rstd, dy, None, offset, casting, 1.0, needs_product, needs_norm, backend
         )
         dx = dw = db = None
         if dp is not None:

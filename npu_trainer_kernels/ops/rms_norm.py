@@ -41,7 +41,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None,
                 options: tuple[float, float, str, str, str]) -> torch.Tensor:  # fmt: skip
         eps, offset, casting, backend, _ = ctx.options = options
-        y, _, rstd = norm_forward(x, None, weight, eps, offset, casting, False, backend)
+        y, _, rstd = norm_forward(x, None, weight, eps, offset, casting, 1.0, False, backend)
         ctx.save_for_backward(x, weight, rstd)
         return y
 
@@ -51,7 +51,7 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         _, offset, casting, _, backend = ctx.options
         needs_dx, needs_dw, _ = ctx.needs_input_grad
-        dx, dw = norm_backward(x, None, weight, rstd, dy, None, offset, casting, needs_dx, needs_dw, backend)
+        dx, dw = norm_backward(x, None, weight, rstd, dy, None, offset, casting, 1.0, needs_dx, needs_dw, backend)
         return dx, dw, None
 
 

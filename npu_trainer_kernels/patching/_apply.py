@@ -158,6 +158,8 @@ class NpuKernels:
         other = next((s for s in self._sites.values() if s.cls is type(module) and s.op != patch.op), None)
         if other is not None and other.paths:
             return f"{other.op} is in its forward already"
+        if plain is None and not self._by_name:
+            plain = patch.keeps_plain(form, scene)
         at = None if self._by_name else patch.sizes(module, form)
         entries = () if at is None else backends.measurements(patch.op, scene.where, scene.backend, *at)
         if plain is not None and all(entry.plain_wins for entry in entries):

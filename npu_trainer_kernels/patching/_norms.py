@@ -1,162 +1,75 @@
-"""RMSNorm modules: found by what they compute, not by what they are called.
+"""Norms by the op of what they compute (`_norm_forms`)."""
 
-A module is a candidate when it has no submodules and at most one parameter, a vector named `weight`. Its forward is run
-on a few random rows, with random weights, in fp32 and bf16 on the CPU, and compared bit for bit with every form of
-`rms_norm_reference`. The form that equals it in both dtypes is what the module computes; where none does, it is left
-alone.
-"""
-
-import copy
-import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _vendor, backends
-from ..ops._norm import CASTINGS
-from ..ops.rms_norm import rms_norm, rms_norm_reference
-from ._classes import original_class
-from ._patch import PROBE_ERRORS, QUIET, Patch, Scene, Site, keeps_own_code, no_float, no_plain, set_on_instance
+from ..ops._host import autocasts
+from ._norm_forms import (
+    Form,
+    GatedNormForm,
+    LayerNormForm,
+    NormForm,
+    full_shape,
+    is_candidate,
+    is_gated,
+    recognise_norm,
+)
+from ._patch import QUIET, Patch, Scene, Site, keeps_own_code, no_float, no_plain, set_on_instance
 
-__all__ = [
-    "NormForm",
-    "RmsNormPatch",
-    "epsilons",
-    "forms_of",
-    "full_shape",
-    "is_candidate",
-    "norm_twin",
-    "norms_of",
-    "recognise_norm",
-]
-
-_ROWS = 4
-# Where a module has no weight, its width does not matter.
-_WIDTH_WITHOUT_WEIGHT = 64
-_CPU = torch.device("cpu")
+__all__ = ["GatedRmsNormPatch", "LayerNormPatch", "RmsNormPatch"]
 
 
-@dataclass(frozen=True)
-class NormForm:
-    """What an RMSNorm module computes: the arguments of `ops.rms_norm`."""
+class _NormPatch(Patch):
+    """What the three have in common.
 
-    eps: float
-    offset: float
-    casting: str
-    weighted: bool
+    A candidate that computes another op's norm is none of ours. One that computes no norm that is known has its reason
+    from the op whose parameters and arguments it has (`_is_at_home`), so that it stands in the report once.
+    """
 
-    def __str__(self) -> str:
-        return f"casting={self.casting}, offset={self.offset:g}, eps={self.eps:g}" + (
-            "" if self.weighted else ", no weight"
-        )
+    form: type[Form]
 
+    def _is_at_home(self, module: nn.Module) -> bool:
+        raise NotImplementedError
 
-def is_candidate(module: nn.Module) -> bool:
-    """Whether a module has the shape of an RMSNorm: a leaf with one vector `weight`, or with nothing but an epsilon."""
-    if any(True for _ in module.children()) or any(True for _ in module.buffers()):
-        return False
-    parameters = dict(module.named_parameters())
-    if parameters:
-        return list(parameters) == ["weight"] and len(full_shape(parameters["weight"])) == 1
-    return "norm" in original_class(module).__name__.lower() and bool(epsilons(module))
-
-
-def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """DeepSpeed's ZeRO-3 leaves an empty tensor in a parameter's place, and notes its shape."""
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
-def epsilons(module: nn.Module) -> list[float]:
-    """Every small positive float among the module's attributes: one of them is its epsilon."""
-    found = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-1}
-    # torch.nn.RMSNorm(eps=None) takes the input dtype's machine epsilon: not one number, so not a form of ours.
-    return sorted(found)
-
-
-def norm_twin(module: nn.Module, dtype: torch.dtype, parameters: dict[str, torch.Tensor]) -> nn.Module:
-    """The module with other parameters, on the CPU, as a copy: works for meta and sharded modules too."""
-    twin = copy.copy(module)
-    twin.__class__ = original_class(module)
-    given = {name: nn.Parameter(value.to(dtype), requires_grad=False) for name, value in parameters.items()}
-    twin.__dict__ = {**module.__dict__, "_parameters": given, "_forward_hooks": {}, "_forward_pre_hooks": {}}
-    twin.__dict__.pop("forward", None)
-    return twin
-
-
-def recognise_norm(module: nn.Module) -> NormForm | str:
-    """What a candidate computes, or why it is left alone."""
-    parameter = dict(module.named_parameters()).get("weight")
-    width = _WIDTH_WITHOUT_WEIGHT if parameter is None else full_shape(parameter)[0]
-    # Dtype and device by name: a default device or dtype of the user's is nothing to a probe.
-    generator = torch.Generator("cpu").manual_seed(0)
-    given: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": _CPU}
-    # Small enough that epsilon counts, and a weight far from 0 and 1 so that offsets show.
-    x = 0.01 * torch.randn(_ROWS, width, **given)
-    weights = {} if parameter is None else {"weight": torch.rand(width, **given) + 0.25}
-    forms = [
-        NormForm(eps, offset, casting, parameter is not None)
-        for eps, offset, casting in itertools.product(
-            epsilons(module), (0.0, 1.0) if parameter is not None else (0.0,), CASTINGS
-        )
-    ]
-    for dtype in (torch.float32, torch.bfloat16):
-        inputs = x.to(dtype)
-        w = weights["weight"].to(dtype) if weights else None
-        try:
-            with torch.no_grad(), torch.device("cpu"):
-                expected = norm_twin(module, dtype, weights)(inputs)
-        except PROBE_ERRORS as error:
-            return f"its forward does not take one tensor ({type(error).__name__})"
-        if not isinstance(expected, torch.Tensor):
-            return "its forward does not return one tensor"
-        forms = [
-            f
-            for f in forms
-            if torch.equal(expected, rms_norm_reference(inputs, w, f.eps, offset=f.offset, casting=f.casting))
-        ]
-    if not forms:
-        return "it does not compute an RMSNorm that rms_norm knows"
-    return forms[0]
-
-
-def norms_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of a module that look like norms, by name."""
-    return {name: child for name, child in module.named_children() if is_candidate(child)}
-
-
-def forms_of(norms: dict[str, nn.Module]) -> dict[str, NormForm]:
-    """What is recognised of them."""
-    return {name: form for name, child in norms.items() if isinstance(form := recognise_norm(child), NormForm)}
-
-
-class RmsNormPatch(Patch):
-    """Every RMSNorm of a model by `ops.rms_norm`."""
-
-    op = "rms_norm"
-
-    def recognise(self, module: nn.Module, scene: Scene) -> NormForm | str | None:
-        if not is_candidate(module):
+    def recognise(self, module: nn.Module, scene: Scene) -> Form | str | None:
+        home = self._is_at_home(module)
+        if not home and not is_candidate(module):
             return None
-        return set_on_instance(module) or recognise_norm(module)
+        found = set_on_instance(module) or recognise_norm(module)
+        if isinstance(found, str):
+            return found if home else None
+        return found if isinstance(found, self.form) else None
 
     def declines(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> str | None:
         if len(args) != 1 or kwargs:
             return "more than one tensor is given"
-        reason = no_float(args[0]) or (no_plain(module, "weight") if site.form.weighted else None)
-        if reason is None and keeps_own_code(self.op, args[0], site.backend):
+        return self._declines(site, module, args[0])
+
+    def _declines(self, site: Site, module: nn.Module, x: Any) -> str | None:
+        reason = no_float(x) or no_plain(module, *(name for name in ("weight", "bias") if name in module._parameters))
+        if reason is None and keeps_own_code(self.op, x, site.backend):
             return QUIET
         return reason
 
     def run(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        form = site.form
-        weight = module._parameters["weight"] if form.weighted else None
-        return rms_norm(args[0], weight, form.eps, offset=form.offset, casting=form.casting, backend=site.backend)
+        return site.form.run(module, args[0], site.backend)
 
-    def sizes(self, module: nn.Module, form: NormForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    def sizes(self, module: nn.Module, form: Form) -> tuple[torch.dtype, tuple[int, ...]] | None:
         weight = module._parameters.get("weight")
         return None if weight is None else (weight.dtype, tuple(full_shape(weight)))
+
+
+class RmsNormPatch(_NormPatch):
+    """Every RMSNorm of a model by `ops.rms_norm`."""
+
+    op = "rms_norm"
+    form = NormForm
+
+    def _is_at_home(self, module: nn.Module) -> bool:
+        return is_candidate(module) and "bias" not in module._parameters
 
     def served_by(self, site: Site, scene: Scene) -> tuple[str, str]:
         def uncovered() -> str | None:
@@ -164,3 +77,59 @@ class RmsNormPatch(Patch):
             return _vendor.uncovered_norm(dtype, dtype if site.form.weighted else None, site.form.casting)
 
         return backends.explain(self.op, scene.where, scene.backend, uncovered)
+
+
+class LayerNormPatch(_NormPatch):
+    """Layer norms by `ops.layer_norm`: those in eager code; where the op is asked for, also PyTorch's own operator."""
+
+    op = "layer_norm"
+    form = LayerNormForm
+
+    def _is_at_home(self, module: nn.Module) -> bool:
+        return is_candidate(module) and "bias" in module._parameters
+
+    def sizes(self, module: nn.Module, form: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        # What was measured was measured against eager code.
+        return None if form.fused else super().sizes(module, form)
+
+    def keeps_plain(self, form: LayerNormForm, scene: Scene) -> str | None:
+        return backends.keeps_plain(self.op, scene.where, scene.backend, fused=form.fused)
+
+    def _declines(self, site: Site, module: nn.Module, x: Any) -> str | None:
+        reason = super()._declines(site, module, x)
+        if reason is None and site.form.fused:
+            if autocasts(x):
+                return "autocast runs torch.nn.functional.layer_norm in float32"
+            if any(p is not None and p.dtype != x.dtype for p in module._parameters.values()):
+                return "parameters of another dtype than what is normed"
+        return reason
+
+
+class GatedRmsNormPatch(_NormPatch):
+    """RMSNorms with a gate, or in groups, by `ops.gated_rms_norm`."""
+
+    op = "gated_rms_norm"
+    form = GatedNormForm
+
+    def _is_at_home(self, module: nn.Module) -> bool:
+        return is_gated(module)
+
+    def declines(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> str | None:
+        form: GatedNormForm = site.form
+        if not form.gated:
+            return super().declines(site, module, *args, **kwargs)
+        if len(args) + len(kwargs) > 2 or not args or (kwargs and "gate" not in kwargs):
+            return "more than one tensor and a gate are given"
+        x, gate = args[0], _gate(args, kwargs)
+        if gate is None:
+            return "no gate is given" if form.needs_gate else self._declines(site, module, x)
+        reason = self._declines(site, module, x) or no_float(gate)
+        return "x and gate of two shapes" if reason is None and gate.shape != x.shape else reason
+
+    def run(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        form: GatedNormForm = site.form
+        return form.run(module, args[0], site.backend, _gate(args, kwargs))
+
+
+def _gate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("gate")

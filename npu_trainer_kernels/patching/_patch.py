@@ -201,6 +201,10 @@ class Patch:
         nothing that was measured counts."""
         return None
 
+    def keeps_plain(self, form: Any, scene: Scene) -> str | None:
+        """Why modules of a form keep their own code unless the op is asked for by name, or None."""
+        return None
+
     def tokens(self, *args: Any) -> int:
         """How many tokens a call has (of a module: the rows of its first argument)."""
         x = args[1]

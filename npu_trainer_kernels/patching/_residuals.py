@@ -4,7 +4,8 @@
     residual = hidden_states
     hidden_states = self.some_norm(hidden_states)
 
-become one call where `some_norm` is an RMSNorm that `_norms` recognises.
+become one call where `some_norm` is an RMSNorm that `_norm_forms` recognises. So do `residual + hidden_states *
+self.some_number` and the rest; the number is read at the call.
 """
 
 import ast
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops._checks import is_number
 from ..ops.add_rms_norm import add_rms_norm
 from ._classes import has_hooks, original_class, subclass_with_forward
-from ._norms import NormForm, forms_of, norms_of
+from ._norm_forms import NormForm, forms_of, norms_of
 from ._patch import QUIET, Patch, Scene, Site, guarded, keeps_own_code, no_float, no_plain, set_on_instance
 from ._source import called_on_self, plain_forward, rewritten, source_of
 
@@ -50,11 +52,22 @@ def _names(node: ast.stmt) -> tuple[str, ast.expr] | None:
     return None
 
 
-def _added(value: ast.expr) -> tuple[str, str] | None:
-    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
+def _added(value: ast.expr) -> tuple[str, str, str | None] | None:
+    """The names of a sum's terms, and the attribute of `self` that the second is multiplied by."""
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add) or not isinstance(value.left, ast.Name):
         return None
-    left, right = value.left, value.right
-    return (left.id, right.id) if isinstance(left, ast.Name) and isinstance(right, ast.Name) else None
+    right, multiplier = value.right, None
+    if isinstance(right, ast.BinOp) and isinstance(right.op, ast.Mult):
+        multiplier, right = _attribute(right.right), right.left
+        if multiplier is None:
+            return None
+    return (value.left.id, right.id, multiplier) if isinstance(right, ast.Name) else None
+
+
+def _attribute(node: ast.expr) -> str | None:
+    """`name` of `self.name`."""
+    of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    return node.attr if of_self else None  # type: ignore[attr-defined]
 
 
 def _norm_called(value: ast.expr, argument: str) -> str | None:
@@ -66,24 +79,29 @@ def _norm_called(value: ast.expr, argument: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Match:
-    """The pattern of the module's docstring: its variables, and the sum's terms in their order."""
+    """The pattern of the module's docstring: its variables, the sum's terms in their order, and the attribute that the
+    second is multiplied by, which can be `hidden` alone."""
 
     hidden: str
     residual: str
     norm: str
     terms: tuple[str, str]
+    multiplier: str | None
 
 
 def _matched(first: ast.stmt, second: ast.stmt, third: ast.stmt) -> _Match | None:
     a, b, c = _names(first), _names(second), _names(third)
     if a is None or b is None or c is None:
         return None
-    hidden, residual, terms = a[0], b[0], _added(a[1])
+    hidden, residual, added = a[0], b[0], _added(a[1])
     copies = isinstance(b[1], ast.Name) and b[1].id == hidden
     norm = _norm_called(c[1], hidden)
-    if terms is None or set(terms) != {hidden, residual} or hidden == residual or not copies:
+    if added is None or set(added[:2]) != {hidden, residual} or hidden == residual or not copies:
         return None
-    return _Match(hidden, residual, norm, terms) if c[0] == hidden and norm is not None else None
+    *terms, multiplier = added
+    if c[0] != hidden or norm is None or (multiplier is not None and terms[1] != hidden):
+        return None
+    return _Match(hidden, residual, norm, (terms[0], terms[1]), multiplier)
 
 
 class _Rewrite(ast.NodeTransformer):
@@ -98,7 +116,7 @@ class _Rewrite(ast.NodeTransformer):
                 body.append(node.body[i])
                 i += 1
                 continue
-            terms = ", ".join(match.terms)
+            terms = ", ".join([*match.terms, *([f"self.{match.multiplier}"] if match.multiplier else [])])
             text = f"{match.hidden}, {match.residual} = self.{_FUSED}(self.{match.norm}, {match.norm!r}, {terms})"
             body.append(ast.copy_location(ast.parse(text).body[0], node.body[i]))
             self.found.append(match.norm)
@@ -107,9 +125,9 @@ class _Rewrite(ast.NodeTransformer):
         return node
 
 
-def _own(norm: Any, name: str, first: torch.Tensor, second: torch.Tensor) -> tuple[Any, torch.Tensor]:
+def _own(norm: Any, name: str, first: torch.Tensor, second: torch.Tensor, *multiplier: Any) -> tuple[Any, torch.Tensor]:
     """The three statements as they stand in the model."""
-    total = first + second
+    total = first + second * multiplier[0] if multiplier else first + second
     return norm(total), total
 
 
@@ -126,11 +144,13 @@ class AddRmsNormPatch(Patch):
             return None
         if all(isinstance(child, nn.Linear) or child in norms.values() for child in module.children()):
             return None
+        forms = forms_of(norms)
+        if not forms:
+            return None
         reason = set_on_instance(module)
         function = plain_forward(original_class(module))
         if reason is not None or isinstance(function, str):
             return reason or str(function)
-        forms = forms_of(norms)
         rewrite = _Rewrite(set(forms))
         rewrite.visit(ast.parse(source_of(function) or ""))
         if not rewrite.found:
@@ -140,13 +160,15 @@ class AddRmsNormPatch(Patch):
         )
 
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
-        norm, (name, first, second) = module, args
+        norm, (name, first, second, *multiplier) = module, args
         cls, form = site.form.by_name[name]
         if has_hooks(norm) or "forward" in norm.__dict__ or original_class(norm) is not cls:
             return "a norm has hooks, or has been exchanged"
         reason = no_float(first) or no_float(second)
         if reason is None and form.weighted:
             reason = no_plain(norm, "weight")
+        if multiplier and not is_number(multiplier[0]):
+            return "what the hidden states are multiplied by is no finite number"
         if reason is None and (first.shape != second.shape or not (first.is_contiguous() and second.is_contiguous())):
             # The sum's layout is that of its first term, and models view it.
             reason = "hidden states that are not contiguous, or of two shapes"
@@ -155,12 +177,13 @@ class AddRmsNormPatch(Patch):
         return reason
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
-        norm, (name, first, second) = module, args
+        norm, (name, first, second, *multiplier) = module, args
         _, form = site.form.by_name[name]
         weight = norm._parameters["weight"] if form.weighted else None
-        return add_rms_norm(
-            first, second, weight, form.eps, offset=form.offset, casting=form.casting, backend=site.backend
-        )
+        options = {"offset": form.offset, "casting": form.casting, "backend": site.backend}
+        if multiplier:
+            return add_rms_norm(second, first, weight, form.eps, multiplier=multiplier[0], **options)
+        return add_rms_norm(first, second, weight, form.eps, **options)
 
     def sizes(self, module: nn.Module, form: LayerForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
         weight: Any = module._modules[form.norms[0][0]]._parameters.get("weight")  # type: ignore[union-attr]

@@ -23,7 +23,7 @@ from ..ops._checks import FLOATS
 from ..ops.linear_rms_norm import linear_rms_norm
 from ._classes import has_hooks, original_class, subclass_with_forward
 from ._mlps import is_bare_linear
-from ._norms import NormForm, forms_of, norms_of
+from ._norm_forms import NormForm, forms_of, norms_of
 from ._patch import PLAIN, Late, Patch, Scene, Site, guarded, no_float, set_on_instance
 from ._rotations import RopeForm, rope_form, rotate, rotation_call
 from ._source import called_on_self, plain_forward, rewritten, self_attribute, source_of

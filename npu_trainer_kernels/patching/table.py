@@ -3,7 +3,7 @@
 from ._embeddings import EmbeddingPatch
 from ._head import LmHeadPatch
 from ._mlps import GatedMlpPatch
-from ._norms import RmsNormPatch
+from ._norms import GatedRmsNormPatch, LayerNormPatch, RmsNormPatch
 from ._patch import Patch
 from ._residuals import AddRmsNormPatch
 from ._rope import RopePatch
@@ -15,6 +15,8 @@ PATCHES: dict[str, Patch] = {
     patch.op: patch
     for patch in (
         RmsNormPatch(),
+        GatedRmsNormPatch(),
+        LayerNormPatch(),
         AddRmsNormPatch(),
         EmbeddingPatch(),
         GatedMlpPatch(),

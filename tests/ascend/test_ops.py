@@ -80,6 +80,40 @@ def test_add_rms_norm(launcher, tensors, shape, mode):
     check(launcher, "add_rms_norm", inputs, NORM, mode=mode)
 
 
+@pytest.mark.parametrize("mode", ["pre", "post"])
+def test_add_rms_norm_of_a_multiple(launcher, tensors, mode):
+    inputs = [tensors.floats(150, 200), tensors.floats(150, 200), tensors.floats(200)]
+    check(launcher, "add_rms_norm", inputs, NORM, mode=mode, multiplier=0.22)
+
+
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("given", [1, 2, 3])
+def test_layer_norm(launcher, tensors, shape, given):
+    inputs = [tensors.floats(*shape), tensors.floats(shape[1]), tensors.floats(shape[1])]
+    check(launcher, "layer_norm", inputs[:given], NORM)
+
+
+# As above; then in groups, one and several column blocks each.
+GATED = [*((shape, 1) for shape in NORM_SHAPES), ((150, 400), 2), ((3, 18000), 2)]
+ORDERS = [
+    {"order": "norm_first"},
+    {"order": "norm_first", "casting": "gemma", "activation": "sigmoid"},
+    {"order": "gate_first"},
+]
+
+
+@pytest.mark.parametrize(("shape", "groups"), GATED, ids=str)
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_gated_rms_norm(launcher, tensors, shape, groups, options):
+    inputs = [tensors.floats(*shape), tensors.floats(*shape), tensors.floats(shape[1])]
+    check(launcher, "gated_rms_norm", inputs, NORM, groups=groups, **options)
+
+
+def test_grouped_rms_norm_without_gate(launcher, tensors):
+    inputs = [tensors.floats(150, 400), None, tensors.floats(400)]
+    check(launcher, "gated_rms_norm", inputs, NORM, groups=2, casting="gemma", offset=1.0)
+
+
 def test_add_rms_norm_to_an_fp32_residual(launcher):
     t = Tensors(torch.bfloat16, "cpu")
     check(launcher, "add_rms_norm", [t.floats(11, 200), t.floats(11, 200, dtype=torch.float32), t.floats(200)], NORM)

@@ -47,6 +47,28 @@ def test_matches_reference(device, backend, dtype, shape, options, mode):
     check(make(device, dtype, shape), backend, mode=mode, **options)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(11, 24), (5, 200)], ids=str)
+@pytest.mark.parametrize("multiplier", [0.22, -3, 0.0])
+@pytest.mark.parametrize("mode", ["pre", "post"])
+def test_multiplier(device, backend, dtype, shape, multiplier, mode):
+    check(make(device, dtype, shape), backend, mode=mode, multiplier=multiplier)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("mode", ["pre", "post"])
+def test_multiplier_of_another_dtype_than_the_residual(device, backend, dtypes, mode):
+    """The product is rounded to x's dtype before it is added."""
+    check(make(device, *dtypes[:1], residual_dtype=dtypes[1]), backend, mode=mode, multiplier=0.22)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_multiplied_and_added_with_the_bits_of_a_decoder_layer(device, backend, dtype):
+    x, residual, w = make(device, dtype)
+    _, s = add_rms_norm(x, residual, w, multiplier=0.22, backend=backend)
+    assert torch.equal(s, residual + x * 0.22)
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_output_of_two_used(device, backend, used):
     check(make(device), backend, lambda outputs: upstream([outputs[used]]))

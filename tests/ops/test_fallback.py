@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from npu_trainer_kernels import KernelError, NpuKernelsArguments, apply_npu_kernels, backends, ops
 from npu_trainer_kernels.device import is_out_of_memory
-from npu_trainer_kernels.ops import _fallback, _grpo_formula, _head_gradient, _head_statistics, _norm
+from npu_trainer_kernels.ops import _fallback, _grpo_formula, _head_gradient, _head_statistics, _norm, _norm_general
 from npu_trainer_kernels.ops._fallback import falls_back
 from npu_trainer_kernels.ops._launch import launch
 
@@ -17,6 +17,11 @@ def _norm_case(device, backend):
     x, r, w = (torch.randn(s, device=device, requires_grad=True) for s in ((5, 24), (5, 24), (24,)))
     y, s = ops.add_rms_norm(x, r, w, backend=backend)
     return (y * s).sum(), (x, r, w)
+
+
+def _general_norm_case(device, backend):
+    x, gate, w = (torch.randn(s, device=device, requires_grad=True) for s in ((5, 24), (5, 24), (24,)))
+    return ops.gated_rms_norm(x, gate, w, backend=backend).square().sum(), (x, gate, w)
 
 
 def _embedding_case(device, backend):
@@ -54,6 +59,8 @@ embedding, rope, swiglu = (import_module(f"npu_trainer_kernels.ops.{n}") for n i
 CASES = {
     "norm forward": (_norm, "_forward_kernel", _norm_case, "add_rms_norm"),
     "norm backward": (_norm, "_backward_kernel", _norm_case, "add_rms_norm"),
+    "general norm forward": (_norm_general, "_forward_kernel", _general_norm_case, "gated_rms_norm"),
+    "general norm backward": (_norm_general, "_backward_kernel", _general_norm_case, "gated_rms_norm"),
     "embedding forward": (embedding, "_gather_kernel", _embedding_case, "embedding"),
     "swiglu forward": (swiglu, "_forward_kernel", _swiglu_case, "swiglu"),
     "swiglu backward": (swiglu, "_backward_kernel", _swiglu_case, "swiglu"),

@@ -11,6 +11,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.ops import linear_rms_norm
@@ -62,7 +63,7 @@ FOUND = {
     "qwen3-moe": {"rms_norm", "add_rms_norm", "embedding", "rope", "linear_cross_entropy"},
     "gemma2": {"rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy"},
     "gemma3": {"rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy"},
-    "cohere": {"embedding", "swiglu", "rope", "linear_cross_entropy"},
+    "cohere": {"layer_norm", "embedding", "swiglu", "rope", "linear_cross_entropy"},
     "olmo2": {"rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy"},
 }
 
@@ -90,7 +91,7 @@ def test_every_norm_of_a_llama_is_replaced_and_every_layer_rewritten():
 
 def test_each_patch_is_what_runs(monkeypatch):
     """Every op is called by the patched model as often as the model has places for it."""
-    from npu_trainer_kernels.patching import _embeddings, _mlps, _norms, _residuals, _rotations
+    from npu_trainer_kernels.patching import _embeddings, _mlps, _norm_forms, _residuals, _rotations
 
     calls = collections.Counter()
 
@@ -103,7 +104,7 @@ def test_each_patch_is_what_runs(monkeypatch):
 
         monkeypatch.setattr(module, name, wrapped)
 
-    spied = [(_embeddings, "embedding"), (_mlps, "swiglu_linear"), (_norms, "rms_norm")]
+    spied = [(_embeddings, "embedding"), (_mlps, "swiglu_linear"), (_norm_forms, "rms_norm")]
     for module, name in [*spied, (_rotations, "rope"), (_residuals, "add_rms_norm")]:
         spy(module, name)
     model = small_model("llama")
@@ -416,11 +417,17 @@ def test_adapter_on_the_head_is_left_alone():
         assert type(model(**batch()).logits) is torch.Tensor
 
 
+class OtherNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states).abs()
+
+
 def test_report_names_what_was_left_alone_and_why():
-    model = small_model("cohere")
+    model = small_model("llama")
+    model.model.norm = OtherNorm(48)
     with apply_npu_kernels(model) as kernels:
         report = kernels.report()
-    assert {x.kind for x in report.left_alone if x.op == "rms_norm"} == {"CohereLayerNorm"}
+    assert {x.kind for x in report.left_alone if x.op == "rms_norm"} == {"OtherNorm"}
     assert "does not compute an RMSNorm" in str(report)
     assert report.as_dict()["replaced"][0]["backend"] == "torch"
 

@@ -138,7 +138,8 @@ def add_rms_norm(draw) -> Case:
     x, weight = case.floats.values()
     residual = draw(tensors(x.shape, draw(dtypes)))
     mode = draw(st.sampled_from(("pre", "post")))
-    return Case({"x": x, "residual": residual, "weight": weight}, options={**case.options, "mode": mode})
+    added = {"mode": mode, "multiplier": draw(st.sampled_from((1.0, 1.0, 0.22)))}
+    return Case({"x": x, "residual": residual, "weight": weight}, options={**case.options, **added})
 
 
 @st.composite
@@ -150,6 +151,39 @@ def embedding(draw) -> Case:
     }
     weight = draw(tensors([vocab, draw(widths)], draw(dtypes)))
     return Case({"weight": weight}, {"ids": draw(id_tensors(draw(leading()), vocab))}, options, {}, "ids", vocab)
+
+
+@st.composite
+def layer_norm(draw) -> Case:
+    # The norm of one number does not depend on it, that of two has the same two values: gradients are all rounding.
+    shape, dtype = [*draw(leading()), draw(widths.filter(lambda width: width > 2))], draw(dtypes)
+    floats = {"x": draw(tensors(shape, dtype)), "weight": draw(st.none() | tensors(shape[-1:], draw(dtypes)))}
+    if floats["weight"] is not None:
+        floats["bias"] = draw(st.none() | tensors(shape[-1:], draw(dtypes)))
+    options = {"eps": draw(st.sampled_from((1e-5, 1e-2)))}
+    if floats["weight"] is not None:
+        options["offset"] = draw(st.sampled_from((0.0, 1.0)))
+    return Case(floats, options=options)
+
+
+@st.composite
+def gated_rms_norm(draw) -> Case:
+    groups = draw(st.sampled_from((1, 1, 2, 3)))
+    width, dtype = groups * draw(widths.filter(lambda width: width > 1)), draw(dtypes)
+    shape = [*draw(leading()), width]
+    floats = {
+        "x": draw(tensors(shape, dtype)),
+        "gate": draw(st.none() | tensors(shape, draw(dtypes))),
+        "weight": draw(tensors([width], draw(dtypes))),
+    }
+    return Case(floats, options={
+        "eps": draw(st.sampled_from((1e-6, 1e-2))),
+        "offset": draw(st.sampled_from((0.0, 1.0))),
+        "order": draw(st.sampled_from(("norm_first", "gate_first"))),
+        "activation": draw(st.sampled_from(("silu", "sigmoid"))),
+        "casting": draw(st.sampled_from(("llama", "gemma"))),
+        "groups": groups,
+    })  # fmt: skip
 
 
 @st.composite
@@ -307,6 +341,8 @@ def in_dtype_of_x(reference: Op) -> Op:
 OPS: dict[str, tuple[Op, Op, st.SearchStrategy[Case]]] = {
     "rms_norm": (ops.rms_norm, ops.rms_norm_reference, rms_norm()),
     "add_rms_norm": (ops.add_rms_norm, ops.add_rms_norm_reference, add_rms_norm()),
+    "gated_rms_norm": (ops.gated_rms_norm, ops.gated_rms_norm_reference, gated_rms_norm()),
+    "layer_norm": (ops.layer_norm, ops.layer_norm_reference, layer_norm()),
     "embedding": (ops.embedding, ops.embedding_reference, embedding()),
     "swiglu": (ops.swiglu, ops.swiglu_reference, swiglu()),
     "swiglu_linear": (ops.swiglu_linear, ops.swiglu_linear_reference, swiglu_linear()),
