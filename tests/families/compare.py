@@ -25,6 +25,7 @@ import npu_trainer_kernels
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, Report
 from tests.closeness import assert_as_close
+from tests.models import farthest, neighbour
 
 from .tiny import batch, tiny_model
 
@@ -279,30 +280,6 @@ def _misreported(stage: str, report: Report, watch: Watch, result: Result) -> st
     return f"not as counted: {wrong[0]} ({len(wrong)} in all)" if wrong else None
 
 
-def _neighbour(model: Any, seed: int) -> Any:
-    """The model with every weight within half a unit in its last place: another draw of what rounding does to it."""
-    new = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in new.parameters():
-            noise = torch.rand(parameter.shape, generator=generator) - 0.5
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * noise)
-    return new
-
-
-def _worst(references: list[Values], truth: Values) -> Values:
-    """Of each value the reference that is farthest from the truth.
-
-    One gradient of a single number may be right to the last bit by luck, and the rule would then allow no error at all.
-    """
-
-    def error(values: Values, name: str) -> float:
-        value, exact = values[name], truth[name]
-        return 0.0 if value is None or exact is None else (value.double() - exact).abs().max().item()
-
-    return {name: max(references, key=lambda values: error(values, name))[name] for name in truth}
-
-
 class Plain:
     """The plain model's results in every stage: in fp32, and in fp64 from a copy."""
 
@@ -312,7 +289,7 @@ class Plain:
         # Grouped products have no fp64.
         self._exact.config._experts_implementation = "eager"
         self._double = {name: v.double() if v.is_floating_point() else v for name, v in inputs.items()}
-        self._neighbours = [_neighbour(model, seed) for seed in range(_NEIGHBOURS)]
+        self._neighbours = [neighbour(model, seed) for seed in range(_NEIGHBOURS)]
         self.watch = Watch(model)
         self.training = _train(model, inputs, self.watch)
         # Stage -> (fp32, fp64), or what the family's own code raises there.
@@ -337,7 +314,7 @@ class Plain:
         with in_double():
             truth = _STAGES[stage](self._exact, self._double)
         others = [_STAGES[stage](model, self._inputs) for model in self._neighbours if stage != "evaluation"]
-        return _worst([reference, *others], truth), truth
+        return farthest([reference, *others], truth), truth
 
 
 def compare(task: str, kind: str, op_sets: dict[str, tuple[str, ...] | None] = OP_SETS) -> list[Result]:
