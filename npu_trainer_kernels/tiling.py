@@ -494,7 +494,7 @@ def general_norm_backward_tile(cols: int, itemsize: int, gated: bool, biased: bo
     # fp32 3584, 4608 and 5376.
     narrow = itemsize == 2
     if gated:
-        return _row_tile(cols, 40 if narrow else 44, 12, 48 if narrow else 54, spec)
+        return _row_tile(cols, 44, 12, 48 if narrow else 54, spec)
     return _row_tile(cols, 28 if narrow else 32, 12, (38 if narrow else 42) if biased else (32 if narrow else 36), spec)
 
 
