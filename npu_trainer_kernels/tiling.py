@@ -477,9 +477,12 @@ def general_norm_forward_tile(cols: int, itemsize: int, gated: bool, biased: boo
         biased: a bias is.
         spec: the device.
     """
+    # The smallest that keep double buffering, as for the norms above (bishengir-compile 1.2.0, 910B4; sweep of 12 to 36
+    # bytes an element); one row of 8192 columns at most with a gate or a bias (fp32 with a gate: 7168), else of 10240.
+    narrow = itemsize == 2
     if gated:
-        return _row_tile(cols, 28 if itemsize == 2 else 40, 4, 32 if itemsize == 2 else 40, spec)
-    return _row_tile(cols, 20 if itemsize == 2 else 28, 8 if biased else 4, 28 if itemsize == 2 else 32, spec)
+        return _row_tile(cols, 22 if narrow else 28, 8, 24 if narrow else 27, spec)
+    return _row_tile(cols, 16 if narrow else 20, 8, 24 if biased else 19, spec)
 
 
 @_tunable
@@ -487,9 +490,12 @@ def general_norm_backward_tile(cols: int, itemsize: int, gated: bool, biased: bo
     """Tile of their backward kernel; arguments as above."""
     if spec.has_warps and cols <= 32768:
         return norm_backward_tile(cols, itemsize, False, spec)
+    # Likewise (sweep of 20 to 60 bytes); one row of 4096 columns with a gate, 5120 with a bias, 6144 with neither; in
+    # fp32 3584, 4608 and 5376.
+    narrow = itemsize == 2
     if gated:
-        return _row_tile(cols, 48 if itemsize == 2 else 64, 8, 56 if itemsize == 2 else 72, spec)
-    return _row_tile(cols, 32 if itemsize == 2 else 40, 12 if biased else 8, 40 if itemsize == 2 else 48, spec)
+        return _row_tile(cols, 44, 12, 48 if narrow else 54, spec)
+    return _row_tile(cols, 28 if narrow else 32, 12, (38 if narrow else 42) if biased else (32 if narrow else 36), spec)
 
 
 @cache

@@ -59,7 +59,7 @@ def test_a_norm_that_is_given_a_gate_runs_its_own_code():
     with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
         assert torch.equal(model(x, gate), expected)
         assert torch.equal(model(x), plain)
-        assert kernels.report().ran["rms_norm"] + sum(declined(kernels, "rms_norm").values()) >= 1
+        assert kernels.report().replaced == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
