@@ -82,7 +82,7 @@ UNTIMED_ON_CUDA = {"gated_rms_norm", "layer_norm"}
 
 @pytest.mark.parametrize("op", sorted(UNTIMED_ON_CUDA))
 def test_what_was_not_timed_on_cuda_says_so(op: str):
-    assert "not timed on a GPU" in backends._ORDER[op]["cuda"][0].evidence
+    assert "not timed on a GPU" in TABLE[op].order["cuda"][0].evidence
 
 
 @pytest.mark.parametrize("op", [op for op in backends.OPS if op not in UNTIMED_ON_CUDA])
