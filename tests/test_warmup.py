@@ -245,8 +245,9 @@ def test_what_follows_sums_in_backward_is_recorded_too(monkeypatch, torch_2_11_o
         found = warmup.record(handle, model, warmup.ROWS, trl=True)
     assert any(sums), "nothing was summed in backward"
     assert found.problem is None
-    backward = {"head row gradient", "norm backward", "swiglu backward", "embedding scatter"}
-    assert set(found.names) >= backward
+    assert set(found.names) >= {"head row gradient", "norm backward", "swiglu backward"}
+    # On a GPU another kernel adds up the embedding's rows.
+    assert len([name for name in found.names if name.startswith("embedding")]) > 1
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling

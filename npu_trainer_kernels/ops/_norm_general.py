@@ -163,7 +163,8 @@ def _statistics(s, width, eps, CENTRED: tl.constexpr, APPLY: tl.constexpr, SIZE:
     mean = tl.sum(s, axis=1)
     d = s
     if CENTRED:
-        mean = mean * (1.0 / SIZE) if APPLY else mean / tl.minimum(width, COLS).to(tl.float32)
+        # Divided, not multiplied by a reciprocal: the mean of equal numbers is that number.
+        mean = mean / SIZE if APPLY else mean / tl.minimum(width, COLS).to(tl.float32)
         d = s - mean[:, None]
         if SIZE % COLS != 0:
             d = tl.where(tl.arange(0, COLS)[None, :] < width, d, 0.0)

@@ -36,7 +36,7 @@ OP_SETS: dict[str, tuple[str, ...] | None] = {"default": None, "all": PATCHES}
 _OPS = Path(npu_trainer_kernels.__file__).parent / "ops"
 _ENTERED = nn.Module._call_impl.__code__
 _NEW_TOKENS = 4
-_NEIGHBOURS = 4
+_NEIGHBOURS = 8
 
 Values = dict[str, torch.Tensor | None]
 

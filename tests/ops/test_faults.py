@@ -224,7 +224,7 @@ FAULTS = {
     "epsilon doubled in bf16, reference too": (shared_epsilon_in_bf16(2.0), bits_of_small_rows, ("torch",)),
     "epsilon dropped in bf16, reference too": (shared_epsilon_in_bf16(0.0), bits_of_small_rows, ("torch",)),
     "rotation of 128": (rotation_of_the_usual_size("_forward"), rotations, BOTH),
-    "rotation of 128, reference too": (rotation_of_the_usual_size("_rotated"), bits_of_rotations, ("torch",)),
+    "rotation of 128, reference too": (rotation_of_the_usual_size("_turned"), bits_of_rotations, ("torch",)),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as partial_rotation
 
 from npu_trainer_kernels import apply_npu_kernels
@@ -51,15 +51,20 @@ def test_the_report_counts_what_ran():
         assert "6 calls" in str(kernels.report())
 
 
-def test_a_norm_that_is_given_a_gate_runs_its_own_code():
-    norm = GraniteMoeHybridRMSNormGated(16, group_size=16)
-    x, gate = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
-    expected, plain = norm(x, gate), norm(x)
-    model = Around(norm)
+def test_a_norm_that_is_given_more_than_one_tensor_runs_its_own_code():
+    class Scaled(LlamaRMSNorm):
+        def forward(self, hidden_states, scale=None):
+            normed = super().forward(hidden_states)
+            return normed if scale is None else normed * scale
+
+    model = Around(Scaled(16))
+    x, scale = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    expected, plain = model(x, scale), model(x)
     with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
-        assert torch.equal(model(x, gate), expected)
+        assert torch.equal(model(x, scale), expected)
+        assert declined(kernels, "rms_norm") == {"more than one tensor is given": 1}
         assert torch.equal(model(x), plain)
-        assert kernels.report().replaced == []
+        assert kernels.report().ran["rms_norm"] == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
