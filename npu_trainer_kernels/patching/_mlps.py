@@ -65,17 +65,26 @@ def is_bare_linear(module: nn.Module) -> bool:
 
 
 def _children(module: nn.Module) -> tuple[list[str], list[str]] | None:
-    """Names of the projections and of the leaves of a candidate."""
-    projections = [name for name, child in module.named_children() if _is_projection(child)]
-    leaves = [name for name, _ in module.named_children() if name not in projections]
-    plain = all(not any(True for _ in module._modules[name].parameters()) for name in leaves)  # type: ignore[union-attr]
-    if len(projections) not in (2, 3) or not plain or any(True for _ in module.parameters(recurse=False)):
+    """Names of the projections and of the leaves of a candidate. Nothing else may be in it: a probe calls its forward,
+    and what shards a model takes the first call for the model's own."""
+    if any(True for _ in module.parameters(recurse=False)):
+        return None
+    projections, leaves = [], []
+    for name, child in module.named_children():
+        if _is_projection(child):
+            projections.append(name)
+        elif any(True for _ in child.parameters()) or any(True for _ in child.children()):
+            return None
+        else:
+            leaves.append(name)
+    if len(projections) not in (2, 3):
         return None
     return (projections, leaves) if leaves or _known_by_name(projections) else None
 
 
 def _is_projection(child: nn.Module) -> bool:
-    return isinstance(child, nn.Linear) or any(True for _ in child.parameters())
+    """A linear layer, whatever stores its weight, or adapters around one."""
+    return isinstance(child, nn.Linear) or (hasattr(child, "in_features") and hasattr(child, "out_features"))
 
 
 def _known_by_name(names: list[str]) -> bool:

@@ -299,3 +299,12 @@ def test_a_rotation_with_other_arguments_is_the_models_own():
     cos, sin = torch.randn(2, 1, 5, 16)
     assert rotation_call(form, (q, k, cos, sin), {"scale": 2.0}) is None
     assert rotation_call(form, (q, k, cos.requires_grad_(), sin), {}) is None
+
+
+def test_probes_call_no_module_that_holds_others():
+    """What shards a model takes the first call of one of its units for that of the model."""
+    model, called = small_model("qwen3"), []
+    for module in (model, model.model, *model.model.layers):
+        module.register_forward_pre_hook(lambda module, args: called.append(type(module).__name__))
+    with apply_npu_kernels(model, ops=PATCHES):
+        assert called == []
