@@ -51,7 +51,9 @@ class NpuKernelsArguments:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false; got {getattr(self, name)!r}")
         ops, backend = self.npu_kernels_ops, self.npu_kernels_backend
-        if ops is not None and not (isinstance(ops, list) and ops and all(op in PATCHES for op in ops)):
+        if ops is not None and not (
+            isinstance(ops, list) and ops and all(isinstance(op, str) and op in PATCHES for op in ops)
+        ):
             raise ValueError(f"npu_kernels_ops must be a list of {', '.join(PATCHES)}; got {ops!r}")
         if self.npu_kernels_report not in FORMS:
             raise ValueError(f"npu_kernels_report must be one of {', '.join(FORMS)}; got {self.npu_kernels_report!r}")
@@ -77,7 +79,9 @@ class NpuKernelsArguments:
             if option.type is bool:
                 given[option.name] = switch(variable)
             else:
-                given[option.name] = value.split(",") if list[str] in get_args(option.type) else value
+                # HfArgumentParser writes a plainer type into the fields of what it has parsed.
+                listed = list[str] in (option.type, *get_args(option.type))
+                given[option.name] = value.split(",") if listed else value
         return cls(use_npu_kernels=True, **given)
 
     def options(self) -> dict[str, Any]:

@@ -20,10 +20,10 @@ BAD_YAML = [
     ("use_npu_kernels: perhaps", "Truthy value expected: got perhaps"),
     ("use_npu_kernel: true", "Unknown arguments from config file: ['--use_npu_kernel', 'True']"),
     ("{use_npu_kernels: true, npu_kernels_strict: {}}", "npu_kernels_strict must be true or false; got {}"),
-    ("{use_npu_kernels: true, npu_kernels_ops: 3}", "npu_kernels_ops must be a list of names of ops; got 3"),
-    ("{use_npu_kernels: true, npu_kernels_ops: rms_norm}", "npu_kernels_ops must be a list of names"),
-    ("{use_npu_kernels: true, npu_kernels_ops: []}", "npu_kernels_ops must be a list of names of ops; got []"),
-    ("{use_npu_kernels: true, npu_kernels_ops: [[1]]}", "npu_kernels_ops must be a list of names"),
+    ("{use_npu_kernels: true, npu_kernels_ops: 3}", "npu_kernels_ops must be a list of rms_norm, gated_rms_norm"),
+    ("{use_npu_kernels: true, npu_kernels_ops: rms_norm}", "npu_kernels_ops must be a list of rms_norm"),
+    ("{use_npu_kernels: true, npu_kernels_ops: []}", "linear_logprob; got []"),
+    ("{use_npu_kernels: true, npu_kernels_ops: [[1]]}", "npu_kernels_ops must be a list of rms_norm"),
     ("{use_npu_kernels: true, npu_kernels_backend: 3}", "npu_kernels_backend must be 'torch' or"),
     ("{use_npu_kernels: true, npu_kernels_backend: [torch]}", "npu_kernels_backend must be 'torch' or"),
     ("{use_npu_kernels: true, npu_kernels_backend: fast}", "backend must be one of triton, torch"),
@@ -41,11 +41,11 @@ def test_bad_yaml_says_what_is_wrong(tmp_path, capsys, text, message):
     assert message in str(caught.value) + capsys.readouterr().err
 
 
-def test_an_unknown_op_is_named_when_the_model_is_patched():
-    (callback,) = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_ops=["norm"]).callbacks()
-    assert isinstance(callback, NpuKernelsCallback)
+def test_an_unknown_op_is_named_before_there_is_a_model():
+    with pytest.raises(ValueError, match=r"npu_kernels_ops must be a list of rms_norm.*; got \['norm'\]"):
+        NpuKernelsArguments(use_npu_kernels=True, npu_kernels_ops=["norm"])
     with pytest.raises(ValueError, match=r"ops must be a sequence of rms_norm.*; got \['norm'\]"):
-        callback._apply(small_model("llama"))
+        NpuKernelsCallback(ops=["norm"])
 
 
 @pytest.mark.parametrize("value", ["fast", "rms_norm=", "rms_norm", "norm=torch", "=", "torch=rms_norm", "\u00e4\n"])
