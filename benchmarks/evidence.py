@@ -1,7 +1,8 @@
 """The evidence in the package's table of ops, from a results file: `python -m benchmarks --evidence FILE`.
 
-What the table holds of the device that the file was measured on is replaced by the file's figures of the same rows. No
-order is changed here: where the file says that another one would be faster, nothing is written, and that is the error.
+What the table holds of the device that the file was measured on is replaced by the file's figures of the same rows;
+rows that the file lacks keep theirs, so that a run of some ops is evidence for those. No order is changed here: where
+the file says that another one would be faster, nothing is written, and that is the error.
 """
 
 import json
@@ -32,13 +33,17 @@ def _measured(whole: dict[str, Any], kind: str) -> Iterator[tuple[str, bool, dic
             yield "ours-torch", False, plain
 
 
-def _median(rows: list[Row], figures: dict[str, Any], provider: str) -> float:
+def _times(rows: list[Row], figures: dict[str, Any]) -> dict[str, Row]:
+    """Forward and backward, by provider, of what the figures are of."""
     form, shape, dtype = (figures[key] for key in _KEYS)
-    wanted = {"group": "ops", "op": form, "shape": shape, "dtype": dtype, "mode": "both", "provider": provider}
-    for row in rows:
-        if "ms" in row and all(row.get(key) == value for key, value in wanted.items()):
-            return round(row["ms"]["median"], _DIGITS)
-    raise ValueError(f"no time of {provider} forward and backward, {form} {shape} {dtype}")
+    wanted = {"group": "ops", "op": form, "shape": shape, "dtype": dtype, "mode": "both"}
+    return {row["provider"]: row for row in rows if all(row.get(key) == value for key, value in wanted.items())}
+
+
+def _median(times: dict[str, Row], provider: str, row: str) -> float:
+    if "ms" not in times.get(provider, {}):
+        raise ValueError(f"no time of {provider} forward and backward, {row}")
+    return round(times[provider]["ms"]["median"], _DIGITS)
 
 
 def _named(device: dict[str, Any]) -> str:
@@ -57,7 +62,8 @@ def write(results: Path, table: Path = FILE) -> list[str]:
         table: the file that is changed.
 
     Raises:
-        ValueError: the file lies elsewhere, lacks a row, or its figures contradict the table.
+        ValueError: the file lies elsewhere, has no row of the table, has one without ours or plain PyTorch, or its
+            figures contradict the table.
     """
     folder = Path(__file__).parent / "results"
     if results.resolve().parent != folder:
@@ -66,8 +72,11 @@ def write(results: Path, table: Path = FILE) -> list[str]:
     whole = json.loads(table.read_text(encoding="utf-8"))
     said = []
     for ours, used, figures in _measured(whole, meta["device"]["kind"]):
-        ms, plain_ms = _median(rows, figures, ours), _median(rows, figures, "reference")
         row = " ".join(figures[key] for key in _KEYS)
+        times = _times(rows, figures)
+        if not times:
+            continue
+        ms, plain_ms = _median(times, ours, row), _median(times, "reference", row)
         if (ms < plain_ms) != used:
             raise ValueError(
                 f"{row}: {ms:g} ms against {plain_ms:g} ms of plain PyTorch, but by the table "
@@ -76,6 +85,6 @@ def write(results: Path, table: Path = FILE) -> list[str]:
         said.append(f"{row}: {figures['ms']:g} -> {ms:g} ms, plain {figures['plain_ms']:g} -> {plain_ms:g} ms")
         figures.update(file=f"benchmarks/results/{results.name}", ms=ms, plain_ms=plain_ms, on=_named(meta["device"]))
     if not said:
-        raise ValueError(f"the table has no measurement on {meta['device']['kind']}")
+        raise ValueError(f"{results.name} has no row that the table has a measurement of on {meta['device']['kind']}")
     table.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     return said

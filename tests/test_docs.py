@@ -208,10 +208,13 @@ def test_figures_of_the_readme_are_those_of_its_json():
     readme = text(ROOT / "README.md")
     (file,) = set(re.findall(r"`(benchmarks/results/[\w.-]+\.json)`", readme))
     rows = [row for row in json.loads((ROOT / file).read_text())["rows"] if row["group"] == "end-to-end"]
-    for kind in ("sft-trainer", "grpo-trl"):
-        plain, flag = (next(r for r in rows if (r["op"], r["provider"]) == (kind, who)) for who in ("plain", "flag"))
+    workloads = {(row["op"], row["shape"]) for row in rows}
+    assert len(workloads) == 5
+    for workload in workloads:
+        of = {r["provider"]: r for r in rows if (r["op"], r["shape"]) == workload}
         cells = [
-            f"{r['tokens_per_second'] / 1e3:.1f}k tokens/s, {r['peak_bytes'] / 2**30:.1f} GiB" for r in (plain, flag)
+            f"{r['tokens_per_second'] / 1e3:.1f}k tokens/s, {r['peak_bytes'] / 2**30:.1f} GiB"
+            for r in (of["plain"], of["flag"])
         ]
         assert " | ".join(cells) in readme
 

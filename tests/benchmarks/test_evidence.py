@@ -10,7 +10,9 @@ from benchmarks import cli, evidence
 from npu_trainer_kernels.table import FILE
 
 RESULTS = Path(evidence.__file__).parent / "results"
-GPU, CPU = RESULTS / "2026-11-21-nvidia-h200-fourth-round.json", RESULTS / "2026-11-21-cpu.json"
+GPU, CPU = RESULTS / "2026-11-22-nvidia-h200-fifth-round-ops.json", RESULTS / "2026-11-21-cpu.json"
+# The same device's, for the ops that the newer file lacks.
+OLDER_GPU = RESULTS / "2026-11-21-nvidia-h200-fourth-round.json"
 
 
 @pytest.fixture
@@ -20,10 +22,14 @@ def table(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("results", [GPU, CPU], ids=lambda file: file.stem)
-def test_the_committed_table_is_what_the_committed_files_make(table, results):
-    written = evidence.write(results, table)
-    assert len(written) == (8 if results == GPU else 3)
+def test_the_committed_table_is_what_the_committed_files_make(table):
+    whole = json.loads(FILE.read_text())
+    for op in whole["ops"].values():
+        places = *op["before_torch"].get("cuda", ()), {"because": op.get("keeps_plain", {}).get("cpu")}
+        for figures in (place["because"] for place in places if isinstance(place["because"], dict)):
+            figures.update(file="", ms=0.0, plain_ms=0.0, on="")
+    table.write_text(json.dumps(whole))
+    assert [len(evidence.write(file, table)) for file in (OLDER_GPU, GPU, CPU)] == [8, 7, 3]
     assert table.read_text() == FILE.read_text()
 
 
@@ -60,10 +66,32 @@ def test_figures_that_contradict_the_table_are_not_written(monkeypatch, table, f
     assert table.read_text() == FILE.read_text()
 
 
-def test_a_file_that_lacks_a_row(monkeypatch, table):
+def without(monkeypatch, **left_out: str) -> None:
+    """As if rows had not been measured."""
     meta, rows = evidence.read(GPU)
-    monkeypatch.setattr(evidence, "read", lambda _: (meta, [row for row in rows if row["op"] != "rope"]))
-    with pytest.raises(ValueError, match="no time of ours-triton forward and backward, rope S=8192 Q=32"):
+    kept = [row for row in rows if any(row.get(key) != value for key, value in left_out.items())]
+    monkeypatch.setattr(evidence, "read", lambda _: (meta, kept))
+
+
+def test_what_a_file_lacks_stays_as_it_is(monkeypatch, table):
+    without(monkeypatch, op="rope")
+    written = evidence.write(GPU, table)
+    assert len(written) == 6
+    assert not any(line.startswith("rope") for line in written)
+    assert table.read_text() == FILE.read_text()
+
+
+@pytest.mark.parametrize("provider", ["ours-triton", "reference"])
+def test_half_of_a_comparison_is_no_evidence(monkeypatch, table, provider):
+    without(monkeypatch, op="rope", provider=provider)
+    with pytest.raises(ValueError, match=f"no time of {provider} forward and backward, rope S=8192 Q=32"):
+        evidence.write(GPU, table)
+    assert table.read_text() == FILE.read_text()
+
+
+def test_a_file_of_nothing_in_the_table(monkeypatch, table):
+    without(monkeypatch, group="ops")
+    with pytest.raises(ValueError, match="has no row that the table has a measurement of on cuda"):
         evidence.write(GPU, table)
 
 
