@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 import npu_trainer_kernels
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, Report
-from tests.closeness import assert_as_close
+from tests.closeness import FACTOR, assert_as_close
 from tests.models import farthest, neighbour
 
 from .tiny import batch, tiny_model
@@ -36,7 +36,7 @@ OP_SETS: dict[str, tuple[str, ...] | None] = {"default": None, "all": PATCHES}
 _OPS = Path(npu_trainer_kernels.__file__).parent / "ops"
 _ENTERED = nn.Module._call_impl.__code__
 _NEW_TOKENS = 4
-_NEIGHBOURS = 8
+_NEIGHBOURS = 4
 
 Values = dict[str, torch.Tensor | None]
 
@@ -206,10 +206,23 @@ def _different(actual: Values, reference: Values, truth: Values) -> str | None:
             found.append(f"{name}: {'no ' if value is None else 'a '}gradient, unlike the plain model")
         elif value is not None:
             try:
-                assert_as_close(value, reference[name], truth[name], name)
+                if _is_noise(name, truth):
+                    # The bias of keys moves all scores of a query alike: its gradient is zero, and what there is of it
+                    # are draws of rounding, of which only the size can be compared.
+                    size, usual = value.norm().item(), reference[name].norm().item()
+                    assert size <= FACTOR * usual, f"{name}: noise of {size:.3e}, where plain PyTorch has {usual:.3e}"
+                else:
+                    assert_as_close(value, reference[name], truth[name], name)
             except AssertionError as error:
                 found.append(str(error))
     return f"{found[0]} ({len(found)} of {len(actual)} differ)" if found else None
+
+
+def _is_noise(name: str, truth: Values) -> bool:
+    """Whether a value is zero but for the rounding of fp64."""
+    largest = max(v.abs().max().item() for v in truth.values() if v is not None and v.numel())
+    exact = truth[name]
+    return exact is not None and exact.numel() > 1 and 0.0 < exact.abs().max().item() < 1e-12 * largest
 
 
 def raised(error: Exception) -> str:
