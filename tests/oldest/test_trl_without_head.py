@@ -17,13 +17,12 @@ LAYERS = {"rms_norm", "add_rms_norm"}
 
 def check_report(report):
     """What a model on a CPU has of ours, without a head."""
-    assert {each.op for each in report.replaced} >= LAYERS
-    assert not {"linear_cross_entropy", "linear_logprob"} & {each.op for each in report.replaced}
+    replaced = {each.op for each in report.replaced}
+    # What the head returns is a promise: whoever reads logits gets them.
+    assert replaced >= {*LAYERS, "linear_cross_entropy"}
+    assert "linear_logprob" not in replaced
     left = {each.op: each.reason for each in report.left_alone}
-    missing = f"TRL {TRL} has no fused head to serve (1.15 and later have)"
-    assert left["linear_logprob"] == missing
-    assert left["linear_cross_entropy"] == f"TRL's trainer reads the logits: {missing}"
-    assert not any("logits of width 0" in note for note in report.notes)
+    assert left["linear_logprob"] == f"TRL {TRL} has no fused head to serve (1.15 and later have)"
 
 
 @pytest.mark.parametrize("data", [{"text": SUMS}, {"prompt": PROMPTS, "completion": ANSWERS}], ids=["text", "pairs"])

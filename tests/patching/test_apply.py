@@ -74,9 +74,6 @@ FOUND = {
 if Version(transformers.__version__) < Version("5"):
     # There each expert is a gated MLP of its own.
     FOUND["qwen3-moe"] |= {"swiglu"}
-if Version(transformers.__version__) < Version("4.56"):
-    # There its backbone cannot be told from the model itself, and the report says so.
-    FOUND["gemma3"] -= {"linear_cross_entropy"}
 
 
 @pytest.mark.parametrize("family", FOUND)
