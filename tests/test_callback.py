@@ -1,5 +1,7 @@
 """NpuKernelsCallback in a real Trainer: when it patches, when it restores, what it logs."""
 
+from unittest import mock
+
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -189,6 +191,7 @@ def test_wrong_options_raise_before_there_is_a_trainer(options, message):
         NpuKernelsCallback(**options)
 
 
+@mock.patch.dict("os.environ")  # transformers leaves accelerate's words for later trainers there
 def test_a_compiled_run_is_the_same_and_says_what_runs(tmp_path):
     callback = NpuKernelsCallback()
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

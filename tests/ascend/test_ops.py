@@ -288,6 +288,8 @@ def test_every_op_of_the_gate_is_executed_here():
     executed = {
         "rms_norm",
         "add_rms_norm",
+        "gated_rms_norm",
+        "layer_norm",
         "swiglu",
         "swiglu_linear",
         "rope",
