@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from npu_trainer_kernels.verify import NOISE_RUNS, TOP_K, WINDOW, Check, K
+from npu_trainer_kernels.verify import TOP_K, WINDOW, Check, K
 
-from .cases import CASES
+from .cases import CASES, NOISE_RUNS
 from .suite import CaseResult
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 from npu_trainer_kernels import _triton, backends
 from npu_trainer_kernels.verify import Check, Curves, Variant, Verdict, judge, judge_samples, variants
 
-from .cases import Case
+from .cases import NOISE_RUNS, Case
 from .runs import Workshop, run
 
 __all__ = ["CaseResult", "Progress", "run_case", "run_cases", "unavailable"]
@@ -108,7 +108,7 @@ def run_case(case: Case, workshop: Workshop, progress: Progress, unpatched: list
         return _run_free_case(case, workshop, progress)
     start = time.perf_counter()
     given = [] if unpatched is None else unpatched
-    todo = [variant for variant in variants() if variant.patched or not unpatched]
+    todo = [variant for variant in variants(NOISE_RUNS) if variant.patched or not unpatched]
     for i, variant in enumerate(todo):
         progress(case.name, str(variant), i / len(todo))
         curves = run(workshop, case, variant)

@@ -35,7 +35,7 @@ def _rms_norm_backward(
     dy: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dx, dgamma = norm_backward(
-        x, None, gamma.float(), rstd.reshape(-1), dy, None, 0.0, "gemma", True, True, "torch"
+        x, None, gamma.float(), rstd.reshape(-1), dy, None, 0.0, "gemma", 1.0, True, True, "torch"
     )  # fmt: skip
     assert dx is not None
     assert dgamma is not None

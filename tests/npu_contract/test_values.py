@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from npu_trainer_kernels import _vendor, apply_npu_kernels, backends, ops
+from npu_trainer_kernels import device as devices
 from tests import closeness, models
 from tests.npu_contract import operators
 from tests.npu_contract.calls import CASES, NAMES, Call, Recorder, upstream
@@ -89,7 +90,7 @@ def test_a_model_on_it(family: str, vendor: str):
 @pytest.fixture
 def as_npu(monkeypatch: pytest.MonkeyPatch, vendor: str) -> None:
     """The CPU is given an NPU's table, so that nothing need be asked for by name."""
-    monkeypatch.setattr(backends, "_kind", lambda device: "npu")
+    monkeypatch.setattr(devices, "kind_of", lambda device: "npu")
 
 
 @pytest.mark.usefixtures("as_npu")
