@@ -114,10 +114,14 @@ def main(arguments: list[str] | None = None) -> int:
         for table in (case_table(results), mutation_table(caught)):
             if table is not None:
                 console.print(table)
+        console.print(f"results: {write_results(args.output, results, caught, args.device, commit)}", highlight=False)
+        # Last, since of a long log the end is what is read.
         for result in results:
             for line in result.verdict.failures():
                 console.print(f"[red]{result.name}[/]: {line}", highlight=False)
-        console.print(f"results: {write_results(args.output, results, caught, args.device, commit)}", highlight=False)
+        for fault in caught:
+            if not fault.caught:
+                console.print(f"[red]planted fault: {fault.name}[/]: {fault.outcome}", highlight=False)
     ran = [result for result in results if not result.skipped]
     good = all(result.passed for result in ran) and all(result.caught for result in caught)
     return 0 if good and (ran or caught) else 1

@@ -67,6 +67,8 @@ CASES: tuple[Case, ...] = (
     Case("gemma2-lm", "gemma2", "lm"),
     Case("gemma2-lm-bf16", "gemma2", "lm", "bf16"),
     Case("gemma3-lm", "gemma3", "lm"),
+    Case("cohere-lm", "cohere", "lm"),
+    Case("mamba2-lm", "mamba2", "lm", model={"num_heads": 8}),
     Case("llama-sft-packing", "llama", "sft", options={"packing": True}),
     Case("qwen3-sft-padding-free", "qwen3", "sft", options={"padding_free": True, "max_length": None}),
     Case("qwen2-sft-autocast", "qwen2", "sft", "bf16-autocast"),
