@@ -52,10 +52,11 @@ class CallSettings:
 
 @dataclass(frozen=True)
 class Call:
-    """One forward of a patched model: whose it is, and the call that it is nested in."""
+    """One forward of a patched model: whose it is, the labels that it was given, and the call that it is nested in."""
 
     settings: CallSettings
     module: nn.Module
+    labels: torch.Tensor | None
     previous: "Call | None"
 
 
@@ -97,7 +98,9 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     outer = _current.get()
     if outer is None and module.training and torch.is_grad_enabled():
         settings.tokens += _tokens(kwargs)
-    _current.set(Call(settings, module, outer))
+    # PEFT's model hands them on to the inner one by name.
+    labels = kwargs.get("labels")
+    _current.set(Call(settings, module, labels if isinstance(labels, torch.Tensor) else None, outer))
 
 
 @opaque

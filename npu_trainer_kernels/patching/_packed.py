@@ -106,15 +106,12 @@ def _attention(
     if query.shape[0] != 1 or query.shape[2] != packing.segments.q_ends[-1] or key.shape[2] != query.shape[2]:
         raise Unserved("its attention takes other rows than the body was given")
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        # As autocast does to scaled_dot_product_attention.
-        dtype = torch.get_autocast_dtype(kind)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     reason = unserved(
-        query.device, query.dtype, (query.shape[-1], value.shape[-1]), window=window, softcap=softcap,
+        query.device, dtype, (query.shape[-1], value.shape[-1]), window=window, softcap=softcap,
         sinks=s_aux is not None, dropout=dropout, segments=len(packing.segments.q_ends), backend=packing.backend,
     )  # fmt: skip
-    if reason is None and not query.dtype == key.dtype == value.dtype:
+    if reason is None and dtype is query.dtype and not query.dtype == key.dtype == value.dtype:
         reason = f"queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype}"
     if reason is not None:
         raise Unserved(reason)
@@ -144,10 +141,10 @@ def packed(config: Any, packing: Packing) -> Iterator[None]:
 
 def attend_by_segments(module: Any, undo: Undo) -> None:
     """Makes an attention module attend by segments whenever it is handed a `PackedMask`."""
-    config = module.config
     before: list[Any] = []
 
-    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        config = module.config
         recomputes = config._attn_implementation != NAME and any(
             type(value) is PackedMask for value in (kwargs.get("attention_mask"), *args)
         )
@@ -155,9 +152,9 @@ def attend_by_segments(module: Any, undo: Undo) -> None:
             before.append(config._attn_implementation)
             config._attn_implementation = NAME
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: Any, args: Any, output: Any) -> None:
         if before:
-            config._attn_implementation = before.pop()
+            module.config._attn_implementation = before.pop()
 
     undo.add(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
     undo.add(module.register_forward_hook(leave, always_call=True).remove)
