@@ -39,7 +39,8 @@ class CallSettings:
 
     Attributes:
         trl: serves TRL's seam inside the model's forward (`_trl.TrlHeadPatch`), or None.
-        tokens: input tokens of the training forwards so far, on this process.
+        tokens: input tokens of the training forwards so far, on this process, padding included.
+        live: those of them that are no padding; on the device, where that is counted without waiting for it.
         learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
         compacts: whether TRL is to leave out the rows without a label; not where there are shapes without numbers.
     """
@@ -47,6 +48,7 @@ class CallSettings:
     trl: Any = None
     compacts: bool = True
     tokens: int = 0
+    live: Any = 0
     learned: LearnedPlan = field(default_factory=LearnedPlan)
 
 
@@ -97,7 +99,10 @@ def _tokens(kwargs: dict[str, Any]) -> int:
 def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     outer = _current.get()
     if outer is None and module.training and torch.is_grad_enabled():
-        settings.tokens += _tokens(kwargs)
+        tokens, mask = _tokens(kwargs), kwargs.get("attention_mask")
+        settings.tokens += tokens
+        padded = type(mask) is torch.Tensor and mask.device.type != "meta" and mask.numel() == tokens
+        settings.live = settings.live + (mask.count_nonzero() if padded else tokens)
     # PEFT's model hands them on to the inner one by name.
     labels = kwargs.get("labels")
     _current.set(Call(settings, module, labels if isinstance(labels, torch.Tensor) else None, outer))

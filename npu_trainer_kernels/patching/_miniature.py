@@ -16,14 +16,14 @@ from torch import nn
 __all__ = ["VOCABULARY", "kept_layers", "miniature", "names_layers", "per_layer", "small_config"]
 
 VOCABULARY = 61
-_WINDOW = 8
+_WINDOW, _HEAD = 8, 16
 # An attribute that matches is cut down to the value; the first pattern counts. What matches nothing stays.
 _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
     (re.compile(pattern), size)
     for pattern, size in (
         (r"vocab_size", VOCABULARY),
         (r"(max_position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len)$", 64),
-        (r"(head_dim|headdim|head_size|d_head|d_kv|kv_channels|rotary_dim|v_dim)$", 16),
+        (r"(head_dim|headdim|head_size|d_head|d_kv|kv_channels|rotary_dim|v_dim)$", _HEAD),
         (r"(^|_)rank$", 16),
         (r"(key_value_heads|kv_heads|kv_n_heads|num_kv_heads)$", 2),
         (r"heads$|^n_head$", 4),
@@ -34,7 +34,7 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"(sliding_window|window_size|attention_chunk_size|chunk_size)$", _WINDOW),
         (r"(state_size|d_state)$", 8),
         (r"(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_size_mlp)$", 48),
-        (r"(hidden_size|d_model|n_embd|embedding_dim|hidden_size_per_layer_input|word_embed_proj_dim)$", 32),
+        (r"(hidden_size|d_model|n_embd|embedding_dim|hidden_size_per_layer_input|word_embed_proj_dim)$", 64),
     )
 )
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
@@ -69,13 +69,18 @@ def kept_layers(config: Any, count: int, most: int = _MOST_LAYERS) -> list[int]:
     return sorted(kept + others[: max(0, 2 - len(kept))])[:most]
 
 
-def _unscaled(rotation: Any) -> Any:
+def _unscaled(rotation: Any, head: int) -> Any:
     """Rotation parameters without what is made for one size of heads."""
     if not isinstance(rotation, dict):
         return rotation
-    kept = {name: _unscaled(v) for name, v in rotation.items() if isinstance(v, dict) or "theta" in name or
-            name in ("rope_type", "partial_rotary_factor")}  # fmt: skip
-    return {**kept, "rope_type": "default"} if "rope_type" in kept else kept
+    kept = {name: _unscaled(v, head) for name, v in rotation.items() if not isinstance(v, list | tuple)}
+    if "rope_type" in kept:
+        kept["rope_type"] = "default"
+    if "mrope_section" in rotation:
+        half = int(head * rotation.get("partial_rotary_factor", 1.0)) // 2
+        rest = [max(1, half * v // sum(rotation["mrope_section"])) for v in rotation["mrope_section"][1:]]
+        kept["mrope_section"] = [half - sum(rest), *rest]
+    return kept
 
 
 def small_config(config: Any) -> Any:
@@ -86,7 +91,7 @@ def small_config(config: Any) -> Any:
     lists = per_layer(config, count)
     for name, value in vars(config).items():
         if isinstance(value, dict) and name in ("rope_parameters", "rope_scaling"):
-            vars(small)[name] = _unscaled(value) if name == "rope_parameters" else None
+            vars(small)[name] = _unscaled(value, _HEAD) if name == "rope_parameters" else None
         elif name in lists:
             vars(small)[name] = type(value)(value[i] for i in kept)
         elif names_layers(name, value, count):

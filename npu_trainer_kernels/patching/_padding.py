@@ -295,7 +295,10 @@ def body_of(model: nn.Module) -> Any:
     owner = causal_lm(model)[1]
     if owner is None:
         owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    return None if owner is None or not hasattr(owner, "get_decoder") else owner.get_decoder()
+    body = None if owner is None or not hasattr(owner, "get_decoder") else owner.get_decoder()
+    # Some call the text part of their model, head included, their decoder.
+    heads = isinstance(body, PreTrainedModel) and body.get_output_embeddings() is not None
+    return body.base_model if heads else body
 
 
 def _longest(config: Any) -> int | None:
