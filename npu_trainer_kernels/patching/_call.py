@@ -101,8 +101,10 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     if outer is None and module.training and torch.is_grad_enabled():
         tokens, mask = _tokens(kwargs), kwargs.get("attention_mask")
         settings.tokens += tokens
-        padded = type(mask) is torch.Tensor and mask.device.type != "meta" and mask.numel() == tokens
-        settings.live = settings.live + (mask.count_nonzero() if padded else tokens)
+        if type(mask) is torch.Tensor and mask.device.type != "meta" and mask.numel() == tokens:
+            settings.live = settings.live + mask.count_nonzero()
+        else:
+            settings.live = settings.live + tokens
     # PEFT's model hands them on to the inner one by name.
     labels = kwargs.get("labels")
     _current.set(Call(settings, module, labels if isinstance(labels, torch.Tensor) else None, outer))

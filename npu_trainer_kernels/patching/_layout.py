@@ -7,6 +7,7 @@ it. Without sharing every row is a node by itself.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -78,11 +79,11 @@ def _tree(first: list[int], last: list[int], ids: np.ndarray) -> Iterator[_Node]
             path, begin, count = (*path, count), end, count + 1
         if len(rows) > 1:
             cuts = [low, *(i for i in range(low + 1, high) if alike[i] <= end), high]
-            for a, b in zip(cuts, cuts[1:], strict=False):
+            for a, b in itertools.pairwise(cuts):
                 yield from grown(a, b, begin, path)
 
     begins = [0, *(i for i in range(1, len(order)) if alike[i] <= first[order[i]]), len(order)]
-    for low, high in zip(begins, begins[1:], strict=False):
+    for low, high in itertools.pairwise(begins):
         yield from grown(low, high, first[order[low]], ())
 
 
@@ -126,6 +127,4 @@ def layout(ids: np.ndarray, *, share: bool) -> Layout | str:
     paths = [[*node.path, i] for i, node in enumerate(nodes)]
     shared = any(node.path for node in nodes)
     keys = np.concatenate([np.arange(starts[i], starts[i + 1]) for path in paths for i in path]) if shared else None
-    return Layout(
-        places, lengths, [sum(lengths[i] for i in path) for path in paths], keys, tokens.reshape(-1), live
-    )
+    return Layout(places, lengths, [sum(lengths[i] for i in path) for path in paths], keys, tokens.reshape(-1), live)

@@ -41,11 +41,13 @@ class Packing:
         segments: of the row.
         backend: the override for the op.
         attended: the classes of the modules that have attended.
+        before: what the configuration named before a layer that is being recomputed.
     """
 
     segments: Segments
     backend: str | None
     attended: set[type[nn.Module]] = field(default_factory=set)
+    before: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +118,10 @@ def _attention(
     if reason is not None:
         raise Unserved(reason)
     packing.attended.add(type(module))
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     out = varlen_attention(
-        *(t[0].transpose(0, 1) for t in (query, key, value)), packing.segments, scale=scaling, window=window,
-        softcap=softcap, sinks=s_aux, dropout=dropout, backend=packing.backend,
+        q, k, v, packing.segments, scale=scaling, window=window, softcap=softcap, sinks=s_aux, dropout=dropout,
+        backend=packing.backend,
     )  # fmt: skip
     return out.unsqueeze(0), None
 
@@ -139,22 +142,26 @@ def packed(config: Any, packing: Packing) -> Iterator[None]:
         _packing.reset(token)
 
 
-def attend_by_segments(module: Any, undo: Undo) -> None:
+def _mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMask | None:
+    given = kwargs.get("attention_mask")
+    return given if type(given) is PackedMask else next((a for a in args if type(a) is PackedMask), None)
+
+
+# Functions of this module, not closures: a model is pickled with its hooks.
+def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    mask, config = _mask_in(args, kwargs), module.config
+    if mask is not None and config._attn_implementation != NAME:
+        mask.packing.before.append(config._attn_implementation)
+        config._attn_implementation = NAME
+
+
+def _leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    mask = _mask_in(args, kwargs)
+    if mask is not None and mask.packing.before:
+        module.config._attn_implementation = mask.packing.before.pop()
+
+
+def attend_by_segments(module: nn.Module, undo: Undo) -> None:
     """Makes an attention module attend by segments whenever it is handed a `PackedMask`."""
-    before: list[Any] = []
-
-    def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        config = module.config
-        recomputes = config._attn_implementation != NAME and any(
-            type(value) is PackedMask for value in (kwargs.get("attention_mask"), *args)
-        )
-        if recomputes:
-            before.append(config._attn_implementation)
-            config._attn_implementation = NAME
-
-    def leave(module: Any, args: Any, output: Any) -> None:
-        if before:
-            module.config._attn_implementation = before.pop()
-
-    undo.add(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-    undo.add(module.register_forward_hook(leave, always_call=True).remove)
+    undo.add(module.register_forward_pre_hook(_enter, with_kwargs=True).remove)
+    undo.add(module.register_forward_hook(_leave, with_kwargs=True, always_call=True).remove)

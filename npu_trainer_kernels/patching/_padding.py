@@ -7,13 +7,12 @@ computed once (`_layout`). Attention alone knows of segments (`_packed`), and no
 Whether a body's code allows that is proven where the kernels are applied, and not on its own weights, which may be
 sharded, quantised or not there yet: a miniature of its class (`_miniature`), on a CPU in fp32, is given a batch that is
 padded on both sides, the one way and the other. What carries state along a row, counts positions in another way or
-attends by code of its own gives other numbers, or raises, and stays as it is. So does a body that has a module which its
-miniature has not.
+attends by code of its own gives other numbers, or raises, and stays as it is. So does a body with a module that its
+miniature lacks.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import weakref
@@ -21,7 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -174,10 +172,10 @@ def _shown(kind: type[PreTrainedModel], small: Any) -> Proof | str:
         out, attended = got
         if not attended:
             return "its attention is not transformers' own"
-        error = (_hidden(out)[live] - wanted[live]).abs().max() / wanted[live].abs().max()
-        if error <= _TOLERANCE:
+        far = (_hidden(out)[live] - wanted[live]).abs().max() / wanted[live].abs().max()
+        if far <= _TOLERANCE:
             return Proof(by_columns, frozenset(attended), frozenset(original_class(m) for m in body.modules()))
-        reason = f"tokens of a packed row are not what they are in their own (differs by {error:.0e})"
+        reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
     return reason
 
 
@@ -297,8 +295,9 @@ def body_of(model: nn.Module) -> Any:
         owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     body = None if owner is None or not hasattr(owner, "get_decoder") else owner.get_decoder()
     # Some call the text part of their model, head included, their decoder.
-    heads = isinstance(body, PreTrainedModel) and body.get_output_embeddings() is not None
-    return body.base_model if heads else body
+    if isinstance(body, PreTrainedModel) and body.get_output_embeddings() is not None:
+        return body.base_model
+    return body
 
 
 def _longest(config: Any) -> int | None:
@@ -336,7 +335,7 @@ class PaddingPatch(Patch):
         return [(path, module) for path, module in scene.model.named_modules() if module is body]
 
     def recognise(self, module: Any, scene: Scene) -> BodyForm | str | None:
-        kind = original_class(module)
+        kind: Any = original_class(module)
         if not isinstance(module, PreTrainedModel):
             return Aside("no body of a transformers model found")
         names = tuple(inspect.signature(kind.forward).parameters)[1:]
