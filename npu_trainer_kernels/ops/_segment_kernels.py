@@ -33,21 +33,24 @@ from .. import _vendor
 from ._host import once_differentiable
 from ._segments import Options, Segments
 
-__all__ = ["ByKernel", "by_installed", "installed", "unserved_by_flash"]
+__all__ = ["ByKernel", "by_flash", "of_chip"]
 
 _MOST_HEAD = 256
 """Of flash attention; above 192 only chips with enough shared memory have a backward."""
 _NARROW_HEAD = 192
+_16_BITS = (torch.bfloat16, torch.float16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What flash attention serves
+# Which flash attention there is
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _of_chip(device: torch.device) -> tuple[str | None, int]:
+def of_chip(device: torch.device) -> tuple[str | None, int]:
     """(why the chip has no flash attention or None, the widest head that it has)."""
+    if device.type != "cuda":
+        return f"flash attention is CUDA's, not {device.type}'s", 0
     if not torch.backends.cuda.is_flash_attention_available():
         return "this build of PyTorch has no flash attention", 0
     major, minor = torch.cuda.get_device_capability(device)
@@ -57,29 +60,10 @@ def _of_chip(device: torch.device) -> tuple[str | None, int]:
     return None, _MOST_HEAD if minor == 0 and major < 12 else _NARROW_HEAD
 
 
-def _activated() -> str | None:
-    """The flash attention that the user has put in the place of PyTorch's own."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # since torch 2.11
-    return None if current is None else current()
-
-
-def unserved_by_flash(
-    device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, int], softcap: float | None, dropout: float
-) -> str | None:
-    """Why PyTorch's flash attention does not serve such a call on CUDA, or None. The chip is asked once."""
-    if device.type != "cuda":
-        return f"flash attention is CUDA's, not {device.type}'s"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"flash attention has no {str(dtype).removeprefix('torch.')}"
-    size, of_values = head_sizes
-    if size != of_values or size % 8:
-        return f"flash attention has no heads of {size} and {of_values} elements"
-    if softcap is not None:
-        return "PyTorch's flash attention has no soft cap"
-    if dropout and _activated() is not None:
-        return f"{_activated()} has no dropout"
-    why, most = _of_chip(device)
-    return why or (f"flash attention has no heads of {size} elements on this chip" if size > most else None)
+def _is_replaced() -> bool:
+    """Whether the user has put another flash attention in the place of PyTorch's own: none of those has dropout."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # not there in older versions
+    return current is not None and current() is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,6 +83,7 @@ def _found() -> Callable[..., Any] | None:
 
 
 _VARLEN = "flash_attn_varlen_func"
+_NEEDED = ("cu_seqlens_q", "cu_seqlens_k", "softmax_scale", "causal")
 
 
 @functools.cache
@@ -106,7 +91,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def installed(softcap: float | None, window: int | None, dropout: float) -> Callable[..., Any] | None:
+def _installed(softcap: float | None, window: int | None, dropout: float) -> Callable[..., Any] | None:
     """A varlen function that takes these options: the one that transformers has loaded because a model asked for it (a
     package or a kernel of the hub), or, for a soft cap, which PyTorch's does not have, one of an installed package."""
     loaded = sys.modules.get("transformers.modeling_flash_attention_utils")
@@ -116,14 +101,15 @@ def installed(softcap: float | None, window: int | None, dropout: float) -> Call
     if function is None:
         return None
     wanted = {"softcap": softcap is not None, "window_size": window is not None, "dropout_p": bool(dropout)}
-    return function if {name for name, asked in wanted.items() if asked} <= _parameters(function) else None
+    needed = {*_NEEDED, *(name for name, asked in wanted.items() if asked)}
+    return function if needed <= _parameters(function) else None
 
 
-def by_installed(
+def _by_installed(
     function: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments,
     options: Options,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention by `installed`."""
+    """Attention by `_installed`."""
     given = {
         "cu_seqlens_q": segments.cu_q,
         "cu_seqlens_k": segments.cu_k,
@@ -221,3 +207,20 @@ class ByKernel(torch.autograd.Function):
             _dense(dy), q, k, v, sinks, out, tuple(saved), segments, options, ctx.extra
         )  # fmt: skip
         return *gradients, None, None, None
+
+
+def by_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: Segments,
+    options: Options,
+) -> torch.Tensor | None:  # fmt: skip
+    """Attention by a flash attention that serves the call; None where none does."""
+    why, widest = of_chip(q.device)
+    size = q.shape[-1]
+    if why is not None or q.dtype not in _16_BITS or size != v.shape[-1] or size > widest:
+        return None
+    function = None if sinks is not None else _installed(options.softcap, options.window, options.dropout)
+    if function is not None:
+        return _by_installed(function, q, k, v, segments, options)
+    if options.softcap is not None or size % 8 or (options.dropout and _is_replaced()):
+        return None
+    return ByKernel.apply(q, k, v, sinks, segments, options, "flash")

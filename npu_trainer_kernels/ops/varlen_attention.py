@@ -24,7 +24,7 @@ from .._opaque import opaque
 from ._checks import FLOATS, check_same_device, is_number
 from ._fallback import falls_back
 from ._host import autocasts
-from ._segment_kernels import ByKernel, by_installed, installed, unserved_by_flash
+from ._segment_kernels import ByKernel, by_flash
 from ._segments import Options, Segments
 from ._shared_rows import Shared, take
 
@@ -267,12 +267,7 @@ def _attend(
 ) -> torch.Tensor:  # fmt: skip
     if backend == "vendor":
         return ByKernel.apply(q, k, v, sinks, segments, options, "vendor")
-    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
-        # What a user has put there goes before PyTorch's own.
-        function = installed(options.softcap, options.window, options.dropout) if sinks is None else None
-        if function is not None and q.shape[-1] == v.shape[-1] <= 256:
-            return by_installed(function, q, k, v, segments, options)
-        sizes = q.shape[-1], v.shape[-1]
-        if unserved_by_flash(q.device, q.dtype, sizes, options.softcap, options.dropout) is None:
-            return ByKernel.apply(q, k, v, sinks, segments, options, "flash")
+    out = by_flash(q, k, v, sinks, segments, options)
+    if out is not None:
+        return out
     return _one_by_one(q, k, v, sinks, segments, options, options.softcap is not None or sinks is not None)
