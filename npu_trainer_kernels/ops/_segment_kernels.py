@@ -24,6 +24,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,11 +34,8 @@ from .. import _vendor
 from ._host import once_differentiable
 from ._segments import Options, Segments
 
-__all__ = ["ByKernel", "by_flash", "of_chip"]
+__all__ = ["ByKernel", "by_flash", "widest_head"]
 
-_MOST_HEAD = 256
-"""Of flash attention; above 192 only chips with enough shared memory have a backward."""
-_NARROW_HEAD = 192
 _16_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -47,17 +45,15 @@ _16_BITS = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
-def of_chip(device: torch.device) -> tuple[str | None, int]:
-    """(why the chip has no flash attention or None, the widest head that it has)."""
-    if device.type != "cuda":
-        return f"flash attention is CUDA's, not {device.type}'s", 0
-    if not torch.backends.cuda.is_flash_attention_available():
-        return "this build of PyTorch has no flash attention", 0
+def widest_head(device: torch.device) -> int:
+    """Of flash attention on the device; 0 where there is none. The driver is asked once."""
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return 0
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        return f"flash attention needs compute capability 8.0; this chip has {major}.{minor}", 0
-    # 8.6, 8.9 and 12.x have 100 KiB of shared memory per block, too little for the backward of wider heads.
-    return None, _MOST_HEAD if minor == 0 and major < 12 else _NARROW_HEAD
+        return 0
+    # 8.6, 8.9 and 12.x have 100 KiB of shared memory per block: PyTorch has no backward of heads above 192 there.
+    return 256 if minor == 0 and major < 12 else 192
 
 
 def _is_replaced() -> bool:
@@ -75,10 +71,16 @@ def _is_replaced() -> bool:
 def _found() -> Callable[..., Any] | None:
     """Of an installed package, FA3 before FA2."""
     for package in ("flash_attn_interface", "flash_attn"):
-        if importlib.util.find_spec(package) is not None:
-            function: Callable[..., Any] | None = getattr(importlib.import_module(package), _VARLEN, None)
-            if function is not None:
-                return function
+        if importlib.util.find_spec(package) is None:
+            continue
+        try:
+            module = importlib.import_module(package)
+        except (ImportError, OSError) as error:
+            # Built for another torch, mostly. Nobody has asked for it.
+            warnings.warn(f"attention goes without {package}, which cannot be imported: {error}", stacklevel=2)
+            continue
+        if hasattr(module, _VARLEN):
+            return module.flash_attn_varlen_func
     return None
 
 
@@ -214,9 +216,8 @@ def by_flash(
     options: Options,
 ) -> torch.Tensor | None:  # fmt: skip
     """Attention by a flash attention that serves the call; None where none does."""
-    why, widest = of_chip(q.device)
     size = q.shape[-1]
-    if why is not None or q.dtype not in _16_BITS or size != v.shape[-1] or size > widest:
+    if size > widest_head(q.device) or q.dtype not in _16_BITS or size != v.shape[-1]:
         return None
     function = None if sinks is not None else _installed(options.softcap, options.window, options.dropout)
     if function is not None:
