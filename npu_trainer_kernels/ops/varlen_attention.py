@@ -5,10 +5,15 @@
     o_i = sum over the keys j that query i sees of dropout(p_ij) v_j                 rounded once, to q's dtype
 
 Query i of a segment with Lq queries and Lk keys sees its segment's keys 0 .. Lk - Lq + i, the last `window` of them
-where there is a window, and no other segment's. A head of k and v serves Hq / Hk heads of q, and is not copied for it.
+where there is a window, and no other segment's. A head of k and v serves Hq / Hk heads of q.
 
 Segments may share keys: they are then taken from the packed row (`_shared_rows.take`), and the gradient of a row that
 several segments see is summed in fp32 in a fixed order.
+
+Backend "vendor" is torch_npu's operator, "torch" what PyTorch has: flash attention where it serves the call, on CUDA
+(`_segment_kernels`), and else one segment after another, by `scaled_dot_product_attention` or, with a soft cap or
+sinks, by the formula. Lengths are numbers on the host, so nothing waits for the device, and `torch.compile` calls the
+op without tracing it: traced, each batch's lengths would be compiled anew.
 """
 
 from __future__ import annotations
@@ -244,7 +249,7 @@ def varlen_attention(
         ValueError: shapes or dtypes that do not match, an option out of range, an unknown backend or one that does not
             cover the call.
     """
-    if autocasts(q):
+    if autocasts(q) and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (q, k, v))
     options = Options(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, dropout)
     _check(q, k, v, segments, sinks, options)
