@@ -34,6 +34,15 @@ def test_argument_overrides(interpreted, text):
     assert backends.choose("rms_norm", CPU, text) == "triton"
 
 
+def test_triton_without_an_op_is_for_those_that_have_kernels(interpreted):
+    assert backends.choose("varlen_attention", CPU, "triton") == "torch"
+    assert "asked for" not in backends.explain("varlen_attention", CPU, "triton")[1]
+    assert not backends.asked_for("varlen_attention", "triton")
+    assert backends.asked_for("rms_norm", "triton")
+    with pytest.raises(ValueError, match="varlen_attention: backend 'triton' .* there is no kernel of ours for it"):
+        backends.choose("varlen_attention", CPU, "varlen_attention=triton")
+
+
 def test_environment_overrides_and_the_argument_wins(interpreted, monkeypatch):
     monkeypatch.setenv("NPU_KERNELS_BACKEND", "rms_norm=triton")
     assert backends.choose("rms_norm", CPU) == "triton"

@@ -239,7 +239,7 @@ def varlen_attention(
         softcap: of the scaled scores; None: none.
         sinks: `[Hq]`, a logit for each head that takes part in the softmax and has no value; None: none.
         dropout: the share of the probabilities that become zero, as in training.
-        backend: overrides the choice of `backends.choose`.
+        backend: overrides the choice of `backends.choose`; no kernel is ours, so a mere `"triton"` changes nothing.
 
     Returns:
         `[n, Hq, Dv]` in q's dtype.
