@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npu_trainer_kernels.workloads import OPS as WORKLOADS
-from npu_trainer_kernels.workloads import Inputs, Outputs, Tensors, Workload, grpo_lengths, grpo_terms
+from npu_trainer_kernels.workloads import (
+    Inputs,
+    Outputs,
+    Tensors,
+    Workload,
+    attention_lengths,
+    grpo_lengths,
+    grpo_terms,
+)
 
 __all__ = ["OPS", "Case", "OpSpec", "Work", "grpo_tokens", "table"]
 
@@ -148,6 +156,22 @@ def _embedding_work(case: Case) -> dict[str, Work]:
     return {"forward": Work(bytes=forward), "backward": Work(bytes=backward), "both": Work(bytes=forward + backward)}
 
 
+def _attention_work(case: Case) -> dict[str, Work]:
+    """Products of what is seen: two forward, five backward; q, k, v and o, and their gradients."""
+    s = case.sizes
+    lengths = attention_lengths(s["B"], s["T"], s["live"], s["shared"])
+    # Every token sees itself and what is before it in its row; what rows share is there once.
+    seen = s["shared"] * (s["shared"] + 1) / 2 + sum(n * s["shared"] + n * (n + 1) / 2 for n in lengths)
+    product = 2.0 * seen * s["Q"] * s["D"]
+    size = float((s["shared"] + sum(lengths)) * s["D"] * _itemsize(case))
+    forward, backward = size * 2 * (s["Q"] + s["K"]), size * 4 * (s["Q"] + s["K"])
+    return {
+        "forward": Work(2 * product, forward),
+        "backward": Work(5 * product, backward),
+        "both": Work(7 * product, forward + backward),
+    }
+
+
 def _spec(op: str, *args: Any) -> OpSpec:
     return OpSpec(WORKLOADS[op].build, WORKLOADS[op].reference, *args)
 
@@ -172,6 +196,7 @@ OPS: dict[str, OpSpec] = {
     "geglu": _spec("geglu", _passes((3, 5), lambda s: s["N"] * s["I"])),
     "rope": _spec("rope", _passes((2, 2), lambda s: s["S"] * (s["Q"] + s["K"]) * s["D"])),
     "rope_by_turns": _spec("rope_by_turns", _passes((2, 2), lambda s: s["S"] * (s["Q"] + s["K"]) * s["D"])),
+    "varlen_attention": _spec("varlen_attention", _attention_work),
 }
 
 
@@ -192,6 +217,10 @@ def _accelerator_cases() -> list[Case]:
     # Gemma-3-4B's gate, and GLM-4-9B's rotation.
     rows += [Case("geglu", {"N": 8192, "I": 10240}), Case("rope_by_turns", {"S": 8192, "Q": 32, "K": 2, "D": 128})]
     rows += [Case("linear_logprob", {"BT": 8192, "H": 4096, "V": 128256})]
+    # Qwen3-0.6B's heads: completions of which 37% and 78% of the positions are live, and a prompt that all rows share.
+    heads = {"Q": 16, "K": 8, "D": 128}
+    rows += [Case("varlen_attention", {"B": 8, "T": 4224, "live": live, "shared": 0, **heads}) for live in (37, 78)]
+    rows += [Case("varlen_attention", {"B": 8, "T": 3072, "live": 37, "shared": 2048, **heads})]
     return rows
 
 
@@ -213,6 +242,10 @@ def _cpu_cases() -> list[Case]:
         Case("rope", {"S": 2048, "Q": 5, "K": 5, "D": 32}),
         Case("rope_by_turns", {"S": 2048, "Q": 5, "K": 5, "D": 32}),
         Case("linear_logprob", {"BT": 2048, "H": 160, "V": 8009}),
+        *(
+            Case("varlen_attention", {"B": 8, "T": 256, "live": live, "shared": shared, "Q": 5, "K": 5, "D": 32})
+            for live, shared in ((37, 0), (78, 0), (37, 128))
+        ),
     ]
     return [Case(c.op, c.sizes, "float32") for c in rows]
 

@@ -54,7 +54,7 @@ def _peer(op: str, name: str, package: str, in_scaling: bool = False) -> Callabl
 
 def _ours(op: str, backend: str) -> Provider:
     def make(case: Case, device: torch.device) -> Function:
-        reason = backends.unavailable(backend, device.type)
+        reason = backends.unavailable(backend, device.type, case.backend_op)
         if reason is not None:
             raise Absent(f"backend {backend!r}: {reason}")
         return WORKLOADS[op].ours(backend)

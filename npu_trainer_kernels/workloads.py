@@ -620,7 +620,7 @@ OPS: dict[str, Op] = {
     "varlen_attention": Op(
         _build_attention, _attention_reference, _attention,
         lambda m, n: {
-            "B": 8, "T": n // 8, "live": 37, "shared": 0, "Q": m.heads, "K": m.kv_heads, "D": m.head_dim,
+            "B": 8, "T": n // 8, "live": 37, "shared": max(1, n // 256), "Q": m.heads, "K": m.kv_heads, "D": m.head_dim,
         },
     ),
     "embedding": Op(

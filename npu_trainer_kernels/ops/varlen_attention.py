@@ -5,10 +5,15 @@
     o_i = sum over the keys j that query i sees of dropout(p_ij) v_j                 rounded once, to q's dtype
 
 Query i of a segment with Lq queries and Lk keys sees its segment's keys 0 .. Lk - Lq + i, the last `window` of them
-where there is a window, and no other segment's. A head of k and v serves Hq / Hk heads of q, and is not copied for it.
+where there is a window, and no other segment's. A head of k and v serves Hq / Hk heads of q.
 
 Segments may share keys: they are then taken from the packed row (`_shared_rows.take`), and the gradient of a row that
 several segments see is summed in fp32 in a fixed order.
+
+Backend "vendor" is torch_npu's operator, "torch" what PyTorch has: flash attention where it serves the call, on CUDA
+(`_segment_kernels`), and else one segment after another, by `scaled_dot_product_attention` or, with a soft cap or
+sinks, by the formula. Lengths are numbers on the host, so nothing waits for the device, and `torch.compile` calls the
+op without tracing it: traced, each batch's lengths would be compiled anew.
 """
 
 from __future__ import annotations
@@ -79,9 +84,15 @@ def _by_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Opti
     # Only where both lengths are the same do all of its backends mean the same by `is_causal`.
     causal = queries == keys > 1 and (options.window is None or options.window >= keys)
     seen = None if causal else _seen(queries, keys, options.window, q.device)
+    group = q.shape[1] // k.shape[1]
+    # In 16 bits the CPU's sums the gradients of the heads that share one in 16 bits: twice the error. Elsewhere what
+    # serves fp32 and masks has no shared heads.
+    in_groups = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
+    if group > 1 and not in_groups:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), seen,
-        options.dropout, causal, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1],
+        options.dropout, causal, scale=options.scale, enable_gqa=group > 1 and in_groups,
     )  # fmt: skip
     return out.squeeze(0).transpose(0, 1)
 
@@ -228,7 +239,7 @@ def varlen_attention(
         softcap: of the scaled scores; None: none.
         sinks: `[Hq]`, a logit for each head that takes part in the softmax and has no value; None: none.
         dropout: the share of the probabilities that become zero, as in training.
-        backend: overrides the choice of `backends.choose`.
+        backend: overrides the choice of `backends.choose`; no kernel is ours, so a mere `"triton"` changes nothing.
 
     Returns:
         `[n, Hq, Dv]` in q's dtype.
@@ -238,7 +249,7 @@ def varlen_attention(
         ValueError: shapes or dtypes that do not match, an option out of range, an unknown backend or one that does not
             cover the call.
     """
-    if autocasts(q):
+    if autocasts(q) and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (q, k, v))
     options = Options(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, dropout)
     _check(q, k, v, segments, sinks, options)

@@ -1,6 +1,7 @@
 """Attention inside segments: values and gradients against a masked softmax over the whole packed row."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -210,9 +211,19 @@ def test_the_package_reference(device):
         torch.testing.assert_close(found, masked_softmax(q, k, v, SHARED, sinks=sinks, **options))
 
 
+@pytest.fixture
+def repeatable(device) -> Iterator[None]:
+    """On an accelerator the gradient of q repeats under deterministic algorithms alone, as PyTorch's own does."""
+    torch.use_deterministic_algorithms(device.type != "cpu", warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("repeatable")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", ["causal", "window 3", "softcap"])
-def test_the_same_bits_every_time(options, device):
-    given = tensors(SHARED, device, sinks=options == "causal")
+def test_the_same_bits_every_time(options, dtype, device):
+    given = tensors(SHARED, device, dtype, size=16, sinks=options == "causal")
     segments = SHARED.segments(device)
 
     def results():
