@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -68,6 +69,13 @@ def small_model(name: str, seed: int = 0, **overrides: Any) -> transformers.PreT
     config, model = _classes(name)
     torch.manual_seed(seed)
     return model(config(**{**SMALL, **FAMILIES[name][2], **overrides})).train()
+
+
+def since(version: str, family: str, name: str) -> list[Any]:
+    """A class that transformers has from a version on, and then must have; nothing with one before."""
+    if Version(transformers.__version__) < Version(version):
+        return []
+    return [getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)]
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
