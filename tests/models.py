@@ -12,6 +12,8 @@ import transformers
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.closeness import assert_as_close
+
 # Of the environments for the ends of the supported ranges (tox.ini) one has no TRL, and two an older one.
 TRL = next((Version(d.version) for d in metadata.distributions(name="trl")), None)
 HAS_TRL_HEAD = TRL is not None and Version("1.15") <= TRL
@@ -100,6 +102,16 @@ def loss_and_gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) 
     loss = model(**inputs).loss
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def assert_outcome_close(
+    model: torch.nn.Module, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor],
+    truth: Sequence[torch.Tensor],
+) -> None:  # fmt: skip
+    """Compares what `loss_and_gradients` returns of a model by the one accuracy rule."""
+    names = ["loss", *(name for name, _ in model.named_parameters())]
+    for actual, reference, exact, name in zip(found, expected, truth, names, strict=True):
+        assert_as_close(actual, reference, exact, name)
 
 
 def neighbour(model: torch.nn.Module, seed: int) -> torch.nn.Module:

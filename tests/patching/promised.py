@@ -5,8 +5,7 @@ from torch.nn import functional
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import _head_call
-from tests.closeness import assert_as_close
-from tests.models import batch
+from tests.models import assert_outcome_close, batch
 
 HEAD = ["linear_cross_entropy", "linear_logprob"]
 IDS, LABELS = batch()["input_ids"], batch()["labels"]
@@ -51,9 +50,7 @@ def check(make, loss_of, counted, fused) -> list[str]:
     with apply_npu_kernels(model, ops=HEAD) as kernels:
         found = outcome(model, loss_of)
         notes = formed(kernels)
-    names = ["loss", *(name for name, _ in model.named_parameters())]
-    for name, actual, reference, exact in zip(names, found, expected, truth, strict=True):
-        assert_as_close(actual, reference, exact, name)
+    assert_outcome_close(model, found, expected, truth)
     assert counted.fused == fused, f"{counted.fused} calls of the fused op, expected {fused}"
     return notes
 
