@@ -93,6 +93,14 @@ def test_layer_norm(launcher, tensors, shape, given):
     check(launcher, "layer_norm", inputs[:given], NORM)
 
 
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+def test_layer_norm_of_a_large_mean(launcher, shape):
+    """The mean's own rounding costs no digits of what is left."""
+    tensors = Tensors(torch.float32, "cpu")
+    x = (300 + tensors.floats(*shape)).detach().requires_grad_()
+    check(launcher, "layer_norm", [x, tensors.floats(shape[1]), tensors.floats(shape[1])], NORM)
+
+
 # As above; then in groups, one and several column blocks each.
 GATED = [*((shape, 1) for shape in NORM_SHAPES), ((150, 400), 2), ((3, 18000), 2)]
 ORDERS = [
