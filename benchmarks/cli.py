@@ -147,7 +147,8 @@ def _line(rows: Sequence[Row]) -> str:
     if first["group"] == "end-to-end":
         peak = first["peak_bytes"] / (1 << 30)
         speed = f"{first['ms']['median']:.1f} ms, {first['tokens_per_second']:.0f} tokens/s"
-        return f"{name}: {speed}, {peak:.2f} GiB, first loss {first['losses'][0]:.4g}"
+        live = f"{first['live_share']:.1%} of {first['positions']:.0f} positions live"
+        return f"{name}: {speed}, {peak:.2f} GiB, {live}, first loss {first['losses'][0]:.4g}"
     times = ", ".join(f"{r['mode']} {r['ms']['median']:.4g} ms ({r['floor_ratio']:.2f}x)" for r in rows)
     return f"{name}: {times}, {rows[-1]['extra_bytes'] / (1 << 20):.1f} MiB, {rows[-1]['verdict']}"
 
@@ -166,7 +167,7 @@ class _Run:
         return cells(chosen, self.wanted)
 
     def children(self) -> list[tuple[endtoend.Workload, str]]:
-        pairs = [(w, v) for w in endtoend.workloads(self.device.type) for v in endtoend.VARIANTS]
+        pairs = [(w, v) for w in endtoend.workloads(self.device.type) for v in endtoend.variants_of(w)]
         return [(w, v) for w, v in pairs if self.wanted(f"{w.key}/{v}")]
 
     def paths(self) -> list[str]:
@@ -222,7 +223,7 @@ class _Run:
         task = progress.add_task("end-to-end", total=len(todo))
         steps = self.args.steps or (4 if self.args.quick else 10)
         for workload, variant in todo:
-            version = package_version(endtoend.PACKAGES[variant])
+            version = package_version(endtoend.VARIANTS[variant].package)
             if not results.has(f"{workload.key}/{variant}/step", version):
                 if self.budget.left() < LEAST_SECONDS_FOR_A_CHILD:
                     return
