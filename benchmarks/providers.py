@@ -282,6 +282,7 @@ def _trl_grpo(case: Case, device: torch.device) -> Function:
 
 def _imported_with(package: str, **environment: str) -> ModuleType:
     """A copy of its own of a package that reads its settings from the environment when it is imported."""
+    importlib.import_module(package)  # what it needs itself stays imported once
     others = {name: m for name, m in sys.modules.items() if name.partition(".")[0] != package}
     with mock.patch.dict(os.environ, environment), mock.patch.dict(sys.modules, others, clear=True):
         return importlib.import_module(package)

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from .lengths import lengths, prompt_lengths
 from .models import MODELS, build_model
@@ -110,8 +111,9 @@ def kernels_of(variant: "Variant") -> Any:
     if not variant.is_ours:
         return NpuKernelsArguments()
     if not variant.shares:
-        # Nothing saves more than all tokens. By its name: the constant is of no other use outside its module.
-        importlib.import_module("npu_trainer_kernels.patching._layout").MIN_SAVED = 2.0  # type: ignore[attr-defined]
+        # Nothing saves more than all tokens. For good: this process trains nothing else.
+        layout = importlib.import_module("npu_trainer_kernels.patching._layout")
+        mock.patch.object(layout, "MIN_SAVED", 2.0).start()
     if variant.packs:
         return NpuKernelsArguments(use_npu_kernels=True)
     # What is asked for by name is used even where a model had better keep its own code: so not all of the others.
