@@ -45,6 +45,8 @@ __all__ = ["WRAPPERS", "batch_of", "collectives", "main", "train", "workloads"]
 WRAPPERS = ("alone", "ddp", "fsdp2")
 STEPS_OF = ("plain", "flag", "flag-padded")
 WARMUP = 3
+# Options that make a workload of one's own.
+OF_ONE = ("batch", "length", "prompt", "lengths", "group")
 _IGNORED = -100
 
 
@@ -188,7 +190,8 @@ def _row(workload: Workload, wrapper: str, variant: str) -> Row:
 def _wanted(args: argparse.Namespace, kind: str) -> list[Workload]:
     if args.size is None:
         return workloads(kind)
-    return [Workload("sft", args.size, args.batch, args.length, args.prompt, lengths=args.lengths, group=args.group)]
+    given = {name: getattr(args, name) for name in OF_ONE if getattr(args, name) is not None}
+    return [Workload(**{"name": "sft", "size": args.size, "batch": 8, "length": 2048, **given})]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,15 +200,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.distributed", description=__doc__)
     parser.add_argument("--size", choices=sorted(MODELS), default=None,
                         help="one workload of this model, instead of all of the device's kind")  # fmt: skip
-    parser.add_argument("--batch", type=int, default=8, help="with --size: sequences of a device")
-    parser.add_argument("--length", type=int, default=2048, help="with --size: tokens after the prompt, at most")
-    parser.add_argument("--prompt", type=int, default=0, help="with --size: tokens of the longest prompt")
-    parser.add_argument("--lengths", choices=sorted(DISTRIBUTIONS), default="", help="with --size; default: all alike")
-    parser.add_argument("--group", type=int, default=8, help="with --size: rows of one prompt")
+    parser.add_argument("--batch", type=int, help="with --size: sequences of a device (default: 8)")
+    parser.add_argument("--length", type=int, help="with --size: tokens after the prompt, at most (default: 2048)")
+    parser.add_argument("--prompt", type=int, help="with --size: tokens of the longest prompt (default: 0)")
+    parser.add_argument("--lengths", choices=sorted(DISTRIBUTIONS), help="with --size (default: all are alike)")
+    parser.add_argument("--group", type=int, help="with --size: rows of one prompt (default: 8)")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--commit", default=None, help="of the sources, where they are a copy without their history")
     parser.add_argument("--output", type=Path, required=True, help="results file (JSON), a report and plots beside it")
     args = parser.parse_args(arguments)
+    given = [name for name in OF_ONE if getattr(args, name) is not None]
+    if given and args.size is None:
+        parser.error(f"--{given[0]} goes with --size")
     kind = devices.accelerator()
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, int(os.environ["LOCAL_RANK"]))
     if kind != "cpu":
