@@ -52,11 +52,16 @@ class CallSettings:
 
 @dataclass(frozen=True)
 class Call:
-    """One forward of a patched model: whose it is, and the call that it is nested in."""
+    """One forward of a patched model: whose it is, and the call that it is nested in.
+
+    Attributes:
+        divisor: what the loss is going to be divided by, as `transformers.Trainer` tells the model; None: not known.
+    """
 
     settings: CallSettings
     module: nn.Module
     previous: "Call | None"
+    divisor: int | float | torch.Tensor | None = None
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
@@ -97,7 +102,7 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     outer = _current.get()
     if outer is None and module.training and torch.is_grad_enabled():
         settings.tokens += _tokens(kwargs)
-    _current.set(Call(settings, module, outer))
+    _current.set(Call(settings, module, outer, kwargs.get("num_items_in_batch")))
 
 
 @opaque
