@@ -5,9 +5,9 @@ from typing import Any
 
 __all__ = ["CASES", "NOISE_RUNS", "SHOWCASE", "Case", "Text", "WarmUp", "find"]
 
-# The noise floor is a range, and of five runs it comes out too narrow now and then: of seven seeds of the case llama-lm
-# one was beyond 3 floors when the op divided its sum (3.4), two since the model does (3.5, 4.0). With ten runs the
-# latter are at 1.4 and 2.5. Five, as `verify` has them, are for large models.
+# The noise floor is a range, and of five runs it comes out too narrow now and then. Of llama-lm with 30 seeds and 12
+# draws of the noisy runs for each, an unpatched run was beyond 3 floors of five in 1 of 360 (4.0), the patched one in 3
+# (4.3); beyond 3 of ten was neither (2.5, 1.8). There are many cases. Five, as `verify` has them, are for large models.
 NOISE_RUNS = 10
 
 TASKS = ("lm", "sft", "dpo", "grpo")
@@ -140,8 +140,8 @@ CASES: tuple[Case, ...] = (
 # first 258 ids. The rewards there are those of the reference's completions, which all runs are given.
 #
 # The text has 8 x 256 labels in a step, a power of two. Under bf16 autocast an untrained model's gradient at each label
-# is near one over their number, which bf16 rounds by up to 0.4%, by as much at every label and in every unpatched run: a
-# noise floor cannot see it, and kernels that divide later differ by it. (Of tiny models one with 248 labels is 7 floors
+# is near one over their number, which bf16 rounds by up to 0.4%, by as much at every label and in every unpatched run:
+# a noise floor cannot see it, and kernels that divide later differ by it. (Of tiny models one with 248 labels is 7 floors
 # away, one with 256 labels 0.2.)
 SHOWCASE: tuple[Case, ...] = (
     Case(

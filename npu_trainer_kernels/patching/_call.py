@@ -54,12 +54,18 @@ class CallSettings:
 
 @dataclass(frozen=True)
 class Call:
-    """One forward of a patched model: whose it is, the labels that it was given, and the call that it is nested in."""
+    """One forward of a patched model: whose it is, and the call that it is nested in.
+
+    Attributes:
+        labels: that it was given.
+        divisor: what the loss is going to be divided by, as `transformers.Trainer` tells the model; None: not known.
+    """
 
     settings: CallSettings
     module: nn.Module
-    labels: torch.Tensor | None
     previous: "Call | None"
+    labels: torch.Tensor | None = None
+    divisor: int | float | torch.Tensor | None = None
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
@@ -107,7 +113,8 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
             settings.live = settings.live + tokens
     # PEFT's model hands them on to the inner one by name.
     labels = kwargs.get("labels")
-    _current.set(Call(settings, module, labels if isinstance(labels, torch.Tensor) else None, outer))
+    labels = labels if isinstance(labels, torch.Tensor) else None
+    _current.set(Call(settings, module, outer, labels, kwargs.get("num_items_in_batch")))
 
 
 @opaque
