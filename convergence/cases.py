@@ -141,8 +141,8 @@ CASES: tuple[Case, ...] = (
 #
 # The text has 8 x 256 labels in a step, a power of two. Under bf16 autocast an untrained model's gradient at each label
 # is near one over their number, which bf16 rounds by up to 0.4%, by as much at every label and in every unpatched run:
-# a noise floor cannot see it, and kernels that divide later differ by it. (Of tiny models one with 248 labels is 7 floors
-# away, one with 256 labels 0.2.)
+# a noise floor cannot see it, and kernels that divide later differ by it. (Of tiny models one with 248 labels is 7
+# floors away, one with 256 labels 0.2.)
 SHOWCASE: tuple[Case, ...] = (
     Case(
         "llama-124m-text", "llama", "lm", "bf16-autocast", steps=1000, held_out=4, text=Text(50257, 257, 16_000_000),
