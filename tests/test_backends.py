@@ -39,7 +39,7 @@ def test_triton_without_an_op_is_for_those_that_have_kernels(interpreted):
     assert "asked for" not in backends.explain("varlen_attention", CPU, "triton")[1]
     assert not backends.asked_for("varlen_attention", "triton")
     assert backends.asked_for("rms_norm", "triton")
-    with pytest.raises(ValueError, match="varlen_attention: backend 'triton' .* there is no kernel of ours for it"):
+    with pytest.raises(ValueError, match=r"varlen_attention: backend 'triton' .* there is no kernel of ours for it"):
         backends.choose("varlen_attention", CPU, "varlen_attention=triton")
 
 
