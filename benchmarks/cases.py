@@ -71,7 +71,7 @@ class OpSpec:
         build: inputs of a case on a device.
         reference: plain PyTorch, from tensors to output(s).
         work: by mode.
-        products: (rows, hidden, vocabulary) of the head's matrix product, which set the floor; None: memory does.
+        products: (rows, hidden, vocabulary) of the head's matrix product, which set the floor; None: `work` does.
         row_truth: for ops at the LM head, from a chunk's logits in high precision, the inputs and the chunk's rows to
             (per-row outputs or None, the scalar whose gradient is wanted); so that the truth needs no `[N, V]` logits.
     """

@@ -121,7 +121,10 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """How many there are; padding is none."""
+        s = self.sizes
+        if "live" in s:
+            return s["shared"] + sum(attention_lengths(s["B"], s["T"], s["live"], s["shared"]))
         return math.prod(size for name, size in self.sizes.items() if name in _TOKENS)
 
     @property
