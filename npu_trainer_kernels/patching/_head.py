@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,11 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._opaque import opaque
-from ._classes import original_class
+from .._opaque import in_full_graph, opaque
+from ._call import CallSettings
+from ._classes import original_class, subclass_with_forward
+from ._compiled import keep_out_of_graphs
 from ._head_call import HeadCall, answer_of, is_asked, is_of_a_wrapper
 from ._patch import QUIET, Aside, Patch, Scene, Site, no_float, set_on_instance
 from ._promise import promise
+from ._undo import Undo
 
 __all__ = ["HeadForm", "LmHeadPatch", "causal_lm", "promised_logits"]
 
@@ -119,3 +123,23 @@ class LmHeadPatch(Patch):
         return promised_logits(
             module, args[0], site.backend, on_real=on_real, on_fused=on_fused, within=site.form.within
         )
+
+    def patched_class(self, site: Site) -> type[nn.Module]:
+        def own(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return site.kind.forward(module, *args, **kwargs)
+
+        called = opaque(super().patched_class(site).forward)
+
+        @functools.wraps(site.kind.forward)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() and in_full_graph():
+                return own(module, *args, **kwargs)
+            return called(module, *args, **kwargs)
+
+        return subclass_with_forward(site.kind, forward)
+
+    def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
+        super().install(site, module, undo, settings)
+        owner = causal_lm(site.form.within())[1]
+        if owner is not None:
+            keep_out_of_graphs(owner, module, undo)
