@@ -1,8 +1,8 @@
 """What `torch.compile` must call and not trace, and what it may trace again inside of that.
 
 Dynamo, which traces, is a callback that the interpreter asks before it runs a frame, on each thread. `opaque` takes it
-away for the length of a call, and `traced` gives it back. torch's own `torch.compiler.disable` does the first alone, keeps
-the callback to itself, and imports Dynamo (and with it Triton, seconds long) before anything is compiled.
+away for the length of a call, and `traced` gives it back. torch's own `torch.compiler.disable` does the first alone,
+keeps the callback to itself, and imports Dynamo (and with it Triton, seconds long) before anything is compiled.
 """
 
 import contextvars
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
-__all__ = ["in_full_graph", "opaque", "starts_no_graph", "traced"]
+__all__ = ["opaque", "starts_no_graph", "traced"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -24,11 +24,11 @@ _paused: contextvars.ContextVar[Any] = contextvars.ContextVar("npu_kernels_pause
 def starts_no_graph(fn: _F) -> _F:
     """Marks a function that is run as it stands where Dynamo would begin a graph with it; what it calls is traced, and
     so is the function itself inside of a graph that something else has begun."""
-    set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))  # type: ignore[attr-defined]
+    set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return fn
 
 
-def in_full_graph() -> bool:
+def _in_full_graph() -> bool:
     """Whether the graph that is being traced may not be broken (`fullgraph=True`); asked by what is traced alone."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -36,7 +36,7 @@ def in_full_graph() -> bool:
 
 
 # Dynamo calls it where it is traced, and takes the answer for a constant.
-in_full_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_in_full_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def opaque(fn: _F, in_full_graphs: Callable[..., Any] | None = None) -> _F:
@@ -60,14 +60,14 @@ def opaque(fn: _F, in_full_graphs: Callable[..., Any] | None = None) -> _F:
             set_eval_frame(tracing)
 
     called._torchdynamo_disable = True  # type: ignore[attr-defined]
-    called._torchdynamo_disable_msg = f"{fn.__qualname__} launches kernels"  # type: ignore[attr-defined]
+    called._torchdynamo_disable_msg = "npu_trainer_kernels runs it outside of graphs"  # type: ignore[attr-defined]
     starts_no_graph(called)
     if in_full_graphs is None:
         return called  # type: ignore[return-value]
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and in_full_graph():
+        if torch.compiler.is_dynamo_compiling() and _in_full_graph():
             return in_full_graphs(*args, **kwargs)
         return called(*args, **kwargs)
 

@@ -18,7 +18,7 @@ from .._opaque import opaque, starts_no_graph, traced
 from ._classes import original_class, subclass_with_forward
 from ._undo import Undo
 
-__all__ = ["keep_out_of_graphs"]
+__all__ = ["keep_out_of_graphs", "may_promise"]
 
 _BY = "_npu_kernels_kept_out_by"
 
@@ -30,15 +30,21 @@ def _untraced(kind: type[nn.Module]) -> Callable[..., Any]:
     called = opaque(own, in_full_graphs=own)
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Elsewhere no logits are promised, and all of it may be one graph.
-        trains = module.training and torch.is_grad_enabled()
-        return called(module, *args, **kwargs) if trains else own(module, *args, **kwargs)
+        return called(module, *args, **kwargs) if may_promise(module) else own(module, *args, **kwargs)
 
     return starts_no_graph(forward)
 
 
 def _traced(kind: type[nn.Module]) -> Callable[..., Any]:
-    return traced(lambda module, *args, **kwargs: kind.forward(module, *args, **kwargs))
+    def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(module, *args, **kwargs)
+
+    return traced(own)
+
+
+def may_promise(module: nn.Module) -> bool:
+    """Whether logits may be promised in a call of a module; where none are, all of it may be one graph."""
+    return module.training and torch.is_grad_enabled()
 
 
 def _beside(module: nn.Module, head: nn.Module) -> Iterator[nn.Module]:
