@@ -245,11 +245,12 @@ def test_a_head_compiled_alone_without_breaks_is_its_own():
 
 
 @pytest.mark.parametrize("way", [torch.compile, around], ids=["the model", "a function"])
-def test_evaluation_is_one_graph(way):
+@pytest.mark.parametrize("full", [False, True])
+def test_evaluation_is_one_graph(way, full):
     model, graphs = small_model("llama"), Graphs()
     expected = model.eval()(**batch())
     with apply_npu_kernels(model, ops=["linear_cross_entropy"]), torch.no_grad():
-        found = way(model, backend=graphs, fullgraph=True)(**batch())
+        found = way(model, backend=graphs, fullgraph=full)(**batch())
     assert graphs.count == 1
     torch.testing.assert_close(found.logits, expected.logits)
     torch.testing.assert_close(found.loss, expected.loss)
