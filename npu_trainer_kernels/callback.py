@@ -186,7 +186,7 @@ class NpuKernelsCallback(TrainerCallback):
         report = self.report()
         report.unused = _unused_head(kwargs["model"])
         if args.torch_compile:
-            report.note("torch_compile: what it traces runs in plain PyTorch; TRL's fused head alone keeps its kernels")
+            report.note("torch_compile: what it traces runs in plain PyTorch; head and loss alone keep their kernels")
         if trainer is not None:
             self._serve(trainer, report)
         if self._warm_up and warmup.unsupported(kwargs["model"]) is None:

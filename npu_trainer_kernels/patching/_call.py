@@ -101,7 +101,11 @@ def _tokens(kwargs: dict[str, Any]) -> int:
     return embedded.shape[:-1].numel() if isinstance(embedded, torch.Tensor) else 0
 
 
-@opaque
+def _untracked(*args: Any, **kwargs: Any) -> None:
+    """In a graph that may not be broken there are no calls to know of: TRL's own head serves it."""
+
+
+@functools.partial(opaque, in_full_graphs=_untracked)
 def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     outer = _current.get()
     if outer is None and module.training and torch.is_grad_enabled():
@@ -117,7 +121,7 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     _current.set(Call(settings, module, outer, labels, kwargs.get("num_items_in_batch")))
 
 
-@opaque
+@functools.partial(opaque, in_full_graphs=_untracked)
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     # This runs also where another hook has raised before `_enter`: then there is nothing to leave, and the call that is
     # running is another model's.

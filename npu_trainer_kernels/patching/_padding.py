@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import json
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._opaque import paused, traced
 from ..ops._segments import Segments
 from ..ops._shared_rows import Shared, take, uploaded
 from ..ops.varlen_attention import unserved
@@ -382,6 +383,10 @@ class PaddingPatch(Patch):
                 site.form.hooked.add(part)
                 attend_by_segments(part, undo)
 
+    def own(self, site: Site) -> Callable[..., Any]:
+        # In a compiled model the forward around a body is no part of its graphs (`_compiled`), and the body is one.
+        return traced(super().own(site))
+
     def detail(self, site: Site) -> str:
         return str(site.form)
 
@@ -392,6 +397,8 @@ class PaddingPatch(Patch):
         form: BodyForm = site.form
         given = dict(zip(form.names, args, strict=False), **kwargs)
         mask, config = given.get("attention_mask"), module.config
+        if paused():
+            return "it is compiled"
         if mask is None or given.get("past_key_values") is not None:
             return QUIET
         ids = given.get("input_ids")
