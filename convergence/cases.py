@@ -138,7 +138,7 @@ CASES: tuple[Case, ...] = (
 # first 258 ids. The rewards there are those of the reference's completions, which all runs are given.
 #
 # The text has 8 x 256 labels in a step, a power of two. Under bf16 autocast an untrained model's gradient at each label
-# is near one over their number, which bf16 rounds by up to 0.4%, by as much at every label and in every unpatched run: a
+# is near one over their number. bf16 rounds that by up to 0.4%, by as much at every label and in every unpatched run: a
 # noise floor cannot see it, and kernels that divide later differ by it. (Of tiny models one with 248 labels is 7 floors
 # away, one with 256 labels 0.2.)
 SHOWCASE: tuple[Case, ...] = (
