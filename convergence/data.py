@@ -16,15 +16,19 @@ import _common as common
 import grpo as sums_script
 import sft as text_script
 
+from .cases import Text, WarmUp
+
 __all__ = [
     "BYTES_VOCAB",
     "SUMS",
     "TEXT_VOCAB",
     "held_out",
     "lm",
+    "of_sequences",
     "preferences",
     "prompts",
     "rewards",
+    "sequences",
     "texts",
     "tokenizer_for",
     "warm_up",
@@ -73,6 +77,19 @@ def held_out(task: str) -> torch.Tensor:
     return torch.tensor(ids)
 
 
+def sequences(text: Text) -> torch.Tensor:
+    """`[rows, length]` ids of real text, by a tokenizer that is trained on it; some tens of seconds."""
+    documents = text_script.standard_library_texts(text.characters, seed=0)
+    tokenizer = common.byte_level_tokenizer(documents, text.vocabulary)
+    return torch.tensor(text_script.packed_dataset(documents, tokenizer, text.length)["input_ids"])
+
+
+def of_sequences(ids: torch.Tensor) -> Dataset:
+    """Every token is a label."""
+    rows = ids.tolist()
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
 def texts(rows: int) -> Dataset:
     """Lines of source as documents of different lengths, for TRL's SFT."""
     lines = [line for text in _documents() for line in text.split("\n\n") if 20 < len(line) < 200]
@@ -103,16 +120,18 @@ def rewards(tokenizer: Any) -> list[Any]:
     return [sums_script.exact_match, sums_script.format_reward(tokenizer.eos_token_id)]
 
 
-def warm_up(model: Any, tokenizer: Any, steps: int) -> None:
+def warm_up(model: Any, tokenizer: Any, how: WarmUp) -> None:
     """Supervised steps on sums with their answers: a model that never answers right has nothing to reinforce."""
     tokenizer.padding_side = "right"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=how.learning_rate)
     rows, generator = prompts(), random.Random(2)
-    for _ in range(steps):
+    for _ in range(how.steps):
         chosen = [rows[generator.randrange(len(rows))] for _ in range(64)]
         texts = [row["prompt"] + row["answer"] + tokenizer.eos_token for row in chosen]
-        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        batch = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         model(**batch, labels=labels).loss.backward()
+        if how.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip)
         optimizer.step()
         optimizer.zero_grad()

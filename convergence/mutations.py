@@ -32,6 +32,8 @@ __all__ = ["MUTATIONS", "Mutation", "MutationResult", "run_mutations"]
 # A few steps show a fault in fp32. In bf16 one of one percent is inside the noise of a step, and shows in the drift.
 CASES = {
     "lm": replace(find("llama-lm"), name="fault-llama-lm", steps=6),
+    "lm-layer-norm": replace(find("cohere-lm"), name="fault-cohere-lm", steps=6),
+    "lm-gated-norm": replace(find("mamba2-lm"), name="fault-mamba2-lm", steps=6),
     "lm-softcap": replace(find("gemma2-lm"), name="fault-gemma2-lm", steps=6),
     "lm-autocast": replace(find("llama-lm-autocast"), name="fault-llama-lm-autocast", steps=30),
     "lm-bf16": replace(find("llama-lm-bf16"), name="fault-llama-lm-bf16", steps=30),
@@ -328,7 +330,8 @@ def _mutations() -> tuple[Mutation, ...]:
         for last in (False, True):
             name = f"{op}.{function.__name__}: {'last' if last else 'first'} gradient x 1.01"
             required = op in (*patching.PATCHES, "linear_rms_norm")
-            found.append(Mutation(name, ("lm", "grpo", "grpo-lora"), _scaled_gradient(function, last), required))
+            cases = ("lm", "grpo", "grpo-lora", "lm-layer-norm", "lm-gated-norm")
+            found.append(Mutation(name, cases, _scaled_gradient(function, last), required))
     return tuple(found)
 
 

@@ -57,8 +57,8 @@ class NpuKernelsCallback(TrainerCallback):
     construction, `model_init` builds anew), and restores when training ends, also by an exception. While it trains, the
     models that the Trainer holds beside its own (reference, teacher, reward) are served by the same ops. In TRL's
     GRPOTrainer the head is told which gradient the loss is going to send back. Prints the report once, on the main
-    process, and adds `tokens_per_second` (input tokens of this process since the last log) and `peak_memory_gib` to the
-    Trainer's logs.
+    process, and adds `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second`
+    (without padding) and `peak_memory_gib` to the Trainer's logs.
 
     Pass it in `callbacks=[...]`. On a Trainer that exists already, use `trainer.add_callback(callback)` followed by
     `callback.attach(trainer)`.
@@ -99,7 +99,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._planner: Planner | None = None
         self._in_trainer = Undo()
         self._printed = ""
-        self._since: tuple[float, int] = (0.0, 0)
+        self._since: tuple[float, int, int] = (0.0, 0, 0)
 
     @property
     def handle(self) -> NpuKernels | None:
@@ -196,7 +196,7 @@ class NpuKernelsCallback(TrainerCallback):
             self._printed = text
             print(text, flush=True)
         assert self._handle is not None
-        self._since = (time.perf_counter(), self._handle.tokens)
+        self._since = (time.perf_counter(), self._handle.tokens, self._handle.live_tokens)
 
     def _serve(self, trainer: Trainer, report: Report) -> None:
         """What is done to the Trainer itself, for the length of this run."""
@@ -247,9 +247,10 @@ class NpuKernelsCallback(TrainerCallback):
 
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             if "loss" in logs and self._handle is not None:
-                before, seen = self._since
-                self._since = now, tokens = (time.perf_counter(), self._handle.tokens)
-                logs["tokens_per_second"] = round((tokens - seen) / max(now - before, 1e-9), 1)
+                before, *seen = self._since
+                self._since = now, *tokens = (time.perf_counter(), self._handle.tokens, self._handle.live_tokens)
+                for name, new, old in zip(("tokens_per_second", "live_tokens_per_second"), tokens, seen, strict=True):
+                    logs[name] = round((new - old) / max(now - before, 1e-9), 1)
                 logs["peak_memory_gib"] = round(_peak_memory_gib(trainer.args.device), 3)
             original(logs, *args, **kwargs)
 

@@ -57,6 +57,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.0625}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
+    "mamba2": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 16},
+    ),
 }
 
 

@@ -63,8 +63,13 @@ class NpuKernels:
 
     @property
     def tokens(self) -> int:
-        """Input tokens that training forwards of the patched model have seen, on this process."""
+        """Input tokens that training forwards of the patched model have seen, on this process, padding included."""
         return self.settings.tokens
+
+    @property
+    def live_tokens(self) -> int:
+        """Those of `tokens` that were no padding, as masks say; the host waits for the device."""
+        return int(self.settings.live)
 
     def report(self) -> Report:
         """What was replaced and what was left alone, what ran of it so far, and which kernels have failed since; it
@@ -192,6 +197,7 @@ def apply_npu_kernels(
     - `rms_norm`: every RMSNorm module, recognised by what it computes;
     - `add_rms_norm`: a residual add right before a norm in a decoder layer;
     - `embedding`, `swiglu`, `rope`: token embeddings, gated MLPs, rotary position embedding in attention;
+    - `varlen_attention`: the body computes live tokens only, in one row, and what rows begin with alike once;
     - `linear_cross_entropy`: LM head and the cross-entropy of its logits, in training;
     - `linear_logprob`: the head that TRL's trainers add (SFT, DPO, KTO, RLOO, GRPO).
 

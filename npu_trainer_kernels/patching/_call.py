@@ -39,7 +39,8 @@ class CallSettings:
 
     Attributes:
         trl: serves TRL's seam inside the model's forward (`_trl.TrlHeadPatch`), or None.
-        tokens: input tokens of the training forwards so far, on this process.
+        tokens: input tokens of the training forwards so far, on this process, padding included.
+        live: those of them that are no padding; on the device, where that is counted without waiting for it.
         learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
         compacts: whether TRL is to leave out the rows without a label; not where there are shapes without numbers.
     """
@@ -47,16 +48,24 @@ class CallSettings:
     trl: Any = None
     compacts: bool = True
     tokens: int = 0
+    live: Any = 0
     learned: LearnedPlan = field(default_factory=LearnedPlan)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One forward of a patched model: whose it is, and the call that it is nested in."""
+    """One forward of a patched model: whose it is, and the call that it is nested in.
+
+    Attributes:
+        labels: that it was given.
+        divisor: what the loss is going to be divided by, as `transformers.Trainer` tells the model; None: not known.
+    """
 
     settings: CallSettings
     module: nn.Module
     previous: "Call | None"
+    labels: torch.Tensor | None = None
+    divisor: int | float | torch.Tensor | None = None
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
@@ -96,8 +105,16 @@ def _tokens(kwargs: dict[str, Any]) -> int:
 def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     outer = _current.get()
     if outer is None and module.training and torch.is_grad_enabled():
-        settings.tokens += _tokens(kwargs)
-    _current.set(Call(settings, module, outer))
+        tokens, mask = _tokens(kwargs), kwargs.get("attention_mask")
+        settings.tokens += tokens
+        if type(mask) is torch.Tensor and mask.device.type != "meta" and mask.numel() == tokens:
+            settings.live = settings.live + mask.count_nonzero()
+        else:
+            settings.live = settings.live + tokens
+    # PEFT's model hands them on to the inner one by name.
+    labels = kwargs.get("labels")
+    labels = labels if isinstance(labels, torch.Tensor) else None
+    _current.set(Call(settings, module, outer, labels, kwargs.get("num_items_in_batch")))
 
 
 @opaque

@@ -105,6 +105,7 @@ class Site:
         paths: of the modules.
         ran: calls that the op served.
         declined: calls that it did not, by reason.
+        progress: what the op has to say of the calls that it served, as a string; None: nothing.
     """
 
     op: str
@@ -119,6 +120,7 @@ class Site:
     paths: list[str] = field(default_factory=list)
     ran: int = 0
     declined: Counter[str] = field(default_factory=Counter)
+    progress: Any = None
 
     @functools.cached_property
     def switches(self) -> bool:

@@ -172,8 +172,9 @@ class Report:
         ran = self.ran
         begun = any(ran.values())
         for (op, backend, measured), kinds in groups.items():
-            calls = f"; {ran[op]} calls" if begun else ""
-            yield f"  {op:{width}}  {backend}: {_counted(kinds)}" + calls + (f"; {measured}" if measured else "")
+            said = [f"{ran[op]} calls" if begun else "", measured]
+            said += [str(site.progress) for site in self.sites if site.op == op and site.progress is not None]
+            yield "; ".join([f"  {op:{width}}  {backend}: {_counted(kinds)}", *filter(None, said)])
 
     def _declined_lines(self) -> Iterable[str]:
         for each in self.declined:
@@ -192,7 +193,8 @@ class Report:
         begun = any(site.ran for site in self.sites)
         for site in self.sites:
             calls = f"{site.ran} calls" if begun else ""
-            detail = "; ".join(filter(None, (site.detail, _described(site.measured), calls)))
+            progress = "" if site.progress is None else str(site.progress)
+            detail = "; ".join(filter(None, (site.detail, _described(site.measured), calls, progress)))
             yield f"  {site.op} [{site.served}]  {site.kind.__name__}: {_named(site.paths)}" + (
                 f" ({detail})" if detail else ""
             )

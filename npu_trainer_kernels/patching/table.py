@@ -4,6 +4,7 @@ from ._embeddings import EmbeddingPatch
 from ._head import LmHeadPatch
 from ._mlps import GatedMlpPatch
 from ._norms import GatedRmsNormPatch, LayerNormPatch, RmsNormPatch
+from ._padding import PaddingPatch
 from ._patch import Patch
 from ._residuals import AddRmsNormPatch
 from ._rope import RopePatch
@@ -21,6 +22,7 @@ PATCHES: dict[str, Patch] = {
         EmbeddingPatch(),
         GatedMlpPatch(),
         RopePatch(),
+        PaddingPatch(),
         LmHeadPatch(),
         TrlHeadPatch(),
     )

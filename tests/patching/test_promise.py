@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from npu_trainer_kernels import apply_npu_kernels, tiling
+from npu_trainer_kernels.ops import _head_chunks
 from tests.models import batch, small_model
 
 from .promised import FLAT, HEAD, IDS, LABELS, check, formed, of_logits, own_loss, shifted
@@ -246,3 +247,76 @@ def test_what_forms_logits_is_reported_once():
         for _ in range(3):
             model(input_ids=IDS).logits.argmax(-1)
         assert formed(kernels) == ["logits that were given to torch.Tensor.argmax"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A sum that is going to be divided
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+# In fp32 41 times a 41st is not one.
+@pytest.mark.parametrize("items", [41, torch.tensor(41), torch.tensor(0.5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_divided_before_they_are_rounded(monkeypatch, items, dtype):
+    """What `transformers.Trainer` tells a model is planned for, so that nothing is left to scale in backward."""
+    factors = []
+    original = _head_chunks.Gradients.scaled
+
+    def scaled(self, factor, backend):
+        factors.append(float(factor))
+        return original(self, factor, backend)
+
+    monkeypatch.setattr(_head_chunks.Gradients, "scaled", scaled)
+    model = small_model("llama").to(dtype)
+    with apply_npu_kernels(model, ops=HEAD):
+        model(**batch(), num_items_in_batch=items).loss.backward()
+    assert factors == [1.0 if items >= 1 else 2.0]
+
+
+def divided_otherwise(total, items):
+    return total / (3 * items) + total.detach() * 0.1
+
+
+def not_divided(total, items):
+    return total
+
+
+def used_twice(total, items):
+    return total / items + (total / 100).square()
+
+
+def divided_in_place(total, items):
+    total /= items
+    return total * 2
+
+
+def guarded(total, items):
+    return torch.where(total.isnan(), 0.0, total) / items.clamp(min=1)
+
+
+# How a sum is used, and what the model is told of.
+SUMS = {
+    "as told": (lambda total, items: total / items, torch.tensor(29)),
+    "divided otherwise": (divided_otherwise, torch.tensor(29)),
+    "not divided": (not_divided, 29),
+    "used twice": (used_twice, torch.tensor(29.0)),
+    "in place": (divided_in_place, torch.tensor(29)),
+    "told otherwise": (lambda total, items: total / items, torch.tensor([29])),
+    "no items": (guarded, torch.tensor(0)),
+    "no items, as a number": (lambda total, items: total / max(items, 1), 0),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_one_whatever_is_done_with_it(name, counted):
+    use, items = SUMS[name]
+
+    def loss_function(logits, labels, vocab_size, num_items_in_batch, **kwargs):
+        return use(functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), items).sum()
+
+    def make():
+        model = small_model("llama")
+        model.loss_function = loss_function
+        return model
+
+    assert check(make, lambda model: own_loss(model, num_items_in_batch=items), counted, 1) == []

@@ -1,0 +1,130 @@
+"""How a padded batch becomes one row of live tokens: host arithmetic, no model and no device.
+
+Rows that begin alike, at the same columns, are stored as a tree. A node is a run of tokens that its rows have in
+common; its tokens are computed once, and see the tokens on the way from the root to them, as each row would have had
+it. Without sharing every row is a node by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["DEAD", "MIN_SAVED", "PREDICTS", "Layout", "layout"]
+
+DEAD, PREDICTS = -1, -2
+"""In place of an id: a place without a token, and one without a token whose label is to be predicted nevertheless."""
+
+MIN_SAVED = 0.05
+"""The share of live tokens that sharing must save to be used: keys and values of a shared beginning are copied for
+each of its rows."""
+_MIN_NODE = 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of a batch [B, L] lie in its packed row [n].
+
+    Attributes:
+        places: of each packed token, in the flat batch: [n].
+        lengths: of the segments' queries.
+        key_lengths: of the keys that each segment sees.
+        keys: the packed token of each of those keys, [sum(key_lengths)]; None where they are the segments' own.
+        tokens: the packed token of each place of the flat batch, -1 where there is none: [B * L].
+        live: places with a token.
+    """
+
+    places: np.ndarray
+    lengths: list[int]
+    key_lengths: list[int]
+    keys: np.ndarray | None
+    tokens: np.ndarray
+    live: int
+
+
+@dataclass(frozen=True)
+class _Node:
+    """Columns begin to end of a row, and the nodes before it on the way from the root."""
+
+    row: int
+    begin: int
+    end: int
+    rows: tuple[int, ...]
+    path: tuple[int, ...]
+
+
+def _tree(first: list[int], last: list[int], ids: np.ndarray) -> Iterator[_Node]:
+    """The nodes of all rows, parents before their children."""
+    order = sorted(range(len(first)), key=lambda b: (first[b], ids[b, first[b] : last[b]].astype(">i8").tobytes()))
+    # Up to which column a row is like the one before it.
+    alike = [0] * len(order)
+    for i in range(1, len(order)):
+        a, b = order[i - 1], order[i]
+        if first[a] == first[b]:
+            end = min(last[a], last[b])
+            differs = ids[a, first[a] : end] != ids[b, first[a] : end]
+            alike[i] = first[a] + (int(differs.argmax()) if differs.any() else len(differs))
+    count = 0
+
+    def grown(low: int, high: int, begin: int, path: tuple[int, ...]) -> Iterator[_Node]:
+        nonlocal count
+        rows = tuple(order[low:high])
+        end = last[rows[0]] if len(rows) == 1 else min(alike[low + 1 : high])
+        worth = (len(rows) - 1) * (end - begin) >= _MIN_NODE
+        if end > begin and (len(rows) == 1 or worth):
+            yield _Node(rows[0], begin, end, rows, path)
+            path, begin, count = (*path, count), end, count + 1
+        if len(rows) > 1:
+            cuts = [low, *(i for i in range(low + 1, high) if alike[i] <= end), high]
+            for a, b in itertools.pairwise(cuts):
+                yield from grown(a, b, begin, path)
+
+    begins = [0, *(i for i in range(1, len(order)) if alike[i] <= first[order[i]]), len(order)]
+    for low, high in itertools.pairwise(begins):
+        yield from grown(low, high, first[order[low]], ())
+
+
+def layout(ids: np.ndarray, *, share: bool) -> Layout | str:
+    """The layout of a batch.
+
+    Args:
+        ids: [B, L], of tokens; `DEAD` or `PREDICTS` where there is none.
+        share: whether tokens that rows begin with alike are to be stored once.
+
+    Returns:
+        The layout, or why there is none, as a sentence.
+    """
+    batch, width = ids.shape
+    alive = ids >= 0
+    counts = alive.sum(1)
+    live = int(counts.sum())
+    if live == 0:
+        return "no token is live"
+    if (ids == PREDICTS).any():
+        return "labels are to be predicted at places that are padding"
+    begin = alive.argmax(1)
+    rows = np.flatnonzero(counts)
+    first, last = begin.tolist(), (begin + counts).tolist()
+    if any(not alive[b, first[b] : last[b]].all() for b in rows):
+        return "the mask of a row has a gap"
+    nodes = [_Node(b, first[b], last[b], (b,), ()) for b in rows.tolist()]
+    if share:
+        tree = [
+            _Node(int(rows[node.row]), node.begin, node.end, tuple(int(rows[b]) for b in node.rows), node.path)
+            for node in _tree([first[b] for b in rows], [last[b] for b in rows], ids[rows])
+        ]
+        if live - sum(node.end - node.begin for node in tree) >= MIN_SAVED * live:
+            nodes = tree
+    starts = np.cumsum([0, *(node.end - node.begin for node in nodes)]).tolist()
+    places = np.concatenate([np.arange(node.row * width + node.begin, node.row * width + node.end) for node in nodes])
+    tokens = np.full((batch, width), -1, np.int64)
+    for node, start in zip(nodes, starts, strict=False):
+        tokens[list(node.rows), node.begin : node.end] = np.arange(start, start + node.end - node.begin)
+    lengths = [node.end - node.begin for node in nodes]
+    paths = [[*node.path, i] for i, node in enumerate(nodes)]
+    shared = any(node.path for node in nodes)
+    keys = np.concatenate([np.arange(starts[i], starts[i + 1]) for path in paths for i in path]) if shared else None
+    return Layout(places, lengths, [sum(lengths[i] for i in path) for path in paths], keys, tokens.reshape(-1), live)

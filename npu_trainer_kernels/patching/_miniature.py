@@ -1,0 +1,146 @@
+"""A tiny model of a class, from the configuration of a large one: what its code does shows in a moment on a CPU.
+
+Sizes are cut down by what the configuration calls them; a list with an entry for each layer loses the layers that
+repeat others. Weights are random and of a size at which every parameter counts in the result.
+"""
+
+import contextlib
+import copy
+import itertools
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["VOCABULARY", "kept_layers", "miniature", "names_layers", "per_layer", "small_config"]
+
+VOCABULARY = 61
+_WINDOW, _HEAD = 8, 16
+# An attribute that matches is cut down to the value; the first pattern counts. What matches nothing stays.
+_SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
+    (re.compile(pattern), size)
+    for pattern, size in (
+        (r"vocab_size", VOCABULARY),
+        (r"(max_position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len)$", 64),
+        (r"(head_dim|headdim|head_size|d_head|d_kv|kv_channels|rotary_dim|v_dim)$", _HEAD),
+        (r"(^|_)rank$", 16),
+        (r"(key_value_heads|kv_heads|kv_n_heads|num_kv_heads)$", 2),
+        (r"heads$|^n_head$", 4),
+        (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$", 4),
+        (r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts|topk_group)$", 2),
+        (r"(n_group|num_expert_group)$", 2),
+        (r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index)$", 1),
+        (r"(sliding_window|window_size|attention_chunk_size|chunk_size)$", _WINDOW),
+        (r"(state_size|d_state)$", 8),
+        (r"(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_size_mlp)$", 48),
+        (r"(hidden_size|d_model|n_embd|embedding_dim|hidden_size_per_layer_input|word_embed_proj_dim)$", 64),
+    )
+)
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
+_DROPPED = re.compile(r"drop|jitter")
+_TOKEN = re.compile(r"_token_id$")
+_MOST_LAYERS = 6
+
+
+def names_layers(name: str, value: Any, count: int) -> bool:
+    """Whether a list holds numbers of layers, and not one value for each."""
+    numbers = isinstance(value, list | tuple) and len(value) > 0 and all(type(v) is int for v in value)
+    rising = numbers and all(a < b for a, b in itertools.pairwise(value)) and value[0] >= 0
+    return rising and value[-1] < count and ("layer" in name or "idx" in name or "index" in name)
+
+
+def per_layer(config: Any, count: int) -> dict[str, Any]:
+    """The lists of a configuration that have one entry for each of its layers."""
+    lists = {n: v for n, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == count > 2}
+    return {n: v for n, v in lists.items() if not names_layers(n, v, count)}
+
+
+def kept_layers(config: Any, count: int, most: int = _MOST_LAYERS) -> list[int]:
+    """The layers to keep: the first of each kind, by every list that has one entry for each layer; at least two."""
+    lists = per_layer(config, count).values()
+    seen, kept = set(), []
+    for i in range(count):
+        kind = tuple(str(v[i]) for v in lists)
+        if kind not in seen:
+            seen.add(kind)
+            kept.append(i)
+    others = [i for i in range(count) if i not in kept]
+    return sorted(kept + others[: max(0, 2 - len(kept))])[:most]
+
+
+def _unscaled(rotation: Any, head: int) -> Any:
+    """Rotation parameters without what is made for one size of heads."""
+    if not isinstance(rotation, dict):
+        return rotation
+    kept = {name: _unscaled(v, head) for name, v in rotation.items() if not isinstance(v, list | tuple)}
+    if "rope_type" in kept:
+        kept["rope_type"] = "default"
+    if "mrope_section" in rotation:
+        half = int(head * rotation.get("partial_rotary_factor", 1.0)) // 2
+        rest = [max(1, half * v // sum(rotation["mrope_section"])) for v in rotation["mrope_section"][1:]]
+        kept["mrope_section"] = [half - sum(rest), *rest]
+    return kept
+
+
+def small_config(config: Any) -> Any:
+    """A copy of a configuration with small sizes."""
+    small = copy.deepcopy(config)
+    count = next((n for name in _LAYERS if type(n := vars(config).get(name)) is int), 0)
+    kept = kept_layers(config, count)
+    lists = per_layer(config, count)
+    for name, value in vars(config).items():
+        if isinstance(value, dict) and name in ("rope_parameters", "rope_scaling"):
+            vars(small)[name] = _unscaled(value, _HEAD) if name == "rope_parameters" else None
+        elif name in lists:
+            vars(small)[name] = type(value)(value[i] for i in kept)
+        elif names_layers(name, value, count):
+            vars(small)[name] = type(value)([kept.index(v) for v in value if v in kept] or [len(kept) - 1])
+        elif _DROPPED.search(name) and isinstance(value, float):
+            vars(small)[name] = 0.0
+        elif type(value) is not int:
+            continue
+        elif _TOKEN.search(name):
+            vars(small)[name] = min(value, 2)
+        elif name in _LAYERS:
+            vars(small)[name] = len(kept)
+        else:
+            size = next((size for pattern, size in _SIZES if pattern.search(name)), value)
+            vars(small)[name] = min(value, size)
+    # As many key heads as heads where that is so; then there may be no number of groups.
+    heads, kv = (vars(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if heads == kv and heads is not None:
+        vars(small)["num_key_value_heads"] = vars(small)["num_attention_heads"]
+    return small
+
+
+@contextlib.contextmanager
+def _in_single() -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def miniature(cls: Any, config: Any) -> Any:
+    """A model of a class on the CPU, in fp32, for inference. The random state stays as it is.
+
+    Raises:
+        Exception: whatever the class raises for so small a configuration.
+    """
+    with _in_single(), torch.no_grad():
+        model = cls(config)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape)
+            if parameter.dim() < 2:
+                parameter.add_(0.1 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.weight.copy_(torch.randn(module.weight.shape))
+    return model.float().eval()

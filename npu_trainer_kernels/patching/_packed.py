@@ -1,0 +1,174 @@
+"""The way into transformers' attention: what a packed row carries in place of a mask, and what is done with it.
+
+While a packed row goes through a body, the body's configuration names our functions in transformers'
+`AttentionMaskInterface` and `AttentionInterface`. The first makes a `PackedMask` of each mask that the model asks for;
+layers hand it on as they do every mask, also to the recomputation of a checkpointed layer, and the second attends by
+segments. At all other times the configuration is as it was: hooks on the attention modules name our function again
+where a layer is recomputed after the body's forward has returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from ..ops._segments import Segments
+from ..ops.varlen_attention import unserved, varlen_attention
+from ._undo import Undo
+
+__all__ = ["NAME", "Asked", "Packing", "Unserved", "attend_by_segments", "packed", "window_of"]
+
+NAME = "npu_kernels_segments"
+
+
+# Whether there is a sliding window, the soft cap, whether there are sinks.
+Asked = tuple[bool, float | None, bool]
+
+
+class Unserved(Exception):
+    """A layer asks for what attention by segments does not do; the message says what."""
+
+
+@dataclass
+class Packing:
+    """One packed row on its way through a body.
+
+    Attributes:
+        segments: of the row.
+        backend: the override for the op.
+        attended: the classes of the modules that have attended.
+        asked: what they asked for.
+        before: what the configuration named before a layer that is being recomputed.
+    """
+
+    segments: Segments
+    backend: str | None
+    attended: set[type[nn.Module]] = field(default_factory=set)
+    asked: set[Asked] = field(default_factory=set)
+    before: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMask:
+    """Stands for a mask: causal inside each segment, with a sliding window or None."""
+
+    packing: Packing
+    window: int | None
+
+
+_packing: contextvars.ContextVar[Packing | None] = contextvars.ContextVar("npu_kernels_packing", default=None)
+
+
+def window_of(allowed: Callable[..., Any], length: int) -> int | None:
+    """The sliding window of a causal mask function, None where every earlier key is seen.
+
+    The function is asked what two queries see that are one apart, so that what depends on more than the distance is
+    found out.
+
+    Raises:
+        Unserved: the mask is another one.
+    """
+    if allowed is causal_mask_function:
+        return None
+    zero, far = torch.tensor(0), torch.arange(-1, length)
+    try:
+        rows = [allowed(zero, zero, torch.tensor(q), q - far).tolist() for q in (length, length + 1)]
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise Unserved("its mask looks at more than positions") from error
+    row, seen = rows[0], sum(rows[0])
+    if rows[0] != rows[1] or row[0] or row[1 : seen + 1] != [True] * seen:
+        raise Unserved("its mask is neither causal nor a sliding window")
+    return None if seen == length else seen
+
+
+def _mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> PackedMask:
+    """In place of the functions that make masks."""
+    packing = _packing.get()
+    if packing is None:
+        raise RuntimeError(f"{NAME!r} makes masks for packed rows alone, and no packed row is on its way")
+    return PackedMask(packing, window_of(mask_function, packing.segments.longest_k))
+
+
+def _attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None,
+    s_aux: torch.Tensor | None = None, is_causal: bool | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """In place of the functions that attend; query, key and value are [1, heads, tokens, size]."""
+    if type(attention_mask) is not PackedMask:
+        raise Unserved("it attends to something else than its own tokens")
+    packing, window = attention_mask.packing, attention_mask.window
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise Unserved("its attention is not causal")
+    for name in ("position_bias", "head_mask"):
+        if kwargs.get(name) is not None:
+            raise Unserved(f"its attention takes a {name}")
+    if query.shape[0] != 1 or query.shape[2] != packing.segments.q_ends[-1] or key.shape[2] != query.shape[2]:
+        raise Unserved("its attention takes other rows than the body was given")
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    reason = unserved(
+        query.device, dtype, (query.shape[-1], value.shape[-1]), window=window, softcap=softcap,
+        sinks=s_aux is not None, dropout=dropout, segments=len(packing.segments.q_ends), backend=packing.backend,
+    )  # fmt: skip
+    if reason is None and dtype is query.dtype and not query.dtype == key.dtype == value.dtype:
+        reason = f"queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype}"
+    if reason is not None:
+        raise Unserved(reason)
+    packing.attended.add(type(module))
+    packing.asked.add((window is not None, softcap, s_aux is not None))
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = varlen_attention(
+        q, k, v, packing.segments, scale=scaling, window=window, softcap=softcap, sinks=s_aux, dropout=dropout,
+        backend=packing.backend,
+    )  # fmt: skip
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)
+
+
+@contextlib.contextmanager
+def packed(config: Any, packing: Packing) -> Iterator[None]:
+    """While a packed row goes through the body that has this configuration."""
+    token, before = _packing.set(packing), config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        _packing.reset(token)
+
+
+def _mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMask | None:
+    given = kwargs.get("attention_mask")
+    return given if type(given) is PackedMask else next((a for a in args if type(a) is PackedMask), None)
+
+
+# Functions of this module, not closures: a model is pickled with its hooks.
+def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    mask, config = _mask_in(args, kwargs), module.config
+    if mask is not None and config._attn_implementation != NAME:
+        mask.packing.before.append(config._attn_implementation)
+        config._attn_implementation = NAME
+
+
+def _leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    mask = _mask_in(args, kwargs)
+    if mask is not None and mask.packing.before:
+        module.config._attn_implementation = mask.packing.before.pop()
+
+
+def attend_by_segments(module: nn.Module, undo: Undo) -> None:
+    """Makes an attention module attend by segments whenever it is handed a `PackedMask`."""
+    undo.add(module.register_forward_pre_hook(_enter, with_kwargs=True).remove)
+    undo.add(module.register_forward_hook(_leave, with_kwargs=True, always_call=True).remove)

@@ -1,0 +1,451 @@
+"""Nothing is computed for padding: the body of a model is handed one row of live tokens.
+
+The body is what makes `last_hidden_state`. A batch `[B, L]` with a mask becomes `[1, n]` before the embedding and
+`[B, L, H]` again after the last norm, with zeros where there was padding; a beginning that rows have in common is
+computed once (`_layout`). Attention alone knows of segments (`_packed`), and nothing outside of the body knows at all.
+
+Whether a body's code allows that is proven where the kernels are applied, and not on its own weights, which may be
+sharded, quantised or not there yet: a miniature of its class (`_miniature`), on a CPU in fp32, is given a batch that is
+padded on both sides, the one way and the other. What carries state along a row, counts positions in another way or
+attends by code of its own gives other numbers, or raises, and stays as it is. So does a body with a module that its
+miniature lacks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..ops._segments import Segments
+from ..ops._shared_rows import Shared, take, uploaded
+from ..ops.varlen_attention import unserved
+from ._call import CallSettings, current_call
+from ._classes import original_class
+from ._head import causal_lm
+from ._layout import DEAD, PREDICTS, Layout, layout
+from ._miniature import VOCABULARY, miniature, small_config
+from ._packed import Asked, Packing, Unserved, attend_by_segments, packed
+from ._patch import PROBE_ERRORS, QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
+from ._undo import Undo
+
+__all__ = ["BodyForm", "PaddingPatch", "Savings"]
+
+_BATCH = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+_TOLERANCE = 1e-4
+"""Of the greatest value, between the two ways of a miniature in fp32. Rounding makes about 1e-6 of it, and a token that
+sees what it must not see more than 1e-2: its weights are as large as that needs."""
+
+
+@dataclass
+class Savings:
+    """What became of the positions of the batches that were packed.
+
+    Attributes:
+        positions: all of them.
+        live: those with a token.
+        computed: tokens that went through the body.
+    """
+
+    positions: int = 0
+    live: int = 0
+    computed: int = 0
+
+    def __str__(self) -> str:
+        if not self.positions:
+            return ""
+        shared = 1 - self.computed / self.live
+        return f"{self.live / self.positions:.0%} of the positions were live" + (
+            f", {shared:.0%} of their tokens in a shared beginning" if shared else ""
+        )
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a miniature has shown.
+
+    Attributes:
+        by_columns: whether positions count columns, padding included; else live tokens.
+        attention: the classes of the modules that attend.
+        classes: of all of its modules.
+        asked: what its attention asked for.
+    """
+
+    by_columns: bool
+    attention: frozenset[type[nn.Module]] = frozenset()
+    classes: frozenset[type[nn.Module]] = frozenset()
+    asked: frozenset[Asked] = frozenset()
+
+
+@dataclass(frozen=True)
+class BodyForm:
+    """A body that may be handed one row.
+
+    Attributes:
+        proof: of its class.
+        names: the parameters of its forward, in order.
+        drops: whether something is dropped out in training; what rows share would then drop the same for all of them.
+        longest: columns beyond which its rotation depends on how far positions go; None: none.
+        refused: reasons that a first call has shown, by the circumstances of the call.
+        hooked: attention modules that attend by segments.
+    """
+
+    proof: Proof
+    names: tuple[str, ...]
+    drops: bool
+    longest: int | None
+    refused: dict[Any, str] = field(default_factory=dict, compare=False)
+    hooked: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet, compare=False)
+
+    def __str__(self) -> str:
+        return f"positions count {'columns' if self.proof.by_columns else 'live tokens'}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The proof
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _probe() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of a batch padded left, right and on both sides; some rows begin alike, in a tree of two levels."""
+    ids = torch.randint(3, VOCABULARY, (6, 24), generator=torch.Generator("cpu").manual_seed(3), device="cpu")
+    mask = torch.ones_like(ids)
+    for row, (begin, end) in enumerate(((5, 24), (5, 20), (5, 23), (0, 13), (3, 20), (0, 24))):
+        mask[row, :begin] = mask[row, end:] = 0
+    ids[1, :14], ids[2, :18] = ids[0, :14], ids[0, :18]
+    return ids, mask
+
+
+def _hidden(out: Any) -> torch.Tensor:
+    hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out.last_hidden_state
+    return hidden
+
+
+def _as_key(config: Any) -> str:
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+_proofs: dict[tuple[type, str], Proof | str] = {}
+
+
+def _proof(kind: type[PreTrainedModel], config: Any) -> Proof | str:
+    """What a miniature of a class shows, or why the class is left alone; shown once for a class and a configuration."""
+    small = small_config(config)
+    vars(small).update({name: False for name in _OUTPUTS if name in vars(small)})
+    small._attn_implementation = config._attn_implementation if config._attn_implementation == "sdpa" else "eager"
+    key = (kind, _as_key(small) + small._attn_implementation)
+    if key not in _proofs:
+        _proofs[key] = _shown(kind, small)
+    return _proofs[key]
+
+
+def _shown(kind: type[PreTrainedModel], small: Any) -> Proof | str:
+    try:
+        body = miniature(kind, small)
+        ids, mask = _probe()
+        with torch.no_grad(), torch.device("cpu"):
+            wanted = _hidden(body(input_ids=ids, attention_mask=mask, use_cache=False))
+    except PROBE_ERRORS as error:
+        return f"no miniature of it can be made: {_line(error)}"
+    live = mask.bool()
+    if wanted.shape[:2] != ids.shape or not wanted[live].isfinite().all():
+        return "a miniature of it gives no hidden state for each token"
+    reason = ""
+    for by_columns in (True, False):
+        names = tuple(inspect.signature(kind.forward).parameters)[1:]
+        proof = Proof(by_columns)
+        try:
+            with torch.no_grad(), torch.device("cpu"):
+                batch = _Batch.of({"input_ids": ids, "attention_mask": mask, "use_cache": False}, None, True)
+                got = batch.through(kind, body, BodyForm(proof, names, False, None), "torch")
+        except Unserved as error:
+            return str(error)
+        except PROBE_ERRORS as error:
+            return f"its code takes no packed row: {_line(error)}"
+        out, packing = got
+        if not packing.attended:
+            return "its attention is not transformers' own"
+        far = (_hidden(out)[live] - wanted[live]).abs().max() / wanted[live].abs().max()
+        if far <= _TOLERANCE:
+            classes = frozenset(original_class(m) for m in body.modules())
+            return Proof(by_columns, frozenset(packing.attended), classes, frozenset(packing.asked))
+        reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
+    return reason
+
+
+def _unserved(proof: Proof, config: Any, scene: Scene) -> str | None:
+    """Why the device cannot attend by segments as the layers ask for, known before any of them has begun."""
+    size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    size = size or config.hidden_size // config.num_attention_heads
+    sizes = size, getattr(config, "v_head_dim", None) or size
+    dropout = getattr(config, "attention_dropout", 0.0)
+    return next(filter(None, (
+        unserved(scene.where, scene.dtype, sizes, window=1 if window else None, softcap=softcap, sinks=sinks,
+                 dropout=dropout if isinstance(dropout, float) else 0.0, backend=scene.backend)
+        for window, softcap, sinks in proof.asked
+    )), None)  # fmt: skip
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+
+
+def _unproven(body: nn.Module, classes: frozenset[type[nn.Module]]) -> str | None:
+    """What a body has that its miniature has not, as a reason; None where there is nothing.
+
+    Linear layers are that in whatever form (quantised, with adapters): they mix no tokens.
+    """
+    from_peft: tuple[type, ...] = ()
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        from_peft = (BaseTunerLayer,)
+    except ImportError:
+        pass
+    known = tuple(classes)
+    inside: set[nn.Module] = set()
+    for path, module in body.named_modules():
+        if module in inside:
+            continue
+        kind = original_class(module)
+        base = next((cls for cls in kind.__mro__ if cls in classes), None) if isinstance(module, known) else None
+        if isinstance(module, from_peft) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
+            inside.update(module.modules())
+        elif base is None or kind.forward is not base.forward:
+            return f"its {path} is a {kind.__name__}, which was not proven"
+        elif module is not body and (reason := set_on_instance(module)) is not None:
+            return f"{path}: {reason}"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A batch
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What a body was called with, and where its tokens go."""
+
+    given: dict[str, Any]
+    layout: Layout
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, given: dict[str, Any], labels: torch.Tensor | None, share: bool) -> Any:
+        """Or why there is no layout, as a sentence; here the host waits for the device, once for a forward."""
+        mask, ids = given["attention_mask"], given.get("input_ids")
+        alive = mask.bool()
+        seen = alive.long() - 1 if ids is None else torch.where(alive, ids, DEAD)
+        if labels is not None and labels.shape == mask.shape:
+            # The place before a label predicts it.
+            lost = (labels[:, 1:] != -100) & ~alive[:, :-1]
+            seen[:, :-1].masked_fill_(lost, PREDICTS)
+        found = layout(seen.cpu().numpy(), share=share and ids is not None)
+        return found if isinstance(found, str) else cls(given, found, tuple(mask.shape))
+
+    @property
+    def computed(self) -> int:
+        """Tokens that go through the body."""
+        return len(self.layout.places)
+
+    def through(self, kind: Any, body: Any, form: BodyForm, backend: str | None) -> Any:
+        """The body's output with its hidden states in the batch's shape, and what became of the packed row.
+
+        Raises:
+            Unserved: a layer asks for what attention by segments does not do.
+        """
+        given, where, (rows, width) = self.given, self.layout, self.shape
+        mask = given["attention_mask"]
+        device, n = mask.device, len(where.places)
+        new = {**given, "attention_mask": mask.new_ones(1, n)}
+        if given.get("inputs_embeds") is None:
+            places = uploaded(where.places, device)
+            new["input_ids"] = given["input_ids"].reshape(-1).index_select(0, places).unsqueeze(0)
+        else:
+            embedded = given["inputs_embeds"]
+            packed_rows = Shared.make(where.places, rows * width, embedded.device)
+            new["inputs_embeds"] = take(embedded.reshape(rows * width, -1), packed_rows).unsqueeze(0)
+        positions = given.get("position_ids")
+        if positions is None:
+            columns = where.places % width
+            if not form.proof.by_columns:
+                begins = (where.tokens.reshape(rows, width) >= 0).argmax(1)
+                columns = columns - begins[where.places // width]
+            new["position_ids"] = uploaded(columns, device).unsqueeze(0)
+        else:
+            places = uploaded(where.places, positions.device)
+            new["position_ids"] = positions.expand(rows, width).reshape(-1).index_select(0, places).unsqueeze(0)
+        keys = None if where.keys is None else Shared.make(where.keys, n, device)
+        segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
+        packing = Packing(segments, backend)
+        with packed(body.config, packing):
+            out = kind.forward(body, **new)
+        others = () if isinstance(out, tuple) else (name for name in out if name != "last_hidden_state")
+        if (isinstance(out, tuple) and any(o is not None for o in out[1:])) or (name := next(iter(others), None)):
+            raise Unserved(f"it returns {'more than hidden states' if isinstance(out, tuple) else name}")
+        hidden = _hidden(out)
+        tokens = Shared.make(where.tokens, n, hidden.device)
+        padded = take(hidden[0], tokens).view(rows, width, -1)
+        if isinstance(out, tuple):
+            out = (padded, *out[1:])
+        else:
+            out.last_hidden_state = padded
+        return out, packing
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The patch
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def body_of(model: nn.Module) -> Any:
+    """The module that makes `last_hidden_state`, or None."""
+    owner = causal_lm(model)[1]
+    if owner is None:
+        owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    body = None if owner is None or not hasattr(owner, "get_decoder") else owner.get_decoder()
+    # Some call the text part of their model, head included, their decoder.
+    if isinstance(body, PreTrainedModel) and body.get_output_embeddings() is not None:
+        return body.base_model
+    return body
+
+
+def _longest(config: Any) -> int | None:
+    """Columns beyond which a rotation depends on the longest position of a batch."""
+    rotation = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    text = json.dumps(rotation, default=str)
+    if "dynamic" not in text and "longrope" not in text:
+        return None
+    lengths = [v for v in (rotation.get("original_max_position_embeddings"),
+                           getattr(config, "original_max_position_embeddings", None),
+                           getattr(config, "max_position_embeddings", None)) if isinstance(v, int)]  # fmt: skip
+    return min(lengths, default=0)
+
+
+def _drops(body: nn.Module) -> bool:
+    numbers = (v for name, v in vars(body.config).items() if "drop" in name and isinstance(v, float))
+    return any(numbers) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in body.modules())
+
+
+def _compiled(body: nn.Module) -> bool:
+    """Whether layers are compiled one by one: a graph has no packed row in it."""
+    layers = (layer for child in body._modules.values() if isinstance(child, nn.ModuleList) for layer in child)
+    return any(getattr(layer, "_compiled_call_impl", None) is not None for layer in layers)
+
+
+class PaddingPatch(Patch):
+    """The body of a model, by `ops.varlen_attention`."""
+
+    op = "varlen_attention"
+
+    def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
+        body = body_of(scene.model)
+        if body is None:
+            return [("", scene.model)]
+        return [(path, module) for path, module in scene.model.named_modules() if module is body]
+
+    def recognise(self, module: Any, scene: Scene) -> BodyForm | str | None:
+        kind: Any = original_class(module)
+        if not isinstance(module, PreTrainedModel):
+            return Aside("no body of a transformers model found")
+        names = tuple(inspect.signature(kind.forward).parameters)[1:]
+        if not {"input_ids", "attention_mask", "position_ids"} <= set(names):
+            return "its forward takes no ids, mask and positions"
+        if getattr(module.config, "is_encoder_decoder", False):
+            return "it has an encoder"
+        if getattr(kind, "_is_stateful", False):
+            return "state runs along its rows"
+        if (reason := set_on_instance(module)) is not None:
+            return reason
+        proof = _proof(kind, module.config)
+        if isinstance(proof, str):
+            return proof
+        reason = _unproven(module, proof.classes) or _unserved(proof, module.config, scene)
+        if reason is not None:
+            return reason
+        return BodyForm(proof, names, _drops(module), _longest(module.config))
+
+    def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
+        super().install(site, module, undo, settings)
+        site.progress = site.progress or Savings()
+        for part in module.modules():
+            if original_class(part) in site.form.proof.attention and part not in site.form.hooked:
+                site.form.hooked.add(part)
+                attend_by_segments(part, undo)
+
+    def detail(self, site: Site) -> str:
+        return str(site.form)
+
+    def tokens(self, *args: Any) -> int:
+        return 0
+
+    def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
+        form: BodyForm = site.form
+        given = dict(zip(form.names, args, strict=False), **kwargs)
+        mask, config = given.get("attention_mask"), module.config
+        if mask is None or given.get("past_key_values") is not None:
+            return QUIET
+        ids = given.get("input_ids")
+        rows = ids if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return "its mask is none of tokens" if torch.is_grad_enabled() else QUIET
+        if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
+            return "its mask is not of the shape of its tokens"
+        caches = given.get("use_cache")
+        if caches is None:
+            caches = config.use_cache and not (module.training and getattr(module, "gradient_checkpointing", False))
+        if caches:
+            return "a cache is asked for (use_cache)" if torch.is_grad_enabled() else QUIET
+        for name in _OUTPUTS:
+            asked = given.get(name)
+            if asked or (asked is None and getattr(config, name, False)):
+                return f"its {name.removeprefix('output_')} are asked for"
+        positions = given.get("position_ids")
+        if positions is not None and (positions.dim() != 2 or positions.shape[-1] != mask.shape[-1]):
+            return "it is given positions in several dimensions"
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor) and value.dim() and name not in _BATCH:
+                return f"it is given {name}"
+        if form.longest is not None and mask.shape[-1] > form.longest:
+            return "its rotation depends on the longest row"
+        if _compiled(module):
+            return "its layers are compiled"
+        return form.refused.get(_circumstances(module, rows))
+
+    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
+        form: BodyForm = site.form
+        given = dict(zip(form.names, args, strict=False), **kwargs)
+        call = current_call()
+        labels = None if call is None else call.labels
+        batch = _Batch.of(given, labels, not (form.drops and module.training))
+        if isinstance(batch, str):
+            return Late(batch)
+        positions = batch.shape[0] * batch.shape[1]
+        if batch.computed == positions:
+            return Late(QUIET)
+        try:
+            out, _ = batch.through(site.kind, module, form, site.backend)
+        except Unserved as error:
+            rows = given.get("inputs_embeds")
+            form.refused[_circumstances(module, given["input_ids"] if rows is None else rows)] = str(error)
+            return Late(str(error))
+        savings = site.progress
+        savings.positions += positions
+        savings.live += batch.layout.live
+        savings.computed += batch.computed
+        return out
+
+
+def _circumstances(module: nn.Module, rows: torch.Tensor) -> tuple[Any, ...]:
+    """What decides, beside the module, whether its layers can attend by segments."""
+    kind = rows.device.type
+    return kind, module.training, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
