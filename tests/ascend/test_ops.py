@@ -27,7 +27,17 @@ CHIP = "Ascend910B4"
 pytestmark = pytest.mark.usefixtures("kept_cache")
 
 
-@pytest.fixture(params=LEVELS)
+def pytest_generate_tests(metafunc):
+    """Every dtype on the level that is nearer to the chip; on the one that it is made from, where the place of a fault
+    shows, fp32 alone."""
+    if "tensors" in metafunc.fixturenames:
+        cases = [(LEVELS[0], "fp32"), *((LEVELS[1], dtype) for dtype in DTYPES)]
+        metafunc.parametrize(("launcher", "tensors"), cases, indirect=True)
+    elif "launcher" in metafunc.fixturenames:
+        metafunc.parametrize("launcher", LEVELS, indirect=True)
+
+
+@pytest.fixture
 def launcher(request):
     """Executes launches at one level of the lowering, with the chip's tiles."""
     launcher = LoweringLauncher(CHIP, request.param)
@@ -35,7 +45,7 @@ def launcher(request):
         yield launcher
 
 
-@pytest.fixture(params=DTYPES)
+@pytest.fixture
 def tensors(request):
     return Tensors(DTYPES[request.param], "cpu")
 
