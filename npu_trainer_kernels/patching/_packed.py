@@ -24,7 +24,7 @@ from ..ops._segments import Segments
 from ..ops.varlen_attention import unserved, varlen_attention
 from ._undo import Undo
 
-__all__ = ["NAME", "Packing", "Unserved", "attend_by_segments", "packed", "window_of"]
+__all__ = ["NAME", "Packing", "Unserved", "attend_by_segments", "packed", "under_way", "window_of"]
 
 NAME = "npu_kernels_segments"
 
@@ -50,12 +50,16 @@ class Packing:
     before: list[Any] = field(default_factory=list)
 
 
-@dataclass(frozen=True, eq=False)
 class PackedMask:
-    """Stands for a mask: causal inside each segment, with a sliding window or None."""
+    """Stands for a mask: causal inside each segment, with a sliding window or None.
 
-    packing: Packing
-    window: int | None
+    No dataclass: wrappers of layers (FSDP1's) take those apart, and hand on a copy.
+    """
+
+    __slots__ = ("packing", "window")
+
+    def __init__(self, packing: Packing, window: int | None) -> None:
+        self.packing, self.window = packing, window
 
 
 _packing: contextvars.ContextVar[Packing | None] = contextvars.ContextVar("npu_kernels_packing", default=None)
@@ -72,9 +76,11 @@ def window_of(allowed: Callable[..., Any], length: int) -> int | None:
     """
     if allowed is causal_mask_function:
         return None
-    zero, far = torch.tensor(0), torch.arange(-1, length)
     try:
-        rows = [allowed(zero, zero, torch.tensor(q), q - far).tolist() for q in (length, length + 1)]
+        # On the host, whatever the default device is.
+        with torch.device("cpu"):
+            zero, far = torch.tensor(0), torch.arange(-1, length)
+            rows = [allowed(zero, zero, torch.tensor(q), q - far).tolist() for q in (length, length + 1)]
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise Unserved("its mask looks at more than positions") from error
     row, seen = rows[0], sum(rows[0])
@@ -128,6 +134,11 @@ def _attention(
 
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
+
+
+def under_way() -> bool:
+    """Whether a packed row is going through a body on this thread."""
+    return _packing.get() is not None
 
 
 @contextlib.contextmanager

@@ -29,9 +29,9 @@ from ..ops._shared_rows import Shared, take, uploaded
 from ._call import CallSettings, current_call
 from ._classes import original_class
 from ._head import causal_lm
-from ._layout import DEAD, PREDICTS, Layout, layout
+from ._layout import DEAD, PREDICTS, READ, Layout, layout
 from ._miniature import VOCABULARY, miniature, small_config
-from ._packed import Packing, Unserved, attend_by_segments, packed
+from ._packed import Packing, Unserved, attend_by_segments, packed, under_way
 from ._patch import PROBE_ERRORS, QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
 from ._undo import Undo
 
@@ -89,7 +89,8 @@ class BodyForm:
     Attributes:
         proof: of its class.
         names: the parameters of its forward, in order.
-        drops: whether something is dropped out in training; what rows share would then drop the same for all of them.
+        classifies: whether what is read outside is found by ids: the last one that is no padding.
+        drops: whether numbers are drawn for each token in training (dropout).
         longest: columns beyond which its rotation depends on how far positions go; None: none.
         refused: reasons that a first call has shown, by the circumstances of the call.
         hooked: attention modules that attend by segments.
@@ -97,6 +98,7 @@ class BodyForm:
 
     proof: Proof
     names: tuple[str, ...]
+    classifies: bool
     drops: bool
     longest: int | None
     refused: dict[Any, str] = field(default_factory=dict, compare=False)
@@ -161,8 +163,9 @@ def _shown(kind: type[PreTrainedModel], small: Any) -> Proof | str:
         proof = Proof(by_columns, frozenset(), frozenset())
         try:
             with torch.no_grad(), torch.device("cpu"):
-                batch = _Batch.of({"input_ids": ids, "attention_mask": mask, "use_cache": False}, None, True)
-                got = batch.through(kind, body, BodyForm(proof, names, False, None), "torch")
+                given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+                batch = _Batch.of(given, None, share=True)
+                got = batch.through(kind, body, BodyForm(proof, names, False, False, None), "torch")
         except Unserved as error:
             return str(error)
         except PROBE_ERRORS as error:
@@ -188,26 +191,62 @@ def _unproven(body: nn.Module, classes: frozenset[type[nn.Module]]) -> str | Non
 
     Linear layers are that in whatever form (quantised, with adapters): they mix no tokens.
     """
-    from_peft: tuple[type, ...] = ()
+    adapters: tuple[type, ...] = ()
+    around: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
 
-        from_peft = (BaseTunerLayer,)
+        # A wrapper calls the copy of its module that is trained: both are looked at.
+        adapters, around = (BaseTunerLayer,), (*around, AuxiliaryTrainingWrapper)
     except ImportError:
         pass
     known = tuple(classes)
     inside: set[nn.Module] = set()
     for path, module in body.named_modules():
-        if module in inside:
-            continue
         kind = original_class(module)
         base = next((cls for cls in kind.__mro__ if cls in classes), None) if isinstance(module, known) else None
-        if isinstance(module, from_peft) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
+        if module is not body and (reason := set_on_instance(module)) is not None:
+            return f"{path}: {reason}"
+        if module in inside or isinstance(module, around):
+            continue
+        if isinstance(module, adapters) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
             inside.update(module.modules())
         elif base is None or kind.forward is not base.forward:
             return f"its {path} is a {kind.__name__}, which was not proven"
-        elif module is not body and (reason := set_on_instance(module)) is not None:
-            return f"{path}: {reason}"
+    return None
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SHAPELESS = frozenset(("npu_trainer_kernels", "torch", "transformers", "accelerate", "deepspeed"))
+"""Packages whose hooks do with a packed row what they do with a batch; NEFTune's, in transformers, does not."""
+
+
+def _parts(body: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Layers and what they are made of, and what stands beside them in a body. Below that the first layer stands for
+    all, since this is looked at in every call."""
+    beside = [child for child in body._modules.values() if child is not None]
+    layers = [layer for child in beside if isinstance(child, nn.ModuleList) for layer in child]
+    inner = [part for layer in layers[1:] for part in (layer, *layer._modules.values()) if part is not None]
+    return [*(layers[0].modules() if layers else ()), *inner], beside
+
+
+def _in_the_way(body: nn.Module) -> str | None:
+    """What has been done to a body since it was proven that leaves no room for a packed row, or None."""
+    layers, beside = _parts(body)
+    for part in layers:
+        # A graph has no packed row in it: it would be compiled anew for each.
+        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+            return "its layers are compiled"
+        if (reason := set_on_instance(part)) is not None:
+            return f"its {original_class(part).__name__}: {reason}"
+    for part in (*layers, *beside):
+        for name in _HOOKS:
+            for hook in getattr(part, name).values():
+                function = getattr(hook, "func", hook)
+                whose = (function.__module__ or "").partition(".")[0]
+                if whose not in _SHAPELESS or getattr(function, "__name__", "") == "neftune_post_forward_hook":
+                    return f"a hook of {whose} on its {original_class(part).__name__} may look at rows"
     return None
 
 
@@ -225,11 +264,22 @@ class _Batch:
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, given: dict[str, Any], labels: torch.Tensor | None, share: bool) -> Any:
-        """Or why there is no layout, as a sentence; here the host waits for the device, once for a forward."""
+    def of(cls, given: dict[str, Any], labels: torch.Tensor | None, *, share: bool, padding: int | None = None) -> Any:
+        """Or why there is no layout, as a sentence; here the host waits for the device, once for a forward.
+
+        Args:
+            given: to the body.
+            labels: given to the model, where there are some.
+            share: whether beginnings may be shared.
+            padding: the only id that a place without a token may have; None: any.
+        """
         mask, ids = given["attention_mask"], given.get("input_ids")
         alive = mask.bool()
-        seen = alive.long() - 1 if ids is None else torch.where(alive, ids, DEAD)
+        if ids is None:
+            seen = alive.long() - 1
+        else:
+            dead = DEAD if padding is None else torch.where(ids == padding, DEAD, READ)
+            seen = torch.where(alive, ids, dead)
         if labels is not None and labels.shape == mask.shape:
             # The place before a label predicts it.
             lost = (labels[:, 1:] != -100) & ~alive[:, :-1]
@@ -312,15 +362,10 @@ def _longest(config: Any) -> int | None:
     return min(lengths, default=0)
 
 
-def _drops(body: nn.Module) -> bool:
-    numbers = (v for name, v in vars(body.config).items() if "drop" in name and isinstance(v, float))
-    return any(numbers) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in body.modules())
-
-
-def _compiled(body: nn.Module) -> bool:
-    """Whether layers are compiled one by one: a graph has no packed row in it."""
-    layers = (layer for child in body._modules.values() if isinstance(child, nn.ModuleList) for layer in child)
-    return any(getattr(layer, "_compiled_call_impl", None) is not None for layer in layers)
+def _drops(config: Any, modules: Iterable[nn.Module]) -> bool:
+    """Whether numbers are drawn for each token in training: what rows share would then have the same for all."""
+    numbers = (v for name, v in vars(config).items() if ("drop" in name or "jitter" in name) and isinstance(v, float))
+    return any(numbers) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in modules)
 
 
 class PaddingPatch(Patch):
@@ -353,7 +398,10 @@ class PaddingPatch(Patch):
         reason = _unproven(module, proof.classes)
         if reason is not None:
             return reason
-        return BodyForm(proof, names, _drops(module), _longest(module.config))
+        owners = (original_class(m).__name__ for m in scene.model.modules() if isinstance(m, PreTrainedModel))
+        classifies = any(name.endswith("ForSequenceClassification") for name in owners)
+        drops = _drops(module.config, module.modules())
+        return BodyForm(proof, names, classifies, drops, _longest(module.config))
 
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         super().install(site, module, undo, settings)
@@ -373,8 +421,10 @@ class PaddingPatch(Patch):
         form: BodyForm = site.form
         given = dict(zip(form.names, args, strict=False), **kwargs)
         mask, config = given.get("attention_mask"), module.config
-        if mask is None or given.get("past_key_values") is not None:
+        if mask is None or under_way():
             return QUIET
+        if given.get("past_key_values") is not None:
+            return "it is given keys and values (past_key_values)" if torch.is_grad_enabled() else QUIET
         ids = given.get("input_ids")
         rows = ids if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
@@ -398,8 +448,10 @@ class PaddingPatch(Patch):
                 return f"it is given {name}"
         if form.longest is not None and mask.shape[-1] > form.longest:
             return "its rotation depends on the longest row"
-        if _compiled(module):
-            return "its layers are compiled"
+        if form.classifies and (ids is None or config.pad_token_id is None):
+            return "what is classified is found by ids, and here are none, or no padding"
+        if (reason := _in_the_way(module)) is not None:
+            return reason
         return form.refused.get(_circumstances(module, rows))
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -407,7 +459,11 @@ class PaddingPatch(Patch):
         given = dict(zip(form.names, args, strict=False), **kwargs)
         call = current_call()
         labels = None if call is None else call.labels
-        batch = _Batch.of(given, labels, not (form.drops and module.training))
+        # Adapters may have come since, with a dropout of their own.
+        config = module.config
+        drops = module.training and (form.drops or _drops(config, _parts(module)[0]))
+        padding = config.pad_token_id if form.classifies else None
+        batch = _Batch.of(given, labels, share=not drops, padding=padding)
         if isinstance(batch, str):
             return Late(batch)
         positions = batch.shape[0] * batch.shape[1]
