@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,14 +142,17 @@ def under_way() -> bool:
 
 
 @contextlib.contextmanager
-def packed(config: Any, packing: Packing) -> Iterator[None]:
-    """While a packed row goes through the body that has this configuration."""
-    token, before = _packing.set(packing), config._attn_implementation
-    config._attn_implementation = NAME
+def packed(configs: Iterable[Any], packing: Packing) -> Iterator[None]:
+    """While a packed row goes through the body that has these configurations."""
+    before = [(config, config._attn_implementation) for config in configs]
+    token = _packing.set(packing)
+    for config, _ in before:
+        config._attn_implementation = NAME
     try:
         yield
     finally:
-        config._attn_implementation = before
+        for config, name in before:
+            config._attn_implementation = name
         _packing.reset(token)
 
 

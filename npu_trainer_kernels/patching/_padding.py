@@ -3,6 +3,8 @@
 The body is what makes `last_hidden_state`. A batch `[B, L]` with a mask becomes `[1, n]` before the embedding and
 `[B, L, H]` again after the last norm, with zeros where there was padding; a beginning that rows have in common is
 computed once (`_layout`). Attention alone knows of segments (`_packed`), and nothing outside of the body knows at all.
+What reads images beside text and has such a body inside is a body, too, for batches of text alone: some of them make
+the masks for the one inside.
 
 Whether a body's code allows that is proven where the kernels are applied, and not on its own weights, which may be
 sharded, quantised or not there yet: a miniature of its class (`_miniature`), on a CPU in fp32, is given a batch that is
@@ -13,6 +15,7 @@ miniature lacks.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import weakref
@@ -22,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ..ops._segments import Segments
@@ -30,14 +34,14 @@ from ._call import CallSettings, current_call
 from ._classes import original_class
 from ._head import causal_lm
 from ._layout import DEAD, PREDICTS, READ, Layout, layout
-from ._miniature import VOCABULARY, miniature, small_config
+from ._miniature import VOCABULARY, miniature, miniature_around, small_config
 from ._packed import Packing, Unserved, attend_by_segments, packed, under_way
 from ._patch import PROBE_ERRORS, QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
 from ._undo import Undo
 
 __all__ = ["BodyForm", "PaddingPatch", "Savings"]
 
-_BATCH = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+_BATCH = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 _TOLERANCE = 1e-4
 """Of the greatest value, between the two ways of a miniature in fp32. Rounding makes about 1e-6 of it, and a token that
@@ -89,6 +93,7 @@ class BodyForm:
     Attributes:
         proof: of its class.
         names: the parameters of its forward, in order.
+        inner: path of the body of text alone; empty: itself.
         classifies: whether what is read outside is found by ids: the last one that is no padding.
         drops: whether numbers are drawn for each token in training (dropout).
         longest: columns beyond which its rotation depends on how far positions go; None: none.
@@ -98,6 +103,7 @@ class BodyForm:
 
     proof: Proof
     names: tuple[str, ...]
+    inner: str
     classifies: bool
     drops: bool
     longest: int | None
@@ -135,37 +141,50 @@ def _as_key(config: Any) -> str:
 _proofs: dict[tuple[type, str], Proof | str] = {}
 
 
-def _proof(kind: type[PreTrainedModel], config: Any) -> Proof | str:
+def _proof(body: Any, inner: str) -> Proof | str:
     """What a miniature of a class shows, or why the class is left alone; shown once for a class and a configuration."""
-    small = small_config(config)
+    kind, text = original_class(body), body.get_submodule(inner)
+    small = small_config(text.config)
     vars(small).update({name: False for name in _OUTPUTS if name in vars(small)})
-    small._attn_implementation = config._attn_implementation if config._attn_implementation == "sdpa" else "eager"
+    small._attn_implementation = "sdpa" if text.config._attn_implementation == "sdpa" else "eager"
     key = (kind, _as_key(small) + small._attn_implementation)
     if key not in _proofs:
-        _proofs[key] = _shown(kind, small)
+        _proofs[key] = _shown(body, inner, small)
     return _proofs[key]
 
 
-def _shown(kind: type[PreTrainedModel], small: Any) -> Proof | str:
+def _miniature(body: Any, inner: str, small: Any) -> Any:
+    made = miniature(original_class(body.get_submodule(inner)), small)
+    if not inner:
+        return made
+    config = copy.deepcopy(body.config)
+    text = config.get_text_config()
+    vars(config).update({name: small for name, value in vars(config).items() if value is text})
+    return miniature_around(original_class(body), config, inner, made)
+
+
+def _shown(real: Any, inner: str, small: Any) -> Proof | str:
+    kind: Any = original_class(real)
+    names = tuple(inspect.signature(kind.forward).parameters)[1:]
+    ids, mask = _probe()
+    live = mask.bool()
+    given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    if "labels" in names:
+        given["labels"] = ids.masked_fill(~live, -100)
     try:
-        body = miniature(kind, small)
-        ids, mask = _probe()
+        body = _miniature(real, inner, small)
         with torch.no_grad(), torch.device("cpu"):
-            wanted = _hidden(body(input_ids=ids, attention_mask=mask, use_cache=False))
+            wanted = _hidden(body(**given))
     except PROBE_ERRORS as error:
         return f"no miniature of it can be made: {_line(error)}"
-    live = mask.bool()
     if wanted.shape[:2] != ids.shape or not wanted[live].isfinite().all():
         return "a miniature of it gives no hidden state for each token"
     reason = ""
     for by_columns in (True, False):
-        names = tuple(inspect.signature(kind.forward).parameters)[1:]
-        proof = Proof(by_columns, frozenset(), frozenset())
+        form = BodyForm(Proof(by_columns, frozenset(), frozenset()), names, inner, False, False, None)
         try:
             with torch.no_grad(), torch.device("cpu"):
-                given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-                batch = _Batch.of(given, None, share=True)
-                got = batch.through(kind, body, BodyForm(proof, names, False, False, None), "torch")
+                got = _Batch.of(given, None, share=True).through(kind, body, form, "torch")
         except Unserved as error:
             return str(error)
         except PROBE_ERRORS as error:
@@ -177,7 +196,11 @@ def _shown(kind: type[PreTrainedModel], small: Any) -> Proof | str:
             return "its attention is not transformers' own"
         far = (_hidden(out)[live] - wanted[live]).abs().max() / wanted[live].abs().max()
         if far <= _TOLERANCE:
-            return Proof(by_columns, frozenset(attended), frozenset(original_class(m) for m in body.modules()))
+            return Proof(
+                by_columns,
+                frozenset(attended),
+                frozenset(original_class(m) for m in body.get_submodule(inner).modules()),
+            )
         reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
     return reason
 
@@ -204,7 +227,7 @@ def _unproven(body: nn.Module, classes: frozenset[type[nn.Module]]) -> str | Non
     known = tuple(classes)
     inside: set[nn.Module] = set()
     for path, module in body.named_modules():
-        kind = original_class(module)
+        kind = _unsharded(module)
         base = next((cls for cls in kind.__mro__ if cls in classes), None) if isinstance(module, known) else None
         if module is not body and (reason := set_on_instance(module)) is not None:
             return f"{path}: {reason}"
@@ -215,6 +238,12 @@ def _unproven(body: nn.Module, classes: frozenset[type[nn.Module]]) -> str | Non
         elif base is None or kind.forward is not base.forward:
             return f"its {path} is a {kind.__name__}, which was not proven"
     return None
+
+
+def _unsharded(module: nn.Module) -> type[nn.Module]:
+    """The class of a module below what FSDP2 has derived from it."""
+    kind = original_class(module)
+    return kind if not issubclass(kind, FSDPModule) else next(cls for cls in kind.__bases__ if cls is not FSDPModule)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -297,7 +326,8 @@ class _Batch:
         given, where, (rows, width) = self.given, self.layout, self.shape
         mask = given["attention_mask"]
         device, n = mask.device, len(where.places)
-        new = {**given, "attention_mask": mask.new_ones(1, n)}
+        # Labels are for the head: what a body may do with them the proof would have shown.
+        new = {**{name: v for name, v in given.items() if name != "labels"}, "attention_mask": mask.new_ones(1, n)}
         if given.get("inputs_embeds") is None:
             places = uploaded(where.places, device)
             new["input_ids"] = given["input_ids"].reshape(-1).index_select(0, places).unsqueeze(0)
@@ -318,7 +348,7 @@ class _Batch:
         keys = None if where.keys is None else Shared.make(where.keys, n, device)
         segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
         packing = Packing(segments, backend)
-        with packed(body.config, packing):
+        with packed((body.config.get_text_config(), body.get_submodule(form.inner).config), packing):
             out = kind.forward(body, **new)
         others = () if isinstance(out, tuple) else (name for name in out if name != "last_hidden_state")
         if (isinstance(out, tuple) and any(o is not None for o in out[1:])) or (name := next(iter(others), None)):
@@ -350,6 +380,14 @@ def body_of(model: nn.Module) -> Any:
     return body
 
 
+def _wraps(module: nn.Module, body: Any) -> bool:
+    """Whether a module reads something else beside text, and has the body for text inside."""
+    if not isinstance(module, PreTrainedModel) or not isinstance(body, PreTrainedModel):
+        return False
+    composite = type(module.config) is not type(body.config) and module.get_output_embeddings() is None
+    return composite and module is not body and any(part is body for part in module.modules())
+
+
 def _longest(config: Any) -> int | None:
     """Columns beyond which a rotation depends on the longest position of a batch."""
     rotation = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -377,7 +415,9 @@ class PaddingPatch(Patch):
         body = body_of(scene.model)
         if body is None:
             return [("", scene.model)]
-        return [(path, module) for path, module in scene.model.named_modules() if module is body]
+        return [
+            (path, module) for path, module in scene.model.named_modules() if module is body or _wraps(module, body)
+        ]
 
     def recognise(self, module: Any, scene: Scene) -> BodyForm | str | None:
         kind: Any = original_class(module)
@@ -392,16 +432,18 @@ class PaddingPatch(Patch):
             return "state runs along its rows"
         if (reason := set_on_instance(module)) is not None:
             return reason
-        proof = _proof(kind, module.config)
+        body: Any = body_of(scene.model)
+        inner = next(path for path, part in module.named_modules() if part is body)
+        proof = _proof(module, inner)
+        if not isinstance(proof, str):
+            proof = _unproven(body, proof.classes) or proof
         if isinstance(proof, str):
-            return proof
-        reason = _unproven(module, proof.classes)
-        if reason is not None:
-            return reason
+            # Of what is around a body the report need not speak: that has its own line.
+            return Aside(proof) if inner else proof
         owners = (original_class(m).__name__ for m in scene.model.modules() if isinstance(m, PreTrainedModel))
         classifies = any(name.endswith("ForSequenceClassification") for name in owners)
-        drops = _drops(module.config, module.modules())
-        return BodyForm(proof, names, classifies, drops, _longest(module.config))
+        drops = _drops(body.config, body.modules())
+        return BodyForm(proof, names, inner, classifies, drops, _longest(body.config))
 
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         super().install(site, module, undo, settings)
@@ -420,7 +462,7 @@ class PaddingPatch(Patch):
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
         form: BodyForm = site.form
         given = dict(zip(form.names, args, strict=False), **kwargs)
-        mask, config = given.get("attention_mask"), module.config
+        mask, config = given.get("attention_mask"), module.config.get_text_config()
         if mask is None or under_way():
             return QUIET
         if given.get("past_key_values") is not None:
@@ -444,13 +486,14 @@ class PaddingPatch(Patch):
         if positions is not None and (positions.dim() != 2 or positions.shape[-1] != mask.shape[-1]):
             return "it is given positions in several dimensions"
         for name, value in given.items():
-            if isinstance(value, torch.Tensor) and value.dim() and name not in _BATCH:
+            numbers = value.dim() > 0 if isinstance(value, torch.Tensor) else isinstance(value, dict | list | tuple)
+            if numbers and name not in _BATCH:
                 return f"it is given {name}"
         if form.longest is not None and mask.shape[-1] > form.longest:
             return "its rotation depends on the longest row"
         if form.classifies and (ids is None or config.pad_token_id is None):
             return "what is classified is found by ids, and here are none, or no padding"
-        if (reason := _in_the_way(module)) is not None:
+        if (reason := _in_the_way(module.get_submodule(form.inner))) is not None:
             return reason
         return form.refused.get(_circumstances(module, rows))
 
@@ -460,8 +503,8 @@ class PaddingPatch(Patch):
         call = current_call()
         labels = None if call is None else call.labels
         # Adapters may have come since, with a dropout of their own.
-        config = module.config
-        drops = module.training and (form.drops or _drops(config, _parts(module)[0]))
+        config = module.config.get_text_config()
+        drops = module.training and (form.drops or _drops(config, _parts(module.get_submodule(form.inner))[0]))
         padding = config.pad_token_id if form.classifies else None
         batch = _Batch.of(given, labels, share=not drops, padding=padding)
         if isinstance(batch, str):
