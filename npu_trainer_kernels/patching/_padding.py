@@ -327,7 +327,8 @@ class _Batch:
         mask = given["attention_mask"]
         device, n = mask.device, len(where.places)
         # Labels are for the head: what a body may do with them the proof would have shown.
-        new = {**{name: v for name, v in given.items() if name != "labels"}, "attention_mask": mask.new_ones(1, n)}
+        new = {name: v for name, v in given.items() if name != "labels"}
+        new |= {"attention_mask": mask.new_ones(1, n), "use_cache": False}
         if given.get("inputs_embeds") is None:
             places = uploaded(where.places, device)
             new["input_ids"] = given["input_ids"].reshape(-1).index_select(0, places).unsqueeze(0)
@@ -374,6 +375,8 @@ def body_of(model: nn.Module) -> Any:
     if owner is None:
         owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     body = None if owner is None or not hasattr(owner, "get_decoder") else owner.get_decoder()
+    # Where there is no head transformers 4 does not know of a decoder.
+    body = owner.base_model if body is None and isinstance(owner, PreTrainedModel) else body
     # Some call the text part of their model, head included, their decoder.
     if isinstance(body, PreTrainedModel) and body.get_output_embeddings() is not None:
         return body.base_model
@@ -473,10 +476,7 @@ class PaddingPatch(Patch):
             return "its mask is none of tokens" if torch.is_grad_enabled() else QUIET
         if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
             return "its mask is not of the shape of its tokens"
-        caches = given.get("use_cache")
-        if caches is None:
-            caches = config.use_cache and not (module.training and getattr(module, "gradient_checkpointing", False))
-        if caches:
+        if _caches(module, config, given.get("use_cache")):
             return "a cache is asked for (use_cache)" if torch.is_grad_enabled() else QUIET
         for name in _OUTPUTS:
             asked = given.get(name)
@@ -523,6 +523,15 @@ class PaddingPatch(Patch):
         savings.live += batch.layout.live
         savings.computed += batch.computed
         return out
+
+
+def _caches(module: nn.Module, config: Any, asked: bool | None) -> bool:
+    """Whether a call returns keys and values."""
+    if asked is not None or not config.use_cache:
+        return bool(asked)
+    call = current_call()
+    unread = getattr(module, "gradient_checkpointing", False) or (call is not None and not call.settings.caches)
+    return not (module.training and unread)
 
 
 def _circumstances(module: nn.Module, rows: torch.Tensor) -> tuple[Any, ...]:
