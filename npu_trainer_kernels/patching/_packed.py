@@ -157,8 +157,11 @@ def packed(configs: Iterable[Any], packing: Packing) -> Iterator[None]:
 
 
 def _mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMask | None:
-    given = kwargs.get("attention_mask")
-    return given if type(given) is PackedMask else next((a for a in args if type(a) is PackedMask), None)
+    # A loop: before torch 2.8 a graph breaks at `next` with a default.
+    for given in (kwargs.get("attention_mask"), *args):
+        if type(given) is PackedMask:
+            return given
+    return None
 
 
 # Functions of this module, not closures: a model is pickled with its hooks.
