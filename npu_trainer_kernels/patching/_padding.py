@@ -489,6 +489,8 @@ class PaddingPatch(Patch):
             numbers = value.dim() > 0 if isinstance(value, torch.Tensor) else isinstance(value, dict | list | tuple)
             if numbers and name not in _BATCH:
                 return f"it is given {name}"
+        if getattr(module, "_is_replica", False):
+            return "threads run copies of it, which share a configuration (DataParallel)"
         if form.longest is not None and mask.shape[-1] > form.longest:
             return "its rotation depends on the longest row"
         if form.classifies and (ids is None or config.pad_token_id is None):

@@ -7,6 +7,7 @@ to FILE, per case: how far the parameters have moved without the kernels, how fa
 how often each rank's body was handed live tokens alone, and what it has declined.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -108,6 +109,8 @@ def main(target: str, *wrappers: str) -> None:
             }  # fmt: skip
     if torch.distributed.get_rank() == 0:
         Path(target).write_text(json.dumps(found))
+    # What wrapped the models goes while its groups exist: the other way round gloo's threads have ended processes.
+    gc.collect()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -309,7 +309,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("config", "options", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_adapters_that_know_of_rows(config, options, reason):
-    kernels = compared(tuned(config(task_type="CAUSAL_LM", **options)))
+    kernels = compared(tuned(config(task_type="CAUSAL_LM", **options), hidden_size=64))
     assert ran(kernels) == 0
     assert reason in declined(kernels)
 
@@ -445,6 +445,29 @@ def test_a_model_on_several_devices():
     with apply_npu_kernels(make(), ops=["varlen_attention"]) as kernels:
         (left,) = kernels.report().left_alone
     assert "its forward was set on the instance" in left.reason
+
+
+def test_copies_that_threads_run():
+    model = small_model("llama").model
+    batch = padded()
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        copy_of_it = model._replicate_for_data_parallel()
+        copy_of_it(batch["input_ids"], batch["attention_mask"], use_cache=False)
+        assert ran(kernels) == 0
+        assert "DataParallel" in declined(kernels)
+
+
+def test_inference_mode():
+    model = small_model("llama")
+    batch = padded()
+    live = batch["attention_mask"].bool()
+    with torch.inference_mode():
+        expected = model(**batch).logits[live]
+        with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+            actual = model(**batch).logits[live]
+    truth = copy.deepcopy(model).double()(**batch).logits[live].detach()
+    assert ran(kernels) == 1
+    assert_as_close(actual, expected, truth, "logits")
 
 
 def test_gradients_of_several_batches():
