@@ -632,8 +632,13 @@ def test_by_hand_a_cache_is_made_where_the_configuration_says_so():
     assert ran(compared(llama(use_cache=False), batch=batch)) == 1
 
 
+def llava() -> Any:
+    return with_images("llava")
+
+
+@pytest.mark.parametrize("make", [llama(), llava], ids=["llama", "llava"])
 @pytest.mark.parametrize("prepare", [same, *CHECKPOINTS.values()], ids=["kept", *CHECKPOINTS])
-def test_the_host_waits_once_for_a_forward_and_never_for_backward(prepare, monkeypatch):
+def test_the_host_waits_once_for_a_forward_and_never_for_backward(make, prepare, monkeypatch):
     """Tensors without numbers: whatever asks for one raises, but for the copy of the ids, which is counted here."""
     batch = padded()
     seen = np.where(batch["attention_mask"].numpy() > 0, batch["input_ids"].numpy(), -1)
@@ -643,12 +648,12 @@ def test_the_host_waits_once_for_a_forward_and_never_for_backward(prepare, monke
         waits.append(tuple(tensor.shape))
         return seen
 
-    apply_npu_kernels(small_model("llama"), ops=["varlen_attention"]).restore()  # its proof is made, with numbers
+    apply_npu_kernels(make(), ops=["varlen_attention"]).restore()  # its proof is made, with numbers
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     given = {name: mode.from_tensor(v) if torch.is_tensor(v) else v for name, v in batch.items()}
     monkeypatch.setattr(FakeTensor, "numpy", numpy, raising=False)
     with mode:
-        model = small_model("llama")
+        model = make()
         kernels = apply_npu_kernels(model, ops=["varlen_attention"])
         loss = loss_of(prepare(model), given)
         assert waits == [(4, 21)]
