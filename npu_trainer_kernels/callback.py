@@ -205,6 +205,11 @@ class NpuKernelsCallback(TrainerCallback):
         # `train` runs already: one that the guard was taken off is guarded by what it calls from here on.
         for method in ("train",) if guards_train else ("training_step", "_maybe_log_save_evaluate"):
             self._guard(trainer, method)
+        if self._handle is not None:
+            # A Trainer reads no cache in training. Newer ones say so in the model's configuration, but not in those of
+            # its parts.
+            caches = getattr(trainer.args, "use_cache", False)
+            self._in_trainer.set_attribute(self._handle.settings, "caches", caches)
         self._plan(trainer)
         self._apply_to_held(trainer, report)
         self._add_to_logs(trainer)

@@ -41,6 +41,7 @@ class CallSettings:
         trl: serves TRL's seam inside the model's forward (`_trl.TrlHeadPatch`), or None.
         tokens: input tokens of the training forwards so far, on this process, padding included.
         live: those of them that are no padding; on the device, where that is counted without waiting for it.
+        caches: whether a training forward that is not told returns the cache that its configuration speaks of.
         learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
         compacts: whether TRL is to leave out the rows without a label; not where there are shapes without numbers.
     """
@@ -49,6 +50,7 @@ class CallSettings:
     compacts: bool = True
     tokens: int = 0
     live: Any = 0
+    caches: bool = True
     learned: LearnedPlan = field(default_factory=LearnedPlan)
 
 
