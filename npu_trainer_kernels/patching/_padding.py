@@ -244,7 +244,11 @@ class _Batch:
         """Or why there is no layout, as a sentence; here the host waits for the device, once for a forward."""
         mask, ids = given["attention_mask"], given.get("input_ids")
         alive = mask.bool()
-        seen = alive.long() - 1 if ids is None else torch.where(alive, ids, DEAD)
+        seen = alive.long() - 1 if ids is None else torch.where(alive, ids.long(), DEAD)
+        positions = given.get("position_ids")
+        if share and ids is not None and positions is not None and len(positions) > 1:
+            # Tokens are alike where they are told to stand at the same position.
+            seen = torch.where(alive, seen | (positions.long() & 0x7FFF_FFFF) << 32, seen)
         if labels is not None and labels.shape == mask.shape:
             # The place before a label predicts it.
             lost = (labels[:, 1:] != -100) & ~alive[:, :-1]
@@ -436,7 +440,8 @@ class PaddingPatch(Patch):
             out, _ = batch.through(site.kind, module, form, site.backend)
         except Unserved as error:
             rows = given.get("inputs_embeds")
-            form.refused[_circumstances(module, given["input_ids"] if rows is None else rows)] = str(error)
+            if error.lasts:
+                form.refused[_circumstances(module, given["input_ids"] if rows is None else rows)] = str(error)
             return Late(str(error))
         savings = site.progress
         savings.positions += positions
