@@ -79,8 +79,8 @@ _packing: contextvars.ContextVar[Packing | None] = contextvars.ContextVar("npu_k
 def window_of(allowed: Callable[..., Any], length: int) -> int | None:
     """The sliding window of a causal mask function, None where every earlier key is seen.
 
-    The function is asked what two queries see that are one apart, so that what depends on more than the distance is
-    found out.
+    The function is asked what three queries see that are one apart, the first of them from the first key on, so that
+    what depends on more than the distance is found out.
 
     Raises:
         Unserved: the mask is another one.
@@ -90,13 +90,13 @@ def window_of(allowed: Callable[..., Any], length: int) -> int | None:
     # Whatever the default device is: the host is to wait for none.
     with torch.device("cpu"):
         zero, far = torch.tensor(0), torch.arange(-1, length)
-        queries = torch.tensor(length), torch.tensor(length + 1)
+        queries = [torch.tensor(q) for q in (length - 1, length, length + 1)]
     try:
-        rows = [allowed(zero, zero, q, q - far).tolist() for q in queries]
+        rows = [allowed(zero, zero, q, q - far).expand(len(far)).tolist() for q in queries]
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise Unserved("its mask looks at more than positions") from error
     row, seen = rows[0], sum(rows[0])
-    if rows[0] != rows[1] or row[0] or row[1 : seen + 1] != [True] * seen:
+    if any(other != row for other in rows) or row[0] or row[1 : seen + 1] != [True] * seen:
         raise Unserved("its mask is neither causal nor a sliding window")
     return None if seen == length else seen
 

@@ -75,13 +75,13 @@ class Proof:
     Attributes:
         by_columns: whether positions count columns, padding included; else live tokens.
         attention: the classes of the modules that attend.
-        classes: of all of its modules.
+        classes: of all of its modules, each with the forward that it had.
         asked: what its attention asked for.
     """
 
     by_columns: bool
     attention: frozenset[type[nn.Module]] = frozenset()
-    classes: frozenset[type[nn.Module]] = frozenset()
+    classes: frozenset[tuple[type[nn.Module], Any]] = frozenset()
     asked: frozenset[Asked] = frozenset()
 
 
@@ -133,7 +133,7 @@ def _as_key(config: Any) -> str:
     return json.dumps(config.to_dict(), sort_keys=True, default=str)
 
 
-_proofs: dict[tuple[type, str], Proof | str] = {}
+_proofs: dict[tuple[type, Any, str], Proof | str] = {}
 
 
 def _proof(kind: type[PreTrainedModel], config: Any) -> Proof | str:
@@ -141,7 +141,8 @@ def _proof(kind: type[PreTrainedModel], config: Any) -> Proof | str:
     small = small_config(config)
     vars(small).update({name: False for name in _OUTPUTS if name in vars(small)})
     small._attn_implementation = config._attn_implementation if config._attn_implementation == "sdpa" else "eager"
-    key = (kind, _as_key(small) + small._attn_implementation)
+    # Some libraries exchange the forwards of classes.
+    key = (kind, kind.forward, _as_key(small) + small._attn_implementation)
     if key not in _proofs:
         _proofs[key] = _shown(kind, small)
     return _proofs[key]
@@ -175,7 +176,7 @@ def _shown(kind: type[PreTrainedModel], small: Any) -> Proof | str:
             return "its attention is not transformers' own"
         far = (_hidden(out)[live] - wanted[live]).abs().max() / wanted[live].abs().max()
         if far <= _TOLERANCE:
-            classes = frozenset(original_class(m) for m in body.modules())
+            classes = frozenset((kind, kind.forward) for kind in map(original_class, body.modules()))
             return Proof(by_columns, frozenset(packing.attended), classes, frozenset(packing.asked))
         reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
     return reason
@@ -198,7 +199,7 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
 
-def _unproven(body: nn.Module, classes: frozenset[type[nn.Module]]) -> str | None:
+def _unproven(body: nn.Module, proof: Proof) -> str | None:
     """What a body has that its miniature has not, as a reason; None where there is nothing.
 
     Linear layers are that in whatever form (quantised, with adapters): they mix no tokens.
@@ -210,16 +211,16 @@ def _unproven(body: nn.Module, classes: frozenset[type[nn.Module]]) -> str | Non
         from_peft = (BaseTunerLayer,)
     except ImportError:
         pass
-    known = tuple(classes)
+    proven = dict(proof.classes)
     inside: set[nn.Module] = set()
     for path, module in body.named_modules():
         if module in inside:
             continue
         kind = original_class(module)
-        base = next((cls for cls in kind.__mro__ if cls in classes), None) if isinstance(module, known) else None
+        base = next((cls for cls in kind.__mro__ if cls in proven), None)
         if isinstance(module, from_peft) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
             inside.update(module.modules())
-        elif base is None or kind.forward is not base.forward:
+        elif base is None or kind.forward is not proven[base]:
             return f"its {path} is a {kind.__name__}, which was not proven"
         elif module is not body and (reason := set_on_instance(module)) is not None:
             return f"{path}: {reason}"
@@ -373,7 +374,7 @@ class PaddingPatch(Patch):
         proof = _proof(kind, module.config)
         if isinstance(proof, str):
             return proof
-        reason = _unproven(module, proof.classes) or _unserved(proof, module.config, scene)
+        reason = _unproven(module, proof) or _unserved(proof, module.config, scene)
         if reason is not None:
             return reason
         return BodyForm(proof, names, _drops(module), _longest(module.config))

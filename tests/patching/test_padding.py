@@ -269,8 +269,9 @@ def test_frozen_weights_with_adapters():
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_autocast(family):
     narrow, inputs = made(family, torch.bfloat16, "eager"), padded("both", True)
-    # Weights that autocast does not round: then the draws of its rounding are those of a model in bf16.
-    model, *others = (copy.deepcopy(m).float() for m in (narrow, *(neighbour(narrow, seed) for seed in (0, 1, 2))))
+    # Weights that autocast does not round: then the draws of its rounding are those of a model in bf16. They are many,
+    # since the loss is one number.
+    model, *others = (copy.deepcopy(m).float() for m in (narrow, *(neighbour(narrow, seed) for seed in range(8))))
 
     def step(of: Any) -> dict[str, torch.Tensor | None]:
         with torch.autocast("cpu", torch.bfloat16):
