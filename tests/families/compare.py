@@ -25,7 +25,7 @@ from npu_trainer_kernels.patching import PATCHES, Report
 from tests.closeness import FACTOR, assert_as_close
 from tests.models import farthest, in_double, neighbour
 
-from .tiny import batch, tiny_model
+from .tiny import batch, padded, tiny_model
 
 __all__ = ["OP_SETS", "Finding", "Result", "compare"]
 
@@ -166,12 +166,18 @@ def _trl(
         del model.forward
 
 
+def _padded(model: Any, inputs: dict[str, Any], watch: Watch | None = None) -> Values:
+    """Loss and gradients of a batch with padding, some of whose rows begin alike."""
+    return _train(model, {**padded(inputs), "use_cache": False}, watch)
+
+
 _STAGES: dict[str, Callable[..., Values]] = {
     "training": _train,
     "checkpointing": _checkpointed,
     "evaluation": _logits,
     "generation": _generated,
     "TRL's head": _trl,
+    "padding": _padded,
 }
 
 
@@ -346,6 +352,7 @@ def _compare_one(model: Any, inputs: dict[str, Any], plain: Plain, before: dict[
                 "training": (watch,),
                 "checkpointing": (kernels.refresh,),
                 "TRL's head": (kernels.refresh, watch),
+                "padding": (watch,),
             }
             try:
                 actual = function(model, inputs, *options.get(stage, ()))

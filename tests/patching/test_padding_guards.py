@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching import PATCHES
+from npu_trainer_kernels.patching import PATCHES, _packed
 from tests.models import SMALL, small_model
 
 from .test_padding import OP, made, padded, progress, values
@@ -319,27 +319,32 @@ class Planted(Exception):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_an_exception_on_the_way_leaves_the_configuration_as_it_was(checkpointed):
+def test_an_exception_on_the_way_leaves_the_configuration_as_it_was(monkeypatch, checkpointed):
     """In the middle of a packed forward, and where a layer is computed again."""
     model = made("llama", torch.float32, "eager")
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    calls, when = [], 0
+    calls, when, attend = [], 0, _packed.varlen_attention
 
-    def raises(module: Any, args: Any) -> None:
+    def raises(*args: Any, **more: Any) -> torch.Tensor:
         calls.append(model.config._attn_implementation)
         if len(calls) == when:
             raise Planted
+        return attend(*args, **more)
 
-    model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(raises)
+    monkeypatch.setattr(_packed, "varlen_attention", raises)
     with apply_npu_kernels(model, ops=[OP]):
+        calls.clear()
         expected = values(model, INPUTS)
-        assert set(calls) == {"npu_kernels_segments"}
+        assert calls == [_packed.NAME] * (4 if checkpointed else 2)
         for when in range(1, len(calls) + 1):
             calls.clear()
             with pytest.raises(Planted):
                 values(model, INPUTS)
+            assert len(calls) == when
             assert model.config._attn_implementation == "eager"
+            calls.clear()
+            when = 0
             found = values(model, INPUTS)
             assert all(torch.equal(found[name], value) for name, value in expected.items())
 
