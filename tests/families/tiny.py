@@ -21,7 +21,17 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 
-__all__ = ["LEFT_OUT", "VARIANTS", "VOCABULARY", "batch", "families", "model_class", "padded", "tiny_config", "tiny_model"]
+__all__ = [
+    "LEFT_OUT",
+    "VARIANTS",
+    "VOCABULARY",
+    "batch",
+    "families",
+    "model_class",
+    "padded",
+    "tiny_config",
+    "tiny_model",
+]
 
 VOCABULARY = 320
 _TASKS = {
@@ -379,7 +389,7 @@ def batch(model: Any) -> dict[str, torch.Tensor]:
 
 
 # First column, and the one after the last, of the rows of a padded batch; the last has one token.
-_ROWS = ((5, 20), (5, 17), (5, 20), (0, 20), (0, 11), (3, 15), (19, 20))
+_ROWS = ((5, 24), (5, 17), (5, 22), (0, 24), (0, 11), (3, 15), (23, 24))
 
 
 def padded(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -392,7 +402,7 @@ def padded(inputs: dict[str, Any]) -> dict[str, Any]:
         mask[0, 9:] = 0
         return {**inputs, "attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, VOCABULARY // 2, (len(_ROWS), 20), generator=generator)
+    ids = torch.randint(3, VOCABULARY // 2, (len(_ROWS), 24), generator=generator)
     ids[1, 5:15], ids[2, 5:14], ids[4, :10] = ids[0, 5:15], ids[0, 5:14], ids[3, :10]
     mask = torch.zeros_like(ids)
     for row, (begin, end) in enumerate(_ROWS):

@@ -58,7 +58,8 @@ def test_loss_and_gradients_are_the_models_own(family, num_items, ops):
 
 ROTATION = "halves, tables each, casting promote"
 
-# What must be found in each family beside its body: a patch that silently finds nothing would pass every comparison of losses.
+# What must be found in each family beside its body: a patch that silently finds nothing would pass every comparison of
+# losses.
 FOUND = {
     "llama": {"rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy"},
     "mistral": {"rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy"},

@@ -123,8 +123,8 @@ TREES = {
         [(9, 9), (1, 10), (2, 11), (10, 10), (2, 12), (1, 11)],
     ),
     "a system prompt, and below it two questions": (
-        ["systempromptquestionA1..", "systempromptquestionA2xx", "systempromptdemandBBBB3.", "systempromptdemandBBBB4y"],
-        [(12, 12), (9, 21), (1, 22), (3, 24), (10, 22), (1, 23), (2, 24)],
+        ["systempromptquestionA1.", "systempromptquestionA2x", "systempromptdemandBBB3.", "systempromptdemandBBB4y"],
+        [(12, 12), (9, 21), (1, 22), (2, 23), (9, 21), (1, 22), (2, 23)],
     ),
     "a row that is the beginning of another": (["beginninganend", "beginning....."], [(9, 9), (5, 14)]),
     "rows that are the same": (["thesamerow", "thesamerow", "thesamerow"], [(10, 10)]),

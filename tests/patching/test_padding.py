@@ -1,4 +1,4 @@
-"""Nothing is computed for padding, and what rows begin with alike once: the loss and every gradient stay what they are."""
+"""Nothing is computed for padding, and what rows begin with alike once: loss and gradients stay what they are."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""A batch that the body's patch does not serve stays padded, its numbers stay the model's own, and the report says why."""
+"""A batch that the body's patch does not serve stays padded: its numbers are the model's, and the report says why."""
 
 import copy
 from typing import Any
