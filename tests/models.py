@@ -1,9 +1,10 @@
 """Small models of the families that the tests patch: every number odd where it may be, random weights, fp32."""
 
+import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import transformers
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from tests.closeness import assert_as_close
 
@@ -144,3 +147,24 @@ def farthest(references: Sequence[Values], truth: Values) -> dict[str, torch.Ten
         return 0.0 if value is None or exact is None else (value.double() - exact).abs().max().item()
 
     return {name: max(references, key=lambda values: error(values, name))[name] for name in truth}
+
+
+class InDouble(TorchFunctionMode):
+    """Computes in fp64 what a model wants in fp32: the truth must not be rounded by a norm's own cast."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def doubled(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*tree_map(doubled, args), **tree_map(doubled, kwargs or {}))
+
+
+@contextlib.contextmanager
+def in_double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with InDouble():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)

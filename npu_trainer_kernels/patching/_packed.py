@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,15 @@ Asked = tuple[bool, float | None, bool]
 
 
 class Unserved(Exception):
-    """A layer asks for what attention by segments does not do; the message says what."""
+    """A layer asks for what attention by segments does not do; the message says what.
+
+    Attributes:
+        lasts: whether it will ask for that in other batches too.
+    """
+
+    def __init__(self, reason: str, lasts: bool = True) -> None:
+        super().__init__(reason)
+        self.lasts = lasts
 
 
 @dataclass
@@ -74,23 +83,24 @@ _packing: contextvars.ContextVar[Packing | None] = contextvars.ContextVar("npu_k
 def window_of(allowed: Callable[..., Any], length: int) -> int | None:
     """The sliding window of a causal mask function, None where every earlier key is seen.
 
-    The function is asked what two queries see that are one apart, so that what depends on more than the distance is
-    found out.
+    The function is asked what three queries see that are one apart, the first of them from the first key on, so that
+    what depends on more than the distance is found out.
 
     Raises:
         Unserved: the mask is another one.
     """
     if allowed is causal_mask_function:
         return None
+    # Whatever the default device is: the host is to wait for none.
+    with torch.device("cpu"):
+        zero, far = torch.tensor(0), torch.arange(-1, length)
+        queries = [torch.tensor(q) for q in (length - 1, length, length + 1)]
     try:
-        # On the host, whatever the default device is.
-        with torch.device("cpu"):
-            zero, far = torch.tensor(0), torch.arange(-1, length)
-            rows = [allowed(zero, zero, torch.tensor(q), q - far).tolist() for q in (length, length + 1)]
+        rows = [allowed(zero, zero, q, q - far).expand(len(far)).tolist() for q in queries]
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise Unserved("its mask looks at more than positions") from error
     row, seen = rows[0], sum(rows[0])
-    if rows[0] != rows[1] or row[0] or row[1 : seen + 1] != [True] * seen:
+    if any(other != row for other in rows) or row[0] or row[1 : seen + 1] != [True] * seen:
         raise Unserved("its mask is neither causal nor a sliding window")
     return None if seen == length else seen
 
@@ -121,14 +131,17 @@ def _attention(
         raise Unserved("its attention takes other rows than the body was given")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    reason = unserved(
-        query.device, dtype, (query.shape[-1], value.shape[-1]), window=window, softcap=softcap,
-        sinks=s_aux is not None, dropout=dropout, segments=len(packing.segments.q_ends), backend=packing.backend,
+    served = functools.partial(
+        unserved, query.device, dtype, (query.shape[-1], value.shape[-1]), window=window, softcap=softcap,
+        sinks=s_aux is not None, dropout=dropout, backend=packing.backend,
     )  # fmt: skip
+    reason, lasts = served(segments=len(packing.segments)), True
     if reason is None and dtype is query.dtype and not query.dtype == key.dtype == value.dtype:
         reason = f"queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype}"
+    elif reason is not None:
+        lasts = served(segments=1) is not None
     if reason is not None:
-        raise Unserved(reason)
+        raise Unserved(reason, lasts)
     packing.attended.add(type(module))
     packing.asked.add((window is not None, softcap, s_aux is not None))
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
@@ -187,5 +200,12 @@ def _leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 def attend_by_segments(module: nn.Module, undo: Undo) -> None:
     """Makes an attention module attend by segments whenever it is handed a `PackedMask`."""
+    # A copy of a patched model, and a model that was loaded, come with the hooks of that model.
+    hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
+    ours = [key for key, hook in (*hooks.items(), *pre_hooks.items()) if hook in (_enter, _leave)]
+    for key in ours:
+        for each in (hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called,
+                     pre_hooks, module._forward_pre_hooks_with_kwargs):  # fmt: skip
+            each.pop(key, None)
     undo.add(module.register_forward_pre_hook(_enter, with_kwargs=True).remove)
     undo.add(module.register_forward_hook(_leave, with_kwargs=True, always_call=True).remove)

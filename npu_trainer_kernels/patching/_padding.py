@@ -80,13 +80,13 @@ class Proof:
     Attributes:
         by_columns: whether positions count columns, padding included; else live tokens.
         attention: the classes of the modules that attend.
-        classes: of all of its modules.
+        classes: of all of its modules, each with the forward that it had.
         asked: what its attention asked for.
     """
 
     by_columns: bool
     attention: frozenset[type[nn.Module]] = frozenset()
-    classes: frozenset[type[nn.Module]] = frozenset()
+    classes: frozenset[tuple[type[nn.Module], Any]] = frozenset()
     asked: frozenset[Asked] = frozenset()
 
 
@@ -142,7 +142,7 @@ def _as_key(config: Any) -> str:
     return json.dumps(config.to_dict(), sort_keys=True, default=str)
 
 
-_proofs: dict[tuple[type, str], Proof | str] = {}
+_proofs: dict[tuple[type, Any, str], Proof | str] = {}
 
 
 def _proof(body: Any, inner: str) -> Proof | str:
@@ -151,7 +151,8 @@ def _proof(body: Any, inner: str) -> Proof | str:
     small = small_config(text.config)
     vars(small).update({name: False for name in _OUTPUTS if name in vars(small)})
     small._attn_implementation = "sdpa" if text.config._attn_implementation == "sdpa" else "eager"
-    key = (kind, _as_key(small) + small._attn_implementation)
+    # Some libraries exchange the forwards of classes.
+    key = (kind, kind.forward, _as_key(small) + small._attn_implementation)
     if key not in _proofs:
         _proofs[key] = _shown(body, inner, small)
     return _proofs[key]
@@ -198,7 +199,8 @@ def _shown(real: Any, inner: str, small: Any) -> Proof | str:
             return "its attention is not transformers' own"
         far = (_hidden(out)[live] - wanted[live]).abs().max() / wanted[live].abs().max()
         if far <= _TOLERANCE:
-            classes = frozenset(original_class(m) for m in body.get_submodule(inner).modules())
+            parts = map(original_class, body.get_submodule(inner).modules())
+            classes = frozenset((kind, kind.forward) for kind in parts)
             return Proof(by_columns, frozenset(packing.attended), classes, frozenset(packing.asked))
         reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
     return reason
@@ -224,7 +226,7 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
 
-def _unproven(body: nn.Module, classes: frozenset[type[nn.Module]]) -> str | None:
+def _unproven(body: nn.Module, proof: Proof) -> str | None:
     """What a body has that its miniature has not, as a reason; None where there is nothing.
 
     Linear layers are that in whatever form (quantised, with adapters): they mix no tokens.
@@ -239,18 +241,18 @@ def _unproven(body: nn.Module, classes: frozenset[type[nn.Module]]) -> str | Non
         adapters, around = (BaseTunerLayer,), (*around, AuxiliaryTrainingWrapper)
     except ImportError:
         pass
-    known = tuple(classes)
+    proven = dict(proof.classes)
     inside: set[nn.Module] = set()
     for path, module in body.named_modules():
         kind = _unsharded(module)
-        base = next((cls for cls in kind.__mro__ if cls in classes), None) if isinstance(module, known) else None
+        base = next((cls for cls in kind.__mro__ if cls in proven), None)
         if module is not body and (reason := set_on_instance(module)) is not None:
             return f"{path}: {reason}"
         if module in inside or isinstance(module, around):
             continue
         if isinstance(module, adapters) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
             inside.update(module.modules())
-        elif base is None or kind.forward is not base.forward:
+        elif base is None or kind.forward is not proven[base]:
             return f"its {path} is a {kind.__name__}, which was not proven"
     return None
 
@@ -323,7 +325,11 @@ class _Batch:
             seen = alive.long() - 1
         else:
             dead = DEAD if padding is None else torch.where(ids == padding, DEAD, READ)
-            seen = torch.where(alive, ids, dead)
+            seen = torch.where(alive, ids.long(), dead)
+        positions = given.get("position_ids")
+        if share and ids is not None and positions is not None and len(positions) > 1:
+            # Tokens are alike where they are told to stand at the same position.
+            seen = torch.where(alive, seen | (positions.long() & 0x7FFF_FFFF) << 32, seen)
         if labels is not None and labels.shape == mask.shape:
             # The place before a label predicts it.
             lost = (labels[:, 1:] != -100) & ~alive[:, :-1]
@@ -458,7 +464,7 @@ class PaddingPatch(Patch):
         inner = next(path for path, part in module.named_modules() if part is body)
         proof = _proof(module, inner)
         if not isinstance(proof, str):
-            proof = _unproven(body, proof.classes) or proof
+            proof = _unproven(body, proof) or proof
         if isinstance(proof, str):
             # Of what is around a body the report need not speak: that has its own line.
             return Aside(proof) if inner else proof
@@ -545,7 +551,8 @@ class PaddingPatch(Patch):
             out, _ = batch.through(site.kind, module, form, site.backend)
         except Unserved as error:
             rows = given.get("inputs_embeds")
-            form.refused[_circumstances(module, given["input_ids"] if rows is None else rows)] = str(error)
+            if error.lasts:
+                form.refused[_circumstances(module, given["input_ids"] if rows is None else rows)] = str(error)
             return Late(str(error))
         savings = site.progress
         savings.positions += positions

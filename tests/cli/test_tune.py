@@ -118,7 +118,8 @@ def test_what_was_tuned_on_a_tiny_model_does_no_harm_to_a_large_one(model, times
     )
     with apply_npu_kernels(large) as kernels:
         report = kernels.report()
-    assert {r.op for r in report.replaced} == {"rms_norm", "add_rms_norm", "linear_cross_entropy", "linear_logprob"}
+    heads = {"linear_cross_entropy", "linear_logprob"}
+    assert {r.op for r in report.replaced} == {"rms_norm", "add_rms_norm", "varlen_attention"} | heads
     assert "measured" not in str(report)
 
 

@@ -10,7 +10,7 @@ import copy
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,14 @@ from typing import Any
 import torch
 import trl.trainer.utils as trl_utils
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 import npu_trainer_kernels
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, Report
 from tests.closeness import FACTOR, assert_as_close
-from tests.models import farthest, neighbour
+from tests.models import farthest, in_double, neighbour
 
-from .tiny import batch, tiny_model
+from .tiny import batch, padded, tiny_model
 
 __all__ = ["OP_SETS", "Finding", "Result", "compare"]
 
@@ -65,27 +63,6 @@ class Result:
     left_out: dict[str, str] = field(default_factory=dict)
     # (op, module's path) of every module that a report calls replaced and that the input reached.
     ran: set[tuple[str, str]] = field(default_factory=set)
-
-
-class InDouble(TorchFunctionMode):
-    """Computes in fp64 what a model wants in fp32: the truth must not be rounded by a norm's own cast."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def doubled(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
-
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*tree_map(doubled, args), **tree_map(doubled, kwargs or {}))
-
-
-@contextlib.contextmanager
-def in_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        with InDouble():
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 class Watch:
@@ -189,12 +166,18 @@ def _trl(
         del model.forward
 
 
+def _padded(model: Any, inputs: dict[str, Any], watch: Watch | None = None) -> Values:
+    """Loss and gradients of a batch with padding, some of whose rows begin alike."""
+    return _train(model, {**padded(inputs), "use_cache": False}, watch)
+
+
 _STAGES: dict[str, Callable[..., Values]] = {
     "training": _train,
     "checkpointing": _checkpointed,
     "evaluation": _logits,
     "generation": _generated,
     "TRL's head": _trl,
+    "padding": _padded,
 }
 
 
@@ -369,6 +352,7 @@ def _compare_one(model: Any, inputs: dict[str, Any], plain: Plain, before: dict[
                 "training": (watch,),
                 "checkpointing": (kernels.refresh,),
                 "TRL's head": (kernels.refresh, watch),
+                "padding": (watch,),
             }
             try:
                 actual = function(model, inputs, *options.get(stage, ()))

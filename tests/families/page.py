@@ -20,10 +20,10 @@ _HEAD = """# Models
 What `apply_npu_kernels(model, ops=PATCHES)` serves in every causal and image-text family of transformers {version}, and
 what it leaves as it is. `python -m tests.families --write` writes this page (`make test-families`). For each family it
 makes a small model with random weights on the CPU, gives it text, and compares it with itself unpatched: loss and every
-gradient, also under gradient checkpointing and through the head that TRL adds, logits, generated tokens, and the model
-after `restore`. *Served* counts the modules in which an op ran; on a CPU `embedding`, `swiglu` and `rope` are put in
-only when they are asked for by name. Towers for images and sound, which text does not reach, are not counted. *Not
-compared* is what the family's own code cannot do, with what it raises unpatched.
+gradient, also with padding, under gradient checkpointing and through the head that TRL adds, logits, generated tokens,
+and the model after `restore`. *Served* counts the modules in which an op ran; on a CPU `embedding`, `swiglu` and `rope`
+are put in only when they are asked for by name. Towers for images and sound, which text does not reach, are not
+counted. *Not compared* is what the family's own code cannot do, with what it raises unpatched.
 
 | family | class | served | left alone, or not compared |
 |---|---|---|---|

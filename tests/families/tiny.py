@@ -21,7 +21,17 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 
-__all__ = ["LEFT_OUT", "VARIANTS", "VOCABULARY", "batch", "families", "model_class", "tiny_config", "tiny_model"]
+__all__ = [
+    "LEFT_OUT",
+    "VARIANTS",
+    "VOCABULARY",
+    "batch",
+    "families",
+    "model_class",
+    "padded",
+    "tiny_config",
+    "tiny_model",
+]
 
 VOCABULARY = 320
 _TASKS = {
@@ -376,6 +386,31 @@ def batch(model: Any) -> dict[str, torch.Tensor]:
     more = _INPUTS.get(model.config.model_type)
     inputs = {"input_ids": ids, "labels": labels}
     return inputs if more is None else more(model.config, inputs)
+
+
+# First column, and the one after the last, of the rows of a padded batch; the last has one token.
+_ROWS = ((5, 24), (5, 17), (5, 22), (0, 24), (0, 11), (3, 15), (23, 24))
+
+
+def padded(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same as a batch with padding on the left, on the right and on both sides. Text alone is longer, and has rows
+    that begin alike, three of them and two of those for longer; what is given beside text keeps its places."""
+    if set(inputs) != {"input_ids", "labels"} or inputs["input_ids"].shape != inputs["labels"].shape:
+        if "input_ids" not in inputs or inputs["input_ids"].shape != inputs["labels"].shape:
+            raise ValueError("the family is given no text")
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, 9:] = 0
+        return {**inputs, "attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY // 2, (len(_ROWS), 24), generator=generator)
+    ids[1, 5:15], ids[2, 5:14], ids[4, :10] = ids[0, 5:15], ids[0, 5:14], ids[3, :10]
+    mask = torch.zeros_like(ids)
+    for row, (begin, end) in enumerate(_ROWS):
+        mask[row, begin:end] = 1
+    labels = ids.masked_fill(mask == 0, -100)
+    # What predicts the first token of a row is padding.
+    labels[torch.arange(len(ids)), mask.argmax(1)] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def _image(config: Any, *shape: int) -> torch.Tensor:

@@ -1,0 +1,408 @@
+"""What decides that a body may be handed one row: the windows of its masks, and what its miniature shows."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import masking_utils
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel, apply_rotary_pos_emb, repeat_kv
+
+from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.patching import PATCHES
+from npu_trainer_kernels.patching._miniature import miniature, small_config
+from npu_trainer_kernels.patching._packed import Unserved, window_of
+from tests.families.tiny import tiny_model
+from tests.models import SMALL, small_model
+
+from .test_padding import OP, compare, padded
+
+CONFIG = transformers.LlamaConfig(**SMALL, attn_implementation="eager")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Windows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "window", "expected"), [
+    (20, 1, 1), (20, 7, 7), (20, 19, 19), (20, 20, None), (20, 21, None), (1, 1, None), (1, 4, None),
+])  # fmt: skip
+def test_a_sliding_window_is_what_its_mask_lets_a_query_see(length, window, expected):
+    allowed = masking_utils.sliding_window_causal_mask_function(window)
+    assert window_of(allowed, length) == expected
+    # By the mask itself: how many keys the last query of so many sees.
+    last = sum(bool(allowed(0, 0, torch.tensor(length - 1), torch.tensor(k))) for k in range(length))
+    assert last == (length if expected is None else expected)
+
+
+def test_causal_masks_have_no_window():
+    assert window_of(masking_utils.causal_mask_function, 20) is None
+    everything = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: q >= 0)
+    assert window_of(everything, 20) is None
+
+
+def not_diagonal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k < q
+
+
+def every_second(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (k <= q) & ((q - k) % 2 == 0)
+
+
+def by_columns(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Everything before, and the first token from wherever."""
+    return (k <= q) & ((k > q - 4) | (k == 0))
+
+
+OTHERS = {
+    "both ways": masking_utils.bidirectional_mask_function,
+    "a window both ways": masking_utils.sliding_window_bidirectional_mask_function(4),
+    "chunks": masking_utils.chunked_causal_mask_function(6, torch.zeros(1, dtype=torch.long)),
+    "chunks that end with the rows": masking_utils.chunked_causal_mask_function(20, torch.zeros(1, dtype=torch.long)),
+    "rows in a row": masking_utils.and_masks(
+        masking_utils.causal_mask_function,
+        masking_utils.packed_sequence_mask_function(torch.tensor([[0] * 10 + [1] * 30])),
+    ),
+    "a beginning that sees itself": masking_utils.or_masks(
+        masking_utils.causal_mask_function, lambda b, h, q, k: (q < 30) & (k < 30)
+    ),
+    "not itself": not_diagonal,
+    "every second": every_second,
+    "a window and the first token": by_columns,
+    "what tokens say": masking_utils.and_masks(
+        masking_utils.causal_mask_function, lambda b, h, q, k: torch.tensor([[0, 1]])[b, k] == 0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_masks_are_not_taken_for_windows(name):
+    for length in (20, 19):
+        with pytest.raises(Unserved, match="mask"):
+            window_of(OTHERS[name], length)
+
+
+def test_windows_are_read_on_the_host():
+    with torch.device("meta"):
+        assert window_of(masking_utils.sliding_window_causal_mask_function(5), 20) == 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The miniature
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def left_alone(model: nn.Module) -> str:
+    """Why the body keeps its padding, as the report says; its numbers are compared by nobody here."""
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        (why,) = (each.reason for each in kernels.report().left_alone if each.op == OP)
+        assert not kernels.report().replaced
+    return str(why)
+
+
+def with_body(body: Any, config: Any = CONFIG) -> Any:
+    """A model of a body of one's own."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.model = body(copy.deepcopy(config))
+    return model.train()
+
+
+class Convolved(LlamaModel):
+    """Mixes each token with those before it, wherever they come from."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.mix = nn.Conv1d(config.hidden_size, config.hidden_size, 3, groups=config.hidden_size)
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        embedded = self.embed_tokens(input_ids).transpose(1, 2)
+        mixed = self.mix(nn.functional.pad(embedded, (2, 0))).transpose(1, 2)
+        kwargs["inputs_embeds"] = mixed if attention_mask is None else mixed * attention_mask.unsqueeze(-1)
+        return super().forward(None, attention_mask, position_ids, **kwargs)
+
+
+class Summed(LlamaModel):
+    """A running sum along the row, that starts at its first token."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        embedded = self.embed_tokens(input_ids)
+        live = 1 if attention_mask is None else attention_mask.unsqueeze(-1)
+        kwargs["inputs_embeds"] = embedded + 0.1 * (embedded * live).cumsum(1)
+        return super().forward(None, attention_mask, position_ids, **kwargs)
+
+
+class Centred(LlamaModel):
+    """Takes off the mean of the whole batch."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        out = super().forward(input_ids, attention_mask, position_ids, **kwargs)
+        out.last_hidden_state = out.last_hidden_state - out.last_hidden_state.mean((0, 1), keepdim=True)
+        return out
+
+
+@pytest.mark.parametrize("body", [Convolved, Summed, Centred])
+def test_what_looks_along_the_row_is_found_out(body):
+    assert "tokens of a packed row are not what they are in their own" in left_alone(with_body(body))
+
+
+class Pairs(LlamaModel):
+    """Wants as many rows as there were."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        if len(input_ids) == 1:
+            raise ValueError("two rows at least")
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+
+def test_what_raises_is_left_alone():
+    assert left_alone(with_body(Pairs)) == "its code takes no packed row: ValueError: two rows at least"
+
+
+class Counting(LlamaModel):
+    """Counts the live tokens of a row, as OPT and many others do."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        if position_ids is None and attention_mask is not None:
+            position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0) * 2
+            position_ids = position_ids // 2 + 3 * (position_ids > 8)
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+
+class CountingLive(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        if position_ids is None and attention_mask is not None:
+            position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+        # A rotation sees distances alone; this is what an embedding of positions is.
+        if input_ids is not None and position_ids is not None:
+            kwargs["inputs_embeds"] = self.embed_tokens(input_ids) * (1 + 0.1 * position_ids.unsqueeze(-1))
+            input_ids = None
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+
+class CountingColumns(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        if input_ids is not None:
+            columns = torch.arange(input_ids.shape[1]).unsqueeze(0) if position_ids is None else position_ids
+            kwargs["inputs_embeds"] = self.embed_tokens(input_ids) * (1 + 0.1 * columns.unsqueeze(-1))
+            input_ids = None
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+
+@pytest.mark.parametrize(("body", "count"), [(CountingLive, "live tokens"), (CountingColumns, "columns")])
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_positions_are_counted_as_the_model_counts_them(body, count, side):
+    report = compare(with_body(body), padded(side, True), (OP,), count)
+    assert [each.detail for each in report.replaced] == [f"positions count {count}"]
+    assert report.ran[OP] == 1
+
+
+def test_positions_that_are_counted_in_a_third_way():
+    assert "not what they are" in left_alone(with_body(Counting))
+
+
+class OwnAttention(LlamaAttention):
+    """Attends by itself; what it is given as a mask is for itself too."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        k, v = repeat_kv(k, self.num_key_value_groups), repeat_kv(v, self.num_key_value_groups)
+        out = self.attended(q, k, v, attention_mask).transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
+        return self.o_proj(out), None
+
+    @staticmethod
+    def attended(q, k, v, mask):
+        scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5 + mask
+        return scores.softmax(-1) @ v
+
+
+class Unmasked(OwnAttention):
+    """Causal along the row that it is given, and needs no mask for that."""
+
+    @staticmethod
+    def attended(q, k, v, mask):
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def body_of(attention: type[nn.Module]) -> Any:
+    class Body(LlamaModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for i, layer in enumerate(self.layers):
+                layer.self_attn = attention(config, i)
+
+    return Body
+
+
+@pytest.mark.parametrize(("attention", "why"), [
+    (OwnAttention, "its code takes no packed row: TypeError"),
+    (Unmasked, "its attention is not transformers' own"),
+])  # fmt: skip
+def test_attention_of_ones_own(attention, why):
+    assert why in left_alone(with_body(body_of(attention)))
+
+
+def test_one_layer_of_many_that_attends_by_itself():
+    """The others would be served."""
+
+    class Body(LlamaModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layers[-1].self_attn = Unmasked(config, len(self.layers) - 1)
+
+    assert "not what they are" in left_alone(with_body(Body))
+
+
+class Mixing(nn.Module):
+    """Sees its neighbour."""
+
+    def forward(self, x):
+        return x + 0.1 * x.roll(1, -2)
+
+
+def test_a_module_that_the_miniature_lacks():
+    model = small_model("llama")
+    model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp, Mixing())
+    assert left_alone(model) == "its layers.1.mlp is a Sequential, which was not proven"
+
+
+def test_a_module_whose_class_was_derived():
+    class Derived(LlamaAttention):
+        def forward(self, hidden_states, *args, **kwargs):
+            return super().forward(hidden_states.roll(1, -2), *args, **kwargs)
+
+    model = small_model("llama")
+    model.model.layers[0].self_attn.__class__ = Derived
+    assert left_alone(model) == "its layers.0.self_attn is a Derived, which was not proven"
+
+
+def test_a_module_whose_forward_was_exchanged():
+    model = small_model("llama")
+    model.model.layers[1].mlp.forward = lambda x: x.roll(1, -2)
+    assert "layers.1.mlp: its forward was set on the instance" in left_alone(model)
+    model = small_model("llama")
+    model.model.forward = lambda *args, **kwargs: None
+    assert "its forward was set on the instance" in left_alone(model)
+
+
+@pytest.mark.parametrize("which", ["the body's", "a layer's"])
+def test_a_class_whose_forward_is_exchanged_later(monkeypatch, which):
+    """A proof holds for the code that was proven."""
+
+    class Body(LlamaModel):
+        pass
+
+    model = with_body(Body)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert [each.op for each in kernels.report().replaced] == [OP]
+    cls: Any = Body if which == "the body's" else type(model.model.layers[0].mlp)
+    own = cls.forward
+
+    @functools.wraps(own)
+    def forward(self, *args, **kwargs):
+        out = own(self, *args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            return out.cumsum(-2)
+        out.last_hidden_state = out.last_hidden_state.cumsum(1)
+        return out
+
+    monkeypatch.setattr(cls, "forward", forward)
+    assert ("not what they are" if cls is Body else "layers.0.mlp is a LlamaMLP, which was not") in left_alone(model)
+
+
+def test_linear_layers_in_whatever_form_mix_no_tokens():
+    class Quantised(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.to(torch.bfloat16).to(x.dtype))
+
+    model = small_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = Quantised
+    report = compare(model, padded("both", True), (OP,), "quantised")
+    assert report.ran[OP] == 1
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "jamba", "qwen3_next", "falcon_h1", "lfm2_moe", "recurrent_gemma"])
+def test_bodies_with_a_state_are_left_alone(kind):
+    """Mamba, a gated delta net, convolutions, a linear recurrence."""
+    assert left_alone(tiny_model("causal", kind))
+
+
+def test_encoders_and_what_has_no_body():
+    config = transformers.T5Config(vocab_size=331, d_model=48, d_kv=12, d_ff=80, num_layers=2, num_heads=4)
+    assert left_alone(transformers.T5ForConditionalGeneration(config))
+    assert left_alone(nn.Sequential(nn.Linear(3, 3))) == "no body of a transformers model found"
+
+
+def test_a_miniature_leaves_random_numbers_and_defaults_as_they_are():
+    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            made = miniature(LlamaModel, small_config(CONFIG))
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(dtype)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {(p.device.type, p.dtype) for p in made.parameters()} == {("cpu", torch.float32)}
+    assert not made.training
+
+
+def test_a_miniature_of_a_model_without_weights():
+    """Where sharding or loading comes later, the parameters are not there yet."""
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(CONFIG)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert [each.op for each in kernels.report().replaced] == [OP]
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_a_small_configuration_keeps_a_layer_of_each_kind_and_changes_nothing_of_its_origin():
+    config = transformers.Gemma3TextConfig(num_hidden_layers=26, sliding_window=512, hidden_size=1152)
+    before = copy.deepcopy(config.to_dict())
+    small = small_config(config)
+    assert config.to_dict() == before
+    assert set(small.layer_types) == set(config.layer_types)
+    assert small.num_hidden_layers == len(small.layer_types) < 7
+    assert small.sliding_window == 8
+    assert sum(p.numel() for p in miniature(transformers.Gemma3TextModel, small).parameters()) < 200_000
+
+
+def test_one_proof_for_one_configuration(monkeypatch):
+    """Applying the kernels again costs no second one; another configuration has its own."""
+    from npu_trainer_kernels.patching import _padding
+
+    made = []
+    own = _padding.miniature
+    monkeypatch.setattr(_padding, "_proofs", {})
+    monkeypatch.setattr(_padding, "miniature", lambda *args: made.append(args) or own(*args))
+    for window in (None, None, 9, 9):
+        options = {} if window is None else {"sliding_window": window}
+        apply_npu_kernels(small_model("mistral", **options), ops=[OP]).restore()
+    # Windows are cut down to the same small one; the second has none.
+    assert len(made) <= 2
+    apply_npu_kernels(small_model("qwen2"), ops=[OP]).restore()
+    assert len({args[0] for args in made}) == 2
+
+
+def test_a_proof_is_no_matter_of_the_weights():
+    """Zeros would make every row alike; a miniature has weights of its own."""
+    model = small_model("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert [each.op for each in kernels.report().replaced] == [OP]
+
+
+def test_all_ops_together_prove_the_same():
+    """Other ops change classes first."""
+    with apply_npu_kernels(small_model("qwen3"), ops=PATCHES) as kernels:
+        found = {each.op: each.detail for each in kernels.report().replaced}
+    assert found[OP] == "positions count columns"
