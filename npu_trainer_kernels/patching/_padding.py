@@ -101,7 +101,7 @@ class BodyForm:
         classifies: whether what is read outside is found by ids: the last one that is no padding.
         drops: whether numbers are drawn for each token in training (dropout).
         longest: columns beyond which its rotation depends on how far positions go; None: none.
-        refused: reasons that a first call has shown, by the circumstances of the call.
+        refused: reasons that a first call has shown, or None, by the circumstances of the call.
         hooked: attention modules that attend by segments.
     """
 
@@ -111,7 +111,7 @@ class BodyForm:
     classifies: bool
     drops: bool
     longest: int | None
-    refused: dict[Any, str] = field(default_factory=dict, compare=False)
+    refused: dict[Any, str | None] = field(default_factory=dict, compare=False)
     hooked: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet, compare=False)
 
     def __str__(self) -> str:
@@ -206,18 +206,21 @@ def _shown(real: Any, inner: str, small: Any) -> Proof | str:
     return reason
 
 
-def _unserved(proof: Proof, body: nn.Module, scene: Scene) -> str | None:
+def _unserved(
+    proof: Proof, body: nn.Module, where: torch.device, dtype: torch.dtype, backend: str | None
+) -> str | None:
     """Why the device cannot attend by segments as the layers ask for, known before any of them has begun."""
     layers: set[tuple[int, int, float]] = set()
     for module in body.modules():
-        if original_class(module) in proof.attention:
+        if _unsharded(module) in proof.attention:
             size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
             if type(size) is int:  # else the first call tells
                 value = getattr(module, "v_head_dim", None) or size
-                layers.add((size, value, getattr(module, "attention_dropout", 0.0) or 0.0))
+                dropout = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
+                layers.add((size, value, dropout if isinstance(dropout, float) else 0.0))
     return next(filter(None, (
-        unserved(scene.where, scene.dtype, (size, value), window=1 if window else None, softcap=softcap, sinks=sinks,
-                 dropout=dropout, backend=scene.backend)
+        unserved(where, dtype, (size, value), window=1 if window else None, softcap=softcap, sinks=sinks,
+                 dropout=dropout, backend=backend)
         for window, softcap, sinks in proof.asked for size, value, dropout in layers
     )), None)  # fmt: skip
 
@@ -468,8 +471,6 @@ class PaddingPatch(Patch):
         if isinstance(proof, str):
             # Of what is around a body the report need not speak: that has its own line.
             return Aside(proof) if inner else proof
-        if (reason := _unserved(proof, module, scene)) is not None:
-            return reason
         owners = (original_class(m).__name__ for m in scene.model.modules() if isinstance(m, PreTrainedModel))
         classifies = any(name.endswith("ForSequenceClassification") for name in owners)
         drops = _drops(body.config, body.modules())
@@ -530,7 +531,15 @@ class PaddingPatch(Patch):
             return "what is classified is found by ids, and here are none, or no padding"
         if (reason := _in_the_way(module.get_submodule(form.inner))) is not None:
             return reason
-        return form.refused.get(_circumstances(module, rows))
+        circumstances = _circumstances(module, rows)
+        if circumstances not in form.refused:
+            # Under autocast and with FSDP2's mixed precision layers attend in another dtype than their parameters have;
+            # the latter shows when they do.
+            dtype = circumstances[-1] or next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+            if dtype is not None and not isinstance(module, FSDPModule):
+                text = module.get_submodule(form.inner)
+                form.refused[circumstances] = _unserved(form.proof, text, rows.device, dtype, site.backend)
+        return form.refused.get(circumstances)
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: BodyForm = site.form

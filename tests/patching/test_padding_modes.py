@@ -1,7 +1,6 @@
 """A body that computes live tokens only, in every mode that people train in: exact, or left alone with the reason."""
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,137 +10,35 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import compile_regions
-from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.utils.checkpoint import checkpoint
 
-from npu_trainer_kernels import NpuKernels, NpuKernelsCallback, apply_npu_kernels
+from npu_trainer_kernels import NpuKernelsCallback, apply_npu_kernels
 from npu_trainer_kernels.ops.varlen_attention import varlen_attention
 from npu_trainer_kernels.patching import _packed
-from tests.closeness import assert_as_close
-from tests.models import SMALL, farthest, neighbour, small_model
-
-Batch = dict[str, Any]
-Step = Callable[[Any, Batch], torch.Tensor]
-
-
-def padded(rows: tuple[tuple[int, int], ...] = ((3, 21), (3, 15), (3, 19), (6, 21)), length: int = 21) -> Batch:
-    """A batch whose rows live from one column to another; the first twelve columns are the same in all rows."""
-    ids = torch.randint(3, SMALL["vocab_size"], (len(rows), length), generator=torch.Generator().manual_seed(1))
-    ids[:, :12] = ids[0, :12]
-    mask = torch.zeros_like(ids)
-    for row, (begin, end) in enumerate(rows):
-        mask[row, begin:end] = 1
-    ids = ids.masked_fill(mask == 0, SMALL["pad_token_id"])
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :8] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
-
-
-RIGHT = ((0, 21), (0, 15), (0, 19), (0, 8))
-
-
-def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-    return model(**batch).loss
-
-
-def same(model: Any) -> Any:
-    return model
-
-
-def values(model: Any, batch: Batch, step: Step) -> dict[str, torch.Tensor | None]:
-    """The loss and every gradient, by number: wrappers rename parameters."""
-    torch.manual_seed(5)
-    loss = step(model, batch)
-    loss.backward()
-    gradients = (p.grad for p in model.parameters() if p.requires_grad)
-    return {"loss": loss.detach(), **{str(i): gradient for i, gradient in enumerate(gradients)}}
-
-
-def names_of_attention(model: nn.Module) -> list[str]:
-    """What configurations name: a part of a model may have one of its own."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return [config._attn_implementation for config in configs.values()]
-
-
-def compared(
-    make: Callable[[], Any], prepare: Callable[[Any], Any] = same, step: Step = loss_of, batch: Batch | None = None,
-    truth_step: Step | None = None,
-) -> NpuKernels:  # fmt: skip
-    """Loss and gradients beside those of the unpatched model, by the package's rule; the handle, for what ran."""
-    batch = padded() if batch is None else batch
-    model = make()
-    truth = values(copy.deepcopy(model).double(), batch, truth_step or step)
-    plain = [model, *(neighbour(model, seed) for seed in (0, 1))]
-    expected = farthest([values(prepare(copy.deepcopy(m)), batch, step) for m in plain], truth)
-    before = names_of_attention(model)
-    kernels = apply_npu_kernels(model, ops=["varlen_attention"])
-    actual = values(prepare(model), batch, step)
-    assert names_of_attention(model) == before
-    for name, value in actual.items():
-        exact, reference = truth[name], expected[name]
-        assert (value is None) == (exact is None), name
-        if value is not None and exact is not None and reference is not None:
-            assert_as_close(value, reference, exact, name)
-    return kernels
-
-
-def ran(kernels: NpuKernels) -> int:
-    return kernels.report().ran.get("varlen_attention", 0)
-
-
-def declined(kernels: NpuKernels) -> str:
-    return "; ".join(d.reason for d in kernels.report().declined)
-
-
-def shared(kernels: NpuKernels) -> bool:
-    savings = next(site.progress for site in kernels.report().sites if site.progress.positions)
-    return savings.computed < savings.live
-
-
-def llama(**overrides: Any) -> Callable[[], Any]:
-    return lambda: small_model("llama", **overrides)
-
+from tests.models import small_model
+from tests.patching.padded import (
+    CHECKPOINTS,
+    Batch,
+    Step,
+    compared,
+    declined,
+    llama,
+    loss_of,
+    of_transformers,
+    padded,
+    ran,
+    same,
+    shared,
+    with_images,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Activation checkpointing
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def of_transformers(reentrant: bool) -> Callable[[Any], Any]:
-    def prepare(model: Any) -> Any:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        return model
-
-    return prepare
-
-
-def of_torch(kind: CheckpointImpl, what: str) -> Callable[[Any], Any]:
-    def prepare(model: Any) -> Any:
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, checkpoint_impl=kind),
-            check_fn=lambda module: type(module).__name__.endswith(what),
-        )
-        return model
-
-    return prepare
-
-
-CHECKPOINTS: dict[str, Callable[[Any], Any]] = {
-    "transformers, reentrant": of_transformers(True),
-    "transformers, not reentrant": of_transformers(False),
-    "torch, reentrant": of_torch(CheckpointImpl.REENTRANT, "DecoderLayer"),
-    "torch, not reentrant": of_torch(CheckpointImpl.NO_REENTRANT, "DecoderLayer"),
-    "torch, attention alone": of_torch(CheckpointImpl.NO_REENTRANT, "Attention"),
-}
 checkpoints = pytest.mark.parametrize("prepare", CHECKPOINTS.values(), ids=CHECKPOINTS)
 
 
@@ -223,262 +120,6 @@ def test_a_forward_that_accelerate_has_wrapped():
     with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
         loss_of(model, padded()).backward()
     assert ran(kernels) == 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Adapters
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def tuned(config: Any, family: str = "llama", **overrides: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        model = get_peft_model(small_model(family, **overrides), copy.deepcopy(config))
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                nn.init.normal_(parameter, std=0.05)
-        return model
-
-    return make
-
-
-def lora(**options: Any) -> LoraConfig:
-    return LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear", **options})
-
-
-SERVED = {
-    "LoRA": lora(),
-    "DoRA": lora(use_dora=True),
-    "an embedding with LoRA": lora(target_modules=["q_proj", "embed_tokens"]),
-    "a trained copy of the embedding": lora(modules_to_save=["embed_tokens", "lm_head"]),
-    "trained copies of norms": lora(modules_to_save=["input_layernorm"]),
-    "some trained tokens": lora(trainable_token_indices=[3, 4, 5]),
-    "IA3": IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-}
-
-
-@pytest.mark.parametrize("config", SERVED.values(), ids=SERVED)
-def test_adapters(config):
-    kernels = compared(tuned(config))
-    assert ran(kernels) == 1
-    assert shared(kernels)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_adapters_of_checkpointed_layers(reentrant):
-    def prepare(model: Any) -> Any:
-        model.enable_input_require_grads()
-        return of_transformers(reentrant)(model)
-
-    assert ran(compared(tuned(lora()), prepare)) == 1
-
-
-@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
-def test_rows_do_not_share_what_is_dropped(later):
-    model = small_model("llama")
-    dropping = lora(lora_dropout=0.3, target_modules=["down_proj"])
-    model = model if later else get_peft_model(model, dropping)
-    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
-        model = get_peft_model(model, dropping) if later else model
-        loss_of(model, padded()).backward()
-        assert ran(kernels) == 1
-        assert not shared(kernels)
-        model.eval()
-        with torch.no_grad():
-            model(**padded())
-        assert shared(kernels)
-
-
-def test_virtual_tokens_before_padding_are_a_gap():
-    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
-    kernels = compared(tuned(prompt))
-    assert ran(kernels) == 0
-    assert declined(kernels) == "the mask of a row has a gap"
-    kernels = compared(tuned(prompt), batch=padded(RIGHT))
-    assert ran(kernels) == 1
-
-
-LEFT_ALONE: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "keys and values": (PrefixTuningConfig, {"num_virtual_tokens": 5}, "past_key_values"),
-    "tokens of each row that switch it on": (
-        lora,
-        {"target_modules": ["q_proj"], "alora_invocation_tokens": [3, 4]},
-        "a hook of peft on its Linear may look at rows",
-    ),
-}
-
-
-@pytest.mark.parametrize(("config", "options", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE)
-def test_adapters_that_know_of_rows(config, options, reason):
-    kernels = compared(tuned(config(task_type="CAUSAL_LM", **options), hidden_size=64))
-    assert ran(kernels) == 0
-    assert reason in declined(kernels)
-
-
-def test_each_row_with_an_adapter_of_its_own():
-    model = tuned(lora(target_modules=["q_proj"]))()
-    model.add_adapter("other", lora(target_modules=["q_proj"]))
-    batch = {name: value for name, value in padded().items() if name != "labels"}
-    batch["adapter_names"] = ["default", "other", "__base__", "other"]
-    model.eval()
-    with torch.no_grad():
-        expected = model(**batch).logits
-        with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
-            assert torch.equal(model(**batch).logits, expected)
-    assert "a hook of peft" in declined(kernels)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_experts_without_and_with_a_loss_of_their_own():
-    assert ran(compared(lambda: small_model("qwen3-moe", output_router_logits=False))) == 1
-    kernels = compared(lambda: small_model("qwen3-moe"))
-    assert declined(kernels) == "its router_logits are asked for"
-
-
-@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "Qwen3ForSequenceClassification"])
-def test_classifiers_and_reward_models(name):
-    def make() -> Any:
-        torch.manual_seed(0)
-        config = getattr(transformers, name.replace("ForSequenceClassification", "Config"))
-        return getattr(transformers, name)(config(**SMALL, num_labels=2)).train()
-
-    batch = {**padded(), "labels": torch.tensor([0, 1, 1, 0])}
-    assert ran(compared(make, batch=batch)) == 1
-    # The classified token is the last one that is no padding by its id, whatever the mask says.
-    kernels = compared(make, batch={**batch, "input_ids": batch["input_ids"] + 1})
-    assert ran(kernels) == 0
-    assert "found by ids" in declined(kernels)
-
-
-TEXT = {**SMALL, "hidden_size": 64}
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-IMAGE = 300
-QWEN_VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14}
-SPECIAL = {"image_token_id": IMAGE, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
-WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
-
-
-def with_images(name: str) -> Any:
-    torch.manual_seed(0)
-    if name == "gemma3":
-        config = transformers.Gemma3Config(
-            text_config={**TEXT, **WINDOWS}, vision_config={**VISION, "num_hidden_layers": 1}, mm_tokens_per_image=4,
-            image_token_index=IMAGE, boi_token_index=301, eoi_token_index=302,
-        )  # fmt: skip
-        return transformers.Gemma3ForConditionalGeneration(config).train()
-    if name == "qwen2-vl":
-        config = transformers.Qwen2VLConfig(text_config={**TEXT, **SECTIONS}, vision_config=QWEN_VISION, **SPECIAL)
-        return transformers.Qwen2VLForConditionalGeneration(config).train()
-    vision = transformers.CLIPVisionConfig(**VISION, num_hidden_layers=2)
-    config = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(**TEXT), vision_config=vision, image_token_index=IMAGE
-    )
-    return transformers.LlavaForConditionalGeneration(config).train()
-
-
-@pytest.mark.parametrize("name", ["gemma3", "qwen2-vl", "llava"])
-def test_models_for_images_get_text_alone(name):
-    kernels = compared(lambda: with_images(name))
-    assert ran(kernels) == 1
-    assert shared(kernels)
-    assert not declined(kernels)
-
-
-def images_in(name: str) -> Batch:
-    batch = padded()
-    batch["input_ids"][:, 6:10] = IMAGE
-    batch["labels"][:, :12] = -100
-    torch.manual_seed(2)
-    if name == "qwen2-vl":
-        batch["pixel_values"] = torch.randn(4 * 16, 3 * 2 * 14 * 14)
-        batch["image_grid_thw"] = torch.tensor([[1, 4, 4]] * 4)
-        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
-    else:
-        batch["pixel_values"] = torch.randn(4, 3, 28, 28)
-    if name == "gemma3":
-        batch["token_type_ids"] = (batch["input_ids"] == IMAGE).long()
-    return batch
-
-
-@pytest.mark.parametrize(
-    ("name", "reasons"),
-    [
-        ("gemma3", ["it is given pixel_values", "its mask is none of tokens"]),
-        ("qwen2-vl", ["it is given pixel_values", "it is given positions in several dimensions"]),
-        ("llava", ["it is given pixel_values"]),
-    ],
-)
-def test_models_for_images_get_images(name, reasons):
-    """What the part for text is given then is embedded already; where it has masks and positions as ever, it is
-    served."""
-    kernels = compared(lambda: with_images(name), batch=images_in(name))
-    assert declined(kernels).split("; ") == reasons
-    assert ran(kernels) == (name == "llava")
-
-
-class OfAnotherKind(nn.Linear):
-    """As quantised layers are: linear, with a forward of their own."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight * 0.5, self.bias)
-
-
-def test_linear_layers_of_another_kind():
-    def make() -> Any:
-        model = small_model("llama")
-        for module in model.model.layers.modules():
-            if isinstance(module, nn.Linear):
-                module.__class__ = OfAnotherKind
-        return model
-
-    assert ran(compared(make)) == 1
-
-
-def test_a_model_on_several_devices():
-    def make() -> Any:
-        return accelerate.dispatch_model(small_model("llama"), {"": "cpu"}, force_hooks=True)
-
-    with apply_npu_kernels(make(), ops=["varlen_attention"]) as kernels:
-        (left,) = kernels.report().left_alone
-    assert "its forward was set on the instance" in left.reason
-
-
-def test_copies_that_threads_run():
-    model = small_model("llama").model
-    batch = padded()
-    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
-        copy_of_it = model._replicate_for_data_parallel()
-        copy_of_it(batch["input_ids"], batch["attention_mask"], use_cache=False)
-        assert ran(kernels) == 0
-        assert "DataParallel" in declined(kernels)
-
-
-def test_inference_mode():
-    model = small_model("llama")
-    batch = padded()
-    live = batch["attention_mask"].bool()
-    with torch.inference_mode():
-        expected = model(**batch).logits[live]
-        with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
-            actual = model(**batch).logits[live]
-    truth = copy.deepcopy(model).double()(**batch).logits[live].detach()
-    assert ran(kernels) == 1
-    assert_as_close(actual, expected, truth, "logits")
-
-
-def test_gradients_of_several_batches():
-    def step(model: Any, batch: Batch) -> torch.Tensor:
-        losses = []
-        for rows in (slice(0, 1), slice(1, 4)):
-            part = {name: value[rows] if torch.is_tensor(value) else value for name, value in batch.items()}
-            losses.append(loss_of(model, part))
-        return sum(losses)
-
-    assert ran(compared(llama(), step=step)) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
