@@ -42,10 +42,12 @@ class CallSettings:
         tokens: input tokens of the training forwards so far, on this process, padding included.
         live: those of them that are no padding; on the device, where that is counted without waiting for it.
         learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
+        shares: whether what rows begin with alike is computed once, in training.
         compacts: whether TRL is to leave out the rows without a label; not where there are shapes without numbers.
     """
 
     trl: Any = None
+    shares: bool = False
     compacts: bool = True
     tokens: int = 0
     live: Any = 0

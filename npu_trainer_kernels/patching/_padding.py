@@ -358,6 +358,7 @@ class PaddingPatch(Patch):
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         super().install(site, module, undo, settings)
         site.progress = site.progress or Savings()
+        settings.shares = not site.form.drops
         for part in module.modules():
             if original_class(part) in site.form.proof.attention and part not in site.form.hooked:
                 site.form.hooked.add(part)
