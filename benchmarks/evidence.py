@@ -27,6 +27,9 @@ def _measured(whole: dict[str, Any], kind: str) -> Iterator[tuple[str, bool, dic
         for choice in op["before_torch"].get(kind, ()):
             if isinstance(choice["because"], dict):
                 yield f"ours-{choice['backend']}", True, choice["because"]
+        last = op.get("torch", {}).get(kind)
+        if isinstance(last, dict):
+            yield "ours-torch", True, last
         plain = op.get("keeps_plain", {}).get(kind)
         if isinstance(plain, dict):
             # Where models keep their own code, torch is our backend.

@@ -20,6 +20,8 @@ from .table import TABLE, Vendor
 
 __all__ = [
     "SERVED",
+    "attention",
+    "attention_backward",
     "cross_entropy",
     "cross_entropy_gradient",
     "norm_backward",
@@ -29,6 +31,7 @@ __all__ = [
     "swiglu",
     "swiglu_backward",
     "unavailable",
+    "uncovered_attention",
     "uncovered_cross_entropy",
     "uncovered_norm",
     "uncovered_rope",
@@ -41,6 +44,11 @@ SERVED: dict[str, Vendor] = {name: op.vendor for name, op in TABLE.items() if op
 _MAX_HEAD = 896
 _MAX_BATCH = 1000
 _MAX_ROWS = 200_000
+# Of npu_fusion_attention with layout TND: 1K segments, 1M tokens.
+_MAX_SEGMENTS = 1024
+_MAX_TOKENS = 1 << 20
+_MAX_HEADS = 256
+_MAX_ATTENTION_HEAD = 768
 
 
 @functools.cache
@@ -227,3 +235,98 @@ def cross_entropy_gradient(log_probs: torch.Tensor, ids: torch.Tensor, d_log_pro
     """Gradient of the logits, fp32 `[n, V]`, of what `cross_entropy` returned; `d_log_prob` `[n]` arrives for the ids'
     log-probabilities."""
     return torch.ops.npu.npu_cross_entropy_loss_backward(-d_log_prob, log_probs, ids.long(), None, None, None, "none")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention by segments: aclnnFlashAttentionVarLenScore, aclnnFlashAttentionUnpaddingScoreGrad
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _takes_sinks() -> bool:
+    """Whether this torch_npu's attention has the argument, forward and backward."""
+    operators = torch.ops.npu.npu_fusion_attention, torch.ops.npu.npu_fusion_attention_grad
+    return all("sink" in {argument.name for argument in each.default._schema.arguments} for each in operators)
+
+
+def uncovered_attention(
+    dtype: torch.dtype, head_sizes: tuple[int, int], *, heads: int | None, tokens: int | None, segments: int,
+    softcap: float | None, sinks: bool,
+) -> str | None:  # fmt: skip
+    """Why `npu_fusion_attention` does not cover attention by segments, or None; `heads` and `tokens` where they are
+    known. Limits are those of op-plugin's page for it, and of CANN's ops-transformer for the backward."""
+    size, of_values = head_sizes
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{_name(dtype)} q, k and v"
+    if softcap is not None:
+        return f"softcap={softcap!r}: npu_fusion_attention has none"
+    if size != of_values:
+        return f"heads of {size} elements with values of {of_values}: their backward wants one size"
+    if size > _MAX_ATTENTION_HEAD:
+        return f"heads of {size} elements, of which {_MAX_ATTENTION_HEAD} are allowed"
+    if heads is not None and heads > _MAX_HEADS:
+        return f"{heads} heads, of which {_MAX_HEADS} are allowed"
+    if segments > _MAX_SEGMENTS:
+        return f"{segments} segments, of which {_MAX_SEGMENTS} are allowed"
+    if tokens is not None and tokens > _MAX_TOKENS:
+        return f"{tokens} tokens, of which {_MAX_TOKENS} are allowed"
+    if sinks and dtype == torch.float32:
+        return "sinks in float32: their backward takes 16 bits"
+    if sinks and not _takes_sinks():
+        return "sinks: this torch_npu's npu_fusion_attention has no argument for them"
+    return None
+
+
+@functools.cache
+def _causal(where: torch.device) -> torch.Tensor:
+    """The mask of sparse modes 3 and 4, True where nothing is seen: of this size whatever the lengths are."""
+    with torch.inference_mode(False):
+        return torch.ones(2048, 2048, dtype=torch.bool, device=where).triu_(1)
+
+
+def _attention_arguments(q: torch.Tensor, sinks: torch.Tensor | None, segments: Any, options: Any) -> dict[str, Any]:
+    """Those that forward and backward have in common.
+
+    Sparse mode 3 is causal, 4 a band from `pre_tockens` keys before the query's own to `next_tockens` keys behind it;
+    both count from the lower right corner of each segment, so that the last query sees the last key. So say
+    op-plugin's `docs/context/torch_npu-npu_fusion_attention.md` and `sparse_mode_introduction` of CANN's
+    ops-transformer.
+    """
+    given = {
+        "atten_mask": _causal(q.device),
+        "keep_prob": 1.0 - options.dropout,
+        "actual_seq_qlen": segments.q_ends,
+        "actual_seq_kvlen": segments.k_ends,
+        "sparse_mode": 3,
+    }
+    if options.window is not None:
+        given |= {"sparse_mode": 4, "pre_tockens": options.window - 1, "next_tockens": 0}
+    if sinks is not None:
+        given["sink"] = sinks.float()
+    return given
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: Any, options: Any
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Any]:
+    """(o, what backward reads of it, numbers for it); see `ops/varlen_attention.py`. The segments' ends are lists on
+    the host, and go to the operator as they are."""
+    out, maximum, total, reserved, *random = torch.ops.npu.npu_fusion_attention(
+        q, k, v, q.shape[1], "TND", scale=options.scale, **_attention_arguments(q, sinks, segments, options)
+    )
+    return out, (maximum, total, reserved), random
+
+
+def attention_backward(
+    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+    out: torch.Tensor, saved: tuple[torch.Tensor, ...], segments: Any, options: Any, random: Any,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Gradients of q, k, v and the sinks."""
+    maximum, total, reserved = saved
+    seed, offset, numels = random
+    dq, dk, dv, _, *dsinks = torch.ops.npu.npu_fusion_attention_grad(
+        q, k, v, dy, q.shape[1], "TND", softmax_max=maximum, softmax_sum=total, softmax_in=reserved, attention_in=out,
+        scale_value=options.scale, seed=seed, offset=offset, numels=numels,
+        **_attention_arguments(q, sinks, segments, options),
+    )  # fmt: skip
+    return dq, dk, dv, None if sinks is None else dsinks[0].to(sinks.dtype)

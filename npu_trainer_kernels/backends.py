@@ -29,6 +29,7 @@ __all__ = [
     "BACKENDS",
     "OPS",
     "Shape",
+    "asked_for",
     "choose",
     "every_measurement",
     "explain",
@@ -264,11 +265,15 @@ def _chosen(
     return name if reason is None else _by_table(op, devices.kind_of(device), _measured(op, device, at), True)[0]
 
 
+def asked_for(op: str, override: str | None = None) -> bool:
+    """Whether a backend is asked for by name."""
+    return _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))[0] is not None
+
+
 def keeps_plain(op: str, device: torch.device, override: str | None = None, *, fused: bool = False) -> str | None:
     """Why, by the table, a model keeps its own code for `op` on this device unless the op is asked for, or None; what
     was measured (`measurements`) goes before it. `fused`: that code is one operator of PyTorch's."""
-    environment = os.environ.get(ENVIRONMENT, "")
-    if op in parse_override(override or "") or op in parse_override(environment):
+    if asked_for(op, override):
         return None
     row, kind = TABLE[op], devices.kind_of(device)
     kept = row.keeps_plain.get(kind) or (row.keeps_fused.get(kind) if fused else None)

@@ -6,6 +6,7 @@ A row of the file, under `ops`:
     forms          names in `workloads.OPS`: the op by itself, or together with its projection
     head           it forms no logits of all tokens: worth having wherever it runs (default false)
     before_torch   by kind of device, what is tried before torch, each a `backend` and why (`because`)
+    torch          by kind of device, why torch ends the list, where that is not what is said of all ops
     keeps_plain    by kind of device, why a model keeps its own code unless the op is asked for by name
     keeps_fused    the same for modules whose own code is one operator of PyTorch's
     vendor         torch_npu's operators for it, the calls that they cover, and what they do not repeat bit by bit
@@ -118,9 +119,9 @@ def _plain(because: Any, sentences: dict[str, str]) -> Choice:
 def _op(row: dict[str, Any], whole: dict[str, Any]) -> Op:
     before, vendor, sentences = row["before_torch"], row.get("vendor"), whole["sentences"]
     order = {}
-    for kind, last in whole["torch"].items():
+    for kind, last in {**whole["torch"], **row.get("torch", {})}.items():
         ours = (_ours(choice["backend"], choice["because"], sentences) for choice in before.get(kind, ()))
-        order[kind] = (*ours, Choice("torch", last))
+        order[kind] = (*ours, _ours("torch", last, sentences))
     plain = {**({} if row.get("head", False) else whole["unmeasured"]), **row.get("keeps_plain", {})}
     return Op(
         forms=tuple(row["forms"]),

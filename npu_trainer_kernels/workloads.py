@@ -9,13 +9,16 @@ One table for all that runs an op by itself: `npu-kernels doctor` and `tune`, an
         inputs.backward(ours(inputs.tensors))
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import ops
 from .ops._grpo_formula import GrpoTokens, token_losses
@@ -34,6 +37,7 @@ __all__ = [
     "Tensors",
     "Workload",
     "as_tuple",
+    "attention_lengths",
     "grpo_lengths",
     "grpo_terms",
     "of_model",
@@ -42,6 +46,8 @@ __all__ = [
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EPS = 1e-6
 _TOKENS = ("N", "S", "BT", "B", "T")
+# Of a batch, and no count of its tokens.
+_OF_BATCH = ("live", "shared")
 GRPO_BETA, GRPO_EPSILON = 0.04, 0.2
 _GRPO = ops.GrpoOptions(loss_type="bnpo", beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON)
 Tensors = Mapping[str, Tensor]
@@ -121,7 +127,7 @@ class Workload:
     @property
     def model_sizes(self) -> tuple[tuple[str, int], ...]:
         """The sizes that a model decides, in the order of `backends.Shape`."""
-        return tuple((name, size) for name, size in self.sizes.items() if name not in _TOKENS)
+        return tuple((name, size) for name, size in self.sizes.items() if name not in (*_TOKENS, *_OF_BATCH))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -492,6 +498,106 @@ def _rope_by_turns(backend: str | None) -> Function:
     return lambda t: ops.rope(t["q"], t["k"], t["cos"], t["sin"], backend=backend, **_BY_TURNS)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention by segments
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def attention_lengths(batch: int, length: int, live: int, shared: int = 0) -> tuple[int, ...]:
+    """Tokens of each row behind those that all rows share, none of them nothing.
+
+    Args:
+        batch, length: of the padded batch.
+        live: the share of its positions that hold a token, in percent: 37 (lengths of an exponential distribution whose
+            mean is 0.4 of the longest, between 0.05 of that and all of it), 78 (evenly spread from 56% to all) or 100.
+        shared: tokens at the beginning of every row.
+    """
+    middles = (np.arange(batch) + 0.5) / batch
+    shares = {37: np.clip(-0.4 * np.log(1 - middles), 0.05, 1), 78: np.linspace(0.56, 1, batch), 100: np.ones(batch)}
+    return tuple(max(1, round(float(share) * (length - shared))) for share in shares[live])
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """A batch with padding, and the row of tokens that it packs.
+
+    Attributes:
+        segments: of the packed row.
+        padded: for each position of the batch its token; -1: padding.
+        packed: for each token its position, the first one of a token that rows share.
+        seen: `[B, 1, L, L]`, what each position sees.
+        batch: B.
+    """
+
+    segments: ops.Segments
+    padded: ops.Shared
+    packed: ops.Shared
+    seen: Tensor
+    batch: int
+
+
+@functools.lru_cache(maxsize=4)
+def _rows(lengths: tuple[int, ...], device: torch.device) -> _Rows:
+    """Made once, as for all layers of a forward. `lengths`: of the part that all rows share, and of each row's own."""
+    shared, *own = lengths
+    ends = np.cumsum(own) + shared
+    widest, first = shared + max(own), np.arange(shared)
+    padded = np.full((len(own), widest), -1)
+    keys = [first] if shared else []
+    for row, (end, length) in enumerate(zip(ends, own, strict=True)):
+        tokens = np.concatenate((first, np.arange(end - length, end)))
+        padded[row, : shared + length] = tokens
+        keys.append(tokens)
+    n = int(ends[-1])
+    several = ops.Shared.make(np.concatenate(keys), n, device) if shared else None
+    segments = ops.Segments.make(
+        [shared, *own] if shared else own, device, [len(part) for part in keys] if shared else None, several
+    )
+    flat = padded.reshape(-1)
+    places = np.flatnonzero(flat >= 0)
+    _, at = np.unique(flat[places], return_index=True)
+    live = torch.from_numpy(padded >= 0).to(device)
+    seen = torch.ones(widest, widest, dtype=torch.bool, device=device).tril() & live[:, None, None, :]
+    return _Rows(
+        segments, ops.Shared.make(flat, n, device), ops.Shared.make(places[at], flat.size, device), seen, len(own)
+    )
+
+
+def _rows_of(t: Tensors) -> _Rows:
+    return _rows(tuple(t["lengths"].tolist()), t["q"].device)
+
+
+def _build_attention(work: Workload, device: torch.device) -> Inputs:
+    s = work.sizes
+    lengths = s["shared"], *attention_lengths(s["B"], s["T"], s["live"], s["shared"])
+    n = sum(lengths)
+    tensors = {
+        "q": _randn(work, device, n, s["Q"], s["D"]),
+        "k": _randn(work, device, n, s["K"], s["D"]),
+        "v": _randn(work, device, n, s["K"], s["D"]),
+        "lengths": torch.tensor(lengths),
+    }
+    return Inputs(tensors, ("q", "k", "v"), (_randn(work, device, n, s["Q"], s["D"]),))
+
+
+def _attention_reference(t: Tensors) -> Outputs:
+    """The padded batch under a mask, heads repeated, as models compute it; what a token that rows share gives is
+    computed in each of them. Padding and packing are a few percent of its time."""
+    rows = _rows_of(t)
+
+    def batch(x: Tensor) -> Tensor:
+        return ops.take(x, rows.padded).view(rows.batch, -1, *x.shape[1:]).transpose(1, 2)
+
+    q, k, v = (batch(t[name]) for name in ("q", "k", "v"))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, rows.seen).transpose(1, 2)
+    return ops.take(out.reshape(-1, *out.shape[2:]), rows.packed)
+
+
+def _attention(backend: str | None) -> Function:
+    return lambda t: ops.varlen_attention(t["q"], t["k"], t["v"], _rows_of(t).segments, backend=backend)
+
+
 OPS: dict[str, Op] = {
     "rms_norm": Op(_build_norm, _norm_reference, _norm, lambda m, n: {"N": n, "H": m.hidden}),
     "linear_rms_norm": Op(
@@ -511,6 +617,12 @@ OPS: dict[str, Op] = {
     "geglu": Op(_build_swiglu, _geglu_reference, _geglu, lambda m, n: {"N": n, "I": m.intermediate}),
     "rope": Op(_build_rope, _rope_reference, _rope, _rope_sizes),
     "rope_by_turns": Op(_build_rope_by_turns, _rope_by_turns_reference, _rope_by_turns, _rope_sizes),
+    "varlen_attention": Op(
+        _build_attention, _attention_reference, _attention,
+        lambda m, n: {
+            "B": 8, "T": n // 8, "live": 37, "shared": 0, "Q": m.heads, "K": m.kv_heads, "D": m.head_dim,
+        },
+    ),
     "embedding": Op(
         _build_embedding, _embedding_reference, _embedding, lambda m, n: {"N": n, "V": m.vocabulary, "D": m.hidden}
     ),

@@ -22,12 +22,15 @@ from .linear_rms_norm import linear_rms_norm, linear_rms_norm_reference
 from .rms_norm import rms_norm, rms_norm_reference
 from .rope import rope, rope_reference
 from .swiglu import swiglu, swiglu_linear, swiglu_linear_reference, swiglu_reference
+from .varlen_attention import Segments, Shared, take, varlen_attention, varlen_attention_reference
 
 __all__ = [
     "GrpoLossOutput",
     "GrpoOptions",
     "LinearCrossEntropyOutput",
     "LinearLogProbOutput",
+    "Segments",
+    "Shared",
     "add_rms_norm",
     "add_rms_norm_reference",
     "embedding",
@@ -54,4 +57,7 @@ __all__ = [
     "swiglu_linear",
     "swiglu_linear_reference",
     "swiglu_reference",
+    "take",
+    "varlen_attention",
+    "varlen_attention_reference",
 ]

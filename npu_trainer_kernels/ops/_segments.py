@@ -11,7 +11,17 @@ import torch
 
 from ._shared_rows import Shared, uploaded
 
-__all__ = ["Segments"]
+__all__ = ["Options", "Segments"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a layer decides; see `varlen_attention`."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
 
 
 def _ends(name: str, lengths: Sequence[int]) -> tuple[int, ...]:

@@ -3,9 +3,10 @@
     y_i = x[index_i]                          zero where index_i is -1              [m, ...] of x [n, ...]
     dx_r = sum over i with index_i = r of dy_i          fp32, in a fixed order, rounded once
 
-Backward adds nothing with atomics, so it gives the same bits every time: rows that are used once are gathered; for those
-that are used several times, the places where they are used stand in a matrix, and one sum goes over its columns. What
-has to be known of the index is read on the host, where it was made, and uploaded once: nothing waits for the device.
+Backward adds nothing with atomics, so it gives the same bits every time: rows that are used once are gathered; for
+those that are used several times, the places where they are used stand in a matrix, and one sum goes over its rows.
+What has to be known of the index is read on the host, where it was made, and uploaded once: nothing waits for the
+device.
 """
 
 from __future__ import annotations

@@ -13,31 +13,24 @@ several segments see is summed in fp32 in a fixed order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from .. import backends
+from .. import _vendor, backends
+from .. import device as devices
+from .._opaque import opaque
 from ._checks import FLOATS, check_same_device, is_number
+from ._fallback import falls_back
 from ._host import autocasts
-from ._segments import Segments
+from ._segment_kernels import ByKernel, by_flash
+from ._segments import Options, Segments
 from ._shared_rows import Shared, take
 
 __all__ = ["Segments", "Shared", "take", "unserved", "varlen_attention", "varlen_attention_reference"]
 
 _DTYPES = (*FLOATS, torch.float64)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a layer decides; see `varlen_attention`."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    dropout: float
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,8 +152,20 @@ def unserved(
         backend: overrides the choice of `backends.choose`.
     """
     if dtype not in _DTYPES:
-        return f"{dtype} is no dtype of attention"
-    return None
+        return f"attention has no {str(dtype).removeprefix('torch.')}"
+    if window is not None and window < 1:
+        return f"its window is {window}"
+
+    def uncovered() -> str | None:
+        return _vendor.uncovered_attention(
+            dtype, head_sizes, heads=None, tokens=None, segments=segments, softcap=softcap, sinks=sinks
+        )
+
+    if devices.kind_of(device) != "npu" or backends.asked_for("varlen_attention", backend):
+        return None
+    # There one segment after another is no gain that anybody has seen over the batch with its padding.
+    chosen, why = backends.explain("varlen_attention", device, backend, uncovered)
+    return None if chosen == "vendor" else why
 
 
 def _check(
@@ -195,6 +200,7 @@ def _check(
         raise ValueError(f"dropout must lie in [0, 1); got {options.dropout!r}")
 
 
+@opaque
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -232,21 +238,36 @@ def varlen_attention(
         ValueError: shapes or dtypes that do not match, an option out of range, an unknown backend or one that does not
             cover the call.
     """
-    options = Options(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, dropout)
     if autocasts(q):
         q, k, v = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (q, k, v))
+    options = Options(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, dropout)
     _check(q, k, v, segments, sinks, options)
+    if window is not None and window >= segments.longest_k:
+        options = replace(options, window=None)
     if segments.keys is not None:
         k, v = take(k, segments.keys), take(v, segments.keys)
-    chosen = (
-        "torch" if "varlen_attention" not in backends.OPS else backends.choose("varlen_attention", q.device, backend)
-    )
+
+    def uncovered() -> str | None:
+        return _vendor.uncovered_attention(
+            q.dtype, (q.shape[-1], v.shape[-1]), heads=q.shape[1], tokens=k.shape[0], segments=len(segments),
+            softcap=softcap, sinks=sinks is not None,
+        )  # fmt: skip
+
+    def at() -> backends.Shape:
+        return q.dtype, q.shape[0], (q.shape[1], k.shape[1], q.shape[2])
+
+    chosen = backends.choose("varlen_attention", q.device, backend, uncovered, at=at)
     return _attend(q, k, v, sinks, segments, options, chosen)
 
 
+@falls_back("varlen_attention")
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: Segments,
     options: Options, backend: str,
-) -> Any:  # fmt: skip
-    by_formula = options.softcap is not None or sinks is not None
-    return _one_by_one(q, k, v, sinks, segments, options, by_formula)
+) -> torch.Tensor:  # fmt: skip
+    if backend == "vendor":
+        return ByKernel.apply(q, k, v, sinks, segments, options, "vendor")
+    out = by_flash(q, k, v, sinks, segments, options)
+    if out is not None:
+        return out
+    return _one_by_one(q, k, v, sinks, segments, options, options.softcap is not None or sinks is not None)

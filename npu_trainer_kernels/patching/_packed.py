@@ -24,9 +24,13 @@ from ..ops._segments import Segments
 from ..ops.varlen_attention import unserved, varlen_attention
 from ._undo import Undo
 
-__all__ = ["NAME", "Packing", "Unserved", "attend_by_segments", "packed", "window_of"]
+__all__ = ["NAME", "Asked", "Packing", "Unserved", "attend_by_segments", "packed", "window_of"]
 
 NAME = "npu_kernels_segments"
+
+
+# Whether there is a sliding window, the soft cap, whether there are sinks.
+Asked = tuple[bool, float | None, bool]
 
 
 class Unserved(Exception):
@@ -41,12 +45,14 @@ class Packing:
         segments: of the row.
         backend: the override for the op.
         attended: the classes of the modules that have attended.
+        asked: what they asked for.
         before: what the configuration named before a layer that is being recomputed.
     """
 
     segments: Segments
     backend: str | None
     attended: set[type[nn.Module]] = field(default_factory=set)
+    asked: set[Asked] = field(default_factory=set)
     before: list[Any] = field(default_factory=list)
 
 
@@ -118,6 +124,7 @@ def _attention(
     if reason is not None:
         raise Unserved(reason)
     packing.attended.add(type(module))
+    packing.asked.add((window is not None, softcap, s_aux is not None))
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     out = varlen_attention(
         q, k, v, packing.segments, scale=scaling, window=window, softcap=softcap, sinks=s_aux, dropout=dropout,

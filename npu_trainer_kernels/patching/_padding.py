@@ -27,12 +27,13 @@ from transformers import PreTrainedModel
 
 from ..ops._segments import Segments
 from ..ops._shared_rows import Shared, take, uploaded
+from ..ops.varlen_attention import unserved
 from ._call import CallSettings, current_call
 from ._classes import original_class
 from ._head import causal_lm
 from ._layout import DEAD, PREDICTS, Layout, layout
 from ._miniature import VOCABULARY, miniature, small_config
-from ._packed import Packing, Unserved, attend_by_segments, packed
+from ._packed import Asked, Packing, Unserved, attend_by_segments, packed
 from ._patch import PROBE_ERRORS, QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
 from ._undo import Undo
 
@@ -76,11 +77,13 @@ class Proof:
         by_columns: whether positions count columns, padding included; else live tokens.
         attention: the classes of the modules that attend.
         classes: of all of its modules.
+        asked: what its attention asked for.
     """
 
     by_columns: bool
-    attention: frozenset[type[nn.Module]]
-    classes: frozenset[type[nn.Module]]
+    attention: frozenset[type[nn.Module]] = frozenset()
+    classes: frozenset[type[nn.Module]] = frozenset()
+    asked: frozenset[Asked] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def _shown(kind: type[PreTrainedModel], small: Any) -> Proof | str:
     reason = ""
     for by_columns in (True, False):
         names = tuple(inspect.signature(kind.forward).parameters)[1:]
-        proof = Proof(by_columns, frozenset(), frozenset())
+        proof = Proof(by_columns)
         try:
             with torch.no_grad(), torch.device("cpu"):
                 batch = _Batch.of({"input_ids": ids, "attention_mask": mask, "use_cache": False}, None, True)
@@ -168,16 +171,28 @@ def _shown(kind: type[PreTrainedModel], small: Any) -> Proof | str:
             return str(error)
         except PROBE_ERRORS as error:
             return f"its code takes no packed row: {_line(error)}"
-        if not isinstance(got, tuple):
-            return str(got)
-        out, attended = got
-        if not attended:
+        out, packing = got
+        if not packing.attended:
             return "its attention is not transformers' own"
         far = (_hidden(out)[live] - wanted[live]).abs().max() / wanted[live].abs().max()
         if far <= _TOLERANCE:
-            return Proof(by_columns, frozenset(attended), frozenset(original_class(m) for m in body.modules()))
+            classes = frozenset(original_class(m) for m in body.modules())
+            return Proof(by_columns, frozenset(packing.attended), classes, frozenset(packing.asked))
         reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
     return reason
+
+
+def _unserved(proof: Proof, config: Any, scene: Scene) -> str | None:
+    """Why the device cannot attend by segments as the layers ask for, known before any of them has begun."""
+    size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    size = size or config.hidden_size // config.num_attention_heads
+    sizes = size, getattr(config, "v_head_dim", None) or size
+    dropout = getattr(config, "attention_dropout", 0.0)
+    return next(filter(None, (
+        unserved(scene.where, scene.dtype, sizes, window=1 if window else None, softcap=softcap, sinks=sinks,
+                 dropout=dropout if isinstance(dropout, float) else 0.0, backend=scene.backend)
+        for window, softcap, sinks in proof.asked
+    )), None)  # fmt: skip
 
 
 def _line(error: BaseException) -> str:
@@ -254,7 +269,11 @@ class _Batch:
         return len(self.layout.places)
 
     def through(self, kind: Any, body: Any, form: BodyForm, backend: str | None) -> Any:
-        """The body's output with its hidden states in the batch's shape, and the classes that attended; or a reason."""
+        """The body's output with its hidden states in the batch's shape, and what became of the packed row.
+
+        Raises:
+            Unserved: a layer asks for what attention by segments does not do.
+        """
         given, where, (rows, width) = self.given, self.layout, self.shape
         mask = given["attention_mask"]
         device, n = mask.device, len(where.places)
@@ -288,7 +307,7 @@ class _Batch:
             out = (padded, *out[1:])
         else:
             out.last_hidden_state = padded
-        return out, packing.attended
+        return out, packing
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,7 +377,7 @@ class PaddingPatch(Patch):
         proof = _proof(kind, module.config)
         if isinstance(proof, str):
             return proof
-        reason = _unproven(module, proof.classes)
+        reason = _unproven(module, proof.classes) or _unserved(proof, module.config, scene)
         if reason is not None:
             return reason
         return BodyForm(proof, names, _drops(module), _longest(module.config))

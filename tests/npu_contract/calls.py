@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -130,6 +131,41 @@ def _cross_entropy(name: str, n: int, hidden: int, vocabulary: int, *, bias: boo
     return Call(f"linear_cross_entropy {name}", op, reference, inputs)
 
 
+_TREE = (5, 1, 7, 3), (None, 0, None, 1)
+"""Lengths of segments, and the segment whose keys each sees before its own."""
+
+
+def _of_tree(device: torch.device) -> ops.Segments:
+    lengths, parents = _TREE
+    ends = np.cumsum(lengths)
+    keys: list[np.ndarray] = []
+    for end, length, parent in zip(ends, lengths, parents, strict=True):
+        own = np.arange(end - length, end)
+        keys.append(own if parent is None else np.concatenate((keys[parent], own)))
+    shared = ops.Shared.make(np.concatenate(keys), int(ends[-1]), device)
+    return ops.Segments.make(lengths, device, [len(part) for part in keys], shared)
+
+
+def _attention(name: str, *, heads: tuple[int, int] = (4, 2), shared: bool = True, sinks: bool = False,
+               dtypes: tuple[torch.dtype, ...] = DTYPES, **options: Any) -> Call:  # fmt: skip
+    def call(op: Callable[..., Any]) -> Callable[..., Any]:
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, **backend: str) -> Any:
+            segments = _of_tree(q.device) if shared else ops.Segments.make(_TREE[0], q.device)
+            return op(q, k, v, segments, sinks=sink, **options, **backend)
+
+        return run
+
+    def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
+        n = sum(_TREE[0])
+        q, k, v = (_floats(n, count, 16, dtype=dtype) for count in (heads[0], heads[1], heads[1]))
+        return [q, k, v, _floats(heads[0], dtype=dtype) if sinks else None]
+
+    return Call(f"varlen_attention {name}", call(ops.varlen_attention), call(ops.varlen_attention_reference), inputs,
+                dtypes)  # fmt: skip
+
+
+_IN_16_BITS = (torch.bfloat16, torch.float16)
+
 CALLS = (
     _norm("llama", 3, 5, 7),
     _norm("llama, wide", 9, 896, eps=1e-5),
@@ -161,6 +197,14 @@ CALLS = (
     _cross_entropy("none, frozen head", 10, 9, 33, reduction="none", frozen=True),
     _cross_entropy("bias, class weights", 10, 9, 33, bias=True, weights=True),
     _cross_entropy("num_items", 10, 9, 33, num_items=4),
+    _attention("causal", shared=False),
+    _attention("shared keys"),
+    _attention("scale, a head each", heads=(3, 3), scale=0.3),
+    _attention("window", window=4),
+    _attention("window of equal lengths", shared=False, window=2),
+    _attention("window wider than all", window=100),
+    _attention("sinks", sinks=True, dtypes=_IN_16_BITS),
+    _attention("sinks, window", sinks=True, window=4, dtypes=_IN_16_BITS),
 )
 CASES = [(call, dtype) for call in CALLS for dtype in call.dtypes]
 NAMES = [f"{call}-{str(dtype).removeprefix('torch.')}" for call, dtype in CASES]
