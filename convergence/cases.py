@@ -55,6 +55,7 @@ class Case:
         lora: trains an adapter instead of the model.
         text: what is trained on instead of the small text (task "lm").
         warm_up: of a model that is trained on sums.
+        ragged: lengths vary strongly: texts behind a common beginning, or made-up completions.
         seeds: not 0: nothing is replayed; this many runs each way sample freely, and their mean rewards are compared.
     """
 
@@ -71,6 +72,7 @@ class Case:
     lora: bool = False
     text: Text | None = None
     warm_up: WarmUp = WarmUp()
+    ragged: bool = False
     seeds: int = 0
 
     @property
@@ -106,6 +108,7 @@ CASES: tuple[Case, ...] = (
     Case("qwen3-sft-padding-free", "qwen3", "sft", options={"padding_free": True, "max_length": None}),
     Case("qwen2-sft-autocast", "qwen2", "sft", "bf16-autocast"),
     Case("gemma2-sft", "gemma2", "sft"),
+    Case("mistral-sft-ragged", "mistral", "sft", model={"sliding_window": 9}, ragged=True),
     Case("llama-dpo", "llama", "dpo"),
     Case("qwen3-grpo-dapo", "qwen3", "grpo", quick=True, options={"loss_type": "dapo"}),
     Case(
@@ -122,6 +125,14 @@ CASES: tuple[Case, ...] = (
     Case("llama-grpo-autocast-kl", "llama", "grpo", "bf16-autocast", options={"loss_type": "dapo", "beta": 0.04}),
     Case("qwen2-grpo-dapo", "qwen2", "grpo", options={"loss_type": "dapo"}),
     Case("gemma3-grpo-dapo", "gemma3", "grpo", options={"loss_type": "dapo"}),
+    Case(
+        "qwen3-grpo-ragged", "qwen3", "grpo", ragged=True,
+        # A prompt's rows are in several micro-batches, until they are brought together.
+        options={
+            "loss_type": "dapo", "per_device_train_batch_size": 16, "gradient_accumulation_steps": 2,
+            "max_completion_length": 40,
+        },
+    ),
     Case("qwen3-grpo-free", "qwen3", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
     Case("llama-grpo-free", "llama", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
     Case("gemma3-grpo-free", "gemma3", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),

@@ -1,6 +1,7 @@
 """Texts, sums and tokenizers, from the example scripts; made once per process."""
 
 import functools
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -22,11 +23,14 @@ __all__ = [
     "BYTES_VOCAB",
     "SUMS",
     "TEXT_VOCAB",
+    "even",
     "held_out",
     "lm",
+    "made_up",
     "of_sequences",
     "preferences",
     "prompts",
+    "ragged_texts",
     "rewards",
     "sequences",
     "texts",
@@ -40,6 +44,7 @@ SUMS = ("dpo", "grpo")
 TEXT_VOCAB, BYTES_VOCAB = 1009, 263
 LENGTH = 48
 IGNORED = -100
+PREAMBLE = '"""Read the following, and go on in the same way."""'
 
 
 @functools.cache
@@ -94,6 +99,35 @@ def texts(rows: int) -> Dataset:
     """Lines of source as documents of different lengths, for TRL's SFT."""
     lines = [line for text in _documents() for line in text.split("\n\n") if 20 < len(line) < 200]
     return Dataset.from_dict({"text": lines[:rows]})
+
+
+def lengths(count: int, longest: int, seed: int) -> list[int]:
+    """As completions have them: exponential with a mean of 0.4 of the longest, between 0.05 of it and all of it."""
+    generator = random.Random(seed)
+    drawn = (generator.expovariate(1 / (0.4 * longest)) for _ in range(count))
+    return [min(max(round(length), longest // 20, 1), longest) for length in drawn]
+
+
+def ragged_texts(rows: int) -> Dataset:
+    """Texts of strongly varying lengths that all begin alike, as behind a system prompt."""
+    cut = zip(
+        (text for text in _documents() if len(text) > 200), itertools.cycle(lengths(997, 200, seed=4)), strict=False
+    )
+    return Dataset.from_dict({"text": [PREAMBLE + text[:length] for text, length in itertools.islice(cut, rows)]})
+
+
+def made_up(prompts: list[list[int]], longest: int, tokenizer: Any) -> list[list[int]]:
+    """Completions of strongly varying lengths, whatever the prompts ask for: what a batch has to hold is theirs."""
+    count = len(prompts)
+    generator = random.Random(str(prompts))
+    chosen = lengths(count, longest, generator.randrange(1 << 30))
+    letters = tokenizer("0123456789+=")["input_ids"]
+    return [[*generator.choices(letters, k=length - 1), tokenizer.eos_token_id] for length in chosen]
+
+
+def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """A reward that made-up completions differ in: the share of even ids."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def preferences() -> Dataset:

@@ -170,19 +170,25 @@ class Workshop:
             return Trainer(train_dataset=data.lm(rows), data_collator=default_data_collator, **kwargs)
         tokenizer = data.tokenizer_for(case.task)
         if case.task == "sft":
-            return SFTTrainer(train_dataset=data.texts(min(rows, 400)), processing_class=tokenizer, **kwargs)
+            made = data.ragged_texts if case.ragged else data.texts
+            return SFTTrainer(train_dataset=made(min(rows, 400)), processing_class=tokenizer, **kwargs)
         return DPOTrainer(train_dataset=data.preferences(), processing_class=tokenizer, **kwargs)
 
     def _grpo(self, case: Case, variant: Variant, kwargs: dict[str, Any], backend: str | None) -> Trainer:
         tokenizer = data.tokenizer_for(case.task)
         kwargs |= {
-            "reward_funcs": data.rewards(tokenizer), "train_dataset": data.prompts(), "processing_class": tokenizer,
+            "reward_funcs": [data.even, *data.rewards(tokenizer)[1:]] if case.ragged else data.rewards(tokenizer),
+            "train_dataset": data.prompts(), "processing_class": tokenizer,
         }  # fmt: skip
         if variant.patched:
             arguments = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_backend=backend)
             trainer: Any = GRPOTrainer(npu_kernels=arguments, **kwargs)
         else:
             trainer = trl.GRPOTrainer(**kwargs)
+        if case.ragged:
+            longest = kwargs["args"].max_completion_length
+            trainer._generate_single_turn = lambda ids, *_, **__: (data.made_up(ids, longest, tokenizer), None)
+            return trainer
         if case.seeds:
             return trainer
         is_reference = not variant.patched and variant.noise_seed is None

@@ -43,10 +43,12 @@ class CallSettings:
         live: those of them that are no padding; on the device, where that is counted without waiting for it.
         caches: whether a training forward that is not told returns the cache that its configuration speaks of.
         learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
+        shares: whether what rows begin with alike is computed once, in training.
         compacts: whether TRL is to leave out the rows without a label; not where there are shapes without numbers.
     """
 
     trl: Any = None
+    shares: bool = False
     compacts: bool = True
     tokens: int = 0
     live: Any = 0

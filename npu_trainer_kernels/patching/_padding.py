@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -304,6 +305,16 @@ def _in_the_way(body: nn.Module) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _positions(where: Layout, shape: tuple[int, int], by_columns: bool) -> np.ndarray:
+    """The position that each packed token has in its own row."""
+    rows, width = shape
+    columns: np.ndarray = where.places % width
+    if by_columns:
+        return columns
+    begins = (where.tokens.reshape(rows, width) >= 0).argmax(1)
+    return columns - begins[where.places // width]
+
+
 @dataclass(frozen=True)
 class _Batch:
     """What a body was called with, and where its tokens go."""
@@ -366,11 +377,8 @@ class _Batch:
             new["inputs_embeds"] = take(embedded.reshape(rows * width, -1), packed_rows).unsqueeze(0)
         positions = given.get("position_ids")
         if positions is None:
-            columns = where.places % width
-            if not form.proof.by_columns:
-                begins = (where.tokens.reshape(rows, width) >= 0).argmax(1)
-                columns = columns - begins[where.places // width]
-            new["position_ids"] = uploaded(columns, device).unsqueeze(0)
+            counted = _positions(where, self.shape, form.proof.by_columns)
+            new["position_ids"] = uploaded(counted, device).unsqueeze(0)
         else:
             places = uploaded(where.places, positions.device)
             new["position_ids"] = positions.expand(rows, width).reshape(-1).index_select(0, places).unsqueeze(0)
@@ -479,6 +487,7 @@ class PaddingPatch(Patch):
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         super().install(site, module, undo, settings)
         site.progress = site.progress or Savings()
+        settings.shares = not site.form.drops
         for part in module.modules():
             if original_class(part) in site.form.proof.attention and part not in site.form.hooked:
                 site.form.hooked.add(part)
