@@ -182,16 +182,23 @@ def _shown(kind: type[PreTrainedModel], small: Any) -> Proof | str:
     return reason
 
 
+def _head_sizes(config: Any) -> set[tuple[int, int]]:
+    """Of queries and keys, and of values; some configurations have others for some of their layers."""
+    sizes = set()
+    for part in config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,):
+        size = getattr(part, "qk_head_dim", None) or getattr(part, "head_dim", None)
+        size = size or part.hidden_size // part.num_attention_heads
+        sizes.add((size, getattr(part, "v_head_dim", None) or size))
+    return sizes
+
+
 def _unserved(proof: Proof, config: Any, scene: Scene) -> str | None:
     """Why the device cannot attend by segments as the layers ask for, known before any of them has begun."""
-    size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
-    size = size or config.hidden_size // config.num_attention_heads
-    sizes = size, getattr(config, "v_head_dim", None) or size
     dropout = getattr(config, "attention_dropout", 0.0)
     return next(filter(None, (
         unserved(scene.where, scene.dtype, sizes, window=1 if window else None, softcap=softcap, sinks=sinks,
                  dropout=dropout if isinstance(dropout, float) else 0.0, backend=scene.backend)
-        for window, softcap, sinks in proof.asked
+        for window, softcap, sinks in proof.asked for sizes in _head_sizes(config)
     )), None)  # fmt: skip
 
 
