@@ -334,6 +334,20 @@ def test_bodies_with_a_state_are_left_alone(kind):
     assert left_alone(tiny_model("causal", kind))
 
 
+def test_heads_of_several_sizes_are_each_asked_about(monkeypatch):
+    """Gemma 4's layers that attend to everything have larger ones."""
+    asked = set()
+    monkeypatch.setattr("npu_trainer_kernels.patching._padding.unserved", lambda *args, **more: asked.add(args[2]))
+    model = tiny_model("causal", "gemma4_text")
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        ids = torch.arange(3, 15).view(2, 6)
+        model(input_ids=ids, attention_mask=(ids != 14).long(), use_cache=False)
+        assert kernels.report().ran == {OP: 1}
+    attentions = [layer.self_attn for layer in model.model.layers]
+    assert asked == {(each.head_dim, each.head_dim) for each in attentions}
+    assert len(asked) == 2
+
+
 def test_encoders_and_what_has_no_body():
     config = transformers.T5Config(vocab_size=331, d_model=48, d_kv=12, d_ff=80, num_layers=2, num_heads=4)
     assert left_alone(transformers.T5ForConditionalGeneration(config))

@@ -130,6 +130,16 @@ def test_a_padded_batch_is_the_models_own(family, attention, dtype, side, shared
         assert counted.computed == distinct
 
 
+def test_a_batch_without_padding_whose_rows_begin_alike():
+    """There is nothing to drop, and still something to save."""
+    model, inputs = made("qwen3", torch.float32, "sdpa"), padded("both", True)
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    inputs["input_ids"][1:, :15] = inputs["input_ids"][0, :15]
+    inputs["labels"] = inputs["input_ids"]
+    report = compare(model, inputs, (OP,), "qwen3")
+    assert (progress(report).live, progress(report).computed) == (6 * _WIDTH, 15 + 6 * (_WIDTH - 15))
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
