@@ -26,7 +26,7 @@ from rich.progress import Progress
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.cli._output import Output
 
-from . import endtoend, evidence, report
+from . import endtoend, evidence, report, tables
 from .cases import table
 from .measure import QUICK, Settings
 from .results import Results, Row, compare, default_name, environment, package_version
@@ -67,6 +67,8 @@ def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.Argumen
                         help="OLD NEW compares two files; OLD alone measures and compares with that")  # fmt: skip
     parser.add_argument("--evidence", type=Path, metavar="FILE",
                         help="put a file's figures, of benchmarks/results/, into the table of ops")  # fmt: skip
+    parser.add_argument("--tables", type=Path, metavar="FILE",
+                        help="write a file's training steps into the tables of README.md and docs/")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
     parser.add_argument("--device", default=None, help="cuda, npu or cpu (default: what training would use)")
     parser.add_argument("--commit", default=None, help="of the sources, where they are a copy without their history")
@@ -98,7 +100,7 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[st
         parser.error(f"--steps must be at least 1; got {args.steps}")
     if args.budget_seconds is not None and args.budget_seconds <= 0:
         parser.error(f"--budget-seconds must be positive; got {args.budget_seconds}")
-    for path in [*args.resume, *(args.compare or []), *([args.evidence] if args.evidence else [])]:
+    for path in [*args.resume, *(args.compare or []), *filter(None, (args.evidence, args.tables))]:
         if not path.is_file():
             parser.error(f"no such file: {path}")
     return groups
@@ -127,14 +129,14 @@ def _print_comparison(parser: argparse.ArgumentParser, output: Output, old: Path
     return EXIT_OK
 
 
-def _write_evidence(parser: argparse.ArgumentParser, output: Output, file: Path) -> int:
+def _write(parser: argparse.ArgumentParser, output: Output, what: str, write: Callable[[], list[str]]) -> int:
     try:
-        written = evidence.write(file)
+        written = write()
     except ValueError as error:
         parser.error(str(error))
     for line in written:
         output.text(line)
-    output.result({"evidence": written})
+    output.result({what: written})
     return EXIT_OK
 
 
@@ -147,7 +149,8 @@ def _line(rows: Sequence[Row]) -> str:
     if first["group"] == "end-to-end":
         peak = first["peak_bytes"] / (1 << 30)
         speed = f"{first['ms']['median']:.1f} ms, {first['tokens_per_second']:.0f} tokens/s"
-        return f"{name}: {speed}, {peak:.2f} GiB, first loss {first['losses'][0]:.4g}"
+        live = f"{first['live_share']:.1%} of {first['positions']:.0f} positions live"
+        return f"{name}: {speed}, {peak:.2f} GiB, {live}, first loss {first['losses'][0]:.4g}"
     times = ", ".join(f"{r['mode']} {r['ms']['median']:.4g} ms ({r['floor_ratio']:.2f}x)" for r in rows)
     return f"{name}: {times}, {rows[-1]['extra_bytes'] / (1 << 20):.1f} MiB, {rows[-1]['verdict']}"
 
@@ -166,7 +169,7 @@ class _Run:
         return cells(chosen, self.wanted)
 
     def children(self) -> list[tuple[endtoend.Workload, str]]:
-        pairs = [(w, v) for w in endtoend.workloads(self.device.type) for v in endtoend.VARIANTS]
+        pairs = [(w, v) for w in endtoend.workloads(self.device.type) for v in endtoend.variants_of(w)]
         return [(w, v) for w, v in pairs if self.wanted(f"{w.key}/{v}")]
 
     def paths(self) -> list[str]:
@@ -222,7 +225,7 @@ class _Run:
         task = progress.add_task("end-to-end", total=len(todo))
         steps = self.args.steps or (4 if self.args.quick else 10)
         for workload, variant in todo:
-            version = package_version(endtoend.PACKAGES[variant])
+            version = package_version(endtoend.VARIANTS[variant].package)
             if not results.has(f"{workload.key}/{variant}/step", version):
                 if self.budget.left() < LEAST_SECONDS_FOR_A_CHILD:
                     return
@@ -277,7 +280,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM, folder: Pa
     groups = _check(args, parser)
     with Output(args.json) as output:
         if args.evidence is not None:
-            return _write_evidence(parser, output, args.evidence)
+            return _write(parser, output, "evidence", lambda: evidence.write(args.evidence))
+        if args.tables is not None:
+            return _write(parser, output, "tables", lambda: tables.write(args.tables))
         if args.compare is not None and len(args.compare) == 2:
             return _print_comparison(parser, output, *args.compare)
         return _measure(parser, args, groups, arguments, output)

@@ -1,20 +1,23 @@
-"""End to end: tokens per second and peak memory of real training steps, plain, with the flag and with Liger's patch.
+"""End to end: tokens per second and peak memory of real training steps, plain, with the flag and with its peers.
 
 Each run is a process of its own, so that its peak memory is its own, and all variants of a workload are children of one
 parent, one after the other. Models have random weights and data are random ids: what is measured does not depend on
-them. A step is timed from the end of the one before to its own end, so that data loading and the Trainer count, on the
+them. It does depend on lengths: beside batches without padding there are some with lengths as users have them
+(`lengths.py`). Tokens are counted in the batches that ran, and so is the share of positions that they are.
+
+A step is timed from the end of the one before to its own end, so that data loading and the Trainer count, on the
 device's own clock: nothing here waits for it where training would not. Loss and gradient norm are logged after the
 first step and the last. The optimiser is the Trainer's default. In the GRPO update the rollouts are given: a trainer
 whose generation returns fixed ids, and whose step is timed without the preparation of the batch (rewards, decoding),
 which no kernel here touches. DPO's reference is a second model with the weights that the policy starts with: the first
 loss is log 2, 0.6931, where both compute alike.
 
-    python -m benchmarks.endtoend --workload sft-trainer --variant flag --size tiny --output out.json
+    python -m benchmarks --groups end-to-end --only exponential --only even
 """
 
 import argparse
 import contextlib
-import copy
+import importlib.util
 import itertools
 import json
 import math
@@ -24,17 +27,55 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .models import MODELS, build_model
+from .lengths import DISTRIBUTIONS
+from .models import MODELS
+from .steps import TRAINERS, build_trainer
 
-__all__ = ["VARIANTS", "Workload", "differs", "ratios", "run", "workloads"]
+__all__ = ["VARIANTS", "Clock", "Variant", "Workload", "differs", "ratios", "run", "variants_of", "workloads"]
 
-VARIANTS = ("plain", "flag", "liger")
-PACKAGES = {"plain": "transformers", "flag": "npu_trainer_kernels", "liger": "liger-kernel"}
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a step is run.
+
+    Attributes:
+        package: the distribution that makes the difference, whose version belongs to a row.
+        packs: ours leaves padding out.
+        shares: ours computes once what rows begin with alike.
+        attention: transformers' name for the attention that is asked for; None: its default.
+        module: what has to be importable beside the package, or "".
+        compiled: under the Trainer's `torch_compile`.
+    """
+
+    package: str
+    packs: bool = True
+    shares: bool = True
+    attention: str | None = None
+    module: str = ""
+    compiled: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.package == "npu_trainer_kernels"
+
+
+VARIANTS = {
+    "plain": Variant("transformers"),
+    "flag": Variant("npu_trainer_kernels"),
+    "flag-padded": Variant("npu_trainer_kernels", packs=False),
+    "flag-unshared": Variant("npu_trainer_kernels", shares=False),
+    "liger": Variant("liger-kernel", module="liger_kernel"),
+    # transformers' attention that leaves padding out, layer by layer, where somebody has installed it.
+    "plain-flash": Variant("transformers", attention="flash_attention_2", module="flash_attn"),
+    "liger-flash": Variant("liger-kernel", attention="flash_attention_2", module="flash_attn"),
+    "plain-compiled": Variant("transformers", compiled=True),
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +89,11 @@ class Workload:
         length: tokens of a sequence; of its completion in GRPO, of the longest possible one in DPO.
         prompt: prompt tokens (GRPO and DPO).
         least: tokens of the shortest completion, whose lengths are drawn from here up to `length` (DPO alone).
+        lengths: a key of `DISTRIBUTIONS`, for sequences (in GRPO completions) of at most `length` tokens; "": all are
+            that long.
+        group: completions of one prompt (GRPO). With `lengths` the prompts of a batch differ in length as well, up to
+            `prompt`, and are padded on the left.
+        lora: the rank of an adapter that is trained instead of the model; 0: the model.
     """
 
     name: str
@@ -56,24 +102,29 @@ class Workload:
     length: int
     prompt: int = 0
     least: int = 0
+    lengths: str = ""
+    group: int = 8
+    lora: int = 0
 
     @property
     def shape(self) -> str:
+        adapter = f" lora {self.lora}" if self.lora else ""
         if self.least:
-            return f"{self.size} {self.batch}x2x({self.prompt}+{self.least}..{self.length})"
-        length = f"({self.prompt}+{self.length})" if self.prompt else str(self.length)
-        return f"{self.size} {self.batch}x{length}"
-
-    @property
-    def tokens(self) -> int:
-        """Of a step, without padding; where lengths are drawn, what is to be expected."""
-        if self.least:
-            return self.batch * (2 * self.prompt + self.least + self.length)
-        return self.batch * (self.prompt + self.length)
+            return f"{self.size} {self.batch}x2x({self.prompt}+{self.least}..{self.length}){adapter}"
+        longest = f"..{self.length} {self.lengths}" if self.lengths else str(self.length)
+        if not self.prompt:
+            return f"{self.size} {self.batch}x{longest}{adapter}"
+        prompts = f", {self.group} a prompt" if self.lengths else ""
+        return f"{self.size} {self.batch}x({self.prompt}+{longest}){prompts}{adapter}"
 
     @property
     def key(self) -> str:
         return f"end-to-end/{self.name}/{self.shape}/{MODELS[self.size][2]}"
+
+
+def variants_of(workload: Workload) -> list[str]:
+    """The variants that differ for a workload: no two sequences of a batch begin alike but in GRPO and DPO."""
+    return [name for name in VARIANTS if name != "flag-unshared" or workload.name in ("grpo-trl", "dpo-trl")]
 
 
 def workloads(kind: str) -> list[Workload]:
@@ -82,6 +133,11 @@ def workloads(kind: str) -> list[Workload]:
         return [
             Workload("sft-trainer", "demo-llama", 8, 256),
             Workload("grpo-trl", "demo-qwen3", 128, 4, 8),
+            Workload("grpo-trl", "demo-qwen3", 8, 256, 32, lengths="exponential", group=2),
+            Workload("grpo-trl", "demo-qwen3", 8, 256, 32, lengths="even", group=2),
+            Workload("grpo-trl", "demo-qwen3", 8, 64, 256, lengths="exponential"),
+            Workload("grpo-trl", "demo-qwen3", 8, 64, 256, lengths="exponential", lora=8),
+            Workload("sft-trainer", "demo-llama", 8, 256, lengths="exponential"),
             Workload("sft-trl", "demo-llama", 8, 256),
             Workload("sft-trainer", "demo-gemma3", 8, 256),
             Workload("dpo-trl", "demo-llama", 4, length=240, prompt=16, least=14),
@@ -89,6 +145,12 @@ def workloads(kind: str) -> list[Workload]:
     return [
         Workload("sft-trainer", "llama-1b", 8, 2048),
         Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128),
+        Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128, lengths="exponential", group=2),
+        Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128, lengths="even", group=2),
+        # One prompt for all rows.
+        Workload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential"),
+        Workload("grpo-trl", "qwen3-4b", 8, 1024, 2048, lengths="exponential", lora=16),
+        Workload("sft-trainer", "llama-1b", 8, 2048, lengths="exponential"),
         Workload("sft-trl", "llama-1b", 8, 2048),
         Workload("sft-trainer", "gemma3-1b", 4, 2048),
         # Sequences of 30 to 900 tokens.
@@ -113,19 +175,19 @@ def _child_environment() -> dict[str, str]:
 
 def run(workload: Workload, variant: str, steps: int, timeout: float) -> Row:
     """Runs a workload in a process of its own and returns its row; a failure is a row too."""
+    sizes = {f.name: getattr(workload, f.name) for f in fields(Workload) if f.name not in ("name", "size")}
     row: Row = {
-        "group": "end-to-end", "op": workload.name, "shape": workload.shape,
-        "sizes": {
-            "batch": workload.batch, "prompt": workload.prompt, "length": workload.length, "least": workload.least,
-        },
+        "group": "end-to-end", "op": workload.name, "shape": workload.shape, "sizes": sizes,
         "dtype": MODELS[workload.size][2], "provider": variant, "mode": "step", "status": "ok",
     }  # fmt: skip
+    needed = VARIANTS[variant].module
+    if needed and importlib.util.find_spec(needed) is None:
+        return {**row, "status": "absent", "reason": f"ModuleNotFoundError: No module named {needed!r}"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "row.json"
         command = [
-            sys.executable, "-m", __name__, "--workload", workload.name, "--size", workload.size,
-            "--batch", str(workload.batch), "--length", str(workload.length), "--prompt", str(workload.prompt),
-            "--least", str(workload.least), "--variant", variant, "--steps", str(steps), "--output", str(output),
+            sys.executable, "-m", __name__, "--workload", json.dumps(asdict(workload)), "--variant", variant,
+            "--steps", str(steps), "--output", str(output),
         ]  # fmt: skip
         try:
             finished = subprocess.run(
@@ -198,7 +260,7 @@ class _PeakMemory:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-class _Clock:
+class Clock:
     """When the steps ended, and what of them was preparation; by events that an accelerator passes in its own time."""
 
     def __init__(self, device: Any) -> None:
@@ -243,157 +305,6 @@ class _Clock:
         ]
 
 
-def _clock_callback(clock: _Clock) -> Any:
-    from transformers import TrainerCallback
-
-    class ClockCallback(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            clock.tick()
-
-    return ClockCallback()
-
-
-def _tokenizer() -> Any:
-    """Reads digits: a prompt of n characters is n tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {c: i + 3 for i, c in enumerate("0123456789")}
-    raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-def _arguments(workload: Workload, steps: int, folder: str) -> dict[str, Any]:
-    import torch
-
-    from npu_trainer_kernels import device as devices
-
-    return {
-        "output_dir": folder, "max_steps": steps, "per_device_train_batch_size": workload.batch,
-        "learning_rate": 1e-5, "lr_scheduler_type": "constant", "logging_first_step": True, "logging_steps": steps,
-        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 1,
-        "use_cpu": devices.accelerator() == "cpu" or not torch.accelerator.is_available(),
-    }  # fmt: skip
-
-
-def _random_ids(workload: Workload, count: int) -> list[list[int]]:
-    import torch
-
-    vocab = MODELS[workload.size][1]["vocab_size"]
-    ids = torch.randint(3, vocab, (count, workload.length), generator=torch.Generator().manual_seed(2))
-    return ids.tolist()
-
-
-def _patch_with_liger(model: Any, own_head: bool) -> None:
-    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
-
-    # TRL's own fused head replaces Liger's fused loss.
-    _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=own_head, cross_entropy=False)
-
-
-def _callbacks(variant: str) -> list[Any]:
-    from npu_trainer_kernels import NpuKernelsArguments
-
-    return list(NpuKernelsArguments(use_npu_kernels=variant == "flag").callbacks())
-
-
-def _sft_trainer(workload: Workload, variant: str, model: Any, clock: _Clock, arguments: dict[str, Any]) -> Any:
-    from transformers import Trainer, TrainingArguments, default_data_collator
-
-    rows = _random_ids(workload, workload.batch * arguments["max_steps"])
-    data: Any = [{"input_ids": ids, "labels": ids} for ids in rows]
-    return Trainer(
-        model, TrainingArguments(**arguments), train_dataset=data, data_collator=default_data_collator,
-        callbacks=[*_callbacks(variant), _clock_callback(clock)],
-    )  # fmt: skip
-
-
-def _sft_trl(workload: Workload, variant: str, model: Any, clock: _Clock, arguments: dict[str, Any]) -> Any:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    data = Dataset.from_dict({"input_ids": _random_ids(workload, workload.batch * arguments["max_steps"])})
-    settings = SFTConfig(**arguments, max_length=workload.length, bf16=False, gradient_checkpointing=False)
-    return SFTTrainer(
-        model, settings, train_dataset=data, processing_class=_tokenizer(),
-        callbacks=[*_callbacks(variant), _clock_callback(clock)],
-    )  # fmt: skip
-
-
-def _grpo_trl(workload: Workload, variant: str, model: Any, clock: _Clock, arguments: dict[str, Any]) -> Any:
-    import trl
-    from datasets import Dataset
-
-    import npu_trainer_kernels
-
-    base: Any = npu_trainer_kernels.GRPOTrainer if variant == "flag" else trl.GRPOTrainer
-    completions = _random_ids(workload, workload.batch)
-
-    class GivenRollouts(base):
-        """Generation returns fixed ids, and the preparation of the batch is not timed."""
-
-        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            return completions[: len(prompt_ids)], None
-
-        def _prepare_inputs(self, generation_batch: Any) -> Any:
-            with clock.prepare():
-                return super()._prepare_inputs(generation_batch)
-
-    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        return [float(sum(ids) % 7) for ids in completion_ids]
-
-    prompts = ["0123456789"[i % 10] * workload.prompt for i in range(16)]
-    settings = trl.GRPOConfig(
-        **arguments, num_generations=min(8, workload.batch), max_completion_length=workload.length,
-        bf16=MODELS[workload.size][2] == "bfloat16", gradient_checkpointing=MODELS[workload.size][2] == "bfloat16",
-    )  # fmt: skip
-    return GivenRollouts(
-        model, reward_funcs=reward, args=settings, train_dataset=Dataset.from_dict({"prompt": prompts * 8}),
-        processing_class=_tokenizer(), callbacks=[_clock_callback(clock)],
-    )  # fmt: skip
-
-
-def _preferences(workload: Workload, count: int) -> list[dict[str, list[int]]]:
-    """Pairs of random ids, each completion of a length of its own."""
-    import torch
-
-    drawn = torch.Generator().manual_seed(2)
-    vocab = MODELS[workload.size][1]["vocab_size"]
-
-    def ids(length: int) -> list[int]:
-        return torch.randint(3, vocab, (length,), generator=drawn).tolist()
-
-    lengths = torch.randint(workload.least, workload.length + 1, (count, 2), generator=drawn).tolist()
-    return [
-        {"prompt_ids": ids(workload.prompt), "chosen_ids": ids(chosen), "rejected_ids": ids(rejected)}
-        for chosen, rejected in lengths
-    ]
-
-
-def _dpo_trl(workload: Workload, variant: str, model: Any, clock: _Clock, arguments: dict[str, Any]) -> Any:
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
-    class GivenIds(DPOTrainer):
-        """The data are ids already, of the whole vocabulary."""
-
-        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            return dataset
-
-    # Liger's layers are copied with the model. TRL's own `use_liger_kernel` would put them into the policy alone.
-    reference = copy.deepcopy(model)
-    pairs = _preferences(workload, workload.batch * arguments["max_steps"])
-    settings = DPOConfig(**arguments, bf16=False, gradient_checkpointing=False)
-    return GivenIds(
-        model, reference, args=settings, train_dataset=Dataset.from_list(pairs), processing_class=_tokenizer(),
-        callbacks=[*_callbacks(variant), _clock_callback(clock)],
-    )  # fmt: skip
-
-
-_TRAINERS = {"sft-trainer": _sft_trainer, "sft-trl": _sft_trl, "grpo-trl": _grpo_trl, "dpo-trl": _dpo_trl}
-
-
 def train(workload: Workload, variant: str, steps: int, warmup: int = 3) -> Row:
     """Trains in this process and returns what a row needs beyond its key.
 
@@ -409,12 +320,9 @@ def train(workload: Workload, variant: str, steps: int, warmup: int = 3) -> Row:
     from .results import package_version
 
     device = torch.device(devices.accelerator())
-    model, clock = build_model(workload.size), _Clock(device)
-    if variant == "liger":
-        _patch_with_liger(model, own_head=workload.name == "sft-trainer")
+    clock = Clock(device)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = _arguments(workload, warmup + steps, folder)
-        trainer = _TRAINERS[workload.name](workload, variant, model, clock, arguments)
+        trainer, seen = build_trainer(workload, VARIANTS[variant], warmup + steps, folder, clock)
         peak = _PeakMemory(device)
         trainer.train()
         peak_bytes = peak.bytes()
@@ -423,26 +331,26 @@ def train(workload: Workload, variant: str, steps: int, warmup: int = 3) -> Row:
     if not losses or not all(map(math.isfinite, losses + norms)):
         raise RuntimeError(f"not finite: losses {losses}, gradient norms {norms}")
     summary = summarise([seconds * 1e3 for seconds in clock.seconds()[warmup - 1 :]])
+    tokens = seen.live / seen.batches
     return {
-        "ms": as_json(summary), "peak_bytes": peak_bytes, "tokens_per_second": workload.tokens / summary.median * 1e3,
-        "losses": losses, "grad_norms": norms, "version": package_version(PACKAGES[variant]),
+        "ms": as_json(summary), "peak_bytes": peak_bytes, "tokens": tokens, "positions": seen.all / seen.batches,
+        "live_share": seen.live / seen.all, "tokens_per_second": tokens / summary.median * 1e3,
+        "losses": losses, "grad_norms": norms, "version": package_version(VARIANTS[variant].package),
     }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The child's command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.endtoend", description="One workload, one variant.")
-    parser.add_argument("--workload", choices=sorted(_TRAINERS), required=True)
+    parser.add_argument("--workload", required=True, metavar="JSON", help="the fields of Workload")
     parser.add_argument("--variant", choices=VARIANTS, required=True)
-    parser.add_argument("--size", choices=sorted(MODELS), required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--length", type=int, required=True)
-    parser.add_argument("--prompt", type=int, default=0)
-    parser.add_argument("--least", type=int, default=0)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(arguments)
-    workload = Workload(args.workload, args.size, args.batch, args.length, args.prompt, args.least)
+    workload = Workload(**json.loads(args.workload))
+    for field, known in (("name", TRAINERS), ("size", MODELS), ("lengths", {"": "", **DISTRIBUTIONS})):
+        if getattr(workload, field) not in known:
+            parser.error(f"--workload: {field} must be one of {', '.join(known)}; got {getattr(workload, field)!r}")
     args.output.write_text(json.dumps(train(workload, args.variant, args.steps)), encoding="utf-8")
     return 0
 

@@ -4,11 +4,13 @@ Time        as `npu_trainer_kernels.timing` says.
 Memory      the allocator's peak over one call, less what was there before it and less what the call leaves (outputs in
             mode forward, gradients of inputs and weights otherwise).
 Floor       at the LM head the op's own matrix products, one by one, at their real shapes and dtype, random factors, in
-            the same run; elsewhere the bytes that must be moved at the bandwidth of a large copy.
+            the same run; elsewhere the bytes that must be moved at the bandwidth of a large copy, or, for attention,
+            its operations at the rate of a large product, if that takes longer.
 Error       |result - truth| / |truth| of every output and gradient against the reference in higher precision (fp64 for
             fp32, fp32 for bf16), and how that compares to the plain reference's own error in the case's dtype.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -32,6 +34,7 @@ __all__ = [
     "errors",
     "is_accelerator",
     "measure",
+    "operations",
     "peak_extra_bytes",
     "product_seconds",
     "summarise",
@@ -122,6 +125,14 @@ def product_seconds(case: Case, device: torch.device, settings: Settings) -> dic
     backward = _median_seconds(lambda: torch.mm(gradient, weight), device, settings)
     backward += _median_seconds(lambda: torch.mm(gradient.t(), x), device, settings)
     return {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+@functools.cache
+def operations(device: torch.device, dtype: torch.dtype, settings: Settings) -> float:
+    """Operations per second of a large square product."""
+    size = 8192 if is_accelerator(device) else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _median_seconds(lambda: torch.mm(a, b), device, settings)
 
 
 def bandwidth(device: torch.device, settings: Settings) -> float:

@@ -24,6 +24,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
+    "qwen3-4b": (
+        "Qwen3",
+        {
+            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+        },
+        "bfloat16",
+    ),
     "gemma3-1b": (
         "Gemma3Text",
         {
@@ -68,6 +77,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "float32",
     ),
+    "tiny-qwen3": (
+        "Qwen3",
+        {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 97, "tie_word_embeddings": True,
+            "max_position_embeddings": 64,
+        },
+        "float32",
+    ),
     "tiny-llama": (
         "Llama",
         {
@@ -79,8 +97,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def build_model(size: str) -> Any:
-    """A model of `MODELS` with random weights, in training mode, on the device that training would use."""
+def build_model(size: str, attention: str | None = None) -> Any:
+    """A model of `MODELS` with random weights, in training mode, on the device that training would use.
+
+    Args:
+        size: a key of `MODELS`.
+        attention: transformers' name for an attention; None: its default.
+    """
     import torch
     import transformers
 
@@ -88,6 +111,7 @@ def build_model(size: str) -> Any:
 
     family, arguments, dtype = MODELS[size]
     config = getattr(transformers, f"{family}Config")(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
+    config._attn_implementation = attention
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     torch.manual_seed(0)
     before = torch.get_default_dtype()

@@ -1,13 +1,18 @@
 """Who is measured. A provider is a function that imports what it needs and returns the op as a function of tensors.
 
 What cannot be imported raises `ImportError` or `AttributeError` there, and the results name it as absent. Every peer
-runs with the settings that its own documentation recommends, and where two are worth having (speed or accuracy), as
-two providers.
+runs with the settings that its own documentation recommends, and where two are worth having (speed or accuracy, tuned
+at first use or not), as two providers.
 """
 
+import importlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,6 +30,8 @@ Function = Callable[[Tensors], Outputs]
 Make = Callable[[Case, torch.device], Function]
 # Rows of logits alive at once in the low-memory setting of linear cross-entropy.
 LOW_MEMORY_ROWS = 2048
+# torch.compile chooses among tiles and products by timing them. Without CUDA graphs, which would keep outputs alive.
+TUNED_MODE = "max-autotune-no-cudagraphs"
 
 
 class Absent(RuntimeError):
@@ -54,7 +61,7 @@ def _peer(op: str, name: str, package: str, in_scaling: bool = False) -> Callabl
 
 def _ours(op: str, backend: str) -> Provider:
     def make(case: Case, device: torch.device) -> Function:
-        reason = backends.unavailable(backend, device.type)
+        reason = backends.unavailable(backend, device.type, case.backend_op)
         if reason is not None:
             raise Absent(f"backend {backend!r}: {reason}")
         return WORKLOADS[op].ours(backend)
@@ -85,12 +92,14 @@ def _reference(op: str) -> Provider:
     return Provider("reference", lambda case, device: OPS[op].reference, "torch")
 
 
-def _compiled(op: str) -> Provider:
+def _compiled(op: str, mode: str | None = None) -> Provider:
     def make(case: Case, device: torch.device) -> Function:
         torch._dynamo.reset()
-        return torch.compile(OPS[op].reference, dynamic=False)
+        return torch.compile(OPS[op].reference, dynamic=False, mode=mode)
 
-    return Provider("torch.compile", make, "torch")
+    if mode is None:
+        return Provider("torch.compile", make, "torch")
+    return Provider(f"torch.compile-{mode}", make, "torch", in_scaling=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,13 +197,13 @@ def _liger_rope(case: Case, device: torch.device) -> Function:
     return lambda t: liger_rope(t["q"], t["k"], t["cos"], t["sin"])
 
 
-@_peer("fused_linear_grpo_loss", "liger-chunked", "liger-kernel")
-def _liger_chunked_grpo(case: Case, device: torch.device) -> Function:
+def _liger_chunked(**settings: Any) -> Function:
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
     loss = LigerFusedLinearGRPOLoss(
-        beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON, loss_type="bnpo", use_ref_model=True
-    )
+        beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON, loss_type="bnpo", use_ref_model=True,
+        **settings,
+    )  # fmt: skip
 
     def call(t: Tensors) -> Outputs:
         result = loss(
@@ -204,6 +213,17 @@ def _liger_chunked_grpo(case: Case, device: torch.device) -> Function:
         return result[0]
 
     return call
+
+
+@_peer("fused_linear_grpo_loss", "liger-chunked", "liger-kernel")
+def _liger_chunked_grpo(case: Case, device: torch.device) -> Function:
+    return _liger_chunked()
+
+
+@_peer("fused_linear_grpo_loss", "liger-chunked-eager", "liger-kernel")
+def _liger_eager_grpo(case: Case, device: torch.device) -> Function:
+    # Its loss is compiled by default, which fails at some shapes; the products never are.
+    return _liger_chunked(compiled=False)
 
 
 @_peer("fused_linear_grpo_loss", "liger-triton", "liger-kernel")
@@ -260,20 +280,37 @@ def _trl_grpo(case: Case, device: torch.device) -> Function:
     return call
 
 
-def _cut_cross_entropy(filter_eps: str | None) -> Function:
+def _imported_with(package: str, **environment: str) -> ModuleType:
+    """A copy of its own of a package that reads its settings from the environment when it is imported."""
+    importlib.import_module(package)  # what it needs itself stays imported once
+    others = {name: m for name, m in sys.modules.items() if name.partition(".")[0] != package}
+    with mock.patch.dict(os.environ, environment), mock.patch.dict(sys.modules, others, clear=True):
+        return importlib.import_module(package)
+
+
+def _cut_cross_entropy(**settings: Any) -> Function:
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda t: linear_cross_entropy(t["x"], t["weight"], t["target"], filter_eps=filter_eps)
+    return lambda t: linear_cross_entropy(t["x"], t["weight"], t["target"], **settings)
 
 
 @_peer("linear_cross_entropy", "cut-cross-entropy", "cut-cross-entropy")
 def _cut_default(case: Case, device: torch.device) -> Function:
-    return _cut_cross_entropy("high")
+    # Nothing is said of its filter: "high", the default of 25.1.1, is the same number as "auto" there, and a later
+    # release may choose better.
+    return _cut_cross_entropy()
+
+
+@_peer("linear_cross_entropy", "cut-cross-entropy-tuned", "cut-cross-entropy")
+def _cut_tuned(case: Case, device: torch.device) -> Function:
+    # Its tiles are fixed unless it is told to look for better ones.
+    tuned = _imported_with("cut_cross_entropy", CCE_AUTOTUNE="1")
+    return lambda t: tuned.linear_cross_entropy(t["x"], t["weight"], t["target"])
 
 
 @_peer("linear_cross_entropy", "cut-cross-entropy-unfiltered", "cut-cross-entropy")
 def _cut_unfiltered(case: Case, device: torch.device) -> Function:
-    return _cut_cross_entropy(None)
+    return _cut_cross_entropy(filter_eps=None)
 
 
 def providers(case: Case) -> list[Provider]:
@@ -281,5 +318,6 @@ def providers(case: Case) -> list[Provider]:
     peers = sorted(_PEERS[case.op], key=lambda p: not p.name.startswith("ours"))
     ours = [_ours(case.op, "triton"), _ours(case.op, "torch")]
     extra = [p for p in peers if p.name.startswith("ours")]
-    everyone = [*ours, *extra, _reference(case.op), _compiled(case.op), *peers[len(extra) :]]
+    compiled = [_compiled(case.op), _compiled(case.op, TUNED_MODE)]
+    everyone = [*ours, *extra, _reference(case.op), *compiled, *peers[len(extra) :]]
     return [p for p in everyone if case.group == "ops" or p.in_scaling]

@@ -112,7 +112,8 @@ E2E_COLUMNS = (
     "shape",
     "variant",
     "step ms",
-    "tokens/s",
+    "live tokens/s",
+    "live positions",
     "peak GiB",
     "speed / plain",
     "memory / plain",
@@ -127,6 +128,11 @@ def _agreement(row: Row, of_shape: Sequence[Row]) -> str:
     return f"{text} **DIFFERS**" if plain and differs(row, plain[0]) else text
 
 
+def _live(row: Row) -> str:
+    """How many positions of a step there were, and the share of them that were tokens; older rows did not count."""
+    return f"{row['live_share']:.1%} of {row['positions']:.0f}" if "live_share" in row else ""
+
+
 def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
     of_group = _of(rows, group="end-to-end")
     lines = []
@@ -136,12 +142,12 @@ def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
         for row in of_shape:
             start = [op, shape, row["provider"]]
             if row["status"] != "ok":
-                lines.append([*start, f"{row['status']}: {row['reason']}", "", "", "", "", ""])
+                lines.append([*start, f"{row['status']}: {row['reason']}", "", "", "", "", "", ""])
                 continue
             speed, memory = (f"{x:.3f}" for x in compared.get(row["provider"], (1.0, 1.0)))
             lines.append([
-                *start, _ms(row), f"{row['tokens_per_second']:.0f}", f"{row['peak_bytes'] / (1 << 30):.3f}", speed,
-                memory, _agreement(row, of_shape),
+                *start, _ms(row), f"{row['tokens_per_second']:.0f}", _live(row), f"{row['peak_bytes'] / (1 << 30):.3f}",
+                speed, memory, _agreement(row, of_shape),
             ])  # fmt: skip
     return lines
 
@@ -236,7 +242,9 @@ _COLOURS = {
     "reference": "#7f7f7f", "torch.compile": "#1f77b4", "torch.nn.functional": "#17becf", "liger": "#2ca02c",
     "liger-fp32-accum": "#98df8a", "liger-chunked": "#98df8a", "liger-triton": "#2ca02c", "trl": "#9467bd",
     "cut-cross-entropy": "#8c564b", "cut-cross-entropy-unfiltered": "#c49c94", FLOOR: "black",
-    "plain": "#7f7f7f", "flag": "#d62728",
+    "cut-cross-entropy-tuned": "#8c564b", "torch.compile-max-autotune-no-cudagraphs": "#aec7e8",
+    "liger-chunked-eager": "#98df8a", "plain": "#7f7f7f", "flag": "#d62728", "flag-padded": "#ff9896",
+    "flag-unshared": "#e377c2", "plain-flash": "#c7c7c7", "liger-flash": "#98df8a", "plain-compiled": "#1f77b4",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """From the table to rows: every case, every provider, every mode; what cannot run is a row too."""
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .measure import (
     errors,
     is_accelerator,
     measure,
+    operations,
     peak_extra_bytes,
     product_seconds,
     rotation,
@@ -104,7 +106,8 @@ def floors(case: Case, device: torch.device, settings: Settings, bytes_per_secon
     if OPS[case.op].products is not None:
         seconds = product_seconds(case, device, settings)
     else:
-        seconds = {mode: w.bytes / bytes_per_second for mode, w in work.items()}
+        rate = operations(device, case.torch_dtype, settings) if any(w.flops for w in work.values()) else math.inf
+        seconds = {mode: max(w.bytes / bytes_per_second, w.flops / rate) for mode, w in work.items()}
     rows = []
     for mode in case.modes:
         row = _blank(case, FLOOR, "", mode)

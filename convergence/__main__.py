@@ -7,7 +7,9 @@ import argparse
 import logging
 import os
 import sys
+import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 # Before the libraries are imported: nothing is downloaded, and nothing else draws progress bars.
@@ -21,8 +23,8 @@ from rich.console import Console
 
 from npu_trainer_kernels import device as devices
 
-from .cases import CASES, Case, find
-from .mutations import MUTATIONS, run_mutations
+from .cases import CASES, SHOWCASE, Case, find
+from .mutations import MUTATIONS, MutationResult, run_mutations
 from .output import (
     Live,
     attach,
@@ -33,7 +35,8 @@ from .output import (
     write_json,
     write_results,
 )
-from .suite import run_cases
+from .pool import kept_in, run_all
+from .suite import CaseResult, Progress, run_cases
 
 HERE = Path(__file__).resolve().parent
 
@@ -44,6 +47,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="the subset for every change (default)")
     which.add_argument("--full", action="store_true", help="every case, and the planted faults")
+    which.add_argument("--showcase", action="store_true",
+                       help="two runs of sizes that people know, for an accelerator")  # fmt: skip
     which.add_argument("--case", nargs="+", metavar="NAME", help="these cases")
     which.add_argument("--check-release", action="store_true",
                        help="run nothing; status 0 if a full result for this commit is there and passed")  # fmt: skip
@@ -53,22 +58,36 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mutation", nargs="+", metavar="NAME", help="only these faults")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--device", default=devices.accelerator(), choices=("cpu", "cuda", "npu"))
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process (default: 1)"
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR",
+                        help="with --jobs: finished runs stay here, and the same command goes on")  # fmt: skip
+    parser.add_argument("--steps", type=int, metavar="N", help="train every case for so many steps instead of its own")
+    parser.add_argument("--commit", help="of the sources, where they are a copy without their history")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write this file alone, no figures, no table")
     parser.add_argument("--list", action="store_true", help="list cases and faults, run nothing")
     args = parser.parse_args(arguments)
     if args.attach and not args.check_release:
         parser.error("--attach goes with --check-release")
+    if args.keep and args.jobs == 1:
+        parser.error("--keep goes with --jobs 2 or more")
+    for name in ("jobs", "steps"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1; got {getattr(args, name)}")
     return args
 
 
 def chosen_cases(args: argparse.Namespace) -> list[Case]:
     """The cases that the command line asks for."""
-    if args.case:
-        return [find(name) for name in args.case]
-    if args.full:
-        return list(CASES)
     only_mutations = (args.mutations or args.mutation) and not args.quick
-    return [] if only_mutations else [case for case in CASES if case.quick]
+    if args.case:
+        chosen = [find(name) for name in args.case]
+    elif args.full or args.showcase:
+        chosen = list(CASES if args.full else SHOWCASE)
+    else:
+        chosen = [] if only_mutations else [case for case in CASES if case.quick]
+    return chosen if args.steps is None else [replace(case, steps=args.steps) for case in chosen]
 
 
 def quiet() -> None:
@@ -81,12 +100,30 @@ def quiet() -> None:
     warnings.simplefilter("ignore", UserWarning)
 
 
+def prepare(device: str) -> None:
+    """A process that trains: quiet, and as repeatable as the device is."""
+    quiet()
+    if device == "cpu":
+        # These models are too small to gain from a second thread.
+        torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def _in_workers(
+    args: argparse.Namespace, cases: list[Case], faults: bool, progress: Progress
+) -> tuple[list[CaseResult], list[MutationResult]]:
+    with tempfile.TemporaryDirectory() as folder:
+        kept = kept_in(args.keep or Path(folder), args.device)
+        return run_all(cases, faults, args.mutation, args.device, progress, args.jobs, kept)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs what was asked for, and returns the exit status."""
     args = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if args.list:
         console.print("cases:", *(case.name for case in CASES), sep="\n  ")
+        console.print("showcase:", *(case.name for case in SHOWCASE), sep="\n  ")
         console.print("faults:", *(mutation.name for mutation in MUTATIONS), sep="\n  ")
         return 0
     if args.check_release:
@@ -95,26 +132,23 @@ def main(arguments: list[str] | None = None) -> int:
         if args.attach and not problem:
             console.print(f"packed: {attach(args.output, args.attach)}", highlight=False)
         return 1 if problem else 0
-    quiet()
-    if args.device == "cpu":
-        # These models are too small to gain from a second thread.
-        torch.set_num_threads(1)
-    torch.manual_seed(0)
-    cases, commit = chosen_cases(args), current_commit()
+    prepare(args.device)
+    cases, commit = chosen_cases(args), args.commit or current_commit()
+    faults = bool(args.mutations or args.full or args.mutation)
     with Live(console, [case.name for case in cases]) as live:
-        results = run_cases(cases, args.device, live.progress)
-        caught = (
-            run_mutations(args.device, live.progress, args.mutation)
-            if args.mutations or args.full or args.mutation
-            else []
-        )
+        if args.jobs > 1:
+            results, caught = _in_workers(args, cases, faults, live.progress)
+        else:
+            results = run_cases(cases, args.device, live.progress)
+            caught = run_mutations(args.device, live.progress, args.mutation) if faults else []
     if args.json:
-        write_json(args.json, results, caught, args.device, commit)
+        write_json(args.json, results, caught, args.device, commit, args.commit is not None)
     else:
         for table in (case_table(results), mutation_table(caught)):
             if table is not None:
                 console.print(table)
-        console.print(f"results: {write_results(args.output, results, caught, args.device, commit)}", highlight=False)
+        written = write_results(args.output, results, caught, args.device, commit, args.commit is not None)
+        console.print(f"results: {written}", highlight=False)
         # Last, since of a long log the end is what is read.
         for result in results:
             for line in result.verdict.failures():

@@ -1,6 +1,7 @@
 """Texts, sums and tokenizers, from the example scripts; made once per process."""
 
 import functools
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -16,15 +17,22 @@ import _common as common
 import grpo as sums_script
 import sft as text_script
 
+from .cases import Text, WarmUp
+
 __all__ = [
     "BYTES_VOCAB",
     "SUMS",
     "TEXT_VOCAB",
+    "even",
     "held_out",
     "lm",
+    "made_up",
+    "of_sequences",
     "preferences",
     "prompts",
+    "ragged_texts",
     "rewards",
+    "sequences",
     "texts",
     "tokenizer_for",
     "warm_up",
@@ -36,6 +44,7 @@ SUMS = ("dpo", "grpo")
 TEXT_VOCAB, BYTES_VOCAB = 1009, 263
 LENGTH = 48
 IGNORED = -100
+PREAMBLE = '"""Read the following, and go on in the same way."""'
 
 
 @functools.cache
@@ -73,10 +82,52 @@ def held_out(task: str) -> torch.Tensor:
     return torch.tensor(ids)
 
 
+def sequences(text: Text) -> torch.Tensor:
+    """`[rows, length]` ids of real text, by a tokenizer that is trained on it; some tens of seconds."""
+    documents = text_script.standard_library_texts(text.characters, seed=0)
+    tokenizer = common.byte_level_tokenizer(documents, text.vocabulary)
+    return torch.tensor(text_script.packed_dataset(documents, tokenizer, text.length)["input_ids"])
+
+
+def of_sequences(ids: torch.Tensor) -> Dataset:
+    """Every token is a label."""
+    rows = ids.tolist()
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
 def texts(rows: int) -> Dataset:
     """Lines of source as documents of different lengths, for TRL's SFT."""
     lines = [line for text in _documents() for line in text.split("\n\n") if 20 < len(line) < 200]
     return Dataset.from_dict({"text": lines[:rows]})
+
+
+def lengths(count: int, longest: int, seed: int) -> list[int]:
+    """As completions have them: exponential with a mean of 0.4 of the longest, between 0.05 of it and all of it."""
+    generator = random.Random(seed)
+    drawn = (generator.expovariate(1 / (0.4 * longest)) for _ in range(count))
+    return [min(max(round(length), longest // 20, 1), longest) for length in drawn]
+
+
+def ragged_texts(rows: int) -> Dataset:
+    """Texts of strongly varying lengths that all begin alike, as behind a system prompt."""
+    cut = zip(
+        (text for text in _documents() if len(text) > 200), itertools.cycle(lengths(997, 200, seed=4)), strict=False
+    )
+    return Dataset.from_dict({"text": [PREAMBLE + text[:length] for text, length in itertools.islice(cut, rows)]})
+
+
+def made_up(prompts: list[list[int]], longest: int, tokenizer: Any) -> list[list[int]]:
+    """Completions of strongly varying lengths, whatever the prompts ask for: what a batch has to hold is theirs."""
+    count = len(prompts)
+    generator = random.Random(str(prompts))
+    chosen = lengths(count, longest, generator.randrange(1 << 30))
+    letters = tokenizer("0123456789+=")["input_ids"]
+    return [[*generator.choices(letters, k=length - 1), tokenizer.eos_token_id] for length in chosen]
+
+
+def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """A reward that made-up completions differ in: the share of even ids."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def preferences() -> Dataset:
@@ -103,16 +154,18 @@ def rewards(tokenizer: Any) -> list[Any]:
     return [sums_script.exact_match, sums_script.format_reward(tokenizer.eos_token_id)]
 
 
-def warm_up(model: Any, tokenizer: Any, steps: int) -> None:
+def warm_up(model: Any, tokenizer: Any, how: WarmUp) -> None:
     """Supervised steps on sums with their answers: a model that never answers right has nothing to reinforce."""
     tokenizer.padding_side = "right"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=how.learning_rate)
     rows, generator = prompts(), random.Random(2)
-    for _ in range(steps):
+    for _ in range(how.steps):
         chosen = [rows[generator.randrange(len(rows))] for _ in range(64)]
         texts = [row["prompt"] + row["answer"] + tokenizer.eos_token for row in chosen]
-        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        batch = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         model(**batch, labels=labels).loss.backward()
+        if how.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip)
         optimizer.step()
         optimizer.zero_grad()

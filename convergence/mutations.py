@@ -6,6 +6,7 @@ it. The faults of gradients are found, not listed: every autograd Function of th
 
 import contextlib
 import importlib
+import itertools
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from npu_trainer_kernels import ops, patching
 from npu_trainer_kernels.ops._head_options import HeadOptions
+from npu_trainer_kernels.ops._segments import Segments
+from npu_trainer_kernels.ops._shared_rows import Shared
+from npu_trainer_kernels.patching._layout import Layout
 from npu_trainer_kernels.trainers._grpo_plan import Planner
 from npu_trainer_kernels.verify import Curves
 
@@ -44,6 +49,8 @@ CASES = {
         # With checkpointing the products before normed queries and keys are part of an op.
         options={"loss_type": "dapo", "beta": 0.04, "temperature": 0.9, "gradient_checkpointing": True},
     ),
+    "sft-ragged": replace(find("mistral-sft-ragged"), name="fault-mistral-sft-ragged", steps=6),
+    "grpo-ragged": replace(find("qwen3-grpo-ragged"), name="fault-qwen3-grpo-ragged", steps=6),
     # Adapters take layers of their own path: a gated MLP's projection is not part of its op then.
     "grpo-lora": replace(find("qwen3-grpo-lora"), name="fault-qwen3-grpo-lora", steps=6),
 }
@@ -255,6 +262,71 @@ def _last_rows_dropped(original: Any, x: torch.Tensor, *args: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Faults of packed rows. None is seen by the proof that a body may be packed: the case without a fault has proven that.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _shifted_positions(original: Any, where: Layout, *args: Any) -> np.ndarray:
+    # Positions are relative to one another, so a whole row that is shifted shows nothing; one behind a shared beginning
+    # does.
+    return original(where, *args) + (np.arange(len(where.places)) >= where.lengths[0])
+
+
+def _another_rows_state(original: Any, *args: Any, **kwargs: Any) -> Any:
+    where = original(*args, **kwargs)
+    if isinstance(where, str) or where.keys is None:
+        return where
+    tokens = where.tokens.reshape(args[0].shape).copy()
+    uses = np.bincount(tokens[tokens >= 0])
+    for row in tokens:
+        shared = np.flatnonzero((row >= 0) & (uses[row] > 1))
+        if len(shared) and row[shared[-1]] > 0:
+            row[shared[-1]] -= 1
+    return replace(where, tokens=tokens.reshape(-1))
+
+
+def _seen_neighbour(fired: "Fired") -> AbstractContextManager[Any]:
+    """Every segment sees the last key of the one before, right before its own: there a window reaches it."""
+    original = Segments.make
+
+    def make(q_lengths: Any, device: Any, k_lengths: Any = None, keys: Shared | None = None) -> Segments:
+        fired()
+        n = sum(q_lengths)
+        index = np.arange(n) if keys is None else keys.index
+        own = np.split(index, np.cumsum(q_lengths if k_lengths is None else k_lengths)[:-1])
+        near = zip(itertools.pairwise(own), q_lengths[1:], strict=True)
+        seen = [own[0], *(np.concatenate((b[:-queries], a[-1:], b[-queries:])) for (a, b), queries in near)]
+        return original(q_lengths, device, [len(s) for s in seen], Shared.make(np.concatenate(seen), n, device))
+
+    return mock.patch.object(Segments, "make", make)
+
+
+def _window_ignored(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{**kwargs, "window": None})
+
+
+def _counted_once(fired: "Fired") -> AbstractContextManager[Any]:
+    """Of a row that is used several times only the first use gets a gradient back."""
+    original = Shared.gradient
+
+    def gradient(self: Shared, dy: torch.Tensor) -> torch.Tensor:
+        first = np.full(len(self.index), -1)
+        rows, places = np.unique(self.index, return_index=True)
+        first[places] = rows
+        if (first >= 0).sum() == (self.index >= 0).sum():
+            return original(self, dy)
+        fired()
+        return original(Shared.make(first, self.n, dy.device), dy)
+
+    return mock.patch.object(Shared, "gradient", gradient)
+
+
+def _advantages_left_behind(original: Any, value: Any, order: list[int]) -> Any:
+    is_number_each = isinstance(value, torch.Tensor) and value.dim() == 1 and value.is_floating_point()
+    return value if is_number_each else original(value, order)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Faults of the patched trainer
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -297,6 +369,10 @@ _GRADIENT = "ops._head_gradient:_gradient_torch"
 _LOSS = "patching._head_call:fused_linear_cross_entropy"
 _SEAM = "patching._trl:_apply"
 _NORM = "ops._norm:norm_forward"
+_POSITIONS = "patching._padding:_positions"
+_LAYOUT = "patching._layout:layout"
+_SEGMENTS = "ops.varlen_attention:varlen_attention"
+_REORDER = "trainers._grpo_groups:_in_order"
 _IN_PATCHING = "npu_trainer_kernels.patching"
 
 
@@ -320,6 +396,16 @@ def _mutations() -> tuple[Mutation, ...]:
                  _around(_GRADIENT, _no_cap_derivative)),
         Mutation("epsilon outside the root", ("lm",), _around(_NORM, _epsilon_outside)),
         Mutation("last partial block of rows dropped", ("lm",), _around(_NORM, _last_rows_dropped)),
+        Mutation("positions one too large behind the first segment", ("grpo-ragged",),
+                 _around(_POSITIONS, _shifted_positions)),
+        Mutation("a segment sees its neighbour", ("grpo-ragged",), _seen_neighbour),
+        Mutation("a segment sees its neighbour, in a window", ("sft-ragged",), _seen_neighbour),
+        Mutation("window ignored", ("sft-ragged",), _around(_SEGMENTS, _window_ignored, _IN_PATCHING)),
+        Mutation("gradient of a shared prompt counted once", ("grpo-ragged",), _counted_once),
+        Mutation("state of a prompt's last token from another row", ("grpo-ragged",),
+                 _around(_LAYOUT, _another_rows_state, _IN_PATCHING)),
+        Mutation("advantages left behind by their rows", ("grpo-ragged",),
+                 _around(_REORDER, _advantages_left_behind)),
         Mutation("importance ratio missing", ("grpo",), _in_grpo_loss(_no_ratio)),
         Mutation("KL term dropped", ("grpo",), _in_grpo_loss(_no_kl)),
         Mutation("temperature applied twice", ("grpo",), _temperature_twice),

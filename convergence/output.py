@@ -21,7 +21,7 @@ from rich.table import Table
 
 from npu_trainer_kernels.verify import TOP_K, WINDOW, Check, K
 
-from .cases import CASES, NOISE_RUNS
+from .cases import CASES, NOISE_RUNS, SHOWCASE
 from .suite import CaseResult
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "current_commit",
     "mutation_table",
     "release_problem",
+    "showcase_figure",
     "write_json",
     "write_results",
 ]
@@ -154,7 +155,8 @@ def _machine(device: str) -> str:
 
 
 def _is_full(results: Sequence[CaseResult], mutations: Sequence[MutationResult]) -> bool:
-    return {case.name for case in CASES} <= {result.name for result in results} and bool(mutations)
+    ran = {(result.name, result.case["steps"]) for result in results}
+    return {(case.name, case.steps) for case in CASES} <= ran and bool(mutations)
 
 
 def _document(
@@ -176,10 +178,12 @@ def _document(
 
 
 def write_json(
-    path: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str, commit: str
-) -> dict[str, Any]:
-    """Writes the result file in one step, and returns what it holds. `commit`: what was checked out when it began."""
-    if current_commit() != commit:
+    path: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str, commit: str,
+    told: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Writes the result file in one step, and returns what it holds. `commit`: what was checked out when it began, or
+    what was `told` of sources without a history."""
+    if not told and current_commit() != commit:
         commit = f"{commit}, changed during the run"
     document = _document(results, mutations, device, commit)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,12 +194,17 @@ def write_json(
 
 
 def write_results(
-    folder: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str, commit: str
-) -> Path:
+    folder: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str, commit: str,
+    told: bool = False,
+) -> Path:  # fmt: skip
     """JSON, summary and figures, named by date and device, and apart where it is not the whole suite: that must not
     replace a full result. Returns the summary's path."""
-    stem = f"{datetime.date.today().isoformat()}-{device}{'' if _is_full(results, mutations) else '-part'}"
-    document = write_json(folder / f"{stem}.json", results, mutations, device, commit)
+    shown = [result for result in results if result.name in {case.name for case in SHOWCASE} and result.checks]
+    part = "" if _is_full(results, mutations) else "-showcase" if shown else "-part"
+    stem = f"{datetime.date.today().isoformat()}-{device}{part}"
+    document = write_json(folder / f"{stem}.json", results, mutations, device, commit, told)
+    if shown:
+        showcase_figure(shown, folder / f"{stem}.png")
     for result in results:
         if result.checks:
             figure(result, folder / stem / f"{result.name}.png")
@@ -304,6 +313,29 @@ def figure(result: CaseResult, path: Path) -> None:
               checks["held-out log-probabilities, by token"])  # fmt: skip
     _distance(axes[2, 1], f"positions with another top {TOP_K}", "[share]", checks[f"held-out top {TOP_K}"])
     _parameters(axes[2, 2], checks["parameters at the end"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    grid.savefig(path, dpi=130)
+    plt.close(grid)
+
+
+def showcase_figure(results: Sequence[CaseResult], path: Path) -> None:
+    """Of each case the curves, all runs on top of each other, and how far apart the last one is."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    grid, axes = plt.subplots(3 * len(results), 1, figsize=(5, 8 * len(results)), layout="constrained", squeeze=False)
+    for place, result in enumerate(results):
+        checks = {check.name: check for check in result.checks}
+        top, middle, bottom = axes[3 * place : 3 * place + 3, 0]
+        learnt = "reward" if result.case["task"] == "grpo" else "loss"
+        _curves(top, "mean reward of a batch [1]" if learnt == "reward" else UNITS["loss"], result.curves[learnt])
+        _curves(middle, UNITS["held-out log-probability"], result.curves["held-out log-probability"])
+        name = "held-out log-probability"
+        _distance(bottom, f"difference of {name}", "[nats/token]", checks[name])
+        outcome = "passed" if result.passed else "FAILED"
+        top.set_title(f"{result.name}, {result.case['precision']}: {outcome}\n{top.get_title()}", loc="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     grid.savefig(path, dpi=130)
     plt.close(grid)

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import io
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,7 @@ from npu_trainer_kernels.verify import Curves, Variant, on_one_device, record
 from tests.models import small_model
 
 from . import data
-from .cases import Case
+from .cases import Case, Text
 
 __all__ = ["Workshop", "run"]
 
@@ -28,8 +30,9 @@ SEED = 11
 # Rows of logits alive at once. The device's own choice would hold these small runs in one chunk, and what happens
 # between chunks would not be tested. It divides nothing.
 CHUNK_ROWS = 61
-WARM_UP_STEPS = 120
 ASCEND_CHIP = "Ascend910B4"
+# Sequences of a real text that are not trained on.
+HELD_OUT = 16
 
 COMMON: dict[str, Any] = {
     "logging_steps": 1,
@@ -69,7 +72,8 @@ class Workshop:
     """What the runs of one process share: initial models on disk, recorded rollouts.
 
     Attributes:
-        folder: for models and the trainers' outputs; the caller removes it.
+        folder: for models, texts, rollouts and the trainers' outputs; the caller removes it, or keeps it for a later
+            process, which finds there what was made.
         device: "cpu", or None for the accelerator that is there.
         rollouts: case name -> what the reference run has generated, call by call.
     """
@@ -90,13 +94,41 @@ class Workshop:
             **case.model,
         }
         kind = "sums" if case.task in data.SUMS else "text"
-        path = self.folder / "-".join([case.family, kind, *(f"{k}={v}" for k, v in sorted(case.model.items()))])
+        names = [case.name] if case.is_large else [kind, *(f"{k}={v}" for k, v in sorted(case.model.items()))]
+        path = self.folder / "-".join([case.family, *names])
         if not path.exists():
             model = small_model(case.family, SEED, **overrides)
             if case.task in data.SUMS:
-                data.warm_up(model, tokenizer, WARM_UP_STEPS)
-            model.save_pretrained(path)
+                # Where it takes long, on the device that it is going to be trained on.
+                data.warm_up(
+                    model.to(self.device or device.accelerator()) if case.is_large else model, tokenizer, case.warm_up
+                )
+            with _whole(path) as unfinished:
+                model.cpu().save_pretrained(unfinished)
         return path
+
+    def sequences(self, text: Text) -> torch.Tensor:
+        """Real text as ids; made once."""
+        path = self.folder / f"text-{text.vocabulary}-{text.length}-{text.characters}.pt"
+        if not path.exists():
+            with _whole(path) as unfinished:
+                torch.save(data.sequences(text), unfinished)
+        return torch.load(path)
+
+    def held_out(self, case: Case) -> torch.Tensor:
+        """What is not trained on."""
+        return (data.held_out(case.task) if case.text is None else self.sequences(case.text)[:HELD_OUT])[
+            : case.held_out
+        ]
+
+    def keep_rollouts(self, case: Case) -> None:
+        """Writes what the reference run has generated, for the other processes."""
+        if case.name in self.rollouts:
+            with _whole(self._rollouts_of(case)) as unfinished:
+                torch.save(self.rollouts[case.name], unfinished)
+
+    def _rollouts_of(self, case: Case) -> Path:
+        return self.folder / f"rollouts-{case.name}.pt"
 
     def _arguments(self, case: Case, variant: Variant) -> Any:
         options = {**COMMON, "seed": SEED + variant.sampling_seed, **TASK_OPTIONS[case.task], **case.options}
@@ -131,28 +163,39 @@ class Workshop:
             return self._grpo(case, variant, kwargs, backend)
         callbacks = [NpuKernelsCallback(backend=backend)] if variant.patched else []
         kwargs |= {"callbacks": callbacks}
+        if case.text is not None:
+            train = data.of_sequences(self.sequences(case.text)[HELD_OUT:])
+            return Trainer(train_dataset=train, data_collator=default_data_collator, **kwargs)
         if case.task == "lm":
             return Trainer(train_dataset=data.lm(rows), data_collator=default_data_collator, **kwargs)
         tokenizer = data.tokenizer_for(case.task)
         if case.task == "sft":
-            return SFTTrainer(train_dataset=data.texts(min(rows, 400)), processing_class=tokenizer, **kwargs)
+            made = data.ragged_texts if case.ragged else data.texts
+            return SFTTrainer(train_dataset=made(min(rows, 400)), processing_class=tokenizer, **kwargs)
         return DPOTrainer(train_dataset=data.preferences(), processing_class=tokenizer, **kwargs)
 
     def _grpo(self, case: Case, variant: Variant, kwargs: dict[str, Any], backend: str | None) -> Trainer:
         tokenizer = data.tokenizer_for(case.task)
         kwargs |= {
-            "reward_funcs": data.rewards(tokenizer), "train_dataset": data.prompts(), "processing_class": tokenizer,
+            "reward_funcs": [data.even, *data.rewards(tokenizer)[1:]] if case.ragged else data.rewards(tokenizer),
+            "train_dataset": data.prompts(), "processing_class": tokenizer,
         }  # fmt: skip
         if variant.patched:
             arguments = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_backend=backend)
             trainer: Any = GRPOTrainer(npu_kernels=arguments, **kwargs)
         else:
             trainer = trl.GRPOTrainer(**kwargs)
+        if case.ragged:
+            longest = kwargs["args"].max_completion_length
+            trainer._generate_single_turn = lambda ids, *_, **__: (data.made_up(ids, longest, tokenizer), None)
+            return trainer
         if case.seeds:
             return trainer
         is_reference = not variant.patched and variant.noise_seed is None
         if is_reference:
             self.rollouts[case.name] = []
+        elif case.name not in self.rollouts:
+            self.rollouts[case.name] = torch.load(self._rollouts_of(case), weights_only=False)
         play = _recording if is_reference else _replaying
         trainer._generate_single_turn = play(trainer._generate_single_turn, self.rollouts[case.name])
         return trainer
@@ -184,6 +227,17 @@ def _replaying(generate: Callable[..., Any], rollouts: list[tuple[Any, Any]]) ->
 
 
 @contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes `path` when it is finished; of two processes the second finds its work done."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    yield unfinished
+    if path.is_dir():
+        shutil.rmtree(unfinished)
+    else:
+        unfinished.replace(path)
+
+
+@contextlib.contextmanager
 def _small_chunks() -> Iterator[None]:
     def head_chunk(n: int, *args: Any, **kwargs: Any) -> int:
         return max(1, min(n, CHUNK_ROWS))
@@ -202,7 +256,9 @@ def _tiles_for(case: Case, variant: Variant) -> contextlib.AbstractContextManage
 def run(workshop: Workshop, case: Case, variant: Variant) -> Curves:
     """Trains one variant of a case."""
     torch.manual_seed(SEED + variant.sampling_seed)
-    with _small_chunks(), _tiles_for(case, variant):
+    # A large model is trained as a user would have it.
+    chunks = contextlib.nullcontext() if case.is_large else _small_chunks()
+    with chunks, _tiles_for(case, variant):
         with contextlib.redirect_stdout(io.StringIO()):
             trainer = workshop.trainer(case, variant)
-        return record(trainer, data.held_out(case.task)[: case.held_out], variant)
+        return record(trainer, workshop.held_out(case), variant)

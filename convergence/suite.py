@@ -19,7 +19,17 @@ from npu_trainer_kernels.verify import Check, Curves, Variant, Verdict, judge, j
 from .cases import NOISE_RUNS, Case
 from .runs import Workshop, run
 
-__all__ = ["CaseResult", "Progress", "run_case", "run_cases", "unavailable"]
+__all__ = [
+    "CaseResult",
+    "Progress",
+    "in_own_process",
+    "is_in_own_process",
+    "result_of",
+    "run_case",
+    "run_cases",
+    "unavailable",
+    "variants_of",
+]
 
 # Case name, what is being done, part done from 0 to 1.
 Progress = Callable[[str, str, float], None]
@@ -95,6 +105,32 @@ def unavailable(case: Case, device: str) -> str:
     return ""
 
 
+def variants_of(case: Case) -> list[Variant]:
+    """The runs of a case, the reference first."""
+    if not case.seeds:
+        return variants(NOISE_RUNS)
+    # Seeds of their own: with the same ones, rounding hardly ever changes what is sampled.
+    return [
+        Variant(patched=patched, sampling_seed=seed + patched * case.seeds)
+        for seed in range(case.seeds)
+        for patched in (False, True)
+    ]
+
+
+def result_of(case: Case, runs: Sequence[tuple[Variant, Curves]], seconds: float) -> CaseResult:
+    """Judges all the runs of a case."""
+    unpatched, patched = ([curves for variant, curves in runs if variant.patched == which] for which in (False, True))
+    if not case.seeds:
+        return _result(case, unpatched, patched[0], judge(unpatched, patched[0], case.precision), seconds)
+    # Runs that sample for themselves: the mean rewards of the second half of training are compared.
+    rewards = [[curves.scalars["reward"] for curves in side] for side in (unpatched, patched)]
+    means = [[fmean(reward[len(reward) // 2 :]) for reward in side] for side in rewards]
+    check = judge_samples("reward, second half", *means, case.precision)
+    result = _result(case, unpatched, patched[0], Verdict([check]), seconds)
+    result.curves = {"reward": {"unpatched": rewards[0], "patched": rewards[1]}}
+    return result
+
+
 def run_case(case: Case, workshop: Workshop, progress: Progress, unpatched: list[Curves] | None = None) -> CaseResult:
     """All the runs of a case, in this process.
 
@@ -104,37 +140,17 @@ def run_case(case: Case, workshop: Workshop, progress: Progress, unpatched: list
         progress: is told what is being done.
         unpatched: the unpatched runs, where they exist already; an empty list is filled with them.
     """
-    if case.seeds:
-        return _run_free_case(case, workshop, progress)
     start = time.perf_counter()
-    given = [] if unpatched is None else unpatched
-    todo = [variant for variant in variants(NOISE_RUNS) if variant.patched or not unpatched]
+    all_of = variants_of(case)
+    runs = list(zip((v for v in all_of if not v.patched), unpatched or (), strict=False))
+    todo = all_of if not unpatched else [variant for variant in all_of if variant.patched]
     for i, variant in enumerate(todo):
         progress(case.name, str(variant), i / len(todo))
-        curves = run(workshop, case, variant)
-        if not variant.patched:
-            given.append(curves)
+        runs.append((variant, run(workshop, case, variant)))
     progress(case.name, "", 1.0)
-    return _result(case, given, curves, judge(given, curves, case.precision), time.perf_counter() - start)
-
-
-def _run_free_case(case: Case, workshop: Workshop, progress: Progress) -> CaseResult:
-    """Runs that sample for themselves: the mean rewards of the second half of training are compared."""
-    start = time.perf_counter()
-    runs: dict[bool, list[Curves]] = {False: [], True: []}
-    for seed in range(case.seeds):
-        for patched in runs:
-            # Seeds of their own: with the same ones, rounding hardly ever changes what is sampled.
-            variant = Variant(patched=patched, sampling_seed=seed + patched * case.seeds)
-            progress(case.name, f"seed {seed} {variant}", (2 * seed + patched) / (2 * case.seeds))
-            runs[patched].append(run(workshop, case, variant))
-    progress(case.name, "", 1.0)
-    rewards = {patched: [curves.scalars["reward"] for curves in runs[patched]] for patched in runs}
-    means = {patched: [fmean(reward[len(reward) // 2 :]) for reward in rewards[patched]] for patched in runs}
-    check = judge_samples("reward, second half", means[False], means[True], case.precision)
-    result = _result(case, runs[False], runs[True][0], Verdict([check]), time.perf_counter() - start)
-    result.curves = {"reward": {"unpatched": rewards[False], "patched": rewards[True]}}
-    return result
+    if unpatched is not None and not unpatched:
+        unpatched.extend(curves for variant, curves in runs if not variant.patched)
+    return result_of(case, runs, time.perf_counter() - start)
 
 
 def _result(case: Case, unpatched: Sequence[Curves], patched: Curves, verdict: Verdict, seconds: float) -> CaseResult:
@@ -142,16 +158,25 @@ def _result(case: Case, unpatched: Sequence[Curves], patched: Curves, verdict: V
         name: {"unpatched": [run.scalars[name] for run in unpatched], "patched": patched.scalars.get(name, [])}
         for name in unpatched[0].scalars
     }
-    replaced: dict[str, int] = {}
-    for entry in patched.report.replaced if patched.report is not None else []:
-        replaced[entry.op] = replaced.get(entry.op, 0) + 1
     train_seconds = (round(unpatched[0].seconds, 3), round(patched.seconds, 3))
     return CaseResult(
-        asdict(case), "", verdict.problems, verdict.checks, curves, replaced, round(seconds, 1), train_seconds
+        asdict(case),
+        "",
+        verdict.problems,
+        verdict.checks,
+        curves,
+        patched.replaced or {},
+        round(seconds, 1),
+        train_seconds,
     )
 
 
-def _in_own_process(case: Case, folder: Path, progress: Progress) -> CaseResult:
+def is_in_own_process(case: Case) -> bool:
+    """Whether a case needs Triton's interpreter, and this process has none."""
+    return case.backend == "triton" and not _triton.INTERPRETED
+
+
+def in_own_process(case: Case, folder: Path, progress: Progress) -> CaseResult:
     """With Triton's interpreter, which is switched on by the environment, before Triton is imported."""
     progress(case.name, "in a process with Triton's interpreter", 0.0)
     output = folder / f"{case.name}.json"
@@ -175,8 +200,8 @@ def run_cases(cases: Sequence[Case], device: str, progress: Progress) -> list[Ca
             if reason:
                 progress(case.name, "", 1.0)
                 results.append(CaseResult(asdict(case), skipped=reason))
-            elif case.backend == "triton" and not _triton.INTERPRETED:
-                results.append(_in_own_process(case, Path(folder), progress))
+            elif is_in_own_process(case):
+                results.append(in_own_process(case, Path(folder), progress))
             else:
                 results.append(_attempt(case, workshop, progress))
     return results

@@ -50,11 +50,15 @@ __all__ = [
 BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
 ENVIRONMENT = "NPU_KERNELS_BACKEND"
 _STRICT = "strict"
+# Backends that run kernels of ours.
+_KERNELS = ("triton", "ascend-lowering")
 OPS = tuple(TABLE)
 
 
 def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
     """Why `backend` cannot run (`op`) on this kind of device, or None when it can."""
+    if backend in _KERNELS and op is not None and not _has_kernels(op):
+        return "there is no kernel of ours for it"
     if backend == "triton":
         if _triton.IMPORT_ERROR is not None:
             return (
@@ -76,6 +80,10 @@ def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
     return None
 
 
+def _has_kernels(op: str) -> bool:
+    return any(choice.backend == "triton" for order in TABLE[op].order.values() for choice in order)
+
+
 def _check_op(op: str) -> None:
     if op not in TABLE:
         raise ValueError(f"backend: unknown op {op!r}; the ops are {', '.join(OPS)}")
@@ -89,7 +97,8 @@ def _check_backend(backend: str) -> None:
 def parse_override(text: str) -> Mapping[str, str]:
     """`"torch"` or `"op=backend,op=backend"` as a mapping from op to backend. Raises `ValueError` for unknown names.
 
-    The word `strict` among them is no backend: it makes a kernel's failure raise (`is_strict`).
+    `"triton"` without an op is for those that have such kernels; for others the table decides as ever. The word
+    `strict` among them is no backend: it makes a kernel's failure raise (`is_strict`).
     """
     result: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
@@ -101,7 +110,8 @@ def parse_override(text: str) -> Mapping[str, str]:
         _check_backend(backend)
         if op:
             _check_op(op)
-        result.update({op: backend} if op else dict.fromkeys(OPS, backend))
+        every = (each for each in OPS if backend not in _KERNELS or _has_kernels(each))
+        result.update({op: backend} if op else dict.fromkeys(every, backend))
     return result
 
 

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from . import backends, device, warmup
 from .patching import FORMS, PATCHES, NpuKernels, Report, apply_npu_kernels, handle_of
 from .patching._undo import Undo
+from .trainers._grpo_groups import bring_together, stays_shuffled
 from .trainers._grpo_plan import Planner, is_grpo
 from .trainers.held import held_models
 
@@ -186,7 +187,7 @@ class NpuKernelsCallback(TrainerCallback):
         report = self.report()
         report.unused = _unused_head(kwargs["model"])
         if args.torch_compile:
-            report.note("torch_compile: what it traces runs in plain PyTorch; TRL's fused head alone keeps its kernels")
+            report.note("torch_compile: what it traces runs in plain PyTorch; head and loss alone keep their kernels")
         if trainer is not None:
             self._serve(trainer, report)
         if self._warm_up and warmup.unsupported(kwargs["model"]) is None:
@@ -205,7 +206,13 @@ class NpuKernelsCallback(TrainerCallback):
         # `train` runs already: one that the guard was taken off is guarded by what it calls from here on.
         for method in ("train",) if guards_train else ("training_step", "_maybe_log_save_evaluate"):
             self._guard(trainer, method)
+        if self._handle is not None:
+            # A Trainer reads no cache in training. Newer ones say so in the model's configuration, but not in those of
+            # its parts.
+            caches = getattr(trainer.args, "use_cache", False)
+            self._in_trainer.set_attribute(self._handle.settings, "caches", caches)
         self._plan(trainer)
+        self._group(trainer, report)
         self._apply_to_held(trainer, report)
         self._add_to_logs(trainer)
 
@@ -218,6 +225,18 @@ class NpuKernelsCallback(TrainerCallback):
             self._planner = Planner(trainer)
         if self._planner.off is None:
             self._planner.plan_losses(self._in_trainer)
+
+    def _group(self, trainer: Any, report: Report) -> None:
+        """Has the rows of a GRPO prompt come in one micro-batch, where a shared prompt is computed once."""
+        assert self._handle is not None
+        several = is_grpo(trainer) and trainer.args.steps_per_generation > 1
+        if not (self._handle.shares_beginnings and several):
+            return
+        reason = stays_shuffled(trainer)
+        if reason is None:
+            bring_together(trainer, self._in_trainer)
+        else:
+            report.note(f"the rows of a prompt stay spread over micro-batches: {reason}")
 
     def _compile_ahead(self, model: Any, trainer: Trainer | None, state: TrainerState) -> None:
         assert self._handle is not None

@@ -121,7 +121,10 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """How many there are; padding is none."""
+        s = self.sizes
+        if "live" in s:
+            return s["shared"] + sum(attention_lengths(s["B"], s["T"], s["live"], s["shared"]))
         return math.prod(size for name, size in self.sizes.items() if name in _TOKENS)
 
     @property
@@ -620,7 +623,7 @@ OPS: dict[str, Op] = {
     "varlen_attention": Op(
         _build_attention, _attention_reference, _attention,
         lambda m, n: {
-            "B": 8, "T": n // 8, "live": 37, "shared": 0, "Q": m.heads, "K": m.kv_heads, "D": m.head_dim,
+            "B": 8, "T": n // 8, "live": 37, "shared": max(1, n // 256), "Q": m.heads, "K": m.kv_heads, "D": m.head_dim,
         },
     ),
     "embedding": Op(

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -13,6 +14,8 @@ from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+
+from tests.closeness import assert_as_close
 
 # Of the environments for the ends of the supported ranges (tox.ini) one has no TRL, and two an older one.
 TRL = next((Version(d.version) for d in metadata.distributions(name="trl")), None)
@@ -78,6 +81,13 @@ def small_model(name: str, seed: int = 0, **overrides: Any) -> transformers.PreT
     return model(config(**{**SMALL, **FAMILIES[name][2], **overrides})).train()
 
 
+def since(version: str, family: str, name: str) -> list[Any]:
+    """A class that transformers has from a version on, and then must have; nothing with one before."""
+    if Version(transformers.__version__) < Version(version):
+        return []
+    return [getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)]
+
+
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Bytes, padding and an end: needs no file and no hub."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -100,6 +110,16 @@ def loss_and_gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) 
     loss = model(**inputs).loss
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def assert_outcome_close(
+    model: torch.nn.Module, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor],
+    truth: Sequence[torch.Tensor],
+) -> None:  # fmt: skip
+    """Compares what `loss_and_gradients` returns of a model by the one accuracy rule."""
+    names = ["loss", *(name for name, _ in model.named_parameters())]
+    for actual, reference, exact, name in zip(found, expected, truth, names, strict=True):
+        assert_as_close(actual, reference, exact, name)
 
 
 def neighbour(model: torch.nn.Module, seed: int) -> torch.nn.Module:

@@ -200,6 +200,7 @@ def test_a_compiled_run_is_the_same_and_says_what_runs(tmp_path):
     fused.train()
     assert losses(fused) == pytest.approx(losses(plain), rel=1e-5)
     assert "torch_compile: what it traces runs in plain PyTorch" in str(callback.report())
+    assert callback.report().ran["linear_cross_entropy"] == len(losses(fused))
     assert not patched(fused.model)
 
 

@@ -74,7 +74,7 @@ from ._head_objective import LinearObjective, Objective, may_fuse, objective_gra
 from ._head_options import HeadOptions
 from ._head_reference import logits_statistics_reference
 from ._head_statistics import HeadStatistics, Softmax, row_statistics
-from ._host import compute_dtype, once_differentiable
+from ._host import autocasts, compute_dtype, once_differentiable
 
 __all__ = ["head_statistics", "logits_statistics"]
 
@@ -397,7 +397,7 @@ def head_statistics(
     """
     dtype = compute_dtype(x)
     # The products run in this dtype and everything else in fp32: autocast has no further say.
-    with contextlib.nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext():
         call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch, low_memory)
         # Asked here, because an autograd function is not told: its `needs_input_grad` is true for a parameter under
         # `no_grad`, too.

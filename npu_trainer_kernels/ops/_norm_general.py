@@ -158,16 +158,28 @@ def _activated(z, ACTIVATION: tl.constexpr):
 
 
 @jit
-def _statistics(s, width, eps, CENTRED: tl.constexpr, APPLY: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr):
+def _distances(s, mean, width, SIZE: tl.constexpr, COLS: tl.constexpr):
+    """s - mean, and zero in the columns past the last one."""
+    d = s - mean[:, None]
+    if SIZE % COLS != 0:
+        d = tl.where(tl.arange(0, COLS)[None, :] < width, d, 0.0)
+    return d
+
+
+@jit
+def _statistics(s, x, width, eps, CENTRED: tl.constexpr, APPLY: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr):
     """(mean, rstd) of a tile's rows; without APPLY of a column block: its mean, and the sum of squares."""
     mean = tl.sum(s, axis=1)
     d = s
     if CENTRED:
         # Divided, not multiplied by a reciprocal: the mean of equal numbers is that number.
-        mean = mean / SIZE if APPLY else mean / tl.minimum(width, COLS).to(tl.float32)
-        d = s - mean[:, None]
-        if SIZE % COLS != 0:
-            d = tl.where(tl.arange(0, COLS)[None, :] < width, d, 0.0)
+        count = SIZE if APPLY else tl.minimum(width, COLS).to(tl.float32)
+        mean = mean / count
+        d = _distances(s, mean, width, SIZE, COLS)
+        if x.dtype.element_ty == tl.float32:
+            # What rounding took from a large mean is as large as digits of the rest, where x has them: it is added.
+            mean += tl.sum(d, axis=1) / count
+            d = _distances(s, mean, width, SIZE, COLS)
     squares = tl.sum(d * d, axis=1)
     if APPLY:
         squares = tl.rsqrt(squares * (1.0 / SIZE) + eps)
@@ -190,7 +202,7 @@ def _forward_tile(x, gate, w, b, y, mean_at, rstd_at, row, n_rows, width, x_stri
     if GATE == "before":
         s = s * a
     if REDUCE:
-        mean, rstd = _statistics(s, width, eps, CENTRED, APPLY, SIZE, COLS)
+        mean, rstd = _statistics(s, x, width, eps, CENTRED, APPLY, SIZE, COLS)
         if CENTRED:
             store(mean_at + row_index, mean, exists, TAIL)
         store(rstd_at + row_index, rstd, exists, TAIL)

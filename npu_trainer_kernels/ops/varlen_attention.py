@@ -5,14 +5,20 @@
     o_i = sum over the keys j that query i sees of dropout(p_ij) v_j                 rounded once, to q's dtype
 
 Query i of a segment with Lq queries and Lk keys sees its segment's keys 0 .. Lk - Lq + i, the last `window` of them
-where there is a window, and no other segment's. A head of k and v serves Hq / Hk heads of q, and is not copied for it.
+where there is a window, and no other segment's. A head of k and v serves Hq / Hk heads of q.
 
 Segments may share keys: they are then taken from the packed row (`_shared_rows.take`), and the gradient of a row that
 several segments see is summed in fp32 in a fixed order.
+
+Backend "vendor" is torch_npu's operator, "torch" what PyTorch has: flash attention where it serves the call, on CUDA
+(`_segment_kernels`), and else one segment after another, by `scaled_dot_product_attention` or, with a soft cap or
+sinks, by the formula. Lengths are numbers on the host, so nothing waits for the device, and `torch.compile` calls the
+op without tracing it: traced, each batch's lengths would be compiled anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -74,16 +80,40 @@ def _by_formula(
 
 
 def _by_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
-    """The same by PyTorch's own attention."""
-    queries, keys = q.shape[0], k.shape[0]
+    """The same by PyTorch's own attention, of several segments of one size: q `[s, Lq, Hq, D]`, k and v likewise."""
+    queries, keys = q.shape[1], k.shape[1]
     # Only where both lengths are the same do all of its backends mean the same by `is_causal`.
     causal = queries == keys > 1 and (options.window is None or options.window >= keys)
     seen = None if causal else _seen(queries, keys, options.window, q.device)
+    group = q.shape[2] // k.shape[2]
+    # In 16 bits the CPU's sums the gradients of the heads that share one in 16 bits: twice the error. Elsewhere what
+    # serves fp32 and masks has no shared heads.
+    in_groups = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
+    if group > 1 and not in_groups:
+        k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), seen,
-        options.dropout, causal, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1],
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen, options.dropout, causal,
+        scale=options.scale, enable_gqa=group > 1 and in_groups,
     )  # fmt: skip
-    return out.squeeze(0).transpose(0, 1)
+    return out.transpose(1, 2)
+
+
+def _size_by_size(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], options: Options
+) -> list[torch.Tensor]:
+    """`_by_pytorch` of every segment. Short ones cost a call each rather than what they compute, so those of one size
+    share it: completions and prompts of one batch have few sizes."""
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for i, (q, k, _) in enumerate(parts):
+        sizes.setdefault((len(q), len(k)), []).append(i)
+    done: dict[int, torch.Tensor] = {}
+    for alike in sizes.values():
+        if len(alike) == 1:
+            q, k, v = (part.unsqueeze(0) for part in parts[alike[0]])
+        else:
+            q, k, v = (torch.stack(same) for same in zip(*(parts[i] for i in alike), strict=True))
+        done.update(zip(alike, _by_pytorch(q, k, v, options), strict=True))
+    return [done[i] for i in range(len(parts))]
 
 
 def _one_by_one(
@@ -92,15 +122,17 @@ def _one_by_one(
 ) -> torch.Tensor:  # fmt: skip
     lengths = segments.lengths
     # One split instead of a slice for each segment: its backward is one concatenation.
-    parts = zip(
-        q.split([length for length, _ in lengths]),
-        k.split([length for _, length in lengths]),
-        v.split([length for _, length in lengths]),
-        strict=True,
+    parts = list(
+        zip(
+            q.split([length for length, _ in lengths]),
+            k.split([length for _, length in lengths]),
+            v.split([length for _, length in lengths]),
+            strict=True,
+        )
     )
     if by_formula:
         return torch.cat([_by_formula(*part, sinks, options) for part in parts])
-    return torch.cat([_by_pytorch(*part, options) for part in parts])
+    return torch.cat(_size_by_size(parts, options))
 
 
 def varlen_attention_reference(
@@ -228,7 +260,7 @@ def varlen_attention(
         softcap: of the scaled scores; None: none.
         sinks: `[Hq]`, a logit for each head that takes part in the softmax and has no value; None: none.
         dropout: the share of the probabilities that become zero, as in training.
-        backend: overrides the choice of `backends.choose`.
+        backend: overrides the choice of `backends.choose`; no kernel is ours, so a mere `"triton"` changes nothing.
 
     Returns:
         `[n, Hq, Dv]` in q's dtype.
@@ -238,7 +270,7 @@ def varlen_attention(
         ValueError: shapes or dtypes that do not match, an option out of range, an unknown backend or one that does not
             cover the call.
     """
-    if autocasts(q):
+    if autocasts(q) and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (q, k, v))
     options = Options(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, dropout)
     _check(q, k, v, segments, sinks, options)

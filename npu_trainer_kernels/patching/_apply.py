@@ -62,6 +62,11 @@ class NpuKernels:
         return self.settings.trl is not None
 
     @property
+    def shares_beginnings(self) -> bool:
+        """Whether what the rows of a batch begin with alike is computed once in training."""
+        return self.settings.shares
+
+    @property
     def tokens(self) -> int:
         """Input tokens that training forwards of the patched model have seen, on this process, padding included."""
         return self.settings.tokens
@@ -90,7 +95,7 @@ class NpuKernels:
         if model is not None and _handles.get(model) is self:
             del _handles[model]
         self._tracked.clear()
-        self.settings.trl = None
+        self.settings.trl, self.settings.shares = None, False
         self._undo.restore()
 
     def __repr__(self) -> str:

@@ -41,25 +41,35 @@ class CallSettings:
         trl: serves TRL's seam inside the model's forward (`_trl.TrlHeadPatch`), or None.
         tokens: input tokens of the training forwards so far, on this process, padding included.
         live: those of them that are no padding; on the device, where that is counted without waiting for it.
+        caches: whether a training forward that is not told returns the cache that its configuration speaks of.
         learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
+        shares: whether what rows begin with alike is computed once, in training.
         compacts: whether TRL is to leave out the rows without a label; not where there are shapes without numbers.
     """
 
     trl: Any = None
+    shares: bool = False
     compacts: bool = True
     tokens: int = 0
     live: Any = 0
+    caches: bool = True
     learned: LearnedPlan = field(default_factory=LearnedPlan)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One forward of a patched model: whose it is, the labels that it was given, and the call that it is nested in."""
+    """One forward of a patched model: whose it is, and the call that it is nested in.
+
+    Attributes:
+        labels: that it was given.
+        divisor: what the loss is going to be divided by, as `transformers.Trainer` tells the model; None: not known.
+    """
 
     settings: CallSettings
     module: nn.Module
-    labels: torch.Tensor | None
     previous: "Call | None"
+    labels: torch.Tensor | None = None
+    divisor: int | float | torch.Tensor | None = None
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
@@ -95,7 +105,11 @@ def _tokens(kwargs: dict[str, Any]) -> int:
     return embedded.shape[:-1].numel() if isinstance(embedded, torch.Tensor) else 0
 
 
-@opaque
+def _untracked(*args: Any, **kwargs: Any) -> None:
+    """In a graph that may not be broken there are no calls to know of: TRL's own head serves it."""
+
+
+@functools.partial(opaque, in_full_graphs=_untracked)
 def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     outer = _current.get()
     if outer is None and module.training and torch.is_grad_enabled():
@@ -107,10 +121,11 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
             settings.live = settings.live + tokens
     # PEFT's model hands them on to the inner one by name.
     labels = kwargs.get("labels")
-    _current.set(Call(settings, module, labels if isinstance(labels, torch.Tensor) else None, outer))
+    labels = labels if isinstance(labels, torch.Tensor) else None
+    _current.set(Call(settings, module, outer, labels, kwargs.get("num_items_in_batch")))
 
 
-@opaque
+@functools.partial(opaque, in_full_graphs=_untracked)
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     # This runs also where another hook has raised before `_enter`: then there is nothing to leave, and the call that is
     # running is another model's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._opaque import opaque
-from ._classes import original_class
+from ._call import CallSettings
+from ._classes import original_class, subclass_with_forward
+from ._compiled import keep_out_of_graphs, may_promise
 from ._head_call import HeadCall, answer_of, is_asked, is_of_a_wrapper
 from ._patch import QUIET, Aside, Patch, Scene, Site, no_float, set_on_instance
 from ._promise import promise
+from ._undo import Undo
 
 __all__ = ["HeadForm", "LmHeadPatch", "causal_lm", "promised_logits"]
 
@@ -43,7 +47,6 @@ class HeadForm:
         return ""
 
 
-@opaque
 def promised_logits(
     head: nn.Linear, hidden: torch.Tensor, backend: str | None, *,
     on_real: Callable[[str], None] | None = None, on_fused: Callable[[], None] | None = None,
@@ -91,8 +94,7 @@ class LmHeadPatch(Patch):
         if len(args) != 1 or kwargs:
             return "it is given more than hidden states"
         hidden, weight, bias = args[0], module.weight, module.bias
-        wanted = module.training and torch.is_grad_enabled()
-        if not (wanted and any(t is not None and t.requires_grad for t in (hidden, weight, bias))):
+        if not (may_promise(module) and any(t is not None and t.requires_grad for t in (hidden, weight, bias))):
             return QUIET
         if (reason := no_float(hidden)) is not None:
             return reason
@@ -119,3 +121,21 @@ class LmHeadPatch(Patch):
         return promised_logits(
             module, args[0], site.backend, on_real=on_real, on_fused=on_fused, within=site.form.within
         )
+
+    def patched_class(self, site: Site) -> type[nn.Module]:
+        own = self.own(site)
+        called = opaque(super().patched_class(site).forward, in_full_graphs=own)
+
+        @functools.wraps(site.kind.forward)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() and not may_promise(module):
+                return own(module, *args, **kwargs)
+            return called(module, *args, **kwargs)
+
+        return subclass_with_forward(site.kind, forward)
+
+    def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
+        super().install(site, module, undo, settings)
+        owner = causal_lm(site.form.within())[1]
+        if owner is not None:
+            keep_out_of_graphs(owner, module, undo)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..ops._host import autocasts, compute_dtype
 from ..ops.linear_cross_entropy import fused_linear_cross_entropy
+from ._call import current_call
 
 __all__ = ["HeadCall", "answer_of", "is_asked", "is_of_a_wrapper", "is_partitioned"]
 
@@ -59,6 +60,18 @@ def answer_of(head: nn.Module) -> torch.Tensor | None:
         return None
     asked[1]()
     return torch.empty(0)
+
+
+def _divisor(device: torch.device) -> torch.Tensor | None:
+    """What a sum over tokens is expected to be divided by, or None. A wrong one costs a rounding, no more."""
+    call = current_call()
+    told = None if call is None else call.divisor
+    # At least one: whatever loss code makes of a batch without items, the sum itself is finite.
+    if isinstance(told, torch.Tensor) and told.dim() == 0:
+        return told.detach().to(device, torch.float32).clamp(min=1.0)
+    if isinstance(told, (int, float)):
+        return torch.full((), max(told, 1.0), dtype=torch.float32, device=device)
+    return None
 
 
 def _released(t: torch.Tensor) -> bool:
@@ -128,6 +141,10 @@ class HeadCall:
     def cross_entropy(self, hidden: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
         """The fused op on rows of this call; with a graph that ends at the leaves where gradients are enabled."""
         _, weight, bias = self.leaves
+        divisor = _divisor(self.device) if options["reduction"] == "sum" and torch.is_grad_enabled() else None
+        if divisor is not None:
+            # Planned for the division that follows: gradients are divided in fp32, and rounded once.
+            options |= {"reduction": "mean", "num_items": divisor}
         with self._as_called():
             loss = self._with_parameters(
                 lambda: fused_linear_cross_entropy(hidden, weight, target, bias, backend=self._backend, **options)
@@ -135,7 +152,8 @@ class HeadCall:
         assert isinstance(loss, torch.Tensor)
         if self._on_fused is not None:
             self._on_fused()
-        return loss
+        # By the very number that the op has multiplied with: where the division follows, backward finds a one.
+        return loss if divisor is None else loss / divisor.reciprocal()
 
     def gradients(self, of: torch.Tensor, upstream: torch.Tensor, keep: bool) -> list[torch.Tensor | None]:
         """Gradients for the leaves of something that was formed here; None for those that need none."""
@@ -151,9 +169,9 @@ class HeadCall:
 
     def _as_called(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast as it was when the head was called."""
-        if self.device.type == "meta":
-            return contextlib.nullcontext()
         dtype, enabled = self._autocast
+        if (compute_dtype(self.hidden), autocasts(self.hidden)) == self._autocast:
+            return contextlib.nullcontext()  # as nearly always, and autocast takes ten times as long
         return torch.autocast(self.device.type, dtype=dtype if enabled else None, enabled=enabled)
 
     def above_autograd(self) -> contextlib.AbstractContextManager[Any]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["DEAD", "MIN_SAVED", "PREDICTS", "Layout", "layout"]
+__all__ = ["DEAD", "MIN_SAVED", "PREDICTS", "READ", "Layout", "layout"]
 
-DEAD, PREDICTS = -1, -2
-"""In place of an id: a place without a token, and one without a token whose label is to be predicted nevertheless."""
+DEAD, PREDICTS, READ = -1, -2, -3
+"""In place of an id: a place without a token, one without a token whose label is to be predicted nevertheless, and one
+that may be read since its id is not that of padding."""
 
 MIN_SAVED = 0.05
 """The share of live tokens that sharing must save to be used: keys and values of a shared beginning are copied for
@@ -91,7 +92,7 @@ def layout(ids: np.ndarray, *, share: bool) -> Layout | str:
     """The layout of a batch.
 
     Args:
-        ids: [B, L], of tokens; `DEAD` or `PREDICTS` where there is none.
+        ids: [B, L], of tokens; `DEAD`, `PREDICTS` or `READ` where there is none.
         share: whether tokens that rows begin with alike are to be stored once.
 
     Returns:
@@ -105,6 +106,8 @@ def layout(ids: np.ndarray, *, share: bool) -> Layout | str:
         return "no token is live"
     if (ids == PREDICTS).any():
         return "labels are to be predicted at places that are padding"
+    if (ids == READ).any():
+        return "what is classified is found by ids, and places that are padding have others"
     begin = alive.argmax(1)
     rows = np.flatnonzero(counts)
     first, last = begin.tolist(), (begin + counts).tolist()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["VOCABULARY", "kept_layers", "miniature", "names_layers", "per_layer", "small_config"]
+__all__ = ["VOCABULARY", "kept_layers", "miniature", "miniature_around", "names_layers", "per_layer", "small_config"]
 
 VOCABULARY = 61
 _WINDOW, _HEAD = 8, 16
@@ -124,6 +124,19 @@ def _in_single() -> Any:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def miniature_around(cls: Any, config: Any, path: str, inner: Any) -> Any:
+    """A model of a class around a miniature, which is at `path`; everything else of it has shapes and no numbers.
+
+    Raises:
+        Exception: whatever the class raises.
+    """
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        outer = cls(config)
+    parent, _, name = path.rpartition(".")
+    setattr(outer.get_submodule(parent), name, inner)
+    return outer.eval()
 
 
 def miniature(cls: Any, config: Any) -> Any:

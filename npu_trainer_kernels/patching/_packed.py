@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..ops._segments import Segments
 from ..ops.varlen_attention import unserved, varlen_attention
 from ._undo import Undo
 
-__all__ = ["NAME", "Asked", "Packing", "Unserved", "attend_by_segments", "packed", "window_of"]
+__all__ = ["NAME", "Asked", "Packing", "Unserved", "attend_by_segments", "packed", "under_way", "window_of"]
 
 NAME = "npu_kernels_segments"
 
@@ -65,12 +65,16 @@ class Packing:
     before: list[Any] = field(default_factory=list)
 
 
-@dataclass(frozen=True, eq=False)
 class PackedMask:
-    """Stands for a mask: causal inside each segment, with a sliding window or None."""
+    """Stands for a mask: causal inside each segment, with a sliding window or None.
 
-    packing: Packing
-    window: int | None
+    No dataclass: wrappers of layers (FSDP1's) take those apart, and hand on a copy.
+    """
+
+    __slots__ = ("packing", "window")
+
+    def __init__(self, packing: Packing, window: int | None) -> None:
+        self.packing, self.window = packing, window
 
 
 _packing: contextvars.ContextVar[Packing | None] = contextvars.ContextVar("npu_kernels_packing", default=None)
@@ -152,21 +156,32 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 
+def under_way() -> bool:
+    """Whether a packed row is going through a body on this thread."""
+    return _packing.get() is not None
+
+
 @contextlib.contextmanager
-def packed(config: Any, packing: Packing) -> Iterator[None]:
-    """While a packed row goes through the body that has this configuration."""
-    token, before = _packing.set(packing), config._attn_implementation
-    config._attn_implementation = NAME
+def packed(configs: Iterable[Any], packing: Packing) -> Iterator[None]:
+    """While a packed row goes through the body that has these configurations."""
+    before = [(config, config._attn_implementation) for config in configs]
+    token = _packing.set(packing)
+    for config, _ in before:
+        config._attn_implementation = NAME
     try:
         yield
     finally:
-        config._attn_implementation = before
+        for config, name in before:
+            config._attn_implementation = name
         _packing.reset(token)
 
 
 def _mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMask | None:
-    given = kwargs.get("attention_mask")
-    return given if type(given) is PackedMask else next((a for a in args if type(a) is PackedMask), None)
+    # A loop: before torch 2.8 a graph breaks at `next` with a default.
+    for given in (kwargs.get("attention_mask"), *args):
+        if type(given) is PackedMask:
+            return given
+    return None
 
 
 # Functions of this module, not closures: a model is pickled with its hooks.

@@ -222,16 +222,20 @@ class Patch:
         if type(module) is original_class(module) or (is_patched_class(type(module)) and type(module) is not site.cls):
             undo.set_class(module, site.cls)
 
-    def patched_class(self, site: Site) -> type[nn.Module]:
-        """The class that the modules of a site are given."""
+    def own(self, site: Site) -> Callable[..., Any]:
+        """The modules' own forward."""
 
         def own(module: Any, *args: Any, **kwargs: Any) -> Any:
             # Looked up at the call: somebody may replace the class's forward after the patch.
             return site.kind.forward(module, *args, **kwargs)
 
+        return own
+
+    def patched_class(self, site: Site) -> type[nn.Module]:
+        """The class that the modules of a site are given."""
         bind = functools.partial
         forward = guarded(
-            site, bind(self.declines, site), bind(self.run, site), own, self.tokens, not self.counts_later
+            site, bind(self.declines, site), bind(self.run, site), self.own(site), self.tokens, not self.counts_later
         )
         return subclass_with_forward(site.kind, functools.wraps(site.kind.forward)(forward))
 

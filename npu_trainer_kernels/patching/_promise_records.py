@@ -10,15 +10,16 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import resolve_name
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from .._opaque import opaque
+from ..ops._host import autocasts
 from ._head_call import is_of_a_wrapper
 from ._promise import OwedGradient, Place, PromisedLogits, Step, Transform
 
@@ -137,14 +138,19 @@ def _alone(logits: Any, *rest: Any) -> str | None:
     """Why a function is none of one promise and plain arguments, or None."""
     if not isinstance(logits, PromisedLogits):
         return "not as its first argument"
-    if any(isinstance(leaf, PromisedLogits) for leaf in tree_leaves(rest)):
+    if _any_promised(rest):
         return "together with others"
     return "they have been written to, or are formed already" if logits.settled else None
 
 
+def _any_promised(values: Iterable[Any]) -> bool:
+    # Asked at every step of a loss; `tree_leaves` takes ten times as long.
+    return any(isinstance(v, PromisedLogits) or (isinstance(v, (tuple, list)) and _any_promised(v)) for v in values)
+
+
 def _shaped(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
     """Views and reshapes that keep each row of logits together."""
-    reason = _alone(logits, args, kwargs)
+    reason = _alone(logits, *args, *kwargs.values())
     if reason is not None:
         return reason
     place: Place = logits.place
@@ -208,7 +214,7 @@ def _indexed(function: Any, logits: Any, index: Any) -> Any:
 
 def _copied(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
     """Copies that change nothing."""
-    reason = _alone(logits, args, kwargs)
+    reason = _alone(logits, *args, *kwargs.values())
     if reason is not None:
         return reason
     shadow = function(logits.place.shadow, *args, **kwargs)
@@ -328,19 +334,18 @@ def _cross_entropy(
     place: Place = input.place
     if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
         return "with other arguments"
-    if not isinstance(target, torch.Tensor) or target.dtype != torch.int64 or target.device != input.device:
+    device = place.call.device
+    if not isinstance(target, torch.Tensor) or target.dtype != torch.int64 or target.device != device:
         return "with targets that are no ids"
     if place.shadow.dim() not in (1, 2) or target.shape != place.shadow.shape[:-1]:
         return "with targets of another shape"
-    if weight is not None and (weight.device != input.device or weight.dtype != place.shadow.dtype):
+    if weight is not None and (weight.device != device or weight.dtype != place.shadow.dtype):
         return "with class weights of another kind"
     loss = input.cross_entropy(
         place.hidden, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=float(label_smoothing),
         class_weights=weight, **place.transform.options,
     )  # fmt: skip
-    kind = input.device.type
-    autocasts = kind != "meta" and torch.is_autocast_enabled(kind)
-    return loss.to(torch.float32 if autocasts else place.shadow.dtype)
+    return loss.to(torch.float32 if autocasts(target) else place.shadow.dtype)
 
 
 _QUOTIENTS = {torch.div, torch.true_divide, torch.divide, T.div, T.true_divide, T.divide, T.__truediv__, T.__div__}

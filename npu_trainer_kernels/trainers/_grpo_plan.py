@@ -17,9 +17,9 @@ from ..ops.grpo_loss import GrpoPlan, planned
 from ..patching._call import use_plan
 from ..patching._undo import Undo
 
-__all__ = ["BatchPlan", "Planner", "Rehearsal", "is_grpo"]
+__all__ = ["TRL_MODULE", "BatchPlan", "Planner", "Rehearsal", "is_grpo"]
 
-_MODULE = "trl.trainer.grpo_trainer"
+TRL_MODULE = "trl.trainer.grpo_trainer"
 
 # More rows than this not as planned: the formula is another one, rather than a ratio on the edge of its clip.
 _GIVE_UP = 0.5
@@ -27,7 +27,7 @@ _GIVE_UP = 0.5
 
 def is_grpo(trainer: Any) -> bool:
     """Whether a trainer is TRL's GRPOTrainer, or one that derives from it. TRL is not imported for it."""
-    trl = sys.modules.get(_MODULE)
+    trl = sys.modules.get(TRL_MODULE)
     return trl is not None and isinstance(trainer, trl.GRPOTrainer)
 
 
@@ -46,7 +46,7 @@ class Planner:
     def _never(self) -> str | None:
         """What makes the gradient another one, or depend on the whole batch's log-probabilities or entropies."""
         t = self.trainer
-        if type(t)._compute_loss is not sys.modules[_MODULE].GRPOTrainer._compute_loss:
+        if type(t)._compute_loss is not sys.modules[TRL_MODULE].GRPOTrainer._compute_loss:
             return f"{type(t).__name__} computes a loss of its own (_compute_loss)"
         if t.top_entropy_quantile < 1.0:
             return f"top_entropy_quantile={t.top_entropy_quantile} selects tokens by the whole batch's entropies"

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import cli, distributed, endtoend, measure, models, report, results, runner
+from benchmarks import cli, distributed, endtoend, measure, models, report, results, runner, steps
 from benchmarks.cases import OPS, Case, table
 from benchmarks.providers import Absent, Provider, providers
 from npu_trainer_kernels.workloads import ModelShapes, of_model
@@ -296,7 +296,7 @@ def test_plots(tmp_path):
 def test_preparation_is_no_part_of_a_step(monkeypatch):
     now = itertools.count()
     monkeypatch.setattr(endtoend.time, "perf_counter", lambda: float(next(now)))
-    clock = endtoend._Clock(CPU)
+    clock = endtoend.Clock(CPU)
     for pauses in (1, 0, 2):
         for _ in range(pauses):
             with clock.prepare():
@@ -317,13 +317,13 @@ def test_every_step_is_named_once(kind):
 
 def test_pairs_are_of_drawn_lengths():
     workload = endtoend.Workload("dpo-trl", "tiny-llama", 8, length=884, prompt=16, least=14)
-    pairs = endtoend._preferences(workload, 200)
-    assert pairs == endtoend._preferences(workload, 200)
+    pairs = steps._preferences(workload, 200)
+    assert pairs == steps._preferences(workload, 200)
     lengths = [len(pair[name]) for pair in pairs for name in ("chosen_ids", "rejected_ids")]
     assert 14 <= min(lengths) < 30 < 860 < max(lengths) <= 884
     assert {len(pair["prompt_ids"]) for pair in pairs} == {16}
-    # 200 pairs are 25 steps.
-    assert sum(lengths) + 2 * 16 * 200 == pytest.approx(25 * workload.tokens, rel=0.1)
+    # As many from either half.
+    assert sum(lengths) == pytest.approx(400 * (14 + 884) / 2, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +334,11 @@ def test_pairs_are_of_drawn_lengths():
         (endtoend.Workload("sft-trainer", "tiny-gemma3", 2, 8), pytest.approx(math.log(97), abs=0.1)),
         # Policy and reference agree.
         (endtoend.Workload("dpo-trl", "tiny-llama", 2, 12, 2, 3), pytest.approx(math.log(2), abs=1e-6)),
+        # Batches with padding.
+        (
+            endtoend.Workload("sft-trainer", "tiny-llama", 4, 40, lengths="exponential"),
+            pytest.approx(math.log(97), abs=0.1),
+        ),
     ],
     ids=lambda value: value.key if isinstance(value, endtoend.Workload) else "",
 )
@@ -348,6 +353,7 @@ def test_an_end_to_end_step_in_a_process_of_its_own(workload, first_loss):
     text = report.markdown(meta(), rows)
     assert workload.name in text
     assert "DIFFERS" not in text
+    assert f"{rows[0]['live_share']:.1%} of" in text
     rows[1]["losses"][0] *= 1.1
     assert "DIFFERS" in report.markdown(meta(), rows)
 
@@ -392,6 +398,14 @@ def test_an_end_to_end_failure_is_a_row():
     assert "not finished" in found["reason"]
 
 
+def test_a_peer_that_is_not_installed_costs_no_process(monkeypatch):
+    monkeypatch.setattr(endtoend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(endtoend.subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
+    found = endtoend.run(endtoend.Workload("sft-trainer", "tiny-llama", 2, 8), "plain-flash", steps=2, timeout=60)
+    assert found["status"] == "absent"
+    assert "flash_attn" in found["reason"]
+
+
 def test_two_leaves_with_one_gradient_count_once():
     """What is left after a call is what is allocated: `add_rms_norm` hands one tensor to x and residual."""
     case = tiny("add_rms_norm")
@@ -419,15 +433,18 @@ def test_end_to_end_plot(tmp_path):
     assert [p.name for p in written] == ["r-end-to-end.png"]
 
 
-@pytest.mark.parametrize(("wrapper", "talks"), [("alone", False), ("ddp", True)])
-def test_the_kernels_add_no_communication(wrapper, talks, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("wrapper", "talks", "lengths"), [("alone", False, ""), ("ddp", True, ""), ("ddp", True, "exponential")]
+)
+def test_the_kernels_add_no_communication(wrapper, talks, lengths, tmp_path, monkeypatch):
     """One rank; under DDP it calls the collectives that two would (FSDP2 calls none then)."""
     for name, value in (("MASTER_ADDR", "localhost"), ("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        plain, ours = (distributed.train("tiny-llama", wrapper, on, 2, 16, 1, CPU) for on in (False, True))
+        workload = endtoend.Workload("sft", "tiny-llama", 2, 16, lengths=lengths)
+        plain, ours = (distributed.train(workload, wrapper, variant, 1, CPU) for variant in ("plain", "flag"))
     finally:
         torch.distributed.destroy_process_group()
     assert plain["collectives"] == ours["collectives"]

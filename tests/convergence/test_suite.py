@@ -84,7 +84,8 @@ def test_the_batch_is_not_spread_over_the_gpus_in_sight(monkeypatch: pytest.Monk
 
 def test_what_is_to_be_sabotaged_exists() -> None:
     of_the_head = [mutations._LOGIT_GRADIENT, mutations._ACCUMULATE, mutations._STATISTICS, mutations._GRADIENT]
-    for target in [*of_the_head, mutations._LOSS, mutations._SEAM, mutations._NORM]:
+    of_packed_rows = [mutations._POSITIONS, mutations._LAYOUT, mutations._SEGMENTS, mutations._REORDER]
+    for target in [*of_the_head, *of_packed_rows, mutations._LOSS, mutations._SEAM, mutations._NORM]:
         assert callable(pkgutil.resolve_name(f"npu_trainer_kernels.{target}"))
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 
-def run_and_compare(target: Path, *cases: str) -> dict[str, Any]:
-    """Runs `run.py` on two ranks and returns what it found, where nothing stood still or went another way."""
+def on_two_ranks(module: str, target: Path, *cases: str) -> dict[str, Any]:
+    """Runs a module on two ranks and returns what it found, where nothing stood still or went another way."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-               "-m", "tests.distributed.run", str(target), *cases]  # fmt: skip
+               "-m", f"tests.distributed.{module}", str(target), *cases]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
@@ -21,6 +21,12 @@ def run_and_compare(target: Path, *cases: str) -> dict[str, Any]:
     wrong = {name: case for name, case in found.items() if not case["apart"] < 1e-3 * case["moved"]}
     assert not still
     assert not wrong
+    return found
+
+
+def run_and_compare(target: Path, *cases: str) -> dict[str, Any]:
+    """Runs `run.py`."""
+    found = on_two_ranks("run", target, *cases)
     # Three steps; TRL's head and GRPO have a way of their own.
     fused = {name: case["fused"] for name, case in found.items() if not name.startswith(("trl", "grpo"))}
     assert fused == dict.fromkeys(fused, 3)
@@ -35,3 +41,15 @@ def test_same_parameters_as_without(tmp_path):
     for task in ("sft", "grpo", "grpo unplanned"):
         assert found[f"{task} ddp"]["wrapped"] == "DistributedDataParallel"
         assert found[f"{task} fsdp2"]["wrapped"].startswith("FSDP")
+
+
+def pack_and_compare(target: Path, *wrappers: str) -> dict[str, Any]:
+    """Runs `padding.py`. Of three steps, scored and trained, the second rank has one with padding."""
+    found = on_two_ranks("padding", target, *wrappers)
+    assert [case["served"] for case in found.values()] == [[6, 2]] * len(found)
+    assert not [case for case in found.values() if any(case["declined"])]
+    return found
+
+
+def test_ranks_with_other_numbers_of_live_tokens(tmp_path):
+    assert len(pack_and_compare(tmp_path / "found.json", "ddp", "fsdp2", "fsdp2, kept")) == 3 + 4 + 1

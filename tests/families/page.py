@@ -23,9 +23,9 @@ makes a small model with random weights on the CPU, gives it text, and compares 
 gradient, also with padding, under gradient checkpointing and through the head that TRL adds, logits, generated tokens,
 and the model after `restore`. *Served* counts the modules in which an op ran; on a CPU `embedding`, `swiglu` and `rope`
 are put in only when they are asked for by name. Towers for images and sound, which text does not reach, are not
-counted.
+counted. *Not compared* is what the family's own code cannot do, with what it raises unpatched.
 
-| family | class | served | left alone |
+| family | class | served | left alone, or not compared |
 |---|---|---|---|
 """
 
@@ -40,7 +40,7 @@ def _served(result: Result) -> str:
 
 
 def _left(results: Sequence[Result]) -> str:
-    """Reasons by op and class; what the whole model or op has comes without a class."""
+    """Reasons by op and class; what the whole model or op has comes without a class. Then stages that no op ran in."""
     report = results[-1].report
     if report is None:
         return "not patched: " + "; ".join(str(f) for f in results[-1].findings)
@@ -50,6 +50,9 @@ def _left(results: Sequence[Result]) -> str:
         if entry.kind and entry.kind not in kinds:
             kinds.append(entry.kind)
     lines = [f"{op}: {', '.join(kinds) or 'everywhere'}: {reason}" for (op, reason), kinds in reasons.items()]
+    # Without the place in the source.
+    stages = {stage: raised.rpartition(" [")[0] for stage, raised in results[-1].left_out.items()}
+    lines += [f"not compared: {stage}: {raised}" for stage, raised in stages.items()]
     return "<br>".join(lines).replace("|", "\\|").replace("\n", " ") or "nothing"
 
 

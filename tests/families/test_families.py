@@ -6,7 +6,7 @@ import functools
 import pytest
 import transformers
 
-from npu_trainer_kernels.patching import PATCHES
+from npu_trainer_kernels.patching import PATCHES, Report
 
 from . import page
 from .compare import Result, compare
@@ -37,3 +37,9 @@ def test_the_page_has_every_family_and_every_op():
     if page.version_of(text) == transformers.__version__:
         assert page.families_of(text) == page.names(), "python -m tests.families --write"
     assert all(op in text for op in PATCHES)
+
+
+def test_the_page_says_what_was_not_compared():
+    left_out = {"checkpointing": "ValueError: It has none. [modeling_llama.py:7]"}
+    result = Result("causal", "llama", "all", report=Report(), left_out=left_out)
+    assert page.row([result]).endswith("| not compared: checkpointing: ValueError: It has none. |")

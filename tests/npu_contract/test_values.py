@@ -74,17 +74,12 @@ def test_cross_entropy_leaves_ignored_targets_out(reduction: str, vendor: str):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_model_on_it(family: str, vendor: str):
     model, inputs = models.small_model(family), models.batch()
-    plain = model(**inputs)
-    plain.loss.backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
+    expected = models.loss_and_gradients(model, inputs)
+    truth = models.loss_and_gradients(models.small_model(family).double(), inputs)
     with apply_npu_kernels(model, backend=BY_NAME) as kernels:
-        loss = model(**inputs).loss
-        loss.backward()
+        found = models.loss_and_gradients(model, inputs)
         assert {r.backend for r in kernels.report().replaced if r.op in backends.parse_override(BY_NAME)} == {"vendor"}
-    torch.testing.assert_close(loss, plain.loss)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+    models.assert_outcome_close(model, found, expected, truth)
 
 
 @pytest.fixture

@@ -72,7 +72,8 @@ def check_refuses(loss: torch.Tensor, wanted: list[torch.Tensor]) -> None:
     found = torch.autograd.grad(loss, wanted, create_graph=True)
     # A penalty beside something that can be differentiated: as a constant, it would pass unnoticed.
     penalty = sum(g.square().sum() for g in found) + sum(t.square().sum() for t in wanted)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    # By ours, or by PyTorch's own attention.
+    with pytest.raises(RuntimeError, match=r"once_differentiable|attention\w*_backward is not implemented"):
         penalty.backward()
 
 
@@ -90,7 +91,8 @@ def test_second_derivatives_were_asked_of_every_function(device):
     asked = reached(loss_on_logits(device, "torch")[0])
     for work in WORKLOADS.values():
         asked |= reached(call(work, "torch", device)[0])
-    assert autograd_functions() <= asked
+    # The one for operators without an autograd of their own is asked where they have stand-ins (test_segment_kernels).
+    assert autograd_functions() - {"ByKernel"} <= asked
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridRMSNormGated
-from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from npu_trainer_kernels.ops import gated_rms_norm, gated_rms_norm_reference
 from tests.closeness import assert_op_close
+from tests.models import since
 from tests.ops.test_rms_norm import DTYPES, VIEWS, upstream
 
 # As for rms_norm; in groups of 12 and of 8 columns, of 100 (two blocks of 64 each, the last one short), of 128.
@@ -94,27 +92,28 @@ def test_gates_far_from_zero(device, backend, options, size):
 
 
 KIMI = KimiLinearRMSNormGated(96)
-MODULES = {
-    "qwen3-next": (Qwen3NextRMSNormGated(96), {}),
-    "bailing": (BailingHybridRMSNormGated(96), {"casting": "gemma", "activation": "sigmoid"}),
-    "kimi": (KIMI, {"casting": "gemma", "activation": KIMI.activation}),
-    "bamba": (BambaRMSNormGated(96, 96), {"order": "gate_first"}),
-    "zamba2, groups": (Zamba2RMSNormGated(96, 32), {"order": "gate_first", "groups": 3}),
-    "nemotron-h, groups": (NemotronHRMSNormGated(96, 24), {"order": "gate_first", "groups": 4}),
-    "falcon-h1, groups": (FalconH1RMSNormGated(96, n_groups=2), {"casting": "gemma", "groups": 2}),
-    "falcon-h1, gate first": (
-        FalconH1RMSNormGated(96, norm_before_gate=False), {"order": "gate_first", "casting": "gemma"},
-    ),
-}  # fmt: skip
+# Zamba2's is there in every version; those that are newer, or have had groups since.
+BAILING = since("5.20", "bailing_hybrid", "BailingHybridRMSNormGated")
+NEMOTRON_H = since("5.20", "nemotron_h", "NemotronHRMSNormGated")
+BAMBA = since("5.23", "bamba", "BambaRMSNormGated")
+MODULES = [
+    (Qwen3NextRMSNormGated(96), {}),
+    *((each(96), {"casting": "gemma", "activation": "sigmoid"}) for each in BAILING),
+    (KIMI, {"casting": "gemma", "activation": KIMI.activation}),
+    *((each(96, 96), {"order": "gate_first"}) for each in BAMBA),
+    (Zamba2RMSNormGated(96, 32), {"order": "gate_first", "groups": 3}),
+    *((each(96, 24), {"order": "gate_first", "groups": 4}) for each in NEMOTRON_H),
+    (FalconH1RMSNormGated(96, n_groups=2), {"casting": "gemma", "groups": 2}),
+    (FalconH1RMSNormGated(96, norm_before_gate=False), {"order": "gate_first", "casting": "gemma"}),
+]
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)],
                          ids=str)  # fmt: skip
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("norm", "options"), MODULES, ids=lambda v: type(v).__name__)
 @pytest.mark.parametrize("size", [1.0, 1e-3])
-def test_forward_in_torch_has_the_bits_of_transformers(name, dtypes, size):
+def test_forward_in_torch_has_the_bits_of_transformers(norm, options, dtypes, size):
     """Also of rows so small that their epsilon counts."""
-    norm, options = MODULES[name]
     x, gate, w = (t.detach() for t in make(torch.device("cpu"), dtypes[0], (4, 7, 96), weight_dtype=dtypes[1]))
     norm = norm.to(dtypes[1])
     with torch.no_grad():

@@ -87,10 +87,7 @@ def test_first_chunk_lies_where_the_gradient_will(device, monkeypatch, dtype, bi
     assert shapes == [(stops[0], columns), (stops[0], V - columns), *later]
 
 
-def test_first_chunk_in_an_fp32_gradient_under_autocast(device, monkeypatch):
-    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
-    monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks((12, 29), 128))
-
+def check_under_autocast(device, backend):
     def under_autocast(fn, **options):
         def call(*inputs):
             with torch.autocast(device.type, torch.bfloat16):
@@ -98,8 +95,15 @@ def test_first_chunk_in_an_fp32_gradient_under_autocast(device, monkeypatch):
 
         return call
 
-    ours = under_autocast(fused_linear_cross_entropy, backend="triton")
+    ours = under_autocast(fused_linear_cross_entropy, backend=backend)
     assert_op_close(ours, under_autocast(linear_cross_entropy_reference), make(device, bias=False), lambda out: out[0])
+
+
+def test_first_chunk_in_an_fp32_gradient_under_autocast(device, monkeypatch):
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks((12, 29), 128))
+
+    check_under_autocast(device, "triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,8 +112,18 @@ def test_low_memory_rounds_each_chunk_and_no_more(device, backend, dtype):
     exact = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
     for each, low_memory in ((inputs, True), (exact, False)):
         fused_linear_cross_entropy(*each, chunk_rows=8, low_memory=low_memory, backend=backend).backward()
-    torch.testing.assert_close(inputs[1].grad, exact[1].grad, rtol=0.05, atol=1e-3 if dtype == torch.bfloat16 else 1e-6)
     assert torch.equal(inputs[0].grad, exact[0].grad)
+
+    def in_chunks(x, w, t, b):
+        """Autograd adds up what it has of each chunk in the weight's dtype."""
+        count = (t != -100).sum()
+        return sum(linear_cross_entropy_reference(x[i : i + 8], w, t[i : i + 8], b, num_items=count)
+                   for i in range(0, N, 8))  # fmt: skip
+
+    def ours(*given):
+        return fused_linear_cross_entropy(*given, chunk_rows=8, low_memory=True, backend=backend)
+
+    assert_op_close(ours, in_chunks, inputs, upstream)
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}], ids=str)
@@ -136,13 +150,12 @@ def test_num_items_as_tensor_equals_number(device, backend):
 
 
 def test_leading_shapes_strides_and_int32(device, backend):
-    x, w, t, _ = make(device)
-    loss = fused_linear_cross_entropy(x, w, t, backend=backend)
-    strided = torch.stack([x, x], -1)[..., 0].view(1, N, H)
-    assert not strided.is_contiguous()
-    w_t = w.detach().t().contiguous().t()
-    other = fused_linear_cross_entropy(strided, w_t, t.int().view(1, N), backend=backend)
-    torch.testing.assert_close(other, loss, rtol=1e-6, atol=0)
+    def strided(x, w, t):
+        x = torch.stack([x, x], -1)[..., 0].view(1, N, H)
+        assert not x.is_contiguous()
+        return fused_linear_cross_entropy(x, w.t().contiguous().t(), t.int().view(1, N), backend=backend)
+
+    assert_op_close(strided, linear_cross_entropy_reference, make(device)[:3], upstream)
 
 
 def test_all_ignored_is_a_zero_that_can_be_differentiated(device, backend):
@@ -191,15 +204,7 @@ def test_second_backward_gives_the_same_gradient(device, backend):
 
 
 def test_autocast_computes_in_its_dtype(device, backend):
-    x, w, t, _ = make(device)
-    with torch.autocast(device.type, torch.bfloat16):
-        loss = fused_linear_cross_entropy(x, w, t, backend=backend)
-        expected = linear_cross_entropy_reference(x, w, t)
-    gx, gw = torch.autograd.grad(loss, (x, w))
-    assert gx.dtype == gw.dtype == torch.float32
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    for g, e in zip((gx, gw), torch.autograd.grad(expected, (x, w)), strict=True):
-        assert (g - e).norm() <= 2**-7 * e.norm()
+    check_under_autocast(device, backend)
 
 
 def test_no_grad(device, backend):
@@ -237,17 +242,11 @@ def test_same_bits_twice(device, backend):
 
 
 def test_torch_compile_of_a_model_that_contains_it(device):
-    w = torch.randn(V, H, device=device, requires_grad=True)
-    t = torch.randint(0, V, (N,), device=device)
+    def model(op):
+        return lambda x, w, t: op(torch.tanh(x), w, t) * 2
 
-    def model(x):
-        return fused_linear_cross_entropy(torch.tanh(x), w, t) * 2
-
-    x = torch.randn(N, H, device=device, requires_grad=True)
-    compiled = torch.compile(model, backend="aot_eager")
-    expected = torch.autograd.grad(model(x), (x, w))
-    for a, b in zip(torch.autograd.grad(compiled(x), (x, w)), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+    compiled = torch.compile(model(fused_linear_cross_entropy), backend="aot_eager")
+    assert_op_close(compiled, model(linear_cross_entropy_reference), make(device)[:3], upstream)
 
 
 BAD = [

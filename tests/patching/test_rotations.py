@@ -81,21 +81,20 @@ def upstream(outputs):
     return sum((t * torch.linspace(-1, 2, t.numel()).sin().view(t.shape)).sum(dtype=torch.float64) for t in outputs)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("name", FORMS)
-def test_a_call_returns_what_the_function_returns(name):
+def test_a_call_returns_what_the_function_returns(name, backend):
     function = function_of(name)
     form = rope_form(function)
+
+    def ours(*given):
+        return rotate(form, rotation_call(form, given, {}), backend)
+
     for size, rotated in ((64, 64), (128, 128), *([(64, 32)] if form.partial else [])):
         given = arguments(form, torch.bfloat16, size, rotated)
-        call = rotation_call(form, tuple(given), {})
-        ours, theirs = rotate(form, call, "triton"), function(*given)
-        assert isinstance(ours, tuple) == isinstance(theirs, tuple)
-        ours, theirs = (t if isinstance(t, tuple) else (t,) for t in (ours, theirs))
-        leaves = [t for t in given if t.requires_grad]
-        for mine, own in zip((*ours, *torch.autograd.grad(upstream(ours), leaves)),
-                             (*theirs, *torch.autograd.grad(upstream(theirs), leaves)), strict=True):  # fmt: skip
-            assert (mine.dtype, mine.shape) == (own.dtype, own.shape)
-            torch.testing.assert_close(mine, own, rtol=2e-2, atol=6e-2)
+        assert isinstance(ours(*given), tuple) == isinstance(function(*given), tuple)
+        # Some functions cast fp64 to fp32, which is truth enough for bf16.
+        assert_op_close(ours, function, given, upstream)
 
 
 def test_heads_in_the_other_dimension_and_by_name():
@@ -104,29 +103,6 @@ def test_heads_in_the_other_dimension_and_by_name():
     q, cos, sin = arguments(form, torch.float32, heads=2)
     call = rotation_call(form, (q,), {"sin": sin, "cos": cos, "unsqueeze_dim": 2})
     assert torch.equal(rotate(form, call, "torch"), function(q, cos=cos, sin=sin, unsqueeze_dim=2))
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_rotation_is_as_close_as_the_models_own(backend):
-    for name in ("cohere2.apply_rotary_pos_emb", "olmo2.apply_rotary_pos_emb"):
-        function = function_of(name)
-        form = rope_form(function)
-
-        def ours(*given, form=form):
-            return rotate(form, rotation_call(form, given, {}), backend)
-
-        def theirs(*given, form=form, function=function):
-            # In fp64 casts to fp32 would be no truth.
-            wide = given[0].dtype == torch.float64
-            return rotate_in_fp64(form, given) if wide else function(*given)
-
-        assert_op_close(ours, theirs, arguments(form), upstream)
-
-
-def rotate_in_fp64(form, given):
-    from npu_trainer_kernels.ops import rope_reference
-
-    return rope_reference(*given, **{**form.options, "casting": "promote"})
 
 
 LLAMA = rope_form(function_of("llama.apply_rotary_pos_emb"))

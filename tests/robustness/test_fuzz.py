@@ -25,6 +25,8 @@ from npu_trainer_kernels.ops._grpo_formula import LEVELS, LOSS_TYPES
 from npu_trainer_kernels.ops._norm import CASTINGS as NORM_CASTINGS
 from npu_trainer_kernels.ops.rope import CASTINGS, PAIRS, TABLES
 from tests.closeness import assert_as_close, run
+from tests.ops.test_varlen_attention import Layout, tree
+from tests.ops.test_varlen_attention import check as check_attention
 
 FUZZ = settings(
     derandomize=True, database=None, deadline=None, print_blob=False, phases=[Phase.generate],
@@ -510,5 +512,38 @@ def test_triton(name):
     @given(spoiled(OPS[name][2]))
     def property_holds(case):
         check(name, case, "triton")
+
+    property_holds()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention by segments, whose layout is no tensor and no option
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def segmented(draw) -> tuple[Layout, list[torch.Tensor], dict[str, Any]]:
+    lengths = draw(st.lists(st.sampled_from((1, 2, 3, 5, 9)), min_size=1, max_size=5))
+    layout = tree(*(draw(st.sampled_from((None, *range(i)))) for i in range(len(lengths))), lengths=tuple(lengths))
+    dtype, size = draw(dtypes), draw(st.sampled_from((3, 8, 16)))
+    # Of few heads the error of a sink's gradient, one number each, is a matter of luck.
+    heads, shared = draw(st.sampled_from(((6, 6), (8, 2), (6, 1))))
+    shapes = [[layout.n, heads, size], [layout.n, shared, size], [layout.n, shared, draw(st.sampled_from((size, 4)))]]
+    given_tensors = [draw(tensors(shape, dtype, odd=False)) for shape in shapes]
+    if draw(st.booleans()):
+        given_tensors.append(draw(tensors([heads], dtype, odd=False)))
+    return layout, [t.detach().requires_grad_() for t in given_tensors], {
+        "scale": draw(st.sampled_from((None, 0.3))),
+        "window": draw(st.sampled_from((None, 1, 2, 4, 100))),
+        "softcap": draw(st.sampled_from((None, 1.5))),
+    }  # fmt: skip
+
+
+def test_attention_by_segments():
+    @settings(FUZZ, max_examples=100)
+    @given(segmented())
+    def property_holds(case):
+        layout, given_tensors, options = case
+        check_attention(layout, given_tensors, **options)
 
     property_holds()

@@ -4,10 +4,15 @@ In an environment of their own (`make test-zero3`), since transformers and TRL b
 installed. Every parameter is partitioned, so the head's weight is there only while it is gathered.
 """
 
-from tests.distributed.test_distributed import run_and_compare
+from tests.distributed.test_distributed import pack_and_compare, run_and_compare
 
 
 def test_same_parameters_as_without(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     found = run_and_compare(tmp_path / "found.json", "zero3")
     assert [case["wrapped"] for case in found.values()] == ["DeepSpeedEngine"] * 3
+
+
+def test_ranks_with_other_numbers_of_live_tokens(tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert len(pack_and_compare(tmp_path / "found.json", "zero3")) == 4

@@ -1,0 +1,74 @@
+"""The first tables of the pages are what the results file says that they name."""
+
+import json
+
+import pytest
+
+from benchmarks import cli, tables
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_a_page_says_what_its_file_says(page):
+    file, table = tables.source_of(page)
+    assert table == tables.table_for(page, file), f"python -m benchmarks --tables {file.relative_to(tables.ROOT)}"
+
+
+def _row(provider, ms, gib, **changes):
+    sizes = {"batch": 8, "length": 4096, "prompt": 128, "least": 0, "lengths": "exponential", "group": 2, "lora": 0}
+    return {
+        "group": "end-to-end", "op": "grpo-trl", "shape": "qwen3-0.6b 8x(128+..4096 exponential), 2 a prompt",
+        "sizes": sizes, "provider": provider, "status": "ok", "ms": {"median": ms}, "peak_bytes": gib * 2**30,
+        "tokens_per_second": 12e6 / ms, "live_share": 0.372, **changes,
+    }  # fmt: skip
+
+
+ROWS = [
+    _row("plain", 1000.0, 8), _row("flag", 250.0, 6), _row("flag-padded", 800.0, 7), _row("liger", 500.0, 7.5),
+    _row("plain-flash", 1.0, 0, status="absent"),
+    # One prompt for all rows, and no row of plain: nothing to compare with.
+    _row("flag", 1.0, 1, shape="other"),
+]  # fmt: skip
+
+
+def test_measured_rows_fill_the_tables(tmp_path, monkeypatch):
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    file = folder / "new.json"
+    meta = {"format": 1, "device": {"name": "a card"}, "packages": {"torch": "2.11", "triton": "3.6"}}
+    file.write_text(json.dumps({"meta": meta, "rows": ROWS}))
+    pages = {}
+    for page, make in tables.PAGES.items():
+        copy = tmp_path / page.name
+        copy.write_text(page.read_text())
+        pages[copy] = make
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "PAGES", pages)
+    before = {page: page.read_text() for page in pages}
+    assert cli.main(["--tables", str(file)]) == 0
+    what = "GRPO update, TRL, Qwen3 of 0.6B, 8 x (up to 128 + up to 4096) tokens | 37%"
+    short, long = (page.read_text() for page in pages)
+    assert f"| {what} | 12.0k tokens/s, 8.0 GiB | 48.0k tokens/s, 6.0 GiB | 4.00 x |" in short
+    assert "| plain | with the flag | padding computed | Liger-Kernel |" in long
+    assert f"| {what} | tokens/s | 12.0k | 48.0k (4.00 x) | 15.0k (1.25 x) | 24.0k (2.00 x) |" in long
+    assert "a card, torch 2.11, Triton 3.6: `benchmarks/results/new.json`." in long
+    assert "other" not in {line.partition(" ")[0] for line in long.splitlines()}
+    for page in pages:
+        # What stands around the table stays.
+        assert page.read_text().partition(tables._BEGIN)[0] == before[page].partition(tables._BEGIN)[0]
+        assert page.read_text().partition(tables._END)[2] == before[page].partition(tables._END)[2]
+        assert tables.source_of(page)[0] == file
+
+
+def test_a_file_that_readers_do_not_have_is_refused(tmp_path, capsys):
+    (tmp_path / "r.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        cli.main(["--tables", str(tmp_path / "r.json")])
+    assert "benchmarks/results/" in capsys.readouterr().err
+
+
+def test_a_file_without_steps_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(
+            ["--tables", str(tables.ROOT / "benchmarks" / "results" / "2026-11-22-nvidia-h200-fifth-round-ops.json")]
+        )
+    assert "no training step" in capsys.readouterr().err

@@ -1,0 +1,258 @@
+"""A body that computes live tokens only, with every kind of adapter and model: exact, or left alone with the reason."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+
+from npu_trainer_kernels import apply_npu_kernels
+from tests.closeness import assert_as_close
+from tests.models import SMALL, small_model
+from tests.patching.padded import (
+    IMAGE,
+    RIGHT,
+    Batch,
+    compared,
+    declined,
+    llama,
+    loss_of,
+    of_transformers,
+    padded,
+    ran,
+    shared,
+    with_images,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tuned(config: Any, family: str = "llama", **overrides: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        model = get_peft_model(small_model(family, **overrides), copy.deepcopy(config))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter, std=0.05)
+        return model
+
+    return make
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear", **options})
+
+
+SERVED = {
+    "LoRA": lora(),
+    "DoRA": lora(use_dora=True),
+    "an embedding with LoRA": lora(target_modules=["q_proj", "embed_tokens"]),
+    "a trained copy of the embedding": lora(modules_to_save=["embed_tokens", "lm_head"]),
+    "trained copies of norms": lora(modules_to_save=["input_layernorm"]),
+    "some trained tokens": lora(trainable_token_indices=[3, 4, 5]),
+    "IA3": IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+@pytest.mark.parametrize("config", SERVED.values(), ids=SERVED)
+def test_adapters(config):
+    kernels = compared(tuned(config))
+    assert ran(kernels) == 1
+    assert shared(kernels)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_adapters_of_checkpointed_layers(reentrant):
+    def prepare(model: Any) -> Any:
+        model.enable_input_require_grads()
+        return of_transformers(reentrant)(model)
+
+    assert ran(compared(tuned(lora()), prepare)) == 1
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+def test_rows_do_not_share_what_is_dropped(later):
+    model = small_model("llama")
+    dropping = lora(lora_dropout=0.3, target_modules=["down_proj"])
+    model = model if later else get_peft_model(model, dropping)
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        model = get_peft_model(model, dropping) if later else model
+        loss_of(model, padded()).backward()
+        assert ran(kernels) == 1
+        assert not shared(kernels)
+        model.eval()
+        with torch.no_grad():
+            model(**padded())
+        assert shared(kernels)
+
+
+def test_virtual_tokens_before_padding_are_a_gap():
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    kernels = compared(tuned(prompt))
+    assert ran(kernels) == 0
+    assert declined(kernels) == "the mask of a row has a gap"
+    kernels = compared(tuned(prompt), batch=padded(RIGHT))
+    assert ran(kernels) == 1
+
+
+LEFT_ALONE: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "keys and values": (PrefixTuningConfig, {"num_virtual_tokens": 5}, "past_key_values"),
+    "tokens of each row that switch it on": (
+        lora,
+        {"target_modules": ["q_proj"], "alora_invocation_tokens": [3, 4]},
+        "a hook of peft on its Linear may look at rows",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "options", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_adapters_that_know_of_rows(config, options, reason):
+    kernels = compared(tuned(config(task_type="CAUSAL_LM", **options), hidden_size=64))
+    assert ran(kernels) == 0
+    assert reason in declined(kernels)
+
+
+def test_each_row_with_an_adapter_of_its_own():
+    model = tuned(lora(target_modules=["q_proj"]))()
+    model.add_adapter("other", lora(target_modules=["q_proj"]))
+    batch = {name: value for name, value in padded().items() if name != "labels"}
+    batch["adapter_names"] = ["default", "other", "__base__", "other"]
+    model.eval()
+    with torch.no_grad():
+        expected = model(**batch).logits
+        with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+            assert torch.equal(model(**batch).logits, expected)
+    assert "a hook of peft" in declined(kernels)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_experts_without_and_with_a_loss_of_their_own():
+    assert ran(compared(lambda: small_model("qwen3-moe", output_router_logits=False))) == 1
+    kernels = compared(lambda: small_model("qwen3-moe"))
+    assert declined(kernels) == "its router_logits are asked for"
+
+
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "Qwen3ForSequenceClassification"])
+def test_classifiers_and_reward_models(name):
+    def make() -> Any:
+        torch.manual_seed(0)
+        config = getattr(transformers, name.replace("ForSequenceClassification", "Config"))
+        return getattr(transformers, name)(config(**SMALL, num_labels=2)).train()
+
+    batch = {**padded(), "labels": torch.tensor([0, 1, 1, 0])}
+    assert ran(compared(make, batch=batch)) == 1
+    # The classified token is the last one that is no padding by its id, whatever the mask says.
+    kernels = compared(make, batch={**batch, "input_ids": batch["input_ids"] + 1})
+    assert ran(kernels) == 0
+    assert "found by ids" in declined(kernels)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2-vl", "llava"])
+def test_models_for_images_get_text_alone(name):
+    kernels = compared(lambda: with_images(name))
+    assert ran(kernels) == 1
+    assert shared(kernels)
+    assert not declined(kernels)
+
+
+def images_in(name: str) -> Batch:
+    batch = padded()
+    batch["input_ids"][:, 6:10] = IMAGE
+    batch["labels"][:, :12] = -100
+    torch.manual_seed(2)
+    if name == "qwen2-vl":
+        batch["pixel_values"] = torch.randn(4 * 16, 3 * 2 * 14 * 14)
+        batch["image_grid_thw"] = torch.tensor([[1, 4, 4]] * 4)
+        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
+    else:
+        batch["pixel_values"] = torch.randn(4, 3, 28, 28)
+    if name == "gemma3":
+        batch["token_type_ids"] = (batch["input_ids"] == IMAGE).long()
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("name", "reasons"),
+    [
+        ("gemma3", ["it is given pixel_values", "its mask is none of tokens"]),
+        ("qwen2-vl", ["it is given pixel_values", "it is given positions in several dimensions"]),
+        ("llava", ["it is given pixel_values"]),
+    ],
+)
+def test_models_for_images_get_images(name, reasons):
+    """What the part for text is given then is embedded already; where it has masks and positions as ever, it is
+    served."""
+    kernels = compared(lambda: with_images(name), batch=images_in(name))
+    assert declined(kernels).split("; ") == reasons
+    assert ran(kernels) == (name == "llava")
+
+
+class OfAnotherKind(nn.Linear):
+    """As quantised layers are: linear, with a forward of their own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight * 0.5, self.bias)
+
+
+def test_linear_layers_of_another_kind():
+    def make() -> Any:
+        model = small_model("llama")
+        for module in model.model.layers.modules():
+            if isinstance(module, nn.Linear):
+                module.__class__ = OfAnotherKind
+        return model
+
+    assert ran(compared(make)) == 1
+
+
+def test_a_model_on_several_devices():
+    def make() -> Any:
+        return accelerate.dispatch_model(small_model("llama"), {"": "cpu"}, force_hooks=True)
+
+    with apply_npu_kernels(make(), ops=["varlen_attention"]) as kernels:
+        (left,) = kernels.report().left_alone
+    assert "its forward was set on the instance" in left.reason
+
+
+def test_copies_that_threads_run():
+    model = small_model("llama").model
+    batch = padded()
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        copy_of_it = model._replicate_for_data_parallel()
+        copy_of_it(batch["input_ids"], batch["attention_mask"], use_cache=False)
+        assert ran(kernels) == 0
+        assert "DataParallel" in declined(kernels)
+
+
+def test_inference_mode():
+    model = small_model("llama")
+    batch = padded()
+    live = batch["attention_mask"].bool()
+    with torch.inference_mode():
+        expected = model(**batch).logits[live]
+        with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+            actual = model(**batch).logits[live]
+    truth = copy.deepcopy(model).double()(**batch).logits[live].detach()
+    assert ran(kernels) == 1
+    assert_as_close(actual, expected, truth, "logits")
+
+
+def test_gradients_of_several_batches():
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        losses = []
+        for rows in (slice(0, 1), slice(1, 4)):
+            part = {name: value[rows] if torch.is_tensor(value) else value for name, value in batch.items()}
+            losses.append(loss_of(model, part))
+        return sum(losses)
+
+    assert ran(compared(llama(), step=step)) == 2

@@ -1,0 +1,303 @@
+"""A body that computes live tokens only, in every mode that people train in: exact, or left alone with the reason."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+import transformers
+from accelerate.utils import compile_regions
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from npu_trainer_kernels import NpuKernelsCallback, apply_npu_kernels
+from npu_trainer_kernels.ops.varlen_attention import varlen_attention
+from npu_trainer_kernels.patching import _packed
+from tests.models import small_model
+from tests.patching.padded import (
+    CHECKPOINTS,
+    Batch,
+    Step,
+    compared,
+    declined,
+    llama,
+    loss_of,
+    of_transformers,
+    padded,
+    ran,
+    same,
+    shared,
+    with_images,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activation checkpointing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+checkpoints = pytest.mark.parametrize("prepare", CHECKPOINTS.values(), ids=CHECKPOINTS)
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of segments of each call of the op."""
+    calls = []
+
+    def counted(q: Any, k: Any, v: Any, segments: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(len(segments))
+        return varlen_attention(q, k, v, segments, **kwargs)
+
+    monkeypatch.setattr(_packed, "varlen_attention", counted)
+    return calls
+
+
+@checkpoints
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_recomputed_layers_attend_by_segments(prepare, family, attended):
+    apply_npu_kernels(small_model(family, sliding_window=6)).restore()  # its proof is made
+    attended.clear()
+    kernels = compared(lambda: small_model(family, sliding_window=6), prepare)
+    assert ran(kernels) == 1
+    assert shared(kernels)
+    assert len(attended) == 2 * 2  # two layers, each of them twice
+    assert len(set(attended)) == 1
+
+
+def test_a_model_that_is_recomputed_as_a_whole():
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        return checkpoint(lambda: model(**batch).loss, use_reentrant=False)
+
+    assert ran(compared(llama(), step=step)) == 2
+
+
+def test_between_forward_and_backward_the_configuration_is_as_it_was():
+    model = of_transformers(False)(small_model("llama"))
+    with apply_npu_kernels(model, ops=["varlen_attention"]):
+        loss = loss_of(model, padded())
+        assert model.config._attn_implementation == "sdpa"
+        # Another batch in between, unpatched, as generation is.
+        with torch.no_grad():
+            model(input_ids=padded()["input_ids"])
+        loss.backward()
+        assert model.config._attn_implementation == "sdpa"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dtypes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def under_autocast(dtype: torch.dtype) -> Step:
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            return loss_of(model, batch)
+
+    return step
+
+
+@pytest.mark.parametrize("prepare", [same, *CHECKPOINTS.values()], ids=["kept", *CHECKPOINTS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype, prepare):
+    assert ran(compared(llama(), prepare, under_autocast(dtype), truth_step=loss_of)) == 1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype, attention):
+    assert ran(compared(lambda: llama(attn_implementation=attention)().to(dtype))) == 1
+
+
+def test_a_forward_that_accelerate_has_wrapped():
+    def prepare(model: Any) -> Any:
+        return accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+
+    assert ran(compared(llama(), prepare, truth_step=loss_of)) == 1
+    model = prepare(small_model("llama"))
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        loss_of(model, padded()).backward()
+    assert ran(kernels) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dropout
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_dropout(attention):
+    """Other numbers are drawn, from the same distribution: mean and spread of each hidden state over many draws."""
+    draws = 400
+    batch = padded()
+    live = batch["attention_mask"].bool()
+    model = small_model("llama", attention_dropout=0.3, attn_implementation=attention, num_hidden_layers=1).model
+
+    def drawn() -> torch.Tensor:
+        with torch.no_grad():
+            given = (batch["input_ids"], batch["attention_mask"])
+            return torch.stack([model(*given, use_cache=False).last_hidden_state[live] for _ in range(draws)])
+
+    plain = drawn()
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        ours = drawn()
+        assert ran(kernels) == draws
+        assert not shared(kernels)
+    # The first token of a row has one key: it is dropped or not. Two standard normal numbers would differ like these.
+    apart = (ours.mean(0) - plain.mean(0)) / ((ours.var(0) + plain.var(0)) / draws).sqrt()
+    assert 0.8 < apart.square().mean().sqrt() < 1.2
+    assert 0.95 < ours.var(0).mean() / plain.var(0).mean() < 1.05
+    # A draw is its own for each row, also where rows begin alike.
+    first, second = (ours[:, live[:row].sum()] for row in (0, 1))
+    assert (first - second).abs().max() > 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.compile and hooks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def each_layer(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+def each_layer_exchanged(model: Any) -> Any:
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer, backend="eager")
+    return model
+
+
+def each_forward(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend="eager")
+    return model
+
+
+def each_attention(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.self_attn.compile(backend="eager")
+    return model
+
+
+def regions(model: Any) -> Any:
+    return compile_regions(model, backend="eager")
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("prepare", [each_layer, each_layer_exchanged, each_forward, each_attention, regions])
+def test_compiled_layers_get_the_batch(prepare):
+    """A graph that a packed row went through would be compiled anew for the next one."""
+    kernels = compared(llama(), prepare)
+    assert ran(kernels) == 0
+    assert "compiled" in declined(kernels) or "its forward was set on the instance" in declined(kernels)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("what", ["model", "body"])
+def test_a_compiled_body_is_the_same_graph(what):
+    frames = []
+    for patched in (False, True):
+        torch._dynamo.reset()
+        counter, model = CompileCounter(), small_model("llama")
+        if patched:
+            kernels = apply_npu_kernels(model, ops=["varlen_attention"])
+        (model if what == "model" else model.model).compile(backend=counter)
+        for length in (21, 22, 23, 24):
+            loss_of(model, padded(length=length)).backward()
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1]
+    assert ran(kernels) == 0
+
+
+def test_hooks_that_may_look_at_rows():
+    def watched(model: Any) -> Any:
+        model.model.layers[1].register_forward_hook(lambda module, args, output: None)
+        return model
+
+    kernels = compared(llama(), watched)
+    assert ran(kernels) == 0
+    assert "on its LlamaDecoderLayer may look at rows" in declined(kernels)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trainers, caches and waits
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def after_two_steps(model: Any, folder: Path, **options: Any) -> NpuKernelsCallback:
+    """A Trainer has trained the model on padded rows, and has said nothing of caches."""
+    batch = padded()
+    del batch["use_cache"]
+    rows = [{key: value[i].tolist() for key, value in batch.items()} for i in range(4)]
+    callback = NpuKernelsCallback(ops=["varlen_attention"])
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, report_to=[], save_strategy="no",
+        use_cpu=True, disable_tqdm=True, **options,
+    )  # fmt: skip
+    transformers.Trainer(model, args, train_dataset=rows, callbacks=[callback]).train()
+    return callback
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_in_a_trainer_no_cache_is_asked_for(name, tmp_path):
+    model = small_model("llama") if name == "llama" else with_images("gemma3")
+    callback = after_two_steps(model, tmp_path, bf16=True)
+    assert callback.report().ran == {"varlen_attention": 2}
+    assert not callback.report().declined
+    assert callback.handle.settings.caches, "what was said of the Trainer's run outlived it"
+
+
+def test_noise_that_depends_on_the_size_of_a_batch(tmp_path):
+    callback = after_two_steps(small_model("llama"), tmp_path, neftune_noise_alpha=5.0)
+    assert [d.reason for d in callback.report().declined] == [
+        "a hook of transformers on its Embedding may look at rows"
+    ]
+
+
+def test_by_hand_a_cache_is_made_where_the_configuration_says_so():
+    batch = padded()
+    del batch["use_cache"]
+    kernels = compared(llama(), batch=batch)
+    assert declined(kernels) == "a cache is asked for (use_cache)"
+    assert ran(compared(llama(use_cache=False), batch=batch)) == 1
+
+
+def llava() -> Any:
+    return with_images("llava")
+
+
+@pytest.mark.parametrize("make", [llama(), llava], ids=["llama", "llava"])
+@pytest.mark.parametrize("prepare", [same, *CHECKPOINTS.values()], ids=["kept", *CHECKPOINTS])
+def test_the_host_waits_once_for_a_forward_and_never_for_backward(make, prepare, monkeypatch):
+    """Tensors without numbers: whatever asks for one raises, but for the copy of the ids, which is counted here."""
+    batch = padded()
+    seen = np.where(batch["attention_mask"].numpy() > 0, batch["input_ids"].numpy(), -1)
+    waits = []
+
+    def numpy(tensor: torch.Tensor) -> np.ndarray:
+        waits.append(tuple(tensor.shape))
+        return seen
+
+    apply_npu_kernels(make(), ops=["varlen_attention"]).restore()  # its proof is made, with numbers
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given = {name: mode.from_tensor(v) if torch.is_tensor(v) else v for name, v in batch.items()}
+    monkeypatch.setattr(FakeTensor, "numpy", numpy, raising=False)
+    with mode:
+        model = make()
+        kernels = apply_npu_kernels(model, ops=["varlen_attention"])
+        loss = loss_of(prepare(model), given)
+        assert waits == [(4, 21)]
+        loss.backward()
+        assert waits == [(4, 21)]
+    assert ran(kernels) == 1
