@@ -12,10 +12,9 @@ from transformers import masking_utils
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel, apply_rotary_pos_emb, repeat_kv
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching import PATCHES, _padding
+from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.patching._miniature import miniature, small_config
 from npu_trainer_kernels.patching._packed import Unserved, window_of
-from tests.families import tiny
 from tests.families.tiny import tiny_model
 from tests.models import SMALL, small_model
 
@@ -338,11 +337,12 @@ def test_bodies_with_a_state_are_left_alone(kind):
 def test_heads_of_several_sizes_are_each_asked_about(monkeypatch):
     """Gemma 4's layers that attend to everything have larger ones."""
     asked = set()
-    monkeypatch.setattr(_padding, "unserved", lambda *args, **more: asked.add(args[2]))
+    monkeypatch.setattr("npu_trainer_kernels.patching._padding.unserved", lambda *args, **more: asked.add(args[2]))
     model = tiny_model("causal", "gemma4_text")
     with apply_npu_kernels(model, ops=[OP]) as kernels:
-        model(**tiny.padded(tiny.batch(model)), use_cache=False)
-        assert kernels.report().ran[OP] == 1
+        ids = torch.arange(3, 15).view(2, 6)
+        model(input_ids=ids, attention_mask=(ids != 14).long(), use_cache=False)
+        assert kernels.report().ran == {OP: 1}
     attentions = [layer.self_attn for layer in model.model.layers]
     assert asked == {(each.head_dim, each.head_dim) for each in attentions}
     assert len(asked) == 2
@@ -390,6 +390,8 @@ def test_a_small_configuration_keeps_a_layer_of_each_kind_and_changes_nothing_of
 
 def test_one_proof_for_one_configuration(monkeypatch):
     """Applying the kernels again costs no second one; another configuration has its own."""
+    from npu_trainer_kernels.patching import _padding
+
     made = []
     own = _padding.miniature
     monkeypatch.setattr(_padding, "_proofs", {})
