@@ -9,7 +9,6 @@ reason. Weights are random and of a size at which every parameter counts in the 
 import copy
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -20,6 +19,8 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto import configuration_auto, modeling_auto
+
+from npu_trainer_kernels.patching._miniature import kept_layers, names_layers, per_layer
 
 __all__ = [
     "LEFT_OUT",
@@ -130,31 +131,6 @@ def _layers(config: PretrainedConfig) -> int | None:
     return None
 
 
-def _names_layers(name: str, value: Any, count: int) -> bool:
-    """Whether a list holds numbers of layers, and not one value for each."""
-    numbers = isinstance(value, list | tuple) and len(value) > 0 and all(type(v) is int for v in value)
-    rising = numbers and all(a < b for a, b in itertools.pairwise(value)) and value[0] >= 0
-    return rising and value[-1] < count and ("layer" in name or "idx" in name or "index" in name)
-
-
-def _per_layer(config: PretrainedConfig, count: int) -> dict[str, Any]:
-    lists = {n: v for n, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == count > 2}
-    return {n: v for n, v in lists.items() if not _names_layers(n, v, count)}
-
-
-def _kept_layers(config: PretrainedConfig, count: int) -> list[int]:
-    """The layers to keep: the first of each kind, by every list that has one entry for each layer; at least two."""
-    lists = _per_layer(config, count).values()
-    seen, kept = set(), []
-    for i in range(count):
-        kind = tuple(str(v[i]) for v in lists)
-        if kind not in seen:
-            seen.add(kind)
-            kept.append(i)
-    others = [i for i in range(count) if i not in kept]
-    return sorted(kept + others[: max(0, 2 - len(kept))])[:_MOST_LAYERS]
-
-
 def _rotation(value: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     """Rotation parameters whose sections fill a small head: in proportion, also one level down."""
     new: dict[str, Any] = {}
@@ -176,8 +152,8 @@ def _small(config: PretrainedConfig, name: str) -> Any:
 def _shrunk(config: PretrainedConfig, tokens: _Tokens) -> dict[str, Any]:
     """The arguments that make a small configuration of this one's class."""
     count = _layers(config)
-    kept = _kept_layers(config, count) if count is not None else []
-    per_layer = _per_layer(config, count) if count is not None else {}
+    kept = kept_layers(config, count) if count is not None else []
+    lists = per_layer(config, count) if count is not None else {}
     raw = {f.name: f.default for f in dataclasses.fields(type(config))}
     new: dict[str, Any] = {}
     # A field that is stored by another name.
@@ -200,9 +176,9 @@ def _shrunk(config: PretrainedConfig, tokens: _Tokens) -> dict[str, Any]:
             new[name] = tokens.of(name, value)
         elif _TOKEN.search(name) and isinstance(value, list | tuple) and all(type(v) is int for v in value):
             new[name] = type(value)(tokens.of(name, v) for v in value)
-        elif stored in per_layer:
+        elif stored in lists:
             new[name] = type(value)(_size(name, value[i]) if type(value[i]) is int else value[i] for i in kept)
-        elif count is not None and _names_layers(name, value, count):
+        elif count is not None and names_layers(name, value, count):
             new[name] = type(value)([kept.index(v) for v in value if v in kept] or [len(kept) - 1])
         elif isinstance(value, int) and raw[name] is not None:
             new[name] = len(kept) if value == count and _size(name, value) == 2 else _size(name, value)
@@ -230,7 +206,6 @@ _STAND_IN = transformers.SiglipVisionConfig(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=112, patch_size=14
 )
 vars(_STAND_IN).update(model_args={"embed_dim": 64}, rms_norm_eps=1e-6, vocab_size=8, vocab_offset=VOCABULARY)
-_MOST_LAYERS = 6
 _MOST_PARAMETERS = 10_000_000
 # What a configuration leaves to its checkpoints, and a model cannot be built without.
 _WHEN_UNSET: dict[str, Any] = {

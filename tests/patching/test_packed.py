@@ -337,7 +337,7 @@ def test_bodies_with_a_state_are_left_alone(kind):
 def test_heads_of_several_sizes_are_each_asked_about(monkeypatch):
     """Gemma 4's layers that attend to everything have larger ones."""
     asked = set()
-    monkeypatch.setattr("npu_trainer_kernels.patching._padding.unserved", lambda *args, **more: asked.add(args[2]))
+    monkeypatch.setattr("npu_trainer_kernels.patching._proof.unserved", lambda *args, **more: asked.add(args[2]))
     model = tiny_model("causal", "gemma4_text")
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         ids = torch.arange(3, 15).view(2, 6)
@@ -390,12 +390,12 @@ def test_a_small_configuration_keeps_a_layer_of_each_kind_and_changes_nothing_of
 
 def test_one_proof_for_one_configuration(monkeypatch):
     """Applying the kernels again costs no second one; another configuration has its own."""
-    from npu_trainer_kernels.patching import _padding
+    from npu_trainer_kernels.patching import _proof
 
     made = []
-    own = _padding.miniature
-    monkeypatch.setattr(_padding, "_proofs", {})
-    monkeypatch.setattr(_padding, "miniature", lambda *args: made.append(args) or own(*args))
+    own = _proof.miniature
+    monkeypatch.setattr(_proof, "_proofs", {})
+    monkeypatch.setattr(_proof, "miniature", lambda *args: made.append(args) or own(*args))
     for window in (None, None, 9, 9):
         options = {} if window is None else {"sliding_window": window}
         apply_npu_kernels(small_model("mistral", **options), ops=[OP]).restore()

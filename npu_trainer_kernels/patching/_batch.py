@@ -1,0 +1,124 @@
+"""A padded batch on its way through a body: packed before, padded after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..ops._segments import Segments
+from ..ops._shared_rows import Shared, take, uploaded
+from ._layout import DEAD, PREDICTS, READ, Layout, layout
+from ._packed import Packing, Unserved, packed
+
+__all__ = ["Batch", "hidden_of"]
+
+
+def hidden_of(out: Any) -> torch.Tensor:
+    """Of a body's output."""
+    hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out.last_hidden_state
+    return hidden
+
+
+def _positions(where: Layout, shape: tuple[int, int], by_columns: bool) -> np.ndarray:
+    """The position that each packed token has in its own row."""
+    rows, width = shape
+    columns: np.ndarray = where.places % width
+    if by_columns:
+        return columns
+    begins = (where.tokens.reshape(rows, width) >= 0).argmax(1)
+    return columns - begins[where.places // width]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a body was called with, and where its tokens go."""
+
+    given: dict[str, Any]
+    layout: Layout
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, given: dict[str, Any], labels: torch.Tensor | None, *, share: bool, padding: int | None = None) -> Any:
+        """Or why there is no layout, as a sentence; here the host waits for the device, once for a forward.
+
+        Args:
+            given: to the body.
+            labels: given to the model, where there are some.
+            share: whether beginnings may be shared.
+            padding: the only id that a place without a token may have; None: any.
+        """
+        mask, ids = given["attention_mask"], given.get("input_ids")
+        alive = mask.bool()
+        if ids is None:
+            seen = alive.long() - 1
+        else:
+            dead = DEAD if padding is None else torch.where(ids == padding, DEAD, READ)
+            seen = torch.where(alive, ids.long(), dead)
+        positions = given.get("position_ids")
+        if share and ids is not None and positions is not None and len(positions) > 1:
+            # Tokens are alike where they are told to stand at the same position.
+            seen = torch.where(alive, seen | (positions.long() & 0x7FFF_FFFF) << 32, seen)
+        if labels is not None and labels.shape == mask.shape:
+            # The place before a label predicts it.
+            lost = (labels[:, 1:] != -100) & ~alive[:, :-1]
+            seen[:, :-1].masked_fill_(lost, PREDICTS)
+        found = layout(seen.cpu().numpy(), share=share and ids is not None)
+        return found if isinstance(found, str) else cls(given, found, tuple(mask.shape))
+
+    @property
+    def computed(self) -> int:
+        """Tokens that go through the body."""
+        return len(self.layout.places)
+
+    def through(self, kind: Any, body: Any, inner: str, by_columns: bool, backend: str | None) -> Any:
+        """The body's output with its hidden states in the batch's shape, and what became of the packed row.
+
+        Args:
+            kind: whose forward is called.
+            body: that is given the row.
+            inner: path of the body of text alone.
+            by_columns: whether positions count columns, padding included.
+            backend: the override for the op.
+
+        Raises:
+            Unserved: a layer asks for what attention by segments does not do.
+        """
+        given, where, (rows, width) = self.given, self.layout, self.shape
+        mask = given["attention_mask"]
+        device, n = mask.device, len(where.places)
+        # Labels are for the head: what a body may do with them the proof would have shown.
+        new = {name: v for name, v in given.items() if name != "labels"}
+        new |= {"attention_mask": mask.new_ones(1, n), "use_cache": False}
+        if given.get("inputs_embeds") is None:
+            places = uploaded(where.places, device)
+            new["input_ids"] = given["input_ids"].reshape(-1).index_select(0, places).unsqueeze(0)
+        else:
+            embedded = given["inputs_embeds"]
+            packed_rows = Shared.make(where.places, rows * width, embedded.device)
+            new["inputs_embeds"] = take(embedded.reshape(rows * width, -1), packed_rows).unsqueeze(0)
+        positions = given.get("position_ids")
+        if positions is None:
+            counted = _positions(where, self.shape, by_columns)
+            new["position_ids"] = uploaded(counted, device).unsqueeze(0)
+        else:
+            places = uploaded(where.places, positions.device)
+            new["position_ids"] = positions.expand(rows, width).reshape(-1).index_select(0, places).unsqueeze(0)
+        keys = None if where.keys is None else Shared.make(where.keys, n, device)
+        segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
+        packing = Packing(segments, backend)
+        with packed((body.config.get_text_config(), body.get_submodule(inner).config), packing):
+            out = kind.forward(body, **new)
+        others = () if isinstance(out, tuple) else (name for name in out if name != "last_hidden_state")
+        if (isinstance(out, tuple) and any(o is not None for o in out[1:])) or (name := next(iter(others), None)):
+            raise Unserved(f"it returns {'more than hidden states' if isinstance(out, tuple) else name}")
+        hidden = hidden_of(out)
+        tokens = Shared.make(where.tokens, n, hidden.device)
+        padded = take(hidden[0], tokens).view(rows, width, -1)
+        if isinstance(out, tuple):
+            out = (padded, *out[1:])
+        else:
+            out.last_hidden_state = padded
+        return out, packing

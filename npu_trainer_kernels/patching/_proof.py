@@ -1,0 +1,223 @@
+"""Whether a body may be handed one row of tokens.
+
+That is proven where the kernels are applied, and not on the body's own weights, which may be sharded, quantised or not
+there yet: a miniature of its class (`_miniature`), on a CPU in fp32, is given a batch that is padded on both sides, the
+one way and the other. What carries state along a row, counts positions in another way or attends by code of its own
+gives other numbers, or raises, and stays as it is. So does a body with a module that its miniature lacks. What has been
+done to a body since is looked at in every call.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..ops.varlen_attention import unserved
+from ._batch import Batch, hidden_of
+from ._classes import original_class
+from ._miniature import VOCABULARY, miniature, miniature_around, small_config
+from ._packed import Asked, Unserved
+from ._patch import PROBE_ERRORS, set_on_instance
+
+__all__ = ["OUTPUTS", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
+
+OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""What may be asked of a body that speaks of padded positions."""
+
+_TOLERANCE = 1e-4
+"""Of the greatest value, between the two ways of a miniature in fp32. Rounding makes about 1e-6 of it, and a token that
+sees what it must not see more than 1e-2: its weights are as large as that needs."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a miniature has shown.
+
+    Attributes:
+        by_columns: whether positions count columns, padding included; else live tokens.
+        attention: the classes of the modules that attend.
+        classes: of all of its modules, each with the forward that it had.
+        asked: what its attention asked for.
+    """
+
+    by_columns: bool
+    attention: frozenset[type[nn.Module]] = frozenset()
+    classes: frozenset[tuple[type[nn.Module], Any]] = frozenset()
+    asked: frozenset[Asked] = frozenset()
+
+
+def _probe() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of a batch padded left, right and on both sides; some rows begin alike, in a tree of two levels."""
+    ids = torch.randint(3, VOCABULARY, (6, 24), generator=torch.Generator("cpu").manual_seed(3), device="cpu")
+    mask = torch.ones_like(ids)
+    for row, (begin, end) in enumerate(((5, 24), (5, 20), (5, 23), (0, 13), (3, 20), (0, 24))):
+        mask[row, :begin] = mask[row, end:] = 0
+    ids[1, :14], ids[2, :18] = ids[0, :14], ids[0, :18]
+    return ids, mask
+
+
+def _as_key(config: Any) -> str:
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+_proofs: dict[tuple[type, Any, str], Proof | str] = {}
+
+
+def proof_of(body: Any, inner: str) -> Proof | str:
+    """What a miniature of a class shows, or why the class is left alone; shown once for a class and a configuration."""
+    kind, text = original_class(body), body.get_submodule(inner)
+    small = small_config(text.config)
+    vars(small).update({name: False for name in OUTPUTS if name in vars(small)})
+    small._attn_implementation = "sdpa" if text.config._attn_implementation == "sdpa" else "eager"
+    # Some libraries exchange the forwards of classes.
+    key = (kind, kind.forward, _as_key(small) + small._attn_implementation)
+    if key not in _proofs:
+        _proofs[key] = _shown(body, inner, small)
+    return _proofs[key]
+
+
+def _miniature(body: Any, inner: str, small: Any) -> Any:
+    made = miniature(original_class(body.get_submodule(inner)), small)
+    if not inner:
+        return made
+    config = copy.deepcopy(body.config)
+    text = config.get_text_config()
+    vars(config).update({name: small for name, value in vars(config).items() if value is text})
+    return miniature_around(original_class(body), config, inner, made)
+
+
+def _shown(real: Any, inner: str, small: Any) -> Proof | str:
+    kind: Any = original_class(real)
+    names = tuple(inspect.signature(kind.forward).parameters)[1:]
+    ids, mask = _probe()
+    live = mask.bool()
+    given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    if "labels" in names:
+        given["labels"] = ids.masked_fill(~live, -100)
+    try:
+        body = _miniature(real, inner, small)
+        with torch.no_grad(), torch.device("cpu"):
+            wanted = hidden_of(body(**given))
+    except PROBE_ERRORS as error:
+        return f"no miniature of it can be made: {_line(error)}"
+    if wanted.shape[:2] != ids.shape or not wanted[live].isfinite().all():
+        return "a miniature of it gives no hidden state for each token"
+    reason = ""
+    for by_columns in (True, False):
+        try:
+            with torch.no_grad(), torch.device("cpu"):
+                got = Batch.of(given, None, share=True).through(kind, body, inner, by_columns, "torch")
+        except Unserved as error:
+            return str(error)
+        except PROBE_ERRORS as error:
+            return f"its code takes no packed row: {_line(error)}"
+        out, packing = got
+        if not packing.attended:
+            return "its attention is not transformers' own"
+        far = (hidden_of(out)[live] - wanted[live]).abs().max() / wanted[live].abs().max()
+        if far <= _TOLERANCE:
+            parts = map(original_class, body.get_submodule(inner).modules())
+            classes = frozenset((kind, kind.forward) for kind in parts)
+            return Proof(by_columns, frozenset(packing.attended), classes, frozenset(packing.asked))
+        reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
+    return reason
+
+
+def unserved_layers(
+    proof: Proof, body: nn.Module, where: torch.device, dtype: torch.dtype, backend: str | None
+) -> str | None:
+    """Why the device cannot attend by segments as the layers ask for, known before any of them has begun."""
+    layers: set[tuple[int, int, float]] = set()
+    for module in body.modules():
+        if _unsharded(module) in proof.attention:
+            size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+            if type(size) is int:  # else the first call tells
+                value = getattr(module, "v_head_dim", None) or size
+                dropout = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
+                layers.add((size, value, dropout if isinstance(dropout, float) else 0.0))
+    return next(filter(None, (
+        unserved(where, dtype, (size, value), window=1 if window else None, softcap=softcap, sinks=sinks,
+                 dropout=dropout, backend=backend)
+        for window, softcap, sinks in proof.asked for size, value, dropout in layers
+    )), None)  # fmt: skip
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+
+
+def unproven(body: nn.Module, proof: Proof) -> str | None:
+    """What a body has that its miniature has not, as a reason; None where there is nothing.
+
+    Linear layers are that in whatever form (quantised, with adapters): they mix no tokens.
+    """
+    adapters: tuple[type, ...] = ()
+    around: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        # A wrapper calls the copy of its module that is trained: both are looked at.
+        adapters, around = (BaseTunerLayer,), (*around, AuxiliaryTrainingWrapper)
+    except ImportError:
+        pass
+    proven = dict(proof.classes)
+    inside: set[nn.Module] = set()
+    for path, module in body.named_modules():
+        kind = _unsharded(module)
+        base = next((cls for cls in kind.__mro__ if cls in proven), None)
+        if module is not body and (reason := set_on_instance(module)) is not None:
+            return f"{path}: {reason}"
+        if module in inside or isinstance(module, around):
+            continue
+        if isinstance(module, adapters) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
+            inside.update(module.modules())
+        elif base is None or kind.forward is not proven[base]:
+            return f"its {path} is a {kind.__name__}, which was not proven"
+    return None
+
+
+def _unsharded(module: nn.Module) -> type[nn.Module]:
+    """The class of a module below what FSDP2 has derived from it."""
+    kind = original_class(module)
+    return kind if not issubclass(kind, FSDPModule) else next(cls for cls in kind.__bases__ if cls is not FSDPModule)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SHAPELESS = frozenset(("npu_trainer_kernels", "torch", "transformers", "accelerate", "deepspeed"))
+"""Packages whose hooks do with a packed row what they do with a batch; NEFTune's, in transformers, does not."""
+
+
+def parts_of(body: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Layers and what they are made of, and what stands beside them in a body. Below that the first layer stands for
+    all, since this is looked at in every call."""
+    beside = [child for child in body._modules.values() if child is not None]
+    layers = [layer for child in beside if isinstance(child, nn.ModuleList) for layer in child]
+    inner = [part for layer in layers[1:] for part in (layer, *layer._modules.values()) if part is not None]
+    return [*(layers[0].modules() if layers else ()), *inner], beside
+
+
+def in_the_way(body: nn.Module) -> str | None:
+    """What has been done to a body since it was proven that leaves no room for a packed row, or None."""
+    layers, beside = parts_of(body)
+    for part in layers:
+        # A graph has no packed row in it: it would be compiled anew for each.
+        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+            return "its layers are compiled"
+        if (reason := set_on_instance(part)) is not None:
+            return f"its {original_class(part).__name__}: {reason}"
+    for part in (*layers, *beside):
+        for name in _HOOKS:
+            for hook in getattr(part, name).values():
+                function = getattr(hook, "func", hook)
+                whose = (function.__module__ or "").partition(".")[0]
+                if whose not in _SHAPELESS or getattr(function, "__name__", "") == "neftune_post_forward_hook":
+                    return f"a hook of {whose} on its {original_class(part).__name__} may look at rows"
+    return None
