@@ -1,8 +1,8 @@
 """What triton-ascend needs of a machine to launch a kernel on an NPU, beside the packages.
 
 It asks `bisheng`, the compiler of the chip, whether it knows NPUs (where it does not, Triton says "0 active drivers"),
-compiles kernels with `bishengir-compile`, and builds a launcher in C++ for each signature, against the headers of Python,
-of CANN and of torch_npu.
+compiles kernels with `bishengir-compile`, and builds a launcher in C++ for each signature, against the headers of
+Python, of CANN and of torch_npu.
 """
 
 import importlib.util
