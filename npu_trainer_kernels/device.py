@@ -297,6 +297,11 @@ def keeps_compiled(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+def builds_launchers(device: torch.device) -> bool:
+    """Whether Triton compiles C++ there, seconds for each signature, before it can launch what it has compiled."""
+    return device.type == "npu"
+
+
 # How it is said where there is nothing but a RuntimeError: by Triton, and by torch_npu before it raised PyTorch's own
 # exception ("out of memory"); by CANN below an operator (error EL0004, status 207001); by PyTorch for the host.
 _OUT_OF_MEMORY = ("out of memory", "EL0004", "error code is 207001", "DefaultCPUAllocator")
