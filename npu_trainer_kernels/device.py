@@ -316,6 +316,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
+def is_of_an_earlier_call(error: BaseException) -> bool:
+    """Whether an operator that was called before has failed in torch_npu's task queue, and this call hears of it."""
+    # torch_npu 2.13: "Since the operator is called asynchronously, the stacktrace may be inaccurate."
+    return isinstance(error, RuntimeError) and "operator is called asynchronously" in str(error)
+
+
 def has_libdevice(device: torch.device) -> bool:
     """Whether kernels there can call CUDA's library of accurate functions."""
     return device.type == "cuda"

@@ -71,7 +71,7 @@ def _run_on_current(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], c
         else:
             kernel[grid](*args, **constexprs)
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or device.is_of_an_earlier_call(error):
             raise
         if device.is_out_of_memory(error):
             # No fault of the kernel's. Triton has no type for it; who makes do with less knows PyTorch's.
