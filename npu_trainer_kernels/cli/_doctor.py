@@ -105,9 +105,11 @@ def _device_findings(line: dict[str, Any], installed: dict[str, str | None]) -> 
             "see what `npu-smi info` says, and whether ASCEND_RT_VISIBLE_DEVICES hides it",
         ))  # fmt: skip
     wanted = {"npu": "triton-ascend", "cuda": "triton"}.get(kind)
+    # triton-ascend imports pybind11, and does not ask for it.
+    packages = {"npu": "triton-ascend pybind11"}.get(kind, wanted)
     if wanted is not None and not installed["triton"] and not installed["triton-ascend"]:
         found.append(Finding(
-            WARNING, "no-triton", f"{wanted} is not installed: every op runs in torch", f"pip install {wanted}",
+            WARNING, "no-triton", f"{wanted} is not installed: every op runs in torch", f"pip install {packages}",
         ))  # fmt: skip
     return found
 
