@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 # Which build of torch is right differs from machine to machine, so no lock names it. An environment that has a torch
 # already keeps it.
-TORCH  ?= torch==2.13.0
-# npu on a machine with an Ascend NPU: triton-ascend and triton exclude each other. Neither has a lock there.
+# npu on a machine with an Ascend NPU, where pip is offered torch's CPU build: triton-ascend and triton exclude each other,
+# and a CUDA build wants triton. Neither has a lock there.
 DEVICE ?= cuda
+TORCH  ?= torch==2.13.0$(if $(filter npu,$(DEVICE)),+cpu)
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
 LOCKED  = pip install -q --no-deps --require-hashes -r

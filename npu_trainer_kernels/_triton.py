@@ -58,7 +58,7 @@ class _MissingKernel:
         raise MissingDependencyError(
             f"the Triton kernel {self.__name__} was asked for, but Triton cannot be imported "
             f"({type(IMPORT_ERROR).__name__}: {IMPORT_ERROR}). Install the extra for your device: "
-            "'npu_trainer_kernels[cuda]' (triton) or 'npu_trainer_kernels[npu]' (triton-ascend)."
+            "'npu_trainer_kernels[cuda]' (triton) or 'npu_trainer_kernels[npu-any]' (triton-ascend)."
         )
 
 

@@ -297,6 +297,11 @@ def keeps_compiled(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+def builds_launchers(device: torch.device) -> bool:
+    """Whether Triton compiles C++ there, seconds for each signature, before it can launch what it has compiled."""
+    return device.type == "npu"
+
+
 # How it is said where there is nothing but a RuntimeError: by Triton, and by torch_npu before it raised PyTorch's own
 # exception ("out of memory"); by CANN below an operator (error EL0004, status 207001); by PyTorch for the host.
 _OUT_OF_MEMORY = ("out of memory", "EL0004", "error code is 207001", "DefaultCPUAllocator")
@@ -309,6 +314,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY):
         return True
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+
+
+def is_of_an_earlier_call(error: BaseException) -> bool:
+    """Whether an operator that was called before has failed in torch_npu's task queue, and this call hears of it."""
+    # torch_npu 2.13: "Since the operator is called asynchronously, the stacktrace may be inaccurate."
+    return isinstance(error, RuntimeError) and "operator is called asynchronously" in str(error)
 
 
 def has_libdevice(device: torch.device) -> bool:

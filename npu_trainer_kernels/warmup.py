@@ -3,7 +3,8 @@
 The model's own forward and backward run once on fake tensors: shapes, dtypes and strides without numbers, memory or
 device time. What the ops would launch is recorded and not launched, so these are exactly the kernels that the first
 step is going to ask for, whatever the model does with dtypes and layouts. Then they are compiled, in threads, into
-Triton's own cache, which is on disk too: the next run finds them there.
+Triton's own cache, which is on disk too: the next run finds them there. On an NPU the same goes for their launchers,
+which triton-ascend compiles in C++.
 
 A few things cannot run without numbers (experts that are chosen by value; the backward of a planned gradient, whose one
 kernel scales it). Then what was recorded until there is compiled, and the rest when it is first used, as it would be
@@ -25,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _triton
-from .ops._launch import KernelError, compile_only, use_launcher
+from . import _triton, device
+from .ops._launch import KernelError, build_launcher, compile_only, use_launcher
 from .patching import NpuKernels
 from .patching._call import HeadPlan, use_plan
 from .patching._learned import LearnedPlan
@@ -192,7 +193,8 @@ def _run(step: _Step, fake: FakeTensorMode, rows: int, length: int, trl: bool) -
 
 
 def compile_all(launches: Sequence[Launch], where: torch.device) -> tuple[float, list[str]]:
-    """Compiles the launches on a device, several at once; returns the seconds it took, and what could not be compiled.
+    """Compiles the launches on a device, and what launches them, several at once; returns the seconds it took, and what
+    could not be compiled.
 
     A kernel that cannot be compiled is no error here: its first launch will say the same.
     """
@@ -206,19 +208,35 @@ def compile_all(launches: Sequence[Launch], where: torch.device) -> tuple[float,
     # The current device is each thread's own.
     with ThreadPoolExecutor(threads, initializer=lambda: None if index is None else module.set_device(index)) as pool:
         outcomes = list(pool.map(_compiled, launches))
-    problems = []
-    for launch, error in zip(launches, outcomes, strict=True):
-        if error is not None and isinstance(error.__cause__, SystemError):
-            # Before Python 3.13 two threads in its parser may disturb each other ("recursion depth mismatch").
-            error = _compiled(launch)
-        if error is not None:
-            problems.append(str(error))
-    return time.perf_counter() - start, problems
+        for i, launch in enumerate(launches):
+            if isinstance(outcomes[i], KernelError) and isinstance(outcomes[i].__cause__, SystemError):
+                # Before Python 3.13 two threads in its parser may disturb each other ("recursion depth mismatch").
+                outcomes[i] = _compiled(launch)
+        problems = [outcome for outcome in outcomes if isinstance(outcome, KernelError)]
+        if device.builds_launchers(where):
+            problems += _build_launchers([each for each in outcomes if not isinstance(each, KernelError)], pool)
+    return time.perf_counter() - start, [str(problem) for problem in problems]
 
 
-def _compiled(launch: Launch) -> KernelError | None:
+def _compiled(launch: Launch) -> Any:
+    """Triton's `CompiledKernel`, or the `KernelError`."""
     try:
-        compile_only(launch.kernel, launch.grid, launch.args, dict(launch.constexprs))
+        return compile_only(launch.kernel, launch.grid, launch.args, dict(launch.constexprs))
+    except KernelError as error:
+        return error
+
+
+def _build_launchers(kernels: Sequence[Any], pool: ThreadPoolExecutor) -> list[KernelError]:
+    """What could not be built. The first launcher is built alone, since it compiles the header of all (some 25 s of a
+    processor, where a launcher then takes 2.5): the others would find half of it, and do without. Where the first fails
+    the others would do so for the same reason."""
+    first = [error for error in map(_launcher_error, kernels[:1]) if error is not None]
+    return first or [error for error in pool.map(_launcher_error, kernels[1:]) if error is not None]
+
+
+def _launcher_error(compiled: Any) -> KernelError | None:
+    try:
+        build_launcher(compiled)
     except KernelError as error:
         return error
     return None

@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,78 @@ def test_the_parsers_trouble_with_threads_is_tried_again_alone():
     assert problems == []
     assert len(kernel.threads) == 2
     assert kernel.threads[1] == threading.get_ident()
+
+
+class Launchers:
+    """In place of Triton's driver where launchers are built. `built` has the kernels' names; those after the first wait
+    for each other, two at a time, and while the first is built nothing else is."""
+
+    def __init__(self, monkeypatch, errors=()):
+        self.built, self.errors = [], dict(errors)
+        self.two, self.another = threading.Barrier(2, timeout=60), threading.Event()
+        active = types.SimpleNamespace(launcher_cls=self)
+        driver = types.SimpleNamespace(runtime=types.SimpleNamespace(driver=types.SimpleNamespace(active=active)))
+        monkeypatch.setattr(_launch, "triton", driver)
+        monkeypatch.setattr(device, "builds_launchers", lambda where: True)
+        monkeypatch.setattr(warmup.os, "cpu_count", lambda: 4)
+
+    def __call__(self, src, metadata):
+        assert src == "the source"
+        alone = not self.built
+        self.built.append(metadata.name)
+        if metadata.name in self.errors:
+            raise self.errors[metadata.name]
+        if alone:
+            assert not self.another.wait(0.5), "another one was begun meanwhile"
+        else:
+            self.another.set()
+            self.two.wait()
+
+
+class Launched(Kernel):
+    """A kernel that is compiled to something with a launcher to build."""
+
+    def __init__(self, name, errors=()):
+        super().__init__(errors)
+        self.compiled = types.SimpleNamespace(src="the source", metadata=types.SimpleNamespace(name=name))
+
+    def warmup(self, *args, grid, **constexprs):
+        super().warmup(*args, grid=grid, **constexprs)
+        return self.compiled
+
+
+def test_launchers_are_built_ahead_several_at_once_after_the_first(monkeypatch):
+    launchers = Launchers(monkeypatch)
+    _, problems = compile_these(*map(Launched, "abcde"))
+    assert problems == []
+    assert launchers.built[0] == "a"
+    assert sorted(launchers.built) == list("abcde")
+
+
+def test_of_a_kernel_that_cannot_be_compiled_no_launcher_is_built(monkeypatch):
+    launchers = Launchers(monkeypatch)
+    _, problems = compile_these(Launched("a", [ValueError("no such layout")]), Launched("b"))
+    assert launchers.built == ["b"]
+    assert len(problems) == 1
+
+
+def test_where_no_launcher_can_be_built_that_is_said_once(monkeypatch):
+    launchers = Launchers(monkeypatch, {name: RuntimeError("Failed to find C++ compiler") for name in "abc"})
+    _, problems = compile_these(*map(Launched, "abc"))
+    assert launchers.built == ["a"]
+    assert problems == ["the launcher of kernel a: RuntimeError: Failed to find C++ compiler"]
+
+
+def test_a_launcher_that_cannot_be_built_does_not_stop_the_others(monkeypatch):
+    launchers = Launchers(monkeypatch, {"b": RuntimeError("no such type")})
+    _, problems = compile_these(*map(Launched, "abcd"))
+    assert sorted(launchers.built) == list("abcd")
+    assert problems == ["the launcher of kernel b: RuntimeError: no such type"]
+
+
+def test_launchers_are_built_on_npus_alone():
+    assert not device.builds_launchers(torch.device("cpu"))
+    assert not device.builds_launchers(torch.device("cuda"))
 
 
 # --------------------------------------------------------------------------------------------------------- the callback

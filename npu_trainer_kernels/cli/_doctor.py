@@ -21,6 +21,7 @@ from typing import Any
 from rich.table import Table
 
 from ..table import FORMS
+from . import _launcher
 from ._environment import ERROR, WARNING, Finding, broken_imports, findings, versions
 from ._output import FINE, FOUND, Output, UsageError, new_table
 
@@ -104,9 +105,11 @@ def _device_findings(line: dict[str, Any], installed: dict[str, str | None]) -> 
             "see what `npu-smi info` says, and whether ASCEND_RT_VISIBLE_DEVICES hides it",
         ))  # fmt: skip
     wanted = {"npu": "triton-ascend", "cuda": "triton"}.get(kind)
+    # triton-ascend imports pybind11, and does not ask for it.
+    packages = {"npu": "triton-ascend pybind11"}.get(kind, wanted)
     if wanted is not None and not installed["triton"] and not installed["triton-ascend"]:
         found.append(Finding(
-            WARNING, "no-triton", f"{wanted} is not installed: every op runs in torch", f"pip install {wanted}",
+            WARNING, "no-triton", f"{wanted} is not installed: every op runs in torch", f"pip install {packages}",
         ))  # fmt: skip
     return found
 
@@ -128,10 +131,10 @@ def _check_findings(line: dict[str, Any]) -> list[Finding]:
     return found
 
 
-def _versions_table(found: dict[str, str | None]) -> Table:
-    table = Table(title="Versions", title_justify="left", box=None, show_header=False)
-    for name, version in found.items():
-        table.add_row(name, version or "-")
+def _found_table(title: str, found: dict[str, str | None]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, show_header=False)
+    for name, what in found.items():
+        table.add_row(name, what or "-")
     return table
 
 
@@ -203,11 +206,17 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if not args.timeout > 0:
         raise UsageError(f"--timeout must be positive; got {args.timeout:g}")
     installed = versions()
-    output.show(_versions_table(installed))
+    output.show(_found_table("Versions", installed))
     with output.progress() as progress:
         progress.begin("importing each package in a process of its own")
         broken = broken_imports(installed)
     found = findings(installed, broken)
+    launcher: dict[str, str | None] = {}
+    if installed["torch_npu"] and installed["triton-ascend"]:
+        needs = _launcher.needs()
+        launcher = {need.name: need.found for need in needs}
+        output.show(_found_table("What triton-ascend launches kernels with", launcher))
+        found += _launcher.findings(needs, installed)
     lines: list[dict[str, Any]] = []
     device: dict[str, Any] | None = None
     if not args.no_self_check and installed["torch"] and "torch" not in broken:
@@ -229,6 +238,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     output.result({
         "versions": installed,
         "broken_imports": broken,
+        "launcher": launcher,
         "device": device,
         "ops": [line for line in lines if "op" in line and not line.get("begins")],
         "backends": {

@@ -31,8 +31,8 @@ IMPORTS = {
     "transformers": "import transformers; transformers.Trainer",
     "trl": "import trl; trl.GRPOTrainer",
 }
-# Those whose packages serve a run; the others are for developers.
-_EXTRAS = ("cuda", "npu", "trl")
+# Those whose packages serve a run, by what is served: `npu` is one version of it. The others are for developers.
+_EXTRAS = ("cuda", "npu-any", "trl")
 _IMPORT_SECONDS = 180.0
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception)\b")
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"

@@ -4,7 +4,8 @@ A *step* does a piece of an op by the backend that its last argument names, and 
 arguments. `falls_back` guards it: when a kernel cannot be compiled or launched (`KernelError`: nothing has been written
 then), or an operator of the vendor's fails, the ops that use it go on in torch for the rest of the process, with one
 warning, and `backends.explain` and the report give the reason. With `strict` the error is raised instead. Memory that
-has run out is no fault of a kernel's: that error is raised as it is, and the op keeps its backend.
+has run out is no fault of a kernel's: that error is raised as it is, and the op keeps its backend. So is the failure of
+an earlier operator that surfaces here: it has left its numbers unwritten, and torch would go on with those.
 
 Under NPU_KERNELS_DEBUG=1 a step's result is looked at: `FloatingPointError` where it holds a NaN or an infinity and the
 torch twin's does not. That waits for the device and copies the arguments.
@@ -21,6 +22,11 @@ from ._checks import debug
 from ._launch import KernelError
 
 __all__ = ["falls_back"]
+
+_EARLIER = (
+    "npu_trainer_kernels: this is the failure of an operator that was called before, and perhaps not of this package; "
+    "the call above is only where it surfaced. ASCEND_LAUNCH_BLOCKING=1 makes it fail where it is called."
+)
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -42,8 +48,11 @@ def falls_back(*ops: str) -> Callable[[Step], Step]:
             failure = RuntimeError if backend == "vendor" else KernelError
             try:
                 result = step(*args)
-            except failure as error:
-                if backends.is_strict(backend) or device.is_out_of_memory(error):
+            except RuntimeError as error:
+                if device.is_of_an_earlier_call(error):
+                    error.add_note(_EARLIER)
+                    raise
+                if not isinstance(error, failure) or backends.is_strict(backend) or device.is_out_of_memory(error):
                     raise
                 backends.record_failure(ops, given[0].device, str(error))
                 return step(*given, "torch")

@@ -18,7 +18,15 @@ import torch
 from .. import device
 from .._triton import COMPILED_TAKES_CONSTANTS, INTERPRETED, triton
 
-__all__ = ["KernelError", "Launcher", "compile_only", "execute_on_host", "launch", "use_launcher"]
+__all__ = [
+    "KernelError",
+    "Launcher",
+    "build_launcher",
+    "compile_only",
+    "execute_on_host",
+    "launch",
+    "use_launcher",
+]
 
 
 class KernelError(RuntimeError):
@@ -63,7 +71,7 @@ def _run_on_current(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], c
         else:
             kernel[grid](*args, **constexprs)
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or device.is_of_an_earlier_call(error):
             raise
         if device.is_out_of_memory(error):
             # No fault of the kernel's. Triton has no type for it; who makes do with less knows PyTorch's.
@@ -119,16 +127,32 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constexprs: Any) ->
     _launcher.get()(kernel, grid, args, constexprs)
 
 
-def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> Any:
     """Compiles what `launch` would launch on the current device, into Triton's cache. Dtypes stand for tensors.
+
+    Returns Triton's `CompiledKernel`.
 
     Raises:
         KernelError: it cannot be compiled.
     """
     try:
-        kernel.warmup(*args, grid=grid, **constexprs)
+        return kernel.warmup(*args, grid=grid, **constexprs)
     except Exception as error:
         raise KernelError(_describe(kernel, grid, args, constexprs, error)) from error
+
+
+def build_launcher(compiled: Any) -> None:
+    """Builds what launches a `CompiledKernel`, into Triton's cache, where its first launch finds it. The device is not
+    asked for anything.
+
+    Raises:
+        KernelError: it cannot be built.
+    """
+    try:
+        triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+        raise KernelError(f"the launcher of kernel {compiled.metadata.name}: {cause}") from error
 
 
 @contextlib.contextmanager

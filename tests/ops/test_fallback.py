@@ -195,6 +195,43 @@ def test_memory_that_has_run_out_is_no_fault_of_a_kernel(monkeypatch, device, ba
     assert step(torch.ones(1, device=device), backend) == backend
 
 
+# torch_npu 2.13's words where a task of its queue has failed.
+OF_THE_QUEUE = (
+    "The Inner error is reported as above. The process exits for this inner error, and the current working operator "
+    "name is aclnnMatmul.\nSince the operator is called asynchronously, the stacktrace may be inaccurate."
+)
+
+
+@pytest.mark.parametrize("backend", ["vendor", "triton"])
+def test_an_earlier_operators_failure_retires_no_kernel_and_says_how_to_find_it(device, backend):
+    """A later call raises it. torch must not go on with what the operator has not written."""
+
+    class Kernel:
+        __name__ = "kernel"
+
+        def __getitem__(self, grid):
+            def run(*args):
+                raise RuntimeError(OF_THE_QUEUE)
+
+            return run
+
+    @falls_back("swiglu")
+    def step(x, backend):
+        if backend == "triton":
+            launch(Kernel(), (1,), x)
+        elif backend == "vendor":
+            Kernel()[(1,)](x)
+        return backend
+
+    with pytest.raises(RuntimeError) as caught:
+        step(torch.ones(1, device=device), backend)
+    assert type(caught.value) is RuntimeError
+    assert str(caught.value) == OF_THE_QUEUE
+    (note,) = caught.value.__notes__
+    assert "ASCEND_LAUNCH_BLOCKING=1" in note
+    assert backends.failures() == {}
+
+
 @pytest.mark.parametrize("text", ["the buffer overflows", "out of resource: shared memory, Required: 300000"])
 def test_a_kernel_that_wants_too_much_of_the_chip_is_at_fault(text):
     assert not is_out_of_memory(KernelError(text))
