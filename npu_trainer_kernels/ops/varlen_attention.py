@@ -18,9 +18,12 @@ op without tracing it: traced, each batch's lengths would be compiled anew.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -34,7 +37,7 @@ from ._segment_kernels import ByKernel, by_flash
 from ._segments import Options, Segments
 from ._shared_rows import Shared, take
 
-__all__ = ["Segments", "Shared", "take", "unserved", "varlen_attention", "varlen_attention_reference"]
+__all__ = ["Segments", "Shared", "take", "trial", "unserved", "varlen_attention", "varlen_attention_reference"]
 
 _DTYPES = (*FLOATS, torch.float64)
 
@@ -198,6 +201,59 @@ def unserved(
     # There one segment after another is no gain that anybody has seen over the batch with its padding.
     chosen, why = backends.explain("varlen_attention", device, backend, uncovered)
     return None if chosen == "vendor" else why
+
+
+_TRIED = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
+_TRIED_WIDE = 1e-3
+"""What a trial may be off by, of the greatest value: some roundings of the dtype. A key too many or too few in segments
+of a few tokens makes more than 0.1."""
+
+
+@functools.cache
+def trial(
+    device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, int], window: bool, softcap: float | None,
+    sinks: bool, backend: str | None,
+) -> str | None:  # fmt: skip
+    """Tries attention by segments on a device, once for each kind of layer: output and gradients of a few tokens beside
+    those of the reference. Why it had better not be used there, in words for a report, or None.
+
+    What is called on an accelerator belongs to others, and its meaning may change from version to version. Here the
+    host waits for the device; never again for the same arguments.
+
+    Args:
+        device, dtype, head_sizes, softcap, backend: as for `unserved`.
+        window, sinks: whether the layer has them.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    # A root, two that continue it, and one by itself.
+    lengths, seen = [6, 4, 3, 5], [6, 10, 9, 5]
+    index = np.array([*range(6), *range(10), *range(6), *range(10, 13), *range(13, 18)])
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    def outcome(attention: Any, tensors: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+        q, k, v, *rest = tensors
+        out = attention(q, k, v, segments, softcap=softcap, sinks=rest[0] if rest else None, **options)
+        return [out, *torch.autograd.grad(out, tensors, upstream.to(out.dtype))]
+
+    # Nobody else is to see what is saved for these gradients: not a checkpoint that the layer stands in.
+    own = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), own:
+            segments = Segments.make(lengths, device, seen, Shared.make(index, 18, device))
+            size, value = head_sizes
+            tensors = [drawn(18, 4, size), drawn(18, 2, size), drawn(18, 2, value), *([drawn(4)] if sinks else [])]
+            upstream = torch.randn(18, 4, value, generator=generator).to(device)
+            options = {"window": 4 if window else None}
+            got = outcome(varlen_attention, tensors, **options, backend=backend)
+            wide = [t.detach().float().requires_grad_() for t in tensors]
+            wanted = outcome(varlen_attention_reference, wide, **options)
+            off = max(((a.float() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, wanted, strict=True))
+    except (RuntimeError, TypeError, ValueError, AttributeError, ImportError) as error:
+        return f"attention by segments raises there: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    allowed = _TRIED.get(dtype, _TRIED_WIDE)
+    return None if off <= allowed else f"attention by segments gives other numbers there (off by {off:.0e})"
 
 
 def _check(

@@ -22,10 +22,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from ..ops._segments import Segments
-from ..ops.varlen_attention import unserved, varlen_attention
+from ..ops.varlen_attention import trial, unserved, varlen_attention
 from ._undo import Undo
 
-__all__ = ["NAME", "Asked", "Packing", "Unserved", "attend_by_segments", "packed", "under_way", "window_of"]
+__all__ = ["NAME", "Asked", "Packing", "Unserved", "attend_by_segments", "packed", "under_way", "why_not", "window_of"]
 
 NAME = "npu_kernels_segments"
 
@@ -113,6 +113,20 @@ def _mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, 
     return PackedMask(packing, window_of(mask_function, packing.segments.longest_k))
 
 
+def why_not(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int], window: int | None, softcap: float | None,
+    sinks: bool, dropout: float, backend: str | None, segments: int = 1,
+) -> str | None:  # fmt: skip
+    """Why a layer had better not attend by segments, or None; on an accelerator it is tried, once."""
+    reason = unserved(
+        device, dtype, sizes, window=window, softcap=softcap, sinks=sinks, dropout=dropout, segments=segments,
+        backend=backend,
+    )  # fmt: skip
+    if reason is None and device.type not in ("cpu", "meta"):
+        reason = trial(device, dtype, sizes, window is not None, softcap, sinks, backend)
+    return reason
+
+
 def _attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None,
@@ -132,8 +146,8 @@ def _attention(
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     served = functools.partial(
-        unserved, query.device, dtype, (query.shape[-1], value.shape[-1]), window=window, softcap=softcap,
-        sinks=s_aux is not None, dropout=dropout, backend=packing.backend,
+        why_not, query.device, dtype, (query.shape[-1], value.shape[-1]), window, softcap, s_aux is not None, dropout,
+        packing.backend,
     )  # fmt: skip
     reason, lasts = served(segments=len(packing.segments)), True
     if reason is None and dtype is query.dtype and not query.dtype == key.dtype == value.dtype:

@@ -19,11 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..ops.varlen_attention import unserved
 from ._batch import Batch, hidden_of
 from ._classes import original_class
 from ._miniature import VOCABULARY, miniature, miniature_around, small_config
-from ._packed import Asked, Unserved
+from ._packed import Asked, Unserved, why_not
 from ._patch import PROBE_ERRORS, set_on_instance
 
 __all__ = ["OUTPUTS", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
@@ -143,8 +142,7 @@ def unserved_layers(
                 dropout = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
                 layers.add((size, value, dropout if isinstance(dropout, float) else 0.0))
     return next(filter(None, (
-        unserved(where, dtype, (size, value), window=1 if window else None, softcap=softcap, sinks=sinks,
-                 dropout=dropout, backend=backend)
+        why_not(where, dtype, (size, value), 1 if window else None, softcap, sinks, dropout, backend)
         for window, softcap, sinks in proof.asked for size, value, dropout in layers
     )), None)  # fmt: skip
 

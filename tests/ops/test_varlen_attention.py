@@ -1,5 +1,7 @@
 """Attention inside segments: values and gradients against a masked softmax over the whole packed row."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,10 +10,12 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from npu_trainer_kernels import ops
 from npu_trainer_kernels.ops import Segments, Shared, varlen_attention
 from tests.closeness import assert_op_close
+from tests.conftest import DEVICE
 from tests.ops.test_shared_rows import Waits
 
 # The package's name for it is the function.
@@ -418,3 +422,69 @@ def test_a_shared_gradient_that_is_counted_once_is_seen(device, monkeypatch):
     monkeypatch.setattr(Shared, "gradient", lambda self, dy: self._once.of(dy))
     with pytest.raises(AssertionError, match="result 2"):
         check(SHARED, tensors(SHARED, device))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The trial on a device
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def untried():
+    op.trial.cache_clear()
+    yield
+    op.trial.cache_clear()
+
+
+def tried(dtype=torch.bfloat16, window=False, softcap=None, sinks=False):
+    return op.trial(torch.device(DEVICE), dtype, (16, 16), window, softcap, sinks, None)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_trial_finds_nothing_where_nothing_is_wrong(untried, dtype, window, softcap, sinks):
+    assert tried(dtype, window, softcap, sinks) is None
+
+
+def whole_row(own, *args):
+    q, k, v, sinks, _, options, backend = args
+    one = Segments.make([q.shape[0]], q.device, [k.shape[0]])
+    return own(q, k, v, sinks, one, options, backend)
+
+
+def without_window(own, *args):
+    return own(*args[:5], dataclasses.replace(args[5], window=None), args[6])
+
+
+def half_a_gradient(own, *args):
+    out = own(*args)
+    return out / 2 + out.detach() / 2
+
+
+def raises(own, *args):
+    raise RuntimeError("no such operator\nand more")
+
+
+@pytest.mark.parametrize("fault", [whole_row, without_window, half_a_gradient, raises])
+def test_a_trial_finds_what_is_wrong(untried, monkeypatch, fault):
+    monkeypatch.setattr(op, "_attend", functools.partial(fault, op._attend))
+    reason = tried(window=True)
+    assert reason is not None
+    assert ("RuntimeError: no such operator" in reason) == (fault is raises)
+    assert "\n" not in reason
+
+
+def test_a_trial_inside_of_a_checkpoint_leaves_no_trace(untried):
+    x = torch.randn(4, 4, device=DEVICE, requires_grad=True)
+
+    def layer(x):
+        assert tried(torch.float32) is None
+        return torch.tanh(x @ x)
+
+    state = torch.get_rng_state()
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    expected = torch.autograd.grad(torch.tanh(x @ x).sum(), x)[0]
+    assert torch.equal(x.grad, expected)

@@ -337,7 +337,7 @@ def test_bodies_with_a_state_are_left_alone(kind):
 def test_heads_of_several_sizes_are_each_asked_about(monkeypatch):
     """Gemma 4's layers that attend to everything have larger ones."""
     asked = set()
-    monkeypatch.setattr("npu_trainer_kernels.patching._proof.unserved", lambda *args, **more: asked.add(args[2]))
+    monkeypatch.setattr("npu_trainer_kernels.patching._packed.unserved", lambda *args, **more: asked.add(args[2]))
     model = tiny_model("causal", "gemma4_text")
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         ids = torch.arange(3, 15).view(2, 6)

@@ -255,7 +255,7 @@ def test_too_many_segments_refuse_one_batch_alone(monkeypatch):
 
 
 def test_a_layer_that_is_served_in_no_way_is_known_before_it_begins(monkeypatch):
-    monkeypatch.setattr("npu_trainer_kernels.patching._proof.unserved", lambda *args, **more: "planted")
+    monkeypatch.setattr("npu_trainer_kernels.patching._packed.unserved", lambda *args, **more: "planted")
     model = made("llama", torch.float32, "eager")
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         monkeypatch.setattr("npu_trainer_kernels.patching._batch.packed", None)  # no packed row sets out
