@@ -179,10 +179,13 @@ def unserved(
     it. Reads no tensor.
 
     Args:
-        device, dtype: of q, k and v.
+        device: of q, k and v.
+        dtype: of q, k and v.
         head_sizes: D of q and k, and of v.
-        window, softcap, dropout: of the layer.
+        window: of the layer.
+        softcap: of the layer.
         sinks: whether it has some.
+        dropout: of the layer.
         segments: how many there are, or will be at most.
         backend: overrides the choice of `backends.choose`.
     """
@@ -221,8 +224,13 @@ def trial(
     host waits for the device; never again for the same arguments.
 
     Args:
-        device, dtype, head_sizes, softcap, backend: as for `unserved`.
-        window, sinks: whether the layer has them.
+        device: as for `unserved`.
+        dtype: as for `unserved`.
+        head_sizes: as for `unserved`.
+        window: whether the layer has one.
+        softcap: as for `unserved`.
+        sinks: whether the layer has some.
+        backend: as for `unserved`.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     # A root, two that continue it, and one by itself.
