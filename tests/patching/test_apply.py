@@ -86,7 +86,7 @@ FOUND = {
 if Version(transformers.__version__) < Version("5"):
     # There each expert is a gated MLP of its own.
     FOUND["qwen3-moe"] |= {"swiglu"}
-    # And PyTorch's attention is not told of the soft cap: attention by segments, which is, would compute something else.
+    # And PyTorch's attention is not told of the soft cap: attention by segments, which is, would not be the same.
     WITHOUT_BODY = {"gemma2"}
 else:
     WITHOUT_BODY = set()
