@@ -102,6 +102,8 @@ def train(folder, cls, config, data, *, ours, double=False, family="qwen3", **op
             **extra,
         )
     set_adapters(trainer.model)
+    if double and getattr(trainer, "ref_model", None) is not None:
+        trainer.ref_model.double()  # TRL 1.15 loads it in fp32, whatever the trained model is
     with truth():
         trainer.train()
     return trainer, callback
