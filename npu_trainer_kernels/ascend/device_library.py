@@ -2,9 +2,9 @@
 
 The compiler's package ships its functions (`vexp_1d_float`, `load_gm_to_ubuf_1d_bfloat16_t`, ...) as LLVM bitcode.
 `call` builds the one that is asked for with every hardware instruction replaced by a record, runs it on a description
-of its operands, and returns what it issued: vector instructions with their repeats, transfers with their lengths, flags.
-Nothing is computed. What a function issues depends on the sizes, strides and alignment of its operands alone, so that
-each answer is kept.
+of its operands, and returns what it issued: vector instructions, how often each repeats, transfers, flags. Nothing is
+computed. What a function issues depends on the sizes, strides and alignment of its operands alone, so that each answer
+is kept.
 """
 
 import ctypes
