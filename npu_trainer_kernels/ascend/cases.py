@@ -15,9 +15,9 @@ import torch
 from .. import device, ops
 from ..ops._gates import ACTIVATIONS
 from ..workloads import ModelShapes
-from .gate import Case
+from .gate import Case, FewRows, Minimum
 
-__all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "ROWS", "TABLE", "VOCABULARIES", "Entry", "Tensors", "cases",
+__all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "MINIMA", "ROWS", "TABLE", "VOCABULARIES", "Entry", "Tensors", "cases",
            "model_cases"]  # fmt: skip
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -110,9 +110,17 @@ class Entry:
             with device.use_spec(replace(chip, vector_cores=1)):
                 return self.call(Tensors(dtype, "cpu"), rows, size)
 
+        # A launch is compiled for numbers of rows that 16 divides, as a micro-batch's are.
+        few = 16 if self.share else self.rows // 32
+
+        def run_few() -> None:
+            self.call(Tensors(dtype, "cpu" if self.reads_values else "meta"), few, size)
+
         # fp16 moves what bf16 moves.
         measured = None if name == "fp16" else run_share
-        return Case(self.op, f"{self.rows} x {size} ({self.label})", name, run, measured, self.max_traffic)
+        minima = {kernel: minimum for (op, kernel), minimum in MINIMA.items() if op == self.op}
+        return Case(self.op, f"{self.rows} x {size} ({self.label})", name, run, measured, self.max_traffic,
+                    FewRows(run_few, few, few * size), minima)  # fmt: skip
 
 
 def _backward(*outputs: torch.Tensor | None) -> None:
@@ -396,6 +404,27 @@ TABLE: tuple[Entry, ...] = (
 )  # fmt: skip
 
 
+# Vector instructions per element, counted by hand. A logit is converted to fp32, compared with the running maximum of
+# its lane, shifted by it, raised and added up; a softcap is 2 outer sigmoid(2 inner x) - outer.
+_STATISTICS, _GRADIENT = "_row_statistics_kernel", "_row_gradient_kernel"
+_SOFTCAP = "scale, exp, + 1, divide, - outer"
+MINIMA: dict[tuple[str, str], Minimum] = {
+    ("linear_cross_entropy", _STATISTICS): Minimum(5, "convert, maximum, subtract, exp, sum"),
+    ("linear_cross_entropy, label smoothing, z-loss", _STATISTICS): Minimum(6, "plain, and the sum of logits"),
+    ("linear_logprob, entropy", _STATISTICS): Minimum(8, "plain, scale by the temperature, p z and its sum"),
+    ("linear_cross_entropy, accuracy", _STATISTICS): Minimum(8, "plain, compare, select a place, least place"),
+    ("linear_cross_entropy, softcap", _STATISTICS): Minimum(10, f"plain and the softcap: {_SOFTCAP}"),
+    ("linear_cross_entropy, softcap", _GRADIENT): Minimum(
+        13, f"convert, {_SOFTCAP}, subtract, exp, scale, times 1 - (z / outer)^2 (3), convert"
+    ),
+    ("swiglu", "_backward_kernel"): Minimum(
+        16,
+        "3 in, 2 out to convert; s = 1 / (1 + exp(-g)) (4); a = g s; du = dy a; dg = dy u s (1 + (g - a)) (5)",
+    ),
+}
+"""By op of an entry and kernel."""
+
+
 def cases() -> list[Case]:
     """All cases of the table."""
     return [case for entry in TABLE for case in entry.cases()]
@@ -415,4 +444,4 @@ def model_cases(shapes: ModelShapes, dtype: str) -> list[Case]:
         "vocabulary": shapes.vocabulary,
     }
     fitted = (replace(e, sizes=(sizes[e.label],), dtypes=(dtype,)) for e in TABLE if dtype in e.dtypes)
-    return [replace(case, run_small=None) for entry in fitted for case in entry.cases()]
+    return [replace(case, run_small=None, few=None) for entry in fitted for case in entry.cases()]

@@ -35,6 +35,7 @@ __all__ = [
     "BYTES_PER_ELEMENT_ACCESS",
     "MAX_SWITCHES",
     "MemoryPlan",
+    "delays",
     "memory_of",
     "plan",
     "plan_lowered",
@@ -138,6 +139,13 @@ def violations(plan: MemoryPlan) -> list[str]:
     elif plan.block_switches:
         broken.append(f"vector/scalar switches: {plan.block_switches} for each block of a row, none allowed there")
     return broken
+
+
+def delays(plan: MemoryPlan) -> list[str]:
+    """The rule about waiting that a plan can break, as `violations`: `fixed waits`. The kernel is right, and slow."""
+    if plan.fits and plan.fixed_waits:
+        return [f"fixed waits: {plan.fixed_waits} of the next tile's loads for the vector unit"]
+    return []
 
 
 # -------------------------------------------------------------------------------------------------- running the planner

@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -52,8 +51,8 @@ class Trace:
     bytes_out: int
     loads: int
 
-    def instructions_per_element(self, elements: int) -> float:
-        """Vector instructions over a whole number of elements, as if each worked on 64 fp32 lanes."""
+    def instructions_per_element(self, elements: float) -> float:
+        """Vector instructions over a number of elements, as if each worked on 64 fp32 lanes."""
         return self.vector_repeats * LANES / elements
 
 
@@ -351,7 +350,6 @@ class _Translation:
         return "gm" if "address_space<gm>" in line else "ub"
 
 
-@cache
 def _compiled(kernel: str, planned: str) -> Callable[..., None]:
     """The Python function of a planned kernel: `run(events, program, *arguments)`."""
     if "cf.cond_br " in planned or "cf.br " in planned:

@@ -5,8 +5,9 @@ import torch
 
 from npu_trainer_kernels import device
 from npu_trainer_kernels.ascend import gate
-from npu_trainer_kernels.ascend.gate import CHIPS, Case, collect, failures, render, report_is_current, write_report
+from npu_trainer_kernels.ascend.gate import CHIPS, Case, collect, failures
 from npu_trainer_kernels.ascend.plan import plan_lowered
+from npu_trainer_kernels.ascend.report import render, report_is_current, write_report
 from npu_trainer_kernels.ops._launch import launch
 
 from . import toys
