@@ -80,6 +80,7 @@ class Entry:
         dtypes: names of `DTYPES`.
         max_traffic: the most bytes moved over the fewest possible; None: reported, not held against a limit.
         reads_values: the op's host code reads masks, so that its launches are recorded on CPU tensors, of few rows.
+        follows_ids: how often its kernels' loops run is said by ids, so that a trace needs them.
     """
 
     op: str
@@ -91,6 +92,7 @@ class Entry:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     max_traffic: float | None = _ROW_LIMIT
     reads_values: bool = False
+    follows_ids: bool = False
 
     def cases(self) -> Iterator[Case]:
         """One case for each size and dtype."""
@@ -114,7 +116,7 @@ class Entry:
         few = 16 if self.share else self.rows // 32
 
         def run_few() -> None:
-            self.call(Tensors(dtype, "cpu" if self.reads_values else "meta"), few, size)
+            self.call(Tensors(dtype, "cpu" if self.reads_values or self.follows_ids else "meta"), few, size)
 
         # fp16 moves what bf16 moves.
         measured = None if name == "fp16" else run_share
@@ -382,8 +384,8 @@ TABLE: tuple[Entry, ...] = (
     Entry("rope, by turns, half", (128,), "head", _rope(0.5, pairs="interleaved", tables="first_half")),
     Entry("rope, by turns, tables of pairs", (64, 128), "head", _rope(pairs="interleaved", tables="first_half")),
     Entry("rope, regrouped", (64, 128), "head", _rope(pairs="regrouped", tables="first_half")),
-    Entry("embedding", HIDDEN, "hidden", _embedding(None)),
-    Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25)),
+    Entry("embedding", HIDDEN, "hidden", _embedding(None), follows_ids=True),
+    Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25), follows_ids=True),
     _head("linear_cross_entropy", _cross_entropy()),
     _head("linear_cross_entropy, softcap", _cross_entropy(softcap=30.0, logit_scale=0.5)),
     _head("linear_cross_entropy, label smoothing, z-loss", _cross_entropy(label_smoothing=0.1, z_loss=1e-4)),

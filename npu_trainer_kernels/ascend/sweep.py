@@ -140,7 +140,7 @@ def _forget() -> None:
 def _launches(what: Sweep, size: int, value: int | None) -> list[Launch]:
     """The kernel's launches."""
     recorder, entry = Recorder(), what.entry
-    tensors = cases.Tensors(cases.DTYPES[what.dtype], "cpu" if entry.reads_values else "meta")
+    tensors = cases.Tensors(cases.DTYPES[what.dtype], "cpu" if entry.reads_values or entry.follows_ids else "meta")
     with _with(what, value), device.use_chip(what.chip), use_launcher(recorder):
         entry.call(tensors, _rows(what) * device.chip_spec(what.chip).vector_cores, size)
     named = [launch for launch in recorder.launches if launch.kernel.__name__ == what.kernel]
