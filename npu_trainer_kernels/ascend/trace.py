@@ -7,8 +7,8 @@ unit really waits for the vector unit (the library's own waits included, which t
 vector instructions an element costs, how many bytes are moved.
 
 Data is not followed, but for whole numbers that the scalar unit reads from tensors on the CPU: which rows an
-embedding's gradient adds up. Where else a branch depends on data, whole numbers are 0 and others 1: a token whose target
-lies in the first tile, a row with weight. Half of such a branch is not seen.
+embedding's gradient adds up. Where else a branch depends on data, whole numbers are 0 and others 1: a token whose
+target lies in the first tile, a row with weight. Half of such a branch is not seen.
 """
 
 import math
