@@ -22,8 +22,9 @@ import torch
 
 from .device_library import Event, View, call
 from .lower import Specialization, lower
-from .plan import memory_of, planned
+from .plan import planned
 from .toolchain import ToolchainError
+from .walk import memory_of
 
 __all__ = ["Trace", "counts", "trace"]
 

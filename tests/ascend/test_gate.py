@@ -101,10 +101,11 @@ def test_more_instructions_than_the_minimum_allows_fail():
     assert "| toy | silu | 7.0 | 6.3 | by hand |" in render(rows(6.3))
 
 
-def test_the_950_is_reported_but_does_not_gate():
-    rows = collect([_case(block=65536)], ["Ascend950PR_9589"])
-    assert rows[0].broken == ("buffer overflow: needs 262144 bytes of 253952",)
-    assert failures(rows) == []
+def test_the_950_gates_too():
+    rows = collect([_case(block=65536), _toy(toys.silu, BLOCK=8192)], ["Ascend950PR_9589"])
+    where = "scale scaled_rows 4000 x 4096 bf16 Ascend950PR_9589"
+    assert failures(rows) == [f"{where}: buffer overflow: needs 262144 bytes of 253952"]
+    assert [row.waits for row in rows] == [None, None]
 
 
 def test_chips_that_the_compiler_knows_alike_share_a_plan(monkeypatch):
