@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             found += of_size
         if given.write:
             _write(given, what, found, bests)
-    except (ValueError, MissingDependencyError) as error:
+    except (ValueError, MissingDependencyError, toolchain.ToolchainError) as error:
         parser.error(str(error))
 
 
