@@ -419,6 +419,9 @@ MINIMA: dict[tuple[str, str], Minimum] = {
     ("linear_cross_entropy, softcap", _GRADIENT): Minimum(
         13, f"convert, {_SOFTCAP}, subtract, exp, scale, times 1 - (z / outer)^2 (3), convert"
     ),
+    ("linear_logprob, everything", _STATISTICS): Minimum(
+        18, "softcap (10), p z and its sum, the sum of logits, p^2 and its sum, the maximum's place (3)"
+    ),
     ("swiglu", "_backward_kernel"): Minimum(
         16,
         "3 in, 2 out to convert; s = 1 / (1 + exp(-g)) (4); a = g s; du = dy a; dg = dy u s (1 + (g - a)) (5)",
