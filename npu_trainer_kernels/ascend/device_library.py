@@ -4,7 +4,7 @@ The compiler's package ships its functions (`vexp_1d_float`, `load_gm_to_ubuf_1d
 `call` builds the one that is asked for with every hardware instruction replaced by a record, runs it on a description
 of its operands, and returns what it issued: vector instructions, how often each repeats, transfers, flags. Nothing is
 computed. What a function issues depends on the sizes, strides and alignment of its operands alone, so that each answer
-is kept.
+is kept for a while.
 """
 
 import ctypes
@@ -159,6 +159,7 @@ def _build(path: Path, function: str) -> None:
 
 _Recorder = ctypes.CFUNCTYPE(None, ctypes.c_char_p, *[ctypes.c_int64] * 4)
 _answers: dict[tuple[Any, ...], tuple[Event, ...]] = {}
+_MOST_ANSWERS = 4096  # a kernel asks for some hundred, again and again
 _running = threading.Lock()  # one buffer, one list of events
 
 
@@ -254,6 +255,8 @@ def call(name: str, operands: tuple[View | int | float, ...]) -> tuple[Event, ..
     key = name, *(_alike(operand) for operand in operands)
     with _running:
         if key not in _answers:
+            if len(_answers) >= _MOST_ANSWERS:
+                _answers.clear()
             machine = _machine()
             passed = [_passed(operand) for operand in operands]
             # A load of the library takes one number more than the planner passes, how to treat the cache: 0.
