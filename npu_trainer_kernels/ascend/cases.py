@@ -15,9 +15,9 @@ import torch
 from .. import device, ops
 from ..ops._gates import ACTIVATIONS
 from ..workloads import ModelShapes
-from .gate import Case
+from .gate import Case, FewRows, Minimum
 
-__all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "ROWS", "TABLE", "VOCABULARIES", "Entry", "Tensors", "cases",
+__all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "MINIMA", "ROWS", "TABLE", "VOCABULARIES", "Entry", "Tensors", "cases",
            "model_cases"]  # fmt: skip
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -80,6 +80,7 @@ class Entry:
         dtypes: names of `DTYPES`.
         max_traffic: the most bytes moved over the fewest possible; None: reported, not held against a limit.
         reads_values: the op's host code reads masks, so that its launches are recorded on CPU tensors, of few rows.
+        follows_ids: how often its kernels' loops run is said by ids, so that a trace needs them.
     """
 
     op: str
@@ -91,6 +92,7 @@ class Entry:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     max_traffic: float | None = _ROW_LIMIT
     reads_values: bool = False
+    follows_ids: bool = False
 
     def cases(self) -> Iterator[Case]:
         """One case for each size and dtype."""
@@ -110,9 +112,17 @@ class Entry:
             with device.use_spec(replace(chip, vector_cores=1)):
                 return self.call(Tensors(dtype, "cpu"), rows, size)
 
+        # A launch is compiled for numbers of rows that 16 divides, as a micro-batch's are.
+        few = 16 if self.share else self.rows // 32
+
+        def run_few() -> None:
+            self.call(Tensors(dtype, "cpu" if self.reads_values or self.follows_ids else "meta"), few, size)
+
         # fp16 moves what bf16 moves.
         measured = None if name == "fp16" else run_share
-        return Case(self.op, f"{self.rows} x {size} ({self.label})", name, run, measured, self.max_traffic)
+        minima = {kernel: minimum for (op, kernel), minimum in MINIMA.items() if op == self.op}
+        return Case(self.op, f"{self.rows} x {size} ({self.label})", name, run, measured, self.max_traffic,
+                    FewRows(run_few, few, few * size), minima)  # fmt: skip
 
 
 def _backward(*outputs: torch.Tensor | None) -> None:
@@ -374,8 +384,8 @@ TABLE: tuple[Entry, ...] = (
     Entry("rope, by turns, half", (128,), "head", _rope(0.5, pairs="interleaved", tables="first_half")),
     Entry("rope, by turns, tables of pairs", (64, 128), "head", _rope(pairs="interleaved", tables="first_half")),
     Entry("rope, regrouped", (64, 128), "head", _rope(pairs="regrouped", tables="first_half")),
-    Entry("embedding", HIDDEN, "hidden", _embedding(None)),
-    Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25)),
+    Entry("embedding", HIDDEN, "hidden", _embedding(None), follows_ids=True),
+    Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25), follows_ids=True),
     _head("linear_cross_entropy", _cross_entropy()),
     _head("linear_cross_entropy, softcap", _cross_entropy(softcap=30.0, logit_scale=0.5)),
     _head("linear_cross_entropy, label smoothing, z-loss", _cross_entropy(label_smoothing=0.1, z_loss=1e-4)),
@@ -394,6 +404,30 @@ TABLE: tuple[Entry, ...] = (
     _head_of_values("grpo_loss, fused, cispo", _grpo(True, loss_type="cispo", **_CORRECTED_KL), VOCABULARIES[:1]),
     _head_of_values("grpo_loss, fused, sapo", _grpo(True, loss_type="sapo", **_CORRECTED_KL), VOCABULARIES[:1]),
 )  # fmt: skip
+
+
+# Vector instructions per element, counted by hand. A logit is converted to fp32, compared with the running maximum of
+# its lane, shifted by it, raised and added up; a softcap is 2 outer sigmoid(2 inner x) - outer.
+_STATISTICS, _GRADIENT = "_row_statistics_kernel", "_row_gradient_kernel"
+_SOFTCAP = "scale, exp, + 1, divide, - outer"
+MINIMA: dict[tuple[str, str], Minimum] = {
+    ("linear_cross_entropy", _STATISTICS): Minimum(5, "convert, maximum, subtract, exp, sum"),
+    ("linear_cross_entropy, label smoothing, z-loss", _STATISTICS): Minimum(6, "plain, and the sum of logits"),
+    ("linear_logprob, entropy", _STATISTICS): Minimum(8, "plain, scale by the temperature, p z and its sum"),
+    ("linear_cross_entropy, accuracy", _STATISTICS): Minimum(8, "plain, compare, select a place, least place"),
+    ("linear_cross_entropy, softcap", _STATISTICS): Minimum(10, f"plain and the softcap: {_SOFTCAP}"),
+    ("linear_cross_entropy, softcap", _GRADIENT): Minimum(
+        13, f"convert, {_SOFTCAP}, subtract, exp, scale, times 1 - (z / outer)^2 (3), convert"
+    ),
+    ("linear_logprob, everything", _STATISTICS): Minimum(
+        18, "softcap (10), p z and its sum, the sum of logits, p^2 and its sum, the maximum's place (3)"
+    ),
+    ("swiglu", "_backward_kernel"): Minimum(
+        16,
+        "3 in, 2 out to convert; s = 1 / (1 + exp(-g)) (4); a = g s; du = dy a; dg = dy u s (1 + (g - a)) (5)",
+    ),
+}
+"""By op of an entry and kernel."""
 
 
 def cases() -> list[Case]:
@@ -415,4 +449,4 @@ def model_cases(shapes: ModelShapes, dtype: str) -> list[Case]:
         "vocabulary": shapes.vocabulary,
     }
     fitted = (replace(e, sizes=(sizes[e.label],), dtypes=(dtype,)) for e in TABLE if dtype in e.dtypes)
-    return [replace(case, run_small=None) for entry in fitted for case in entry.cases()]
+    return [replace(case, run_small=None, few=None) for entry in fitted for case in entry.cases()]
