@@ -68,19 +68,22 @@ def _tunable(fn: Callable[..., _Tile]) -> Callable[..., _Tile]:
         _asked.add(key)
         *sizes, spec = args
         measured = tuned.variation(fn.__name__, tuple(sizes), spec.name)
-        return varied(fn(*args), _tried.get(key, measured), spec)
+        return varied(fn(*args), _tried.get(key, measured))
 
     TUNABLE[fn.__name__] = tile
     return tile
 
 
-def varied(tile: Any, by: Variation | None, spec: DeviceSpec) -> Any:
-    """A tile with its rows, size or fold halved or doubled, and its warps; None, and what does not exist, stay."""
+def varied(tile: Any, by: Variation | None) -> Any:
+    """A tile with its rows, size or fold halved or doubled, and its warps; None, and what does not exist, stay.
+
+    Whether a larger one fits an NPU, its compiler says.
+    """
     if tile is None or by is None:
         return tile
     name = next(name for name in ("rows", "size", "fold") if hasattr(tile, name))
-    # On an NPU the formula gives the largest that fits.
-    size = by.size if not spec.has_buffer else min(by.size, 0)
+    # A row in halves is on the chip alone: its kernel takes one at a time.
+    size = 0 if isinstance(tile, RowTile) and tile.halves else by.size
     changes: dict[str, Any] = {name: max(1, _shifted(getattr(tile, name), size))}
     if "num_warps" in tile.options:
         warps = max(1, min(32, _shifted(tile.options["num_warps"], by.warps)))
@@ -408,14 +411,15 @@ def _row_tile(cols: int, elements: int, widest: int, spec: DeviceSpec, widest_ha
         warps = max(1, min(8 if cols <= 8192 else 16, rows * cols // 512))
         return RowTile(rows, cols, blocks, launch_options(spec, warps))
     if spec.has_buffer:
-        if cols <= max(elements, widest):
+        if cols <= max(elements // 2, widest):
             # Of short rows no more than 128: transfers of 8 KiB and more.
             return RowTile(max(1, min(elements // cols, 128)), cols, fold=_fold(cols))
         if cols <= widest_halves and cols % 2 == 0 and _fold(cols // 2) > 1:
             return RowTile(1, cols // 2, fold=_fold(cols // 2), halves=True)
-        blocks = _cdiv(cols, 2048)
+        # Of two rows at least: a sum over one would be a scalar.
+        blocks = _cdiv(cols, min(2048, elements // 2))
         cols = _cdiv(_cdiv(cols, blocks), 64) * 64
-        return RowTile(max(1, _BLOCKS_TILE // cols), cols, blocks)
+        return RowTile(max(1, elements // cols), cols, blocks)
     # The interpreter, which knows powers of two only: small, so that a few rows make several tiles and a tail, and a
     # row of more than 128 columns two halves or several blocks.
     if cols == 256 and widest_halves:
@@ -430,10 +434,6 @@ def _row_tile(cols: int, elements: int, widest: int, spec: DeviceSpec, widest_ha
 def _fold(cols: int) -> int:
     """In how many pieces of whole 32-byte units a row goes."""
     return next((fold for fold in (8, 4, 2) if cols % (16 * fold) == 0), 1)
-
-
-# Elements of a tile of column blocks: two kernels, each of which needs less room than the one for whole rows.
-_BLOCKS_TILE = 6144
 
 
 @_tunable
@@ -479,7 +479,7 @@ def norm_backward_tile(cols: int, itemsize: int, has_residual: bool, has_ds: boo
         return RowTile(max(1, size // width), width, 1, launch_options(spec, size // 1024))
     # As above.
     halves = 0 if itemsize == 4 else 6144 if has_ds else 5632 if has_residual else 7168
-    return _row_tile(cols, 4608, 4608 if has_ds or has_residual else 5120, spec, halves)
+    return _row_tile(cols, 4096 if has_residual else 4608, 4608 if has_ds or has_residual else 5120, spec, halves)
 
 
 @_tunable
