@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from . import tuned
 from .device import GIB, MIB, DeviceSpec
+from .tile_limits import tile_limit
 from .tuned import Variation
 
 __all__ = [
@@ -391,13 +392,15 @@ def accumulating_programs(
     return programs(tasks, spec, blocks)
 
 
-def _row_tile(cols: int, elements: int, widest: int, spec: DeviceSpec, widest_halves: int = 0) -> RowTile:
+def _row_tile(cols: int, kernel: str, itemsize: int, widest: int, spec: DeviceSpec, widest_halves: int = 0) -> RowTile:
     """Whole rows where at least one fits, else column blocks.
 
     Args:
         cols: columns of a row.
-        elements: on an NPU, the most of a tile of several rows whose loads overlap the arithmetic.
-        widest: there, the most columns of a tile of one row; one row needs less, since nothing is broadcast over rows.
+        kernel: its name among the limits of `tiles.json`.
+        itemsize: bytes of the widest element that is read or written.
+        widest: on an NPU, the most columns of a tile of one row; it needs less than several, of which the weight is
+            broadcast to each.
         spec: the device.
         widest_halves: there, the most columns of a row in two halves, which wait on the chip in their own dtype.
     """
@@ -411,6 +414,7 @@ def _row_tile(cols: int, elements: int, widest: int, spec: DeviceSpec, widest_ha
         warps = max(1, min(8 if cols <= 8192 else 16, rows * cols // 512))
         return RowTile(rows, cols, blocks, launch_options(spec, warps))
     if spec.has_buffer:
+        elements = tile_limit(kernel, itemsize, spec)
         if cols <= max(elements // 2, widest):
             # Of short rows no more than 128: transfers of 8 KiB and more.
             return RowTile(max(1, min(elements // cols, 128)), cols, fold=_fold(cols))
@@ -452,13 +456,17 @@ def norm_forward_tile(cols: int, itemsize: int, rounds: bool, stores_sum: bool, 
     if spec.has_warps and has_residual and 2048 < cols <= 4096:
         # With four tensors to move, 8 elements a thread (H200, 8192 x 4096: 68 us, with 16 elements 70).
         return RowTile(1, 4096, 1, launch_options(spec, 16))
-    # The largest for which no load waits for the vector unit by a fixed event (bishengir-compile 1.2.0, 910B4; swept at
-    # hidden sizes 512 to 9216, every casting).
+    # One row: the widest for which no load waits for the vector unit by a fixed event (bishengir-compile 1.2.0, 910B4;
+    # of 4096 to 10240 columns, every casting). A row that is wider than two halves may be is read twice, in blocks,
+    # which was the better of both: in four pieces 8192 columns with a sum would take 1.04 times as many simulated
+    # cycles as in blocks; without a residual 12288 and 16384 columns 1.03 and 1.06 times.
     if stores_sum:
-        return _row_tile(cols, 5120, 5120, spec, 6144 if itemsize == 2 else 0)
+        widest, halves = 5120, 6144 if itemsize == 2 else 0
+        return _row_tile(cols, "rms_norm._forward_kernel with residual", itemsize, widest, spec, halves)
     if has_residual:
-        return _row_tile(cols, 5120, 6144 if itemsize == 2 else 8192, spec)
-    return _row_tile(cols, 8960 if itemsize == 2 else 7680, 8192, spec)
+        widest = 6144 if itemsize == 2 else 8192
+        return _row_tile(cols, "rms_norm._forward_kernel with residual", itemsize, widest, spec)
+    return _row_tile(cols, "rms_norm._forward_kernel", itemsize, 8192, spec)
 
 
 @_tunable
@@ -477,9 +485,11 @@ def norm_backward_tile(cols: int, itemsize: int, has_residual: bool, has_ds: boo
         width = next_power_of_2(cols)
         size = 4096 if width <= 1024 else 8192 if width <= 4096 or cols < width <= 8192 else 16384
         return RowTile(max(1, size // width), width, 1, launch_options(spec, size // 1024))
-    # As above.
+    # As above. In halves 8192 columns would take 1.11 times as many simulated cycles as in blocks, with a gradient of
+    # the sum 1.18 times: there is no room left in which loads overlap.
     halves = 0 if itemsize == 4 else 6144 if has_ds else 5632 if has_residual else 7168
-    return _row_tile(cols, 4096 if has_residual else 4608, 4608 if has_ds or has_residual else 5120, spec, halves)
+    kernel = "rms_norm._backward_kernel" + (" with residual" if has_residual else "")
+    return _row_tile(cols, kernel, itemsize, 4608 if has_ds or has_residual else 5120, spec, halves)
 
 
 @_tunable
@@ -493,10 +503,10 @@ def general_norm_forward_tile(cols: int, itemsize: int, gated: bool, biased: boo
         biased: a bias is.
         spec: the device.
     """
-    # As for the norms above (swept at 1024 to 10240).
+    # As for the norms above.
     if gated:
-        return _row_tile(cols, 5120, 6144, spec)
-    return _row_tile(cols, 8960, 7168 if biased else 8192, spec)
+        return _row_tile(cols, "gated_rms_norm._forward_kernel", itemsize, 6144, spec)
+    return _row_tile(cols, "layer_norm._forward_kernel", itemsize, 7168 if biased else 8192, spec)
 
 
 @_tunable
@@ -505,8 +515,8 @@ def general_norm_backward_tile(cols: int, itemsize: int, gated: bool, biased: bo
     if spec.has_warps and cols <= 32768:
         return norm_backward_tile(cols, itemsize, False, False, spec)
     if gated:
-        return _row_tile(cols, 2560, 3072, spec)
-    return _row_tile(cols, 4096, 4096 if biased else 5120, spec)
+        return _row_tile(cols, "gated_rms_norm._backward_kernel", itemsize, 3072, spec)
+    return _row_tile(cols, "layer_norm._backward_kernel", itemsize, 4096 if biased else 5120, spec)
 
 
 @cache

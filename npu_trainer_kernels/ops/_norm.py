@@ -21,12 +21,14 @@ added up afterwards in a fixed order: no atomics, the same bits every time.
 
 Tiles
 -----
-A row tile `[ROWS, COLS]` holds whole rows, so each element is read once. Rows that are too wide for the chip go in
-column blocks instead, at the price of a second read. Per-row values stay `[ROWS, 1]` tensors: a scalar would cross from
-the vector to the scalar unit and back on an NPU.
+A row tile `[ROWS, COLS]` holds whole rows, so each element is read once. Per-row values stay `[ROWS, 1]` tensors: a
+scalar would cross from the vector to the scalar unit and back on an NPU, so that there a tile of one row is folded into
+`FOLD` pieces (`row_sums`).
 
-Column blocks run each kernel twice, by its flags REDUCE and APPLY: the first run leaves one partial sum per row and
-block (and S, and dw), the second is elementwise.
+A row that is too wide for that on an NPU goes in two halves (HALVES): what is read waits on the chip in its own dtype
+until the row's sum is known, and is converted a second time. Rows that are wider still go in column blocks, at the
+price of a second read: each kernel runs twice, by its flags REDUCE and APPLY. The first run leaves one partial sum per
+row and block (and S, and dw), the second is elementwise.
 """
 
 from __future__ import annotations
