@@ -457,9 +457,9 @@ def norm_forward_tile(cols: int, itemsize: int, rounds: bool, stores_sum: bool, 
         # With four tensors to move, 8 elements a thread (H200, 8192 x 4096: 68 us, with 16 elements 70).
         return RowTile(1, 4096, 1, launch_options(spec, 16))
     # One row: the widest for which no load waits for the vector unit by a fixed event (bishengir-compile 1.2.0, 910B4;
-    # of 4096 to 10240 columns, every casting). A row that is wider than two halves may be is read twice, in blocks,
-    # which was the better of both: in four pieces 8192 columns with a sum would take 1.04 times as many simulated
-    # cycles as in blocks; without a residual 12288 and 16384 columns 1.03 and 1.06 times.
+    # of 4096 to 10240 columns, every casting). A row that is wider than two halves may be is read twice, in blocks:
+    # with a sum, 8192 columns in four pieces would take 1.04 times as many simulated cycles; without a residual 12288
+    # and 16384 columns 1.01 and 1.06 times.
     if stores_sum:
         widest, halves = 5120, 6144 if itemsize == 2 else 0
         return _row_tile(cols, "rms_norm._forward_kernel with residual", itemsize, widest, spec, halves)
@@ -485,8 +485,8 @@ def norm_backward_tile(cols: int, itemsize: int, has_residual: bool, has_ds: boo
         width = next_power_of_2(cols)
         size = 4096 if width <= 1024 else 8192 if width <= 4096 or cols < width <= 8192 else 16384
         return RowTile(max(1, size // width), width, 1, launch_options(spec, size // 1024))
-    # As above. In halves 8192 columns would take 1.11 times as many simulated cycles as in blocks, with a gradient of
-    # the sum 1.18 times: there is no room left in which loads overlap.
+    # As above. 8192 columns in halves would take 1.08 times as many simulated cycles as in blocks, with a gradient of
+    # the sum, in four pieces, 1.15 times: there is no room left in which loads overlap.
     halves = 0 if itemsize == 4 else 6144 if has_ds else 5632 if has_residual else 7168
     kernel = "rms_norm._backward_kernel" + (" with residual" if has_residual else "")
     return _row_tile(cols, kernel, itemsize, 4608 if has_ds or has_residual else 5120, spec, halves)
