@@ -24,6 +24,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 HIDDEN = (512, 896, 1024, 1536, 2048, 2560, 3584, 4096, 5120, 8192)
 VOCABULARIES = (32000, 49152, 128256, 151936, 152064, 262144)
 HEAD_DIMS = (64, 96, 128, 256)
+NORMED_HEAD_DIMS = tuple(range(32, 257, 8))
+# Rows in two halves, and in blocks.
+WIDE = (6144, 7168, 12288, 16384)
 ROWS = 4096
 """Tokens of a micro-batch."""
 _BACKEND = "ascend-lowering"
@@ -341,6 +344,11 @@ TABLE: tuple[Entry, ...] = (
     Entry("rms_norm, fp32 weight", HIDDEN, "hidden", _fp32_weight, dtypes=("bf16",)),
     # The norms of queries and keys: many short rows.
     Entry("rms_norm, of heads", HEAD_DIMS, "head", _rms_norm(), rows=32 * ROWS),
+    Entry("rms_norm, of heads of any size", NORMED_HEAD_DIMS, "head", _rms_norm(), rows=8 * ROWS, dtypes=("bf16",)),
+    # Not whole numbers of 32-byte units.
+    Entry("rms_norm, of heads of odd units", (72, 104), "head", _rms_norm(), rows=8 * ROWS, dtypes=("fp32", "fp16")),
+    Entry("rms_norm, wide", WIDE, "hidden", _rms_norm(), dtypes=("bf16",)),
+    Entry("add_rms_norm, pre, wide", WIDE[:2], "hidden", _add_rms_norm(), dtypes=("bf16",)),
     Entry("add_rms_norm, pre", HIDDEN, "hidden", _add_rms_norm()),
     Entry("add_rms_norm, pre, gemma", HIDDEN, "hidden", _add_rms_norm(casting="gemma", offset=1.0)),
     Entry("add_rms_norm, post", HIDDEN, "hidden", _add_rms_norm(mode="post")),

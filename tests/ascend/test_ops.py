@@ -72,8 +72,9 @@ def check(launcher, op, inputs, kernels, **options):
 
 
 NORM = ("_forward_kernel", "_backward_kernel")
-# Tiles of many rows and a tail; of a few rows; one row each; column blocks whose last one is short.
-NORM_SHAPES = [(150, 200), (7, 2500), (3, 5120), (3, 9000)]
+# Tiles of many rows and a tail; of a few rows; one row each, whole and in pieces; two halves, where there are any;
+# column blocks whose last one is short.
+NORM_SHAPES = [(150, 200), (7, 1250), (3, 4500), (3, 5120), (3, 6144), (5, 9000)]
 NORMS = [*({"casting": casting} for casting in CASTINGS), {"casting": "gemma", "offset": 1.0}]
 
 
