@@ -23,6 +23,7 @@ __all__ = [
     "StatisticsTile",
     "accumulating_programs",
     "asked_tiles",
+    "block_of_rows",
     "borrowing_chunks",
     "embedding_tile",
     "forget_tiles",
@@ -578,6 +579,31 @@ def gate_block(itemsize: int, tensors: int, by_turns: int, spec: DeviceSpec) -> 
     if by_turns:
         per_element |= {5: (64, 96), 6: (64, 96)}
     return Block(spec.on_chip_bytes // per_element[tensors][itemsize == 4] // 256 * 256)
+
+
+def block_of_rows(size: int, cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
+    """How rows that do not lie one after another are cut: into whole rows, or into parts of one, of at most `size`
+    elements, and on an NPU into equal ones, so that nothing is computed in vain and no core has more to do.
+
+    Args:
+        size: of the block.
+        cols: columns of a row.
+        itemsize: bytes of an element.
+        spec: the device.
+    """
+    if spec.has_warps:
+        return RowTile(1, size, _cdiv(cols, size))
+    # Rows lie at multiples of 32 bytes in the buffer. The interpreter knows powers of two only.
+    aligned = cols * itemsize % 32 == 0 if spec.has_buffer else next_power_of_2(cols) == cols
+    if cols <= size and (aligned or spec.has_buffer):
+        return RowTile(min(size // cols, 128) if aligned else 1, cols)
+    fewest = _cdiv(cols, size)
+    if spec.has_buffer:
+        for blocks in range(fewest, 2 * fewest):
+            if cols * itemsize % (32 * blocks) == 0:
+                return RowTile(1, cols // blocks, blocks)
+        size = _cdiv(_cdiv(cols, fewest), 64) * 64
+    return RowTile(1, size, fewest)
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,20 @@ def bounded_up(u, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @jit
+def _sigmoid(negated):
+    """The sigmoid of -negated. A minus sign of its own would be two operations on an NPU."""
+    return 1.0 / (1.0 + tl.exp(negated))
+
+
+@jit
+def _negated_z(g):
+    """-2 z of gelu_tanh."""
+    return g * (-1.5957691216057308 - 0.07135481627260025 * (g * g))
+
+
+@jit
 def activated(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
-    """(a, s) of the module's docstring."""
+    """(a, s) of the module's docstring. On an NPU a product with s becomes a division by what s is one over."""
     if ACTIVATION == "relu2":
         s = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return s * s, s
@@ -189,26 +201,24 @@ def activated(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
         if ACTIVATION == "gelu":
             s = 0.5 + 0.5 * tl.math.erf(0.7071067811865476 * g)
         elif ACTIVATION == "gelu_tanh":
-            s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
-        elif ALPHA == 1.0:
-            s = tl.sigmoid(g)
+            s = _sigmoid(_negated_z(g))
         else:
-            s = tl.sigmoid(ALPHA * g)
+            s = _sigmoid(g * -ALPHA)
         return g * s, s
 
 
 @jit
 def slope(g, a, s, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
-    """a'."""
+    """a'. a (1 - s) is written s (g - a), which needs no 1 - s."""
     if ACTIVATION == "relu2":
         return 2.0 * s
     elif ACTIVATION == "gelu":
         return s + g * (0.3989422804014327 * tl.exp(-0.5 * g * g))
     elif ACTIVATION == "gelu_tanh":
-        # 1 - s has few digits left where s is close to 1, and z' is large there: s is formed from the other side.
-        rest = tl.sigmoid(-1.5957691216057308 * (g + 0.044715 * g * g * g))
-        return s + a * rest * (1.5957691216057308 + 0.21406444881780076 * g * g)
+        # g - a has few digits left where s is close to 1, and z' is large there: 1 - s is formed from the other side.
+        rest = _sigmoid(-1.0 * _negated_z(g))
+        return s + a * rest * (1.5957691216057308 + 0.21406444881780076 * (g * g))
     elif ALPHA == 1.0:
-        return s + a * (1.0 - s)
+        return s * (1.0 + (g - a))
     else:
-        return s + ALPHA * a * (1.0 - s)
+        return s * (1.0 + ALPHA * (g - a))
