@@ -631,11 +631,13 @@ def rope_tile(half: int, rest: int, itemsize: int, by_turns: bool, spec: DeviceS
         cols = next_power_of_2(half)
         return TokensTile(max(1, 1024 // cols), cols, next_power_of_2(rest), launch_options(spec, 4))
     if spec.has_buffer:
-        # Two halves in and out, twice; four halves of cos and sin in fp32, and temporaries. At head sizes 64 to 256 no
-        # larger tile keeps double buffering (bishengir-compile, 910B4). What is taken apart and joined on chip is there
-        # in both orders. Of parts of a few elements no more than 128 tokens.
-        pair = 24 * itemsize + 48 if by_turns else 8 * itemsize + 32
-        rows = spec.on_chip_bytes // (pair * half + 4 * itemsize * rest)
+        # Two halves in and out, twice; four halves of cos and sin in fp32, and temporaries: what lets no load in the
+        # loop over heads wait for the vector unit at head sizes 32 to 256 (bishengir-compile, 910B4). Smaller tiles
+        # would free the tables' loads, too, but are no faster: those are few. What is taken apart and joined on chip is
+        # there in both orders. Each part of a row lies at a multiple of 32 bytes, and 128 tokens are enough.
+        pair, unit = 72 + 18 * itemsize if by_turns else 32 + 8 * itemsize, 32 // itemsize
+        passing = (6 if by_turns else 4) * itemsize
+        rows = spec.on_chip_bytes // (pair * _cdiv(half, unit) * unit + passing * _cdiv(rest, unit) * unit)
         return TokensTile(max(1, min(rows, 128)), half, rest)
     return TokensTile(4, next_power_of_2(half), next_power_of_2(rest))
 

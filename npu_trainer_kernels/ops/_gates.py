@@ -22,7 +22,8 @@ import torch
 from .._triton import jit, tl
 from ._checks import check_choice, is_number
 
-__all__ = ["ACTIVATIONS", "JOINED", "Gate", "activated", "bounded_gate", "bounded_up", "gate_options", "slope"]
+__all__ = ["ACTIVATIONS", "JOINED", "Gate", "activated", "bounded_gate", "bounded_up", "gate_options", "slope",
+           "within_limit"]  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 JOINED = ("halves", "interleaved")
@@ -177,6 +178,13 @@ def bounded_up(u, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
     if OFFSET != 0:
         u += OFFSET
     return u
+
+
+@jit
+def within_limit(gradient, beyond):
+    """The gradient where a value is `beyond` its limit by 0, else zero: 1e30 times the least that it can be beyond is
+    far more than 1. Not by `tl.where`, for which an NPU's scalar unit waits each time, and with it the next loads."""
+    return gradient * tl.maximum(1.0 + beyond * -1e30, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit

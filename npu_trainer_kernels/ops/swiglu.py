@@ -26,7 +26,7 @@ from .._triton import jit, tl
 from ._blocks import load, load_fp32, store, tile_of
 from ._checks import check_float, check_same_device
 from ._fallback import falls_back
-from ._gates import Gate, activated, bounded_gate, bounded_up, gate_options, slope
+from ._gates import Gate, activated, bounded_gate, bounded_up, gate_options, slope, within_limit
 from ._host import autocasts, compute_dtype, contiguous_like, once_differentiable
 from ._launch import launch
 
@@ -165,7 +165,7 @@ def _backward_tile(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_strid
         _store_product(tile_of(y + column, row, n_cols, ROWS, COLS), a, u, mask, MASKED)
     du = d * a
     if LIMIT > 0:
-        du = tl.where(tl.abs(u_raw) <= LIMIT, du, 0.0)
+        du = within_limit(du, tl.abs(u_raw - bounded_up(u_raw, LIMIT, 0)))
     stride = n_cols
     if JOINED == 1:
         stride = 2 * n_cols
@@ -174,7 +174,7 @@ def _backward_tile(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_strid
         store(tile_of(dup + column, row, stride, ROWS, COLS), du, mask, MASKED)
     dg = d * u * slope(g, a, s, ACTIVATION, ALPHA)
     if LIMIT > 0:
-        dg = tl.where(g_raw <= LIMIT, dg, 0.0)
+        dg = within_limit(dg, g_raw - g)
     if JOINED != 2:
         store(tile_of(dgate + column, row, stride, ROWS, COLS), dg, mask, MASKED)
     else:
