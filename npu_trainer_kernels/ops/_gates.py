@@ -196,7 +196,7 @@ def _sigmoid(negated):
 @jit
 def _negated_z(g):
     """-2 z of gelu_tanh."""
-    return g * (-1.5957691216057308 - 0.07135481627260025 * (g * g))
+    return g * (-0.07135481627260025 * (g * g) - 1.5957691216057308)
 
 
 @jit
