@@ -24,6 +24,7 @@ __all__ = [
     "StatisticsTile",
     "accumulating_programs",
     "asked_tiles",
+    "block_of_rows",
     "borrowing_chunks",
     "embedding_tile",
     "forget_tiles",
@@ -561,6 +562,10 @@ def token_block(spec: DeviceSpec) -> Block:
     return Block(1024, launch_options(spec, 4)) if spec.has_warps else Block(16)
 
 
+# By the number of tensors.
+_GATE_KERNELS = {3: "_forward_kernel", 5: "_backward_kernel", 6: "_backward_kernel with product"}
+
+
 @_tunable
 def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
     """Block of SwiGLU's kernels.
@@ -574,10 +579,7 @@ def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
         # 8 elements a thread: one 16-byte access of bf16 per tensor (H200).
         return Block(2048, launch_options(spec, 8))
     if spec.has_buffer:
-        # The largest that keep double buffering, 910B4 (bishengir-compile, sweep of 3072 to 16384): 10240 and 8192
-        # elements forward, 6144 and 4608 backward, 4096 and 4352 with the product.
-        per_element = {3: (19, 24), 5: (32, 42), 6: (48, 45)}[tensors][itemsize == 4]
-        return Block(spec.on_chip_bytes // per_element // 256 * 256)
+        return Block(tile_limit(f"swiglu.{_GATE_KERNELS[tensors]}", itemsize, spec))
     return Block(64)
 
 
@@ -593,12 +595,33 @@ def gate_block(itemsize: int, tensors: int, by_turns: int, spec: DeviceSpec) -> 
     """
     if not spec.has_buffer:
         return swiglu_block(itemsize, tensors, spec)
-    # The largest that keep double buffering with every gate (the same sweep, of 1536 to 10240): 9216 and 6144 elements
-    # forward, 4096 and 3072 backward, 3072 with the product; by turns 3072 and 2048 backward.
-    per_element = {3: (21, 32), 5: (48, 60), 6: (64, 64)}
-    if by_turns:
-        per_element |= {5: (64, 96), 6: (64, 96)}
-    return Block(spec.on_chip_bytes // per_element[tensors][itemsize == 4] // 256 * 256)
+    variant = "by turns" if by_turns else "any gate"
+    return Block(tile_limit(f"swiglu.{_GATE_KERNELS[tensors]} {variant}", itemsize, spec))
+
+
+def block_of_rows(size: int, cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
+    """How rows that do not lie one after another are cut: into whole rows, or into parts of one, of at most `size`
+    elements, and on an NPU into equal ones, so that nothing is computed in vain and no core has more to do.
+
+    Args:
+        size: of the block.
+        cols: columns of a row.
+        itemsize: bytes of an element.
+        spec: the device.
+    """
+    if spec.has_warps:
+        return RowTile(1, size, _cdiv(cols, size))
+    # Rows lie at multiples of 32 bytes in the buffer. The interpreter knows powers of two only.
+    aligned = cols * itemsize % 32 == 0 if spec.has_buffer else next_power_of_2(cols) == cols
+    if cols <= size and (aligned or spec.has_buffer):
+        return RowTile(min(size // cols, 128) if aligned else 1, cols)
+    fewest = _cdiv(cols, size)
+    if spec.has_buffer:
+        for blocks in range(fewest, 2 * fewest):
+            if cols * itemsize % (32 * blocks) == 0:
+                return RowTile(1, cols // blocks, blocks)
+        size = _cdiv(_cdiv(cols, fewest), 64) * 64
+    return RowTile(1, size, fewest)
 
 
 @dataclass(frozen=True)
@@ -626,11 +649,11 @@ def rope_tile(half: int, rest: int, itemsize: int, by_turns: bool, spec: DeviceS
         cols = next_power_of_2(half)
         return TokensTile(max(1, 1024 // cols), cols, next_power_of_2(rest), launch_options(spec, 4))
     if spec.has_buffer:
-        # Two halves in and out, twice; four halves of cos and sin in fp32, and temporaries. At head sizes 64 to 256 no
-        # larger tile keeps double buffering (bishengir-compile, 910B4). What is taken apart and joined on chip is there
-        # in both orders. Of parts of a few elements no more than 128 tokens.
-        pair = 24 * itemsize + 48 if by_turns else 8 * itemsize + 32
-        rows = spec.on_chip_bytes // (pair * half + 4 * itemsize * rest)
+        # Each part of a row lies at a multiple of 32 bytes. Of elements that pass through there are two buffers, twice,
+        # which is a sixth of a pair's. 128 tokens are enough.
+        limit = tile_limit(f"rope._rotate_kernel{' by turns' if by_turns else ''}", itemsize, spec)
+        unit = 32 // itemsize
+        rows = 6 * limit // (6 * _cdiv(half, unit) * unit + _cdiv(rest, unit) * unit)
         return TokensTile(max(1, min(rows, 128)), half, rest)
     return TokensTile(4, next_power_of_2(half), next_power_of_2(rest))
 

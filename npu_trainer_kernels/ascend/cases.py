@@ -332,6 +332,8 @@ _EVERYTHING: dict[str, Any] = {
 _GATES: dict[str, tuple[int, ...]] = {"gelu_tanh": (6912, 10240, 21504), "gelu": (14336,), "relu2": (6912,)}
 _GATES |= {name: (8192,) for name in ACTIVATIONS if name not in _GATES and name != "silu"}
 
+_OTHER_HEAD_DIMS = tuple(size for size in range(32, 257, 8) if size not in HEAD_DIMS)
+
 _GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
 
 _CORRECTED_KL: dict[str, Any] = {"beta": 0.1, "bias_corrected_kl": True}
@@ -367,7 +369,9 @@ TABLE: tuple[Entry, ...] = (
     Entry("gated_rms_norm, gate first, 8 groups", (8192,), "hidden",
           _gated_rms_norm(order="gate_first", groups=8)),
     Entry("swiglu", (4864, 8192, 14336, 18944), "intermediate", _swiglu()),
-    Entry("swiglu, halves of one projection", (4864, 8192, 14336, 18944), "intermediate", _swiglu(strided=True)),
+    # Tiles of several rows; of one; two to four of a row.
+    Entry("swiglu, halves of one projection", (1408, 2880, 4864, 8192, 11008, 14336, 18944), "intermediate",
+          _swiglu(strided=True)),
     *(Entry(f"swiglu, {name}", sizes, "intermediate", _swiglu(activation=name)) for name, sizes in _GATES.items()),
     # Of GPT-OSS 20B; of Phi-3 mini and GLM-4 9B.
     Entry("swiglu, alpha, limit, offset", (2880,), "intermediate", _swiglu(**_GPT_OSS)),
@@ -382,6 +386,8 @@ TABLE: tuple[Entry, ...] = (
     Entry("swiglu_linear, joined by turns, alpha, limit, offset", (2880,), "intermediate",
           _swiglu_linear(joined="interleaved", **_GPT_OSS)),
     Entry("rope", HEAD_DIMS, "head", _rope()),
+    # Heads whose halves are no multiple of 32 bytes, too.
+    Entry("rope, any head", _OTHER_HEAD_DIMS, "head", _rope(), share=64, dtypes=("bf16",)),
     # Of Pythia and Qwen3-Next, of GLM-4.5, of Phi-4 mini.
     Entry("rope, a quarter", (128, 256), "head", _rope(0.25)),
     Entry("rope, half", (64, 128, 256), "head", _rope(0.5)),

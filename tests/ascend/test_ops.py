@@ -147,6 +147,13 @@ def test_swiglu(launcher, tensors, strided):
     check(launcher, "swiglu", [gate.requires_grad_(), up.requires_grad_()], NORM)
 
 
+# Tiles of several rows, and rows that fill none; of one row each; equal tiles of a row; tiles with a mask.
+@pytest.mark.parametrize("width", [1408, 2880, 11008, 8200])
+def test_swiglu_of_halves(launcher, tensors, width):
+    gate, up = tensors.floats(7, 2 * width).detach().chunk(2, -1)
+    check(launcher, "swiglu", [gate.requires_grad_(), up.requires_grad_()], NORM)
+
+
 @pytest.mark.parametrize("strided", [False, True])
 def test_swiglu_linear(launcher, tensors, strided):
     gate, up = tensors.floats(3, 20000).detach().chunk(2, -1)
@@ -168,10 +175,10 @@ def test_other_gates(launcher, tensors, options):
 
 @pytest.mark.parametrize("joined", ["halves", "interleaved"])
 @pytest.mark.parametrize("options", [{}, GATES[-1]], ids=str)
-# Rows of their own with a tail each; one long row.
-@pytest.mark.parametrize("width", [9999, 10000])
-def test_joined(launcher, tensors, joined, options, width):
-    both = (5 * tensors.floats(3, 2 * width).detach()).requires_grad_()
+# Rows of their own with a tail each; one long row; tiles of several rows, and one that fills none.
+@pytest.mark.parametrize(("rows", "width"), [(3, 9999), (3, 10000), (5, 704)])
+def test_joined(launcher, tensors, joined, options, rows, width):
+    both = (5 * tensors.floats(rows, 2 * width).detach()).requires_grad_()
     check(launcher, "swiglu", [both], NORM, joined=joined, **options)
 
 
@@ -198,7 +205,7 @@ def test_rotations(launcher, tensors, options, rest):
     check(launcher, "rope", [q, k, cos, sin], ["_rotate_kernel"], **options)
 
 
-@pytest.mark.parametrize("size", [64, 96])
+@pytest.mark.parametrize("size", [64, 72, 96])
 def test_rope(launcher, tensors, size):
     q, k = tensors.floats(2, 3, 130, size), tensors.floats(2, 1, 130, size)
     cos, sin = (tensors.floats(1, 130, size, grad=False) for _ in range(2))
