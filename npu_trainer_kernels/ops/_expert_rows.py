@@ -89,6 +89,12 @@ class Routing:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@jit
+def _unless_nobodys(mask, row, live, COLS: tl.constexpr):
+    """The mask of a row's lanes. As numbers of each lane: of one for all the interpreter makes no mask."""
+    return mask & (row + tl.zeros([COLS], tl.int32) < live)
+
+
 @jit(lengths=("n_tokens",))
 def _to_rows_kernel(
     x,  # [n_tokens, N_COLS], row stride given
@@ -118,7 +124,7 @@ def _to_rows_kernel(
                 if row < live:
                     store(to, value, mask, MASKED)
             else:
-                store(to, value, mask & (row < live), True)
+                store(to, value, _unless_nobodys(mask, row, live, COLS), True)
 
 
 @jit(lengths=("n_tokens",))
@@ -156,7 +162,7 @@ def _sums_kernel(
                         value *= tl.load(weights + token * SLOTS + slot).to(tl.float32)
                     total += value
             else:
-                value = load_fp32(source, mask & (row < live), True)
+                value = load_fp32(source, _unless_nobodys(mask, row, live, COLS), True)
                 if HAS_WEIGHTS:
                     value *= tl.load(weights + token * SLOTS + slot).to(tl.float32)
                 total += value
@@ -344,7 +350,8 @@ def _gate_rows(h, bias, d, row_weights, a, dh, dots, row, stop, expert, first, N
                COLS: tl.constexpr):  # fmt: skip
     """Rows of one bias, or without any: whole tiles without a mask, then what is left."""
     COLUMN_TAIL: tl.constexpr = N_COLS % COLS != 0
-    g_bias = u_bias = 0.0
+    g_bias = 0.0
+    u_bias = 0.0
     if HAS_BIAS:
         cols = tl.arange(0, COLS)[None, :]
         g_bias, u_bias = _parts(bias, expert, first, 1, cols < N_COLS - first, N_COLS, JOINED, 1, COLS, COLUMN_TAIL)
