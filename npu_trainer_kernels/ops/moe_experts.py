@@ -77,7 +77,7 @@ def moe_experts_reference(
         parts.append(y if post_norm is None else post_norm(y))
     rows = torch.cat(parts)
     rows = rows.new_zeros(n * k, rows.shape[1]).index_copy(0, torch.cat(places), rows)
-    return (rows.view(n, k, -1) * expert_weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    return (rows.view(n, k, rows.shape[1]) * expert_weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 def _gate(
@@ -179,12 +179,12 @@ def _check(
     down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, gated: bool,
     transposed: bool,
 ) -> None:  # fmt: skip
-    floats = {
+    floats: dict[str, Any] = {
         "x": x, "expert_weights": expert_weights, "gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias,
         "down_bias": down_bias,
     }  # fmt: skip
     for name, t in floats.items():
-        if t is not None:
+        if t is not None or not name.endswith("_bias"):
             check_float(name, t)
     check_ids("expert_ids", expert_ids)
     check_same_device(expert_ids=expert_ids, **floats)
