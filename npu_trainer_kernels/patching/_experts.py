@@ -30,16 +30,17 @@ from ._gates import GateForm, gate_of, joined_gate_form, numbers_of
 from ._norm_forms import full_shape
 from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_float, no_plain, set_on_instance
 
+# By name, the implementations that the op takes the place of beside the eager one. Transformers before 5 has no such
+# interface, and so no module with its flags.
+_STOCK: dict[str, Any] = {}
+_interface: Any = {}
 try:
-    from transformers.integrations.moe import (
-        ALL_EXPERTS_FUNCTIONS,
-        batched_mm_experts_forward,
-        grouped_mm_experts_forward,
-    )
+    from transformers.integrations import moe
 
-    _STOCK = {"grouped_mm": grouped_mm_experts_forward, "batched_mm": batched_mm_experts_forward}
-except ImportError:  # transformers before 5 has no such interface, and so no module with its flags
-    ALL_EXPERTS_FUNCTIONS, _STOCK = {}, {}
+    _STOCK = {"grouped_mm": moe.grouped_mm_experts_forward, "batched_mm": moe.batched_mm_experts_forward}
+    _interface = moe.ALL_EXPERTS_FUNCTIONS
+except ImportError:
+    pass
 
 __all__ = ["ExpertsPatch"]
 
@@ -119,7 +120,7 @@ class ExpertsForm:
 def _implementation(module: Any) -> str | None:
     """Why the implementation that a module's configuration asks for is not ours to replace, or None."""
     name = module.config._experts_implementation
-    if name in (None, "eager") or (name in _STOCK and ALL_EXPERTS_FUNCTIONS[name] is _STOCK[name]):
+    if name in (None, "eager") or (name in _STOCK and _interface[name] is _STOCK[name]):
         return None
     return f"its configuration asks for experts_implementation={name!r}, which stays"
 

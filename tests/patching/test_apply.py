@@ -89,6 +89,7 @@ if Version(transformers.__version__) < Version("5"):
     # And PyTorch's attention is not told of the soft cap: attention by segments, which is, would not be the same.
     WITHOUT_BODY = {"gemma2"}
 else:
+    FOUND["qwen3-moe"] |= {"moe_experts"}
     WITHOUT_BODY = set()
 
 
