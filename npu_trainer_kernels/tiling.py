@@ -24,7 +24,12 @@ __all__ = [
     "accumulating_programs",
     "asked_tiles",
     "borrowing_chunks",
+    "clearing_block",
+    "clearing_grid",
     "embedding_tile",
+    "expert_gate_tile",
+    "expert_rows_tile",
+    "expert_sums_tile",
     "forget_tiles",
     "fused_tile",
     "gate_block",
@@ -578,6 +583,82 @@ def gate_block(itemsize: int, tensors: int, by_turns: int, spec: DeviceSpec) -> 
     if by_turns:
         per_element |= {5: (64, 96), 6: (64, 96)}
     return Block(spec.on_chip_bytes // per_element[tensors][itemsize == 4] // 256 * 256)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixtures of experts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def expert_rows_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the kernels that bring rows to their experts and back: one row of `cols` columns, or of a block of them.
+
+    Args:
+        cols: columns of a row.
+        itemsize: bytes of the widest element.
+        spec: the device.
+    """
+    if spec.has_warps:
+        # 8 elements a thread, as many threads as a row of 1024 wants: not timed yet.
+        blocks = _cdiv(cols, 2048)
+        cols = next_power_of_2(_cdiv(cols, blocks))
+        return RowTile(1, cols, blocks, launch_options(spec, max(1, min(8, cols // 256))))
+    if spec.has_buffer:
+        blocks = _cdiv(cols, 8192)
+        return RowTile(1, cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 64) * 64, blocks)
+    return RowTile(1, min(32, next_power_of_2(cols)), _cdiv(cols, 32))
+
+
+@cache
+def expert_gate_tile(cols: int, itemsize: int, tensors: int, by_turns: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the kernels that gate the rows of experts.
+
+    Args:
+        cols: columns of the gate.
+        itemsize: bytes of an element.
+        tensors: that are read and written, where gate and up count as two: 2 and 4 without up, 3 and 6 with it.
+        by_turns: 1 where gate and up lie in one row by turns, else 0.
+        spec: the device.
+    """
+    if spec.has_warps:
+        # Blocks of columns with the fewest lanes in vain, the widest of them; 8 elements a thread: not timed yet.
+        width = min((1024, 512, 256), key=lambda each: _cdiv(cols, each) * each)
+        width = min(width, next_power_of_2(cols))
+        return RowTile(max(1, 2048 // width), width, _cdiv(cols, width), launch_options(spec, 8))
+    if spec.has_buffer:
+        size = gate_block(itemsize, 6 if tensors > 3 else 3, by_turns, spec).size
+        blocks = _cdiv(cols, size)
+        cols = cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 64) * 64
+        return RowTile(max(1, size // cols), cols, blocks)
+    return RowTile(2, min(32, next_power_of_2(cols)), _cdiv(cols, 32))
+
+
+@cache
+def expert_sums_tile(cols: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the kernel that adds up the rows of each expert: `rows` rows of a block of columns at once."""
+    if spec.has_warps:
+        # 128 bytes of each row of bf16: programs enough for few experts. Not timed yet.
+        return RowTile(64, 64, _cdiv(cols, 64), launch_options(spec, 8))
+    if spec.has_buffer:
+        blocks = _cdiv(cols, 512)
+        return RowTile(16, _cdiv(_cdiv(cols, blocks), 64) * 64 if blocks > 1 else cols, blocks)
+    return RowTile(2, min(32, next_power_of_2(cols)), _cdiv(cols, 32))
+
+
+@cache
+def clearing_block(itemsize: int, spec: DeviceSpec) -> Block:
+    """Block of zeros that a step of the kernel writes that clears the gradients of experts without rows."""
+    if spec.has_warps:
+        return Block(8192 // itemsize * 2, launch_options(spec, 8))
+    return Block(24 * 1024 // itemsize) if spec.has_buffer else Block(64)
+
+
+def clearing_grid(groups: int, spec: DeviceSpec) -> tuple[int, int]:
+    """Its programs: of which groups, and of which blocks of each. On an NPU all cores go through one group together."""
+    if spec.has_buffer:
+        return 1, spec.vector_cores
+    return groups, 32 if spec.has_warps else 2
 
 
 @dataclass(frozen=True)

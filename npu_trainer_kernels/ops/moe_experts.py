@@ -1,25 +1,53 @@
 """The experts of a mixture: each token goes through k small MLPs, and their results are summed by the router's weights.
 
-    h_r = x_t U_e^T + c_e            of each row r: token t in its slot s, whose expert is e = id_ts          [S, 2 I]
-    a_r = gate(h_r)                  a gate of `_gates.py`, or any function of h                              [S, I]
+    h_r = x_t U_e^T                  of each row r: token t in its slot s, whose expert is e = id_ts          [S, 2 I]
+    a_r = gate(h_r + c_e)            a gate of `_gates.py`, or any function of h                              [S, I]
     y_r = norm(a_r D_e^T + b_e)      norm is the identity unless there is one                                 [S, H]
     o_t = sum over s of w_ts y_r                            fp32, in the order of the slots, rounded once     [N, H]
 
 A row whose id is E or more has no expert here (expert parallelism gives such ids): it adds nothing, and the gradient of
 its weight is zero. An expert without rows gets a gradient that is zero.
+
+Rows are sorted by expert and multiplied in groups (`_grouped.py`); what is around the products is in `_expert_rows.py`.
+Without a norm and with a gate of ours, backward is
+
+    g_r = do_t D_e                                   what a_r's gradient is where no weight multiplies it     [S, I]
+    dh_r = w_ts g_r gate'(h_r + c_e)      q_r = w_ts a_r      dw_ts = <g_r, a_r> + <do_t, b_e>
+    dD_e = sum of do_t^T q_r      dU_e = sum of dh_r^T x_t      dc_e = sum of dh_r      db_e = sum of w_ts do_t
+    dx_t = sum over s of dh_r U_e                           fp32, in the order of the slots, rounded once     [N, H]
+
+where <g_r, a_r> is <do_t, y_r> without its bias. So backward reads no y, and of all rows it keeps h alone: x is
+gathered and a is formed again. b is added and its gradients formed with a matrix `[N, E]` of the weights, which costs a
+small product instead of a pass over the rows.
+
+Nothing here waits for the device or needs a shape that the routing decides, where the grouped product does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from .. import _vendor, backends
+from .. import device as devices
+from .._opaque import opaque
 from . import _grouped
 from ._checks import check_float, check_ids, check_range, check_same_device
+from ._expert_rows import (
+    Routing,
+    expert_sums,
+    gated_rows,
+    gated_rows_backward,
+    sums_of_rows,
+    sums_of_rows_backward,
+    to_rows,
+    without_tail,
+)
 from ._gates import Gate, gate_options
-from ._host import autocasts
+from ._host import autocasts, compute_dtype, once_differentiable
 
 __all__ = ["moe_experts", "moe_experts_reference", "unserved"]
 
@@ -83,10 +111,179 @@ def _gate(
         raise TypeError(f"gate must be the name of a gate or a function; got {gate!r}")
     if (alpha, limit, offset, interleaved) != (1.0, None, 0.0, False):
         raise ValueError(
-            "alpha, limit, offset and interleaved must be 1, None, 0 and False where gate is a function, which is given "
-            f"h as it is; got {alpha!r}, {limit!r}, {offset!r} and {interleaved!r}"
+            "alpha, limit, offset and interleaved must be 1, None, 0 and False where gate is a function of all of h; "
+            f" got {alpha!r}, {limit!r}, {offset!r} and {interleaved!r}"
         )
     return gate
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With a gate of ours and without a norm: one function, which keeps h alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _columns(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """The weight as `[E, in, out]`."""
+    return weight if transposed else weight.transpose(1, 2)
+
+
+def _weight_gradient(
+    x: torch.Tensor, dy: torch.Tensor, transposed: bool, routing: Routing, backend: str
+) -> torch.Tensor:
+    """Of a weight as it is stored, from the rows before and the gradient behind its product."""
+    before, behind = (x, dy) if transposed else (dy, x)
+    return _grouped.outer_products(before, behind, routing.ends, backend)
+
+
+def _dense(ids: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
+    """`[N, E]` fp32, the weight of each expert for each token. Without atomics, also where a token has one twice."""
+    own = ids.unsqueeze(-1) == torch.arange(n_experts, dtype=ids.dtype, device=ids.device)
+    return (own * weights.unsqueeze(-1).float()).sum(1)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, form: Gate, transposed: bool, backend: str,
+    ) -> torch.Tensor:  # fmt: skip
+        routing = Routing.make(ids, gate_up.shape[0])
+        h = _grouped.grouped_product(
+            to_rows(x, routing, backend), _columns(gate_up, transposed), routing.ends, backend
+        )
+        a = gated_rows(h, gate_up_bias, routing, form, backend)
+        y = _grouped.grouped_product(a, _columns(down, transposed), routing.ends, backend)
+        del a
+        base = None if down_bias is None else _dense(ids, weights, down.shape[0]) @ down_bias.float()
+        ctx.save_for_backward(x, ids, weights, gate_up, down, gate_up_bias, down_bias, h, *routing.tensors)
+        ctx.form, ctx.transposed, ctx.backend = form, transposed, backend
+        return sums_of_rows(y, weights, base, routing, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        x, ids, weights, gate_up, down, gate_up_bias, down_bias, h, *routed = ctx.saved_tensors
+        routing, backend, transposed = Routing(*routed), ctx.backend, ctx.transposed
+        needs_x, _, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias = (
+            ctx.needs_input_grad[:7]
+        )
+        drows = to_rows(dout, routing, backend)
+        g = _grouped.grouped_product(drows, _columns(down, transposed).transpose(1, 2), routing.ends, backend)
+        row_weights = weights.reshape(-1).index_select(0, routing.order)
+        dh, q, dots = gated_rows_backward(h, gate_up_bias, g, row_weights, routing, ctx.form, backend)
+        del g
+        d_down = _weight_gradient(q, drows, transposed, routing, backend) if needs_down else None
+        del q, drows
+        d_weights = d_down_bias = None
+        if needs_weights:
+            found = dots.index_select(0, routing.places.reshape(-1)).view(ids.shape)
+            if down_bias is not None:
+                every = dout.float() @ down_bias.float().t()
+                found = found + every.gather(1, ids.clamp(max=down.shape[0] - 1).long())
+            # What no kernel wrote is no number to multiply by zero.
+            d_weights = found.masked_fill_(~routing.here(), 0).to(weights.dtype)
+        if needs_down_bias:
+            d_down_bias = (_dense(ids, weights, down.shape[0]).t() @ dout.float()).to(down_bias.dtype)
+        d_gate_up_bias = expert_sums(dh, routing, backend) if needs_gate_up_bias else None
+        d_gate_up = dx = None
+        if needs_gate_up:
+            d_gate_up = _weight_gradient(to_rows(x, routing, backend), dh, transposed, routing, backend)
+        if needs_x:
+            dxs = _grouped.grouped_product(dh, _columns(gate_up, transposed).transpose(1, 2), routing.ends, backend)
+            dx = sums_of_rows(dxs, None, None, routing, backend)
+        return dx, None, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias, None, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With code of the model's own between the products: a function for each step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, backend: str, *routed: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*routed)
+        ctx.backend = backend
+        return to_rows(x, Routing(*routed), backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx = sums_of_rows(drows.contiguous(), None, None, Routing(*ctx.saved_tensors), ctx.backend)
+        return dx, *(None,) * 5
+
+
+class _Product(torch.autograd.Function):
+    """Rows times their expert's weight, and its bias. Rows without an expert come out as zeros, both ways: what reads
+    them is not ours."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool,
+                backend: str, *routed: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        routing = Routing(*routed)
+        ctx.save_for_backward(rows, weight, *routed)
+        ctx.transposed, ctx.backend = transposed, backend
+        y = _grouped.grouped_product(rows, _columns(weight, transposed), routing.ends, backend)
+        if bias is not None:
+            y += bias.index_select(0, routing.experts.clamp(max=bias.shape[0] - 1))
+        return without_tail(y, routing, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, *routed = ctx.saved_tensors
+        routing, backend, dy = Routing(*routed), ctx.backend, dy.contiguous()
+        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        drows = dw = None
+        if needs_rows:
+            columns = _columns(weight, ctx.transposed).transpose(1, 2)
+            drows = without_tail(_grouped.grouped_product(dy, columns, routing.ends, backend), routing, backend)
+        if needs_weight:
+            dw = _weight_gradient(rows, dy, ctx.transposed, routing, backend)
+        return drows, dw, expert_sums(dy, routing, backend) if needs_bias else None, *(None,) * 6
+
+
+class _Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, backend: str, *routed: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, *routed)
+        ctx.backend = backend
+        return sums_of_rows(rows, weights, None, Routing(*routed), backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weights, *routed = ctx.saved_tensors
+        routing = Routing(*routed)
+        drows, dots = sums_of_rows_backward(dout, rows, weights, routing, ctx.backend)
+        return without_tail(drows, routing, ctx.backend), dots.to(weights.dtype), *(None,) * 5
+
+
+def _in_steps(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, form: Gate | Function, gated: bool,
+    transposed: bool, post_norm: Function | None, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    routed = Routing.make(ids, gate_up.shape[0]).tensors
+    h = _Product.apply(_ToRows.apply(x, backend, *routed), gate_up, gate_up_bias, transposed, backend, *routed)
+    a = _rows_of("gate", _activated(h, form, gated), h.shape[0], down.shape[1 if transposed else 2])
+    y = _Product.apply(a.to(h.dtype).contiguous(), down, down_bias, transposed, backend, *routed)
+    if post_norm is not None:
+        y = _rows_of("post_norm", post_norm(y), *y.shape).to(h.dtype).contiguous()
+    return _Sums.apply(y, weights, backend, *routed)
+
+
+def _rows_of(name: str, rows: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+    if rows.shape != (n_rows, n_cols):
+        raise ValueError(f"{name} must return a tensor of shape {[n_rows, n_cols]}; got {list(rows.shape)}")
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The op
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _check(
@@ -120,9 +317,9 @@ def _check(
     if gated and gate_up.shape[inner] % 2:
         raise ValueError(f"gate_up must hold as many columns of up as of gate; got {list(gate_up.shape)}")
     experts, size = gate_up.shape[0], gate_up.shape[inner] // (2 if gated else 1)
-    wanted = [experts, size, hidden] if transposed else [experts, hidden, size]
-    if list(down.shape) != wanted:
-        raise ValueError(f"down must have shape {wanted}, as x and gate_up say; got {list(down.shape)}")
+    shape = [experts, size, hidden] if transposed else [experts, hidden, size]
+    if list(down.shape) != shape:
+        raise ValueError(f"down must have shape {shape}, as x and gate_up say; got {list(down.shape)}")
     for name, bias, columns in (("gate_up_bias", gate_up_bias, gate_up.shape[inner]), ("down_bias", down_bias, hidden)):
         if bias is not None and list(bias.shape) != [experts, columns]:
             raise ValueError(f"{name} must have shape {[experts, columns]}; got {list(bias.shape)}")
@@ -145,9 +342,11 @@ def unserved(
         intermediate: I.
         backend: overrides the choice of `backends.choose`.
     """
-    return _grouped.unavailable(device, dtype, (hidden, intermediate))
+    chosen = backends.choose("moe_experts", device, backend)
+    return _grouped.unavailable(device, dtype, (hidden, intermediate), chosen)
 
 
+@opaque
 def moe_experts(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -198,11 +397,26 @@ def moe_experts(
             not have, (on a CPU, or with NPU_KERNELS_DEBUG=1) a negative id, an unknown backend, a device without a
             grouped product.
     """
-    _gate(gate, alpha, limit, offset, gated, interleaved)
+    form = _gate(gate, alpha, limit, offset, gated, interleaved)
     _check(x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gated, transposed)
     check_range("expert_ids", expert_ids, expert_ids.device, 1 << 31)
-    return moe_experts_reference(
-        x, expert_ids, expert_weights, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias, gate=gate,
-        alpha=alpha, limit=limit, offset=offset, gated=gated, interleaved=interleaved, transposed=transposed,
-        post_norm=post_norm,
-    )  # fmt: skip
+    dtype, size = compute_dtype(x), down.shape[1 if transposed else 2]
+
+    def uncovered() -> str | None:
+        return _vendor.uncovered_experts(dtype, (x.shape[1], size))
+
+    def at() -> backends.Shape:
+        return dtype, x.shape[0], (x.shape[1], size, down.shape[0], expert_ids.shape[1])
+
+    chosen = backends.choose("moe_experts", x.device, backend, uncovered, at=at)
+    reason = _grouped.unavailable(x.device, dtype, (x.shape[1], size), chosen)
+    if reason is not None:
+        raise ValueError(f"moe_experts cannot run on {devices.kind_of(x.device)}: {reason}")
+    given = (None if t is None else t.to(dtype) for t in (gate_up, down, gate_up_bias, down_bias))
+    if isinstance(form, Gate) and post_norm is None:
+        y = _Experts.apply(x.to(dtype), expert_ids, expert_weights, *given, form, transposed, chosen)
+    else:
+        y = _in_steps(
+            x.to(dtype), expert_ids, expert_weights, *given, form, gated, transposed, post_norm, chosen
+        )
+    return y.to(x.dtype)
