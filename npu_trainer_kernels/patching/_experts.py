@@ -66,6 +66,7 @@ class ExpertsForm:
         normed: whether a norm follows each expert.
         code: the class's function for the gate.
         activation: its activation: the class of a module, or a function.
+        refused: why a device does not serve products in a dtype, or None, by both.
     """
 
     arguments: tuple[str, str, str]
@@ -76,6 +77,7 @@ class ExpertsForm:
     normed: bool
     code: Any = field(repr=False)
     activation: Any = field(repr=False)
+    refused: dict[tuple[str, torch.dtype], str | None] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def weights(self) -> tuple[str, str]:
@@ -261,7 +263,7 @@ class ExpertsPatch(Patch):
             or _other_dtype(module, form, x)
             or _implementation(module)
             or _exchanged(module, form)
-            or unserved(x.device, _products_in(module, form, x), *form.sizes(module), backend=site.backend)
+            or _unserved(site, module, x)
         )
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -281,9 +283,14 @@ def _in_weights_dtype(module: Any) -> bool:
     return module.config._experts_implementation == "grouped_mm"
 
 
-def _products_in(module: Any, form: ExpertsForm, x: torch.Tensor) -> torch.dtype:
-    """The dtype that the products run in."""
-    return module._parameters[form.weights[0]].dtype if _in_weights_dtype(module) else compute_dtype(x)
+def _unserved(site: Site, module: Any, x: torch.Tensor) -> str | None:
+    """Why the device does not serve products in the dtype that these run in, or None; asked once for each."""
+    form: ExpertsForm = site.form
+    dtype = module._parameters[form.weights[0]].dtype if _in_weights_dtype(module) else compute_dtype(x)
+    key = x.device.type, dtype
+    if key not in form.refused:
+        form.refused[key] = unserved(x.device, dtype, *form.sizes(module), backend=site.backend)
+    return form.refused[key]
 
 
 def _other_dtype(module: Any, form: ExpertsForm, x: torch.Tensor) -> str | None:
