@@ -611,14 +611,17 @@ def expert_rows_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
 
 
 @cache
-def expert_gate_tile(cols: int, itemsize: int, tensors: int, by_turns: int, spec: DeviceSpec) -> RowTile:
+def expert_gate_tile(cols: int, itemsize: int, up: int, by_turns: int, biased: int, backward: int,
+                     spec: DeviceSpec) -> RowTile:  # fmt: skip
     """Tile of the kernels that gate the rows of experts.
 
     Args:
         cols: columns of the gate.
         itemsize: bytes of an element.
-        tensors: that are read and written, where gate and up count as two: 2 and 4 without up, 3 and 6 with it.
+        up: 1 where there is one, else 0.
         by_turns: 1 where gate and up lie in one row by turns, else 0.
+        biased: 1 where each expert has a bias, else 0.
+        backward: 1 for the kernel of backward, 0 for that of forward.
         spec: the device.
     """
     if spec.has_warps:
@@ -627,11 +630,27 @@ def expert_gate_tile(cols: int, itemsize: int, tensors: int, by_turns: int, spec
         width = min(width, next_power_of_2(cols))
         return RowTile(max(1, 2048 // width), width, _cdiv(cols, width), launch_options(spec, 8))
     if spec.has_buffer:
-        size = gate_block(itemsize, 6 if tensors > 3 else 3, by_turns, spec).size
-        blocks = _cdiv(cols, size)
-        cols = cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 64) * 64
-        return RowTile(max(1, size // cols), cols, blocks)
+        per_element = _EXPERT_GATE_BYTES[itemsize == 4, backward, by_turns, biased]
+        size = spec.on_chip_bytes // per_element
+        # Backward sums over each row: several at once, so that the sums are a vector and no scalar is waited for.
+        blocks = _even_blocks(cols, size // 4 if backward else size)
+        cols = cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 16) * 16
+        return RowTile(max(1, min(size // cols, 128)), cols, blocks)
     return RowTile(2, min(32, next_power_of_2(cols)), _cdiv(cols, 32))
+
+
+_EXPERT_GATE_BYTES = {
+    (wide, backward, by_turns, biased): {0: (21, 32), 1: (64, 96 if by_turns else 64)}[backward][wide] * (1 + biased)
+    for wide in (False, True) for backward in (0, 1) for by_turns in (0, 1) for biased in (0, 1)
+}
+
+
+def _even_blocks(cols: int, most: int) -> int:
+    """Into how many blocks of at most `most` columns a row is cut: the fewest of one size, if they are not many more
+    than the fewest of all."""
+    fewest = _cdiv(cols, most)
+    even = (n for n in range(fewest, 2 * fewest + 1) if cols % (16 * n) == 0)
+    return next(even, fewest)
 
 
 @cache

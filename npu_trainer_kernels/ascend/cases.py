@@ -30,6 +30,8 @@ _BACKEND = "ascend-lowering"
 
 # Bytes that a kernel moves beside rows: weights, weight gradients of each core, numbers per row.
 _ROW_LIMIT = 1.05
+# Numbers per row and biases of each expert.
+_EXPERTS_LIMIT = 1.10
 # Statistics and gradient together: 2.05 reads and 1 write of a row of logits.
 _HEAD_LIMIT = 3.05 / 3
 
@@ -240,6 +242,61 @@ def _embedding(scale: float | None) -> Call:
     return call
 
 
+# ------------------------------------------------------------------------------------------------------------- experts
+# Of what the size of an entry is not: rows that are long enough for the numbers that come with each.
+_INNER, _HIDDEN = 64, 512
+
+
+def _moe_experts(
+    experts: int, slots: int, of_hidden: bool, biased: bool = False, own_gate: bool = False, **options: Any
+) -> Call:
+    """Rows are as long as the size of the entry, or the gate is as wide; the other of the two is small, so that the
+    products on the CPU are. With a gate of its own the steps are taken one by one."""
+
+    def call(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
+        # The rows of one core are of a few experts.
+        n = experts if t.where == "meta" else min(experts, 4)
+        hidden, inner = (size, _INNER) if of_hidden else (_HIDDEN, size)
+        parts = 2 if options.get("gated", True) else 1
+        biases: dict[str, Any] = {}
+        if biased:
+            biases = {"gate_up_bias": t.floats(n, parts * inner), "down_bias": t.floats(n, hidden)}
+        own: dict[str, Any] = {"gate": lambda h: h[:, :inner] * h[:, inner:]} if own_gate else {}
+        ids = t.ids(rows, slots, below=n)
+        _backward(ops.moe_experts(
+            t.floats(rows, hidden), ids, t.floats(rows, slots, dtype=torch.float32),
+            t.floats(n, parts * inner, hidden), t.floats(n, hidden, inner), backend=_BACKEND, **biases,
+            **own, **options,
+        ))  # fmt: skip
+        moved, all_rows = (slots + 1) * rows * hidden * t.itemsize, rows * slots
+        # Without its own rows an expert's gradient is cleared: by the ids there are none such, and ends are read.
+        least = {"_clear_kernel": 2 * 2 * 4 * n, "_sums_kernel": 2 * moved}
+        if own_gate:
+            # Of rows without an expert there are none either.
+            tail = {"_clear_tail_kernel": 5 * 4}
+            return least | tail | {"_to_rows_kernel": moved, "_sums_backward_kernel": moved + all_rows * hidden * t.itemsize}
+        gate = all_rows * inner * t.itemsize
+        if biased:
+            least |= {"_expert_sums_kernel": parts * (gate + n * inner * t.itemsize)}
+            # The matrix of the weights times the bias is there already, in fp32.
+            least["_sums_kernel"] += rows * hidden * 4
+        # Of x, of the gradient, and of x again.
+        least |= {"_to_rows_kernel": 3 * moved}
+        return least | {"_gate_kernel": (parts + 1) * gate, "_gate_backward_kernel": 2 * (parts + 1) * gate}
+
+    return call
+
+
+def _experts_of(name: str, experts: int, slots: int, hidden: int, inner: int, **options: Any) -> tuple[Entry, Entry]:
+    """A model's experts, once for what moves their rows and once for the gate."""
+    return (
+        Entry(f"moe_experts, {name}, rows", (hidden,), "hidden", _moe_experts(experts, slots, True, **options),
+              max_traffic=_EXPERTS_LIMIT),
+        Entry(f"moe_experts, {name}, gate", (inner,), "intermediate", _moe_experts(experts, slots, False, **options),
+              max_traffic=_EXPERTS_LIMIT),
+    )  # fmt: skip
+
+
 # -------------------------------------------------------------------------------------------------------------- LM head
 # The kernels see logits: any hidden size will do.
 _HEAD_HIDDEN = 16
@@ -376,6 +433,15 @@ TABLE: tuple[Entry, ...] = (
     Entry("rope, regrouped", (64, 128), "head", _rope(pairs="regrouped", tables="first_half")),
     Entry("embedding", HIDDEN, "hidden", _embedding(None)),
     Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25)),
+    *_experts_of("Qwen3 30B", 128, 8, 2048, 768),
+    *_experts_of("GPT-OSS 20B", 32, 4, 2880, 2880, biased=True, interleaved=True, **_GPT_OSS),
+    # A device's share under expert parallelism.
+    *_experts_of("DeepSeek-V3", 32, 8, 7168, 2048),
+    *_experts_of("Mixtral", 8, 2, 4096, 14336),
+    Entry("moe_experts, no gate", (1856,), "intermediate", _moe_experts(8, 2, False, gated=False, gate="relu2"),
+          max_traffic=_EXPERTS_LIMIT),
+    Entry("moe_experts, a gate of its own", (2048,), "hidden", _moe_experts(8, 2, True, own_gate=True),
+          max_traffic=_EXPERTS_LIMIT),
     _head("linear_cross_entropy", _cross_entropy()),
     _head("linear_cross_entropy, softcap", _cross_entropy(softcap=30.0, logit_scale=0.5)),
     _head("linear_cross_entropy, label smoothing, z-loss", _cross_entropy(label_smoothing=0.1, z_loss=1e-4)),

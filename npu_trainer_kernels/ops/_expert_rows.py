@@ -127,6 +127,13 @@ def _to_rows_kernel(
                 store(to, value, _unless_nobodys(mask, row, live, COLS), True)
 
 
+@jit
+def _weighted(value, weights, at, HAS_WEIGHTS: tl.constexpr):
+    if HAS_WEIGHTS:
+        value *= tl.load(weights + at).to(tl.float32)
+    return value
+
+
 @jit(lengths=("n_tokens",))
 def _sums_kernel(
     rows,  # [n_tokens SLOTS, N_COLS] contiguous
@@ -152,20 +159,18 @@ def _sums_kernel(
     for token in range(tl.program_id(0), n_tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64) * N_COLS + lane
         total = load_fp32(base + at, mask, MASKED) if HAS_BASE else tl.zeros([COLS], tl.float32)
-        for slot in tl.static_range(SLOTS):
-            row = tl.load(places + token * SLOTS + slot)
-            source = rows + tl.cast(row, tl.int64) * N_COLS + lane
-            if BRANCHES:
+        if BRANCHES:
+            for slot in range(SLOTS):
+                row = tl.load(places + token * SLOTS + slot)
                 if row < live:
-                    value = load_fp32(source, mask, MASKED)
-                    if HAS_WEIGHTS:
-                        value *= tl.load(weights + token * SLOTS + slot).to(tl.float32)
-                    total += value
-            else:
-                value = load_fp32(source, _unless_nobodys(mask, row, live, COLS), True)
-                if HAS_WEIGHTS:
-                    value *= tl.load(weights + token * SLOTS + slot).to(tl.float32)
-                total += value
+                    value = load_fp32(rows + tl.cast(row, tl.int64) * N_COLS + lane, mask, MASKED)
+                    total += _weighted(value, weights, token * SLOTS + slot, HAS_WEIGHTS)
+        else:
+            for slot in tl.static_range(SLOTS):
+                row = tl.load(places + token * SLOTS + slot)
+                found = _unless_nobodys(mask, row, live, COLS)
+                value = load_fp32(rows + tl.cast(row, tl.int64) * N_COLS + lane, found, True)
+                total += _weighted(value, weights, token * SLOTS + slot, HAS_WEIGHTS)
         store(out + at, total, mask, MASKED)
 
 
@@ -374,13 +379,11 @@ def _gate_program(h, bias, experts, ends, d, row_weights, a, dh, dots, n_experts
     if HAS_BIAS:
         if row < end:
             # A run goes through a few experts; the bias of each is read once.
-            expert = tl.load(experts + row)
-            while row < end:
+            for expert in range(tl.load(experts + row), tl.load(experts + end - 1) + 1):
                 stop = tl.minimum(tl.load(ends + expert), end)
                 _gate_rows(h, bias, d, row_weights, a, dh, dots, row, stop, expert, first, N_COLS, ACTIVATION, ALPHA,
                            LIMIT, OFFSET, JOINED, HAS_BIAS, BACKWARD, ROWS, COLS)  # fmt: skip
                 row = stop
-                expert += 1
     else:
         _gate_rows(h, bias, d, row_weights, a, dh, dots, row, end, 0, first, N_COLS, ACTIVATION, ALPHA, LIMIT, OFFSET,
                    JOINED, HAS_BIAS, BACKWARD, ROWS, COLS)  # fmt: skip
@@ -569,9 +572,11 @@ def _launch_gate(
     )  # fmt: skip
 
 
-def _tile(h: torch.Tensor, n_cols: int, tensors: int, form: Gate) -> tiling.RowTile:
-    by_turns = int(form.joined == "interleaved")
-    return tiling.expert_gate_tile(n_cols, h.dtype.itemsize, tensors, by_turns, device.spec(h.device))
+def _tile(
+    h: torch.Tensor, bias: torch.Tensor | None, n_cols: int, form: Gate, backward: bool
+) -> tiling.RowTile:
+    given = form.joined is not None, form.joined == "interleaved", bias is not None, backward
+    return tiling.expert_gate_tile(n_cols, h.dtype.itemsize, *map(int, given), device.spec(h.device))
 
 
 def _biased(h: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> torch.Tensor:
@@ -590,7 +595,7 @@ def gated_rows(
         return form.activate(h) if form.joined is None else form.product(*form.parts(h, None))
     a = h.new_empty(h.shape[0], h.shape[1] // (1 if form.joined is None else 2))
     if a.numel():
-        tile = _tile(h, a.shape[1], 2 if form.joined is None else 3, form)
+        tile = _tile(h, bias, a.shape[1], form, False)
         _launch_gate(_gate_kernel, h, bias, a, routing, form, tile, a)
     return a
 
@@ -616,7 +621,7 @@ def gated_rows_backward(
         return dh, d.copy_(y * w), dots
     dh = torch.empty_like(h)
     n_rows, n_cols = d.shape
-    tile = _tile(h, n_cols, 4 if form.joined is None else 6, form)
+    tile = _tile(h, bias, n_cols, form, True)
     dots = torch.empty((tile.blocks, n_rows), dtype=torch.float32, device=h.device)
     if d.numel():
         _launch_gate(_gate_backward_kernel, h, bias, d, routing, form, tile, d, row_weights, d, dh, dots, n_rows)

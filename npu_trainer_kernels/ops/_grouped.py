@@ -127,10 +127,9 @@ def _clear_kernel(
             start = tl.load(ends + group - 1)
         if start == end:
             at = dw + tl.cast(group, tl.int64) * size
-            zeros = tl.zeros([BLOCK], dw.dtype.element_ty)
             for block in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
                 lane = block + tl.arange(0, BLOCK)
-                tl.store(at + lane, zeros, mask=lane < size)
+                tl.store(at + lane, tl.zeros([BLOCK], dw.dtype.element_ty), mask=lane < size)
 
 
 @falls_back("moe_experts")
