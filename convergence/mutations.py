@@ -337,7 +337,7 @@ def _advantages_left_behind(original: Any, value: Any, order: list[int]) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Faults of experts. Where the kernels are applied a module is run on a few rows, without gradients, and left alone where
+# Faults of experts. Where the kernels are applied a module is run on a few rows, without gradients, and left alone if
 # the op gives something else; so these come later, or hit an expert that has none of those rows.
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,10 @@ class ExpertsForm:
         return ", ".join([*said, *(name for name, there in flags.items() if there)])
 
 
+def _has_flags(module: nn.Module) -> bool:
+    return all(hasattr(module, flag) for flag in _FLAGS)
+
+
 def _implementation(module: Any) -> str | None:
     """Why the implementation that a module's configuration asks for is not ours to replace, or None."""
     name = module.config._experts_implementation
@@ -232,13 +236,17 @@ class ExpertsPatch(Patch):
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
         # Of other experts, which are known by their place alone, the report has the reason why they stay.
         for path, module in scene.model.named_modules():
-            if all(hasattr(module, flag) for flag in _FLAGS) or path.rpartition(".")[2] == "experts":
+            if _has_flags(module) or path.rpartition(".")[2] == "experts":
                 yield path, module
+
+    def misses(self, scene: Scene) -> bool:
+        # Nothing was measured that speaks for the models' own code: who has experts is to know that the op is there.
+        return any(_has_flags(module) for module in scene.model.modules())
 
     def recognise(self, module: Any, scene: Scene) -> ExpertsForm | str | None:
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             return "its experts are modules of their own, each with its own products"
-        if not all(hasattr(module, flag) for flag in _FLAGS):
+        if not _has_flags(module):
             return "its code is its own: it does not come through transformers' experts interface"
         found = set_on_instance(module) or _implementation(module) or _recognise(module)
         if isinstance(found, str):

@@ -16,7 +16,7 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels import apply_npu_kernels, backends
 from npu_trainer_kernels.patching import PATCHES, _experts
 from tests.closeness import assert_as_close
 from tests.models import assert_outcome_close, batch, loss_and_gradients, small_model
@@ -406,6 +406,22 @@ def test_compiled_models_run_their_own_code():
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(*given), expected)
         assert kernels.report().ran == {OP: 0}
+
+
+def test_a_device_where_nothing_was_measured(monkeypatch):
+    """One line says so, of models that have experts."""
+    own = backends.keeps_plain
+
+    def keeps_plain(op, *args, **kwargs):
+        return "not timed there; by name" if op == OP else own(op, *args, **kwargs)
+
+    monkeypatch.setattr(backends, "keeps_plain", keeps_plain)
+    with apply_npu_kernels(small_model("qwen3-moe")) as kernels:
+        assert str(kernels.report()).count("\n  moe_experts: not timed there; by name\n") == 1
+    with apply_npu_kernels(small_model("llama")) as kernels:
+        assert OP not in str(kernels.report())
+    with apply_npu_kernels(small_model("qwen3-moe"), ops=[OP]) as kernels:
+        assert len(kernels.report().replaced) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
