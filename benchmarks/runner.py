@@ -154,7 +154,8 @@ def _measure_cell(cell: Cell, device: torch.device, settings: Settings, context:
     case = cell.case
     fn = cell.provider.make(case, device)
     inputs = _inputs(case, device, seed=0)
-    found = None if context.truth is None else errors(fn, inputs, context.truth)
+    judged = context.truth is not None and cell.provider.whole
+    found = errors(fn, inputs, context.truth) if judged else None
     del inputs
     first = _inputs(case, device, seed=1)
     sets = [first]

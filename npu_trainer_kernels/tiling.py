@@ -607,7 +607,7 @@ def expert_rows_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
     if spec.has_buffer:
         blocks = _cdiv(cols, 8192)
         return RowTile(1, cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 64) * 64, blocks)
-    return RowTile(1, min(32, next_power_of_2(cols)), _cdiv(cols, 32))
+    return RowTile(1, min(64, next_power_of_2(cols)), _cdiv(cols, 64))
 
 
 @cache
@@ -636,12 +636,15 @@ def expert_gate_tile(cols: int, itemsize: int, up: int, by_turns: int, biased: i
         blocks = _even_blocks(cols, size // 4 if backward else size)
         cols = cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 16) * 16
         return RowTile(max(1, min(size // cols, 128)), cols, blocks)
-    return RowTile(2, min(32, next_power_of_2(cols)), _cdiv(cols, 32))
+    return RowTile(4, min(64, next_power_of_2(cols)), _cdiv(cols, 64))
 
 
 _EXPERT_GATE_BYTES = {
     (wide, backward, by_turns, biased): {0: (21, 32), 1: (64, 96 if by_turns else 64)}[backward][wide] * (1 + biased)
-    for wide in (False, True) for backward in (0, 1) for by_turns in (0, 1) for biased in (0, 1)
+    for wide in (False, True)
+    for backward in (0, 1)
+    for by_turns in (0, 1)
+    for biased in (0, 1)
 }
 
 
@@ -662,7 +665,7 @@ def expert_sums_tile(cols: int, spec: DeviceSpec) -> RowTile:
     if spec.has_buffer:
         blocks = _cdiv(cols, 512)
         return RowTile(16, _cdiv(_cdiv(cols, blocks), 64) * 64 if blocks > 1 else cols, blocks)
-    return RowTile(2, min(32, next_power_of_2(cols)), _cdiv(cols, 32))
+    return RowTile(4, min(64, next_power_of_2(cols)), _cdiv(cols, 64))
 
 
 @cache

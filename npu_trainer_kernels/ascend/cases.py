@@ -274,7 +274,11 @@ def _moe_experts(
         if own_gate:
             # Of rows without an expert there are none either.
             tail = {"_clear_tail_kernel": 5 * 4}
-            return least | tail | {"_to_rows_kernel": moved, "_sums_backward_kernel": moved + all_rows * hidden * t.itemsize}
+            return (
+                least
+                | tail
+                | {"_to_rows_kernel": moved, "_sums_backward_kernel": moved + all_rows * hidden * t.itemsize}
+            )
         gate = all_rows * inner * t.itemsize
         if biased:
             least |= {"_expert_sums_kernel": parts * (gate + n * inner * t.itemsize)}

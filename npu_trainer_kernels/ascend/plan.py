@@ -59,7 +59,8 @@ class MemoryPlan:
         fits: the plan fits the unified buffer (False: nothing below but the buffer is known).
         buffer_used: bytes of the unified buffer that the plan uses; those it would need where it does not fit.
         buffer_size: bytes of the unified buffer that the compiler plans with.
-        double_buffered: transfers inside loops rotate between two buffers (True where no loop transfers anything).
+        double_buffered: transfers inside loops rotate between two buffers (True where no loop transfers anything,
+            or all do is to store what was made before them).
         multi_buffer_dropped: the compiler gave double buffering up to make the plan fit.
         single_buffers: tile transfers inside loops whose buffer does not rotate.
         loads_after_stores: waits of loads for earlier stores in loops that stream tiles. Each of them stops the overlap
@@ -242,7 +243,9 @@ def read_plan(kernel: str, chip: str, lowered: str, planned: str, log: str) -> M
         walk.read(line)
     worst = walk.row_body()
     dropped = _DROPPED in log
-    rotates = walk.single_buffers < walk.loop_transfers or walk.loop_transfers == 0
+    # What is made before a loop and stored in it again and again, as zeros are, waits for nothing.
+    idle = walk.loop_transfers == 0 or not walk.fills_in_loops
+    rotates = walk.single_buffers < walk.loop_transfers or idle
     if not structured:
         # Without loops there is no row body. What the lowered form still says: loops over single elements are marked.
         worst.streamed = worst.small_accesses = worst.block_switches = worst.vector_bytes = 0
@@ -405,6 +408,7 @@ class _Walk:
         self.regions = [_Region(indent=-1, is_loop=False)]
         self.row_loops: list[_Region] = []
         self.buffer_end = self.loop_transfers = self.single_buffers = self.largest_transfer = 0
+        self.fills_in_loops = False
 
     def row_body(self) -> _Region:
         """The worst of the row bodies."""
@@ -502,6 +506,7 @@ class _Walk:
 
     def _call(self, function: str, operands: list[str]) -> None:
         region = self.regions[-1]
+        self.fills_in_loops |= not function.startswith("store_ub") and any(r.is_loop for r in self.regions)
         memories = [self.memories[o] for o in operands if o in self.memories]
         sizes = [memory.bytes for memory in memories if memory.bytes is not None]
         if not function.startswith(("load_gm_to_", "store_ub")):

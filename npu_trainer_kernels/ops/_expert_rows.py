@@ -29,11 +29,13 @@ from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._fallback import falls_back
 from ._gates import Gate, activated, bounded_gate, bounded_up, slope
+from ._host import autocasts
 from ._launch import launch
 
 __all__ = [
     "Routing",
     "expert_sums",
+    "fp32_product",
     "gated_rows",
     "gated_rows_backward",
     "sums_of_rows",
@@ -444,6 +446,14 @@ def _gate_backward_kernel(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b, also where autocast would round both."""
+    if not autocasts(a):
+        return a @ b
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
 def _in_torch(backend: str) -> bool:
     # Of the vendor's there is the product alone.
     return backend in ("torch", "vendor")
@@ -548,7 +558,8 @@ def expert_sums(rows: torch.Tensor, routing: Routing, backend: str) -> torch.Ten
     if _in_torch(backend):
         each = torch.arange(n_experts, dtype=torch.int32, device=rows.device)
         own = routing.experts.unsqueeze(1) == each
-        return (own.t().float() @ rows.float().masked_fill_(~own.any(1, keepdim=True), 0)).to(rows.dtype)
+        live = rows.float().masked_fill_(~own.any(1, keepdim=True), 0)
+        return fp32_product(own.t().float(), live).to(rows.dtype)
     sums = rows.new_empty(n_experts, n_cols)
     spec = device.spec(rows.device)
     tile = tiling.expert_sums_tile(n_cols, spec)
@@ -572,9 +583,7 @@ def _launch_gate(
     )  # fmt: skip
 
 
-def _tile(
-    h: torch.Tensor, bias: torch.Tensor | None, n_cols: int, form: Gate, backward: bool
-) -> tiling.RowTile:
+def _tile(h: torch.Tensor, bias: torch.Tensor | None, n_cols: int, form: Gate, backward: bool) -> tiling.RowTile:
     given = form.joined is not None, form.joined == "interleaved", bias is not None, backward
     return tiling.expert_gate_tile(n_cols, h.dtype.itemsize, *map(int, given), device.spec(h.device))
 
@@ -586,9 +595,7 @@ def _biased(h: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> tor
 
 
 @falls_back("moe_experts")
-def gated_rows(
-    h: torch.Tensor, bias: torch.Tensor | None, routing: Routing, form: Gate, backend: str
-) -> torch.Tensor:
+def gated_rows(h: torch.Tensor, bias: torch.Tensor | None, routing: Routing, form: Gate, backend: str) -> torch.Tensor:
     """a `[S, I]` of h `[S, 2 I]`, or of h `[S, I]` where `form.joined` is None: there is no up then."""
     if _in_torch(backend):
         h = _biased(h, bias, routing)

@@ -32,7 +32,7 @@ _ALIGNED = 16
 
 def unavailable(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], backend: str) -> str | None:
     """Why a device has no grouped product for a backend of rows of these sizes in a dtype, in words, or None."""
-    kind = devices.kind_of(device)
+    kind = _kind(device)
     if _by_vendor(device, backend):
         return _vendor.unavailable("moe_experts") or _vendor.uncovered_experts(dtype, sizes)
     if kind == "cuda":
@@ -47,8 +47,12 @@ def unavailable(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]
     return None if kind in ("cpu", "npu") else "no grouped product is known on this kind of device"
 
 
+def _kind(device: torch.device) -> str:
+    return devices.kind_of(device)
+
+
 def _by_vendor(device: torch.device, backend: str) -> bool:
-    return backend == "vendor" or (backend == "triton" and devices.kind_of(device) == "npu")
+    return backend == "vendor" or (backend == "triton" and _kind(device) == "npu")
 
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, backend: str) -> torch.Tensor:
@@ -64,7 +68,7 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, b
         return x.new_empty(0, weight.shape[2])
     if _by_vendor(x.device, backend):
         return _vendor.grouped_product(x, weight, ends)
-    if devices.kind_of(x.device) == "cuda":
+    if _kind(x.device) == "cuda":
         return _grouped_mm(x, _aligned(weight), ends)
     y = x.new_empty(x.shape[0], weight.shape[2])
     for g, start, end in _groups(ends):
@@ -79,7 +83,7 @@ def outer_products(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, backen
         return x.new_zeros(shape)
     if _by_vendor(x.device, backend):
         return _cleared(_vendor.outer_products(x, dy, ends), ends, backend)
-    if devices.kind_of(x.device) == "cuda":
+    if _kind(x.device) == "cuda":
         return _cleared(_grouped_mm(x.t(), dy, ends), ends, backend)
     dw = x.new_empty(shape)
     for g, start, end in _groups(ends):

@@ -39,6 +39,7 @@ from ._checks import check_float, check_ids, check_range, check_same_device
 from ._expert_rows import (
     Routing,
     expert_sums,
+    fp32_product,
     gated_rows,
     gated_rows_backward,
     sums_of_rows,
@@ -148,13 +149,11 @@ class _Experts(torch.autograd.Function):
         gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, form: Gate, transposed: bool, backend: str,
     ) -> torch.Tensor:  # fmt: skip
         routing = Routing.make(ids, gate_up.shape[0])
-        h = _grouped.grouped_product(
-            to_rows(x, routing, backend), _columns(gate_up, transposed), routing.ends, backend
-        )
+        h = _grouped.grouped_product(to_rows(x, routing, backend), _columns(gate_up, transposed), routing.ends, backend)
         a = gated_rows(h, gate_up_bias, routing, form, backend)
         y = _grouped.grouped_product(a, _columns(down, transposed), routing.ends, backend)
         del a
-        base = None if down_bias is None else _dense(ids, weights, down.shape[0]) @ down_bias.float()
+        base = None if down_bias is None else fp32_product(_dense(ids, weights, down.shape[0]), down_bias.float())
         ctx.save_for_backward(x, ids, weights, gate_up, down, gate_up_bias, down_bias, h, *routing.tensors)
         ctx.form, ctx.transposed, ctx.backend = form, transposed, backend
         return sums_of_rows(y, weights, base, routing, backend)
@@ -178,12 +177,13 @@ class _Experts(torch.autograd.Function):
         if needs_weights:
             found = dots.index_select(0, routing.places.reshape(-1)).view(ids.shape)
             if down_bias is not None:
-                every = dout.float() @ down_bias.float().t()
+                every = fp32_product(dout.float(), down_bias.float().t())
                 found = found + every.gather(1, ids.clamp(max=down.shape[0] - 1).long())
             # What no kernel wrote is no number to multiply by zero.
             d_weights = found.masked_fill_(~routing.here(), 0).to(weights.dtype)
         if needs_down_bias:
-            d_down_bias = (_dense(ids, weights, down.shape[0]).t() @ dout.float()).to(down_bias.dtype)
+            dense = _dense(ids, weights, down.shape[0])
+            d_down_bias = fp32_product(dense.t(), dout.float()).to(down_bias.dtype)
         d_gate_up_bias = expert_sums(dh, routing, backend) if needs_gate_up_bias else None
         d_gate_up = dx = None
         if needs_gate_up:
@@ -416,7 +416,5 @@ def moe_experts(
     if isinstance(form, Gate) and post_norm is None:
         y = _Experts.apply(x.to(dtype), expert_ids, expert_weights, *given, form, transposed, chosen)
     else:
-        y = _in_steps(
-            x.to(dtype), expert_ids, expert_weights, *given, form, gated, transposed, post_norm, chosen
-        )
+        y = _in_steps(x.to(dtype), expert_ids, expert_weights, *given, form, gated, transposed, post_norm, chosen)
     return y.to(x.dtype)
