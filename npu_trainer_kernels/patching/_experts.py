@@ -254,6 +254,13 @@ class ExpertsPatch(Patch):
         weight = module._parameters[found.weights[0]]
         return unserved(scene.where, weight.dtype, *found.sizes(module), backend=scene.backend) or found
 
+    def sizes(self, module: Any, form: ExpertsForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        chosen = getattr(module.config, "num_experts_per_tok", None)
+        if type(chosen) is not int or not form.gated:
+            return None
+        weight = module._parameters["down_proj"]
+        return weight.dtype, (*form.sizes(module), full_shape(weight)[0], chosen)
+
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
         form: ExpertsForm = site.form
         given = {**dict(zip(form.arguments, args, strict=False)), **kwargs}
