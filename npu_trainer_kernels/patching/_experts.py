@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -25,10 +26,12 @@ from torch import nn
 from ..ops._checks import FLOATS
 from ..ops._host import autocasts, compute_dtype
 from ..ops.moe_experts import moe_experts, unserved
+from ._call import CallSettings
 from ._classes import has_hooks, original_class
 from ._gates import GateForm, gate_of, joined_gate_form, numbers_of
 from ._norm_forms import full_shape
 from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_float, no_plain, set_on_instance
+from ._undo import Undo
 
 # By name, the implementations that the op takes the place of beside the eager one. Transformers before 5 has no such
 # interface, and so no module with its flags.
@@ -67,6 +70,7 @@ class ExpertsForm:
         code: the class's function for the gate.
         activation: its activation: the class of a module, or a function.
         refused: why a device does not serve products in a dtype, or None, by both.
+        dispatching: what brings rows to these modules from other ranks and has been told of the op.
     """
 
     arguments: tuple[str, str, str]
@@ -78,6 +82,7 @@ class ExpertsForm:
     code: Any = field(repr=False)
     activation: Any = field(repr=False)
     refused: dict[tuple[str, torch.dtype], str | None] = field(default_factory=dict, compare=False, repr=False)
+    dispatching: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
 
     @property
     def weights(self) -> tuple[str, str]:
@@ -121,6 +126,17 @@ class ExpertsForm:
 
 def _has_flags(module: nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in _FLAGS)
+
+
+def _dispatchers(module: Any) -> list[Any]:
+    """What brings rows to a module from other ranks, under transformers' expert parallelism: the module's forward on the
+    instance, which calls these. They call the forward that the class had then, with weights that are whole tensors."""
+    forward = vars(module).get("forward")
+    if getattr(forward, "__module__", None) != "transformers.distributed.expert_parallel":
+        return []
+    outer = inspect.getclosurevars(forward).nonlocals.get("implementation")
+    # One may hold others, between which it chooses.
+    return [] if outer is None else [p for p in (outer, *vars(outer).values()) if hasattr(p, "experts_forward")]
 
 
 def _implementation(module: Any) -> str | None:
@@ -248,11 +264,24 @@ class ExpertsPatch(Patch):
             return "its experts are modules of their own, each with its own products"
         if not _has_flags(module):
             return "its code is its own: it does not come through transformers' experts interface"
-        found = set_on_instance(module) or _implementation(module) or _recognise(module)
+        aside = None if _dispatchers(module) else set_on_instance(module)
+        found = aside or _implementation(module) or _recognise(module)
         if isinstance(found, str):
             return found
         weight = module._parameters[found.weights[0]]
         return unserved(scene.where, weight.dtype, *found.sizes(module), backend=scene.backend) or found
+
+    def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
+        super().install(site, module, undo, settings)
+        there = weakref.ref(module)  # what is undone later keeps no module alive
+
+        def experts_forward(*args: Any, **kwargs: Any) -> Any:
+            return site.cls.forward(there(), *args, **kwargs)
+
+        for dispatcher in _dispatchers(module):
+            if dispatcher not in site.form.dispatching:
+                site.form.dispatching.add(dispatcher)
+                undo.set_attribute(dispatcher, "experts_forward", experts_forward)
 
     def sizes(self, module: Any, form: ExpertsForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
         chosen = getattr(module.config, "num_experts_per_tok", None)

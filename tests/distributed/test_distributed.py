@@ -56,6 +56,12 @@ def pack_and_compare(target: Path, *wrappers: str) -> dict[str, Any]:
     return found
 
 
+def test_experts_that_ranks_share_out(tmp_path):
+    """Two layers, three times scored and trained."""
+    found = on_two_ranks("experts", tmp_path / "found.json", "all_to_all", "all_reduce", "auto")
+    assert [(case["served"], case["declined"]) for case in found.values()] == [([12, 12], [[], []])] * 3
+
+
 def test_ranks_with_other_numbers_of_live_tokens(tmp_path):
     wrappers = ("ddp", "fsdp2", "fsdp2, kept", "ddp, experts", "fsdp2, experts")
     assert len(pack_and_compare(tmp_path / "found.json", *wrappers)) == 3 + 4 + 1 + 2 + 4
