@@ -142,7 +142,7 @@ def _stock_experts(case: Case, device: torch.device) -> Function:
         return F.silu(gate) * up
 
     def call(t: Tensors) -> Outputs:
-        layer = SimpleNamespace(
+        layer: Any = SimpleNamespace(
             num_experts=case.sizes["E"], gate_up_proj=t["gate_up_weight"], down_proj=t["down_weight"],
             _apply_gate=apply_gate, has_gate=True, has_bias=False, is_transposed=False, _is_expert_parallel=False,
             has_post_expert_norm=False,
@@ -165,7 +165,7 @@ class _ProductsAlone(torch.autograd.Function):
         return y[: ctx.tokens]
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         product = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
         up, down, rows, gated, dh, dy, ends = ctx.saved_tensors
         product(dy, down, offs=ends)
@@ -187,8 +187,8 @@ def _products_alone(case: Case, device: torch.device) -> Function:
             bounds = torch.arange(1, case.sizes["E"] + 1, device=device)
             ends = torch.searchsorted(ids, bounds, out_int32=True)
             rows = t["x"].detach()[order // case.sizes["k"]]
-            placed[key] = rows, torch.randn_like(rows[:, : case.sizes["I"]]).contiguous(), ends
-        return _ProductsAlone.apply(t["x"], t["gate_up_weight"], t["down_weight"], *placed[key])  # type: ignore[no-any-return]
+            placed[key] = rows, rows.new_empty(len(rows), case.sizes["I"]).normal_(), ends
+        return _ProductsAlone.apply(t["x"], t["gate_up_weight"], t["down_weight"], *placed[key])
 
     return call
 
@@ -255,7 +255,7 @@ def _liger_swiglu(case: Case, device: torch.device) -> Function:
 def _liger_experts(case: Case, device: torch.device) -> Function:
     from liger_kernel.ops import LigerFusedMoEFunction
 
-    return lambda t: LigerFusedMoEFunction.apply(  # type: ignore[no-any-return]
+    return lambda t: LigerFusedMoEFunction.apply(
         t["x"], t["gate_up_weight"], t["down_weight"], t["ids"].int(), t["probabilities"]
     )
 

@@ -412,9 +412,11 @@ def moe_experts(
     reason = _grouped.unavailable(x.device, dtype, (x.shape[1], size), chosen)
     if reason is not None:
         raise ValueError(f"moe_experts cannot run on {devices.kind_of(x.device)}: {reason}")
-    given = (None if t is None else t.to(dtype) for t in (gate_up, down, gate_up_bias, down_bias))
+    x_given, up, last = (t.to(dtype) for t in (x, gate_up, down))
+    up_bias, last_bias = (None if t is None else t.to(dtype) for t in (gate_up_bias, down_bias))
+    given = x_given, expert_ids, expert_weights, up, last, up_bias, last_bias, form
     if isinstance(form, Gate) and post_norm is None:
-        y = _Experts.apply(x.to(dtype), expert_ids, expert_weights, *given, form, transposed, chosen)
+        y = _Experts.apply(*given, transposed, chosen)
     else:
-        y = _in_steps(x.to(dtype), expert_ids, expert_weights, *given, form, gated, transposed, post_norm, chosen)
+        y = _in_steps(*given, gated, transposed, post_norm, chosen)
     return y.to(x.dtype)
