@@ -129,8 +129,8 @@ def _has_flags(module: nn.Module) -> bool:
 
 
 def _dispatchers(module: Any) -> list[Any]:
-    """What brings rows to a module from other ranks, under transformers' expert parallelism: the module's forward on the
-    instance, which calls these. They call the forward that the class had then, with weights that are whole tensors."""
+    """What brings rows to a module from other ranks under transformers' expert parallelism. The module's forward, which
+    is set on the instance, calls one of these; it calls the forward that the class had, over weights that are whole."""
     forward = vars(module).get("forward")
     if getattr(forward, "__module__", None) != "transformers.distributed.expert_parallel":
         return []

@@ -4,9 +4,9 @@ without the kernels and with its experts replaced.
 Usage: torchrun --nproc_per_node 2 -m tests.distributed.experts FILE {all_to_all,all_reduce,auto}...
 
 Each rank has half of the experts. Where ranks exchange rows they have batches of their own; where they add up results
-they have the same one, and the rows of the other rank's experts have no expert here. Rank 0 writes to FILE, per way: how
-far the parameters have moved without the kernels, how far those with the kernels are from them, how often each rank's
-experts were the op's, and what it has declined.
+they have the same one, and the rows of the other rank's experts have no expert here. Rank 0 writes to FILE, per way:
+how far the parameters have moved without the kernels, how far those with the kernels are from them, how often each
+rank's experts were the op's, and what it has declined.
 """
 
 import json
