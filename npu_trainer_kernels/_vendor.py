@@ -339,6 +339,11 @@ def attention_backward(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Products in groups: aclnnGroupedMatmul
+#
+# npu_moe_token_permute and npu_moe_token_unpermute, which bring rows to experts and back, do not fit around them. Rows
+# without an expert here are moved, too, unless the host knows how many others there are (num_out_tokens), and are
+# multiplied by a weight of zero, which leaves a NaN what it is; and backward of the second reads the experts' results
+# (permuted_tokens), which `ops/moe_experts.py` does not keep.
 # ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -78,6 +78,19 @@ def test_schema(name: str):
     assert str(getattr(torch.ops.npu, name).default._schema) == f"npu::{name}{SCHEMAS[name]}"
 
 
+def test_what_moves_rows_does_not_fit_around_the_products_of_experts():
+    """For the reasons that `_vendor` gives."""
+    schemas = {
+        "npu_moe_token_permute": "(Tensor tokens, Tensor indices, int? num_out_tokens=None, bool padded_mode=False) -> "
+        "(Tensor, Tensor)",
+        "npu_moe_token_unpermute_grad": "(Tensor permuted_tokens, Tensor grad_unpermuted_tokens, "
+        "Tensor sorted_indices, Tensor? probs=None, bool padded_mode=False, int[]? restore_shape=None) -> "
+        "(Tensor, Tensor)",
+    }
+    for name, schema in schemas.items():
+        assert str(getattr(torch.ops.npu, name).default._schema) == f"npu::{name}{schema}"
+
+
 def test_products_with_an_fp32_result_are_listed():
     """`device.has_fp32_output_product` asks an NPU for them, as `torch.mm(..., out_dtype=..., out=...)` calls them."""
     import torch_npu
