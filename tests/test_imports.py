@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "npu_trainer_kernels"
 # where both are of one package, and from the lines below.
 LAYERS = (
     ("_cache", "_opaque", "_switch", "_triton", "device", "table"),
-    ("_optional", "_vendor", "closeness", "tuned"),
+    ("_optional", "_vendor", "closeness", "tile_limits", "tuned"),
     ("backends", "tiling"),
     ("ops",),
     ("patching", "workloads"),
