@@ -1,4 +1,4 @@
-"""What is kept of timed calls, and when one is slower than another. Needs no torch: reports read it where that is broken."""
+"""What is kept of timed calls, and when one is slower than another. It needs no torch: a report may have to do without."""
 
 import math
 from dataclasses import dataclass

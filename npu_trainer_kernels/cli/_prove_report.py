@@ -1,0 +1,273 @@
+"""The report of `npu-kernels prove`, from the archive's document alone. No line has more than 60 columns, so that it can be
+read on a phone, and in an issue."""
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .._summary import Summary
+
+__all__ = ["WIDTH", "losses", "text"]
+
+WIDTH = 60
+Row = Mapping[str, Any]
+MODES = ("forward", "backward", "both")
+# More than the allocator's grain, and by more than a hundredth.
+_BYTES, _SHARE = 1 << 20, 1.01
+_MIB, _GIB = 1 << 20, 1 << 30
+TITLES = {
+    "checks": "ops against their references",
+    "kernels": "kernels",
+    "steps": "training steps",
+    "convergence": "short trainings",
+    "ranks": "two ranks",
+    "table": "the table of backends",
+}
+_NAMES = {"reference": "eager", "ours-triton": "triton", "ours-vendor": "vendor", "ours-torch": "torch"}
+
+
+# --------------------------------------------------------------------------------------------------------------- losses
+def _ok(row: Row | None) -> bool:
+    return row is not None and row["status"] == "ok"
+
+
+def _slower(row: Row, other: Row) -> bool:
+    return Summary(**row["ms"]).slower_than(Summary(**other["ms"]))
+
+
+def _times(row: Row, other: Row) -> str:
+    ours, theirs = row["ms"]["median"], other["ms"]["median"]
+    return f"{ours:.3g} ms against {theirs:.3g} ({ours / theirs:.2f} x)"
+
+
+def _larger(ours: float, theirs: float) -> bool:
+    return ours > theirs + _BYTES and ours > _SHARE * theirs
+
+
+def _by_case(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[tuple[str, str], Row]]:
+    """Rows of the kernels by (op, shape, dtype), and there by (provider, mode)."""
+    found: dict[tuple[str, str, str], dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        if row["group"] == "ops":
+            of_case = found.setdefault((row["op"], row["shape"], row["dtype"]), {})
+            of_case[row["provider"], row["mode"]] = row
+    return found
+
+
+def _kernel_losses(found: Row) -> list[str]:
+    lines = []
+    for (op, shape, dtype), rows in _by_case(found["rows"]).items():
+        choice = found["choices"].get(op)
+        if choice is None:
+            continue
+        used = f"ours-{choice['backend']}"
+        # What a model does not use there unless it is asked for costs nobody anything.
+        kept = "; models keep their own code here" if choice["plain"] else ""
+        others = [p for p in dict.fromkeys(provider for provider, _ in rows) if p != used]
+        for mode in MODES:
+            row = rows.get((used, mode))
+            if row is None or not _ok(row):
+                continue
+            for other in others:
+                theirs = rows.get((other, mode))
+                if theirs is not None and _ok(theirs) and _slower(row, theirs):
+                    lines.append(f"{op} {shape} {dtype}, {mode}: {_NAMES[used]} {_times(row, theirs)} of "
+                                 f"{_NAMES.get(other, other)}{kept}")  # fmt: skip
+        row, eager = rows.get((used, "both")), rows.get(("reference", "both"))
+        if row is not None and eager is not None and _ok(row) and _ok(eager):
+            ours, theirs_bytes = row["extra_bytes"], eager["extra_bytes"]
+            if _larger(ours, theirs_bytes):
+                lines.append(f"{op} {shape} {dtype}: {_NAMES[used]} needs {ours / _MIB:.1f} MiB, eager "
+                             f"{theirs_bytes / _MIB:.1f}{kept}")  # fmt: skip
+    return lines
+
+
+def _step_pairs(found: Row) -> list[tuple[Row, Row]]:
+    """(plain, with the kernels) of the training steps, those of two ranks too."""
+    of: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in found["rows"]:
+        if row["group"] == "end-to-end":
+            of.setdefault((row["op"], row["shape"]), {})[row["provider"]] = row
+    return [(rows["plain"], rows["flag"]) for rows in of.values() if {"plain", "flag"} <= rows.keys()]
+
+
+def _step_losses(found: Row) -> list[str]:
+    lines = []
+    for plain, flag in _step_pairs(found):
+        if not (_ok(plain) and _ok(flag)):
+            continue
+        name = f"{flag['op']} {flag['shape']}"
+        if _slower(flag, plain):
+            lines.append(f"a step of {name}: {_times(flag, plain)} plain")
+        if _larger(flag["peak_bytes"], plain["peak_bytes"]):
+            lines.append(f"a step of {name}: {flag['peak_bytes'] / _GIB:.2f} GiB, plain "
+                         f"{plain['peak_bytes'] / _GIB:.2f}")  # fmt: skip
+    return lines
+
+
+def losses(found: Row) -> list[str]:
+    """Where what is used here is slower, beyond the spread, or larger than something that was measured beside it."""
+    return [*_kernel_losses(found), *_step_losses(found)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+def _item(line: str) -> str:
+    return textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _paragraph(line: str) -> str:
+    return textwrap.fill(line, WIDTH, break_on_hyphens=False)
+
+
+def _columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
+    """The first column to the left, the others to the right."""
+    return [
+        "".join(f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}"
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]  # fmt: skip
+
+
+def _head(found: Row) -> list[str]:
+    device, packages = found["meta"]["device"], found["environment"].get("versions", {})
+    memory = f", {device['memory_bytes'] / _GIB:.1f} GiB" if device["memory_bytes"] else ""
+    lines = ["# npu-kernels prove", ""]
+    lines += [_paragraph(f"{device['name']} ({device['kind']}{memory}), {found['meta'].get('devices', 0)} of them; "
+                         f"{found['written'][:10]}"), ""]  # fmt: skip
+    lines += [_item(f"{name} {version}") for name, version in packages.items() if version]
+    return lines
+
+
+def _coverage(found: Row) -> list[str]:
+    lines = ["## How far it came", ""]
+    for part, state in found["parts"].items():
+        left = len(state["left"])
+        said = f"{state['done']} done" if state["begun"] else "not begun"
+        lines.append(_item(f"{TITLES[part]}: {said}" + (f", {left} left" if left else "")))
+    return lines
+
+
+def _list(title: str, items: Sequence[str], none: str) -> list[str]:
+    return [f"## {title}", "", *([_item(item) for item in items] if items else [_paragraph(none)])]
+
+
+def _findings(found: Row) -> list[str]:
+    findings = found["environment"].get("findings", [])
+    return [_item(f"{f['level']}: {f['what']} -> {f['do']}") for f in findings]
+
+
+def _checks(found: Row) -> list[str]:
+    by_op: dict[tuple[str, str], list[str]] = {}
+    for check in found["checks"]:
+        by_op.setdefault((check["op"], check["backend"]), []).append(
+            {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}[check["dtype"]]
+            + {"ok": "", "wrong": " WRONG", "failed": " FAILED", "absent": " not covered"}[check["status"]]
+        )
+    rows = [(op, backend, ", ".join(said)) for (op, backend), said in by_op.items()]
+    lines = ["## Ops against their references", ""]
+    return [*lines, *(_item(f"{op}, {backend}: {said}") for op, backend, said in rows)] if rows else []
+
+
+def _kernels(found: Row) -> list[str]:
+    cases = _by_case(found["rows"])
+    if not cases:
+        return []
+    lines = ["## Kernels", "",
+             _paragraph("Median milliseconds, and MiB beyond inputs and results; * is what is used here. Every call "
+                        "is warm, its inputs are not in the cache."), ""]  # fmt: skip
+    for (op, shape, dtype), rows in cases.items():
+        used = found["choices"].get(op, {}).get("backend")
+        cells = [("", "forward", "backward", "both", "MiB", "")]
+        notes = []
+        for provider in dict.fromkeys(provider for provider, _ in rows):
+            name = _NAMES.get(provider, provider)
+            if name not in ("triton", "vendor", "torch", "eager"):
+                continue  # the floor
+            first = rows[provider, "both"]
+            if not _ok(first):
+                if first["status"] != "absent":
+                    notes.append(f"{name}: {first['reason']}")
+                continue
+            times = [f"{rows[provider, mode]['ms']['median']:.3g}" for mode in MODES]
+            verdict = "" if first["verdict"] in ("ok", "unchecked") else first["verdict"].upper()
+            mark = "*" if name == used and provider != "reference" else ""
+            cells.append((name + mark, *times, f"{first['extra_bytes'] / _MIB:.1f}", verdict))
+        lines += ["", *textwrap.wrap(f"{op} {shape} {dtype}", WIDTH), "```",
+                  *_columns(cells, (9, 10, 10, 10, 9, 11)), "```", *map(_item, notes)]  # fmt: skip
+    return lines
+
+
+def _steps(found: Row) -> list[str]:
+    pairs = _step_pairs(found)
+    if not pairs:
+        return []
+    lines = ["## Training steps", ""]
+    for plain, flag in pairs:
+        lines.append(_item(f"{flag['op']} {flag['shape']} {flag['dtype']}"))
+        for name, row in (("plain", plain), ("kernels", flag)):
+            if not _ok(row):
+                lines.append(textwrap.fill(f"{name}: {row.get('reason', row['status'])}", WIDTH,
+                                           initial_indent="  ", subsequent_indent="    "))  # fmt: skip
+                continue
+            peak = f"{row['peak_bytes'] / _GIB:6.2f} GiB" if row["peak_bytes"] else "  memory not measured"
+            lines.append(f"  {name:<8}{row['ms']['median']:10.1f} ms {peak}  loss {row['losses'][0]:.5g}")
+    return lines
+
+
+def _convergence(found: Row) -> list[str]:
+    if not found["convergence"]:
+        return []
+    lines = ["## Short trainings, with and without the kernels", "",
+             _paragraph("The largest distance between the two, in noise floors: how far runs without the kernels are "
+                        "apart when their sums are added up in another order."), ""]  # fmt: skip
+    for case in found["convergence"]:
+        if case["checks"]:
+            worst = max(case["checks"], key=lambda check: check["noise_floors"] or float("inf"))
+            curve = case["losses"]["with"]
+            floors = "not a number" if worst["noise_floors"] is None else f"{worst['noise_floors']:.2g}"
+            said = (f"{floors} of {worst['allowed']:g} allowed ({worst['name']}); loss {curve[0]:.4g} to "
+                    f"{curve[-1]:.4g}")  # fmt: skip
+        else:
+            said = case["reason"] or case["status"]
+        lines.append(_item(f"{case['case']}: {'NOT the same, ' if case['status'] == 'wrong' else ''}{said}"))
+    return lines
+
+
+def _table(found: Row) -> list[str]:
+    machines = found["tuned"]["machines"].values()
+    entries = [(op, entry) for machine in machines for op, of_op in machine["ops"].items() for entry in of_op]
+    if not entries:
+        return []
+    lines = ["## The table that `npu-kernels tune` would write", ""]
+    for op, entry in entries:
+        low, high = entry["tokens"]
+        sizes = " ".join(f"{name}={size}" for name, size in entry["sizes"].items())
+        winner = "the model's own code" if entry["plain_wins"] else entry["backend"]
+        plain = "not measured" if entry["plain_ms"] is None else f"{entry['plain_ms']:.3g}"
+        tokens = f"{low}" if low == high else f"{low} to {high}"
+        lines.append(_item(f"{op}: {winner} ({entry['backend']} {entry['ms']:.3g} ms, eager {plain}; "
+                           f"{tokens} tokens, {sizes} {entry['dtype']})"))  # fmt: skip
+    return lines
+
+
+def text(found: Row) -> str:
+    """The report."""
+    failures = [f"{f['part']}, {f['item']}: {f['status']}: {f['reason']}" for f in found["failures"]]
+    absent = [f"{a['part']}, {a['item']}: {a['reason']}" for a in found["absent"]
+              if a["part"] not in ("checks", "kernels")]  # fmt: skip
+    nothing = not _by_case(found["rows"]) and not _step_pairs(found)
+    sections = [
+        _head(found),
+        _coverage(found),
+        ["## Found in the installation", "", *_findings(found)] if _findings(found) else [],
+        _list("Wrong or failed", failures, "Nothing, of what was done."),
+        _list("Where we lose", losses(found),
+              "Nothing was measured." if nothing else "Nowhere, of what was measured."),
+        _list("Left out", absent, "") if absent else [],
+        _checks(found),
+        _kernels(found),
+        _steps(found),
+        _convergence(found),
+        _table(found),
+    ]  # fmt: skip
+    return "\n\n".join("\n".join(section) for section in sections if section) + "\n"
