@@ -1,4 +1,4 @@
-"""What is kept of timed calls, and when one is slower than another. It needs no torch: a report may have to do without."""
+"""What is kept of timed calls, and when one is slower than another. A report needs no torch for it."""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Work that may take its process down, or hang, in a process of its own that says what it knows line by line.
 
-The child writes JSON, one object a line, with `Lines`; the parent reads them with `read`. A kernel may raise anything, and
-some of its failures are no exceptions at all: so the process is the boundary, and nothing is caught here.
+The child writes JSON, one object a line, with `Lines`; the parent reads them with `read`. A kernel may raise anything,
+and some of its failures are no exceptions at all: so the process is the boundary, and nothing is caught here.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Measures on this machine what the project claims, within an hour, and packs what was found into an archive to send in.
+"""Measures on this machine what the project claims, in at most an hour, and packs it into one archive to send in.
 
 Every op against its reference by every backend that there is, the vendor's operators too; every kernel and the LM head
 beside plain PyTorch, in time and memory; steps of SFT, GRPO and DPO, plain and with the kernels; short trainings both

@@ -188,7 +188,7 @@ def document(journal: Journal, parts: Iterable[str], environment: Mapping[str, s
     device = journal.of("device").get("device", {})
     unknown = {"format": 1, "device": {"kind": "unknown", "name": "unknown", "memory_bytes": 0}, "packages": {}}
     meta = device.get("meta") or unknown
-    here = next((r["environment"] for r in reversed(journal.records) if "environment" in r), {})
+    here: Row = next((r["environment"] for r in reversed(journal.records) if "environment" in r), {})
     found = {
         "schema": SCHEMA,
         "meta": {**meta, "command": "npu-kernels prove", "devices": device.get("count", 0)},

@@ -1,5 +1,5 @@
-"""The report of `npu-kernels prove`, from the archive's document alone. No line has more than 60 columns, so that it can be
-read on a phone, and in an issue."""
+"""The report of `npu-kernels prove`, from the archive's document alone. No line has more than 60 columns, since phones
+and issues show no more."""
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -177,7 +177,7 @@ def _kernels(found: Row) -> list[str]:
                         "is warm, its inputs are not in the cache."), ""]  # fmt: skip
     for (op, shape, dtype), rows in cases.items():
         used = found["choices"].get(op, {}).get("backend")
-        cells = [("", "forward", "backward", "both", "MiB", "")]
+        cells: list[tuple[str, ...]] = [("", "forward", "backward", "both", "MiB", "")]
         notes = []
         for provider in dict.fromkeys(provider for provider, _ in rows):
             name = _NAMES.get(provider, provider)
@@ -225,8 +225,9 @@ def _convergence(found: Row) -> list[str]:
             worst = max(case["checks"], key=lambda check: check["noise_floors"] or float("inf"))
             curve = case["losses"]["with"]
             floors = "not a number" if worst["noise_floors"] is None else f"{worst['noise_floors']:.2g}"
-            said = (f"{floors} of {worst['allowed']:g} allowed ({worst['name']}); loss {curve[0]:.4g} to "
-                    f"{curve[-1]:.4g}")  # fmt: skip
+            # The value of GRPO's loss stays where it is while the policy is the one that has sampled.
+            moved = f"; loss {curve[0]:.4g} to {curve[-1]:.4g}" if f"{curve[0]:.4g}" != f"{curve[-1]:.4g}" else ""
+            said = f"{floors} of {worst['allowed']:g} allowed ({worst['name']}){moved}"
         else:
             said = case["reason"] or case["status"]
         lines.append(_item(f"{case['case']}: {'NOT the same, ' if case['status'] == 'wrong' else ''}{said}"))

@@ -140,6 +140,8 @@ def _kernels(items: Items) -> None:
         rank[case.key] = rows_of[case.op]
         rows_of[case.op] += 1
     wanted.sort(key=lambda case: rank[case.key])
+    if not is_accelerator(where):
+        wanted = [case for case in wanted if not rank[case.key]]
     by_case = runner.cells(wanted, lambda path: path.rpartition("/")[2] in PROVIDERS)
     todo = set(items.todo([cell.path for of_case in by_case for cell in of_case]))
     with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +207,7 @@ def _steps(items: Items) -> None:
             items.record(name, "absent", rows=[], reason=missing)
             continue
         # No limit of its own: who started this process has one.
-        row = endtoend.run(workload, variant, 8 if is_accelerator(where) else 3, None)
+        row = endtoend.run(workload, variant, 8 if is_accelerator(where) else 5, None)
         # It has paths.
         row.pop("log", None)
         row.setdefault("version", "")
@@ -218,7 +220,7 @@ def _ranks(items: Items) -> None:
     where = _where()
     accelerated = is_accelerator(where)
     wanted = ["--size", "qwen3-0.6b", "--batch", "4", "--length", "1024", "--steps", "8"] if accelerated else [
-        "--size", "tiny-llama", "--batch", "2", "--length", "48", "--steps", "2",
+        "--size", "tiny-llama", "--batch", "2", "--length", "48", "--steps", "5",
     ]  # fmt: skip
     for name in items.each(["two ranks"]):
         count = torch.get_device_module(where).device_count() if accelerated else 2
@@ -296,9 +298,10 @@ def _convergence(items: Items) -> None:
         if missing is not None:
             items.record(name, "absent", reason=missing)
             continue
-        run, losses = _curves(given, precision), {}
+        run = _curves(given, precision)
+        losses: dict[str, list[float]] = {}
 
-        def kept(variant: Variant, run: Any = run, losses: dict[str, Any] = losses) -> Curves:
+        def kept(variant: Variant, run: Any = run, losses: dict[str, list[float]] = losses) -> Curves:
             curves = run(variant)
             if variant.noise_seed is None:
                 losses["with" if variant.patched else "without"] = curves.scalars["loss"]
