@@ -189,7 +189,6 @@ class Installation:
 def look(output: Output) -> Installation:
     """Looks at the installation, and imports nothing of it."""
     installed = versions()
-    output.show(_found_table("Versions", installed))
     with output.progress() as progress:
         progress.begin("importing each package in a process of its own")
         broken = broken_imports(installed)
@@ -198,7 +197,6 @@ def look(output: Output) -> Installation:
     if installed["torch_npu"] and installed["triton-ascend"]:
         needs = _launcher.needs()
         launcher = {need.name: need.found for need in needs}
-        output.show(_found_table("What triton-ascend launches kernels with", launcher))
         found += _launcher.findings(needs, installed)
     return Installation(installed, broken, launcher, found)
 
@@ -208,6 +206,9 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise UsageError(f"--timeout must be positive; got {args.timeout:g}")
     here = look(output)
     installed, found = here.versions, here.findings
+    output.show(_found_table("Versions", installed))
+    if here.launcher:
+        output.show(_found_table("What triton-ascend launches kernels with", here.launcher))
     lines: list[dict[str, Any]] = []
     device: dict[str, Any] | None = None
     if not args.no_self_check and installed["torch"] and "torch" not in here.broken:

@@ -67,9 +67,11 @@ PARTS = (
 _DEVICE = Part("device", 0, 300.0)
 # Of a process that has to import torch before its first line.
 LEAST_SECONDS = 20.0
-# Of the environment what would change the results, and is not asked for on the command line.
-_OURS = ("NPU_KERNELS_BACKEND", "NPU_KERNELS_CHIP", "NPU_KERNELS_OPS", "NPU_KERNELS_DEBUG", "NPU_KERNELS_RUN",
-         "TRITON_INTERPRET")  # fmt: skip
+# Where a queue is filled, a failure surfaces in a later operator's call: these make it that of the one that failed.
+_BLOCKING = ("ASCEND_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING")
+# Of the environment what would change the results.
+_CHANGING = ("NPU_KERNELS_BACKEND", "NPU_KERNELS_CHIP", "NPU_KERNELS_OPS", "NPU_KERNELS_DEBUG", "NPU_KERNELS_RUN",
+             "TRITON_INTERPRET", *_BLOCKING)  # fmt: skip
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
@@ -82,14 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def environment_of(part: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Of a part's process: the choice of backends is the package's, and a kernel that fails is seen, not replaced."""
-    found = {name: value for name, value in environment.items() if name not in _OURS}
+    found = {name: value for name, value in environment.items() if name not in _CHANGING}
     found.update(NPU_KERNELS_STRICT="1", NPU_KERNELS_TUNED="0", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     if part not in ("ranks", "device"):
         # With several in sight the Trainer would spread the batch over them by itself.
         found.update({name: environment.get(name, "0").split(",")[0] for name in _VISIBLE})
     if part == "checks":
-        # Where a queue is filled, a failure surfaces in a later operator's call; nothing is timed here.
-        found.update(ASCEND_LAUNCH_BLOCKING="1", CUDA_LAUNCH_BLOCKING="1")
+        # Nothing is timed here.
+        found.update(dict.fromkeys(_BLOCKING, "1"))
     return found
 
 
@@ -175,7 +177,15 @@ class _Proof:
             return begun != "start"
         return False
 
+    def records(self) -> int:
+        """How many items have a record that is not to be made again."""
+        return sum(len(self.done(part.name)) for part in PARTS)
+
     def _keep(self, part: str, line: dict[str, Any]) -> None:
+        known = self.journal.of(part).get(_DEVICE.name, {}) if part == _DEVICE.name else {}
+        if "chip" in known and line.get("chip", known["chip"]) != known["chip"]:
+            raise UsageError(f"--output: what is there was measured on {known['chip']}, this is {line['chip']}; "
+                             "give it another folder")  # fmt: skip
         self.journal.add({"part": part, **line})
         self.retried.discard((part, line.get("item", "")))
 
@@ -234,11 +244,13 @@ def _measure(journal: _prove_archive.Journal, args: argparse.Namespace, output: 
     journal.add({"environment": here})
     if here["versions"]["torch"] is None or "torch" in here["broken"]:
         return  # the findings say so
+    # Each time: a folder may be seen from several machines.
+    proof.retried.add((_DEVICE.name, _DEVICE.name))
     proof.do(_DEVICE, min(_DEVICE.silence, proof.left()))
     before = -1
     # Until all is done, or a round brings nothing new: what a part leaves of its time is there for the others.
-    while len(journal.records) > before and proof.left() > LEAST_SECONDS:
-        before = len(journal.records)
+    while proof.records() > before and proof.left() > LEAST_SECONDS:
+        before = proof.records()
         todo = [part for part in PARTS if not proof.is_complete(part.name)]
         for number, part in enumerate(todo):
             share = part.weight / sum(later.weight for later in todo[number:])

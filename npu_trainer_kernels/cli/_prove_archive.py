@@ -115,7 +115,7 @@ class Scrubber:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         names = {environment.get(name, "") for name in _NAMES} | _host_names() | _user_names()
-        self._names = _whole_words(names - {""})
+        self._names = _whole_words(names - {""} - _WORDS)
         # Values of few letters are switches.
         secrets = {v for k, v in environment.items() if _SECRET.search(k) and len(v) >= 6}
         self._secrets = (

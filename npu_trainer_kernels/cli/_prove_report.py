@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .._summary import Summary
+from ..table import TABLE
 
 __all__ = ["WIDTH", "losses", "text"]
 
@@ -105,9 +106,28 @@ def _step_losses(found: Row) -> list[str]:
     return lines
 
 
+def _tuning_losses(found: Row) -> list[str]:
+    """At the shapes of `tune`, against plain PyTorch alone: the table shows which of ours is the fastest."""
+    lines = []
+    for op, outcomes in found["tuning"].items():
+        for outcome in outcomes:
+            choice = found["choices"].get(op) or next(
+                (found["choices"].get(form) for form in TABLE[op].forms if form in found["choices"]), None
+            )
+            times = outcome["times"]
+            if choice is None or choice["backend"] not in times or "plain" not in times:
+                continue
+            ours, plain = Summary(**times[choice["backend"]]), Summary(**times["plain"])
+            if ours.slower_than(plain):
+                kept = "; models keep their own code here" if choice["plain"] else ""
+                said = f"{ours.median:.3g} ms against {plain.median:.3g} ({ours.median / plain.median:.2f} x) of eager"
+                lines.append(f"{op} {outcome['shape']} {outcome['dtype']}: {choice['backend']} {said}{kept}")
+    return lines
+
+
 def losses(found: Row) -> list[str]:
     """Where what is used here is slower, beyond the spread, or larger than something that was measured beside it."""
-    return [*_kernel_losses(found), *_step_losses(found)]
+    return [*_step_losses(found), *_kernel_losses(found), *_tuning_losses(found)]
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -130,12 +150,13 @@ def _columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
 
 def _head(found: Row) -> list[str]:
     device, packages = found["meta"]["device"], found["environment"].get("versions", {})
-    memory = f", {device['memory_bytes'] / _GIB:.1f} GiB" if device["memory_bytes"] else ""
-    lines = ["# npu-kernels prove", ""]
-    lines += [_paragraph(f"{device['name']} ({device['kind']}{memory}), {found['meta'].get('devices', 0)} of them; "
-                         f"{found['written'][:10]}"), ""]  # fmt: skip
-    lines += [_item(f"{name} {version}") for name, version in packages.items() if version]
-    return lines
+    facts = [device["kind"]]
+    facts += [f"{device['memory_bytes'] / _GIB:.1f} GiB"] if device["memory_bytes"] else []
+    facts += [f"{found['meta']['devices']} of them"] if found["meta"]["devices"] > 1 else []
+    return [
+        "# npu-kernels prove", "", _paragraph(f"{device['name']} ({', '.join(facts)}); {found['written'][:10]}"), "",
+        *(_item(f"{name} {version}") for name, version in packages.items() if version),
+    ]  # fmt: skip
 
 
 def _coverage(found: Row) -> list[str]:
@@ -159,13 +180,20 @@ def _findings(found: Row) -> list[str]:
 def _checks(found: Row) -> list[str]:
     by_op: dict[tuple[str, str], list[str]] = {}
     for check in found["checks"]:
-        by_op.setdefault((check["op"], check["backend"]), []).append(
+        by_op.setdefault((check["backend"], check["op"]), []).append(
             {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}[check["dtype"]]
             + {"ok": "", "wrong": " WRONG", "failed": " FAILED", "absent": " not covered"}[check["status"]]
         )
-    rows = [(op, backend, ", ".join(said)) for (op, backend), said in by_op.items()]
-    lines = ["## Ops against their references", ""]
-    return [*lines, *(_item(f"{op}, {backend}: {said}") for op, backend, said in rows)] if rows else []
+    # One paragraph for ops of the same outcome.
+    ops: dict[tuple[str, str], list[str]] = {}
+    for (backend, op), said in by_op.items():
+        ops.setdefault((backend, ", ".join(said)), []).append(op)
+    lines = [_item(f"{backend}, {said}: {', '.join(names)}") for (backend, said), names in ops.items()]
+    return ["## Ops against their references", "", *lines] if lines else []
+
+
+def _median(row: Row | None) -> str:
+    return f"{row['ms']['median']:.3g}" if row is not None and _ok(row) else "-"
 
 
 def _kernels(found: Row) -> list[str]:
@@ -174,7 +202,7 @@ def _kernels(found: Row) -> list[str]:
         return []
     lines = ["## Kernels", "",
              _paragraph("Median milliseconds, and MiB beyond inputs and results; * is what is used here. Every call "
-                        "is warm, its inputs are not in the cache."), ""]  # fmt: skip
+                        "is warm, its inputs are not in the cache.")]  # fmt: skip
     for (op, shape, dtype), rows in cases.items():
         used = found["choices"].get(op, {}).get("backend")
         cells: list[tuple[str, ...]] = [("", "forward", "backward", "both", "MiB", "")]
@@ -188,7 +216,7 @@ def _kernels(found: Row) -> list[str]:
                 if first["status"] != "absent":
                     notes.append(f"{name}: {first['reason']}")
                 continue
-            times = [f"{rows[provider, mode]['ms']['median']:.3g}" for mode in MODES]
+            times = [_median(rows.get((provider, mode))) for mode in MODES]
             verdict = "" if first["verdict"] in ("ok", "unchecked") else first["verdict"].upper()
             mark = "*" if name == used and provider != "reference" else ""
             cells.append((name + mark, *times, f"{first['extra_bytes'] / _MIB:.1f}", verdict))
@@ -214,6 +242,11 @@ def _steps(found: Row) -> list[str]:
     return lines
 
 
+def _floors(check: Row) -> float:
+    """JSON has no infinity, which is what the distance of something that is no number is."""
+    return float("inf") if check["noise_floors"] is None else float(check["noise_floors"])
+
+
 def _convergence(found: Row) -> list[str]:
     if not found["convergence"]:
         return []
@@ -222,9 +255,9 @@ def _convergence(found: Row) -> list[str]:
                         "apart when their sums are added up in another order."), ""]  # fmt: skip
     for case in found["convergence"]:
         if case["checks"]:
-            worst = max(case["checks"], key=lambda check: check["noise_floors"] or float("inf"))
+            worst = max(case["checks"], key=lambda check: _floors(check) / check["allowed"])
             curve = case["losses"]["with"]
-            floors = "not a number" if worst["noise_floors"] is None else f"{worst['noise_floors']:.2g}"
+            floors = f"{_floors(worst):.2g}"
             # The value of GRPO's loss stays where it is while the policy is the one that has sampled.
             moved = f"; loss {curve[0]:.4g} to {curve[-1]:.4g}" if f"{curve[0]:.4g}" != f"{curve[-1]:.4g}" else ""
             said = f"{floors} of {worst['allowed']:g} allowed ({worst['name']}){moved}"
@@ -256,7 +289,7 @@ def text(found: Row) -> str:
     failures = [f"{f['part']}, {f['item']}: {f['status']}: {f['reason']}" for f in found["failures"]]
     absent = [f"{a['part']}, {a['item']}: {a['reason']}" for a in found["absent"]
               if a["part"] not in ("checks", "kernels")]  # fmt: skip
-    nothing = not _by_case(found["rows"]) and not _step_pairs(found)
+    nothing = not (_by_case(found["rows"]) or _step_pairs(found) or found["tuning"])
     sections = [
         _head(found),
         _coverage(found),

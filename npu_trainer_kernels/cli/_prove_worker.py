@@ -127,11 +127,13 @@ def _checks(items: Items) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
-def _kernels(items: Items) -> None:
-    """The benchmark's rows: every op and the head, by each of our backends, the vendor's operator and plain PyTorch."""
-    cases, results, runner = (_benchmarks(name) for name in ("cases", "results", "runner"))
-    where = _where()
-    settings = Settings() if is_accelerator(where) else QUICK
+def _cases(where: torch.device) -> list[Any]:
+    """What evidence in the table of ops is of; on a CPU smaller ones."""
+    cases = _benchmarks("cases")
+    if not is_accelerator(where):
+        shapes, tokens = TIMED[False]
+        works = of_model(shapes, tokens, "float32")
+        return [cases.Case(work.op, work.sizes, work.dtype) for work in works if work.op in cases.OPS]
     wanted = [case for case in cases.table(where.type) if case.group == "ops"]
     # One row of each op before the second of any: time may run out.
     rows_of: Counter[str] = Counter()
@@ -139,10 +141,15 @@ def _kernels(items: Items) -> None:
     for case in wanted:
         rank[case.key] = rows_of[case.op]
         rows_of[case.op] += 1
-    wanted.sort(key=lambda case: rank[case.key])
-    if not is_accelerator(where):
-        wanted = [case for case in wanted if not rank[case.key]]
-    by_case = runner.cells(wanted, lambda path: path.rpartition("/")[2] in PROVIDERS)
+    return sorted(wanted, key=lambda case: rank[case.key])
+
+
+def _kernels(items: Items) -> None:
+    """The benchmark's rows: every op and the head, by each of our backends, the vendor's operator and plain PyTorch."""
+    results, runner = _benchmarks("results"), _benchmarks("runner")
+    where = _where()
+    settings = Settings() if is_accelerator(where) else QUICK
+    by_case = runner.cells(_cases(where), lambda path: path.rpartition("/")[2] in PROVIDERS)
     todo = set(items.todo([cell.path for of_case in by_case for cell in of_case]))
     with tempfile.TemporaryDirectory() as folder:
         found = results.Results(Path(folder) / "rows.json", results.environment(where, [], commit="not asked"))

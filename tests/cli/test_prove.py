@@ -38,7 +38,8 @@ for name, what in items.items():
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "triton": None}
 META = {
     "format": 1, "date": "2026-01-02T03:04:05Z",
-    "device": {"kind": "npu", "name": "Ascend910B4", "memory_bytes": 1 << 35}, "packages": {"torch": "2.13.0"}, "sources": "abc",
+    "device": {"kind": "npu", "name": "Ascend910B4", "memory_bytes": 1 << 35},
+    "packages": {"torch": "2.13.0"}, "sources": "abc",
 }  # fmt: skip
 DEVICE = {"device": {"device": {"record": {"meta": META, "count": 2, "chip": "Ascend910B4", "without_npu": None}}}}
 PARTS = [part.name for part in _prove.PARTS]
@@ -251,6 +252,7 @@ def test_an_item_that_hangs_is_recorded_and_the_others_go_on(tmp_path, stub, cap
 
 def test_what_time_did_not_reach_is_no_failure_and_comes_next_time(tmp_path, stub, capsys, monkeypatch):
     monkeypatch.setattr(_prove, "PARTS", [_prove.Part("checks", 1, 300.0)])
+    monkeypatch.setattr(_prove, "LEAST_SECONDS", 0.0)
     stub(checks={"a": {}, "b": {"does": "time.sleep(600)"}, "c": {}})
     code, found = run(tmp_path, capsys, minutes="0.05")
     assert (code, found["failures"]) == (0, [])
@@ -259,13 +261,16 @@ def test_what_time_did_not_reach_is_no_failure_and_comes_next_time(tmp_path, stu
     stub(checks={"a": {}, "b": {}, "c": {}})
     (tmp_path / "log").unlink()
     _, found = run(tmp_path, capsys)
-    assert log(tmp_path) == ["checks b", "checks c"]
+    assert log(tmp_path) == ["device device", "checks b", "checks c"]
     assert found["parts"]["checks"] == {"done": 3, "left": [], "begun": True}
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
 def test_an_interruption_keeps_what_was_measured_and_the_next_run_goes_on(tmp_path, stub, capsys, number):
-    stop = f"os.kill(os.getppid(), signal.{number}); time.sleep(60)"
+    # When what came before has arrived.
+    journal = "os.path.join(here, 'out', 'journal.jsonl')"
+    wait = f"while '\"item\": \"a\"' not in open({journal}).read(): time.sleep(0.01)"
+    stop = f"{wait}\nos.kill(os.getppid(), signal.{number}); time.sleep(60)"
     stub(checks=CHOICES, kernels={"a": {"record": {"rows": [kernel("ours-triton", 1.0)]}}, "b": {"does": stop}})
     before = signal.getsignal(signal.SIGTERM)
     code, found = run(tmp_path, capsys)
@@ -276,7 +281,7 @@ def test_an_interruption_keeps_what_was_measured_and_the_next_run_goes_on(tmp_pa
     (tmp_path / "log").unlink()
     code, found = run(tmp_path, capsys)
     assert (code, found["stopped"]) == (0, False)
-    assert log(tmp_path) == ["kernels b", *(f"{part} one" for part in PARTS[2:])]
+    assert log(tmp_path) == ["device device", "kernels b", *(f"{part} one" for part in PARTS[2:])]
     assert [row["provider"] for row in found["rows"]] == ["ours-triton", "reference"]
 
 
@@ -288,7 +293,7 @@ def test_again_tries_what_failed(tmp_path, stub, capsys):
     (tmp_path / "log").unlink()
     code, found = run(tmp_path, capsys, "--again")
     assert (code, found["failures"]) == (0, [])
-    assert log(tmp_path) == ["checks b"]
+    assert log(tmp_path) == ["device device", "checks b"]
 
 
 def test_a_journal_that_was_cut_off(tmp_path, stub, capsys):
@@ -299,7 +304,7 @@ def test_a_journal_that_was_cut_off(tmp_path, stub, capsys):
     (tmp_path / "log").unlink()
     code, found = run(tmp_path, capsys)
     assert (code, found["parts"]["table"]["left"]) == (0, [])
-    assert log(tmp_path) == ["table one"]
+    assert log(tmp_path) == ["device device", "table one"]
 
 
 def test_a_broken_torch_is_said_and_nothing_is_run(tmp_path, stub, look, capsys):
@@ -318,6 +323,16 @@ def test_versions_of_two_kinds_do_not_belong_into_one_archive(tmp_path, stub, lo
     code, found = run(tmp_path, capsys)
     assert code == 2
     assert "other versions (torch 2.13.0 -> 2.14.0)" in found["error"]
+
+
+def test_two_devices_do_not_belong_into_one_archive(tmp_path, stub, capsys):
+    run(tmp_path, capsys)
+    device = DEVICE["device"]["device"]["record"]
+    stub(device={"device": {"record": {**device, "chip": "NVIDIA H200"}}})
+    for _ in range(2):
+        code, found = run(tmp_path, capsys)
+        assert code == 2
+        assert "was measured on Ascend910B4, this is NVIDIA H200" in found["error"]
 
 
 def test_two_in_one_folder(tmp_path, stub, capsys):
@@ -351,7 +366,13 @@ def test_an_unknown_option_is_refused(capsys):
 
 
 def test_what_a_user_has_set_changes_no_result():
-    given = {"NPU_KERNELS_BACKEND": "torch", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "4,5", "PATH": "x"}
+    given = {
+        "NPU_KERNELS_BACKEND": "torch",
+        "TRITON_INTERPRET": "1",
+        "ASCEND_LAUNCH_BLOCKING": "1",
+        "CUDA_VISIBLE_DEVICES": "4,5",
+        "PATH": "x",
+    }
     found = _prove.environment_of("checks", given)
     assert {"NPU_KERNELS_BACKEND", "TRITON_INTERPRET"}.isdisjoint(found)
     assert (found["CUDA_VISIBLE_DEVICES"], found["NPU_KERNELS_STRICT"], found["PATH"]) == ("4", "1", "x")
@@ -392,6 +413,10 @@ LOSING = {
         "b/reference": {"record": {"status": "failed", "reason": "OutOfMemoryError: no room", "rows": []}},
     },
     "steps": {"a": {"record": {"rows": [step("plain", 100.0, 2.0), step("flag", 120.0, 3.0)]}}},
+    "table": {"swiglu": {"record": {"outcomes": [{
+        "shape": "N=64 I=16", "tokens": 64, "dtype": "bfloat16", "problems": {}, "tiles": [], "winner": "plain",
+        "times": {"triton": milliseconds(3.0), "plain": milliseconds(2.0)},
+    }]}}},
 }  # fmt: skip
 
 
@@ -401,21 +426,22 @@ def test_where_we_lose_is_printed(tmp_path, stub, capsys):
     # Losing is no failure, and plain PyTorch out of memory is none of ours.
     assert (code, found["failures"]) == (0, [])
     assert found["losses"] == [
+        "a step of sft-trainer llama 4x16: 120 ms against 100 (1.20 x) plain",
+        "a step of sft-trainer llama 4x16: 3.00 GiB, plain 2.00",
         "swiglu N=8 I=16 bfloat16, both: triton 2 ms against 1.5 (1.33 x) of eager",
         "swiglu N=8 I=16 bfloat16, both: triton 2 ms against 1 (2.00 x) of vendor",
         "swiglu N=8 I=16 bfloat16: triton needs 9.0 MiB, eager 0.0",
-        "a step of sft-trainer llama 4x16: 120 ms against 100 (1.20 x) plain",
-        "a step of sft-trainer llama 4x16: 3.00 GiB, plain 2.00",
+        "swiglu N=64 I=16 bfloat16: triton 3 ms against 2 (1.50 x) of eager",
     ]
     assert main(["prove", "--minutes", "1", "--output", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    assert "## Where we lose\n\n- swiglu N=8 I=16 bfloat16, both: triton 2 ms against\n  1.5 (1.33 x) of eager\n" in out
+    assert "## Where we lose\n\n- a step of sft-trainer llama 4x16: 120 ms against 100 (1.20\n  x) plain\n" in out
     assert "prove-ascend910b4.zip" in out
 
 
 def test_the_report_is_legible_on_a_phone(tmp_path, stub, capsys):
     stub(
-        **LOSING,
+        checks=LOSING["checks"], kernels=LOSING["kernels"], steps=LOSING["steps"],
         convergence={"sft": {"record": {
             "steps": 2, "losses": {"with": [2.0, 1.0], "without": [2.0, 1.0]}, "status": "wrong", "reason": "loss: inf",
             "checks": [{"name": "loss", "noise_floors": float("inf"), "allowed": 3.0}]}}},
@@ -502,7 +528,7 @@ def test_checks_see_a_wrong_backend(monkeypatch):
 
 def test_kernels_are_measured_beside_eager(monkeypatch):
     case = cases.Case("swiglu", {"N": 16, "I": 24}, "float32")
-    monkeypatch.setattr(cases, "table", lambda kind: [case])
+    monkeypatch.setattr(_prove_worker, "_cases", lambda where: [case])
     found = do("kernels")
     assert {name.rpartition("/")[2]: r["status"] for name, r in found.items()} == {
         "ours-triton": "ok" if os.environ.get("TRITON_INTERPRET") else "absent", "ours-torch": "ok",
