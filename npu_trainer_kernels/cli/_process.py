@@ -108,7 +108,9 @@ def read(
                     break
                 why = SILENT  # a driver that does not let go
                 continue
-            yield json.loads(line)
+            # Libraries print, too, while they are imported.
+            if line.startswith("{"):
+                yield json.loads(line)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

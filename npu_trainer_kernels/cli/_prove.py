@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .._cache import CACHE_VARIABLE
 from . import _doctor, _prove_archive, _prove_report
 from ._environment import ERROR
 from ._output import FINE, FOUND, STOPPED, Output, UsageError
@@ -69,9 +70,9 @@ _DEVICE = Part("device", 0, 300.0)
 LEAST_SECONDS = 20.0
 # Where a queue is filled, a failure surfaces in a later operator's call: these make it that of the one that failed.
 _BLOCKING = ("ASCEND_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING")
-# Of the environment what would change the results.
-_CHANGING = ("NPU_KERNELS_BACKEND", "NPU_KERNELS_CHIP", "NPU_KERNELS_OPS", "NPU_KERNELS_DEBUG", "NPU_KERNELS_RUN",
-             "TRITON_INTERPRET", *_BLOCKING)  # fmt: skip
+# Of the environment what would change the results, beside our own variables: a launcher's, too.
+_CHANGING = ("TRITON_INTERPRET", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+             *_BLOCKING)  # fmt: skip
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
@@ -84,7 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def environment_of(part: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Of a part's process: the choice of backends is the package's, and a kernel that fails is seen, not replaced."""
-    found = {name: value for name, value in environment.items() if name not in _CHANGING}
+    ours = {name for name in environment if name.startswith("NPU_KERNELS_")} - {CACHE_VARIABLE}
+    found = {name: value for name, value in environment.items() if name not in (*_CHANGING, *ours)}
     found.update(NPU_KERNELS_STRICT="1", NPU_KERNELS_TUNED="0", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     if part not in ("ranks", "device"):
         # With several in sight the Trainer would spread the batch over them by itself.
