@@ -276,6 +276,7 @@ def _finish(journal: _prove_archive.Journal, folder: Path, stopped: bool, output
     elif left:
         output.text("Not all was done in time; the same command goes on from here.", style="yellow")
     output.paragraph(f"To send in, after a look at the report in it: {path}", 0)
-    output.result({**found, "archive": str(path), "losses": _prove_report.losses(found), "stopped": stopped})
+    lost, unused = _prove_report.losses(found)
+    output.result({**found, "archive": str(path), "losses": lost, "losses_unused": unused, "stopped": stopped})
     wrong = found["failures"] or any(f["level"] == ERROR for f in found["environment"].get("findings", []))
     return STOPPED if stopped else FOUND if wrong else FINE

@@ -37,7 +37,10 @@ def _slower(row: Row, other: Row) -> bool:
 
 
 def _times(row: Row, other: Row) -> str:
-    ours, theirs = row["ms"]["median"], other["ms"]["median"]
+    return _factor(row["ms"]["median"], other["ms"]["median"])
+
+
+def _factor(ours: float, theirs: float) -> str:
     return f"{ours:.3g} ms against {theirs:.3g} ({ours / theirs:.2f} x)"
 
 
@@ -55,31 +58,26 @@ def _by_case(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[tuple[str, 
     return found
 
 
-def _kernel_losses(found: Row) -> list[str]:
+def _kernel_losses(found: Row) -> list[tuple[str, str]]:
+    """(op, line): one for each case and what is faster there, and one for memory."""
     lines = []
     for (op, shape, dtype), rows in _by_case(found["rows"]).items():
-        choice = found["choices"].get(op)
-        if choice is None:
+        if op not in found["choices"]:
             continue
-        used = f"ours-{choice['backend']}"
-        # What a model does not use there unless it is asked for costs nobody anything.
-        kept = "; models keep their own code here" if choice["plain"] else ""
-        others = [p for p in dict.fromkeys(provider for provider, _ in rows) if p != used]
-        for mode in MODES:
-            row = rows.get((used, mode))
-            if row is None or not _ok(row):
-                continue
-            for other in others:
-                theirs = rows.get((other, mode))
-                if theirs is not None and _ok(theirs) and _slower(row, theirs):
-                    lines.append(f"{op} {shape} {dtype}, {mode}: {_NAMES[used]} {_times(row, theirs)} of "
-                                 f"{_NAMES.get(other, other)}{kept}")  # fmt: skip
+        used, case = f"ours-{found['choices'][op]['backend']}", f"{op} {shape} {dtype}"
+        for other in dict.fromkeys(provider for provider, _ in rows if provider != used):
+            slower = []
+            for mode in MODES:
+                row, theirs = rows.get((used, mode)), rows.get((other, mode))
+                if row is not None and theirs is not None and _ok(row) and _ok(theirs) and _slower(row, theirs):
+                    slower.append(f"{mode} {_times(row, theirs)}")
+            if slower:
+                lines.append((op, f"{case}, {_NAMES[used]} and {_NAMES.get(other, other)}: {', '.join(slower)}"))
         row, eager = rows.get((used, "both")), rows.get(("reference", "both"))
         if row is not None and eager is not None and _ok(row) and _ok(eager):
-            ours, theirs_bytes = row["extra_bytes"], eager["extra_bytes"]
-            if _larger(ours, theirs_bytes):
-                lines.append(f"{op} {shape} {dtype}: {_NAMES[used]} needs {ours / _MIB:.1f} MiB, eager "
-                             f"{theirs_bytes / _MIB:.1f}{kept}")  # fmt: skip
+            ours, plain = row["extra_bytes"], eager["extra_bytes"]
+            if _larger(ours, plain):
+                lines.append((op, f"{case}: {_NAMES[used]} needs {ours / _MIB:.1f} MiB, eager {plain / _MIB:.1f}"))
     return lines
 
 
@@ -106,28 +104,30 @@ def _step_losses(found: Row) -> list[str]:
     return lines
 
 
-def _tuning_losses(found: Row) -> list[str]:
+def _tuning_losses(found: Row) -> list[tuple[str, str]]:
     """At the shapes of `tune`, against plain PyTorch alone: the table shows which of ours is the fastest."""
     lines = []
     for op, outcomes in found["tuning"].items():
-        for outcome in outcomes:
-            choice = found["choices"].get(op) or next(
-                (found["choices"].get(form) for form in TABLE[op].forms if form in found["choices"]), None
-            )
-            times = outcome["times"]
-            if choice is None or choice["backend"] not in times or "plain" not in times:
+        # By the form that was timed.
+        form = TABLE[op].forms[0]
+        for outcome in outcomes if form in found["choices"] else ():
+            backend, times = found["choices"][form]["backend"], outcome["times"]
+            if not {backend, "plain"} <= times.keys():
                 continue
-            ours, plain = Summary(**times[choice["backend"]]), Summary(**times["plain"])
+            ours, plain = Summary(**times[backend]), Summary(**times["plain"])
             if ours.slower_than(plain):
-                kept = "; models keep their own code here" if choice["plain"] else ""
-                said = f"{ours.median:.3g} ms against {plain.median:.3g} ({ours.median / plain.median:.2f} x) of eager"
-                lines.append(f"{op} {outcome['shape']} {outcome['dtype']}: {choice['backend']} {said}{kept}")
+                case = f"{form} {outcome['shape']} {outcome['dtype']}, {backend} and eager"
+                lines.append((form, f"{case}: both {_factor(ours.median, plain.median)}"))
     return lines
 
 
-def losses(found: Row) -> list[str]:
-    """Where what is used here is slower, beyond the spread, or larger than something that was measured beside it."""
-    return [*_step_losses(found), *_kernel_losses(found), *_tuning_losses(found)]
+def losses(found: Row) -> tuple[list[str], list[str]]:
+    """Where what is used here is slower, beyond the spread, or larger than something that was measured beside it; and
+    the same of ops that models do not use on this device unless they are asked for."""
+    of_ops = [*_kernel_losses(found), *_tuning_losses(found)]
+    unused = {op for op, choice in found["choices"].items() if choice["plain"]}
+    used = [line for op, line in of_ops if op not in unused]
+    return [*_step_losses(found), *used], [line for op, line in of_ops if op in unused]
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -290,13 +290,15 @@ def text(found: Row) -> str:
     absent = [f"{a['part']}, {a['item']}: {a['reason']}" for a in found["absent"]
               if a["part"] not in ("checks", "kernels")]  # fmt: skip
     nothing = not (_by_case(found["rows"]) or _step_pairs(found) or found["tuning"])
+    lost, unused = losses(found)
     sections = [
         _head(found),
         _coverage(found),
         ["## Found in the installation", "", *_findings(found)] if _findings(found) else [],
         _list("Wrong or failed", failures, "Nothing, of what was done."),
-        _list("Where we lose", losses(found),
+        _list("Where we lose", lost,
               "Nothing was measured." if nothing else "Nowhere, of what was measured."),
+        _list("Where we would lose, and are not used", unused, "") if unused else [],
         _list("Left out", absent, "") if absent else [],
         _checks(found),
         _kernels(found),

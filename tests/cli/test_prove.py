@@ -427,6 +427,7 @@ LOSING = {
     "checks": CHOICES,
     "kernels": {
         "a": {"record": {"rows": [kernel("ours-triton", 2.0, extra_bytes=9 << 20), kernel("reference", 1.5),
+                                  kernel("ours-triton", 2.0, "forward"), kernel("reference", 1.0, "forward"),
                                   kernel("ours-vendor", 1.0), kernel("ours-torch", 2.5)]}},
         "b/reference": {"record": {"status": "failed", "reason": "OutOfMemoryError: no room", "rows": []}},
     },
@@ -446,15 +447,26 @@ def test_where_we_lose_is_printed(tmp_path, stub, capsys):
     assert found["losses"] == [
         "a step of sft-trainer llama 4x16: 120 ms against 100 (1.20 x) plain",
         "a step of sft-trainer llama 4x16: 3.00 GiB, plain 2.00",
-        "swiglu N=8 I=16 bfloat16, both: triton 2 ms against 1.5 (1.33 x) of eager",
-        "swiglu N=8 I=16 bfloat16, both: triton 2 ms against 1 (2.00 x) of vendor",
+        "swiglu N=8 I=16 bfloat16, triton and eager: forward 2 ms against 1 (2.00 x), both 2 ms against 1.5 (1.33 x)",
+        "swiglu N=8 I=16 bfloat16, triton and vendor: both 2 ms against 1 (2.00 x)",
         "swiglu N=8 I=16 bfloat16: triton needs 9.0 MiB, eager 0.0",
-        "swiglu N=64 I=16 bfloat16: triton 3 ms against 2 (1.50 x) of eager",
+        "swiglu N=64 I=16 bfloat16, triton and eager: both 3 ms against 2 (1.50 x)",
     ]
+    assert found["losses_unused"] == []
     assert main(["prove", "--minutes", "1", "--output", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert "## Where we lose\n\n- a step of sft-trainer llama 4x16: 120 ms against 100 (1.20\n  x) plain\n" in out
     assert "prove-ascend910b4.zip" in out
+
+
+def test_where_models_keep_their_own_code_is_said_apart(tmp_path, stub, capsys):
+    kept = {"choices": {"record": {"choices": {"swiglu": {"backend": "triton", "reason": "so", "plain": "as fast"}}}}}
+    stub(**{**LOSING, "checks": kept})
+    _, found = run(tmp_path, capsys)
+    assert [line.split()[0] for line in found["losses"]] == ["a", "a"]
+    assert [line.split()[0] for line in found["losses_unused"]] == ["swiglu"] * 4
+    report = archive(tmp_path)["report.md"]
+    assert report.index("## Where we lose\n") < report.index("## Where we would lose, and are not used\n")
 
 
 def test_the_report_is_legible_on_a_phone(tmp_path, stub, capsys):
