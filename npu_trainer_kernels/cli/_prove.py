@@ -226,15 +226,19 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if not 0 < args.minutes <= 24 * 60:
         raise UsageError(f"--minutes must be positive, and at most a day; got {args.minutes:g}")
     journal = _open(args.output)
-    stopped = False
+    stopped, code = False, FINE
     try:
         with _ended_like_ctrl_c():
             try:
                 _measure(journal, args, output)
             except KeyboardInterrupt:
                 stopped = True
+            except OSError as error:
+                # A full disk, no more processes: what there is can still be packed, perhaps.
+                output.text(f"It cannot go on: {type(error).__name__}: {error}", style="red")
+                code = FOUND
             with _undisturbed():
-                return _finish(journal, args.output, stopped, output)
+                return max(code, _finish(journal, args.output, stopped, output))
     finally:
         journal.close()
 

@@ -83,7 +83,7 @@ _SECRET = re.compile(
 )
 _NAMES = ("USER", "LOGNAME", "USERNAME", "SUDO_USER", "HOSTNAME", "HOST", "COMPUTERNAME")
 # Also right behind an option of one letter, as compilers have them.
-_PATH = re.compile(r"(?:(?<![\w./<-])|(?<=-[A-Za-z]))(?:~|[A-Za-z]:(?=[\\/]))?[\\/](?:[^\s:'\"`,;()<>\[\]=|]+)")
+_PATH = re.compile(r"(?:(?<![\w./<)-])|(?<=-[A-Za-z]))(?:~|[A-Za-z]:(?=[\\/]))?[\\/](?:[^\s:'\"`,;()<>\[\]=|]+)")
 _FILE = re.compile(r"[\w.+-]*\.(?:so[.\d]*|py|h|hpp|cpp)")
 _ADDRESSES = re.compile(r"\w+://\S+|[\w.+-]+@[\w-]+\.[\w.-]+|(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
 _VERSION = re.compile(r"[\d.]+[\w.+-]*")
@@ -204,7 +204,7 @@ def document(journal: Journal, parts: Iterable[str], environment: Mapping[str, s
             {"case": item, **{key: r.get(key) for key in ("status", "steps", "losses", "checks", "reason")}}
             for item, r in journal.of("convergence").items()
         ],
-        "tuning": {op: r.get("outcomes", []) for op, r in journal.of("table").items()},
+        "tuning": {op: r["outcomes"] for op, r in journal.of("table").items() if "outcomes" in r},
         "tuned": _measured(journal, device.get("chip", "unknown")),
         "failures": _failures(journal, ("device", *parts)),
         "absent": [

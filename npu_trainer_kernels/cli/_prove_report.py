@@ -202,7 +202,7 @@ def _kernels(found: Row) -> list[str]:
         return []
     lines = ["## Kernels", "",
              _paragraph("Median milliseconds, and MiB beyond inputs and results; * is what is used here. Every call "
-                        "is warm, its inputs are not in the cache.")]  # fmt: skip
+                        "is warm; on an accelerator its inputs are not in the cache.")]  # fmt: skip
     for (op, shape, dtype), rows in cases.items():
         used = found["choices"].get(op, {}).get("backend")
         cells: list[tuple[str, ...]] = [("", "forward", "backward", "both", "MiB", "")]

@@ -204,7 +204,8 @@ def test_the_search_sees_what_is_not_taken_out(tmp_path, monkeypatch, capsys, fa
 @pytest.mark.parametrize(
     "text",
     ["24.1.0.3", "2.7.1.post2+cpu", "N=8192 H=4096", "ops/swiglu/N=8 I=16/bfloat16/ours-triton", "1.5 ms / 3", "npu",
-     "libruntime.so: cannot open shared object file", "end-to-end/grpo-trl/qwen3-0.6b 8x(512+..2048 exponential)"],
+     "libruntime.so: cannot open shared object file", "end-to-end/grpo-trl/qwen3-0.6b 8x(512+..2048 exponential)",
+     "end-to-end/dpo-trl/llama 2x2x(16+14..120)/float32/plain"],
 )  # fmt: skip
 def test_what_says_nothing_of_a_machine_stays(monkeypatch, text):
     monkeypatch.setattr(_prove_archive.socket, "gethostname", lambda: "npu")
@@ -358,6 +359,21 @@ def test_a_folder_that_cannot_be(tmp_path, capsys):
     code, found = run(tmp_path, capsys)
     assert code == 2
     assert "cannot be written" in found["error"]
+
+
+def test_a_disk_that_is_full_half_way(tmp_path, stub, capsys, monkeypatch):
+    add = _prove_archive.Journal.add
+
+    def full(journal, record):
+        if record.get("part") == "steps":
+            raise OSError("no space left on the device")
+        add(journal, record)
+
+    monkeypatch.setattr(_prove_archive.Journal, "add", full)
+    code, found = run(tmp_path, capsys)
+    assert code == 1
+    assert {part for part, state in found["parts"].items() if state["done"]} == {"checks", "kernels"}
+    assert set(archive(tmp_path)) >= {"prove.json"}
 
 
 def test_an_unknown_option_is_refused(capsys):
