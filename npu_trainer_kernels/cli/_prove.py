@@ -253,6 +253,11 @@ def _measure(journal: _prove_archive.Journal, args: argparse.Namespace, output: 
     # Each time: a folder may be seen from several machines.
     proof.retried.add((_DEVICE.name, _DEVICE.name))
     proof.do(_DEVICE, min(_DEVICE.silence, proof.left()))
+    device = journal.of(_DEVICE.name).get(_DEVICE.name, {})
+    if "meta" in device:
+        line = {"device": device["meta"]["device"], "without_npu": device["without_npu"]}
+        here["findings"] += [asdict(finding) for finding in _doctor.device_findings(line, here["versions"])]
+        journal.add({"environment": here})
     before = -1
     # Until all is done, or a round brings nothing new: what a part leaves of its time is there for the others.
     while proof.records() > before and proof.left() > LEAST_SECONDS:

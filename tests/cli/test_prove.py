@@ -37,7 +37,7 @@ for name, what in items.items():
     exec(what.get("does", ""))
     say(item=name, **{"status": "ok", **what.get("record", {})})
 """
-VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "triton": None}
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "triton": None, "triton-ascend": "3.2.0"}
 META = {
     "format": 1, "date": "2026-01-02T03:04:05Z",
     "device": {"kind": "npu", "name": "Ascend910B4", "memory_bytes": 1 << 35},
@@ -326,6 +326,13 @@ def test_versions_of_two_kinds_do_not_belong_into_one_archive(tmp_path, stub, lo
     code, found = run(tmp_path, capsys)
     assert code == 2
     assert "other versions (torch 2.13.0 -> 2.14.0)" in found["error"]
+
+
+def test_what_doctor_says_of_the_device_is_there(tmp_path, stub, look, capsys):
+    look.versions["triton-ascend"] = None
+    _, found = run(tmp_path, capsys)
+    assert [finding["code"] for finding in found["environment"]["findings"]] == ["no-triton"]
+    assert "pip install triton-ascend pybind11" in " ".join(archive(tmp_path)["report.md"].split())
 
 
 def test_two_devices_do_not_belong_into_one_archive(tmp_path, stub, capsys):
