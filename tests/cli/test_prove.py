@@ -482,6 +482,18 @@ def test_where_we_lose_is_printed(tmp_path, stub, capsys):
     assert "prove-ascend910b4.zip" in out
 
 
+@pytest.mark.parametrize(("both", "lost"), [(3.1, 0), (3.6, 1)])
+def test_of_the_head_both_ways_count(tmp_path, stub, capsys, both, lost):
+    """Its gradient may be formed in forward, and then backward is next to nothing."""
+    head = {"op": "linear_cross_entropy", "shape": "BT=8 H=4 V=9", "sizes": {"BT": 8, "H": 4, "V": 9}}
+    chosen = {"linear_cross_entropy": {"backend": "torch", "reason": "so", "plain": None}}
+    times = {"forward": (3.0, 1.0), "backward": (0.1, 2.5), "both": (both, 3.5)}
+    rows = [kernel(who, ms, mode, **head) for mode, of_mode in times.items()
+            for who, ms in zip(("ours-torch", "reference"), of_mode, strict=True)]  # fmt: skip
+    stub(checks={"choices": {"record": {"choices": chosen}}}, kernels={"a": {"record": {"rows": rows}}})
+    assert len(run(tmp_path, capsys)[1]["losses"]) == lost
+
+
 def test_where_models_keep_their_own_code_is_said_apart(tmp_path, stub, capsys):
     kept = {"choices": {"record": {"choices": {"swiglu": {"backend": "triton", "reason": "so", "plain": "as fast"}}}}}
     stub(**{**LOSING, "checks": kept})
