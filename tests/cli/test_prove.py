@@ -587,6 +587,7 @@ def test_checks_see_a_wrong_backend(monkeypatch):
     }  # fmt: skip
     assert "it runs on Ascend NPUs" in found["rope/vendor/float32"]["reason"]
     assert found["choices"]["choices"]["rope"]["backend"] == "torch"
+    assert next(iter(found)) == "choices"
     monkeypatch.setattr(_prove_worker, "check", lambda work, where, backend: "result 0: wrong")
     assert do("checks", done=["choices"])["rope/torch/float32"]["status"] == "wrong"
 
@@ -602,6 +603,23 @@ def test_kernels_are_measured_beside_eager(monkeypatch):
     rows = found[f"{case.key}/ours-torch"]["rows"]
     assert [row["mode"] for row in rows] == ["forward", "backward", "both"]
     assert all(row["ms"]["samples"] >= 5 and row["extra_bytes"] >= 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "status", "reason"),
+    [
+        ([kernel("ours-triton", 1.0)], "ok", None),
+        ([kernel("ours-triton", 1.0, verdict="inaccurate", errors={"out0": 1e-3, "dx": 0.05})], "wrong",
+         "inaccurate: dx is off by 0.05 of its norm"),
+        ([kernel("ours-triton", 1.0, status="error", reason="ValueError: x")], "failed", "ValueError: x"),
+        ([kernel("ours-vendor", 1.0, status="error", reason="ValueError: x")], "absent", "ValueError: x"),
+        ([kernel("ours-vendor", 1.0, status="error", reason="RuntimeError: x")], "failed", "RuntimeError: x"),
+        ([kernel("ours-triton", 1.0, status="absent", reason="Absent: x")], "absent", "Absent: x"),
+    ],
+)  # fmt: skip
+def test_what_a_row_of_the_benchmark_comes_to(rows, status, reason):
+    """What the vendor's operator does not cover is no failure, and everything else that raises is one."""
+    assert (_prove_worker._status(rows), _prove_worker._reason(rows)) == (status, reason)
 
 
 def test_the_table_is_measured(monkeypatch):
