@@ -153,6 +153,12 @@ class StatisticsTile:
     programs: int
     options: dict[str, int] = field(default_factory=dict, hash=False)
 
+    def tail(self, n_cols: int, spec: DeviceSpec) -> int:
+        """How many times `width` covers the columns that whole steps leave of a row; a power of two, or 0, where Triton
+        knows no other sizes."""
+        times = _cdiv(n_cols % (self.fold * self.width), self.width)
+        return times if spec.has_buffer or not times else next_power_of_2(times)
+
 
 @dataclass(frozen=True)
 class GradientTile:
