@@ -72,6 +72,12 @@ def _taken_in(z, start, m, s, ds, sq, key, HAS_ENTROPY: tl.constexpr, HAS_SQUARE
     return m_new, s, ds, sq, key
 
 
+@jit
+def _store_sum(pointer, lanes):
+    """Stores one number, which an NPU's scalar unit does not wait for, as it would if it were none of a vector."""
+    tl.store(pointer + tl.arange(0, 1), tl.sum(tl.reshape(lanes, [1, lanes.shape[0]]), axis=1))
+
+
 @jit(lengths=("n_rows",))
 def _row_statistics_kernel(
     logits,  # [n_rows, n_cols], row stride given, any float dtype
@@ -116,28 +122,32 @@ def _row_statistics_kernel(
             m, s, ds, sq, key = _taken_in(z, start, m, s, ds, sq, key, HAS_ENTROPY, HAS_SQUARES, HAS_ARGMAX,
                                           FOLD, WIDTH)  # fmt: skip
         if TAIL:
-            # In one line, whose mask is a single number to an NPU.
+            # Read in one line, whose mask is one number to an NPU.
             rest = n_folded + tl.arange(0, TAIL * WIDTH)
-            mask = rest < n_cols
-            z = transformed(tl.load(start_of_row + rest, mask=mask, other=0.0), inner, outer, HAS_CAP, IS_IDENTITY)
+            x = tl.reshape(tl.load(start_of_row + rest, mask=rest < n_cols, other=0.0), [TAIL, WIDTH])
+            z = transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
             if HAS_MEAN:
-                uz = z * tl.load(class_weights + rest, mask=mask, other=0.0) if HAS_WEIGHTS else z
-                us += tl.sum(tl.reshape(uz, [TAIL, WIDTH]), axis=0)
+                if HAS_WEIGHTS:
+                    u = tl.load(class_weights + rest, mask=rest < n_cols, other=0.0)
+                    us += tl.sum(z * tl.reshape(u, [TAIL, WIDTH]), axis=0)
+                else:
+                    us += tl.sum(z, axis=0)
             # Below a lane that has seen nothing: exp(NEGATIVE - NEGATIVE) would count as 1.
-            z = tl.reshape(tl.where(mask, z, 2.0 * NEGATIVE), [TAIL, WIDTH])
+            column = n_folded + tl.arange(0, TAIL)[:, None] * WIDTH + lane[None, :]
+            z = tl.where(column < n_cols, z, 2.0 * NEGATIVE)
             m, s, ds, sq, key = _taken_in(z, n_folded, m, s, ds, sq, key, HAS_ENTROPY, HAS_SQUARES, HAS_ARGMAX,
                                           TAIL, WIDTH)  # fmt: skip
         row_max = tl.max(m, axis=0)
         fall = m - row_max
         rescale = tl.exp(fall)
         tl.store(out + row, row_max)
-        tl.store(out + n_rows + row, tl.sum(s * rescale, axis=0))
+        _store_sum(out + n_rows + row, s * rescale)
         if HAS_ENTROPY:
-            tl.store(out + 2 * n_rows + row, tl.sum((ds + s * fall) * rescale, axis=0))
+            _store_sum(out + 2 * n_rows + row, (ds + s * fall) * rescale)
         if HAS_MEAN:
-            tl.store(out + 3 * n_rows + row, tl.sum(us, axis=0))
+            _store_sum(out + 3 * n_rows + row, us)
         if HAS_SQUARES:
-            tl.store(out + 4 * n_rows + row, tl.sum(sq * rescale * rescale, axis=0))
+            _store_sum(out + 4 * n_rows + row, sq * rescale * rescale)
         if HAS_ARGMAX:
             tl.store(out + 5 * n_rows + row, -tl.max(key + _steep(fall) - lane.to(tl.float32), axis=0))
 
