@@ -35,8 +35,10 @@ __all__ = [
     "BYTES_PER_ELEMENT_ACCESS",
     "MAX_SWITCHES",
     "MemoryPlan",
+    "memory_of",
     "plan",
     "plan_lowered",
+    "planned",
     "planned_code",
     "read_plan",
     "target_facts",
@@ -64,6 +66,9 @@ class MemoryPlan:
         single_buffers: tile transfers inside loops whose buffer does not rotate.
         loads_after_stores: waits of loads for earlier stores in loops that stream tiles. Each of them stops the overlap
             that double buffering is for; reading and writing through one argument causes them.
+        fixed_waits: waits of loads for the vector unit by a fixed event, in innermost loops that load whole tiles (in
+            all of them, where none loads whole ones: a tail's loop runs once). Then the next tile is not loaded while
+            this one is computed, although there are two buffers.
         element_loops: loops over single elements that the streamed bytes do not pay for.
         element_transfers: HBM accesses of less than 32 bytes per row, beyond those that the streamed bytes pay for.
         atomics: atomic updates of HBM in the program text.
@@ -89,6 +94,7 @@ class MemoryPlan:
     multi_buffer_dropped: bool = False
     single_buffers: int = 0
     loads_after_stores: int = 0
+    fixed_waits: int = 0
     element_loops: int = 0
     element_transfers: int = 0
     atomics: int = 0
@@ -162,6 +168,14 @@ def target_facts(kernel: str, lowered: str, chip: str) -> str:
     return _CORE_COUNTS.sub("", found[1])
 
 
+def planned(kernel: str, lowered: str, chip: str, *, multi_buffer: bool = True) -> str:
+    """The planned IR itself. Raises as `plan`, and `ToolchainError` where no plan fits."""
+    text: str = _compiled(kernel, lowered, chip, multi_buffer)["planned"]
+    if not text:
+        raise ToolchainError(kernel, f"plan on-chip memory for {chip}", ["no plan fits"])
+    return text
+
+
 def planned_code(kernel: str, lowered: str, chip: str) -> str:
     """The planned IR without the compiler's description of the chip."""
     return _TARGET.sub("", _compiled(kernel, lowered, chip, True)["planned"])
@@ -216,6 +230,7 @@ _DROPPED = "set enable-auto-multi-buffer to false"
 _SWITCH = re.compile(r"hivm\.hir\.wait_flag\[<PIPE_V>, <PIPE_S>|hivm\.hir\.wait_flag\[<PIPE_S>, <PIPE_V>")
 # A fixed event is the store just before; where buffers rotate the event does too, and stands for the store before that.
 _LOAD_AFTER_STORE = "hivm.hir.wait_flag[<PIPE_MTE3>, <PIPE_MTE2>, <EVENT"
+_LOAD_AFTER_VECTOR = "hivm.hir.wait_flag[<PIPE_V>, <PIPE_MTE2>, <EVENT"
 _ASSIGN = re.compile(r"\s*(%[\w$.-]+)(?::\d+)? = (.*)")
 _NAME = re.compile(r"%[\w$.-]+")
 _ROTATING_STRUCT = re.compile(r"llvm\.select .*!llvm\.struct<\(ptr<6>")
@@ -259,6 +274,7 @@ def read_plan(kernel: str, chip: str, lowered: str, planned: str, log: str) -> M
         multi_buffer_dropped=dropped,
         single_buffers=walk.single_buffers,
         loads_after_stores=worst.loads_after_stores,
+        fixed_waits=walk.fixed_waits(),
         element_loops=sum(1 for runs in worst.element_loops if runs is None or runs > paid),
         element_transfers=max(0, worst.small_accesses - paid),
         atomics=lowered.count("GenericAtomicRMW"),
@@ -297,12 +313,18 @@ class _Memory:
     element: str
     space: str
     rotates: bool = False
+    cut: bool = False  # a slice whose size is known at run time only
+
+    @property
+    def element_bits(self) -> int:
+        """Bits of an element."""
+        return _BITS.get(self.element, 8)
 
     @property
     def bytes(self) -> int | None:
         """Bytes of all elements, or None where a dimension is known at run time only."""
         sizes = [d for d in self.dims if d is not None]
-        return -(-math.prod(sizes) * _BITS.get(self.element, 8) // 8) if len(sizes) == len(self.dims) else None
+        return -(-math.prod(sizes) * self.element_bits // 8) if len(sizes) == len(self.dims) else None
 
     @property
     def run_bytes(self) -> int:
@@ -314,10 +336,11 @@ class _Memory:
             if size is None:
                 break
             run *= size
-        return -(-run * _BITS.get(self.element, 8) // 8)
+        return -(-run * self.element_bits // 8)
 
 
-def _memory_of(text: str) -> _Memory | None:
+def memory_of(text: str) -> _Memory | None:
+    """The memref type at the beginning of a text; None: there is none."""
     found = _MEMREF.match(text)
     if found is None:
         return None
@@ -365,6 +388,10 @@ class _Region:
     wide_ops: int = 0  # vector operations and transfers of more than 32 bytes
     own_tiles: int = 0  # tile transfers in this loop itself, not in loops inside it
     own_waits: int = 0  # waits of loads for stores, likewise
+    own_loads: int = 0  # tiles that are loaded, likewise
+    own_cut_loads: int = 0  # those of them whose size is known at run time only: a tail's
+    own_fixed_waits: int = 0  # waits of loads for the vector unit by a fixed event, likewise, and not inside an `if`
+    holds_loads: bool = False  # a loop inside it loads tiles
     loads_after_stores: int = 0
     streamed: int = 0
     small_accesses: int = 0
@@ -404,6 +431,7 @@ class _Walk:
         self.origins: dict[str, frozenset[str]] = {}  # the loop counters, and "program", that a value depends on
         self.regions = [_Region(indent=-1, is_loop=False)]
         self.row_loops: list[_Region] = []
+        self.loading_loops: list[_Region] = []
         self.buffer_end = self.loop_transfers = self.single_buffers = self.largest_transfer = 0
 
     def row_body(self) -> _Region:
@@ -422,6 +450,11 @@ class _Walk:
         worst.element_loops += [None for loop in self.row_loops if loop.touches_elements and loop.wide_ops == 0]
         return worst
 
+    def fixed_waits(self) -> int:
+        """See `MemoryPlan`."""
+        whole = [loop for loop in self.loading_loops if loop.own_cut_loads < loop.own_loads]
+        return sum(loop.own_fixed_waits for loop in whole or self.loading_loops)
+
     def read(self, line: str) -> None:
         indent = len(line) - len(line.lstrip())
         self._close(indent)
@@ -433,6 +466,8 @@ class _Walk:
             self.regions[-1].switches += 1
         if _LOAD_AFTER_STORE in line:
             self.regions[-1].own_waits += 1
+        if _LOAD_AFTER_VECTOR in line and indent == self.regions[-1].indent + 2:
+            self.regions[-1].own_fixed_waits += 1
         called = _CALL.search(line)
         if called:
             self._call(called[1], [name.strip() for name in called[2].split(",") if name.strip()])
@@ -444,6 +479,9 @@ class _Walk:
         while len(self.regions) > 1 and self.regions[-1].indent >= indent:
             inner = self.regions.pop()
             inner.close()
+            if inner.is_loop and inner.own_loads and not inner.holds_loads:
+                self.loading_loops.append(inner)
+            self.regions[-1].holds_loads |= inner.holds_loads or bool(inner.own_loads)
             if inner.is_row_loop:
                 self.row_loops.append(inner)
             else:
@@ -461,17 +499,18 @@ class _Walk:
             self.constants[name] = int(constant[1])
         if "memref<" not in text:
             return
-        memory = _memory_of(text[text.rindex("memref<") :])
+        memory = memory_of(text[text.rindex("memref<") :])
         if memory is None:
             return
         source = next((self.memories[o] for o in operands if o in self.memories), None)
         if source is not None and text.startswith(("memref.cast", "memref.subview")):
             # Casts only forget the shape; a slice of runtime size is at most what it is a slice of.
+            is_cut = text.startswith("memref.subview") and None in memory.dims
             if len(source.dims) == len(memory.dims):
                 dims = tuple(s if d is None else d for d, s in zip(memory.dims, source.dims, strict=True))
                 strides = tuple(s if d is None else d for d, s in zip(memory.strides, source.strides, strict=True))
                 memory = replace(memory, dims=dims, strides=strides)
-            memory = replace(memory, rotates=source.rotates)
+            memory = replace(memory, rotates=source.rotates, cut=source.cut or is_cut)
         elif text.startswith(("arith.select", "llvm.select")) and memory.space == "ub":
             memory = replace(memory, rotates=True)
         elif text.startswith("hivm.hir.pointer_cast") and memory.space == "ub" and memory.bytes is not None:
@@ -480,7 +519,7 @@ class _Walk:
         elif source is not None:
             if text.startswith("memref.collapse_shape"):
                 memory = _collapsed(text, source, memory)
-            memory = replace(memory, rotates=source.rotates)
+            memory = replace(memory, rotates=source.rotates, cut=source.cut)
         self.memories[name] = memory
 
     def _enter_loop(self, line: str, indent: int) -> None:
@@ -523,6 +562,9 @@ class _Walk:
         self.largest_transfer = max(self.largest_transfer, moved if run >= DMA_BLOCK_BYTES else run)
         if moved >= BYTES_PER_ELEMENT_ACCESS and any(r.is_loop for r in self.regions):
             region.own_tiles += 1
+            if function.startswith("load_gm_to_"):
+                region.own_loads += 1
+                region.own_cut_loads += any(memory.cut for memory in memories)
             self.loop_transfers += 1
             self.single_buffers += not any(memory.rotates for memory in memories if memory.space == "ub")
 

@@ -39,7 +39,7 @@ __all__ = [
 
 INSTALL_PACKAGES = "pip install 'npu_trainer_kernels[ascend]'"
 INSTALL_TOOLS = "apt-get install mlir-19-tools llvm-19 libmlir-19-dev gcc"
-HOST_TOOLS = ("mlir-translate-19", "opt-19", "llc-19", "llvm-config-19", "gcc")
+HOST_TOOLS = ("mlir-translate-19", "opt-19", "llc-19", "llvm-extract-19", "llvm-config-19", "gcc")
 
 _TELLING = re.compile(r"error|\[NOTE\]|assertion|unreachable|overflow|not supported|timed out", re.IGNORECASE)
 _TIMEOUT_S = 600

@@ -13,10 +13,9 @@ STEPS = [
 ]  # fmt: skip
 # What a user has: a script that knows nothing of this package.
 SCRIPT = """
-import sys
-from pathlib import Path
 import torch
 from transformers import HfArgumentParser, Trainer, TrainingArguments
+from tests.distributed.ranks import end_ranks
 from tests.models import batch, small_model
 
 class Rows(torch.utils.data.Dataset):
@@ -28,10 +27,14 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, i):
         return {k: v[i] for k, v in self.data.items()}
 
-(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-trainer = Trainer(small_model("llama"), args, train_dataset=Rows())
-trainer.train()
-assert trainer.accelerator.num_processes == 2
+def main():
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    trainer = Trainer(small_model("llama"), args, train_dataset=Rows())
+    trainer.train()
+    assert trainer.accelerator.num_processes == 2
+
+main()
+end_ranks()
 """
 TASKS = {
     "sft": ({"text": "{a}+3={b}"}, []),

@@ -16,6 +16,8 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import Trainer
 
+from tests.distributed.ranks import end_ranks
+
 
 def without_compiled_operators() -> None:
     """DeepSpeed's operator for ranks that share memory would be compiled at its first use, which needs a C++ compiler
@@ -47,6 +49,7 @@ def main(script: str, *arguments: str) -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
+    end_ranks()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ to FILE, per case: how far the parameters have moved without the kernels, how fa
 how often each rank's body was handed live tokens alone, and what it has declined.
 """
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from npu_trainer_kernels import apply_npu_kernels
 from tests.distributed.launched import without_compiled_operators
+from tests.distributed.ranks import end_ranks
 from tests.distributed.run import ZERO3, Parameters, apart, whole
 from tests.models import SMALL, small_model
 
@@ -109,10 +109,7 @@ def main(target: str, *wrappers: str) -> None:
             }  # fmt: skip
     if torch.distributed.get_rank() == 0:
         Path(target).write_text(json.dumps(found))
-    # What wrapped the models goes while its groups exist: the other way round gloo's threads have ended processes.
-    gc.collect()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    end_ranks()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from trl import GRPOTrainer as TrlGRPOTrainer
 from npu_trainer_kernels import GRPOTrainer, NpuKernels, NpuKernelsCallback, apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, _head_call
 from tests.distributed.launched import without_compiled_operators
+from tests.distributed.ranks import end_ranks
 from tests.models import batch, small_model
 from tests.trainers.test_grpo import reward, tokenizer
 
@@ -264,8 +265,7 @@ def main(target: str, *cases: str) -> None:
         found |= loops() if case == "by-hand" else trainers(Path(target).with_suffix(""), case)
     if torch.distributed.get_rank() == 0:
         Path(target).write_text(json.dumps(found))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    end_ranks()
 
 
 if __name__ == "__main__":

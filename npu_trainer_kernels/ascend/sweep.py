@@ -1,0 +1,281 @@
+"""Tries tiles of a kernel and says which overlaps best: for whoever writes `tiling.py`, not for a user's machine.
+
+    python -m npu_trainer_kernels.ascend.sweep swiglu --kernel _forward_kernel --tile swiglu_block.size \\
+        --values 10240,8192,6144 --sizes 14336,8192
+
+Each tile is planned for one chip and followed by trace (`trace.py`). A line says whether it fits and is
+double-buffered, how many loads wait for the vector unit by a fixed event, how often the scalar unit waits for the
+vector unit per row, how many vector instructions an element costs (of rows x size: a token of rotation has that for
+each head), and the simulated cycles per KiB loaded (`pipes.py`: a ratio between tiles, never a time). The best passes
+the gate's rules for plans and has the fewest cycles.
+
+    ... --name swiglu._forward_kernel --limit 8192 --unit "elements of a tile" --write
+
+writes the limit and what was found into `tiles.json`, from where `tile_limits.tile_limit` gives it to a formula of
+`tiling.py`. With `--limit-of swiglu._forward_kernel` in the place of `--tile` the values are limits of that formula.
+"""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import device, tile_limits, tiling
+from .._triton import MissingDependencyError
+from ..ops._launch import use_launcher
+from ..tile_limits import Evidence, Limit, Trial
+from . import cases, toolchain
+from .launcher import Launch, Recorder
+from .lower import bind
+from .pipes import simulate
+from .plan import MemoryPlan, plan, violations
+from .trace import counts, trace
+
+__all__ = ["Found", "Sweep", "main", "sweep"]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to try.
+
+    Attributes:
+        case: the `op` of an entry of `cases.TABLE`.
+        kernel: the kernel's name.
+        sizes: of the entry's size, for example the hidden sizes.
+        values: what to try.
+        tile: a function of `tiling` and a field of its tiles, `"swiglu_block.size"`; None: `limit_of` is varied.
+        limit_of: a kernel's name in `tiles.json`.
+        dtype: a name of `cases.DTYPES`.
+        chip: a chip of `rates.json`.
+    """
+
+    case: str
+    kernel: str
+    sizes: tuple[int, ...]
+    values: tuple[int, ...]
+    tile: str | None = None
+    limit_of: str | None = None
+    dtype: str = "bf16"
+    chip: str = "Ascend910B4"
+
+    def __post_init__(self) -> None:
+        if (self.tile is None) == (self.limit_of is None):
+            raise ValueError("exactly one of --tile and --limit-of must be given")
+        if self.tile is not None and not callable(getattr(tiling, self.tile.partition(".")[0], None)):
+            raise ValueError(f"--tile must be FUNCTION.FIELD with a function of tiling; got {self.tile!r}")
+        device.chip_spec(self.chip)
+        if self.dtype not in cases.DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(cases.DTYPES)}; got {self.dtype!r}")
+
+    @property
+    def entry(self) -> cases.Entry:
+        """The entry of the table."""
+        for entry in cases.TABLE:
+            if entry.op == self.case:
+                return entry
+        raise ValueError(f"case must be one of {'; '.join(entry.op for entry in cases.TABLE)}; got {self.case!r}")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one tile came to: sums over all launches of the kernel.
+
+    Attributes:
+        size: the size of the case.
+        value: what was tried; None: today's tile.
+        tile: the tile's compile-time numbers.
+        plans: the compiler's.
+        trial: as `tiles.json` keeps it; None where no plan fits.
+        instructions: vector instructions per element.
+    """
+
+    size: int
+    value: int | None
+    tile: str
+    plans: tuple[MemoryPlan, ...]
+    trial: Trial | None
+    instructions: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether the plans break no rule."""
+        return self.trial is not None and not any(violations(found) or found.fixed_waits for found in self.plans)
+
+
+@contextlib.contextmanager
+def _with(what: Sweep, value: int | None) -> Iterator[None]:
+    """Inside the block the tile has this value; None: the one that it has today."""
+    if value is None:
+        yield
+    elif what.limit_of is not None:
+        itemsize = cases.DTYPES[what.dtype].itemsize
+        _forget()
+        with tile_limits.trying(what.limit_of, itemsize, value):
+            yield
+        _forget()
+    else:
+        name, _, changed = str(what.tile).partition(".")
+        original = getattr(tiling, name)
+
+        def tile(*args: Any, **options: Any) -> Any:
+            made = original(*args, **options)
+            return made if made is None else replace(made, **{changed: value})
+
+        setattr(tiling, name, tile)
+        try:
+            yield
+        finally:
+            setattr(tiling, name, original)
+
+
+def _forget() -> None:
+    """Tiles are kept by their arguments, which the limit is not one of."""
+    for function in vars(tiling).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+def _launches(what: Sweep, size: int, value: int | None) -> list[Launch]:
+    """The kernel's launches."""
+    recorder, entry = Recorder(), what.entry
+    tensors = cases.Tensors(cases.DTYPES[what.dtype], "cpu" if entry.reads_values else "meta")
+    with _with(what, value), device.use_chip(what.chip), use_launcher(recorder):
+        entry.call(tensors, _rows(what) * device.chip_spec(what.chip).vector_cores, size)
+    named = [launch for launch in recorder.launches if launch.kernel.__name__ == what.kernel]
+    if not named:
+        launched = sorted({launch.kernel.__name__ for launch in recorder.launches})
+        raise ValueError(f"--kernel must be one of {', '.join(launched)}; got {what.kernel!r}")
+    return named
+
+
+def _rows(what: Sweep) -> int:
+    """Rows of one program."""
+    return what.entry.share or what.entry.rows // device.chip_spec(what.chip).vector_cores
+
+
+def _found(what: Sweep, size: int, value: int | None) -> Found:
+    launches = _launches(what, size, value)
+    specs = [launch.specialize(what.chip) for launch in launches]
+    plans = tuple(plan(spec) for spec in specs)
+    tile = " ".join(f"{name}={number}" for name, number in specs[0].constants.items() if name in _TILE_NAMES)
+    if not all(found.fits for found in plans):
+        return Found(size, value, tile, plans, None, 0.0)
+    cycles = waits = repeats = loaded = 0.0
+    for spec, launch in zip(specs, launches, strict=True):
+        events = trace(spec, launch.grid, bind(launch.kernel, launch.args, launch.constexprs)[0])
+        seen = counts(events)
+        waits, repeats, loaded = waits + seen.waits, repeats + seen.instructions_per_element(1), loaded + seen.bytes_in
+        cycles += simulate(events, what.chip).cycles
+    rows = _rows(what)
+    fixed = max(found.fixed_waits for found in plans)
+    shape = f"{rows * device.chip_spec(what.chip).vector_cores} x {size} ({what.entry.label})"
+    trial = Trial(shape, value or 0, fixed, round(waits / rows, 2), round(cycles / (loaded / 1024), 1))
+    return Found(size, value, tile, plans, trial, repeats / (rows * size))
+
+
+# How the kernels name what their tiles consist of.
+_TILE_NAMES = frozenset(("ROWS", "COLS", "BLOCK", "FOLD", "WIDTH", "REST_COLS"))
+
+
+def sweep(what: Sweep) -> list[Found]:
+    """Today's tile and every value, of each size in turn.
+
+    Raises:
+        ValueError: `what` names something that does not exist.
+        MissingDependencyError, ToolchainError: as `plan` and `trace`.
+    """
+    return [_found(what, size, value) for size in what.sizes for value in (None, *what.values)]
+
+
+def _best(found: Sequence[Found]) -> Found | None:
+    """Of one size: what passes with the fewest cycles."""
+    passing = [one for one in found if one.passes]
+    return min(passing, key=lambda one: one.trial.cycles_per_kib or 0.0 if one.trial else 0.0, default=None)
+
+
+_HEAD = "       tile  fits two buffers fixed waits/row instr/el cycles/KiB  compiled with"
+
+
+def _line(one: Found, best: Found | None) -> str:
+    mark = "*" if one is best else ""
+    name = "today" if one.value is None else str(one.value)
+    if one.trial is None:
+        return f"{mark:2}{name:>9}  no, {one.plans[0].buffer_used} of {one.plans[0].buffer_size} bytes: {one.tile}"
+    buffers = "yes" if all(found.double_buffered for found in one.plans) else "no"
+    trial = one.trial
+    return (
+        f"{mark:2}{name:>9}  {'yes':4} {buffers:11} {trial.fixed_waits:5} {trial.waits_per_row:9.2f} "
+        f"{one.instructions:8.2f} {trial.cycles_per_kib:10.1f}  {one.tile}"
+    )
+
+
+def _evidence(what: Sweep, found: Sequence[Found]) -> Evidence:
+    """Today's tile stands as 0 in the trials: its number follows from the formula."""
+    trials = tuple(one.trial for one in found if one.trial is not None)
+    varied = what.tile if what.tile is not None else f"limit of {what.limit_of}"
+    return Evidence(what.case, what.dtype, what.chip, toolchain.versions(), str(varied), trials)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; see the module."""
+    parser = argparse.ArgumentParser(
+        prog="python -m npu_trainer_kernels.ascend.sweep", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("case", help="the op of an entry of cases.TABLE")
+    parser.add_argument("--kernel", required=True, help="the kernel's name")
+    parser.add_argument("--tile", help="a function of tiling and a field of its tiles: swiglu_block.size")
+    parser.add_argument("--limit-of", help="a kernel's name in tiles.json, whose limit is varied instead")
+    parser.add_argument("--values", type=_numbers, required=True, help="what to try, with commas")
+    parser.add_argument("--sizes", type=_numbers, help="sizes of the case, with commas; the entry's own if not given")
+    parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32")
+    parser.add_argument("--chip", default="Ascend910B4", help="a chip of rates.json")
+    parser.add_argument("--write", action="store_true", help="write --limit and the trials into tiles.json")
+    parser.add_argument("--name", help="the kernel's stable name there; --limit-of if not given")
+    parser.add_argument("--limit", type=int, help="the limit; the best value if not given and the sizes agree")
+    parser.add_argument("--unit", help="what the limit counts")
+    parser.add_argument("--add", action="store_true", help="keep the evidence that tiles.json has of this limit")
+    given = parser.parse_args(argv)
+    try:
+        what = Sweep(given.case, given.kernel, given.sizes or (), given.values, given.tile, given.limit_of,
+                     given.dtype, given.chip)  # fmt: skip
+        what = replace(what, sizes=given.sizes or what.entry.sizes)
+        print(
+            f"{what.case} {what.kernel} {what.dtype} {what.chip}. Simulated cycles are ratios between tiles, not times."
+        )
+        found: list[Found] = []
+        bests: set[int | None] = set()
+        for size in what.sizes:
+            of_size = sweep(replace(what, sizes=(size,)))
+            best = _best(of_size)
+            bests.add(best.value if best else None)
+            print(f"\n{what.entry.label} {size}\n{_HEAD}", *(_line(one, best) for one in of_size), sep="\n", flush=True)
+            found += of_size
+        if given.write:
+            _write(given, what, found, bests)
+    except (ValueError, MissingDependencyError) as error:
+        parser.error(str(error))
+
+
+def _write(given: argparse.Namespace, what: Sweep, found: list[Found], bests: set[int | None]) -> None:
+    chosen = given.limit or (next(iter(bests)) if len(bests) == 1 else None)
+    name = given.name or what.limit_of
+    if chosen is None or name is None or given.unit is None:
+        raise ValueError("--write needs --name, --unit, and --limit where the sizes' bests differ or are today's tile")
+    itemsize = cases.DTYPES[what.dtype].itemsize
+    kib = device.chip_spec(what.chip).on_chip_bytes // device.KIB
+    new = Limit(name, itemsize, kib, chosen, given.unit, (_evidence(what, found),))
+    known = [limit for limit in tile_limits.limits() if limit.key == new.key]
+    if given.add and known:
+        new = replace(new, evidence=(*known[0].evidence, *new.evidence))
+    tile_limits.store(new)
+    print(f"\ntiles.json: {name}, {itemsize} bytes, {kib} KiB: {chosen} {given.unit}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
