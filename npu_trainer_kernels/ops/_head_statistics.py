@@ -170,6 +170,7 @@ def _raw_statistics(
     tile = tiling.statistics_tile(
         n_cols, logits.element_size(), spec, entropy=options.entropy, mean=options.mean,
         squares=options.log_sum_sq, argmax=options.argmax, weights=class_weights is not None,
+        softcap=options.softcap is not None,
     )  # fmt: skip
     step = tile.fold * tile.width
     inner, outer = options.factors
