@@ -209,7 +209,7 @@ def _fold(n_cols: int, width: int, largest: int) -> int:
     def costs(fold: int) -> int:
         steps, left = divmod(n_cols, fold * width)
         tail = _cdiv(left, width)
-        # In the time that `width` logits take: a step costs 7 beside its logits, the row's first load is not hidden, and
+        # Twice the time that `width` logits take: beside its logits a step costs 7; the row's first load is not hidden;
         # a tail costs 24 and, being masked, half as much again (simulated pipes of 910B4: good for ratios).
         return 14 * steps + 2 * fold + (48 + tail if tail else 0)
 
@@ -225,7 +225,8 @@ def gradient_tile(n_cols: int, itemsize: int, has_weights: bool, spec: DeviceSpe
         return GradientTile(min(4096, next_power_of_2(n_cols)), _ONE_PER_ROW, launch_options(spec, 16))
     if spec.has_buffer:
         # Blocks of equal size, so that the last one is nearly full.
-        largest = tile_limit("head._row_gradient_kernel weighted" if has_weights else "head._row_gradient_kernel", itemsize, spec)
+        kernel = "head._row_gradient_kernel weighted" if has_weights else "head._row_gradient_kernel"
+        largest = tile_limit(kernel, itemsize, spec)
         block = _cdiv(_cdiv(n_cols, _cdiv(n_cols, largest)), 64) * 64
         return GradientTile(min(block, largest), spec.vector_cores)
     return GradientTile(min(64, next_power_of_2(n_cols)), 2)

@@ -13,8 +13,7 @@ from .._triton import jit, libdevice, tl
 from ._checks import is_number
 from ._fallback import falls_back
 
-__all__ = ["HeadOptions", "guarded", "kernel_flags", "slope", "transform", "transformed",
-           "twice_sigmoid"]
+__all__ = ["HeadOptions", "guarded", "kernel_flags", "slope", "transform", "transformed", "twice_sigmoid"]
 
 guarded = falls_back("linear_cross_entropy", "linear_logprob", "grpo_loss")
 
