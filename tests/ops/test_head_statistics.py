@@ -1,4 +1,4 @@
-"""The head's statistics where lanes, steps and tail of the kernel meet; first maxima, and logits that are not finite."""
+"""The head's statistics where lanes, steps and tail of the kernel meet; first maxima; logits that are not finite."""
 
 import math
 
@@ -88,6 +88,11 @@ def test_logits_of_minus_infinity_count_nothing(device, backend, kept):
         lambda logits: defined(logits_statistics_reference(logits, ids, options)),
         [logits],
     )
+
+
+def test_a_row_of_minus_infinity_has_no_probabilities(device, backend):
+    logits = torch.full((2, 373), -math.inf, device=device)
+    assert statistics(logits, backend).log_prob.isnan().all()
 
 
 # A tail that is left out, and one whose second row is.
