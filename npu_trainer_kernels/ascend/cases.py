@@ -24,12 +24,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 HIDDEN = (512, 896, 1024, 1536, 2048, 2560, 3584, 4096, 5120, 8192)
 VOCABULARIES = (32000, 49152, 128256, 151936, 152064, 262144)
 HEAD_DIMS = (64, 96, 128, 256)
+NORMED_HEAD_DIMS = tuple(range(32, 257, 8))
+# Rows in two halves, and in blocks.
+WIDE = (6144, 7168, 12288, 16384)
 ROWS = 4096
 """Tokens of a micro-batch."""
 _BACKEND = "ascend-lowering"
 
 # Bytes that a kernel moves beside rows: weights, weight gradients of each core, numbers per row.
 _ROW_LIMIT = 1.05
+# Numbers per row and biases of each expert.
+_EXPERTS_LIMIT = 1.10
 # Statistics and gradient together: 2.05 reads and 1 write of a row of logits.
 _HEAD_LIMIT = 3.05 / 3
 
@@ -250,6 +255,65 @@ def _embedding(scale: float | None) -> Call:
     return call
 
 
+# ------------------------------------------------------------------------------------------------------------- experts
+# Of what the size of an entry is not: rows that are long enough for the numbers that come with each.
+_INNER, _HIDDEN = 64, 512
+
+
+def _moe_experts(
+    experts: int, slots: int, of_hidden: bool, biased: bool = False, own_gate: bool = False, **options: Any
+) -> Call:
+    """Rows are as long as the size of the entry, or the gate is as wide; the other of the two is small, so that the
+    products on the CPU are. With a gate of its own the steps are taken one by one."""
+
+    def call(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
+        # The rows of one core are of a few experts.
+        n = experts if t.where == "meta" else min(experts, 4)
+        hidden, inner = (size, _INNER) if of_hidden else (_HIDDEN, size)
+        parts = 2 if options.get("gated", True) else 1
+        biases: dict[str, Any] = {}
+        if biased:
+            biases = {"gate_up_bias": t.floats(n, parts * inner), "down_bias": t.floats(n, hidden)}
+        own: dict[str, Any] = {"gate": lambda h: h[:, :inner] * h[:, inner:]} if own_gate else {}
+        ids = t.ids(rows, slots, below=n)
+        _backward(ops.moe_experts(
+            t.floats(rows, hidden), ids, t.floats(rows, slots, dtype=torch.float32),
+            t.floats(n, parts * inner, hidden), t.floats(n, hidden, inner), backend=_BACKEND, **biases,
+            **own, **options,
+        ))  # fmt: skip
+        moved, all_rows = (slots + 1) * rows * hidden * t.itemsize, rows * slots
+        # Without its own rows an expert's gradient is cleared: by the ids there are none such, and ends are read.
+        least = {"_clear_kernel": 2 * 2 * 4 * n, "_sums_kernel": 2 * moved}
+        if own_gate:
+            # Of rows without an expert there are none either.
+            tail = {"_clear_tail_kernel": 5 * 4}
+            return (
+                least
+                | tail
+                | {"_to_rows_kernel": moved, "_sums_backward_kernel": moved + all_rows * hidden * t.itemsize}
+            )
+        gate = all_rows * inner * t.itemsize
+        if biased:
+            least |= {"_expert_sums_kernel": parts * (gate + n * inner * t.itemsize)}
+            # The matrix of the weights times the bias is there already, in fp32.
+            least["_sums_kernel"] += rows * hidden * 4
+        # Of x, of the gradient, and of x again.
+        least |= {"_to_rows_kernel": 3 * moved}
+        return least | {"_gate_kernel": (parts + 1) * gate, "_gate_backward_kernel": 2 * (parts + 1) * gate}
+
+    return call
+
+
+def _experts_of(name: str, experts: int, slots: int, hidden: int, inner: int, **options: Any) -> tuple[Entry, Entry]:
+    """A model's experts, once for what moves their rows and once for the gate."""
+    return (
+        Entry(f"moe_experts, {name}, rows", (hidden,), "hidden", _moe_experts(experts, slots, True, **options),
+              max_traffic=_EXPERTS_LIMIT),
+        Entry(f"moe_experts, {name}, gate", (inner,), "intermediate", _moe_experts(experts, slots, False, **options),
+              max_traffic=_EXPERTS_LIMIT),
+    )  # fmt: skip
+
+
 # -------------------------------------------------------------------------------------------------------------- LM head
 # The kernels see logits: any hidden size will do.
 _HEAD_HIDDEN = 16
@@ -329,6 +393,8 @@ _EVERYTHING: dict[str, Any] = {
 _GATES: dict[str, tuple[int, ...]] = {"gelu_tanh": (6912, 10240, 21504), "gelu": (14336,), "relu2": (6912,)}
 _GATES |= {name: (8192,) for name in ACTIVATIONS if name not in _GATES and name != "silu"}
 
+_OTHER_HEAD_DIMS = tuple(size for size in range(32, 257, 8) if size not in HEAD_DIMS)
+
 _GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
 
 _CORRECTED_KL: dict[str, Any] = {"beta": 0.1, "bias_corrected_kl": True}
@@ -341,6 +407,11 @@ TABLE: tuple[Entry, ...] = (
     Entry("rms_norm, fp32 weight", HIDDEN, "hidden", _fp32_weight, dtypes=("bf16",)),
     # The norms of queries and keys: many short rows.
     Entry("rms_norm, of heads", HEAD_DIMS, "head", _rms_norm(), rows=32 * ROWS),
+    Entry("rms_norm, of heads of any size", NORMED_HEAD_DIMS, "head", _rms_norm(), rows=8 * ROWS, dtypes=("bf16",)),
+    # Not whole numbers of 32-byte units.
+    Entry("rms_norm, of heads of odd units", (72, 104), "head", _rms_norm(), rows=8 * ROWS, dtypes=("fp32", "fp16")),
+    Entry("rms_norm, wide", WIDE, "hidden", _rms_norm(), dtypes=("bf16",)),
+    Entry("add_rms_norm, pre, wide", WIDE[:2], "hidden", _add_rms_norm(), dtypes=("bf16",)),
     Entry("add_rms_norm, pre", HIDDEN, "hidden", _add_rms_norm()),
     Entry("add_rms_norm, pre, gemma", HIDDEN, "hidden", _add_rms_norm(casting="gemma", offset=1.0)),
     Entry("add_rms_norm, post", HIDDEN, "hidden", _add_rms_norm(mode="post")),
@@ -359,7 +430,9 @@ TABLE: tuple[Entry, ...] = (
     Entry("gated_rms_norm, gate first, 8 groups", (8192,), "hidden",
           _gated_rms_norm(order="gate_first", groups=8)),
     Entry("swiglu", (4864, 8192, 14336, 18944), "intermediate", _swiglu()),
-    Entry("swiglu, halves of one projection", (4864, 8192, 14336, 18944), "intermediate", _swiglu(strided=True)),
+    # Tiles of several rows; of one; two to four of a row.
+    Entry("swiglu, halves of one projection", (1408, 2880, 4864, 8192, 11008, 14336, 18944), "intermediate",
+          _swiglu(strided=True)),
     *(Entry(f"swiglu, {name}", sizes, "intermediate", _swiglu(activation=name)) for name, sizes in _GATES.items()),
     # Of GPT-OSS 20B; of Phi-3 mini and GLM-4 9B.
     Entry("swiglu, alpha, limit, offset", (2880,), "intermediate", _swiglu(**_GPT_OSS)),
@@ -374,6 +447,8 @@ TABLE: tuple[Entry, ...] = (
     Entry("swiglu_linear, joined by turns, alpha, limit, offset", (2880,), "intermediate",
           _swiglu_linear(joined="interleaved", **_GPT_OSS)),
     Entry("rope", HEAD_DIMS, "head", _rope()),
+    # Heads whose halves are no multiple of 32 bytes, too.
+    Entry("rope, any head", _OTHER_HEAD_DIMS, "head", _rope(), share=64, dtypes=("bf16",)),
     # Of Pythia and Qwen3-Next, of GLM-4.5, of Phi-4 mini.
     Entry("rope, a quarter", (128, 256), "head", _rope(0.25)),
     Entry("rope, half", (64, 128, 256), "head", _rope(0.5)),
@@ -386,11 +461,21 @@ TABLE: tuple[Entry, ...] = (
     Entry("rope, regrouped", (64, 128), "head", _rope(pairs="regrouped", tables="first_half")),
     Entry("embedding", HIDDEN, "hidden", _embedding(None), follows_ids=True),
     Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25), follows_ids=True),
+    *_experts_of("Qwen3 30B", 128, 8, 2048, 768),
+    *_experts_of("GPT-OSS 20B", 32, 4, 2880, 2880, biased=True, interleaved=True, **_GPT_OSS),
+    # A device's share under expert parallelism.
+    *_experts_of("DeepSeek-V3", 32, 8, 7168, 2048),
+    *_experts_of("Mixtral", 8, 2, 4096, 14336),
+    Entry("moe_experts, no gate", (1856,), "intermediate", _moe_experts(8, 2, False, gated=False, gate="relu2"),
+          max_traffic=_EXPERTS_LIMIT),
+    Entry("moe_experts, a gate of its own", (2048,), "hidden", _moe_experts(8, 2, True, own_gate=True),
+          max_traffic=_EXPERTS_LIMIT),
     _head("linear_cross_entropy", _cross_entropy()),
     _head("linear_cross_entropy, softcap", _cross_entropy(softcap=30.0, logit_scale=0.5)),
     _head("linear_cross_entropy, label smoothing, z-loss", _cross_entropy(label_smoothing=0.1, z_loss=1e-4)),
     _head("linear_cross_entropy, accuracy", _cross_entropy(outputs=("token_accuracy",))),
-    # A row of fp32 class weights is read beside each row of logits.
+    # A row of fp32 class weights is read beside each row of logits: to gather those alone that differ from 1, the host
+    # would have to wait for their number.
     _head("linear_cross_entropy, class weights", _cross_entropy(True, label_smoothing=0.1), None),
     _head("linear_cross_entropy, everything", _cross_entropy(True, **_EVERYTHING), None),
     _head("linear_logprob", _logprob()),

@@ -1,4 +1,7 @@
-"""Which kernels need not keep a rule about waiting, and why: `listed.json`, the one place for it."""
+"""Which kernels need not keep a rule about waiting, and why: `listed.json`, the one place for it.
+
+`python -m npu_trainer_kernels.ascend.relist` writes it.
+"""
 
 import json
 from collections.abc import Iterable, Sequence

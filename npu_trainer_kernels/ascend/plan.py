@@ -58,7 +58,8 @@ class MemoryPlan:
         fits: the plan fits the unified buffer (False: nothing below but the buffer is known).
         buffer_used: bytes of the unified buffer that the plan uses; those it would need where it does not fit.
         buffer_size: bytes of the unified buffer that the compiler plans with.
-        double_buffered: transfers inside loops rotate between two buffers (True where no loop transfers anything).
+        double_buffered: transfers inside loops rotate between two buffers (True where no loop transfers anything,
+            or all do is to store what was made before them).
         multi_buffer_dropped: the compiler gave double buffering up to make the plan fit.
         single_buffers: tile transfers inside loops whose buffer does not rotate.
         loads_after_stores: waits of loads for earlier stores in loops that stream tiles. Each of them stops the overlap
@@ -241,7 +242,9 @@ def read_plan(kernel: str, chip: str, lowered: str, planned: str, log: str) -> M
     walk = Walk(planned)
     worst = walk.row_body()
     dropped = _DROPPED in log
-    rotates = walk.single_buffers < walk.loop_transfers or walk.loop_transfers == 0
+    # What is made before a loop and stored in it again and again, as zeros are, waits for nothing.
+    idle = walk.loop_transfers == 0 or not walk.fills_in_loops
+    rotates = walk.single_buffers < walk.loop_transfers or idle
     paid = worst.streamed // BYTES_PER_ELEMENT_ACCESS
     return MemoryPlan(
         kernel,

@@ -254,6 +254,7 @@ class Walk:
         self.loading_loops: list[Region] = []
         self.rotating: set[str] = set()  # descriptors that a turn selects
         self.buffer_end = self.loop_transfers = self.single_buffers = self.largest_transfer = 0
+        self.fills_in_loops = False
         for line in loops_again(entry_function(planned)):
             self.read(line)
 
@@ -374,6 +375,7 @@ class Walk:
 
     def _call(self, function: str, operands: list[str]) -> None:
         region = self.regions[-1]
+        self.fills_in_loops |= not function.startswith("store_ub") and any(r.is_loop for r in self.regions)
         memories = [self.memories[o] for o in operands if o in self.memories]
         sizes = [memory.bytes for memory in memories if memory.bytes is not None]
         if not function.startswith(("load_gm_to_", "store_ub")):

@@ -10,7 +10,8 @@ A backend that gives a wrong result never wins, and plain PyTorch never wins at 
 memory, which a time does not show.
 
 On an accelerator some tiles (`tiling.TUNABLE`) are tried at half and twice the size that the formula gives, with half
-and twice the warps; on an NPU only at half, since the formula gives the largest that fits.
+and twice the warps where there are any. One that does not fit, which on an NPU the larger may not, is passed over and
+named.
 
 The winners are in a JSON file in your cache folder (NPU_KERNELS_CACHE, or ~/.cache/npu_trainer_kernels), by chip and by
 the versions of torch, Triton and this package. Ctrl-C keeps what was measured until then. NPU_KERNELS_TUNED=0 ignores
@@ -33,11 +34,22 @@ from ._output import FINE, FOUND, STOPPED, Output, UsageError, new_table
 if TYPE_CHECKING:
     import torch
 
-    from ..timing import Summary
+    from ..timing import Settings, Summary
     from ..tuned import Entry, TileKey, Variation
     from ..workloads import ModelShapes, Workload
 
-__all__ = ["HELP", "NAME", "add_arguments", "results", "run", "tune_op", "tune_tiles"]
+__all__ = [
+    "HELP",
+    "NAME",
+    "add_arguments",
+    "as_json",
+    "candidates",
+    "pairs",
+    "results",
+    "run",
+    "tune_op",
+    "tune_tiles",
+]
 
 NAME = "tune"
 HELP = "time the backends at your model's shapes on this device, and remember the winners"
@@ -65,12 +77,14 @@ class Outcome:
         times: of each backend that is right; `plain` is PyTorch's.
         problems: what is wrong with the others, by backend.
         tiles: those that are faster than the formula's.
+        too_large: tiles that could not be compiled or launched, and why.
     """
 
     work: "Workload"
     times: "dict[str, Summary]" = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     tiles: "dict[TileKey, Variation]" = field(default_factory=dict)
+    too_large: list[str] = field(default_factory=list)
 
     @property
     def entry(self) -> "Entry | None":
@@ -114,7 +128,8 @@ def results(outcomes: list[Outcome]) -> "dict[str, list[Entry]]":
     return found
 
 
-def _candidates(work: "Workload", where: "torch.device") -> list[str]:
+def candidates(work: "Workload", where: "torch.device") -> list[str]:
+    """The backends that can serve an op there."""
     from .. import backends, device
 
     kind = device.kind_of(where)
@@ -123,25 +138,28 @@ def _candidates(work: "Workload", where: "torch.device") -> list[str]:
     return [name for name in names if backends.unavailable(name, kind, work.backend_op) is None]
 
 
-def tune_op(work: "Workload", checked: "Workload", where: "torch.device") -> Outcome:
+def tune_op(
+    work: "Workload", checked: "Workload", where: "torch.device", settings: "Settings | None" = None
+) -> Outcome:
     """Checks and times an op's backends.
 
     Args:
         work: what is timed.
         checked: the same op, small, held against its reference.
         where: the device.
+        settings: how long each is timed; None: as `npu-kernels tune` does.
     """
     import torch
 
     from .. import backends
     from ..ops._launch import KernelError
-    from ..timing import is_accelerator
+    from ..timing import Settings, is_accelerator
     from ._selfcheck import check
 
     found = Outcome(work)
-    time = _timer(work, where)
+    time = _timer(work, where, settings or Settings(least=7))
     # Twice in turn, and the better of both counts: what else the machine does should hit all alike.
-    for name in (*_candidates(work, where), "plain") * 2:
+    for name in (*candidates(work, where), "plain") * 2:
         if name in found.problems:
             continue
         try:
@@ -157,11 +175,12 @@ def tune_op(work: "Workload", checked: "Workload", where: "torch.device") -> Out
             # The vendor's operators cover some calls (ValueError); logits of plain PyTorch may not fit.
             found.problems[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if "triton" in found.times and is_accelerator(where):
-        found.tiles, found.times["triton"] = tune_tiles(found.times["triton"], lambda: time("triton"), where)
+        tried = tune_tiles(found.times["triton"], lambda: time("triton"), where)
+        found.tiles, found.times["triton"], found.too_large = tried
     return found
 
 
-def _timer(work: "Workload", where: "torch.device") -> "Callable[[str], Summary]":
+def _timer(work: "Workload", where: "torch.device", settings: "Settings") -> "Callable[[str], Summary]":
     """Times a backend, or `plain`, always on the same inputs."""
     import torch
 
@@ -173,27 +192,31 @@ def _timer(work: "Workload", where: "torch.device") -> "Callable[[str], Summary]
 
     def time(name: str) -> "Summary":
         fn = work.reference if name == "plain" else work.ours(backends.strict_override(name))
-        return timing.measure(fn, sets, "both", where, timing.Settings(least=7), cold=True)[0]
+        return timing.measure(fn, sets, "both", where, settings, cold=True)[0]
 
     return time
 
 
 def tune_tiles(
     best: "Summary", time: "Callable[[], Summary]", where: "torch.device"
-) -> "tuple[dict[TileKey, Variation], Summary]":
+) -> "tuple[dict[TileKey, Variation], Summary, list[str]]":
     """Tries each tile that an op asks for, one after the other; keeps what is faster beyond the spread.
+
+    Returns what is kept, the op's time with it, and a line for each tile that fails.
 
     Args:
         best: the op's time by the formula.
         time: times the op.
         where: the device.
     """
-    from .. import device, tiling
+    import torch
+
+    from .. import tiling
     from ..ops._launch import KernelError
     from ..tuned import Variation
 
     kept: dict[TileKey, Variation] = {}
-    spec = device.spec(where)
+    too_large: list[str] = []
     tiling.forget_tiles()
     time()  # asks for the tiles
     for name, args in sorted(tiling.asked_tiles(), key=str):
@@ -202,24 +225,25 @@ def tune_tiles(
         chosen = Variation()
         for size, warps in ((-1, 0), (1, 0), (0, -1), (0, 1), (-1, -1), (1, 1)):
             by = Variation(size, warps)
-            tile = str(tiling.varied(formula, by, spec))
+            tile = str(tiling.varied(formula, by))
             if tile in tried:
                 continue
             tried.add(tile)
             tiling.try_variation(name, args, by)
             try:
                 now = time()
-            except KernelError:  # too large for the chip
+            except (KernelError, torch.OutOfMemoryError) as error:
+                too_large.append(f"{name}{args[:-1]}, {_described(by)}: {str(error).strip().partition(chr(10))[0]}")
                 continue
             if best.slower_than(now):
                 best, chosen = now, by
         tiling.try_variation(name, args, chosen)
         # Also where it is the formula's: an earlier measurement may have said otherwise.
         kept[name, tuple(args[:-1])] = chosen
-    return kept, best
+    return kept, best, too_large
 
 
-def _pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
+def pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
     """Every op at the most tokens and at the least, one after the other, so that a run that is stopped has whole
     ranges. Tiles are tried at the most; the least is timed with what was kept of them."""
     from ..workloads import of_model
@@ -257,7 +281,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     dtype = args.dtype or ("bfloat16" if accelerated else "float32")
     for_shapes = shapes or usual
     output.text(f"Tuning for {', '.join(f'{name} {size}' for name, size in asdict(for_shapes).items())}, {dtype}")
-    works = _pairs(for_shapes, args.tokens or tokens, dtype)
+    works = pairs(for_shapes, args.tokens or tokens, dtype)
     outcomes: list[Outcome] = []
     stopped, code = False, FOUND
     try:
@@ -307,7 +331,7 @@ def _finish(outcomes: list[Outcome], kind: str, chip: str, stopped: bool, dry_ru
         "stored": None if stored is None else str(stored),
         "problem": problem,
         "stopped": stopped,
-        "ops": {op: [_as_json(o) for o in outcomes if o.work.op == op] for op in {o.work.op: None for o in outcomes}},
+        "ops": {op: [as_json(o) for o in outcomes if o.work.op == op] for op in {o.work.op: None for o in outcomes}},
         "results": {op: [entry.as_json() for entry in of_op] for op, of_op in entries.items()},
     })  # fmt: skip
     wrong = [name for o in outcomes for name in o.problems if name in ("torch", "triton")]
@@ -327,7 +351,13 @@ def _show(outcomes: list[Outcome], tiles: "dict[TileKey, Variation]", output: Ou
                         style="red" if name != "plain" else "yellow")  # fmt: skip
     for (name, args), by in tiles.items():
         if by != Variation():
-            output.text(f"{name}{args}: {_words('size', by.size)}, {_words('warps', by.warps)} as by formula")
+            output.text(f"{name}{args}: {_described(by)} as by formula")
+    for line in (line for o in outcomes for line in o.too_large):
+        output.text(f"passed over: {line}", style="dim")
+
+
+def _described(by: "Variation") -> str:
+    return f"{_words('size', by.size)}, {_words('warps', by.warps)}"
 
 
 def _words(what: str, by: int) -> str:
@@ -339,7 +369,8 @@ def _winner(outcome: Outcome) -> str | None:
     return None if entry is None else "plain" if entry.plain_wins else entry.backend
 
 
-def _as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """What was found, for the command's result."""
     return {
         "shape": outcome.work.shape,
         "tokens": outcome.work.tokens,
@@ -347,6 +378,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
         "times": {name: asdict(time) for name, time in outcome.times.items()},
         "problems": outcome.problems,
         "tiles": [{"function": f, "args": list(args), **asdict(by)} for (f, args), by in outcome.tiles.items()],
+        "too_large": outcome.too_large,
         "winner": _winner(outcome),
     }
 

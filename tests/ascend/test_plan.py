@@ -93,6 +93,11 @@ def test_double_buffering_that_was_switched_off_is_named():
     assert _rules(planned) == ["double buffering lost"]
 
 
+def test_what_never_changes_needs_one_buffer():
+    planned = _plan(toys.zeros, BLOCK=4096, multibuffer=False)
+    assert (planned.double_buffered, planned.single_buffers, violations(planned)) == (True, 1, [])
+
+
 def test_loads_that_wait_for_stores_are_named():
     apart, in_place = _plan(toys.doubled, BLOCK=2048), _plan(toys.doubled_in_place, BLOCK=2048)
     assert (apart.loads_after_stores, violations(apart)) == (0, [])

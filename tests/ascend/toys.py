@@ -171,6 +171,13 @@ def row_maxima(x, y, n_rows, n_cols, BLOCK: tl.constexpr, SELECT: tl.constexpr):
 
 
 @triton.jit
+def zeros(y, n_rows, n_cols, BLOCK: tl.constexpr):
+    """What is stored is made once, before the loop."""
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        tl.store(y + row * n_cols + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32))
+
+
+@triton.jit
 def refused(x, y, BLOCK: tl.constexpr):
     """Not valid Triton: the two shapes do not broadcast."""
     tl.store(y + tl.arange(0, BLOCK), tl.load(x + tl.arange(0, BLOCK)) + tl.arange(0, BLOCK * 2))
