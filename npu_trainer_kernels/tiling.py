@@ -24,8 +24,14 @@ __all__ = [
     "StatisticsTile",
     "accumulating_programs",
     "asked_tiles",
+    "block_of_rows",
     "borrowing_chunks",
+    "clearing_block",
+    "clearing_grid",
     "embedding_tile",
+    "expert_gate_tile",
+    "expert_rows_tile",
+    "expert_sums_tile",
     "forget_tiles",
     "fused_tile",
     "gate_block",
@@ -562,6 +568,10 @@ def token_block(spec: DeviceSpec) -> Block:
     return Block(1024, launch_options(spec, 4)) if spec.has_warps else Block(16)
 
 
+# By the number of tensors.
+_GATE_KERNELS = {3: "_forward_kernel", 5: "_backward_kernel", 6: "_backward_kernel with product"}
+
+
 @_tunable
 def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
     """Block of SwiGLU's kernels.
@@ -575,10 +585,7 @@ def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
         # 8 elements a thread: one 16-byte access of bf16 per tensor (H200).
         return Block(2048, launch_options(spec, 8))
     if spec.has_buffer:
-        # The largest that keep double buffering, 910B4 (bishengir-compile, sweep of 3072 to 16384): 10240 and 8192
-        # elements forward, 6144 and 4608 backward, 4096 and 4352 with the product.
-        per_element = {3: (19, 24), 5: (32, 42), 6: (48, 45)}[tensors][itemsize == 4]
-        return Block(spec.on_chip_bytes // per_element // 256 * 256)
+        return Block(tile_limit(f"swiglu.{_GATE_KERNELS[tensors]}", itemsize, spec))
     return Block(64)
 
 
@@ -594,12 +601,131 @@ def gate_block(itemsize: int, tensors: int, by_turns: int, spec: DeviceSpec) -> 
     """
     if not spec.has_buffer:
         return swiglu_block(itemsize, tensors, spec)
-    # The largest that keep double buffering with every gate (the same sweep, of 1536 to 10240): 9216 and 6144 elements
-    # forward, 4096 and 3072 backward, 3072 with the product; by turns 3072 and 2048 backward.
-    per_element = {3: (21, 32), 5: (48, 60), 6: (64, 64)}
-    if by_turns:
-        per_element |= {5: (64, 96), 6: (64, 96)}
-    return Block(spec.on_chip_bytes // per_element[tensors][itemsize == 4] // 256 * 256)
+    variant = "by turns" if by_turns else "any gate"
+    return Block(tile_limit(f"swiglu.{_GATE_KERNELS[tensors]} {variant}", itemsize, spec))
+
+
+def block_of_rows(size: int, cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
+    """How rows that do not lie one after another are cut: into whole rows, or into parts of one, of at most `size`
+    elements, and on an NPU into equal ones, so that nothing is computed in vain and no core has more to do.
+
+    Args:
+        size: of the block.
+        cols: columns of a row.
+        itemsize: bytes of an element.
+        spec: the device.
+    """
+    if spec.has_warps:
+        return RowTile(1, size, _cdiv(cols, size))
+    # Rows lie at multiples of 32 bytes in the buffer. The interpreter knows powers of two only.
+    aligned = cols * itemsize % 32 == 0 if spec.has_buffer else next_power_of_2(cols) == cols
+    if cols <= size and (aligned or spec.has_buffer):
+        return RowTile(min(size // cols, 128) if aligned else 1, cols)
+    fewest = _cdiv(cols, size)
+    if spec.has_buffer:
+        for blocks in range(fewest, 2 * fewest):
+            if cols * itemsize % (32 * blocks) == 0:
+                return RowTile(1, cols // blocks, blocks)
+        size = _cdiv(_cdiv(cols, fewest), 64) * 64
+    return RowTile(1, size, fewest)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixtures of experts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def expert_rows_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the kernels that bring rows to their experts and back: one row of `cols` columns, or of a block of them.
+
+    Args:
+        cols: columns of a row.
+        itemsize: bytes of the widest element.
+        spec: the device.
+    """
+    if spec.has_warps:
+        # 8 elements a thread, as many threads as a row of 1024 wants: not timed yet.
+        blocks = _cdiv(cols, 2048)
+        cols = next_power_of_2(_cdiv(cols, blocks))
+        return RowTile(1, cols, blocks, launch_options(spec, max(1, min(8, cols // 256))))
+    if spec.has_buffer:
+        blocks = _cdiv(cols, 8192)
+        return RowTile(1, cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 64) * 64, blocks)
+    return RowTile(1, min(64, next_power_of_2(cols)), _cdiv(cols, 64))
+
+
+@cache
+def expert_gate_tile(cols: int, itemsize: int, up: int, by_turns: int, biased: int, backward: int,
+                     spec: DeviceSpec) -> RowTile:  # fmt: skip
+    """Tile of the kernels that gate the rows of experts.
+
+    Args:
+        cols: columns of the gate.
+        itemsize: bytes of an element.
+        up: 1 where there is one, else 0.
+        by_turns: 1 where gate and up lie in one row by turns, else 0.
+        biased: 1 where each expert has a bias, else 0.
+        backward: 1 for the kernel of backward, 0 for that of forward.
+        spec: the device.
+    """
+    if spec.has_warps:
+        # Blocks of columns with the fewest lanes in vain, the widest of them; 8 elements a thread: not timed yet.
+        width = min((1024, 512, 256), key=lambda each: _cdiv(cols, each) * each)
+        width = min(width, next_power_of_2(cols))
+        return RowTile(max(1, 2048 // width), width, _cdiv(cols, width), launch_options(spec, 8))
+    if spec.has_buffer:
+        per_element = _EXPERT_GATE_BYTES[itemsize == 4, backward, by_turns, biased]
+        size = spec.on_chip_bytes // per_element
+        # Backward sums over each row: several at once, so that the sums are a vector and no scalar is waited for.
+        blocks = _even_blocks(cols, size // 4 if backward else size)
+        cols = cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 16) * 16
+        return RowTile(max(1, min(size // cols, 128)), cols, blocks)
+    return RowTile(4, min(64, next_power_of_2(cols)), _cdiv(cols, 64))
+
+
+_EXPERT_GATE_BYTES = {
+    (wide, backward, by_turns, biased): {0: (21, 32), 1: (64, 96 if by_turns else 64)}[backward][wide] * (1 + biased)
+    for wide in (False, True)
+    for backward in (0, 1)
+    for by_turns in (0, 1)
+    for biased in (0, 1)
+}
+
+
+def _even_blocks(cols: int, most: int) -> int:
+    """Into how many blocks of at most `most` columns a row is cut: the fewest of one size, if they are not many more
+    than the fewest of all."""
+    fewest = _cdiv(cols, most)
+    even = (n for n in range(fewest, 2 * fewest + 1) if cols % (16 * n) == 0)
+    return next(even, fewest)
+
+
+@cache
+def expert_sums_tile(cols: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the kernel that adds up the rows of each expert: `rows` rows of a block of columns at once."""
+    if spec.has_warps:
+        # 128 bytes of each row of bf16: programs enough for few experts. Not timed yet.
+        return RowTile(64, 64, _cdiv(cols, 64), launch_options(spec, 8))
+    if spec.has_buffer:
+        blocks = _cdiv(cols, 512)
+        return RowTile(16, _cdiv(_cdiv(cols, blocks), 64) * 64 if blocks > 1 else cols, blocks)
+    return RowTile(4, min(64, next_power_of_2(cols)), _cdiv(cols, 64))
+
+
+@cache
+def clearing_block(itemsize: int, spec: DeviceSpec) -> Block:
+    """Block of zeros that a step of the kernel writes that clears the gradients of experts without rows."""
+    if spec.has_warps:
+        return Block(8192 // itemsize * 2, launch_options(spec, 8))
+    return Block(24 * 1024 // itemsize) if spec.has_buffer else Block(64)
+
+
+def clearing_grid(groups: int, spec: DeviceSpec) -> tuple[int, int]:
+    """Its programs: of which groups, and of which blocks of each. On an NPU all cores go through one group together."""
+    if spec.has_buffer:
+        return 1, spec.vector_cores
+    return groups, 32 if spec.has_warps else 2
 
 
 @dataclass(frozen=True)
@@ -627,11 +753,11 @@ def rope_tile(half: int, rest: int, itemsize: int, by_turns: bool, spec: DeviceS
         cols = next_power_of_2(half)
         return TokensTile(max(1, 1024 // cols), cols, next_power_of_2(rest), launch_options(spec, 4))
     if spec.has_buffer:
-        # Two halves in and out, twice; four halves of cos and sin in fp32, and temporaries. At head sizes 64 to 256 no
-        # larger tile keeps double buffering (bishengir-compile, 910B4). What is taken apart and joined on chip is there
-        # in both orders. Of parts of a few elements no more than 128 tokens.
-        pair = 24 * itemsize + 48 if by_turns else 8 * itemsize + 32
-        rows = spec.on_chip_bytes // (pair * half + 4 * itemsize * rest)
+        # Each part of a row lies at a multiple of 32 bytes. Of elements that pass through there are two buffers, twice,
+        # which is a sixth of a pair's. 128 tokens are enough.
+        limit = tile_limit(f"rope._rotate_kernel{' by turns' if by_turns else ''}", itemsize, spec)
+        unit = 32 // itemsize
+        rows = 6 * limit // (6 * _cdiv(half, unit) * unit + _cdiv(rest, unit) * unit)
         return TokensTile(max(1, min(rows, 128)), half, rest)
     return TokensTile(4, next_power_of_2(half), next_power_of_2(rest))
 

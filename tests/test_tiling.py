@@ -120,3 +120,35 @@ def test_several_rows_keep_to_the_swept_limit(function, flags):
     assert kinds == sorted(kinds)
     assert kinds[0] == 0
     assert kinds[-1] == 2
+
+
+# Of models' MLPs and experts, between 704 and 53248.
+WIDTHS = (704, 768, 1408, 2560, 2880, 4864, 5632, 6912, 8960, 9728, 10944, 11008, 12288, 13696, 13824, 14336, 17920,
+          18432, 18944, 22016, 25600, 27648, 28672, 29568, 53248)  # fmt: skip
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("size", [2048, 3072, 4096, 6144])
+def test_rows_of_a_models_width_are_cut_into_equal_tiles_on_an_npu(itemsize, size):
+    npu = DeviceSpec("npu", "Ascend910B4", 40, 192 * KIB)
+    for width in WIDTHS:
+        tile = tiling.block_of_rows(size, width, itemsize, npu)
+        assert tile.cols * tile.blocks == width
+        assert tile.cols * itemsize % 32 == 0
+        assert size // 3 < tile.rows * tile.cols <= size or tile.rows == 1
+
+
+@given(
+    size=st.integers(1, 1 << 14),
+    cols=st.integers(1, 1 << 17),
+    itemsize=st.sampled_from([2, 4]),
+    kind=st.sampled_from(["npu", "cuda", "cpu"]),
+)
+def test_every_column_of_a_row_is_in_one_tile(size, cols, itemsize, kind):
+    block = tiling.next_power_of_2(size) if kind != "npu" else 64 * size
+    spec = DeviceSpec(kind, "a device", 40, 192 * KIB)
+    tile = tiling.block_of_rows(block, cols, itemsize, spec)
+    assert (tile.blocks - 1) * tile.cols < cols <= tile.blocks * tile.cols
+    assert tile.rows * tile.cols <= max(block, 1)
+    # Tiles of several rows have no mask.
+    assert tile.rows == 1 or (tile.cols == cols and tile.blocks == 1)

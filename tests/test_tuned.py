@@ -168,7 +168,9 @@ def test_every_op_says_its_shape(monkeypatch):
         return choose(op, *args, at=at, **kwargs)
 
     monkeypatch.setattr(backends, "choose", spied)
-    shapes = workloads.ModelShapes(hidden=24, intermediate=40, vocabulary=57, heads=6, kv_heads=2, head_dim=4)
+    shapes = workloads.ModelShapes(
+        hidden=24, intermediate=40, vocabulary=57, heads=6, kv_heads=2, head_dim=4, experts=4, slots=2
+    )
     for work in workloads.of_model(shapes, 16, "float32"):
         told.clear()
         inputs = work.inputs(CPU)

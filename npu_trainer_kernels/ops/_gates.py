@@ -22,7 +22,8 @@ import torch
 from .._triton import jit, tl
 from ._checks import check_choice, is_number
 
-__all__ = ["ACTIVATIONS", "JOINED", "Gate", "activated", "bounded_gate", "bounded_up", "gate_options", "slope"]
+__all__ = ["ACTIVATIONS", "JOINED", "Gate", "activated", "bounded_gate", "bounded_up", "gate_options", "slope",
+           "within_limit"]  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 JOINED = ("halves", "interleaved")
@@ -155,6 +156,16 @@ def _checked(activation: str, alpha: float, limit: float | None, offset: float, 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In kernels, all in fp32
+#
+# An NPU's time goes by vector instructions. Of bf16, per element, forward and backward:
+#     in all      5 conversions each: gate, up, a that is rounded (forward) or dy, results; a u, or dy a, dy u and dy u a'
+#     silu        -g, exp, + 1, divide for a;                 g - a, + 1, divide for a'                      10, 15
+#     gelu_tanh   g^2, factor, + c, times g, exp, + 1, divide; the other side's -z, exp, + 1, divide,
+#                 z' (2) and its product, 1 / (1 + exp), sum                                                 13, 24
+#     gelu        23 for s, of them 20 for erf, and a;        exp(-g^2 / 2) (3), factor, times g, sum        34, 42
+#     relu2       maximum, square;                            2 s                                             8, 11
+#     alpha, limit and offset of silu: 3 bounds and + offset; times alpha, and `within_limit` of both        14, 31
+# Backward that forms y, too, has 4 more. tests/ascend/test_ops.py holds them against the traced plan.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -180,8 +191,27 @@ def bounded_up(u, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @jit
+def within_limit(gradient, beyond):
+    """The gradient where a value is `beyond` its limit by 0, else zero: 1e30 times the least that it can be beyond is
+    far more than 1. Not by `tl.where`, for which an NPU's scalar unit waits each time, and with it the next loads."""
+    return gradient * tl.maximum(1.0 + beyond * -1e30, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def _sigmoid(negated):
+    """The sigmoid of -negated. A minus sign of its own would be two operations on an NPU."""
+    return 1.0 / (1.0 + tl.exp(negated))
+
+
+@jit
+def _negated_z(g):
+    """-2 z of gelu_tanh."""
+    return g * (-0.07135481627260025 * (g * g) - 1.5957691216057308)
+
+
+@jit
 def activated(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
-    """(a, s) of the module's docstring."""
+    """(a, s) of the module's docstring. On an NPU a product with s becomes a division by what s is one over."""
     if ACTIVATION == "relu2":
         s = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return s * s, s
@@ -189,26 +219,24 @@ def activated(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
         if ACTIVATION == "gelu":
             s = 0.5 + 0.5 * tl.math.erf(0.7071067811865476 * g)
         elif ACTIVATION == "gelu_tanh":
-            s = tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
-        elif ALPHA == 1.0:
-            s = tl.sigmoid(g)
+            s = _sigmoid(_negated_z(g))
         else:
-            s = tl.sigmoid(ALPHA * g)
+            s = _sigmoid(g * -ALPHA)
         return g * s, s
 
 
 @jit
 def slope(g, a, s, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
-    """a'."""
+    """a'. a (1 - s) is written s (g - a), which needs no 1 - s."""
     if ACTIVATION == "relu2":
         return 2.0 * s
     elif ACTIVATION == "gelu":
         return s + g * (0.3989422804014327 * tl.exp(-0.5 * g * g))
     elif ACTIVATION == "gelu_tanh":
-        # 1 - s has few digits left where s is close to 1, and z' is large there: s is formed from the other side.
-        rest = tl.sigmoid(-1.5957691216057308 * (g + 0.044715 * g * g * g))
-        return s + a * rest * (1.5957691216057308 + 0.21406444881780076 * g * g)
+        # g - a has few digits left where s is close to 1, and z' is large there: 1 - s is formed from the other side.
+        rest = _sigmoid(-1.0 * _negated_z(g))
+        return s + a * rest * (1.5957691216057308 + 0.21406444881780076 * (g * g))
     elif ALPHA == 1.0:
-        return s + a * (1.0 - s)
+        return s * (1.0 + (g - a))
     else:
-        return s + ALPHA * a * (1.0 - s)
+        return s * (1.0 + ALPHA * (g - a))

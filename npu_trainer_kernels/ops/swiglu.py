@@ -23,10 +23,10 @@ import torch
 
 from .. import _vendor, backends, device, tiling
 from .._triton import jit, tl
-from ._blocks import load, load_fp32, store
+from ._blocks import load, load_fp32, store, tile_of
 from ._checks import check_float, check_same_device
 from ._fallback import falls_back
-from ._gates import Gate, activated, bounded_gate, bounded_up, gate_options, slope
+from ._gates import Gate, activated, bounded_gate, bounded_up, gate_options, slope, within_limit
 from ._host import autocasts, compute_dtype, contiguous_like, once_differentiable
 from ._launch import launch
 
@@ -60,34 +60,41 @@ def swiglu_linear_reference(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels: `[n_rows, n_cols]` in blocks of one row each; tensors without gaps count as one long row. JOINED: 0, gate and
-# up are two tensors; 1, the halves of each row of one; 2, its even and its odd columns.
+# Kernels: `[n_rows, n_cols]` in tiles of ROWS whole rows, or of COLS columns of one; tensors without gaps count as one
+# long row. JOINED: 0, gate and up are two tensors; 1, the halves of each row of one; 2, its even and its odd columns.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @jit
-def _block_of(task, blocks, n_cols, BLOCK: tl.constexpr):
+def _tile_at(task, blocks, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     """(row, first column, columns left) of a task, the first two 64-bit."""
+    if ROWS > 1:
+        return tl.cast(task, tl.int64) * ROWS, tl.cast(0, tl.int64), n_cols
     row = task // blocks
-    column = tl.cast(task - row * blocks, tl.int64) * BLOCK
+    column = tl.cast(task - row * blocks, tl.int64) * COLS
     return tl.cast(row, tl.int64), column, tl.cast(n_cols - column, tl.int32)
 
 
 @jit
-def _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED: tl.constexpr, BLOCK: tl.constexpr,
-               MASKED: tl.constexpr):  # fmt: skip
-    """A block of the gate and one of up."""
-    lane = tl.arange(0, BLOCK)
+def _mask(left, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return tl.broadcast_to(tl.arange(0, COLS)[None, :] < left, (ROWS, COLS))
+
+
+@jit
+def _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED: tl.constexpr, ROWS: tl.constexpr,
+               COLS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """A tile of the gate and one of up."""
     if JOINED == 2:
         # One wide access, taken apart on chip: of two accesses each would fetch all of that memory.
-        wide = tl.arange(0, 2 * BLOCK)
-        both = load(gate + row * gate_stride + 2 * column + wide, wide < 2 * left, MASKED)
-        even, odd = tl.split(tl.reshape(both, (BLOCK, 2)))
+        at = tile_of(gate + 2 * column, row, gate_stride, ROWS, 2 * COLS)
+        both = load(at, _mask(2 * left, ROWS, 2 * COLS), MASKED)
+        even, odd = tl.split(tl.reshape(both, (ROWS, COLS, 2)))
         return even.to(tl.float32), odd.to(tl.float32)
-    g = load_fp32(gate + row * gate_stride + column + lane, lane < left, MASKED)
+    mask = _mask(left, ROWS, COLS)
+    g = load_fp32(tile_of(gate + column, row, gate_stride, ROWS, COLS), mask, MASKED)
     if JOINED == 1:
         up = gate + n_cols
-    u = load_fp32(up + row * up_stride + column + lane, lane < left, MASKED)
+    u = load_fp32(tile_of(up + column, row, up_stride, ROWS, COLS), mask, MASKED)
     return g, u
 
 
@@ -97,15 +104,14 @@ def _store_product(pointers, a, u, mask, MASKED: tl.constexpr):
 
 
 @jit
-def _forward_block(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACTIVATION: tl.constexpr,
-                   ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, JOINED: tl.constexpr,
-                   BLOCK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    row, column, left = _block_of(task, blocks, n_cols, BLOCK)
-    lane = tl.arange(0, BLOCK)
-    g, u = _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED, BLOCK, MASKED)
-    at = y + row * n_cols + column + lane
+def _forward_tile(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACTIVATION: tl.constexpr,
+                  ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, JOINED: tl.constexpr,
+                  ROWS: tl.constexpr, COLS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    row, column, left = _tile_at(task, blocks, n_cols, ROWS, COLS)
+    g, u = _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED, ROWS, COLS, MASKED)
     a, _ = activated(bounded_gate(g, LIMIT), ACTIVATION, ALPHA)
-    _store_product(at, a, bounded_up(u, LIMIT, OFFSET), lane < left, MASKED)
+    at = tile_of(y + column, row, n_cols, ROWS, COLS)
+    _store_product(at, a, bounded_up(u, LIMIT, OFFSET), _mask(left, ROWS, COLS), MASKED)
 
 
 @jit(lengths=("n_tasks", "n_whole", "blocks"))
@@ -113,8 +119,8 @@ def _forward_kernel(
     gate,  # [n_rows, n_cols], row stride given, as is up; joined: [n_rows, 2 n_cols], and up is not read
     up,
     y,  # [n_rows, n_cols] contiguous
-    n_tasks,  # blocks in all
-    n_whole,  # of them without a mask: all but the last of one long row, or all or none
+    n_tasks,  # tiles in all; with ROWS > 1 rows in all
+    n_whole,  # tiles without a mask: all but the last of one long row, or all or none; with ROWS > 1 of ROWS rows
     blocks,  # per row
     n_cols,
     gate_stride,
@@ -124,51 +130,58 @@ def _forward_kernel(
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
     JOINED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    EXACT: tl.constexpr,  # COLS divides n_cols
 ):
     for task in range(tl.program_id(0), n_whole, tl.num_programs(0)):
-        _forward_block(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACTIVATION, ALPHA, LIMIT, OFFSET,
-                       JOINED, BLOCK, False)  # fmt: skip
-    for task in range(n_whole + tl.program_id(0), n_tasks, tl.num_programs(0)):
-        _forward_block(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACTIVATION, ALPHA, LIMIT, OFFSET,
-                       JOINED, BLOCK, True)  # fmt: skip
+        _forward_tile(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACTIVATION, ALPHA, LIMIT, OFFSET,
+                      JOINED, ROWS, COLS, False)  # fmt: skip
+    if ROWS > 1:
+        # The rows that fill no tile, one by one; from the last program on, which has the fewest whole tiles.
+        last = n_whole * ROWS + tl.num_programs(0) - 1 - tl.program_id(0)
+        for row in range(last, n_tasks, tl.num_programs(0)):
+            _forward_tile(gate, up, y, row, 1, n_cols, gate_stride, up_stride, ACTIVATION, ALPHA, LIMIT, OFFSET,
+                          JOINED, 1, COLS, False)  # fmt: skip
+    elif not EXACT:
+        for task in range(n_whole + tl.program_id(0), n_tasks, tl.num_programs(0)):
+            _forward_tile(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACTIVATION, ALPHA, LIMIT, OFFSET,
+                          JOINED, 1, COLS, True)  # fmt: skip
 
 
 @jit
-def _backward_block(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_stride, up_stride, dy_stride,
-                    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
-                    JOINED: tl.constexpr, STORE_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
-                    MASKED: tl.constexpr):  # fmt: skip
-    row, column, left = _block_of(task, blocks, n_cols, BLOCK)
-    lane = tl.arange(0, BLOCK)
-    mask = lane < left
-    g_raw, u_raw = _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED, BLOCK, MASKED)
-    d = load_fp32(dy + row * dy_stride + column + lane, mask, MASKED)
+def _backward_tile(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_stride, up_stride, dy_stride,
+                   ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
+                   JOINED: tl.constexpr, STORE_PRODUCT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+                   MASKED: tl.constexpr):  # fmt: skip
+    row, column, left = _tile_at(task, blocks, n_cols, ROWS, COLS)
+    mask = _mask(left, ROWS, COLS)
+    g_raw, u_raw = _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED, ROWS, COLS, MASKED)
+    d = load_fp32(tile_of(dy + column, row, dy_stride, ROWS, COLS), mask, MASKED)
     g = bounded_gate(g_raw, LIMIT)
     u = bounded_up(u_raw, LIMIT, OFFSET)
     a, s = activated(g, ACTIVATION, ALPHA)
     if STORE_PRODUCT:
-        _store_product(y + row * n_cols + column + lane, a, u, mask, MASKED)
-    if JOINED == 1:
-        dgate += row * n_cols
-        dup = dgate + n_cols
-    du_at = dup + row * n_cols + column + lane
+        _store_product(tile_of(y + column, row, n_cols, ROWS, COLS), a, u, mask, MASKED)
     du = d * a
     if LIMIT > 0:
-        du = tl.where(tl.abs(u_raw) <= LIMIT, du, 0.0)
+        du = within_limit(du, tl.abs(u_raw - bounded_up(u_raw, LIMIT, 0)))
+    stride = n_cols
+    if JOINED == 1:
+        stride = 2 * n_cols
+        dup = dgate + n_cols
     if JOINED != 2:
-        store(du_at, du, mask, MASKED)
-    dg_at = dgate + row * n_cols + column + lane
+        store(tile_of(dup + column, row, stride, ROWS, COLS), du, mask, MASKED)
     dg = d * u * slope(g, a, s, ACTIVATION, ALPHA)
     if LIMIT > 0:
-        dg = tl.where(g_raw <= LIMIT, dg, 0.0)
+        dg = within_limit(dg, g_raw - g)
     if JOINED != 2:
-        store(dg_at, dg, mask, MASKED)
+        store(tile_of(dgate + column, row, stride, ROWS, COLS), dg, mask, MASKED)
     else:
-        wide = tl.arange(0, 2 * BLOCK)
         stored = dgate.dtype.element_ty
-        both = tl.reshape(tl.join(dg.to(stored), du.to(stored)), (2 * BLOCK,))
-        store(dgate + 2 * (row * n_cols + column) + wide, both, wide < 2 * left, MASKED)
+        both = tl.reshape(tl.join(dg.to(stored), du.to(stored)), (ROWS, 2 * COLS))
+        at = tile_of(dgate + 2 * column, row, 2 * n_cols, ROWS, 2 * COLS)
+        store(at, both, _mask(2 * left, ROWS, 2 * COLS), MASKED)
 
 
 @jit(lengths=("n_tasks", "n_whole", "blocks"))
@@ -177,7 +190,7 @@ def _backward_kernel(
     up,
     dy,
     dgate,  # [n_rows, n_cols] contiguous, as are dup and y; joined: [n_rows, 2 n_cols], and dup is not written. With
-    # STORE_PRODUCT the same memory as gate, up and dy may be given here: every block is read before it is written.
+    # STORE_PRODUCT the same memory as gate, up and dy may be given here: every tile is read before it is written.
     dup,
     y,  # written with STORE_PRODUCT
     n_tasks,
@@ -193,14 +206,22 @@ def _backward_kernel(
     OFFSET: tl.constexpr,
     JOINED: tl.constexpr,
     STORE_PRODUCT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     for task in range(tl.program_id(0), n_whole, tl.num_programs(0)):
-        _backward_block(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_stride, up_stride, dy_stride,
-                        ACTIVATION, ALPHA, LIMIT, OFFSET, JOINED, STORE_PRODUCT, BLOCK, False)  # fmt: skip
-    for task in range(n_whole + tl.program_id(0), n_tasks, tl.num_programs(0)):
-        _backward_block(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_stride, up_stride, dy_stride,
-                        ACTIVATION, ALPHA, LIMIT, OFFSET, JOINED, STORE_PRODUCT, BLOCK, True)  # fmt: skip
+        _backward_tile(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_stride, up_stride, dy_stride,
+                       ACTIVATION, ALPHA, LIMIT, OFFSET, JOINED, STORE_PRODUCT, ROWS, COLS, False)  # fmt: skip
+    if ROWS > 1:
+        last = n_whole * ROWS + tl.num_programs(0) - 1 - tl.program_id(0)
+        for row in range(last, n_tasks, tl.num_programs(0)):
+            _backward_tile(gate, up, dy, dgate, dup, y, row, 1, n_cols, gate_stride, up_stride, dy_stride,
+                           ACTIVATION, ALPHA, LIMIT, OFFSET, JOINED, STORE_PRODUCT, 1, COLS, False)  # fmt: skip
+    elif not EXACT:
+        for task in range(n_whole + tl.program_id(0), n_tasks, tl.num_programs(0)):
+            _backward_tile(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_stride, up_stride, dy_stride,
+                           ACTIVATION, ALPHA, LIMIT, OFFSET, JOINED, STORE_PRODUCT, 1, COLS, True)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,15 +237,6 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
 def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], form: Gate, **flags: bool) -> None:
     """Reads `inputs` (any strides) and writes `outputs` (contiguous), all of one shape that is not empty; where gate
     and up are joined their tensor stands for both of them."""
-    n_cols = inputs[0].shape[-1] if form.joined is None else inputs[0].shape[-1] // 2
-    # As one long row, whose length is then a multiple of 16 whatever the number of tokens: a kernel is compiled once.
-    if n_cols % 16 == 0 and form.joined != "halves" and all(t.is_contiguous() for t in inputs):
-        n_rows, n_cols = 1, inputs[0].numel() if form.joined is None else inputs[0].numel() // 2
-        strides = [n_cols] * len(inputs)
-    else:
-        inputs = [_rows(t) for t in inputs]
-        n_rows = inputs[0].shape[0]
-        strides = [t.stride(0) for t in inputs]
     spec = device.spec(inputs[0].device)
     # The product is among the outputs, and then it counts, or the last output stands in for it.
     moved = len(inputs) + len(outputs)
@@ -235,12 +247,24 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
         block = tiling.swiglu_block(itemsize, moved, spec)
     else:
         block = tiling.gate_block(itemsize, moved, int(form.joined == "interleaved"), spec)
-    blocks = -(-n_cols // block.size)
-    n_tasks = n_rows * blocks
-    n_whole = n_tasks if n_cols % block.size == 0 else (n_tasks - 1 if n_rows == 1 else 0)
+    n_cols = inputs[0].shape[-1] if form.joined is None else inputs[0].shape[-1] // 2
+    # As one long row, whose length is then a multiple of 16 whatever the number of tokens: a kernel is compiled once.
+    if n_cols % 16 == 0 and form.joined != "halves" and all(t.is_contiguous() for t in inputs):
+        n_cols = inputs[0].numel() if form.joined is None else inputs[0].numel() // 2
+        tile = tiling.RowTile(1, block.size, -(-n_cols // block.size))
+        n_tasks, n_whole, exact = tile.blocks, n_cols // block.size, False
+        strides = [n_cols] * len(inputs)
+    else:
+        inputs = [_rows(t) for t in inputs]
+        tile = tiling.block_of_rows(block.size, n_cols, itemsize, spec)
+        n_rows, exact = inputs[0].shape[0], n_cols % tile.cols == 0
+        n_tasks = n_rows * tile.blocks
+        n_whole = n_tasks // tile.rows if exact else 0
+        strides = [t.stride(0) for t in inputs]
+    tasks = n_whole + n_tasks - n_whole * tile.rows
     launch(
-        kernel, (tiling.programs(n_tasks, spec),), *inputs, *outputs, n_tasks, n_whole, blocks, n_cols, *strides,
-        **form.flags, **flags, BLOCK=block.size, **block.options,
+        kernel, (tiling.programs(tasks, spec),), *inputs, *outputs, n_tasks, n_whole, tile.blocks, n_cols, *strides,
+        **form.flags, **flags, ROWS=tile.rows, COLS=tile.cols, EXACT=exact, **block.options,
     )  # fmt: skip
 
 

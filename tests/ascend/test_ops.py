@@ -147,6 +147,13 @@ def test_swiglu(launcher, tensors, strided):
     check(launcher, "swiglu", [gate.requires_grad_(), up.requires_grad_()], NORM)
 
 
+# Tiles of several rows, and rows that fill none; of one row each; equal tiles of a row; tiles with a mask.
+@pytest.mark.parametrize("width", [1408, 2880, 11008, 8200])
+def test_swiglu_of_halves(launcher, tensors, width):
+    gate, up = tensors.floats(7, 2 * width).detach().chunk(2, -1)
+    check(launcher, "swiglu", [gate.requires_grad_(), up.requires_grad_()], NORM)
+
+
 @pytest.mark.parametrize("strided", [False, True])
 def test_swiglu_linear(launcher, tensors, strided):
     gate, up = tensors.floats(3, 20000).detach().chunk(2, -1)
@@ -168,10 +175,10 @@ def test_other_gates(launcher, tensors, options):
 
 @pytest.mark.parametrize("joined", ["halves", "interleaved"])
 @pytest.mark.parametrize("options", [{}, GATES[-1]], ids=str)
-# Rows of their own with a tail each; one long row.
-@pytest.mark.parametrize("width", [9999, 10000])
-def test_joined(launcher, tensors, joined, options, width):
-    both = (5 * tensors.floats(3, 2 * width).detach()).requires_grad_()
+# Rows of their own with a tail each; one long row; tiles of several rows, and one that fills none.
+@pytest.mark.parametrize(("rows", "width"), [(3, 9999), (3, 10000), (5, 704)])
+def test_joined(launcher, tensors, joined, options, rows, width):
+    both = (5 * tensors.floats(rows, 2 * width).detach()).requires_grad_()
     check(launcher, "swiglu", [both], NORM, joined=joined, **options)
 
 
@@ -198,7 +205,7 @@ def test_rotations(launcher, tensors, options, rest):
     check(launcher, "rope", [q, k, cos, sin], ["_rotate_kernel"], **options)
 
 
-@pytest.mark.parametrize("size", [64, 96])
+@pytest.mark.parametrize("size", [64, 72, 96])
 def test_rope(launcher, tensors, size):
     q, k = tensors.floats(2, 3, 130, size), tensors.floats(2, 1, 130, size)
     cos, sin = (tensors.floats(1, 130, size, grad=False) for _ in range(2))
@@ -210,6 +217,47 @@ def test_rope(launcher, tensors, size):
 def test_embedding(launcher, tensors, columns, options):
     ids = tensors.ids(3, 50, below=17)
     check(launcher, "embedding", [ids, tensors.floats(19, columns)], ["_gather_kernel", "_scatter_kernel"], **options)
+
+
+ROWS_OF_EXPERTS = ("_to_rows_kernel", "_sums_kernel", "_clear_kernel")
+AT_ONCE = (*ROWS_OF_EXPERTS, "_gate_kernel", "_gate_backward_kernel")
+IN_STEPS = (*ROWS_OF_EXPERTS, "_sums_backward_kernel", "_clear_tail_kernel", "_expert_sums_kernel")
+GPT_OSS = {"alpha": 1.702, "limit": 1.0, "offset": 1.0, "interleaved": True}
+EXPERTS = {
+    # Tiles of many rows and a tail; rows in column blocks whose last one is short, of the rows and of the gate.
+    "as it is": (200, 40, False, {}, AT_ONCE),
+    "long rows": (9000, 40, False, {}, AT_ONCE),
+    "a wide gate": (40, 9008, False, {"transposed": True}, AT_ONCE),
+    "gpt-oss": (40, 200, True, GPT_OSS, (*AT_ONCE, "_expert_sums_kernel")),
+    "gpt-oss, wide": (40, 2904, True, GPT_OSS, (*AT_ONCE, "_expert_sums_kernel")),
+    "no gate": (40, 200, True, {"gated": False, "gate": "relu2"}, (*AT_ONCE, "_expert_sums_kernel")),
+    "a gate of its own": (200, 40, True, {"gate": lambda h: torch.tanh(h[:, :40]) * h[:, 40:]}, IN_STEPS),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_moe_experts(launcher, tensors, name):
+    hidden, inner, biased, options, kernels = EXPERTS[name]
+    width = inner * (2 if options.get("gated", True) else 1)
+    # Some have no expert here, and the second expert no rows.
+    ids = tensors.ids(60, 3, below=6)
+    ids[ids == 1] = 2
+    up, down = (tensors.floats(*shape).detach() for shape in ((5, width, hidden), (5, hidden, inner)))
+    if options.get("transposed"):
+        up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    weights = [(up / hidden**0.5).requires_grad_(), (down / inner**0.5).requires_grad_()]
+    biases = [tensors.floats(5, columns) for columns in (width, hidden)] if biased else [None, None]
+
+    def call(op, **more):
+        def function(x, ids, scores, up, down, up_bias, down_bias):
+            return op(x, ids, scores, up, down, gate_up_bias=up_bias, down_bias=down_bias, **options, **more)
+
+        return function
+
+    inputs = [tensors.floats(60, hidden), ids, tensors.floats(60, 3), *weights, *biases]
+    ours = call(ops.moe_experts, backend="ascend-lowering")
+    assert_op_close(ours, call(ops.moe_experts_reference), inputs, weighted)
+    assert set(launcher.traffic) == set(kernels), "the comparison says nothing where no kernel ran"
 
 
 HEAD = ("_row_statistics_kernel", "_row_gradient_kernel")
@@ -313,6 +361,7 @@ def test_every_op_of_the_gate_is_executed_here():
         "swiglu_linear",
         "rope",
         "embedding",
+        "moe_experts",
         "linear_cross_entropy",
         "linear_logprob",
         "grpo_loss",

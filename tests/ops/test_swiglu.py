@@ -58,7 +58,8 @@ def test_frozen_inputs_get_no_gradient(device, backend, frozen):
     check(inputs, backend)
 
 
-@pytest.mark.parametrize("width", [45, 64, 130])
+# In the interpreter tiles of eight rows and of four, and rows that fill none; blocks of a row.
+@pytest.mark.parametrize("width", [8, 16, 45, 64, 130])
 def test_halves_of_one_tensor(device, backend, width):
     both = torch.randn(3, 5, 2 * width, device=device, requires_grad=True)
     assert_op_close(
