@@ -158,7 +158,8 @@ def _checked(activation: str, alpha: float, limit: float | None, offset: float, 
 # In kernels, all in fp32
 #
 # An NPU's time goes by vector instructions. Of bf16, per element, forward and backward:
-#     in all      5 conversions each: gate, up, a that is rounded (forward) or dy, results; a u, or dy a, dy u and dy u a'
+#     in all      5 conversions each: gate, up, a that is rounded (forward) or dy, results; a u, or dy a, dy u and
+#                 dy u a'
 #     silu        -g, exp, + 1, divide for a;                 g - a, + 1, divide for a'                      10, 15
 #     gelu_tanh   g^2, factor, + c, times g, exp, + 1, divide; the other side's -z, exp, + 1, divide,
 #                 z' (2) and its product, 1 / (1 + exp), sum                                                 13, 24
