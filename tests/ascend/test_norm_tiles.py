@@ -55,5 +55,5 @@ def test_the_largest_tile_that_fits_would_wait():
 
 
 def test_a_row_that_is_not_in_pieces_would_stop_the_scalar_unit(monkeypatch):
-    monkeypatch.setattr(tiling, "_fold", lambda cols: 1)
+    monkeypatch.setattr(tiling, "_pieces", lambda cols: 1)
     assert max(row.plan.vector_scalar_switches for row in planned("rms_norm", 4608)) > 0
