@@ -507,8 +507,9 @@ def norm_backward_tile(cols: int, itemsize: int, has_residual: bool, has_ds: boo
     # As above. 8192 columns in halves would take 1.08 times as many simulated cycles as in blocks, with a gradient of
     # the sum, in four pieces, 1.15 times: there is no room left in which loads overlap.
     halves = 0 if itemsize == 4 else 6144 if has_ds else 5632 if has_residual else 7168
-    kernel = "rms_norm._backward_kernel" + (" with residual" if has_residual else "")
-    return _row_tile(cols, kernel, itemsize, 4608 if has_ds or has_residual else 5120, spec, halves)
+    if has_ds or has_residual:
+        return _row_tile(cols, "rms_norm._backward_kernel of a sum", itemsize, 4608, spec, halves)
+    return _row_tile(cols, "rms_norm._backward_kernel", itemsize, 5120, spec, halves)
 
 
 @_tunable
