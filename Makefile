@@ -102,7 +102,7 @@ test-ascend: $(STAMP)  ## every kernel through the real Ascend compiler, in an e
 
 # LLVM 19, whose tools run the Ascend compiler's output on the CPU. Other systems than Debian: the same by other names.
 ascend-tools:  ## installs what test-ascend needs beside Python packages, where it is absent and this is root
-	@for tool in opt-19 llc-19 mlir-translate-19 llvm-config-19 gcc; do command -v $$tool >/dev/null || missing=1; done; \
+	@for tool in opt-19 llc-19 llvm-extract-19 mlir-translate-19 llvm-config-19 gcc; do command -v $$tool >/dev/null || missing=1; done; \
 	test -e "$$(llvm-config-19 --libdir 2>/dev/null)/libmlir_c_runner_utils.so" || missing=1; \
 	if test -z "$$missing"; then exit 0; fi; \
 	if test "$$(id -u)" = 0; then apt-get update -q && apt-get install -qy $(ASCEND_TOOLS); \

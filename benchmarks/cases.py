@@ -217,6 +217,21 @@ def _attention_work(case: Case) -> dict[str, Work]:
     }
 
 
+def _experts_work(case: Case) -> dict[str, Work]:
+    """Products of every row with its expert's two matrices; x, o, the matrices, h, which has to be kept, and gradients.
+    What else lies between products is not counted: nobody is known who needs none of it."""
+    s = case.sizes
+    rows, size = s["N"] * s["k"], float(_itemsize(case))
+    product = 6.0 * rows * s["H"] * s["I"]
+    matrices, tokens, kept = 3 * s["E"] * s["H"] * s["I"] * size, s["N"] * s["H"] * size, 2 * rows * s["I"] * size
+    forward, backward = 2 * tokens + matrices + kept, 3 * tokens + 2 * matrices + kept
+    return {
+        "forward": Work(product, forward),
+        "backward": Work(2 * product, backward),
+        "both": Work(3 * product, forward + backward),
+    }
+
+
 def _spec(op: str, *args: Any) -> OpSpec:
     target = {"linear_cross_entropy": "target", "linear_logprob": "ids"}.get(op)
     build = WORKLOADS[op].build if target is None else _peaked(op, target)
@@ -244,6 +259,7 @@ OPS: dict[str, OpSpec] = {
     "rope": _spec("rope", _passes((2, 2), lambda s: s["S"] * (s["Q"] + s["K"]) * s["D"])),
     "rope_by_turns": _spec("rope_by_turns", _passes((2, 2), lambda s: s["S"] * (s["Q"] + s["K"]) * s["D"])),
     "varlen_attention": _spec("varlen_attention", _attention_work),
+    "moe_experts": _spec("moe_experts", _experts_work),
 }
 
 
@@ -270,6 +286,9 @@ def _accelerator_cases() -> list[Case]:
     heads = {"Q": 16, "K": 8, "D": 128}
     rows += [Case("varlen_attention", {"B": 8, "T": 4224, "live": live, "shared": 0, **heads}) for live in (37, 78)]
     rows += [Case("varlen_attention", {"B": 8, "T": 3072, "live": 37, "shared": 2048, **heads})]
+    # A small mixture of experts, and Qwen3-30B-A3B's.
+    rows += [Case("moe_experts", {"N": 16384, "H": 1024, "I": 512, "E": 64, "k": 8})]
+    rows += [Case("moe_experts", {"N": 16384, "H": 2048, "I": 768, "E": 128, "k": 8})]
     return rows
 
 
@@ -296,6 +315,7 @@ def _cpu_cases() -> list[Case]:
             Case("varlen_attention", {"B": 8, "T": 256, "live": live, "shared": shared, "Q": 5, "K": 5, "D": 32})
             for live, shared in ((37, 0), (78, 0), (37, 128))
         ),
+        Case("moe_experts", {"N": 2048, "H": 160, "I": 96, "E": 8, "k": 2}),
     ]
     return [replace(c, dtype="float32") for c in rows]
 

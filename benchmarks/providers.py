@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -40,20 +40,22 @@ class Absent(RuntimeError):
 
 @dataclass(frozen=True)
 class Provider:
-    """A name and how to make its function; `package` is the distribution whose version belongs to a result."""
+    """A name and how to make its function; `package` is the distribution whose version belongs to a result. Not
+    `whole`: it is a part of the op, beside which the op's time is read, and what it returns is not judged."""
 
     name: str
     make: Make
     package: str
     in_scaling: bool = True
+    whole: bool = True
 
 
 _PEERS: dict[str, list[Provider]] = {op: [] for op in OPS}
 
 
-def _peer(op: str, name: str, package: str, in_scaling: bool = False) -> Callable[[Make], Make]:
+def _peer(op: str, name: str, package: str, in_scaling: bool = False, whole: bool = True) -> Callable[[Make], Make]:
     def register(make: Make) -> Make:
-        _PEERS[op].append(Provider(name, make, package, in_scaling))
+        _PEERS[op].append(Provider(name, make, package, in_scaling, whole))
         return make
 
     return register
@@ -126,6 +128,72 @@ def _functional_layer_norm(case: Case, device: torch.device) -> Function:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Mixtures of experts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@_peer("moe_experts", "transformers-grouped_mm", "transformers")
+def _stock_experts(case: Case, device: torch.device) -> Function:
+    """What models of transformers run by default, and need no class for."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    def apply_gate(h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def call(t: Tensors) -> Outputs:
+        layer: Any = SimpleNamespace(
+            num_experts=case.sizes["E"], gate_up_proj=t["gate_up_weight"], down_proj=t["down_weight"],
+            _apply_gate=apply_gate, has_gate=True, has_bias=False, is_transposed=False, _is_expert_parallel=False,
+            has_post_expert_norm=False,
+        )  # fmt: skip
+        return grouped_mm_experts_forward(layer, t["x"], t["ids"], t["probabilities"])
+
+    return call
+
+
+class _ProductsAlone(torch.autograd.Function):
+    """The two products of experts and the four of their backward, on rows that lie where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, rows: Tensor, gated: Tensor, ends: Tensor) -> Tensor:
+        product = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
+        h = product(rows, up.transpose(1, 2), offs=ends)
+        y = product(gated, down.transpose(1, 2), offs=ends)
+        ctx.save_for_backward(up, down, rows, gated, h, y, ends)
+        ctx.tokens = x.shape[0]
+        return y[: ctx.tokens]
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        product = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
+        up, down, rows, gated, dh, dy, ends = ctx.saved_tensors
+        product(dy, down, offs=ends)
+        d_down = product(dy.t(), gated, offs=ends)
+        dx = product(dh, up, offs=ends)
+        return dx[: ctx.tokens], product(dh.t(), rows, offs=ends), d_down, None, None, None
+
+
+@_peer("moe_experts", "grouped-products-alone", "torch", whole=False)
+def _products_alone(case: Case, device: torch.device) -> Function:
+    if not hasattr(F, "grouped_mm"):
+        raise Absent(f"torch {torch.__version__} has no torch.nn.functional.grouped_mm")
+    placed: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def call(t: Tensors) -> Outputs:
+        key = t["x"].data_ptr()
+        if key not in placed:
+            ids, order = t["ids"].flatten().sort()
+            bounds = torch.arange(1, case.sizes["E"] + 1, device=device)
+            ends = torch.searchsorted(ids, bounds, out_int32=True)
+            rows = t["x"].detach()[order // case.sizes["k"]]
+            placed[key] = rows, rows.new_empty(len(rows), case.sizes["I"]).normal_(), ends
+        return _ProductsAlone.apply(t["x"], t["gate_up_weight"], t["down_weight"], *placed[key])
+
+    return call
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Liger-Kernel
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -181,6 +249,15 @@ def _liger_swiglu(case: Case, device: torch.device) -> Function:
     from liger_kernel.transformers.functional import liger_swiglu
 
     return lambda t: liger_swiglu(t["gate"], t["up"])
+
+
+@_peer("moe_experts", "liger", "liger-kernel")
+def _liger_experts(case: Case, device: torch.device) -> Function:
+    from liger_kernel.ops import LigerFusedMoEFunction
+
+    return lambda t: LigerFusedMoEFunction.apply(
+        t["x"], t["gate_up_weight"], t["down_weight"], t["ids"].int(), t["probabilities"]
+    )
 
 
 @_peer("geglu", "liger", "liger-kernel")

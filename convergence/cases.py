@@ -99,6 +99,7 @@ CASES: tuple[Case, ...] = (
     Case("qwen3-lm-autocast", "qwen3", "lm", "bf16-autocast", model=TIED),
     Case("qwen3-lm-checkpointing", "qwen3", "lm", model=TIED, options={"gradient_checkpointing": True}),
     Case("qwen3-moe-lm", "qwen3-moe", "lm"),
+    Case("gpt-oss-lm", "gpt-oss", "lm"),
     Case("gemma2-lm", "gemma2", "lm"),
     Case("gemma2-lm-bf16", "gemma2", "lm", "bf16"),
     Case("gemma3-lm", "gemma3", "lm"),
@@ -109,6 +110,8 @@ CASES: tuple[Case, ...] = (
     Case("qwen2-sft-autocast", "qwen2", "sft", "bf16-autocast"),
     Case("gemma2-sft", "gemma2", "sft"),
     Case("mistral-sft-ragged", "mistral", "sft", model={"sliding_window": 9}, ragged=True),
+    Case("qwen3-moe-sft", "qwen3-moe", "sft"),
+    Case("gpt-oss-sft", "gpt-oss", "sft"),
     Case("llama-dpo", "llama", "dpo"),
     Case("qwen3-grpo-dapo", "qwen3", "grpo", quick=True, options={"loss_type": "dapo"}),
     Case(
@@ -125,6 +128,9 @@ CASES: tuple[Case, ...] = (
     Case("llama-grpo-autocast-kl", "llama", "grpo", "bf16-autocast", options={"loss_type": "dapo", "beta": 0.04}),
     Case("qwen2-grpo-dapo", "qwen2", "grpo", options={"loss_type": "dapo"}),
     Case("gemma3-grpo-dapo", "gemma3", "grpo", options={"loss_type": "dapo"}),
+    Case(
+        "qwen3-moe-grpo-dapo", "qwen3-moe", "grpo", model={"output_router_logits": False}, options={"loss_type": "dapo"}
+    ),
     Case(
         "qwen3-grpo-ragged", "qwen3", "grpo", ragged=True,
         # A prompt's rows are in several micro-batches, until they are brought together.

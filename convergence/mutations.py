@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from npu_trainer_kernels import ops, patching
+from npu_trainer_kernels.ops._expert_rows import Routing
 from npu_trainer_kernels.ops._head_options import HeadOptions
 from npu_trainer_kernels.ops._segments import Segments
 from npu_trainer_kernels.ops._shared_rows import Shared
@@ -34,6 +35,7 @@ from .suite import Progress, run_case
 
 __all__ = ["MUTATIONS", "Mutation", "MutationResult", "run_mutations"]
 
+_ONE_ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
 # A few steps show a fault in fp32. In bf16 one of one percent is inside the noise of a step, and shows in the drift.
 CASES = {
     "lm": replace(find("llama-lm"), name="fault-llama-lm", steps=6),
@@ -53,7 +55,15 @@ CASES = {
     "grpo-ragged": replace(find("qwen3-grpo-ragged"), name="fault-qwen3-grpo-ragged", steps=6),
     # Adapters take layers of their own path: a gated MLP's projection is not part of its op then.
     "grpo-lora": replace(find("qwen3-grpo-lora"), name="fault-qwen3-grpo-lora", steps=6),
-}
+    # So few rows for so many experts that some have none; and a gate that is the model's own code.
+    "lm-experts": replace(
+        find("gpt-oss-lm"), name="fault-gpt-oss-lm", steps=4, options=_ONE_ROW,
+        model={"num_local_experts": 32, "intermediate_size": 16},
+    ),
+    "lm-own-gate": replace(
+        find("qwen3-moe-lm"), name="fault-qwen3-moe-lm", steps=4, options=_ONE_ROW, model={"hidden_act": "tanh"}
+    ),
+}  # fmt: skip
 SCALE = 1.01
 BLOCK = 128
 
@@ -327,6 +337,33 @@ def _advantages_left_behind(original: Any, value: Any, order: list[int]) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Faults of experts. Where the kernels are applied a module is run on a few rows, without gradients, and left alone if
+# the op gives something else; so these come later, or hit an expert that has none of those rows.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _weighted_twice(original: Any, x: Any, ids: Any, weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return original(x, ids, weights * weights if torch.is_grad_enabled() else weights, *args, **kwargs)
+
+
+def _concatenated(original: Any, *args: Any, interleaved: bool = False, **kwargs: Any) -> Any:
+    return original(*args, interleaved=interleaved and not torch.is_grad_enabled(), **kwargs)
+
+
+def _one_experts_rows_shifted(original: Any, x: torch.Tensor, routing: Routing, *args: Any) -> torch.Tensor:
+    rows: torch.Tensor = original(x, routing, *args)
+    start, end = routing.ends[:2].tolist()
+    rows[start:end] = rows[start:end].roll(1, 0)
+    return rows
+
+
+def _garbage_without_rows(original: Any, dw: torch.Tensor, ends: torch.Tensor, *args: Any) -> torch.Tensor:
+    cleared: torch.Tensor = original(dw, ends, *args)
+    cleared[ends.diff(prepend=ends.new_zeros(1)) == 0] = 1e-3
+    return cleared
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Faults of the patched trainer
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -372,6 +409,9 @@ _NORM = "ops._norm:norm_forward"
 _POSITIONS = "patching._batch:_positions"
 _LAYOUT = "patching._layout:layout"
 _SEGMENTS = "ops.varlen_attention:varlen_attention"
+_EXPERTS = "ops.moe_experts:moe_experts"
+_TO_ROWS = "ops._expert_rows:to_rows"
+_CLEARED = "ops._grouped:_cleared"
 _REORDER = "trainers._grpo_groups:_in_order"
 _IN_PATCHING = "npu_trainer_kernels.patching"
 
@@ -406,6 +446,12 @@ def _mutations() -> tuple[Mutation, ...]:
                  _around(_LAYOUT, _another_rows_state, _IN_PATCHING)),
         Mutation("advantages left behind by their rows", ("grpo-ragged",),
                  _around(_REORDER, _advantages_left_behind)),
+        Mutation("routing weight applied twice", ("lm-experts",), _around(_EXPERTS, _weighted_twice, _IN_PATCHING)),
+        Mutation("one expert's rows shifted by one", ("lm-experts",), _around(_TO_ROWS, _one_experts_rows_shifted)),
+        Mutation("garbage as gradient of an expert without rows", ("lm-experts",),
+                 _around(_CLEARED, _garbage_without_rows)),
+        Mutation("interleaved gates read as concatenated", ("lm-experts",),
+                 _around(_EXPERTS, _concatenated, _IN_PATCHING)),
         Mutation("importance ratio missing", ("grpo",), _in_grpo_loss(_no_ratio)),
         Mutation("KL term dropped", ("grpo",), _in_grpo_loss(_no_kl)),
         Mutation("temperature applied twice", ("grpo",), _temperature_twice),
@@ -417,6 +463,7 @@ def _mutations() -> tuple[Mutation, ...]:
             name = f"{op}.{function.__name__}: {'last' if last else 'first'} gradient x 1.01"
             required = op in (*patching.PATCHES, "linear_rms_norm")
             cases = ("lm", "grpo", "grpo-lora", "lm-layer-norm", "lm-gated-norm")
+            cases = ("lm-experts", "lm-own-gate") if op == "moe_experts" else cases
             found.append(Mutation(name, cases, _scaled_gradient(function, last), required))
     return tuple(found)
 

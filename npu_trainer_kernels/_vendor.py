@@ -24,15 +24,18 @@ __all__ = [
     "attention_backward",
     "cross_entropy",
     "cross_entropy_gradient",
+    "grouped_product",
     "norm_backward",
     "norm_forward",
     "not_repeatable",
+    "outer_products",
     "rotate",
     "swiglu",
     "swiglu_backward",
     "unavailable",
     "uncovered_attention",
     "uncovered_cross_entropy",
+    "uncovered_experts",
     "uncovered_norm",
     "uncovered_rope",
     "uncovered_swiglu",
@@ -49,6 +52,8 @@ _MAX_SEGMENTS = 1024
 _MAX_TOKENS = 1 << 20
 _MAX_HEADS = 256
 _MAX_ATTENTION_HEAD = 768
+# Of npu_grouped_matmul, the last axis of either factor.
+_MAX_INNER = 1 << 16
 
 
 @functools.cache
@@ -330,3 +335,37 @@ def attention_backward(
         **_attention_arguments(q, sinks, segments, options),
     )  # fmt: skip
     return dq, dk, dv, None if sinks is None else dsinks[0].to(sinks.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products in groups: aclnnGroupedMatmul
+#
+# npu_moe_token_permute and npu_moe_token_unpermute, which bring rows to experts and back, do not fit around them. Rows
+# without an expert here are moved, too, unless the host knows how many others there are (num_out_tokens), and are
+# multiplied by a weight of zero, which leaves a NaN what it is; and backward of the second reads the experts' results
+# (permuted_tokens), which `ops/moe_experts.py` does not keep.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def uncovered_experts(dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
+    """Why `npu_grouped_matmul` does not cover rows of these sizes in a dtype, or None; its limit is that of op-plugin's
+    page for it."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{_name(dtype)} rows"
+    wide = [size for size in sizes if 2 * size >= _MAX_INNER]
+    return f"rows of up to {2 * wide[0]} elements, of which less than {_MAX_INNER} are allowed" if wide else None
+
+
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows `[S, K]` in groups, each times its matrix of `[G, K, M]` (or a transposed view): M's axis in groups, by
+    where they end."""
+    return torch.ops.npu.npu_grouped_matmul(
+        [x], [weight], group_list=ends.long(), split_item=3, group_type=0, group_list_type=0
+    )[0]
+
+
+def outer_products(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """`[G, K, M]` from rows `[S, K]` and `[S, M]`: the axis that is summed over lies in groups."""
+    return torch.ops.npu.npu_grouped_matmul(
+        [x.t()], [dy], group_list=ends.long(), split_item=3, group_type=2, group_list_type=0
+    )[0]

@@ -26,7 +26,12 @@ __all__ = [
     "asked_tiles",
     "block_of_rows",
     "borrowing_chunks",
+    "clearing_block",
+    "clearing_grid",
     "embedding_tile",
+    "expert_gate_tile",
+    "expert_rows_tile",
+    "expert_sums_tile",
     "forget_tiles",
     "fused_tile",
     "gate_block",
@@ -70,19 +75,22 @@ def _tunable(fn: Callable[..., _Tile]) -> Callable[..., _Tile]:
         _asked.add(key)
         *sizes, spec = args
         measured = tuned.variation(fn.__name__, tuple(sizes), spec.name)
-        return varied(fn(*args), _tried.get(key, measured), spec)
+        return varied(fn(*args), _tried.get(key, measured))
 
     TUNABLE[fn.__name__] = tile
     return tile
 
 
-def varied(tile: Any, by: Variation | None, spec: DeviceSpec) -> Any:
-    """A tile with its rows, size or fold halved or doubled, and its warps; None, and what does not exist, stay."""
+def varied(tile: Any, by: Variation | None) -> Any:
+    """A tile with its rows, size or fold halved or doubled, and its warps; None, and what does not exist, stay.
+
+    Whether a larger one fits an NPU, its compiler says.
+    """
     if tile is None or by is None:
         return tile
     name = next(name for name in ("rows", "size", "fold") if hasattr(tile, name))
-    # On an NPU the formula gives the largest that fits.
-    size = by.size if not spec.has_buffer else min(by.size, 0)
+    # A row in halves is on the chip alone: its kernel takes one at a time.
+    size = 0 if isinstance(tile, RowTile) and tile.halves else by.size
     changes: dict[str, Any] = {name: max(1, _shifted(getattr(tile, name), size))}
     if "num_warps" in tile.options:
         warps = max(1, min(32, _shifted(tile.options["num_warps"], by.warps)))
@@ -362,12 +370,20 @@ def shortest_chunk(rows: int, spec: DeviceSpec) -> int:
 
 @dataclass(frozen=True)
 class RowTile:
-    """Blocks of a kernel over rows: a step takes `rows` rows of `cols` columns, the whole row or one of `blocks`."""
+    """Blocks of a kernel over rows: a step takes `rows` rows of `cols` columns: whole rows, or one of `blocks` of each,
+    or both `halves` of one row. A tile of one row goes in `fold` pieces (`row_sums` of `ops/_blocks.py`)."""
 
     rows: int
     cols: int
     blocks: int = 1
     options: dict[str, int] = field(default_factory=dict, hash=False)
+    fold: int = 1
+    halves: bool = False
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces a row goes."""
+        return self.fold if self.rows == 1 else 1
 
 
 def accumulating_programs(
@@ -382,15 +398,17 @@ def accumulating_programs(
     return programs(tasks, spec, blocks)
 
 
-def _row_tile(cols: int, per_element: int, per_column: int, one_row: int, spec: DeviceSpec) -> RowTile:
+def _row_tile(cols: int, kernel: str, itemsize: int, widest: int, spec: DeviceSpec, widest_halves: int = 0) -> RowTile:
     """Whole rows where at least one fits, else column blocks.
 
     Args:
         cols: columns of a row.
-        per_element: bytes of on-chip memory per element of the tile, buffers of both turns and temporaries together.
-        per_column: bytes per column whatever the rows: what a program keeps for its lifetime.
-        one_row: bytes per column, all in all, of a tile of one row (nothing is broadcast over rows there).
+        kernel: its name among the limits of `tiles.json`.
+        itemsize: bytes of the widest element that is read or written.
+        widest: on an NPU, the most columns of a tile of one row; it needs less than several, of which the weight is
+            broadcast to each.
         spec: the device.
+        widest_halves: there, the most columns of a row in two halves, which wait on the chip in their own dtype.
     """
     if spec.has_warps:
         # 8 elements per thread at least (16 bytes of bf16), 64 at most with 16 warps; short rows share a program.
@@ -402,19 +420,30 @@ def _row_tile(cols: int, per_element: int, per_column: int, one_row: int, spec: 
         warps = max(1, min(8 if cols <= 8192 else 16, rows * cols // 512))
         return RowTile(rows, cols, blocks, launch_options(spec, warps))
     if spec.has_buffer:
-        rows = (spec.on_chip_bytes // cols - per_column) // per_element
-        if rows >= 1 or one_row * cols <= spec.on_chip_bytes:
-            # 64 rows of 512 columns and less are 32 KiB of bf16: transfers reach their full rate from 24 KiB on.
-            return RowTile(max(1, min(rows, 128)), cols)
-        blocks = _cdiv(cols, 2048)
+        elements = tile_limit(kernel, itemsize, spec)
+        if cols <= max(elements // 2, widest):
+            # Of short rows no more than 128: transfers of 8 KiB and more.
+            return RowTile(max(1, min(elements // cols, 128)), cols, fold=_fold(cols))
+        if cols <= widest_halves and cols % 2 == 0 and _fold(cols // 2) > 1:
+            return RowTile(1, cols // 2, fold=_fold(cols // 2), halves=True)
+        # Of two rows at least: a sum over one would be a scalar.
+        blocks = _cdiv(cols, min(2048, elements // 2))
         cols = _cdiv(_cdiv(cols, blocks), 64) * 64
-        # Kernels that only reduce or only apply keep more temporaries apart: 16 bytes at least.
-        return RowTile(max(1, (spec.on_chip_bytes // cols - per_column) // max(16, per_element)), cols, blocks)
+        return RowTile(max(1, elements // cols), cols, blocks)
     # The interpreter, which knows powers of two only: small, so that a few rows make several tiles and a tail, and a
-    # row of more than 128 columns several blocks.
+    # row of more than 128 columns two halves or several blocks.
+    if cols == 256 and widest_halves:
+        return RowTile(1, 128, fold=4, halves=True)
     if cols > 128:
         return RowTile(2, 64, _cdiv(cols, 64))
+    if cols == 128:
+        return RowTile(1, 128, fold=4)
     return RowTile(4 if cols <= 64 else 1, next_power_of_2(cols))
+
+
+def _fold(cols: int) -> int:
+    """In how many pieces of whole 32-byte units a row goes."""
+    return next((fold for fold in (8, 4, 2) if cols % (16 * fold) == 0), 1)
 
 
 @_tunable
@@ -433,27 +462,28 @@ def norm_forward_tile(cols: int, itemsize: int, rounds: bool, stores_sum: bool, 
     if spec.has_warps and has_residual and 2048 < cols <= 4096:
         # With four tensors to move, 8 elements a thread (H200, 8192 x 4096: 68 us, with 16 elements 70).
         return RowTile(1, 4096, 1, launch_options(spec, 16))
-    # The largest tiles for which the planner (bishengir-compile 1.2.0, 910B4, hidden 512 to 8192) kept double
-    # buffering and let no load wait for an earlier store; 4 bytes a column are w' in fp32.
+    # One row: the widest for which no load waits for the vector unit by a fixed event (bishengir-compile 1.2.0, 910B4;
+    # of 4096 to 10240 columns, every casting). A row that is wider than two halves may be is read twice, in blocks:
+    # with a sum, 8192 columns in four pieces would take 1.04 times as many simulated cycles; without a residual 12288
+    # and 16384 columns 1.01 and 1.06 times.
     if stores_sum:
-        return _row_tile(cols, 24, 4, 32 if itemsize == 4 else 24 if rounds else 25, spec)
-    if itemsize == 2 and not has_residual:
-        # x and y twice are 8 bytes. With a rounded n the fp32 temporaries share one place more.
-        return _row_tile(cols, 13 if rounds else 16, 4, 24, spec)
-    if itemsize == 2 and not rounds:
-        # At 17 to 21 everything fits, but y lies where the next tile's residual is to be loaded.
-        return _row_tile(cols, 22, 4, 24, spec)
-    return _row_tile(cols, 16, 4, 24, spec)
+        widest, halves = 5120, 6144 if itemsize == 2 else 0
+        return _row_tile(cols, "rms_norm._forward_kernel with residual", itemsize, widest, spec, halves)
+    if has_residual:
+        widest = 6144 if itemsize == 2 else 8192
+        return _row_tile(cols, "rms_norm._forward_kernel with residual", itemsize, widest, spec)
+    return _row_tile(cols, "rms_norm._forward_kernel", itemsize, 8192, spec)
 
 
 @_tunable
-def norm_backward_tile(cols: int, itemsize: int, has_ds: bool, spec: DeviceSpec) -> RowTile:
+def norm_backward_tile(cols: int, itemsize: int, has_residual: bool, has_ds: bool, spec: DeviceSpec) -> RowTile:
     """Tile of the norms' backward kernel.
 
     Args:
         cols: hidden size.
         itemsize: bytes of the widest element that is read or written.
-        has_ds: a gradient of the sum itself is read.
+        has_residual: a residual is read.
+        has_ds: a gradient of the sum itself is.
         spec: the device.
     """
     if spec.has_warps and cols <= 32768:
@@ -461,11 +491,11 @@ def norm_backward_tile(cols: int, itemsize: int, has_ds: bool, spec: DeviceSpec)
         width = next_power_of_2(cols)
         size = 4096 if width <= 1024 else 8192 if width <= 4096 or cols < width <= 8192 else 16384
         return RowTile(max(1, size // width), width, 1, launch_options(spec, size // 1024))
-    # As above: x, dy and dx twice and three fp32 temporaries; 8 bytes a column are w' and the weight gradient in fp32.
-    # A residual changes nothing, it takes the place of a temporary.
-    if itemsize == 4:
-        return _row_tile(cols, 31 if has_ds else 27, 8, 36, spec)
-    return _row_tile(cols, 25 if has_ds else 23, 8, 32, spec)
+    # As above. 8192 columns in halves would take 1.08 times as many simulated cycles as in blocks, with a gradient of
+    # the sum, in four pieces, 1.15 times: there is no room left in which loads overlap.
+    halves = 0 if itemsize == 4 else 6144 if has_ds else 5632 if has_residual else 7168
+    kernel = "rms_norm._backward_kernel" + (" with residual" if has_residual else "")
+    return _row_tile(cols, kernel, itemsize, 4608 if has_ds or has_residual else 5120, spec, halves)
 
 
 @_tunable
@@ -479,25 +509,20 @@ def general_norm_forward_tile(cols: int, itemsize: int, gated: bool, biased: boo
         biased: a bias is.
         spec: the device.
     """
-    # The smallest that keep double buffering, as for the norms above (bishengir-compile 1.2.0, 910B4; sweep of 12 to 36
-    # bytes an element); one row of 8192 columns at most with a gate or a bias (fp32 with a gate: 7168), else of 10240.
-    narrow = itemsize == 2
+    # As for the norms above.
     if gated:
-        return _row_tile(cols, 22 if narrow else 28, 8, 24 if narrow else 27, spec)
-    return _row_tile(cols, 16 if narrow else 20, 8, 24 if biased else 19, spec)
+        return _row_tile(cols, "gated_rms_norm._forward_kernel", itemsize, 6144, spec)
+    return _row_tile(cols, "layer_norm._forward_kernel", itemsize, 7168 if biased else 8192, spec)
 
 
 @_tunable
 def general_norm_backward_tile(cols: int, itemsize: int, gated: bool, biased: bool, spec: DeviceSpec) -> RowTile:
     """Tile of their backward kernel; arguments as above."""
     if spec.has_warps and cols <= 32768:
-        return norm_backward_tile(cols, itemsize, False, spec)
-    # Likewise (sweep of 20 to 60 bytes); one row of 4096 columns with a gate, 5120 with a bias, 6144 with neither; in
-    # fp32 3584, 4608 and 5376.
-    narrow = itemsize == 2
+        return norm_backward_tile(cols, itemsize, False, False, spec)
     if gated:
-        return _row_tile(cols, 44, 12, 48 if narrow else 54, spec)
-    return _row_tile(cols, 28 if narrow else 32, 12, (38 if narrow else 42) if biased else (32 if narrow else 36), spec)
+        return _row_tile(cols, "gated_rms_norm._backward_kernel", itemsize, 3072, spec)
+    return _row_tile(cols, "layer_norm._backward_kernel", itemsize, 4096 if biased else 5120, spec)
 
 
 @cache
@@ -602,6 +627,104 @@ def block_of_rows(size: int, cols: int, itemsize: int, spec: DeviceSpec) -> RowT
                 return RowTile(1, cols // blocks, blocks)
         size = _cdiv(_cdiv(cols, fewest), 64) * 64
     return RowTile(1, size, fewest)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixtures of experts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def expert_rows_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the kernels that bring rows to their experts and back: one row of `cols` columns, or of a block of them.
+
+    Args:
+        cols: columns of a row.
+        itemsize: bytes of the widest element.
+        spec: the device.
+    """
+    if spec.has_warps:
+        # 8 elements a thread, as many threads as a row of 1024 wants: not timed yet.
+        blocks = _cdiv(cols, 2048)
+        cols = next_power_of_2(_cdiv(cols, blocks))
+        return RowTile(1, cols, blocks, launch_options(spec, max(1, min(8, cols // 256))))
+    if spec.has_buffer:
+        blocks = _cdiv(cols, 8192)
+        return RowTile(1, cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 64) * 64, blocks)
+    return RowTile(1, min(64, next_power_of_2(cols)), _cdiv(cols, 64))
+
+
+@cache
+def expert_gate_tile(cols: int, itemsize: int, up: int, by_turns: int, biased: int, backward: int,
+                     spec: DeviceSpec) -> RowTile:  # fmt: skip
+    """Tile of the kernels that gate the rows of experts.
+
+    Args:
+        cols: columns of the gate.
+        itemsize: bytes of an element.
+        up: 1 where there is one, else 0.
+        by_turns: 1 where gate and up lie in one row by turns, else 0.
+        biased: 1 where each expert has a bias, else 0.
+        backward: 1 for the kernel of backward, 0 for that of forward.
+        spec: the device.
+    """
+    if spec.has_warps:
+        # Blocks of columns with the fewest lanes in vain, the widest of them; 8 elements a thread: not timed yet.
+        width = min((1024, 512, 256), key=lambda each: _cdiv(cols, each) * each)
+        width = min(width, next_power_of_2(cols))
+        return RowTile(max(1, 2048 // width), width, _cdiv(cols, width), launch_options(spec, 8))
+    if spec.has_buffer:
+        per_element = _EXPERT_GATE_BYTES[itemsize == 4, backward, by_turns, biased]
+        size = spec.on_chip_bytes // per_element
+        # Backward sums over each row: several at once, so that the sums are a vector and no scalar is waited for.
+        blocks = _even_blocks(cols, size // 4 if backward else size)
+        cols = cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 16) * 16
+        return RowTile(max(1, min(size // cols, 128)), cols, blocks)
+    return RowTile(4, min(64, next_power_of_2(cols)), _cdiv(cols, 64))
+
+
+_EXPERT_GATE_BYTES = {
+    (wide, backward, by_turns, biased): {0: (21, 32), 1: (64, 96 if by_turns else 64)}[backward][wide] * (1 + biased)
+    for wide in (False, True)
+    for backward in (0, 1)
+    for by_turns in (0, 1)
+    for biased in (0, 1)
+}
+
+
+def _even_blocks(cols: int, most: int) -> int:
+    """Into how many blocks of at most `most` columns a row is cut: the fewest of one size, if they are not many more
+    than the fewest of all."""
+    fewest = _cdiv(cols, most)
+    even = (n for n in range(fewest, 2 * fewest + 1) if cols % (16 * n) == 0)
+    return next(even, fewest)
+
+
+@cache
+def expert_sums_tile(cols: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the kernel that adds up the rows of each expert: `rows` rows of a block of columns at once."""
+    if spec.has_warps:
+        # 128 bytes of each row of bf16: programs enough for few experts. Not timed yet.
+        return RowTile(64, 64, _cdiv(cols, 64), launch_options(spec, 8))
+    if spec.has_buffer:
+        blocks = _cdiv(cols, 512)
+        return RowTile(16, _cdiv(_cdiv(cols, blocks), 64) * 64 if blocks > 1 else cols, blocks)
+    return RowTile(4, min(64, next_power_of_2(cols)), _cdiv(cols, 64))
+
+
+@cache
+def clearing_block(itemsize: int, spec: DeviceSpec) -> Block:
+    """Block of zeros that a step of the kernel writes that clears the gradients of experts without rows."""
+    if spec.has_warps:
+        return Block(8192 // itemsize * 2, launch_options(spec, 8))
+    return Block(24 * 1024 // itemsize) if spec.has_buffer else Block(64)
+
+
+def clearing_grid(groups: int, spec: DeviceSpec) -> tuple[int, int]:
+    """Its programs: of which groups, and of which blocks of each. On an NPU all cores go through one group together."""
+    if spec.has_buffer:
+        return 1, spec.vector_cores
+    return groups, 32 if spec.has_warps else 2
 
 
 @dataclass(frozen=True)

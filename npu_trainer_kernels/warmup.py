@@ -6,9 +6,9 @@ step is going to ask for, whatever the model does with dtypes and layouts. Then 
 Triton's own cache, which is on disk too: the next run finds them there. On an NPU the same goes for their launchers,
 which triton-ascend compiles in C++.
 
-A few things cannot run without numbers (experts that are chosen by value; the backward of a planned gradient, whose one
-kernel scales it). Then what was recorded until there is compiled, and the rest when it is first used, as it would be
-without this module. Sharded models are left alone.
+A few things cannot run without numbers (models' own code for experts, which are chosen by value; the backward of a
+planned gradient, whose one kernel scales it). Then what was recorded until there is compiled, and the rest when it is
+first used, as it would be without this module. Sharded models are left alone.
 """
 
 import contextlib

@@ -161,6 +161,7 @@ class ModelShapes:
         hidden, intermediate, vocabulary: sizes of the residual stream, of the MLP (of one expert where there are
             experts), and of the LM head.
         heads, kv_heads, head_dim: of attention.
+        experts, slots: how many experts a layer has, and how many of them a token goes to; 0 where there are none.
     """
 
     hidden: int
@@ -169,6 +170,8 @@ class ModelShapes:
     heads: int
     kv_heads: int
     head_dim: int
+    experts: int = 0
+    slots: int = 0
 
     @classmethod
     def of_config(cls, config: Any) -> "ModelShapes":
@@ -181,7 +184,7 @@ class ModelShapes:
 
         def size(*names: str, default: int | None = None) -> int:
             value = next((v for name in names if (v := getattr(text, name, None)) is not None), default)
-            if type(value) is not int or value < 1:
+            if type(value) is not int or (value < 1 and value != default):
                 raise ValueError(
                     f"the config of {type(config).__name__} must have a positive {names[-1]}; got {value!r}"
                 )
@@ -195,6 +198,8 @@ class ModelShapes:
             heads=heads,
             kv_heads=size("num_key_value_heads", default=heads),
             head_dim=size("head_dim", default=hidden // heads),
+            experts=size("num_experts", "num_local_experts", "n_routed_experts", default=0),
+            slots=size("num_experts_per_tok", default=0),
         )
 
 
@@ -206,13 +211,13 @@ class Op:
         build: inputs of a workload on a device.
         reference: plain PyTorch, from tensors to output(s); in fp64 where the inputs are.
         ours: the op by a backend.
-        sizes: of a `Workload` at a model's shapes, for so many tokens.
+        sizes: of a `Workload` at a model's shapes, for so many tokens; None where the model has nothing of the kind.
     """
 
     build: Callable[[Workload, torch.device], Inputs]
     reference: Function
     ours: Callable[[str | None], Function]
-    sizes: Callable[[ModelShapes, int], dict[str, int]]
+    sizes: Callable[[ModelShapes, int], dict[str, int] | None]
 
 
 def _randn(work: Workload, device: torch.device, *shape: int, scale: float = 1.0) -> Tensor:
@@ -601,6 +606,42 @@ def _attention(backend: str | None) -> Function:
     return lambda t: ops.varlen_attention(t["q"], t["k"], t["v"], _rows_of(t).segments, backend=backend)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixtures of experts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _build_experts(work: Workload, device: torch.device) -> Inputs:
+    n, hidden, inner, experts, slots = (work.sizes[name] for name in ("N", "H", "I", "E", "k"))
+    # A router's: k different experts for each token, whose probabilities add up to one.
+    scores, ids = torch.randn(n, experts, device=device).softmax(-1).topk(slots)
+    tensors = {
+        "x": _randn(work, device, n, hidden),
+        "ids": ids,
+        "probabilities": (scores / scores.sum(-1, keepdim=True)).to(work.torch_dtype),
+        "gate_up_weight": _randn(work, device, experts, 2 * inner, hidden, scale=hidden**-0.5),
+        "down_weight": _randn(work, device, experts, hidden, inner, scale=inner**-0.5),
+    }
+    leaves = ("x", "probabilities", "gate_up_weight", "down_weight")
+    return Inputs(tensors, leaves, (_randn(work, device, n, hidden),))
+
+
+def _experts_reference(t: Tensors) -> Outputs:
+    return ops.moe_experts_reference(t["x"], t["ids"], t["probabilities"], t["gate_up_weight"], t["down_weight"])
+
+
+def _experts(backend: str | None) -> Function:
+    return lambda t: ops.moe_experts(
+        t["x"], t["ids"], t["probabilities"], t["gate_up_weight"], t["down_weight"], backend=backend
+    )
+
+
+def _experts_sizes(model: ModelShapes, tokens: int) -> dict[str, int] | None:
+    if not (model.experts and model.slots):
+        return None
+    return {"N": tokens, "H": model.hidden, "I": model.intermediate, "E": model.experts, "k": model.slots}
+
+
 OPS: dict[str, Op] = {
     "rms_norm": Op(_build_norm, _norm_reference, _norm, lambda m, n: {"N": n, "H": m.hidden}),
     "linear_rms_norm": Op(
@@ -618,6 +659,7 @@ OPS: dict[str, Op] = {
         lambda m, n: {"N": n, "I": m.intermediate, "H": m.hidden},
     ),
     "geglu": Op(_build_swiglu, _geglu_reference, _geglu, lambda m, n: {"N": n, "I": m.intermediate}),
+    "moe_experts": Op(_build_experts, _experts_reference, _experts, _experts_sizes),
     "rope": Op(_build_rope, _rope_reference, _rope, _rope_sizes),
     "rope_by_turns": Op(_build_rope_by_turns, _rope_by_turns_reference, _rope_by_turns, _rope_sizes),
     "varlen_attention": Op(
@@ -640,7 +682,7 @@ OPS: dict[str, Op] = {
 
 
 def of_model(shapes: ModelShapes, tokens: int, dtype: str) -> list[Workload]:
-    """Every op at a model's shapes.
+    """Every op that a model has a use for, at its shapes.
 
     Args:
         shapes: the model.
@@ -654,4 +696,5 @@ def of_model(shapes: ModelShapes, tokens: int, dtype: str) -> list[Workload]:
         raise ValueError(f"tokens must be at least 8; got {tokens}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    return [Workload(form, OPS[form].sizes(shapes, tokens), dtype) for form in FORMS]
+    every = ((form, OPS[form].sizes(shapes, tokens)) for form in FORMS)
+    return [Workload(form, sizes, dtype) for form, sizes in every if sizes is not None]

@@ -53,6 +53,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "experts_implementation": "eager",
         },
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "experts_implementation": "eager",
+        },
+    ),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {}),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {}),

@@ -1,4 +1,4 @@
-"""Plans of the LM head's chunks: what they may rely on whatever the sizes."""
+"""Plans of the LM head's chunks, and the norms' tiles: what they may rely on whatever the sizes."""
 
 import itertools
 
@@ -71,6 +71,55 @@ def test_one_chunk_on_an_npu_takes_no_more_memory_than_several(vocab, hidden):
         for arguments in ((), (0, True), (hidden, False)):
             chunk = tiling.head_chunk(rows, vocab, 2, npu, *arguments)
             assert chunk * vocab * 2 <= max(GIB // 2, 2 * 1024 * vocab) + 2 * 128 * vocab
+
+
+NPU = DeviceSpec("npu", "Ascend910B4", 40, 192 * KIB)
+# Every function that gives a tile of rows, with the flags that it takes.
+NORM_TILES = [
+    (function, flags)
+    for function, count in ((tiling.norm_forward_tile, 3), (tiling.norm_backward_tile, 2),
+                            (tiling.general_norm_forward_tile, 2), (tiling.general_norm_backward_tile, 2))
+    for flags in itertools.product((False, True), repeat=count)
+]  # fmt: skip
+
+
+@given(
+    cols=st.one_of(st.integers(1, 20_000), st.integers(1, 160).map(lambda units: 128 * units)),
+    itemsize=st.sampled_from([2, 4]),
+    tile=st.sampled_from(NORM_TILES),
+)
+def test_a_tile_of_rows_covers_them(cols, itemsize, tile):
+    function, flags = tile
+    found = function(cols, itemsize, *flags, NPU)
+    assert 1 <= found.rows <= 128
+    if found.halves:
+        assert (found.rows, 2 * found.cols, found.blocks) == (1, cols, 1)
+        assert itemsize == 2, "what waits on the chip has the dtype of x"
+        assert found.pieces > 1
+    elif found.blocks == 1:
+        assert found.cols == cols
+    else:
+        assert (found.blocks - 1) * found.cols < cols <= found.blocks * found.cols
+        assert found.rows > 1, "a sum over one row would be a scalar"
+    if found.pieces > 1:
+        # The pieces of a row lie end to end and begin at 32 bytes.
+        assert found.rows == 1
+        assert found.cols % (16 * found.pieces) == 0
+    if found.rows == 1 and found.cols % 128 == 0:
+        assert found.pieces == 8
+
+
+@pytest.mark.parametrize(("function", "flags"), NORM_TILES, ids=str)
+def test_several_rows_keep_to_the_swept_limit(function, flags):
+    """Wider rows: fewer in a tile, until one goes alone; then halves, then blocks. Nothing comes back."""
+    sizes = range(128, 17_000, 128)
+    forms = [function(cols, 2, *flags, NPU) for cols in sizes]
+    most = max(found.rows * found.cols for found in forms if found.rows > 1)
+    assert most <= 8960
+    kinds = [2 if found.blocks > 1 else 1 if found.halves else 0 for found in forms]
+    assert kinds == sorted(kinds)
+    assert kinds[0] == 0
+    assert kinds[-1] == 2
 
 
 # Of models' MLPs and experts, between 704 and 53248.

@@ -168,7 +168,9 @@ def test_every_op_says_its_shape(monkeypatch):
         return choose(op, *args, at=at, **kwargs)
 
     monkeypatch.setattr(backends, "choose", spied)
-    shapes = workloads.ModelShapes(hidden=24, intermediate=40, vocabulary=57, heads=6, kv_heads=2, head_dim=4)
+    shapes = workloads.ModelShapes(
+        hidden=24, intermediate=40, vocabulary=57, heads=6, kv_heads=2, head_dim=4, experts=4, slots=2
+    )
     for work in workloads.of_model(shapes, 16, "float32"):
         told.clear()
         inputs = work.inputs(CPU)
@@ -381,17 +383,31 @@ def test_a_measured_tile_goes_before_the_formula_on_its_chip_alone(fresh_tiles):
     assert tiling.swiglu_block(2, 5, dataclasses.replace(H200, name="NVIDIA H100")) == formula
 
 
-def test_a_variation_covers_the_same_row_and_fits_an_npu():
+def test_a_variation_covers_the_same_row():
     formula = tiling.norm_forward_tile(4096, 2, True, False, False, H200)
     for by in (Variation(s, w) for s in (-1, 0, 1) for w in (-1, 0, 1)):
-        tile = tiling.varied(formula, by, H200)
+        tile = tiling.varied(formula, by)
         assert (tile.cols, tile.blocks) == (formula.cols, formula.blocks)
         assert tile.rows >= 1
         assert 1 <= tile.options["num_warps"] <= 32
+    # On an NPU the formula's is chosen by overlap, not the largest that fits: a larger one may be better.
     npu = tiling.swiglu_block(2, 5, NPU)
-    assert tiling.varied(npu, Variation(size=1), NPU) == npu
-    assert tiling.varied(npu, Variation(size=-1), NPU).size == npu.size // 2
-    assert tiling.varied(None, Variation(size=1), H200) is None
+    for by in (-1, 0, 1):
+        assert tiling.varied(npu, Variation(size=by)).size == npu.size * 2**by
+    assert tiling.varied(None, Variation(size=1)) is None
+
+
+def test_a_variation_of_one_row_in_pieces():
+    """Two rows are not in pieces, one of two is; a row in halves stays alone."""
+    one = tiling.norm_forward_tile(8192, 2, True, False, False, NPU)
+    assert (one.rows, one.pieces) == (1, 8)
+    assert tiling.varied(one, Variation(size=-1)).pieces == 8
+    assert (tiling.varied(one, Variation(size=1)).rows, tiling.varied(one, Variation(size=1)).pieces) == (2, 1)
+    two = tiling.norm_forward_tile(4096, 2, True, False, False, NPU)
+    assert (two.rows, two.pieces, tiling.varied(two, Variation(size=-1)).pieces) == (2, 1, 8)
+    halves = tiling.norm_backward_tile(7168, 2, False, False, NPU)
+    assert halves.halves
+    assert tiling.varied(halves, Variation(size=1)) == halves
 
 
 def test_a_tile_is_computed_once(fresh_tiles):

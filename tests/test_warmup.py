@@ -38,7 +38,9 @@ from tests.test_callback import make_trainer
 
 # A kernel's name, and the dtypes and constants that it is compiled for.
 Variant = tuple[str, tuple[torch.dtype, ...], tuple[tuple[str, Any], ...]]
-EVERY = ("rms_norm", "add_rms_norm", "embedding", "swiglu", "rope", "linear_cross_entropy", "linear_logprob")
+EVERY = (
+    "rms_norm", "add_rms_norm", "embedding", "swiglu", "moe_experts", "rope", "linear_cross_entropy", "linear_logprob",
+)  # fmt: skip
 
 
 def specializations(family: str, shapes: list[tuple[int, int]]) -> dict[str, list[list[str]]]:
@@ -68,9 +70,9 @@ def model_there(family: str, **overrides: Any) -> PreTrainedModel:
     return small_model(family, **overrides).to(DEVICE)
 
 
-def record(family: str = "llama", **options: Any) -> warmup.Recorded:
+def record(family: str = "llama", ops: tuple[str, ...] = EVERY, **options: Any) -> warmup.Recorded:
     model = model_there(family)
-    with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
+    with apply_npu_kernels(model, ops=ops, backend="triton") as handle:
         return warmup.record(handle, model, rows=2, **options)
 
 
@@ -123,12 +125,13 @@ def test_both_forms_of_the_heads_kernel_are_recorded(monkeypatch, torch_2_11_on_
     assert "norm backward" in found.names
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3-moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernels_of_a_step_are_recorded_and_not_launched(family):
     found = record(family)
     assert found.problem is None
     # Cohere's norms are layer norms.
     expected = {"embedding", "head"} if family == "cohere" else {"norm", "embedding", "head"}
+    expected |= {"expert"} if family in ("qwen3-moe", "gpt-oss") else set()
     assert {name.split()[0] for name in found.names} >= expected
 
 
@@ -208,7 +211,7 @@ def test_gradient_checkpointing_is_recorded_too():
 
 
 def test_what_cannot_run_without_numbers_is_said_and_the_rest_kept():
-    found = record("qwen3-moe")  # its experts are chosen by value
+    found = record("qwen3-moe", EVERY[:4])  # its own experts are chosen by value
     assert "norm forward" in found.names
     assert "nonzero" in found.problem
 

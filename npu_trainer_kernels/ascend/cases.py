@@ -15,21 +15,26 @@ import torch
 from .. import device, ops
 from ..ops._gates import ACTIVATIONS
 from ..workloads import ModelShapes
-from .gate import Case
+from .gate import Case, FewRows, Minimum
 
-__all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "ROWS", "TABLE", "VOCABULARIES", "Entry", "Tensors", "cases",
+__all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "MINIMA", "ROWS", "TABLE", "VOCABULARIES", "Entry", "Tensors", "cases",
            "model_cases"]  # fmt: skip
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 HIDDEN = (512, 896, 1024, 1536, 2048, 2560, 3584, 4096, 5120, 8192)
 VOCABULARIES = (32000, 49152, 128256, 151936, 152064, 262144)
 HEAD_DIMS = (64, 96, 128, 256)
+NORMED_HEAD_DIMS = tuple(range(32, 257, 8))
+# Rows in two halves, and in blocks.
+WIDE = (6144, 7168, 12288, 16384)
 ROWS = 4096
 """Tokens of a micro-batch."""
 _BACKEND = "ascend-lowering"
 
 # Bytes that a kernel moves beside rows: weights, weight gradients of each core, numbers per row.
 _ROW_LIMIT = 1.05
+# Numbers per row and biases of each expert.
+_EXPERTS_LIMIT = 1.10
 # Statistics and gradient together: 2.05 reads and 1 write of a row of logits.
 _HEAD_LIMIT = 3.05 / 3
 
@@ -80,6 +85,7 @@ class Entry:
         dtypes: names of `DTYPES`.
         max_traffic: the most bytes moved over the fewest possible; None: reported, not held against a limit.
         reads_values: the op's host code reads masks, so that its launches are recorded on CPU tensors, of few rows.
+        follows_ids: how often its kernels' loops run is said by ids, so that a trace needs them.
     """
 
     op: str
@@ -91,6 +97,7 @@ class Entry:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     max_traffic: float | None = _ROW_LIMIT
     reads_values: bool = False
+    follows_ids: bool = False
 
     def cases(self) -> Iterator[Case]:
         """One case for each size and dtype."""
@@ -110,9 +117,17 @@ class Entry:
             with device.use_spec(replace(chip, vector_cores=1)):
                 return self.call(Tensors(dtype, "cpu"), rows, size)
 
+        # A launch is compiled for numbers of rows that 16 divides, as a micro-batch's are.
+        few = 16 if self.share else self.rows // 32
+
+        def run_few() -> None:
+            self.call(Tensors(dtype, "cpu" if self.reads_values or self.follows_ids else "meta"), few, size)
+
         # fp16 moves what bf16 moves.
         measured = None if name == "fp16" else run_share
-        return Case(self.op, f"{self.rows} x {size} ({self.label})", name, run, measured, self.max_traffic)
+        minima = {kernel: minimum for (op, kernel), minimum in MINIMA.items() if op == self.op}
+        return Case(self.op, f"{self.rows} x {size} ({self.label})", name, run, measured, self.max_traffic,
+                    FewRows(run_few, few, few * size), minima)  # fmt: skip
 
 
 def _backward(*outputs: torch.Tensor | None) -> None:
@@ -240,6 +255,65 @@ def _embedding(scale: float | None) -> Call:
     return call
 
 
+# ------------------------------------------------------------------------------------------------------------- experts
+# Of what the size of an entry is not: rows that are long enough for the numbers that come with each.
+_INNER, _HIDDEN = 64, 512
+
+
+def _moe_experts(
+    experts: int, slots: int, of_hidden: bool, biased: bool = False, own_gate: bool = False, **options: Any
+) -> Call:
+    """Rows are as long as the size of the entry, or the gate is as wide; the other of the two is small, so that the
+    products on the CPU are. With a gate of its own the steps are taken one by one."""
+
+    def call(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
+        # The rows of one core are of a few experts.
+        n = experts if t.where == "meta" else min(experts, 4)
+        hidden, inner = (size, _INNER) if of_hidden else (_HIDDEN, size)
+        parts = 2 if options.get("gated", True) else 1
+        biases: dict[str, Any] = {}
+        if biased:
+            biases = {"gate_up_bias": t.floats(n, parts * inner), "down_bias": t.floats(n, hidden)}
+        own: dict[str, Any] = {"gate": lambda h: h[:, :inner] * h[:, inner:]} if own_gate else {}
+        ids = t.ids(rows, slots, below=n)
+        _backward(ops.moe_experts(
+            t.floats(rows, hidden), ids, t.floats(rows, slots, dtype=torch.float32),
+            t.floats(n, parts * inner, hidden), t.floats(n, hidden, inner), backend=_BACKEND, **biases,
+            **own, **options,
+        ))  # fmt: skip
+        moved, all_rows = (slots + 1) * rows * hidden * t.itemsize, rows * slots
+        # Without its own rows an expert's gradient is cleared: by the ids there are none such, and ends are read.
+        least = {"_clear_kernel": 2 * 2 * 4 * n, "_sums_kernel": 2 * moved}
+        if own_gate:
+            # Of rows without an expert there are none either.
+            tail = {"_clear_tail_kernel": 5 * 4}
+            return (
+                least
+                | tail
+                | {"_to_rows_kernel": moved, "_sums_backward_kernel": moved + all_rows * hidden * t.itemsize}
+            )
+        gate = all_rows * inner * t.itemsize
+        if biased:
+            least |= {"_expert_sums_kernel": parts * (gate + n * inner * t.itemsize)}
+            # The matrix of the weights times the bias is there already, in fp32.
+            least["_sums_kernel"] += rows * hidden * 4
+        # Of x, of the gradient, and of x again.
+        least |= {"_to_rows_kernel": 3 * moved}
+        return least | {"_gate_kernel": (parts + 1) * gate, "_gate_backward_kernel": 2 * (parts + 1) * gate}
+
+    return call
+
+
+def _experts_of(name: str, experts: int, slots: int, hidden: int, inner: int, **options: Any) -> tuple[Entry, Entry]:
+    """A model's experts, once for what moves their rows and once for the gate."""
+    return (
+        Entry(f"moe_experts, {name}, rows", (hidden,), "hidden", _moe_experts(experts, slots, True, **options),
+              max_traffic=_EXPERTS_LIMIT),
+        Entry(f"moe_experts, {name}, gate", (inner,), "intermediate", _moe_experts(experts, slots, False, **options),
+              max_traffic=_EXPERTS_LIMIT),
+    )  # fmt: skip
+
+
 # -------------------------------------------------------------------------------------------------------------- LM head
 # The kernels see logits: any hidden size will do.
 _HEAD_HIDDEN = 16
@@ -333,6 +407,11 @@ TABLE: tuple[Entry, ...] = (
     Entry("rms_norm, fp32 weight", HIDDEN, "hidden", _fp32_weight, dtypes=("bf16",)),
     # The norms of queries and keys: many short rows.
     Entry("rms_norm, of heads", HEAD_DIMS, "head", _rms_norm(), rows=32 * ROWS),
+    Entry("rms_norm, of heads of any size", NORMED_HEAD_DIMS, "head", _rms_norm(), rows=8 * ROWS, dtypes=("bf16",)),
+    # Not whole numbers of 32-byte units.
+    Entry("rms_norm, of heads of odd units", (72, 104), "head", _rms_norm(), rows=8 * ROWS, dtypes=("fp32", "fp16")),
+    Entry("rms_norm, wide", WIDE, "hidden", _rms_norm(), dtypes=("bf16",)),
+    Entry("add_rms_norm, pre, wide", WIDE[:2], "hidden", _add_rms_norm(), dtypes=("bf16",)),
     Entry("add_rms_norm, pre", HIDDEN, "hidden", _add_rms_norm()),
     Entry("add_rms_norm, pre, gemma", HIDDEN, "hidden", _add_rms_norm(casting="gemma", offset=1.0)),
     Entry("add_rms_norm, post", HIDDEN, "hidden", _add_rms_norm(mode="post")),
@@ -380,8 +459,17 @@ TABLE: tuple[Entry, ...] = (
     Entry("rope, by turns, half", (128,), "head", _rope(0.5, pairs="interleaved", tables="first_half")),
     Entry("rope, by turns, tables of pairs", (64, 128), "head", _rope(pairs="interleaved", tables="first_half")),
     Entry("rope, regrouped", (64, 128), "head", _rope(pairs="regrouped", tables="first_half")),
-    Entry("embedding", HIDDEN, "hidden", _embedding(None)),
-    Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25)),
+    Entry("embedding", HIDDEN, "hidden", _embedding(None), follows_ids=True),
+    Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25), follows_ids=True),
+    *_experts_of("Qwen3 30B", 128, 8, 2048, 768),
+    *_experts_of("GPT-OSS 20B", 32, 4, 2880, 2880, biased=True, interleaved=True, **_GPT_OSS),
+    # A device's share under expert parallelism.
+    *_experts_of("DeepSeek-V3", 32, 8, 7168, 2048),
+    *_experts_of("Mixtral", 8, 2, 4096, 14336),
+    Entry("moe_experts, no gate", (1856,), "intermediate", _moe_experts(8, 2, False, gated=False, gate="relu2"),
+          max_traffic=_EXPERTS_LIMIT),
+    Entry("moe_experts, a gate of its own", (2048,), "hidden", _moe_experts(8, 2, True, own_gate=True),
+          max_traffic=_EXPERTS_LIMIT),
     _head("linear_cross_entropy", _cross_entropy()),
     _head("linear_cross_entropy, softcap", _cross_entropy(softcap=30.0, logit_scale=0.5)),
     _head("linear_cross_entropy, label smoothing, z-loss", _cross_entropy(label_smoothing=0.1, z_loss=1e-4)),
@@ -400,6 +488,30 @@ TABLE: tuple[Entry, ...] = (
     _head_of_values("grpo_loss, fused, cispo", _grpo(True, loss_type="cispo", **_CORRECTED_KL), VOCABULARIES[:1]),
     _head_of_values("grpo_loss, fused, sapo", _grpo(True, loss_type="sapo", **_CORRECTED_KL), VOCABULARIES[:1]),
 )  # fmt: skip
+
+
+# Vector instructions per element, counted by hand. A logit is converted to fp32, compared with the running maximum of
+# its lane, shifted by it, raised and added up; a softcap is 2 outer sigmoid(2 inner x) - outer.
+_STATISTICS, _GRADIENT = "_row_statistics_kernel", "_row_gradient_kernel"
+_SOFTCAP = "scale, exp, + 1, divide, - outer"
+MINIMA: dict[tuple[str, str], Minimum] = {
+    ("linear_cross_entropy", _STATISTICS): Minimum(5, "convert, maximum, subtract, exp, sum"),
+    ("linear_cross_entropy, label smoothing, z-loss", _STATISTICS): Minimum(6, "plain, and the sum of logits"),
+    ("linear_logprob, entropy", _STATISTICS): Minimum(8, "plain, scale by the temperature, p z and its sum"),
+    ("linear_cross_entropy, accuracy", _STATISTICS): Minimum(8, "plain, compare, select a place, least place"),
+    ("linear_cross_entropy, softcap", _STATISTICS): Minimum(10, f"plain and the softcap: {_SOFTCAP}"),
+    ("linear_cross_entropy, softcap", _GRADIENT): Minimum(
+        13, f"convert, {_SOFTCAP}, subtract, exp, scale, times 1 - (z / outer)^2 (3), convert"
+    ),
+    ("linear_logprob, everything", _STATISTICS): Minimum(
+        18, "softcap (10), p z and its sum, the sum of logits, p^2 and its sum, the maximum's place (3)"
+    ),
+    ("swiglu", "_backward_kernel"): Minimum(
+        16,
+        "3 in, 2 out to convert; s = 1 / (1 + exp(-g)) (4); a = g s; du = dy a; dg = dy u s (1 + (g - a)) (5)",
+    ),
+}
+"""By op of an entry and kernel."""
 
 
 def cases() -> list[Case]:
@@ -421,4 +533,4 @@ def model_cases(shapes: ModelShapes, dtype: str) -> list[Case]:
         "vocabulary": shapes.vocabulary,
     }
     fitted = (replace(e, sizes=(sizes[e.label],), dtypes=(dtype,)) for e in TABLE if dtype in e.dtypes)
-    return [replace(case, run_small=None) for entry in fitted for case in entry.cases()]
+    return [replace(case, run_small=None, few=None) for entry in fitted for case in entry.cases()]

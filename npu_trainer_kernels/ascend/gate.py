@@ -7,41 +7,79 @@ would do.
 
     rows = collect(cases, CHIPS)
     failures(rows)                        what fails, by kernel and rule: empty for a gate that passes
-    write_report(rows, path), report_is_current(rows, path)
 
-The report's compile time is the one column that a rerun would change: it is shown in coarse steps and left out when the
-report is compared, so that the file changes only with the kernels or the compiler.
+Some rules are about waiting, not about right or wrong: loads that wait for the vector unit by a fixed event, waits of
+the scalar unit executed per row, vector instructions per element over a minimum that was counted by hand. The last two
+are counted in a trace of a few rows. What cannot keep such a rule is listed with its reason (`listed.py`).
 """
 
-import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from .. import device
 from ..ops._launch import use_launcher
 from .launcher import LoweringLauncher, Recorder
-from .lower import Specialization, lower
-from .plan import MemoryPlan, plan_lowered, target_facts, violations
+from .listed import Listed, listed
+from .lower import Specialization, bind, lower
+from .plan import MemoryPlan, delays, plan_lowered, target_facts, violations
 from .toolchain import ToolchainError
+from .trace import counts, trace
 
 __all__ = [
+    "A3_CHIPS",
     "CHIPS",
-    "REPORTED_CHIPS",
+    "MAX_OVER_MINIMUM",
+    "MAX_WAITS_PER_ROW",
+    "SAMPLED_CHIPS",
     "Case",
+    "FewRows",
+    "Minimum",
     "Row",
     "collect",
     "collect_all",
     "failures",
-    "render",
-    "report_is_current",
-    "write_report",
+    "no_longer_needed",
+    "reason",
 ]
 
-CHIPS = ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4", "Ascend910_9382")
-REPORTED_CHIPS = ("Ascend950PR_9589",)  # in the table, but not gating: no kernel is tuned for it yet
+A3_CHIPS = tuple(name for name in device.ASCEND_CHIPS if name.startswith("Ascend910_93"))
+CHIPS = ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4", *A3_CHIPS)
+SAMPLED_CHIPS = ("Ascend950PR_9589",)  # every third shape: its compiler takes four times as long
+
+
+MAX_WAITS_PER_ROW = 8
+MAX_OVER_MINIMUM = 1.10
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """A case with few rows, as one core gets them.
+
+    Attributes:
+        run: calls the op; nothing is computed.
+        rows: how many.
+        elements: of all of them.
+    """
+
+    run: Callable[[], object]
+    rows: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """The fewest vector instructions per element that a kernel can do with, counted by hand in 16-bit dtypes.
+
+    Attributes:
+        count: how many.
+        formula: what they are.
+    """
+
+    count: float
+    formula: str
 
 
 @dataclass(frozen=True)
@@ -56,6 +94,8 @@ class Case:
         run_small: calls the op on CPU tensors of a small shape, and returns the fewest bytes that each kernel, by name,
             could have moved between HBM and the chip; None where the traffic is not measured.
         max_traffic: the most bytes moved, over the fewest possible, that passes where rows fit on the chip; None: any.
+        few: what is traced; None: nothing is.
+        minima: of each kernel, by name, that has one.
     """
 
     op: str
@@ -64,6 +104,8 @@ class Case:
     run: Callable[[], object]
     run_small: Callable[[], Mapping[str, int]] | None = None
     max_traffic: float | None = 1.05
+    few: FewRows | None = None
+    minima: Mapping[str, Minimum] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,6 +118,10 @@ class Row:
         traffic: bytes moved over the fewest possible, None where it is not measured.
         in_blocks: a row goes in column blocks, because it does not fit on the chip: then it is read more than once.
         broken: the rules that it breaks.
+        waits: waits of the scalar unit for the vector unit, executed per row; None where it is not traced.
+        instructions: vector instructions per element; None where it is not traced.
+        minimum: the fewest that would do; None: nobody counted.
+        delays: the rules about waiting that it breaks.
     """
 
     op: str
@@ -87,8 +133,22 @@ class Row:
     traffic: float | None
     in_blocks: bool
     broken: tuple[str, ...]
+    waits: float | None = None
+    instructions: float | None = None
+    minimum: Minimum | None = None
+    delays: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """Of one kernel of a case: waits per row and vector instructions per element."""
+
+    waits: float
+    instructions: float
+
+
+# By the kernel's name and which of its specializations it is, in the order of launches.
+_Traces = Mapping[tuple[str, int], _Traced]
 _Job = tuple[str, str]  # a specialization's content, and the facts of a target
 
 
@@ -112,14 +172,24 @@ def collect(cases: Iterable[Case], chips: Sequence[str] = CHIPS, workers: int = 
         for case in cases:
             # Chips of one size have the same tiles, and with the same number of cores the same grid.
             measured: dict[tuple[int, int], Future[Mapping[str, float]]] = {}
+            traced: dict[int, Future[_Traces]] = {}
+            recorded: dict[tuple[int, int], list[tuple[Specialization, bool]]] = {}
             for chip in chips:
                 spec = device.chip_spec(chip)
                 like = spec.vector_cores, spec.on_chip_bytes
                 if like not in measured:
                     measured[like] = pool.submit(_traffic, case, chip)
-                for launched, in_blocks in _launched(case, chip):
-                    planned = plans.of(launched)
-                    rows.append(partial(_row, case, launched.name, chip, planned, measured[like], in_blocks))
+                    recorded[like] = _launched(case, chip)
+                launches = [(replace(launched, chip=chip), in_blocks) for launched, in_blocks in recorded[like]]
+                planned = [plans.of(launched) for launched, _ in launches]
+                if spec.on_chip_bytes not in traced:
+                    traced[spec.on_chip_bytes] = pool.submit(_traced, case, chip)
+                seen: Counter[str] = Counter()
+                for (launched, in_blocks), its_plan in zip(launches, planned, strict=True):
+                    key = launched.name, seen[launched.name]
+                    seen[launched.name] += 1
+                    found = measured[like], traced[spec.on_chip_bytes]
+                    rows.append(partial(_row, case, key, chip, its_plan, *found, in_blocks))
         return [row() for row in rows]
 
 
@@ -180,7 +250,7 @@ def _launched(case: Case, chip: str) -> list[tuple[Specialization, bool]]:
 
 def _traffic(case: Case, chip: str) -> Mapping[str, float]:
     """Bytes moved by each kernel over the fewest possible, executed with the tiles of `chip`."""
-    if case.run_small is None or chip in REPORTED_CHIPS:
+    if case.run_small is None or chip in SAMPLED_CHIPS:
         return {}
     launcher = LoweringLauncher(chip)
     with device.use_chip(chip), use_launcher(launcher):
@@ -188,15 +258,43 @@ def _traffic(case: Case, chip: str) -> Mapping[str, float]:
     return {name: moved.bytes / least[name] for name, moved in launcher.traffic.items()}
 
 
+def _traced(case: Case, chip: str) -> _Traces:
+    """What the kernels of a case issue for each row and element. One core does all of the few rows, so that the tiles
+    are those of one core; the compiler's plan has no more to do with the number of cores."""
+    if case.few is None or chip in SAMPLED_CHIPS:  # a trace needs loops, and the library of its own generation
+        return {}
+    recorder = Recorder()
+    with device.use_spec(replace(device.chip_spec(chip), vector_cores=1)), use_launcher(recorder):
+        case.few.run()
+    launches = {launch.specialize(chip).content: launch for launch in recorder.launches}
+    found: dict[tuple[str, int], _Traced] = {}
+    seen: Counter[str] = Counter()
+    for launch in launches.values():
+        key = launch.kernel.__name__, seen[launch.kernel.__name__]
+        seen[key[0]] += 1
+        try:
+            events = trace(launch.specialize(chip), launch.grid, bind(launch.kernel, launch.args, launch.constexprs)[0])
+        except ToolchainError:
+            # Its plan says what is wrong with it; a plan that is right and cannot be followed is named by `_row`.
+            continue
+        did = counts(events)
+        # One program has one of the column blocks of each row.
+        blocks = launch.grid[1] if len(launch.grid) > 1 else 1
+        elements = case.few.elements / blocks
+        found[key] = _Traced(did.waits / case.few.rows, did.instructions_per_element(elements))
+    return found
+
+
 def _row(
     case: Case,
-    kernel: str,
+    key: tuple[str, int],
     chip: str,
     planned: Future[MemoryPlan | ToolchainError],
     measured: Future[Mapping[str, float]],
+    traces: Future[_Traces],
     in_blocks: bool,
 ) -> Row:
-    plan, traffic = planned.result(), None
+    plan, traffic, kernel = planned.result(), None, key[0]
     if isinstance(plan, MemoryPlan):
         plan = replace(plan, chip=chip)  # it may have been planned for another chip of the kind
     broken: list[str] = []
@@ -210,103 +308,65 @@ def _row(
     broken = violations(plan) + broken
     if traffic is not None and case.max_traffic is not None and not in_blocks and traffic > case.max_traffic:
         broken.append(f"traffic: {traffic:.3f} of the fewest bytes possible, at most {case.max_traffic:.3f}")
-    return Row(case.op, kernel, case.shape, case.dtype, chip, plan, traffic, in_blocks, tuple(broken))
+    row = Row(case.op, kernel, case.shape, case.dtype, chip, plan, traffic, in_blocks, tuple(broken))
+    found = traces.result().get(key)
+    if found is None:
+        if case.few is not None and plan.fits and chip not in SAMPLED_CHIPS:
+            row = replace(
+                row, broken=(*broken, "cannot be traced: its plan has something that the trace does not know")
+            )
+        return replace(row, delays=tuple(delays(plan)))
+    minimum = None if case.dtype == "fp32" else case.minima.get(kernel)
+    row = replace(row, waits=found.waits, instructions=found.instructions, minimum=minimum)
+    return replace(row, delays=(*delays(plan), *_delays(row)))
+
+
+def _delays(row: Row) -> list[str]:
+    """The rules about waiting that only a trace can show."""
+    broken = []
+    if row.waits is not None and row.waits > MAX_WAITS_PER_ROW:
+        broken.append(f"waits per row: {row.waits:.1f} executed, at most {MAX_WAITS_PER_ROW}")
+    if row.minimum is not None and row.instructions is not None:
+        most = MAX_OVER_MINIMUM * row.minimum.count
+        if row.instructions > most:
+            broken.append(f"instructions per element: {row.instructions:.1f}, at most {most:.1f}")
+    return broken
 
 
 def collect_all(cases: Iterable[Case], workers: int = 2) -> list[Row]:
-    """`collect` for all `CHIPS`, then for `REPORTED_CHIPS` every third shape in bf16: their compiler takes four times
-    as long, and they do not gate."""
+    """`collect` for all `CHIPS`, then for `SAMPLED_CHIPS` every third shape in bf16."""
     cases = list(cases)
-    reported = [case for case in cases if case.dtype == "bf16"][::3]
-    return collect(cases, CHIPS, workers) + collect(reported, REPORTED_CHIPS, workers)
+    sampled = [case for case in cases if case.dtype == "bf16"][::3]
+    return collect(cases, CHIPS, workers) + collect(sampled, SAMPLED_CHIPS, workers)
 
 
-def failures(rows: Iterable[Row]) -> list[str]:
-    """What breaks the gate, a line each: `op kernel shape dtype chip: rule: fact`. `REPORTED_CHIPS` never do."""
+def failures(rows: Iterable[Row], known: Sequence[Listed] | None = None) -> list[str]:
+    """What breaks the gate, a line each: `op kernel shape dtype chip: rule: fact`.
+
+    Args:
+        rows: of the gate.
+        known: what need not keep a rule about waiting; None: `listed.json`.
+    """
+    known = listed() if known is None else known
     return [
         f"{row.op} {row.kernel} {row.shape} {row.dtype} {row.chip}: {rule}"
         for row in rows
-        if row.chip not in REPORTED_CHIPS
-        for rule in row.broken
+        for rule in (*row.broken, *(delay for delay in row.delays if reason(row, delay, known) is None))
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------- the report
-_TIME_STEPS = ((1.0, "< 1"), (10.0, "< 10"), (60.0, "< 60"))
-_COLUMNS = (
-    "op",
-    "kernel",
-    "shape",
-    "dtype",
-    "chips",
-    "buffer",
-    "double-buffered",
-    "switches",
-    "traffic",
-    "verdict",
-    "seconds",
-)
-_HEADER = """# What the Ascend compiler says of every kernel
-
-Written by the gate (`make test-ascend`) from the real compiler's output; no chip was used, and nothing here is a time
-on one. Chips that differ in the number of cores alone share a plan; the gate's tests compile every kernel for both and
-compare. *buffer*: KiB of a core's unified buffer used / available. *switches*: waits between the vector and the scalar
-unit per row or tile of rows. *traffic*: bytes that the kernel moved between HBM and the chip over the fewest possible,
-counted when the lowering of one core's share is executed; the worst of the chips. *In blocks*: a row does not fit on
-the chip and is read twice. A row of class weights is read beside each row of logits; the fewest possible does not count
-it. fp16 moves what bf16 moves. *seconds*: seconds to compile, in steps (not compared). The 950 does not gate: no kernel
-is tuned for it, and every third shape is shown.
-"""
+def reason(row: Row, delay: str, known: Sequence[Listed]) -> str | None:
+    """Why a row need not keep a rule; None: it must."""
+    return next((entry.why for entry in known if entry.covers(row.op, row.kernel, row.shape, row.dtype, delay)), None)
 
 
-def render(rows: Iterable[Row]) -> str:
-    """The report as Markdown: chips with the same facts share a line; the order is that of `rows`."""
-    lines: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        lines.setdefault(_facts(row), []).append(row)
-    table = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
-    for (*where, buffer, buffered, switches, verdict), alike in lines.items():
-        chips = ", ".join(dict.fromkeys(row.chip.removeprefix("Ascend") for row in alike))
-        seconds = max(row.plan.seconds if row.plan else 0.0 for row in alike)
-        slowest = next((label for limit, label in _TIME_STEPS if seconds < limit), ">= 60")
-        table.append(_line([*where, chips, buffer, buffered, switches, _worst_traffic(alike), verdict, slowest]))
-    return _HEADER + "\n" + "\n".join(table) + "\n"
-
-
-def _facts(row: Row) -> tuple[str, ...]:
-    verdict = "; ".join(row.broken) or "passes"
-    where = (row.op, row.kernel, row.shape, row.dtype)
-    if row.plan is None:
-        return (*where, "", "", "", verdict)
-    used, size = row.plan.buffer_used / 1024, row.plan.buffer_size / 1024
-    buffered = "yes" if row.plan.double_buffered else "no"
-    return (*where, f"{used:.1f} / {size:.0f}", buffered, str(row.plan.vector_scalar_switches), verdict)
-
-
-def _worst_traffic(rows: Iterable[Row]) -> str:
-    found = [(row.traffic, row.in_blocks) for row in rows if row.traffic is not None]
-    if not found:
-        return ""
-    traffic, in_blocks = max(found)
-    return f"{traffic:.3f}" + (" (in blocks)" if in_blocks else "")
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-
-def write_report(rows: Iterable[Row], path: Path) -> None:
-    """Writes `render(rows)` to `path`; a report that is current is left as it is, compile times included."""
-    rows = list(rows)
-    if not report_is_current(rows, path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(rows))
-
-
-def report_is_current(rows: Iterable[Row], path: Path) -> bool:
-    """Whether the file says what `rows` say, compile times aside."""
-    return path.exists() and _without_times(path.read_text()) == _without_times(render(rows))
-
-
-def _without_times(report: str) -> str:
-    return re.sub(r" \| [^|]* \|$", " |", report, flags=re.MULTILINE)
+def no_longer_needed(rows: Sequence[Row], known: Sequence[Listed] | None = None) -> list[str]:
+    """What is listed and breaks no rule: the list must not outlive its reasons. `rows` are those of the whole gate."""
+    known = listed() if known is None else known
+    broken = [(row, delay) for row in rows for delay in row.delays]
+    return [
+        f"{part}: listed, but it keeps the rule"
+        for entry in known
+        for part in entry.parts()
+        if not any(part.covers(row.op, row.kernel, row.shape, row.dtype, delay) for row, delay in broken)
+    ]

@@ -140,7 +140,7 @@ def _forget() -> None:
 def _launches(what: Sweep, size: int, value: int | None) -> list[Launch]:
     """The kernel's launches."""
     recorder, entry = Recorder(), what.entry
-    tensors = cases.Tensors(cases.DTYPES[what.dtype], "cpu" if entry.reads_values else "meta")
+    tensors = cases.Tensors(cases.DTYPES[what.dtype], "cpu" if entry.reads_values or entry.follows_ids else "meta")
     with _with(what, value), device.use_chip(what.chip), use_launcher(recorder):
         entry.call(tensors, _rows(what) * device.chip_spec(what.chip).vector_cores, size)
     named = [launch for launch in recorder.launches if launch.kernel.__name__ == what.kernel]
@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             found += of_size
         if given.write:
             _write(given, what, found, bests)
-    except (ValueError, MissingDependencyError) as error:
+    except (ValueError, MissingDependencyError, toolchain.ToolchainError) as error:
         parser.error(str(error))
 
 

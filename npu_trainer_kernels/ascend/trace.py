@@ -6,8 +6,9 @@ So a program of a production kernel is followed in a fraction of a second, exact
 unit really waits for the vector unit (the library's own waits included, which the planned IR does not show), how many
 vector instructions an element costs, how many bytes are moved.
 
-No data is followed. Where a branch depends on it, ids are 0 and other numbers are 1: a token whose target lies in the
-first tile, a row with weight. Half of a branch that data decides is therefore not seen.
+Data is not followed, but for whole numbers that the scalar unit reads from tensors on the CPU: which rows an
+embedding's gradient adds up. Where else a branch depends on data, whole numbers are 0 and others 1: a token whose
+target lies in the first tile, a row with weight. Half of such a branch is not seen.
 """
 
 import math
@@ -15,15 +16,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
 from .device_library import Event, View, call
 from .lower import Specialization, lower
-from .plan import memory_of, planned
+from .plan import planned
 from .toolchain import ToolchainError
+from .walk import memory_of
 
 __all__ = ["Trace", "counts", "trace"]
 
@@ -52,8 +53,8 @@ class Trace:
     bytes_out: int
     loads: int
 
-    def instructions_per_element(self, elements: int) -> float:
-        """Vector instructions over a whole number of elements, as if each worked on 64 fp32 lanes."""
+    def instructions_per_element(self, elements: float) -> float:
+        """Vector instructions over a number of elements, as if each worked on 64 fp32 lanes."""
         return self.vector_repeats * LANES / elements
 
 
@@ -85,8 +86,7 @@ def trace(spec: Specialization, grid: tuple[int, ...], args: Mapping[str, Any], 
     Args:
         spec: the launch's specialization.
         grid: of the launch.
-        args: the value of each parameter by name (see `lower.bind`); of tensors only the type counts, so that they may
-            be meta tensors.
+        args: the value of each parameter by name (see `lower.bind`); tensors may be meta tensors.
         program: which program.
 
     Raises:
@@ -98,8 +98,13 @@ def trace(spec: Specialization, grid: tuple[int, ...], args: Mapping[str, Any], 
     run = _compiled(spec.name, text)
     given = [0, *_scratch(), *(_argument(i, args[name]) for i, name in enumerate(spec.runtime)), *(*grid, 1, 1)[:3]]
     events: list[Event] = []
-    run(events, program, *given)
+    values = [args[name] for name in spec.runtime]
+    run(events, program, [_whole_numbers(value) for value in values], *given)
     return events
+
+
+# The library never touches HBM, so that its addresses may be anything: every tensor gets a region of its own.
+_REGION_BITS = 44
 
 
 def _scratch() -> list[View]:
@@ -109,8 +114,26 @@ def _scratch() -> list[View]:
 def _argument(place: int, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    # HBM is never touched: every tensor gets a region of its own.
-    return View((place + 1) << 44, (value.numel(),), (1,), 8 * value.element_size(), "gm")
+    return View((place + 1) << _REGION_BITS, (value.numel(),), (1,), 8 * value.element_size(), "gm")
+
+
+def _whole_numbers(value: Any) -> torch.Tensor | None:
+    """A tensor of whole numbers as the memory that it lies in; None: its values are not read."""
+    if not isinstance(value, torch.Tensor) or value.is_meta or value.is_floating_point():
+        return None
+    rest = value.untyped_storage().nbytes() // value.element_size() - value.storage_offset()
+    return value.as_strided((rest,), (1,))
+
+
+def _read(data: list[torch.Tensor | None], view: View, index: tuple[int, ...]) -> int:
+    """A whole number as the scalar unit reads it from HBM."""
+    place = (view.address >> _REGION_BITS) - 1
+    tensor = data[place] if view.space == "gm" and 0 <= place < len(data) else None
+    if tensor is None:
+        return 0
+    first = view.address - ((place + 1) << _REGION_BITS)
+    at = first // tensor.element_size() + sum(a * b for a, b in zip(index, view.strides, strict=True))
+    return int(tensor[at])
 
 
 # ------------------------------------------------------------------------------------------- views, as memref has them
@@ -299,7 +322,8 @@ class _Translation:
         if operation.startswith("affine.") and name in ("apply", "min", "max"):
             return self.mapped(line, name, operands)
         if operation in ("memref.load", "affine.load"):
-            number = "0" if re.search(r"x(i\d+|index)\b", line[line.rindex("memref<") :]) else "1.0"
+            whole = re.search(r"x(i\d+|index)\b", line[line.rindex("memref<") :])
+            number = f"_read(data, {operands[0]}, ({', '.join(operands[1:])},))" if whole else "1.0"
             return f"(put(Event('scalar', {self.space(line)!r})), {number})[1]"
         if operation == "memref.cast":
             return operands[0]
@@ -351,9 +375,8 @@ class _Translation:
         return "gm" if "address_space<gm>" in line else "ub"
 
 
-@cache
 def _compiled(kernel: str, planned: str) -> Callable[..., None]:
-    """The Python function of a planned kernel: `run(events, program, *arguments)`."""
+    """The Python function of a planned kernel: `run(events, program, data, *arguments)`."""
     if "cf.cond_br " in planned or "cf.br " in planned:
         raise ToolchainError(kernel, "trace of the planned code", ["it has jumps in the place of loops"])
     translation = _Translation(kernel, planned)
@@ -369,9 +392,13 @@ def _compiled(kernel: str, planned: str) -> Callable[..., None]:
         if line == "  }":
             break
         translation.read(line)
-    head = [f"def run(events, program, {', '.join(parameters)}):", "    put, extend = events.append, events.extend"]
+    head = [
+        f"def run(events, program, data, {', '.join(parameters)}):",
+        "    put, extend = events.append, events.extend",
+    ]
     scope: dict[str, Any] = {
         "Event": Event, "call": call, "_view": _view, "_recast": _recast, "_subview": _subview, "_divided": _divided,
+        "_read": _read,
         "_collapsed": _collapsed, "_expanded": _expanded,
     }  # fmt: skip
     exec(compile("\n".join([*head, *translation.lines]), f"<planned {kernel}>", "exec"), scope)

@@ -94,6 +94,7 @@ def _as_json(row: "Row") -> dict[str, Any]:
         "buffer_used_bytes": plan.buffer_used if plan else None,
         "buffer_bytes": plan.buffer_size if plan else None,
         "double_buffered": plan.double_buffered if plan else None,
+        "fixed_waits": plan.fixed_waits if plan else None,
         "vector_scalar_switches": plan.vector_scalar_switches if plan else None,
         "in_blocks": row.in_blocks,
         "broken": list(row.broken),
@@ -103,7 +104,17 @@ def _as_json(row: "Row") -> dict[str, Any]:
 def _table(rows: "list[Row]") -> Table:
     """One line for chips of the same plan."""
     table = new_table()
-    for column in ("op", "kernel", "shape", "targets", "buffer", "double-buffered", "switches", "verdict"):
+    for column in (
+        "op",
+        "kernel",
+        "shape",
+        "targets",
+        "buffer",
+        "double-buffered",
+        "fixed waits",
+        "switches",
+        "verdict",
+    ):
         table.add_column(column)
     lines: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
@@ -111,9 +122,11 @@ def _table(rows: "list[Row]") -> Table:
         used, size = facts["buffer_used_bytes"], facts["buffer_bytes"]
         buffer = "" if used is None else f"{used / 1024:.1f} of {size / 1024:.0f} KiB"
         buffered = {None: "", True: "yes", False: "no"}[facts["double_buffered"]]
-        switches = "" if row.plan is None else str(row.plan.vector_scalar_switches)
+        fixed, switches = (
+            str(facts[name] or 0) if row.plan else "" for name in ("fixed_waits", "vector_scalar_switches")
+        )
         verdict = "FAILS" if row.broken else "passes"
-        line = (row.op, row.kernel, row.shape, buffer, buffered, switches, verdict)
+        line = (row.op, row.kernel, row.shape, buffer, buffered, fixed, switches, verdict)
         lines.setdefault(line, []).append(row.chip.removeprefix("Ascend"))
     for (op, kernel, shape, *rest), chips in lines.items():
         table.add_row(op, kernel, shape, ", ".join(dict.fromkeys(chips)), *rest)

@@ -10,7 +10,8 @@ A backend that gives a wrong result never wins, and plain PyTorch never wins at 
 memory, which a time does not show.
 
 On an accelerator some tiles (`tiling.TUNABLE`) are tried at half and twice the size that the formula gives, with half
-and twice the warps; on an NPU only at half, since the formula gives the largest that fits.
+and twice the warps where there are any. One that does not fit, which on an NPU the larger may not, is passed over and
+named.
 
 The winners are in a JSON file in your cache folder (NPU_KERNELS_CACHE, or ~/.cache/npu_trainer_kernels), by chip and by
 the versions of torch, Triton and this package. Ctrl-C keeps what was measured until then. NPU_KERNELS_TUNED=0 ignores
@@ -65,12 +66,14 @@ class Outcome:
         times: of each backend that is right; `plain` is PyTorch's.
         problems: what is wrong with the others, by backend.
         tiles: those that are faster than the formula's.
+        too_large: tiles that could not be compiled or launched, and why.
     """
 
     work: "Workload"
     times: "dict[str, Summary]" = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     tiles: "dict[TileKey, Variation]" = field(default_factory=dict)
+    too_large: list[str] = field(default_factory=list)
 
     @property
     def entry(self) -> "Entry | None":
@@ -157,7 +160,8 @@ def tune_op(work: "Workload", checked: "Workload", where: "torch.device") -> Out
             # The vendor's operators cover some calls (ValueError); logits of plain PyTorch may not fit.
             found.problems[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if "triton" in found.times and is_accelerator(where):
-        found.tiles, found.times["triton"] = tune_tiles(found.times["triton"], lambda: time("triton"), where)
+        tried = tune_tiles(found.times["triton"], lambda: time("triton"), where)
+        found.tiles, found.times["triton"], found.too_large = tried
     return found
 
 
@@ -180,20 +184,24 @@ def _timer(work: "Workload", where: "torch.device") -> "Callable[[str], Summary]
 
 def tune_tiles(
     best: "Summary", time: "Callable[[], Summary]", where: "torch.device"
-) -> "tuple[dict[TileKey, Variation], Summary]":
+) -> "tuple[dict[TileKey, Variation], Summary, list[str]]":
     """Tries each tile that an op asks for, one after the other; keeps what is faster beyond the spread.
+
+    Returns what is kept, the op's time with it, and a line for each tile that fails.
 
     Args:
         best: the op's time by the formula.
         time: times the op.
         where: the device.
     """
-    from .. import device, tiling
+    import torch
+
+    from .. import tiling
     from ..ops._launch import KernelError
     from ..tuned import Variation
 
     kept: dict[TileKey, Variation] = {}
-    spec = device.spec(where)
+    too_large: list[str] = []
     tiling.forget_tiles()
     time()  # asks for the tiles
     for name, args in sorted(tiling.asked_tiles(), key=str):
@@ -202,21 +210,22 @@ def tune_tiles(
         chosen = Variation()
         for size, warps in ((-1, 0), (1, 0), (0, -1), (0, 1), (-1, -1), (1, 1)):
             by = Variation(size, warps)
-            tile = str(tiling.varied(formula, by, spec))
+            tile = str(tiling.varied(formula, by))
             if tile in tried:
                 continue
             tried.add(tile)
             tiling.try_variation(name, args, by)
             try:
                 now = time()
-            except KernelError:  # too large for the chip
+            except (KernelError, torch.OutOfMemoryError) as error:
+                too_large.append(f"{name}{args[:-1]}, {_described(by)}: {str(error).strip().partition(chr(10))[0]}")
                 continue
             if best.slower_than(now):
                 best, chosen = now, by
         tiling.try_variation(name, args, chosen)
         # Also where it is the formula's: an earlier measurement may have said otherwise.
         kept[name, tuple(args[:-1])] = chosen
-    return kept, best
+    return kept, best, too_large
 
 
 def _pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
@@ -327,7 +336,13 @@ def _show(outcomes: list[Outcome], tiles: "dict[TileKey, Variation]", output: Ou
                         style="red" if name != "plain" else "yellow")  # fmt: skip
     for (name, args), by in tiles.items():
         if by != Variation():
-            output.text(f"{name}{args}: {_words('size', by.size)}, {_words('warps', by.warps)} as by formula")
+            output.text(f"{name}{args}: {_described(by)} as by formula")
+    for line in (line for o in outcomes for line in o.too_large):
+        output.text(f"passed over: {line}", style="dim")
+
+
+def _described(by: "Variation") -> str:
+    return f"{_words('size', by.size)}, {_words('warps', by.warps)}"
 
 
 def _words(what: str, by: int) -> str:
@@ -347,6 +362,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
         "times": {name: asdict(time) for name, time in outcome.times.items()},
         "problems": outcome.problems,
         "tiles": [{"function": f, "args": list(args), **asdict(by)} for (f, args), by in outcome.tiles.items()],
+        "too_large": outcome.too_large,
         "winner": _winner(outcome),
     }
 

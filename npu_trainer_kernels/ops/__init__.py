@@ -19,6 +19,7 @@ from .linear_cross_entropy import (
 )
 from .linear_logprob import LinearLogProbOutput, linear_logprob, linear_logprob_reference
 from .linear_rms_norm import linear_rms_norm, linear_rms_norm_reference
+from .moe_experts import moe_experts, moe_experts_reference
 from .rms_norm import rms_norm, rms_norm_reference
 from .rope import rope, rope_reference
 from .swiglu import swiglu, swiglu_linear, swiglu_linear_reference, swiglu_reference
@@ -49,6 +50,8 @@ __all__ = [
     "linear_logprob_reference",
     "linear_rms_norm",
     "linear_rms_norm_reference",
+    "moe_experts",
+    "moe_experts_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",

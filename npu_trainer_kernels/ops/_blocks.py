@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from .._triton import jit, tl
 
-__all__ = ["load", "load_fp32", "rounded", "row_of_weight", "store", "tile_mask", "tile_of"]
+__all__ = [
+    "load",
+    "load_fp32",
+    "load_per_row",
+    "rounded",
+    "row_of_weight",
+    "row_sums",
+    "store",
+    "store_per_row",
+    "tile_mask",
+    "tile_of",
+]
 
 
 @jit
@@ -36,22 +47,57 @@ def store(pointers, value, mask, MASKED: tl.constexpr):
         tl.store(pointers, value)
 
 
-# Of tiles `[ROWS, COLS]` of whole rows, or of column blocks of them.
+# Of tiles `[ROWS, COLS]` of whole rows, or of column blocks of them. A tile of one row may be folded: `FOLD` pieces of
+# it, one above the other. What belongs to a row is then there `FOLD` times: a sum over a tile of one row would be a
+# scalar, and an NPU's scalar unit, which issues all instructions, would wait until the vector unit is done.
 
 
 @jit
 def tile_mask(row, n_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Which elements of the tile at `row` exist."""
+    """Which elements of the tile at `row` exist; not for folded ones, which are whole rows."""
     rows = row + tl.arange(0, ROWS)[:, None] < n_rows
     cols = tl.arange(0, COLS)[None, :] < width
     return rows & cols
 
 
 @jit
-def tile_of(pointer, row, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Pointers `[ROWS, COLS]`. The row offset is 64-bit: rows x columns may exceed 2^31."""
+def tile_of(pointer, row, stride, ROWS: tl.constexpr, COLS: tl.constexpr, FOLD: tl.constexpr):
+    """Pointers `[ROWS, COLS]` or `[FOLD, COLS / FOLD]`. The row offset is 64-bit: rows x columns may exceed 2^31."""
     start = pointer + tl.cast(row, tl.int64) * stride
-    return start + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
+    if FOLD == 1:
+        return start + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
+    else:
+        PIECE: tl.constexpr = COLS // FOLD
+        return start + tl.arange(0, FOLD)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+
+
+@jit
+def row_sums(tile, FOLD: tl.constexpr):
+    """The sum of each row, `[ROWS]` or `[FOLD]`."""
+    sums = tl.sum(tile, axis=1)
+    if FOLD > 1:
+        sums = tl.sum(tl.broadcast_to(sums[None, :], [FOLD, FOLD]), axis=1)
+    return sums
+
+
+@jit
+def load_per_row(pointer, row, n_rows, ROWS: tl.constexpr, FOLD: tl.constexpr, TAIL: tl.constexpr):
+    """A number of each row of the tile, fp32 `[ROWS]` or `[FOLD]`."""
+    at = row + tl.arange(0, ROWS)
+    numbers = load_fp32(pointer + at, at < n_rows, TAIL)
+    if FOLD > 1:
+        numbers = tl.broadcast_to(numbers, [FOLD])
+    return numbers
+
+
+@jit
+def store_per_row(pointer, numbers, row, n_rows, ROWS: tl.constexpr, FOLD: tl.constexpr, TAIL: tl.constexpr):
+    """Stores a number of each row of the tile."""
+    at = row + tl.arange(0, ROWS * FOLD)
+    if FOLD > 1:
+        tl.store(pointer + at, numbers, mask=at < row + 1)
+    else:
+        store(pointer + at, numbers, at < n_rows, TAIL)
 
 
 @jit
@@ -63,8 +109,9 @@ def rounded(value, like, ROUND: tl.constexpr):
 
 
 @jit
-def row_of_weight(weight, offset, width, COLS: tl.constexpr, MASKED: tl.constexpr, ROUND: tl.constexpr):
-    """w' as `[1, COLS]` fp32, rounded to the weight's dtype where the casting adds the offset there."""
-    cols = tl.arange(0, COLS)[None, :]
-    w = load_fp32(weight + cols, cols < width, MASKED) + offset
+def row_of_weight(
+    weight, offset, width, COLS: tl.constexpr, FOLD: tl.constexpr, MASKED: tl.constexpr, ROUND: tl.constexpr
+):
+    """w' as `[1, COLS]` fp32, or folded, rounded to the weight's dtype where the casting adds the offset there."""
+    w = load_fp32(tile_of(weight, 0, 0, 1, COLS, FOLD), tile_mask(0, 1, width, 1, COLS), MASKED) + offset
     return rounded(w, weight, ROUND)

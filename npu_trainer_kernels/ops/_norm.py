@@ -21,12 +21,14 @@ added up afterwards in a fixed order: no atomics, the same bits every time.
 
 Tiles
 -----
-A row tile `[ROWS, COLS]` holds whole rows, so each element is read once. Rows that are too wide for the chip go in
-column blocks instead, at the price of a second read. Per-row values stay `[ROWS, 1]` tensors: a scalar would cross from
-the vector to the scalar unit and back on an NPU.
+A row tile `[ROWS, COLS]` holds whole rows, so each element is read once. Per-row values stay `[ROWS, 1]` tensors: a
+scalar would cross from the vector to the scalar unit and back on an NPU, so that there a tile of one row is folded into
+`FOLD` pieces (`row_sums`).
 
-Column blocks run each kernel twice, by its flags REDUCE and APPLY: the first run leaves one partial sum per row and
-block (and S, and dw), the second is elementwise.
+A row that is too wide for that on an NPU goes in two halves (HALVES): what is read waits on the chip in its own dtype
+until the row's sum is known, and is converted a second time. Rows that are wider still go in column blocks, at the
+price of a second read: each kernel runs twice, by its flags REDUCE and APPLY. The first run leaves one partial sum per
+row and block (and S, and dw), the second is elementwise.
 """
 
 from __future__ import annotations
@@ -35,7 +37,17 @@ import torch
 
 from .. import _vendor, device, tiling
 from .._triton import jit, tl
-from ._blocks import load_fp32, rounded, row_of_weight, store, tile_mask, tile_of
+from ._blocks import (
+    load_fp32,
+    load_per_row,
+    rounded,
+    row_of_weight,
+    row_sums,
+    store,
+    store_per_row,
+    tile_mask,
+    tile_of,
+)
 from ._checks import check_choice, check_float, check_same_device, is_number
 from ._fallback import falls_back
 from ._host import contiguous_like, promoted
@@ -118,34 +130,99 @@ def _gamma(weight: torch.Tensor | None, offset: float, casting: str) -> torch.Te
 
 
 @jit
+def _summed(x, residual, row, x_stride, residual_stride, mask, HAS_RESIDUAL: tl.constexpr, ROUND_SUM: tl.constexpr,
+            MULTIPLIER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FOLD: tl.constexpr,
+            MASKED: tl.constexpr):  # fmt: skip
+    """S of a tile, fp32."""
+    s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS, FOLD), mask, MASKED)
+    if HAS_RESIDUAL:
+        if MULTIPLIER != 1.0:
+            s = rounded(s * MULTIPLIER, x, True)
+        r = load_fp32(tile_of(residual, row, residual_stride, ROWS, COLS, FOLD), mask, MASKED)
+        s = rounded(s + r, x, ROUND_SUM)
+    return s
+
+
+@jit
+def _kept_sum(x, residual, row, x_stride, residual_stride, HAS_RESIDUAL: tl.constexpr, MULTIPLIER: tl.constexpr,
+              COLS: tl.constexpr, FOLD: tl.constexpr):  # fmt: skip
+    """S of half a row, in x's dtype."""
+    if HAS_RESIDUAL:
+        s = _summed(x, residual, row, x_stride, residual_stride, True, True, True, MULTIPLIER, 1, COLS, FOLD, False)
+        return s.to(x.dtype.element_ty)
+    else:
+        return tl.load(tile_of(x, row, x_stride, 1, COLS, FOLD))
+
+
+@jit
+def _from_kept(w, offset, ROUND: tl.constexpr):
+    """w' in fp32."""
+    w = w.to(tl.float32)
+    if not ROUND:
+        w += offset
+    return w
+
+
+@jit
+def _normed_tile(s, rstd, w, x, ROUND_SUM: tl.constexpr, HAS_WEIGHT: tl.constexpr, CASTING: tl.constexpr):
+    n = s * rounded(rstd[:, None], x, ROUND_SUM and CASTING == "none")
+    if HAS_WEIGHT:
+        n = rounded(n, x, ROUND_SUM and CASTING != "gemma") * w
+    return n
+
+
+@jit
 def _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
                   HAS_RESIDUAL: tl.constexpr, STORE_SUM: tl.constexpr, ROUND_SUM: tl.constexpr,
                   HAS_WEIGHT: tl.constexpr, CASTING: tl.constexpr, REDUCE: tl.constexpr, APPLY: tl.constexpr,
                   MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-                  TAIL: tl.constexpr):  # fmt: skip
+                  FOLD: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
     mask = tile_mask(row, n_rows, width, ROWS, COLS)
-    row_index = row + tl.arange(0, ROWS)
-    s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
-    if HAS_RESIDUAL:
-        if MULTIPLIER != 1.0:
-            s = rounded(s * MULTIPLIER, x, True)
-        r = load_fp32(tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
-        s = rounded(s + r, x, ROUND_SUM)
+    s = _summed(x, residual, row, x_stride, residual_stride, mask, HAS_RESIDUAL, ROUND_SUM, MULTIPLIER, ROWS, COLS,
+                FOLD, MASKED)  # fmt: skip
     if STORE_SUM:
-        store(tile_of(s_out, row, HIDDEN, ROWS, COLS), s, mask, MASKED)
+        store(tile_of(s_out, row, HIDDEN, ROWS, COLS, FOLD), s, mask, MASKED)
     if REDUCE:
-        rstd = tl.sum(s * s, axis=1)
+        rstd = row_sums(s * s, FOLD)
         if APPLY:
             rstd = tl.rsqrt(rstd * (1.0 / HIDDEN) + eps)
-        store(rstd_out + row_index, rstd, row_index < n_rows, TAIL)
+        store_per_row(rstd_out, rstd, row, n_rows, ROWS, FOLD, TAIL)
     else:
-        rstd = load_fp32(rstd_out + row_index, row_index < n_rows, TAIL)
+        rstd = load_per_row(rstd_out, row, n_rows, ROWS, FOLD, TAIL)
     if APPLY:
-        n = s * rounded(rstd[:, None], x, ROUND_SUM and CASTING == "none")
-        if HAS_WEIGHT:
-            n = rounded(n, x, ROUND_SUM and CASTING != "gemma") * w
-        store(tile_of(y, row, HIDDEN, ROWS, COLS), n, mask, MASKED)
+        n = _normed_tile(s, rstd, w, x, ROUND_SUM, HAS_WEIGHT, CASTING)
+        store(tile_of(y, row, HIDDEN, ROWS, COLS, FOLD), n, mask, MASKED)
+
+
+@jit
+def _forward_halves(x, residual, w, w_right, offset, s_out, y, rstd_out, row, n_rows, x_stride, residual_stride, eps,
+                    HAS_RESIDUAL: tl.constexpr, STORE_SUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+                    CASTING: tl.constexpr, MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, COLS: tl.constexpr,
+                    FOLD: tl.constexpr):  # fmt: skip
+    """A row in two halves, whose S, which has x's dtype, waits on the chip in it until rstd is known."""
+    left = _kept_sum(x, residual, row, x_stride, residual_stride, HAS_RESIDUAL, MULTIPLIER, COLS, FOLD)
+    right = _kept_sum(x + COLS, residual + COLS, row, x_stride, residual_stride, HAS_RESIDUAL, MULTIPLIER, COLS, FOLD)
+    if STORE_SUM:
+        tl.store(tile_of(s_out, row, HIDDEN, 1, COLS, FOLD), left)
+        tl.store(tile_of(s_out + COLS, row, HIDDEN, 1, COLS, FOLD), right)
+    squares = tl.zeros([FOLD], tl.float32)
+    # A compiler that does not know that it is always so keeps no fp32 copy for what follows.
+    if row < n_rows:
+        s = left.to(tl.float32)
+        squares = row_sums(s * s, FOLD)
+        s = right.to(tl.float32)
+        squares += row_sums(s * s, FOLD)
+    rstd = tl.rsqrt(squares * (1.0 / HIDDEN) + eps)
+    store_per_row(rstd_out, rstd, row, n_rows, 1, FOLD, False)
+    if HAS_WEIGHT:
+        w = _from_kept(w, offset, CASTING != "gemma")
+    n = _normed_tile(left.to(tl.float32), rstd, w, x, True, HAS_WEIGHT, CASTING)
+    tl.store(tile_of(y, row, HIDDEN, 1, COLS, FOLD), n.to(y.dtype.element_ty))
+    if HAS_WEIGHT:
+        w_right = _from_kept(w_right, offset, CASTING != "gemma")
+    n = _normed_tile(right.to(tl.float32), rstd, w_right, x, True, HAS_WEIGHT, CASTING)
+    tl.store(tile_of(y + COLS, row, HIDDEN, 1, COLS, FOLD), n.to(y.dtype.element_ty))
 
 
 @jit(lengths=("n_rows",))
@@ -173,39 +250,52 @@ def _forward_kernel(
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    FOLD: tl.constexpr,  # pieces of a tile of one row
+    HALVES: tl.constexpr,  # a row goes in two tiles that are on the chip together
 ):
     if CONTIGUOUS:
         x_stride = HIDDEN
         residual_stride = HIDDEN
-    width = HIDDEN
-    if not (REDUCE and APPLY):
-        # Column blocks along the grid's second axis.
-        column = tl.program_id(1) * COLS
-        width -= column
-        x += column
-        residual += column
-        weight += column
-        s_out += column
-        y += column
-        if REDUCE:
-            rstd_out += tl.program_id(1) * n_rows
-    w = 0.0
-    if HAS_WEIGHT and APPLY:
-        w = row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, CASTING != "gemma")
-        w = rounded(w, x, ROUND_SUM and CASTING == "none")
-    first = tl.program_id(0) * ROWS
-    step = tl.num_programs(0) * ROWS
-    n_whole = n_rows // ROWS * ROWS
-    for row in range(first, n_whole, step):
-        _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
-                      HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, MULTIPLIER, HIDDEN, ROWS,
-                      COLS, False)  # fmt: skip
-    if ROWS > 1:
-        # The rows that fill no tile go to the last program, which has no more tiles than any other.
-        for row in range(n_whole + step - ROWS - first, n_rows, step):
+    if HALVES:
+        w = 0.0
+        w_right = 0.0
+        if HAS_WEIGHT:
+            w = tl.load(tile_of(weight, 0, 0, 1, COLS, FOLD))
+            w_right = tl.load(tile_of(weight + COLS, 0, 0, 1, COLS, FOLD))
+        for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+            _forward_halves(x, residual, w, w_right, offset, s_out, y, rstd_out, row, n_rows, x_stride,
+                            residual_stride, eps, HAS_RESIDUAL, STORE_SUM, HAS_WEIGHT, CASTING, MULTIPLIER, HIDDEN,
+                            COLS, FOLD)  # fmt: skip
+    else:
+        width = HIDDEN
+        if not (REDUCE and APPLY):
+            # Column blocks along the grid's second axis.
+            column = tl.program_id(1) * COLS
+            width -= column
+            x += column
+            residual += column
+            weight += column
+            s_out += column
+            y += column
+            if REDUCE:
+                rstd_out += tl.program_id(1) * n_rows
+        w = 0.0
+        if HAS_WEIGHT and APPLY:
+            w = row_of_weight(weight, offset, width, COLS, FOLD, HIDDEN % COLS != 0, CASTING != "gemma")
+            w = rounded(w, x, ROUND_SUM and CASTING == "none")
+        first = tl.program_id(0) * ROWS
+        step = tl.num_programs(0) * ROWS
+        n_whole = n_rows // ROWS * ROWS
+        for row in range(first, n_whole, step):
             _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
                           HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, MULTIPLIER, HIDDEN,
-                          ROWS, COLS, True)  # fmt: skip
+                          ROWS, COLS, FOLD, False)  # fmt: skip
+        if ROWS > 1:
+            # The rows that fill no tile go to the last program, which has no more tiles than any other.
+            for row in range(n_whole + step - ROWS - first, n_rows, step):
+                _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
+                              HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, MULTIPLIER,
+                              HIDDEN, ROWS, COLS, FOLD, True)  # fmt: skip
 
 
 @jit
@@ -213,39 +303,89 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
                    ds_stride, HAS_RESIDUAL: tl.constexpr, HAS_DS: tl.constexpr, ROUND_SUM: tl.constexpr,
                    HAS_WEIGHT: tl.constexpr, STORE_DX: tl.constexpr, REDUCE: tl.constexpr, APPLY: tl.constexpr,
                    MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-                   TAIL: tl.constexpr):  # fmt: skip
+                   FOLD: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     """Writes ds of the tile; returns dy n, of which dw is the sum over rows."""
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
     mask = tile_mask(row, n_rows, width, ROWS, COLS)
-    row_index = row + tl.arange(0, ROWS)
-    rstd = load_fp32(rstd_in + row_index, row_index < n_rows, TAIL)[:, None]
-    s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
-    if HAS_RESIDUAL:
-        if MULTIPLIER != 1.0:
-            s = rounded(s * MULTIPLIER, x, True)
-        r = load_fp32(tile_of(residual, row, residual_stride, ROWS, COLS), mask, MASKED)
-        s = rounded(s + r, x, ROUND_SUM)
-    g = load_fp32(tile_of(dy, row, dy_stride, ROWS, COLS), mask, MASKED)
-    n = s * rstd
-    dy_n = g * n
+    rstd = load_per_row(rstd_in, row, n_rows, ROWS, FOLD, TAIL)[:, None]
+    s = _summed(x, residual, row, x_stride, residual_stride, mask, HAS_RESIDUAL, ROUND_SUM, MULTIPLIER, ROWS, COLS,
+                FOLD, MASKED)  # fmt: skip
+    # What rstd multiplies is formed once: dy n = (dy rstd) s, and ds = (dy rstd) w' - s (rstd^2 mean g n).
+    g = load_fp32(tile_of(dy, row, dy_stride, ROWS, COLS, FOLD), mask, MASKED) * rstd
+    dy_n = g * s
     if STORE_DX:
         if REDUCE:
             g_n = dy_n
             if HAS_WEIGHT:
                 g_n = dy_n * w
-            dot = tl.sum(g_n, axis=1)
+            dot = row_sums(g_n, FOLD)
             if not APPLY:
-                store(dots + row_index, dot, row_index < n_rows, TAIL)
+                store_per_row(dots, dot, row, n_rows, ROWS, FOLD, TAIL)
         else:
-            dot = load_fp32(dots + row_index, row_index < n_rows, TAIL)
+            dot = load_per_row(dots, row, n_rows, ROWS, FOLD, TAIL)
         if APPLY:
             if HAS_WEIGHT:
                 g = g * w
-            d = rstd * (g - n * (dot[:, None] * (1.0 / HIDDEN)))
+            d = g - s * (rstd * (rstd * (dot[:, None] * (1.0 / HIDDEN))))
             if HAS_DS:
-                d += load_fp32(tile_of(ds, row, ds_stride, ROWS, COLS), mask, MASKED)
-            store(tile_of(dx, row, HIDDEN, ROWS, COLS), d, mask, MASKED)
+                d += load_fp32(tile_of(ds, row, ds_stride, ROWS, COLS, FOLD), mask, MASKED)
+            store(tile_of(dx, row, HIDDEN, ROWS, COLS, FOLD), d, mask, MASKED)
     return dy_n
+
+
+@jit
+def _backward_half(s, g, w, offset, ds, dx, total, row, rstd, factor, ds_stride, HAS_DS: tl.constexpr,
+                   HAS_WEIGHT: tl.constexpr, ROUND_WEIGHT: tl.constexpr, STORE_DX: tl.constexpr,
+                   STORE_DW: tl.constexpr, HIDDEN: tl.constexpr, COLS: tl.constexpr, FOLD: tl.constexpr):  # fmt: skip
+    """Writes ds from what waits on the chip, and from factor = rstd^2 mean g n; returns total + dy n."""
+    s = s.to(tl.float32)
+    g = g.to(tl.float32) * rstd
+    if STORE_DW:
+        total += g * s
+    if STORE_DX:
+        if HAS_WEIGHT:
+            g = g * _from_kept(w, offset, ROUND_WEIGHT)
+        d = g - s * factor
+        if HAS_DS:
+            d += tl.load(tile_of(ds, row, ds_stride, 1, COLS, FOLD)).to(tl.float32)
+        tl.store(tile_of(dx, row, HIDDEN, 1, COLS, FOLD), d.to(dx.dtype.element_ty))
+    return total
+
+
+@jit
+def _dots(s, g, w, offset, HAS_WEIGHT: tl.constexpr, ROUND_WEIGHT: tl.constexpr, FOLD: tl.constexpr):
+    products = s.to(tl.float32) * g.to(tl.float32)
+    if HAS_WEIGHT:
+        products = products * _from_kept(w, offset, ROUND_WEIGHT)
+    return row_sums(products, FOLD)
+
+
+@jit
+def _backward_halves(x, residual, w, w_right, offset, dy, ds, rstd_in, dx, total, total_right, row, n_rows, x_stride,
+                     residual_stride, dy_stride, ds_stride, HAS_RESIDUAL: tl.constexpr, HAS_DS: tl.constexpr,
+                     HAS_WEIGHT: tl.constexpr, ROUND_WEIGHT: tl.constexpr, STORE_DX: tl.constexpr,
+                     STORE_DW: tl.constexpr, MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, COLS: tl.constexpr,
+                     FOLD: tl.constexpr):  # fmt: skip
+    """A row in two halves, whose S and dy wait on the chip in their own dtypes until the sum of g n is known; returns
+    the totals with dy n added."""
+    rstd = load_per_row(rstd_in, row, n_rows, 1, FOLD, False)[:, None]
+    dot = tl.zeros([FOLD], tl.float32)
+    left = _kept_sum(x, residual, row, x_stride, residual_stride, HAS_RESIDUAL, MULTIPLIER, COLS, FOLD)
+    g_left = tl.load(tile_of(dy, row, dy_stride, 1, COLS, FOLD))
+    # A compiler that does not know that it is always so keeps no fp32 copies for what follows.
+    if row < n_rows:
+        dot = _dots(left, g_left, w, offset, HAS_WEIGHT, ROUND_WEIGHT, FOLD)
+    right = _kept_sum(x + COLS, residual + COLS, row, x_stride, residual_stride, HAS_RESIDUAL, MULTIPLIER, COLS, FOLD)
+    g_right = tl.load(tile_of(dy + COLS, row, dy_stride, 1, COLS, FOLD))
+    if row < n_rows:
+        dot += _dots(right, g_right, w_right, offset, HAS_WEIGHT, ROUND_WEIGHT, FOLD)
+    factor = rstd * (rstd * (rstd * (dot[:, None] * (1.0 / HIDDEN))))
+    total_right = _backward_half(right, g_right, w_right, offset, ds + COLS, dx + COLS, total_right, row, rstd, factor,
+                                 ds_stride, HAS_DS, HAS_WEIGHT, ROUND_WEIGHT, STORE_DX, STORE_DW, HIDDEN, COLS,
+                                 FOLD)  # fmt: skip
+    total = _backward_half(left, g_left, w, offset, ds, dx, total, row, rstd, factor, ds_stride, HAS_DS, HAS_WEIGHT,
+                           ROUND_WEIGHT, STORE_DX, STORE_DW, HIDDEN, COLS, FOLD)  # fmt: skip
+    return total, total_right
 
 
 @jit(lengths=("n_rows",))
@@ -279,51 +419,72 @@ def _backward_kernel(
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    FOLD: tl.constexpr,  # pieces of a tile of one row
+    HALVES: tl.constexpr,  # a row goes in two tiles that are on the chip together
 ):
     if CONTIGUOUS:
         x_stride = HIDDEN
         residual_stride = HIDDEN
         dy_stride = HIDDEN
         ds_stride = HIDDEN
-    width = HIDDEN
-    if not (REDUCE and APPLY):
-        column = tl.program_id(1) * COLS
-        width -= column
-        x += column
-        residual += column
-        weight += column
-        dy += column
-        ds += column
-        dx += column
-        dw += column
-        if REDUCE:
-            dots += tl.program_id(1) * n_rows
-    w = 0.0
-    if HAS_WEIGHT and STORE_DX:
-        w = row_of_weight(weight, offset, width, COLS, HIDDEN % COLS != 0, ROUND_WEIGHT)
-    total = tl.zeros([1, COLS], tl.float32)
-    first = tl.program_id(0) * ROWS
-    step = tl.num_programs(0) * ROWS
-    n_whole = n_rows // ROWS * ROWS
-    for row in range(first, n_whole, step):
-        dy_n = _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride, residual_stride,
-                              dy_stride, ds_stride, HAS_RESIDUAL, HAS_DS, ROUND_SUM, HAS_WEIGHT, STORE_DX, REDUCE,
-                              APPLY, MULTIPLIER, HIDDEN, ROWS, COLS, False)  # fmt: skip
+    if HALVES:
+        w = 0.0
+        w_right = 0.0
+        if HAS_WEIGHT and STORE_DX:
+            w = tl.load(tile_of(weight, 0, 0, 1, COLS, FOLD))
+            w_right = tl.load(tile_of(weight + COLS, 0, 0, 1, COLS, FOLD))
+        total = tl.zeros([FOLD, COLS // FOLD], tl.float32)
+        total_right = tl.zeros([FOLD, COLS // FOLD], tl.float32)
+        for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+            total, total_right = _backward_halves(
+                x, residual, w, w_right, offset, dy, ds, rstd_in, dx, total, total_right, row, n_rows, x_stride,
+                residual_stride, dy_stride, ds_stride, HAS_RESIDUAL, HAS_DS, HAS_WEIGHT, ROUND_WEIGHT, STORE_DX,
+                STORE_DW, MULTIPLIER, HIDDEN, COLS, FOLD,
+            )  # fmt: skip
         if STORE_DW:
-            if ROWS > 1:
-                total += tl.sum(dy_n, axis=0)[None, :]
-            else:
-                total += dy_n
-    if ROWS > 1:
-        for row in range(n_whole + step - ROWS - first, n_rows, step):
+            tl.store(tile_of(dw, tl.program_id(0), HIDDEN, 1, COLS, FOLD), total)
+            tl.store(tile_of(dw + COLS, tl.program_id(0), HIDDEN, 1, COLS, FOLD), total_right)
+    else:
+        width = HIDDEN
+        if not (REDUCE and APPLY):
+            column = tl.program_id(1) * COLS
+            width -= column
+            x += column
+            residual += column
+            weight += column
+            dy += column
+            ds += column
+            dx += column
+            dw += column
+            if REDUCE:
+                dots += tl.program_id(1) * n_rows
+        w = 0.0
+        if HAS_WEIGHT and STORE_DX:
+            w = row_of_weight(weight, offset, width, COLS, FOLD, HIDDEN % COLS != 0, ROUND_WEIGHT)
+        total = tl.zeros([FOLD, COLS // FOLD], tl.float32)
+        first = tl.program_id(0) * ROWS
+        step = tl.num_programs(0) * ROWS
+        n_whole = n_rows // ROWS * ROWS
+        for row in range(first, n_whole, step):
             dy_n = _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride,
                                   residual_stride, dy_stride, ds_stride, HAS_RESIDUAL, HAS_DS, ROUND_SUM, HAS_WEIGHT,
-                                  STORE_DX, REDUCE, APPLY, MULTIPLIER, HIDDEN, ROWS, COLS, True)  # fmt: skip
+                                  STORE_DX, REDUCE, APPLY, MULTIPLIER, HIDDEN, ROWS, COLS, FOLD, False)  # fmt: skip
             if STORE_DW:
-                total += tl.sum(dy_n, axis=0)[None, :]
-    if STORE_DW:
-        cols = tl.arange(0, COLS)[None, :]
-        store(dw + tl.program_id(0) * HIDDEN + cols, total, cols < width, HIDDEN % COLS != 0)
+                if ROWS > 1:
+                    total += tl.sum(dy_n, axis=0)[None, :]
+                else:
+                    total += dy_n
+        if ROWS > 1:
+            for row in range(n_whole + step - ROWS - first, n_rows, step):
+                dy_n = _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width, x_stride,
+                                      residual_stride, dy_stride, ds_stride, HAS_RESIDUAL, HAS_DS, ROUND_SUM,
+                                      HAS_WEIGHT, STORE_DX, REDUCE, APPLY, MULTIPLIER, HIDDEN, ROWS, COLS, FOLD,
+                                      True)  # fmt: skip
+                if STORE_DW:
+                    total += tl.sum(dy_n, axis=0)[None, :]
+        if STORE_DW:
+            exists = tile_mask(0, 1, width, 1, COLS)
+            store(tile_of(dw, tl.program_id(0), HIDDEN, 1, COLS, FOLD), total, exists, HIDDEN % COLS != 0)
 
 
 @jit(lengths=("n_rows",))
@@ -370,6 +531,8 @@ def _launch_forward(
     n_rows = x.numel() // hidden
     x, x_stride = as_rows(x)
     r, r_stride = (x, x_stride) if residual is None else as_rows(residual)
+    if tile.halves and casting != "gemma" and weight is not None:
+        weight, offset = shifted(weight, offset), 0.0  # the kernel keeps w' in the weight's dtype
     programs = tiling.programs(-(-n_rows // tile.rows), spec, tile.blocks)
     launch(
         _forward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),
@@ -378,7 +541,8 @@ def _launch_forward(
         HAS_RESIDUAL=residual is not None, STORE_SUM=s_out is not None,
         ROUND_SUM=promoted(x.dtype, r.dtype) == x.dtype, HAS_WEIGHT=weight is not None, CASTING=casting,
         CONTIGUOUS=x_stride == hidden == r_stride, REDUCE=reduce, APPLY=apply,
-        MULTIPLIER=float(multiplier), HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        MULTIPLIER=float(multiplier), HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, FOLD=tile.pieces,
+        HALVES=tile.halves, **tile.options,
     )  # fmt: skip
 
 
@@ -435,17 +599,21 @@ def _launch_backward(
     r, r_stride = (x, x_stride) if residual is None else as_rows(residual)
     dy, dy_stride = as_rows(dy)
     s, s_stride = (x, x_stride) if ds is None else as_rows(ds)
+    w = weight
+    if tile.halves and casting != "gemma" and weight is not None:
+        w, offset = shifted(weight, offset), 0.0  # the kernel keeps w' in the weight's dtype
     programs = tiling.accumulating_programs(-(-n_rows // tile.rows), spec, tile.blocks, tile.options)
     dw = x.new_empty(programs, hidden, dtype=torch.float32) if needs_dw else None
     launch(
         _backward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),
-        x, r, x if weight is None else weight, dy, s, rstd, dots, x if dx is None else dx, rstd if dw is None else dw,
+        x, r, x if w is None else w, dy, s, rstd, dots, x if dx is None else dx, rstd if dw is None else dw,
         n_rows, x_stride, r_stride, dy_stride, s_stride, offset,
         HAS_RESIDUAL=residual is not None, HAS_DS=ds is not None, ROUND_SUM=promoted(x.dtype, r.dtype) == x.dtype,
         HAS_WEIGHT=weight is not None, ROUND_WEIGHT=casting != "gemma", STORE_DX=dx is not None, STORE_DW=needs_dw,
         CONTIGUOUS=x_stride == hidden == r_stride and dy_stride == hidden == s_stride,
         REDUCE=reduce, APPLY=apply, MULTIPLIER=float(multiplier), HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols,
-        **tile.options,
+        FOLD=tile.pieces,
+        HALVES=tile.halves, **tile.options,
     )  # fmt: skip
     return None if dw is None or weight is None else sum_of_partials(dw, weight.dtype, spec)
 
@@ -488,7 +656,8 @@ def norm_backward(
     w = None if weight is None else weight.contiguous()
     spec = device.spec(x.device)
     # ds arrives in S's dtype.
-    tile = tiling.norm_backward_tile(hidden, max(dtype.itemsize, dy.dtype.itemsize), ds is not None, spec)
+    itemsize = max(dtype.itemsize, dy.dtype.itemsize)
+    tile = tiling.norm_backward_tile(hidden, itemsize, residual is not None, ds is not None, spec)
     if tile.blocks == 1:
         dw = _launch_backward(x, residual, w, rstd, dy, ds, rstd, dx, needs_dw, offset, casting, multiplier, tile, spec)
         return dx, dw

@@ -42,7 +42,17 @@ import torch
 
 from .. import device, tiling
 from .._triton import jit, tl
-from ._blocks import load_fp32, rounded, row_of_weight, store, tile_mask, tile_of
+from ._blocks import (
+    load_fp32,
+    load_per_row,
+    rounded,
+    row_of_weight,
+    row_sums,
+    store,
+    store_per_row,
+    tile_mask,
+    tile_of,
+)
 from ._fallback import falls_back
 from ._host import contiguous_like, promoted
 from ._launch import launch
@@ -167,9 +177,10 @@ def _distances(s, mean, width, SIZE: tl.constexpr, COLS: tl.constexpr):
 
 
 @jit
-def _statistics(s, x, width, eps, CENTRED: tl.constexpr, APPLY: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr):
+def _statistics(s, x, width, eps, CENTRED: tl.constexpr, APPLY: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
+                FOLD: tl.constexpr):  # fmt: skip
     """(mean, rstd) of a tile's rows; without APPLY of a column block: its mean, and the sum of squares."""
-    mean = tl.sum(s, axis=1)
+    mean = row_sums(s, FOLD)
     d = s
     if CENTRED:
         # Divided, not multiplied by a reciprocal: the mean of equal numbers is that number.
@@ -178,9 +189,9 @@ def _statistics(s, x, width, eps, CENTRED: tl.constexpr, APPLY: tl.constexpr, SI
         d = _distances(s, mean, width, SIZE, COLS)
         if x.dtype.element_ty == tl.float32:
             # What rounding took from a large mean is as large as digits of the rest, where x has them: it is added.
-            mean += tl.sum(d, axis=1) / count
+            mean += row_sums(d, FOLD) / count
             d = _distances(s, mean, width, SIZE, COLS)
-    squares = tl.sum(d * d, axis=1)
+    squares = row_sums(d * d, FOLD)
     if APPLY:
         squares = tl.rsqrt(squares * (1.0 / SIZE) + eps)
     return mean, squares
@@ -191,24 +202,22 @@ def _forward_tile(x, gate, w, b, y, mean_at, rstd_at, row, n_rows, width, x_stri
                   CENTRED: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, HAS_WEIGHT: tl.constexpr,
                   HAS_BIAS: tl.constexpr, ROUND: tl.constexpr, ROUND_PRODUCT: tl.constexpr, REDUCE: tl.constexpr,
                   APPLY: tl.constexpr, SIZE: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
-                  COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+                  COLS: tl.constexpr, FOLD: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     MASKED: tl.constexpr = TAIL or SIZE % COLS != 0
     mask = tile_mask(row, n_rows, width, ROWS, COLS)
-    row_index = row + tl.arange(0, ROWS)
-    exists = row_index < n_rows
-    s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
+    s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS, FOLD), mask, MASKED)
     if GATE != "none":
-        a, _ = _activated(load_fp32(tile_of(gate, row, gate_stride, ROWS, COLS), mask, MASKED), ACTIVATION)
+        a, _ = _activated(load_fp32(tile_of(gate, row, gate_stride, ROWS, COLS, FOLD), mask, MASKED), ACTIVATION)
     if GATE == "before":
         s = s * a
     if REDUCE:
-        mean, rstd = _statistics(s, x, width, eps, CENTRED, APPLY, SIZE, COLS)
+        mean, rstd = _statistics(s, x, width, eps, CENTRED, APPLY, SIZE, COLS, FOLD)
         if CENTRED:
-            store(mean_at + row_index, mean, exists, TAIL)
-        store(rstd_at + row_index, rstd, exists, TAIL)
+            store_per_row(mean_at, mean, row, n_rows, ROWS, FOLD, TAIL)
+        store_per_row(rstd_at, rstd, row, n_rows, ROWS, FOLD, TAIL)
     else:
-        mean = load_fp32(mean_at + row_index, exists, TAIL)
-        rstd = load_fp32(rstd_at + row_index, exists, TAIL)
+        mean = load_per_row(mean_at, row, n_rows, ROWS, FOLD, TAIL)
+        rstd = load_per_row(rstd_at, row, n_rows, ROWS, FOLD, TAIL)
     if APPLY:
         if CENTRED:
             s = s - mean[:, None]
@@ -219,7 +228,7 @@ def _forward_tile(x, gate, w, b, y, mean_at, rstd_at, row, n_rows, width, x_stri
             u = u + b
         if GATE == "after":
             u = rounded(u, x, ROUND_PRODUCT) * a
-        store(tile_of(y, row, HIDDEN, ROWS, COLS), u, mask, MASKED)
+        store(tile_of(y, row, HIDDEN, ROWS, COLS, FOLD), u, mask, MASKED)
 
 
 @jit(lengths=("n_rows",))
@@ -251,6 +260,7 @@ def _forward_kernel(
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    FOLD: tl.constexpr,  # pieces of a tile of one row
 ):
     if CONTIGUOUS:
         x_stride = HIDDEN
@@ -276,22 +286,22 @@ def _forward_kernel(
     w = 0.0
     b = 0.0
     if HAS_WEIGHT and APPLY:
-        w = row_of_weight(weight, offset, width, COLS, SIZE % COLS != 0, ROUND_WEIGHT)
+        w = row_of_weight(weight, offset, width, COLS, FOLD, SIZE % COLS != 0, ROUND_WEIGHT)
     if HAS_BIAS and APPLY:
-        b = row_of_weight(bias, 0.0, width, COLS, SIZE % COLS != 0, False)
+        b = row_of_weight(bias, 0.0, width, COLS, FOLD, SIZE % COLS != 0, False)
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
     n_whole = n_rows // ROWS * ROWS
     for row in range(first, n_whole, step):
         _forward_tile(x, gate, w, b, y, mean, rstd, row, n_rows, width, x_stride, gate_stride, eps, CENTRED, GATE,
                       ACTIVATION, HAS_WEIGHT, HAS_BIAS, ROUND, ROUND_PRODUCT, REDUCE, APPLY, SIZE, HIDDEN, ROWS, COLS,
-                      False)  # fmt: skip
+                      FOLD, False)  # fmt: skip
     if ROWS > 1:
         # The rows that fill no tile go to the last program, which has no more tiles than any other.
         for row in range(n_whole + step - ROWS - first, n_rows, step):
             _forward_tile(x, gate, w, b, y, mean, rstd, row, n_rows, width, x_stride, gate_stride, eps, CENTRED, GATE,
                           ACTIVATION, HAS_WEIGHT, HAS_BIAS, ROUND, ROUND_PRODUCT, REDUCE, APPLY, SIZE, HIDDEN, ROWS,
-                          COLS, True)  # fmt: skip
+                          COLS, FOLD, True)  # fmt: skip
 
 
 @jit
@@ -299,23 +309,21 @@ def _backward_tile(x, gate, w, b, dy, mean_at, rstd_at, dots, sums, dx, dgate, r
                    gate_stride, dy_stride, CENTRED: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
                    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_DX: tl.constexpr, REDUCE: tl.constexpr,
                    APPLY: tl.constexpr, SIZE: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
-                   COLS: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+                   COLS: tl.constexpr, FOLD: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
     """Writes dx and dgate of the tile; returns (g n, g), of which dw and db are the sums over rows."""
     MASKED: tl.constexpr = TAIL or SIZE % COLS != 0
     mask = tile_mask(row, n_rows, width, ROWS, COLS)
-    row_index = row + tl.arange(0, ROWS)
-    exists = row_index < n_rows
-    raw = load_fp32(tile_of(x, row, x_stride, ROWS, COLS), mask, MASKED)
+    raw = load_fp32(tile_of(x, row, x_stride, ROWS, COLS, FOLD), mask, MASKED)
     if GATE != "none":
-        a, slope = _activated(load_fp32(tile_of(gate, row, gate_stride, ROWS, COLS), mask, MASKED), ACTIVATION)
+        a, slope = _activated(load_fp32(tile_of(gate, row, gate_stride, ROWS, COLS, FOLD), mask, MASKED), ACTIVATION)
     s = raw
     if GATE == "before":
         s = raw * a
     if CENTRED:
-        s = s - load_fp32(mean_at + row_index, exists, TAIL)[:, None]
-    rstd = load_fp32(rstd_at + row_index, exists, TAIL)[:, None]
+        s = s - load_per_row(mean_at, row, n_rows, ROWS, FOLD, TAIL)[:, None]
+    rstd = load_per_row(rstd_at, row, n_rows, ROWS, FOLD, TAIL)[:, None]
     n = s * rstd
-    g = load_fp32(tile_of(dy, row, dy_stride, ROWS, COLS), mask, MASKED)
+    g = load_fp32(tile_of(dy, row, dy_stride, ROWS, COLS, FOLD), mask, MASKED)
     if GATE == "after":
         if STORE_DX and APPLY:
             u = n
@@ -323,7 +331,7 @@ def _backward_tile(x, gate, w, b, dy, mean_at, rstd_at, dots, sums, dx, dgate, r
                 u = u * w
             if HAS_BIAS:
                 u = u + b
-            store(tile_of(dgate, row, HIDDEN, ROWS, COLS), g * u * slope, mask, MASKED)
+            store(tile_of(dgate, row, HIDDEN, ROWS, COLS, FOLD), g * u * slope, mask, MASKED)
         g = g * a
     g_n = g * n
     if STORE_DX:
@@ -333,28 +341,28 @@ def _backward_tile(x, gate, w, b, dy, mean_at, rstd_at, dots, sums, dx, dgate, r
             h = g * w
             h_n = g_n * w
         if REDUCE:
-            dot = tl.sum(h_n, axis=1)
+            dot = row_sums(h_n, FOLD)
             total = dot
             if CENTRED:
-                total = tl.sum(h, axis=1)
+                total = row_sums(h, FOLD)
             if not APPLY:
-                store(dots + row_index, dot, exists, TAIL)
+                store_per_row(dots, dot, row, n_rows, ROWS, FOLD, TAIL)
                 if CENTRED:
-                    store(sums + row_index, total, exists, TAIL)
+                    store_per_row(sums, total, row, n_rows, ROWS, FOLD, TAIL)
         else:
-            dot = load_fp32(dots + row_index, exists, TAIL)
+            dot = load_per_row(dots, row, n_rows, ROWS, FOLD, TAIL)
             total = dot
             if CENTRED:
-                total = load_fp32(sums + row_index, exists, TAIL)
+                total = load_per_row(sums, row, n_rows, ROWS, FOLD, TAIL)
         if APPLY:
             d = h - n * (dot[:, None] * (1.0 / SIZE))
             if CENTRED:
                 d = d - total[:, None] * (1.0 / SIZE)
             d = d * rstd
             if GATE == "before":
-                store(tile_of(dgate, row, HIDDEN, ROWS, COLS), d * raw * slope, mask, MASKED)
+                store(tile_of(dgate, row, HIDDEN, ROWS, COLS, FOLD), d * raw * slope, mask, MASKED)
                 d = d * a
-            store(tile_of(dx, row, HIDDEN, ROWS, COLS), d, mask, MASKED)
+            store(tile_of(dx, row, HIDDEN, ROWS, COLS, FOLD), d, mask, MASKED)
     return g_n, g
 
 
@@ -394,6 +402,7 @@ def _backward_kernel(
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    FOLD: tl.constexpr,  # pieces of a tile of one row
 ):
     if CONTIGUOUS:
         x_stride = HIDDEN
@@ -425,18 +434,18 @@ def _backward_kernel(
     w = 0.0
     b = 0.0
     if HAS_WEIGHT and STORE_DX:
-        w = row_of_weight(weight, offset, width, COLS, SIZE % COLS != 0, ROUND_WEIGHT)
+        w = row_of_weight(weight, offset, width, COLS, FOLD, SIZE % COLS != 0, ROUND_WEIGHT)
     if HAS_BIAS and (GATE == "after" and STORE_DX):
-        b = row_of_weight(bias, 0.0, width, COLS, SIZE % COLS != 0, False)
-    sum_w = tl.zeros([1, COLS], tl.float32)
-    sum_b = tl.zeros([1, COLS], tl.float32)
+        b = row_of_weight(bias, 0.0, width, COLS, FOLD, SIZE % COLS != 0, False)
+    sum_w = tl.zeros([FOLD, COLS // FOLD], tl.float32)
+    sum_b = tl.zeros([FOLD, COLS // FOLD], tl.float32)
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
     n_whole = n_rows // ROWS * ROWS
     for row in range(first, n_whole, step):
         g_n, g = _backward_tile(x, gate, w, b, dy, mean, rstd, dots, sums, dx, dgate, row, n_rows, width, x_stride,
                                 gate_stride, dy_stride, CENTRED, GATE, ACTIVATION, HAS_WEIGHT, HAS_BIAS, STORE_DX,
-                                REDUCE, APPLY, SIZE, HIDDEN, ROWS, COLS, False)  # fmt: skip
+                                REDUCE, APPLY, SIZE, HIDDEN, ROWS, COLS, FOLD, False)  # fmt: skip
         if STORE_DW:
             sum_w += tl.sum(g_n, axis=0)[None, :] if ROWS > 1 else g_n
         if STORE_DB:
@@ -445,16 +454,16 @@ def _backward_kernel(
         for row in range(n_whole + step - ROWS - first, n_rows, step):
             g_n, g = _backward_tile(x, gate, w, b, dy, mean, rstd, dots, sums, dx, dgate, row, n_rows, width, x_stride,
                                     gate_stride, dy_stride, CENTRED, GATE, ACTIVATION, HAS_WEIGHT, HAS_BIAS, STORE_DX,
-                                    REDUCE, APPLY, SIZE, HIDDEN, ROWS, COLS, True)  # fmt: skip
+                                    REDUCE, APPLY, SIZE, HIDDEN, ROWS, COLS, FOLD, True)  # fmt: skip
             if STORE_DW:
                 sum_w += tl.sum(g_n, axis=0)[None, :]
             if STORE_DB:
                 sum_b += tl.sum(g, axis=0)[None, :]
-    cols = tl.arange(0, COLS)[None, :]
+    exists = tile_mask(0, 1, width, 1, COLS)
     if STORE_DW:
-        store(dw + tl.program_id(0) * HIDDEN + cols, sum_w, cols < width, SIZE % COLS != 0)
+        store(tile_of(dw, tl.program_id(0), HIDDEN, 1, COLS, FOLD), sum_w, exists, SIZE % COLS != 0)
     if STORE_DB:
-        store(db + tl.program_id(0) * HIDDEN + cols, sum_b, cols < width, SIZE % COLS != 0)
+        store(tile_of(db, tl.program_id(0), HIDDEN, 1, COLS, FOLD), sum_b, exists, SIZE % COLS != 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -484,7 +493,7 @@ def _launch_forward(
         HAS_BIAS=bias is not None, ROUND=form.casting == "llama",
         ROUND_PRODUCT=form.casting == "llama" and (weight is None or promoted(x.dtype, weight.dtype) == x.dtype),
         ROUND_WEIGHT=form.rounds_weight, CONTIGUOUS=x_stride == hidden == z_stride, REDUCE=reduce, APPLY=apply,
-        SIZE=hidden // form.groups, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        SIZE=hidden // form.groups, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, FOLD=tile.pieces, **tile.options,
     )  # fmt: skip
 
 
@@ -565,7 +574,8 @@ def _launch_backward(
         CENTRED=form.centred, GATE=form.gate, ACTIVATION=form.activation, HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None, ROUND_WEIGHT=form.rounds_weight, STORE_DX=dx is not None, STORE_DW=needs_dw,
         STORE_DB=needs_db, CONTIGUOUS=x_stride == hidden == z_stride and dy_stride == hidden, REDUCE=reduce,
-        APPLY=apply, SIZE=hidden // form.groups, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        APPLY=apply, SIZE=hidden // form.groups, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, FOLD=tile.pieces,
+        **tile.options,
     )  # fmt: skip
     return (
         None if dw is None or weight is None else sum_of_partials(dw, weight.dtype, spec),

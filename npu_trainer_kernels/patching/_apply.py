@@ -149,7 +149,7 @@ class NpuKernels:
         op = patch.op
         plain = None if self._by_name else backends.keeps_plain(op, scene.where, scene.backend)
         if plain is not None and not backends.every_measurement(op, scene.where, scene.backend):
-            self._report.left_alone.append(LeftAlone("", "", op, plain, counts=False))
+            self._report.left_alone.append(LeftAlone("", "", op, plain, counts=patch.misses(scene)))
             return
         self._report.reasons[op] = backends.explain(op, scene.where, scene.backend)[1]
         for path, module in patch.candidates(scene):

@@ -207,6 +207,10 @@ class Patch:
         """Why modules of a form keep their own code unless the op is asked for by name, or None."""
         return None
 
+    def misses(self, scene: Scene) -> bool:
+        """Whether the report is to say in short, too, that all modules keep their own code on a device."""
+        return False
+
     def tokens(self, *args: Any) -> int:
         """How many tokens a call has (of a module: the rows of its first argument)."""
         x = args[1]

@@ -1,6 +1,7 @@
 """The patches, by op, in the order in which they are applied."""
 
 from ._embeddings import EmbeddingPatch
+from ._experts import ExpertsPatch
 from ._head import LmHeadPatch
 from ._mlps import GatedMlpPatch
 from ._norms import GatedRmsNormPatch, LayerNormPatch, RmsNormPatch
@@ -21,6 +22,7 @@ PATCHES: dict[str, Patch] = {
         AddRmsNormPatch(),
         EmbeddingPatch(),
         GatedMlpPatch(),
+        ExpertsPatch(),
         RopePatch(),
         PaddingPatch(),
         LmHeadPatch(),

@@ -5,8 +5,9 @@ import torch
 
 from npu_trainer_kernels import device
 from npu_trainer_kernels.ascend import gate
-from npu_trainer_kernels.ascend.gate import CHIPS, Case, collect, failures, render, report_is_current, write_report
+from npu_trainer_kernels.ascend.gate import CHIPS, Case, FewRows, Minimum, collect, failures
 from npu_trainer_kernels.ascend.plan import plan_lowered
+from npu_trainer_kernels.ascend.report import render, report_is_current, write_report
 from npu_trainer_kernels.ops._launch import launch
 
 from . import toys
@@ -60,10 +61,51 @@ def test_each_failure_names_the_kernel_the_case_and_the_rule():
     assert rules[2].startswith("does not compile: Triton frontend: ")
 
 
-def test_the_950_is_reported_but_does_not_gate():
-    rows = collect([_case(block=65536)], ["Ascend950PR_9589"])
-    assert rows[0].broken == ("buffer overflow: needs 262144 bytes of 253952",)
-    assert failures(rows) == []
+def _toy(kernel, few=8, cols=98304, out=torch.bfloat16, minima=None, **constexprs):
+    """A case of a toy: 4000 rows, and a few for the trace."""
+
+    def run(rows=4000):
+        x = torch.empty(rows, cols, dtype=torch.bfloat16, device="meta")
+        programs = min(rows, device.spec(x.device).vector_cores)
+        launch(kernel, (programs,), x, torch.empty(rows, cols, dtype=out, device="meta"), rows, cols, **constexprs)
+
+    shape = f"4000 x {cols} (columns)"
+    return Case("toy", shape, "bf16", run, few=FewRows(lambda: run(few), few, few * cols), minima=minima or {})
+
+
+def test_a_fixed_wait_fails():
+    found = failures(collect([_toy(toys.silu, BLOCK=12288), _toy(toys.silu, BLOCK=16384)], ["Ascend910B4"]))
+    where = "toy silu 4000 x 98304 (columns) bf16 Ascend910B4"
+    assert found == [f"{where}: fixed waits: 1 of the next tile's loads for the vector unit"]
+
+
+def test_a_select_in_the_loop_over_blocks_fails():
+    cases = [
+        _toy(toys.row_maxima, out=torch.float32, cols=65536, BLOCK=4096, SELECT=select) for select in (False, True)
+    ]
+    rows = collect(cases, ["Ascend910B1", "Ascend910B4"])
+    assert [row.waits for row in rows] == [2, 2, 18, 18]
+    assert [row.plan.vector_scalar_switches for row in rows] == [2, 2, 2, 2]
+    found = failures(rows)
+    assert [line.partition(": ")[2] for line in found] == ["waits per row: 18.0 executed, at most 8"] * 2
+
+
+def test_more_instructions_than_the_minimum_allows_fail():
+    def rows(fewest):
+        return collect([_toy(toys.silu, minima={"silu": Minimum(fewest, "by hand")}, BLOCK=12288)], ["Ascend910B4"])
+
+    assert rows(6.4)[0].instructions == 7
+    assert failures(rows(6.4)) == []
+    (line,) = failures(rows(6.3))
+    assert line.endswith(": instructions per element: 7.0, at most 6.9")
+    assert "| toy | silu | 7.0 | 6.3 | by hand |" in render(rows(6.3))
+
+
+def test_the_950_gates_too():
+    rows = collect([_case(block=65536), _toy(toys.silu, BLOCK=8192)], ["Ascend950PR_9589"])
+    where = "scale scaled_rows 4000 x 4096 bf16 Ascend950PR_9589"
+    assert failures(rows) == [f"{where}: buffer overflow: needs 262144 bytes of 253952"]
+    assert [row.waits for row in rows] == [None, None]
 
 
 def test_chips_that_the_compiler_knows_alike_share_a_plan(monkeypatch):
@@ -105,7 +147,8 @@ def test_the_report_is_stale_exactly_when_the_facts_change(tmp_path):
     assert not report_is_current(rows, path)
     write_report(rows, path)
     assert report_is_current(rows, path)
-    line = "| scale | scaled_rows | 4000 x 4096 | bf16 | 910B1, 910B4 | 48.0 / 192 | yes | 0 | 1.001 | passes | < 1 |"
+    facts = "48.0 / 192 | yes | 0 | 0 |  |  | 1.001 | passes | < 1 |"
+    line = f"| scale | scaled_rows | 4000 x 4096 | bf16 | 910B1, 910B4 | {facts}"
     assert line in path.read_text().splitlines()
     # Another machine's compile times are no news, and do not touch the file.
     path.write_text(path.read_text().replace("| < 1 |", "| < 10 |"))

@@ -72,8 +72,9 @@ def check(launcher, op, inputs, kernels, **options):
 
 
 NORM = ("_forward_kernel", "_backward_kernel")
-# Tiles of many rows and a tail; of a few rows; one row each; column blocks whose last one is short.
-NORM_SHAPES = [(150, 200), (7, 2500), (3, 5120), (3, 9000)]
+# Tiles of many rows and a tail; of a few rows; one row each, whole and in pieces; two halves, where there are any;
+# column blocks whose last one is short.
+NORM_SHAPES = [(150, 200), (7, 1250), (3, 4500), (3, 5120), (3, 6144), (5, 9000)]
 NORMS = [*({"casting": casting} for casting in CASTINGS), {"casting": "gemma", "offset": 1.0}]
 
 
@@ -218,6 +219,47 @@ def test_embedding(launcher, tensors, columns, options):
     check(launcher, "embedding", [ids, tensors.floats(19, columns)], ["_gather_kernel", "_scatter_kernel"], **options)
 
 
+ROWS_OF_EXPERTS = ("_to_rows_kernel", "_sums_kernel", "_clear_kernel")
+AT_ONCE = (*ROWS_OF_EXPERTS, "_gate_kernel", "_gate_backward_kernel")
+IN_STEPS = (*ROWS_OF_EXPERTS, "_sums_backward_kernel", "_clear_tail_kernel", "_expert_sums_kernel")
+GPT_OSS = {"alpha": 1.702, "limit": 1.0, "offset": 1.0, "interleaved": True}
+EXPERTS = {
+    # Tiles of many rows and a tail; rows in column blocks whose last one is short, of the rows and of the gate.
+    "as it is": (200, 40, False, {}, AT_ONCE),
+    "long rows": (9000, 40, False, {}, AT_ONCE),
+    "a wide gate": (40, 9008, False, {"transposed": True}, AT_ONCE),
+    "gpt-oss": (40, 200, True, GPT_OSS, (*AT_ONCE, "_expert_sums_kernel")),
+    "gpt-oss, wide": (40, 2904, True, GPT_OSS, (*AT_ONCE, "_expert_sums_kernel")),
+    "no gate": (40, 200, True, {"gated": False, "gate": "relu2"}, (*AT_ONCE, "_expert_sums_kernel")),
+    "a gate of its own": (200, 40, True, {"gate": lambda h: torch.tanh(h[:, :40]) * h[:, 40:]}, IN_STEPS),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_moe_experts(launcher, tensors, name):
+    hidden, inner, biased, options, kernels = EXPERTS[name]
+    width = inner * (2 if options.get("gated", True) else 1)
+    # Some have no expert here, and the second expert no rows.
+    ids = tensors.ids(60, 3, below=6)
+    ids[ids == 1] = 2
+    up, down = (tensors.floats(*shape).detach() for shape in ((5, width, hidden), (5, hidden, inner)))
+    if options.get("transposed"):
+        up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    weights = [(up / hidden**0.5).requires_grad_(), (down / inner**0.5).requires_grad_()]
+    biases = [tensors.floats(5, columns) for columns in (width, hidden)] if biased else [None, None]
+
+    def call(op, **more):
+        def function(x, ids, scores, up, down, up_bias, down_bias):
+            return op(x, ids, scores, up, down, gate_up_bias=up_bias, down_bias=down_bias, **options, **more)
+
+        return function
+
+    inputs = [tensors.floats(60, hidden), ids, tensors.floats(60, 3), *weights, *biases]
+    ours = call(ops.moe_experts, backend="ascend-lowering")
+    assert_op_close(ours, call(ops.moe_experts_reference), inputs, weighted)
+    assert set(launcher.traffic) == set(kernels), "the comparison says nothing where no kernel ran"
+
+
 HEAD = ("_row_statistics_kernel", "_row_gradient_kernel")
 # Shorter than the lanes; folded steps and a tail; several gradient blocks and a tail.
 VOCABULARIES = [99, 3001, 20011]
@@ -319,6 +361,7 @@ def test_every_op_of_the_gate_is_executed_here():
         "swiglu_linear",
         "rope",
         "embedding",
+        "moe_experts",
         "linear_cross_entropy",
         "linear_logprob",
         "grpo_loss",

@@ -147,6 +147,37 @@ def doubled_in_place(x, n_rows, n_cols, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def silu(x, y, n_rows, n_cols, BLOCK: tl.constexpr):
+    """y = x sigmoid(x) by full blocks: at a large BLOCK temporaries lie where the next block is to be loaded."""
+    for row in tl.range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        for start in tl.range(0, n_cols, BLOCK):
+            at = row.to(tl.int64) * n_cols + start + tl.arange(0, BLOCK)
+            value = tl.load(x + at).to(tl.float32)
+            tl.store(y + at, (value * tl.sigmoid(value)).to(y.dtype.element_ty))
+
+
+@triton.jit
+def row_maxima(x, y, n_rows, n_cols, BLOCK: tl.constexpr, SELECT: tl.constexpr):
+    """y = x.max(1) with a running maximum for each lane, by `tl.where` or by `tl.maximum`."""
+    for row in tl.range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        top = tl.full((BLOCK,), -3.0e38, tl.float32)
+        for start in tl.range(0, n_cols, BLOCK):
+            value = tl.load(x + row.to(tl.int64) * n_cols + start + tl.arange(0, BLOCK)).to(tl.float32)
+            if SELECT:
+                top = tl.where(value > top, value, top)
+            else:
+                top = tl.maximum(top, value, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(y + row, tl.max(top, 0))
+
+
+@triton.jit
+def zeros(y, n_rows, n_cols, BLOCK: tl.constexpr):
+    """What is stored is made once, before the loop."""
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        tl.store(y + row * n_cols + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32))
+
+
+@triton.jit
 def refused(x, y, BLOCK: tl.constexpr):
     """Not valid Triton: the two shapes do not broadcast."""
     tl.store(y + tl.arange(0, BLOCK), tl.load(x + tl.arange(0, BLOCK)) + tl.arange(0, BLOCK * 2))

@@ -17,7 +17,7 @@ from npu_trainer_kernels.workloads import ModelShapes, of_model
 
 CPU = torch.device("cpu")
 FAST = measure.Settings(seconds=0.0, least=2, most=2, warmup=1)
-SHAPES = ModelShapes(hidden=8, intermediate=16, vocabulary=31, heads=4, kv_heads=2, head_dim=8)
+SHAPES = ModelShapes(hidden=8, intermediate=16, vocabulary=31, heads=4, kv_heads=2, head_dim=8, experts=4, slots=2)
 TINY = {work.op: work.sizes for work in of_model(SHAPES, 16, "float32")}
 
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from npu_trainer_kernels import apply_npu_kernels, backends, tiling, timing, tuned, workloads
 from npu_trainer_kernels.cli import _tune, main
-from npu_trainer_kernels.device import spec
+from npu_trainer_kernels.device import ASCEND_CHIPS, spec, use_spec
 from npu_trainer_kernels.ops._launch import KernelError
 from npu_trainer_kernels.timing import Summary
 from npu_trainer_kernels.tuned import Variation
@@ -20,6 +20,7 @@ CONFIG = {
 }  # fmt: skip
 CPU = torch.device("cpu")
 CPU_SPEC = spec(CPU)
+NPU = ASCEND_CHIPS["Ascend910B4"]
 
 
 @pytest.fixture(autouse=True)
@@ -237,7 +238,8 @@ def test_tiles_are_tried_one_by_one_and_the_faster_kept(device):
         return Summary(ms, ms, ms, ms, 1)
 
     try:
-        kept, best = _tune.tune_tiles(time(), time, device)
+        kept, best, too_large = _tune.tune_tiles(time(), time, device)
+        assert too_large == []
         assert kept == {("swiglu_block", (4, 3)): Variation(size=-1), ("swiglu_block", (4, 5)): Variation(size=1)}
         assert best.median == 1.0
         # No tile is tried twice, and what is kept stays for the next one.
@@ -254,7 +256,41 @@ def test_a_tile_that_does_not_compile_is_passed_over(device):
             raise KernelError("out of registers")
         return Summary(1.0, 1.0, 1.0, 1.0, 1)
 
-    assert _tune.tune_tiles(time(), time, device) == ({("swiglu_block", (4, 3)): Variation()}, time())
+    kept, best, too_large = _tune.tune_tiles(time(), time, device)
+    assert (kept, best) == ({("swiglu_block", (4, 3)): Variation()}, time())
+    assert too_large == [
+        f"swiglu_block(4, 3), {size} the size, the same warps: out of registers" for size in ("half", "twice")
+    ]
+
+
+def test_on_an_npu_larger_and_smaller_tiles_are_tried_and_what_does_not_fit_is_passed_over():
+    """The formula's is chosen by overlap: twice the rows of one tile are faster, of the other they do not fit."""
+    forward, backward = ((1024, 2, True, False, False), (1024, 2, False, False))
+
+    def rows():
+        return tiling.norm_forward_tile(*forward, NPU).rows, tiling.norm_backward_tile(*backward, NPU).rows
+
+    def time():
+        forward_rows, backward_rows = rows()
+        if backward_rows > formula[1]:
+            raise KernelError("ub overflow, requires 2000000 bits while 1572864 bits available\nmore of it")
+        ms = 10.0 - forward_rows / 10 + backward_rows / 10
+        return Summary(ms, ms, ms, ms, 1)
+
+    try:
+        with use_spec(NPU):
+            formula = rows()
+            kept, _, too_large = _tune.tune_tiles(time(), time, torch.device("cpu"))
+            assert rows() == (2 * formula[0], formula[1] // 2)
+        assert kept == {("norm_forward_tile", forward): Variation(size=1),
+                        ("norm_backward_tile", backward): Variation(size=-1)}  # fmt: skip
+        assert too_large == [
+            "norm_backward_tile(1024, 2, False, False), twice the size, the same warps: "
+            "ub overflow, requires 2000000 bits while 1572864 bits available"
+        ]
+    finally:
+        for name, args in (("norm_forward_tile", forward), ("norm_backward_tile", backward)):
+            tiling.try_variation(name, (*args, NPU), None)
 
 
 @pytest.mark.parametrize(

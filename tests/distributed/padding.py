@@ -1,10 +1,11 @@
-"""Trains a small model on padded batches, on the ranks that torchrun has started, without and with a packed body.
+"""Trains small models on padded batches, on the ranks that torchrun has started, without and with a packed body; the
+one with experts also with its experts replaced, of which each rank's rows choose others.
 
-Usage: torchrun --nproc_per_node 2 -m tests.distributed.padding FILE {ddp,fsdp2,zero3}...
+Usage: torchrun --nproc_per_node 2 -m tests.distributed.padding FILE {ddp,fsdp2,zero3}[, experts]...
 
 The ranks' batches have other numbers of live tokens, and in every second step one of them has no padding. Rank 0 writes
 to FILE, per case: how far the parameters have moved without the kernels, how far those with the kernels are from them,
-how often each rank's body was handed live tokens alone, and what it has declined.
+how often each rank's body was handed live tokens alone, how often its experts were the op's, and what it has declined.
 """
 
 import json
@@ -31,7 +32,18 @@ CASES: dict[str, list[tuple[str, bool | None]]] = {
     "fsdp2": [("before", None), ("after", None), ("before", True), ("after", False)],
     "fsdp2, kept": [("after", None)],
     "zero3": [("before", None), ("after", None), ("before", False), ("after", True)],
+    "ddp, experts": [("before", None), ("before", True)],
+    "fsdp2, experts": [("before", None), ("after", None), ("before", True), ("after", False)],
+    "zero3, experts": [("before", None), ("after", None), ("before", False), ("after", True)],
 }
+OPS = ("varlen_attention", "moe_experts")
+
+
+def made(wrapper: str) -> Any:
+    """With experts a token routed by rounding alone would go another way: there are none in these steps."""
+    if wrapper.endswith("experts"):
+        return small_model("qwen3-moe", output_router_logits=False, experts_implementation="grouped_mm")
+    return small_model("llama")
 
 
 def padded(step: int, rank: int) -> dict[str, Any]:
@@ -51,6 +63,7 @@ def padded(step: int, rank: int) -> dict[str, Any]:
 
 
 def wrapped(model: Any, wrapper: str) -> Any:
+    wrapper = wrapper.removesuffix(", experts")
     if wrapper == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if wrapper == "zero3":
@@ -68,20 +81,20 @@ def wrapped(model: Any, wrapper: str) -> Any:
 
 def trained(wrapper: str, patch: str | None, reentrant: bool | None) -> tuple[Parameters, Any]:
     """The parameters after some steps, with a forward that scores before each of them; and the report."""
-    model: Any = small_model("llama")
+    model, zero3 = made(wrapper), wrapper.startswith("zero3")
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    kernels = apply_npu_kernels(model, ops=["varlen_attention"]) if patch == "before" else None
+    kernels = apply_npu_kernels(model, ops=OPS) if patch == "before" else None
     step = wrapped(model, wrapper)
     if patch == "after":
-        kernels = apply_npu_kernels(model, ops=["varlen_attention"])
-    optimizer = step if wrapper == "zero3" else torch.optim.SGD(model.parameters(), lr=0.1)
+        kernels = apply_npu_kernels(model, ops=OPS)
+    optimizer = step if zero3 else torch.optim.SGD(model.parameters(), lr=0.1)
     for i in range(STEPS):
         batch = padded(i, torch.distributed.get_rank())
         with torch.no_grad():
             step(**batch)
         loss = step(**batch).loss
-        (step.backward if wrapper == "zero3" else torch.Tensor.backward)(loss)
+        (step.backward if zero3 else torch.Tensor.backward)(loss)
         optimizer.step()
         optimizer.zero_grad()
     return whole(model), None if kernels is None else kernels.report()
@@ -89,7 +102,7 @@ def trained(wrapper: str, patch: str | None, reentrant: bool | None) -> tuple[Pa
 
 def main(target: str, *wrappers: str) -> None:
     PartialState(cpu=True)
-    if "zero3" in wrappers:
+    if any(wrapper.startswith("zero3") for wrapper in wrappers):
         import deepspeed
 
         without_compiled_operators()
@@ -97,15 +110,16 @@ def main(target: str, *wrappers: str) -> None:
     found = {}
     for wrapper in wrappers:
         for patch, reentrant in CASES[wrapper]:
-            start = dict(small_model("llama").named_parameters())
+            start = dict(made(wrapper).named_parameters())
             plain, _ = trained(wrapper, None, reentrant)
             ours, report = trained(wrapper, patch, reentrant)
-            mine = (report.ran.get("varlen_attention", 0), [d.reason for d in report.declined])
+            mine = (*(report.ran.get(op, 0) for op in OPS), [d.reason for d in report.declined])
             ranks: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(ranks, mine)
             found[f"{wrapper}, {patch}, {reentrant}"] = {
                 "moved": apart(plain, start), "apart": apart(plain, ours),
-                "served": [served for served, _ in ranks], "declined": [reasons for _, reasons in ranks],
+                "served": [served for served, *_ in ranks], "experts": [experts for _, experts, _ in ranks],
+                "declined": [reasons for *_, reasons in ranks],
             }  # fmt: skip
     if torch.distributed.get_rank() == 0:
         Path(target).write_text(json.dumps(found))

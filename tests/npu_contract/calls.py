@@ -164,6 +164,34 @@ def _attention(name: str, *, heads: tuple[int, int] = (4, 2), shared: bool = Tru
                 dtypes)  # fmt: skip
 
 
+def _experts(name: str, *, biased: bool = False, transposed: bool = False, homeless: int = 0,
+             ids: torch.Tensor | None = None, **options: Any) -> Call:  # fmt: skip
+    """Five experts of 16 columns, of which the second has no rows."""
+
+    def inputs(dtype: torch.dtype) -> list[torch.Tensor | None]:
+        drawn = torch.tensor([0, 2, 3, 4, *range(5, 5 + homeless)])[torch.randint(4 + homeless, (11, 3))]
+        width = 16 * (2 if options.get("gated", True) else 1)
+        up, down = torch.randn(5, width, 24) / 5, torch.randn(5, 24, 16) / 4
+        if transposed:
+            up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+        weights = torch.rand(11, 3).to(dtype).requires_grad_()
+        biases = [_floats(5, columns, dtype=dtype) if biased else None for columns in (width, 24)]
+        return [
+            _floats(11, 24, dtype=dtype), drawn if ids is None else ids, weights, up.to(dtype).requires_grad_(),
+            down.to(dtype).requires_grad_(), *biases,
+        ]  # fmt: skip
+
+    def call(op: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
+                up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, **backend: str) -> Any:  # fmt: skip
+            return op(x, ids, weights, up, down, gate_up_bias=up_bias, down_bias=down_bias, transposed=transposed,
+                      **options, **backend)  # fmt: skip
+
+        return run
+
+    return Call(f"moe_experts {name}", call(ops.moe_experts), call(ops.moe_experts_reference), inputs)
+
+
 _IN_16_BITS = (torch.bfloat16, torch.float16)
 
 CALLS = (
@@ -197,6 +225,13 @@ CALLS = (
     _cross_entropy("none, frozen head", 10, 9, 33, reduction="none", frozen=True),
     _cross_entropy("bias, class weights", 10, 9, 33, bias=True, weights=True),
     _cross_entropy("num_items", 10, 9, 33, num_items=4),
+    _experts("as it is"),
+    _experts("transposed, biased", transposed=True, biased=True),
+    _experts("interleaved", interleaved=True, alpha=1.702, limit=1.0, offset=1.0),
+    _experts("no gate", gated=False, gate="relu2"),
+    _experts("rows without an expert", homeless=2),
+    _experts("all in one expert", ids=torch.full((11, 3), 4)),
+    _experts("a gate of its own", gate=lambda h: torch.tanh(h[:, :16]) * h[:, 16:], homeless=2, biased=True),
     _attention("causal", shared=False),
     _attention("shared keys"),
     _attention("scale, a head each", heads=(3, 3), scale=0.3),

@@ -196,6 +196,54 @@ def _fusion_attention_grad(
     return dq, dk, dv, query.new_empty(0), query.new_empty(0) if d_sink is None else d_sink
 
 
+def _grouped_matmul(
+    x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], *, bias: Sequence[torch.Tensor] | None = None,
+    scale: None = None, offset: None = None, antiquant_scale: None = None, antiquant_offset: None = None,
+    per_token_scale: None = None, group_list: torch.Tensor | None = None, activation_input: None = None,
+    activation_quant_scale: None = None, activation_quant_offset: None = None, split_item: int = 0,
+    group_type: int | None = None, group_list_type: int = 0, act_type: int = 0, tuning_config: None = None,
+    output_dtype: int | None = None, x_dtype: int | None = None, weight_dtype: int | None = None,
+    scale_dtype: int | None = None, per_token_scale_dtype: int | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """One tensor of each; what nobody has written is NaN. Where the axis that is summed over lies in groups, so is what
+    belongs to a group without any of it: no page says what that gets."""
+    unused = (
+        bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale, activation_input,
+        activation_quant_scale, activation_quant_offset, tuning_config, output_dtype, x_dtype, weight_dtype,
+        scale_dtype, per_token_scale_dtype,
+    )  # fmt: skip
+    assert all(given is None for given in unused)
+    assert (len(x), len(weight), act_type, group_list_type) == (1, 1, 0, 0)
+    assert split_item in (2, 3), "one tensor comes out"
+    (a,), (b,) = x, weight
+    assert a.dtype == b.dtype
+    assert group_list is not None
+    assert group_list.dtype == torch.int64
+    assert group_list.dim() == 1
+    assert len(group_list) <= 1024
+    for factor in x:
+        # The last axis in memory.
+        assert factor.shape[factor.stride().index(1)] < 1 << 16
+    ends = group_list.tolist()
+    assert ends == sorted(ends)
+    groups = [(g, start, end) for g, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if start < end]
+    if group_type == 0:
+        assert a.is_contiguous(), "x is not transposed where M lies in groups"
+        assert b.dim() == 3
+        assert len(b) == len(ends)
+        y = torch.full((a.shape[0], b.shape[2]), math.nan, dtype=a.dtype)
+        for g, start, end in groups:
+            y[start:end] = (a[start:end].float() @ b[g].float()).to(a.dtype)
+        return [y]
+    assert group_type == 2
+    assert a.t().is_contiguous(), "x is transposed where K lies in groups"
+    assert b.is_contiguous(), "and weight is not"
+    y = torch.full((len(ends), a.shape[0], b.shape[1]), math.nan, dtype=a.dtype)
+    for g, start, end in groups:
+        y[g] = (a[:, start:end].float() @ b[start:end].float()).to(a.dtype)
+    return [y]
+
+
 ON_CPU: dict[str, Callable[..., object]] = {
     "npu_rms_norm": _rms_norm,
     "npu_rms_norm_backward": _rms_norm_backward,
@@ -205,6 +253,7 @@ ON_CPU: dict[str, Callable[..., object]] = {
     "npu_rotary_mul": _rotary_mul,
     "npu_cross_entropy_loss": _cross_entropy,
     "npu_cross_entropy_loss_backward": _cross_entropy_backward,
+    "npu_grouped_matmul": _grouped_matmul,
     "npu_fusion_attention": _fusion_attention,
     "npu_fusion_attention_grad": _fusion_attention_grad,
 }

@@ -25,6 +25,12 @@ SCHEMAS = {
     "npu_cross_entropy_loss_backward": "(Tensor grad_loss, Tensor log_prob, Tensor target, Tensor? weight=None, "
     'Tensor? grad_zloss=None, Tensor? lse_for_zloss=None, str reduction="mean", int ignore_index=-100, '
     "float label_smoothing=0., float lse_square_scale_for_zloss=0.) -> Tensor",
+    "npu_grouped_matmul": "(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, "
+    "Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, "
+    "Tensor[]? per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None, "
+    "Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, int? split_item=0, "
+    "int? group_type=None, int? group_list_type=0, int? act_type=0, int[]? tuning_config=None, int? output_dtype=None, "
+    "int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]",
     "npu_fusion_attention": "(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, "
     "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1., "
     "int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int[]? prefix=None, "
@@ -70,6 +76,19 @@ def test_exactly_the_declared_operators_are_called(vendor: str):
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schema(name: str):
     assert str(getattr(torch.ops.npu, name).default._schema) == f"npu::{name}{SCHEMAS[name]}"
+
+
+def test_what_moves_rows_does_not_fit_around_the_products_of_experts():
+    """For the reasons that `_vendor` gives."""
+    schemas = {
+        "npu_moe_token_permute": "(Tensor tokens, Tensor indices, int? num_out_tokens=None, bool padded_mode=False) -> "
+        "(Tensor, Tensor)",
+        "npu_moe_token_unpermute_grad": "(Tensor permuted_tokens, Tensor grad_unpermuted_tokens, "
+        "Tensor sorted_indices, Tensor? probs=None, bool padded_mode=False, int[]? restore_shape=None) -> "
+        "(Tensor, Tensor)",
+    }
+    for name, schema in schemas.items():
+        assert str(getattr(torch.ops.npu, name).default._schema) == f"npu::{name}{schema}"
 
 
 def test_products_with_an_fp32_result_are_listed():

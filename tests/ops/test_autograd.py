@@ -13,7 +13,7 @@ from npu_trainer_kernels.ops import _head_chunks, fused_linear_cross_entropy, gr
 from npu_trainer_kernels.workloads import OPS, Inputs, ModelShapes, Workload, as_tuple, of_model
 from tests.closeness import assert_op_close
 
-SHAPES = ModelShapes(hidden=24, intermediate=40, vocabulary=67, heads=2, kv_heads=1, head_dim=12)
+SHAPES = ModelShapes(hidden=24, intermediate=40, vocabulary=67, heads=2, kv_heads=1, head_dim=12, experts=4, slots=2)
 WORKLOADS = {work.op: work for work in of_model(SHAPES, tokens=16, dtype="float32")}
 
 
@@ -68,6 +68,17 @@ def loss_on_logits(device, backend):
     return grpo_loss(logits, ids, advantages, backend=backend).loss, [logits]
 
 
+def experts_with_a_gate_of_their_own(device, backend):
+    """Step by step, as `OPS` has no form for."""
+    inputs = WORKLOADS["moe_experts"].inputs(device)
+    t = inputs.tensors
+    y = ops.moe_experts(
+        t["x"], t["ids"], t["probabilities"], t["gate_up_weight"], t["down_weight"],
+        gate=lambda h: h[:, : h.shape[1] // 2].tanh(), backend=backend,
+    )  # fmt: skip
+    return scalar(y, inputs), leaves(inputs)
+
+
 def check_refuses(loss: torch.Tensor, wanted: list[torch.Tensor]) -> None:
     found = torch.autograd.grad(loss, wanted, create_graph=True)
     # A penalty beside something that can be differentiated: as a constant, it would pass unnoticed.
@@ -87,8 +98,13 @@ def test_second_derivatives_raise_on_logits(device, backend):
     check_refuses(*loss_on_logits(device, backend))
 
 
+def test_second_derivatives_raise_in_steps(device, backend):
+    check_refuses(*experts_with_a_gate_of_their_own(device, backend))
+
+
 def test_second_derivatives_were_asked_of_every_function(device):
     asked = reached(loss_on_logits(device, "torch")[0])
+    asked |= reached(experts_with_a_gate_of_their_own(device, "torch")[0])
     for work in WORKLOADS.values():
         asked |= reached(call(work, "torch", device)[0])
     # The one for operators without an autograd of their own is asked where they have stand-ins (test_segment_kernels).

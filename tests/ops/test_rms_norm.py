@@ -11,9 +11,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from npu_trainer_kernels.ops import rms_norm, rms_norm_reference
 from tests.closeness import assert_op_close
 
-# In the interpreter 11 rows are two tiles of four and a tail, 32 columns need no mask, 96 take one row at a time, 200
-# and 256 go in blocks of 64.
-SHAPES = [(11, 24), (11, 32), (3, 5, 96), (1, 3), (2, 37), (5, 200), (3, 256)]
+# In the interpreter 11 rows are two tiles of four and a tail, 32 columns need no mask, 96 take one row at a time, 128
+# too, folded, 200 and 320 go in blocks of 64, and so do 256 unless they go in two halves.
+SHAPES = [(11, 24), (11, 32), (3, 5, 96), (3, 128), (1, 3), (2, 37), (5, 200), (3, 256), (2, 320)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPTIONS = [
     {"casting": "llama"},

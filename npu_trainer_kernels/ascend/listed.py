@@ -1,0 +1,123 @@
+"""Which kernels need not keep a rule about waiting, and why: `listed.json`, the one place for it.
+
+    python -m npu_trainer_kernels.ascend.listed
+
+asks the compiler again and writes what has to be listed now. What keeps its rule goes; what is new comes with an empty
+reason, which the file is refused with until somebody writes one.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+__all__ = ["FILE", "RULES", "Listed", "listed", "parse", "written"]
+
+FILE = Path(__file__).with_name("listed.json")
+RULES = ("fixed waits", "waits per row", "instructions per element")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Kernels that need not keep a rule.
+
+    Attributes:
+        op: of a case of the gate.
+        kernel: its kernel.
+        rule: one of `RULES`.
+        dtypes: of the cases.
+        sizes: of the cases.
+        why: the reason, for people.
+    """
+
+    op: str
+    kernel: str
+    rule: str
+    dtypes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    why: str
+
+    def covers(self, op: str, kernel: str, shape: str, dtype: str, delay: str) -> bool:
+        """Whether what a row of the gate breaks is listed."""
+        return (
+            (self.op, self.kernel, self.rule) == (op, kernel, delay.partition(":")[0])
+            and dtype in self.dtypes
+            and _size(shape) in self.sizes
+        )
+
+    def parts(self) -> Iterable["Listed"]:
+        """An entry for each dtype and size."""
+        for dtype in self.dtypes:
+            for size in self.sizes:
+                yield replace(self, dtypes=(dtype,), sizes=(size,))
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.kernel} {self.rule} {', '.join(self.dtypes)} {', '.join(map(str, self.sizes))}"
+
+
+def _size(shape: str) -> int:
+    """The size in a case's shape: 14336 of `"4096 x 14336 (intermediate)"`."""
+    return int(shape.split(" x ")[1].split(" ")[0])
+
+
+def parse(text: str) -> tuple[Listed, ...]:
+    """The entries in the text of such a file.
+
+    Raises:
+        ValueError: an entry has other fields than `Listed`, an unknown rule, nothing that it lists, or no reason.
+    """
+    found = []
+    for fields in json.loads(text):
+        if set(fields) != set(Listed.__dataclass_fields__):
+            raise ValueError(f"listed.json: an entry must have the fields of Listed; got {sorted(fields)}")
+        entry = Listed(**{**fields, "dtypes": tuple(fields["dtypes"]), "sizes": tuple(fields["sizes"])})
+        if entry.rule not in RULES:
+            raise ValueError(f"listed.json: {entry}: rule must be one of {', '.join(RULES)}; got {entry.rule!r}")
+        if not entry.dtypes or not entry.sizes or not entry.why:
+            raise ValueError(f"listed.json: {entry}: dtypes, sizes and why must not be empty")
+        found.append(entry)
+    return tuple(found)
+
+
+@cache
+def listed() -> tuple[Listed, ...]:
+    """The entries of the package's own file. Raises as `parse`."""
+    return parse(FILE.read_text())
+
+
+def written(broken: Iterable[tuple[str, str, str, str, str]], known: Sequence[Listed]) -> str:
+    """The text of a file that lists what is broken, with the reasons that are known.
+
+    Args:
+        broken: op, kernel, shape, dtype and rule of each.
+        known: entries with reasons.
+    """
+    sizes: dict[tuple[str, str, str, str, str], dict[int, None]] = {}
+    for op, kernel, shape, dtype, delay in broken:
+        why = next((entry.why for entry in known if entry.covers(op, kernel, shape, dtype, delay)), "")
+        sizes.setdefault((op, kernel, delay.partition(":")[0], dtype, why), {})[_size(shape)] = None
+    dtypes: dict[tuple[str, str, str, str, tuple[int, ...]], list[str]] = {}
+    for (op, kernel, rule, dtype, why), of in sizes.items():
+        dtypes.setdefault((op, kernel, rule, why, tuple(sorted(of))), []).append(dtype)
+    entries = [
+        {"op": op, "kernel": kernel, "rule": rule, "dtypes": names, "sizes": of, "why": why}
+        for (op, kernel, rule, why, of), names in dtypes.items()
+    ]
+    return "[\n" + ",\n".join(" " + json.dumps(entry) for entry in entries) + "\n]\n"
+
+
+def main() -> None:
+    """The command; see the module."""
+    from . import cases, gate
+
+    # The bytes moved break another rule, and take the longest.
+    rows = gate.collect([replace(case, run_small=None) for case in cases.cases()], gate.CHIPS)
+    broken = [(row.op, row.kernel, row.shape, row.dtype, delay) for row in rows for delay in row.delays]
+    known = parse(FILE.read_text()) if FILE.exists() else ()
+    FILE.write_text(written(broken, known))
+    print(f"{FILE}: {len(set(broken))} plans listed")
+
+
+if __name__ == "__main__":
+    main()

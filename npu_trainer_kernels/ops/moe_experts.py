@@ -1,0 +1,310 @@
+"""The experts of a mixture: each token goes through k small MLPs, and their results are summed by the router's weights.
+
+    h_r = x_t U_e^T                  of each row r: token t in its slot s, whose expert is e = id_ts          [S, 2 I]
+    a_r = gate(h_r + c_e)            a gate of `_gates.py`, or any function of h                              [S, I]
+    y_r = norm(a_r D_e^T + b_e)      norm is the identity unless there is one                                 [S, H]
+    o_t = sum over s of w_ts y_r                            fp32, in the order of the slots, rounded once     [N, H]
+
+A row whose id is E or more has no expert here (expert parallelism gives such ids): it adds nothing, and the gradient of
+its weight is zero. An expert without rows gets a gradient that is zero.
+
+Rows are sorted by expert and multiplied in groups (`_grouped.py`); what is around the products is in `_expert_rows.py`
+and `_expert_gate.py`. With a norm, or a gate that is a function, each step has a backward of its own
+(`_expert_steps.py`). Else it is
+
+    g_r = do_t D_e                                   what a_r's gradient is where no weight multiplies it     [S, I]
+    dh_r = w_ts g_r gate'(h_r + c_e)      q_r = w_ts a_r      dw_ts = <g_r, a_r> + <do_t, b_e>
+    dD_e = sum of do_t^T q_r      dU_e = sum of dh_r^T x_t      dc_e = sum of dh_r      db_e = sum of w_ts do_t
+    dx_t = sum over s of dh_r U_e                           fp32, in the order of the slots, rounded once     [N, H]
+
+where <g_r, a_r> is <do_t, y_r> without its bias. So backward reads no y, and of all rows it keeps h alone: x is
+gathered and a is formed again. b is added and its gradients formed with a matrix `[N, E]` of the weights, which costs a
+small product instead of a pass over the rows.
+
+Nothing here waits for the device or needs a shape that the routing decides, where the grouped product does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .. import _vendor, backends
+from .. import device as devices
+from .._opaque import opaque
+from . import _grouped
+from ._checks import check_float, check_ids, check_range, check_same_device
+from ._expert_gate import gated_rows, gated_rows_backward
+from ._expert_rows import Routing, expert_sums, fp32_product, sums_of_rows, to_rows
+from ._expert_steps import Function, activated, in_steps
+from ._gates import Gate, gate_options
+from ._host import autocasts, compute_dtype, once_differentiable
+
+__all__ = ["moe_experts", "moe_experts_reference", "unserved"]
+
+
+def moe_experts_reference(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    gate: str | Function = "silu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
+    post_norm: Function | None = None,
+) -> torch.Tensor:
+    """The op in plain PyTorch: one expert after another."""
+    form = _gate(gate, alpha, limit, offset, gated, interleaved)
+    (n, k), flat = expert_ids.shape, expert_ids.reshape(-1)
+    places, parts = [], []
+    for e in range(gate_up.shape[0]):
+        at = (flat == e).nonzero().squeeze(1)
+        weights = (t[e].t() if transposed else t[e] for t in (gate_up, down))
+        biases = (None if t is None else t[e] for t in (gate_up_bias, down_bias))
+        (up, last), (up_bias, last_bias) = weights, biases
+        y = F.linear(activated(F.linear(x[at // k], up, up_bias), form, gated), last, last_bias)
+        places.append(at)
+        parts.append(y if post_norm is None else post_norm(y))
+    rows = torch.cat(parts)
+    rows = rows.new_zeros(n * k, rows.shape[1]).index_copy(0, torch.cat(places), rows)
+    return (rows.view(n, k, rows.shape[1]) * expert_weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _gate(
+    gate: str | Function, alpha: float, limit: float | None, offset: float, gated: bool, interleaved: bool
+) -> Gate | Function:
+    """What is formed of h: by name, or a function of its own."""
+    if not gated and (limit is not None or offset or interleaved):
+        raise ValueError(
+            "limit, offset and interleaved must be None, 0 and False with gated=False, where there is no up; "
+            f"got {limit!r}, {offset!r} and {interleaved!r}"
+        )
+    if isinstance(gate, str):
+        joined = None if not gated else "interleaved" if interleaved else "halves"
+        return gate_options(gate, alpha, limit, offset, joined)
+    if not callable(gate):
+        raise TypeError(f"gate must be the name of a gate or a function; got {gate!r}")
+    if (alpha, limit, offset, interleaved) != (1.0, None, 0.0, False):
+        raise ValueError(
+            "alpha, limit, offset and interleaved must be 1, None, 0 and False where gate is a function of all of h; "
+            f" got {alpha!r}, {limit!r}, {offset!r} and {interleaved!r}"
+        )
+    return gate
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With a gate of ours and without a norm: one function, which keeps h alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _dense(ids: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
+    """`[N, E]` fp32, the weight of each expert for each token. Without atomics, also where a token has one twice."""
+    own = ids.unsqueeze(-1) == torch.arange(n_experts, dtype=ids.dtype, device=ids.device)
+    return (own * weights.unsqueeze(-1).float()).sum(1)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, form: Gate, transposed: bool, backend: str,
+    ) -> torch.Tensor:  # fmt: skip
+        routing = Routing.make(ids, gate_up.shape[0])
+        h = _grouped.grouped_product(
+            to_rows(x, routing, backend), _grouped.columns(gate_up, transposed), routing.ends, backend
+        )
+        a = gated_rows(h, gate_up_bias, routing, form, backend)
+        y = _grouped.grouped_product(a, _grouped.columns(down, transposed), routing.ends, backend)
+        del a
+        base = None if down_bias is None else fp32_product(_dense(ids, weights, down.shape[0]), down_bias.float())
+        ctx.save_for_backward(x, ids, weights, gate_up, down, gate_up_bias, down_bias, h, *routing.tensors)
+        ctx.form, ctx.transposed, ctx.backend = form, transposed, backend
+        return sums_of_rows(y, weights, base, routing, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        x, ids, weights, gate_up, down, gate_up_bias, down_bias, h, *routed = ctx.saved_tensors
+        routing, backend, transposed = Routing(*routed), ctx.backend, ctx.transposed
+        needs_x, _, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias = (
+            ctx.needs_input_grad[:7]
+        )
+        drows = to_rows(dout, routing, backend)
+        g = _grouped.grouped_product(drows, _grouped.columns(down, transposed).transpose(1, 2), routing.ends, backend)
+        row_weights = weights.reshape(-1).index_select(0, routing.order)
+        dh, q, dots = gated_rows_backward(h, gate_up_bias, g, row_weights, routing, ctx.form, backend)
+        del g
+        d_down = _grouped.weight_gradient(q, drows, transposed, routing.ends, backend) if needs_down else None
+        del q, drows
+        d_weights = d_down_bias = None
+        if needs_weights:
+            found = dots.index_select(0, routing.places.reshape(-1)).view(ids.shape)
+            if down_bias is not None:
+                every = fp32_product(dout.float(), down_bias.float().t())
+                found = found + every.gather(1, ids.clamp(max=down.shape[0] - 1).long())
+            # What no kernel wrote is no number to multiply by zero.
+            d_weights = found.masked_fill_(~routing.here(), 0).to(weights.dtype)
+        if needs_down_bias:
+            dense = _dense(ids, weights, down.shape[0])
+            d_down_bias = fp32_product(dense.t(), dout.float()).to(down_bias.dtype)
+        d_gate_up_bias = expert_sums(dh, routing, backend) if needs_gate_up_bias else None
+        d_gate_up = dx = None
+        if needs_gate_up:
+            d_gate_up = _grouped.weight_gradient(to_rows(x, routing, backend), dh, transposed, routing.ends, backend)
+        if needs_x:
+            dxs = _grouped.grouped_product(
+                dh, _grouped.columns(gate_up, transposed).transpose(1, 2), routing.ends, backend
+            )
+            dx = sums_of_rows(dxs, None, None, routing, backend)
+        return dx, None, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias, None, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The op
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check(
+    x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, gate_up: torch.Tensor,
+    down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, gated: bool,
+    transposed: bool,
+) -> None:  # fmt: skip
+    floats: dict[str, Any] = {
+        "x": x, "expert_weights": expert_weights, "gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+    }  # fmt: skip
+    for name, t in floats.items():
+        if t is not None or not name.endswith("_bias"):
+            check_float(name, t)
+    check_ids("expert_ids", expert_ids)
+    check_same_device(expert_ids=expert_ids, **floats)
+    if x.dim() != 2 or not x.shape[1]:
+        raise ValueError(f"x must have shape [N, H] with H at least 1; got {list(x.shape)}")
+    if expert_ids.dim() != 2 or expert_ids.shape[0] != x.shape[0] or not expert_ids.shape[1]:
+        raise ValueError(
+            f"expert_ids must have shape [{x.shape[0]}, k] with k at least 1; got {list(expert_ids.shape)}"
+        )
+    if expert_weights.shape != expert_ids.shape:
+        raise ValueError(
+            f"expert_weights must have expert_ids' shape {list(expert_ids.shape)}; got {list(expert_weights.shape)}"
+        )
+    hidden, width, inner = x.shape[1], "2I" if gated else "I", -1 if transposed else -2
+    if gate_up.dim() != 3 or not gate_up.shape[0] or gate_up.shape[-3 - inner] != hidden or not gate_up.shape[inner]:
+        wanted = f"[E, {hidden}, {width}]" if transposed else f"[E, {width}, {hidden}]"
+        raise ValueError(f"gate_up must have shape {wanted} with transposed={transposed}; got {list(gate_up.shape)}")
+    if gated and gate_up.shape[inner] % 2:
+        raise ValueError(f"gate_up must hold as many columns of up as of gate; got {list(gate_up.shape)}")
+    experts, size = gate_up.shape[0], gate_up.shape[inner] // (2 if gated else 1)
+    shape = [experts, size, hidden] if transposed else [experts, hidden, size]
+    if list(down.shape) != shape:
+        raise ValueError(f"down must have shape {shape}, as x and gate_up say; got {list(down.shape)}")
+    for name, bias, columns in (("gate_up_bias", gate_up_bias, gate_up.shape[inner]), ("down_bias", down_bias, hidden)):
+        if bias is not None and list(bias.shape) != [experts, columns]:
+            raise ValueError(f"{name} must have shape {[experts, columns]}; got {list(bias.shape)}")
+    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+        given = floats[name]
+        if given is not None and given.dtype != x.dtype and not autocasts(x):
+            raise ValueError(f"{name} must have x's dtype {x.dtype} without autocast; got {given.dtype}")
+
+
+def unserved(
+    device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int, *, backend: str | None = None
+) -> str | None:
+    """Why a model's experts had better stay as they are on this device, in words for a report; None where the op serves
+    them. Reads no tensor.
+
+    Args:
+        device: of all tensors.
+        dtype: that the products run in: the weights', or autocast's.
+        hidden: H.
+        intermediate: I.
+        backend: overrides the choice of `backends.choose`.
+    """
+    chosen = backends.choose("moe_experts", device, backend)
+    return _grouped.unavailable(device, dtype, (hidden, intermediate), chosen)
+
+
+@opaque
+def moe_experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    gate: str | Function = "silu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    offset: float = 0.0,
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
+    post_norm: Function | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The experts of a mixture; formulas in the module's docstring. Under autocast its products run in its dtype.
+
+    Args:
+        x: `[N, H]`, fp32, bf16 or fp16.
+        expert_ids: `[N, k]` int64 or int32, at least 0; E and above: a row that has no expert here, costs nothing and
+            adds nothing.
+        expert_weights: `[N, k]`, the router's, fp32, bf16 or fp16.
+        gate_up: `[E, 2 I, H]`, in x's dtype unless autocast is on; without a gate `[E, I, H]`, up alone.
+        down: `[E, H, I]`.
+        gate_up_bias: `[E, 2 I]` (without a gate `[E, I]`) or None.
+        down_bias: `[E, H]` or None.
+        gate: the name of a formula in `_gates.py`, or a function of h `[S, 2 I]` (without a gate `[S, I]`) that returns
+            `[S, I]` row by row. It is given as many rows as there are ids, those without an expert last, as zeros.
+        alpha: silu's sigmoid is that of alpha * gate.
+        limit: gate is clamped to at most this, up to between its negative and itself, before anything else; None: not.
+        offset: what is added to up.
+        gated: False: there is no up, and h is activated as it is.
+        interleaved: gate is in the even and up in the odd columns of h; else gate is its first half.
+        transposed: gate_up is `[E, H, 2 I]` and down `[E, I, H]`.
+        post_norm: a function of what `down` returns, `[S, H]` to `[S, H]` row by row, as for `gate`.
+        backend: overrides the choice of `backends.choose`.
+
+    Returns:
+        `[N, H]` in x's dtype.
+
+    Raises:
+        TypeError: a dtype that is not allowed.
+        ValueError: shapes or dtypes that do not match, an option that is not allowed or that a function as gate does
+            not have, (on a CPU, or with NPU_KERNELS_DEBUG=1) a negative id, an unknown backend, a device without a
+            grouped product.
+    """
+    form = _gate(gate, alpha, limit, offset, gated, interleaved)
+    _check(x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gated, transposed)
+    check_range("expert_ids", expert_ids, expert_ids.device, 1 << 31)
+    dtype, size = compute_dtype(x), down.shape[1 if transposed else 2]
+
+    def uncovered() -> str | None:
+        return _vendor.uncovered_experts(dtype, (x.shape[1], size))
+
+    def at() -> backends.Shape:
+        return dtype, x.shape[0], (x.shape[1], size, down.shape[0], expert_ids.shape[1])
+
+    chosen = backends.choose("moe_experts", x.device, backend, uncovered, at=at)
+    reason = _grouped.unavailable(x.device, dtype, (x.shape[1], size), chosen)
+    if reason is not None:
+        raise ValueError(f"moe_experts cannot run on {devices.kind_of(x.device)}: {reason}")
+    x_given, up, last = (t.to(dtype) for t in (x, gate_up, down))
+    up_bias, last_bias = (None if t is None else t.to(dtype) for t in (gate_up_bias, down_bias))
+    given = x_given, expert_ids, expert_weights, up, last, up_bias, last_bias, form
+    if isinstance(form, Gate) and post_norm is None:
+        y = _Experts.apply(*given, transposed, chosen)
+    else:
+        y = in_steps(*given, gated, transposed, post_norm, chosen)
+    return y.to(x.dtype)

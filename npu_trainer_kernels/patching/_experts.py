@@ -1,0 +1,361 @@
+"""Mixtures of experts: modules of transformers' experts interface, by `ops.moe_experts`.
+
+A candidate carries the flags that `use_experts_implementation` sets (gate, biases, transposed weights, a norm behind
+each expert); they name its parameters and say what to look for. What it computes is shown by running its forward on a
+few rows with small weights in place of its own, the eager one and the one that its configuration asks for, and
+comparing the result with the op's. So weights may be sharded, quantised or not there yet. Its gate is compared bit for
+bit (`_gates`); one that is not known keeps its own code, between our products.
+
+Experts that do not come through the interface have nothing in common that could be served: they stay, and the report
+says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ops._checks import FLOATS
+from ..ops._host import autocasts, compute_dtype
+from ..ops.moe_experts import moe_experts, unserved
+from ._call import CallSettings
+from ._classes import has_hooks, original_class
+from ._gates import GateForm, gate_of, joined_gate_form, numbers_of
+from ._norm_forms import full_shape
+from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_float, no_plain, set_on_instance
+from ._undo import Undo
+
+# By name, the implementations that the op takes the place of beside the eager one. Transformers before 5 has no such
+# interface, and so no module with its flags.
+_STOCK: dict[str, Any] = {}
+_interface: Any = {}
+try:
+    from transformers.integrations import moe
+
+    _STOCK = {"grouped_mm": moe.grouped_mm_experts_forward, "batched_mm": moe.batched_mm_experts_forward}
+    _interface = moe.ALL_EXPERTS_FUNCTIONS
+except ImportError:
+    pass
+
+__all__ = ["ExpertsPatch"]
+
+_FLAGS = ("has_gate", "has_bias", "is_transposed")
+_IDS = (torch.int64, torch.int32)
+# Sizes of the probe: one expert has no row. Rows of weights are multiples of 16 bytes, as grouped products want them.
+_EXPERTS, _COLS, _INNER = 4, 8, 12
+_CHOSEN = ((0, 2), (2, 0), (0, 3), (3, 2), (2, 3))
+_TOLERANCE = 1e-5
+"""Of the greatest value of the probe, in fp32. Rounding makes about 1e-7 of it, another formula more than 1e-2."""
+
+
+@dataclass(frozen=True)
+class ExpertsForm:
+    """What an experts module computes.
+
+    Attributes:
+        arguments: the names of rows, experts and routing weights in its forward.
+        gate: what it forms of its first product; None: its own code does.
+        gated: whether that product has a gate and an up.
+        transposed: whether weights are stored `[experts, in, out]`.
+        biased: whether both products have a bias.
+        normed: whether a norm follows each expert.
+        code: the class's function for the gate.
+        activation: its activation: the class of a module, or a function.
+        refused: why a device does not serve products in a dtype, or None, by both.
+        dispatching: what brings rows to these modules from other ranks and has been told of the op.
+    """
+
+    arguments: tuple[str, str, str]
+    gate: GateForm | None
+    gated: bool
+    transposed: bool
+    biased: bool
+    normed: bool
+    code: Any = field(repr=False)
+    activation: Any = field(repr=False)
+    refused: dict[tuple[str, torch.dtype], str | None] = field(default_factory=dict, compare=False, repr=False)
+    dispatching: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
+
+    @property
+    def weights(self) -> tuple[str, str]:
+        """The names of both weights."""
+        return "gate_up_proj" if self.gated else "up_proj", "down_proj"
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """The names of both biases, if there are any."""
+        return tuple(f"{name}_bias" for name in self.weights) if self.biased else ()
+
+    def sizes(self, module: Any) -> tuple[int, int]:
+        """Of rows, and of what is between both products."""
+        shape = full_shape(module._parameters["down_proj"])
+        return (shape[2], shape[1]) if self.transposed else (shape[1], shape[2])
+
+    def serve(
+        self, module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, backend: str | None
+    ) -> torch.Tensor:
+        """The op with the parameters of a module."""
+        first, second = (module._parameters[name] for name in self.weights)
+        first_bias, second_bias = (module._parameters[name] for name in self.biases) if self.biased else (None, None)
+        gate: Any = module._apply_gate if self.gated else module.act_fn
+        options: dict[str, Any] = {}
+        if self.gate is not None:
+            options = {name: value for name, value in self.gate.options.items() if name != "joined"}
+            gate = options.pop("activation")
+            options["interleaved"] = self.gate.joined == "interleaved"
+        return moe_experts(
+            x, ids, weights, first, second, gate_up_bias=first_bias, down_bias=second_bias, gate=gate,
+            gated=self.gated, transposed=self.transposed,
+            post_norm=module.post_expert_norm if self.normed else None, backend=backend, **options,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        said = ["its own gate" if self.gate is None else str(self.gate)]
+        said += ["no gate"] if self.gate is not None and not self.gated else []
+        flags = {"transposed": self.transposed, "biases": self.biased, "a norm behind each expert": self.normed}
+        return ", ".join([*said, *(name for name, there in flags.items() if there)])
+
+
+def _has_flags(module: nn.Module) -> bool:
+    return all(hasattr(module, flag) for flag in _FLAGS)
+
+
+def _dispatchers(module: Any) -> list[Any]:
+    """What brings rows to a module from other ranks under transformers' expert parallelism. The module's forward, which
+    is set on the instance, calls one of these; it calls the forward that the class had, over weights that are whole."""
+    forward = vars(module).get("forward")
+    if getattr(forward, "__module__", None) != "transformers.distributed.expert_parallel":
+        return []
+    outer = inspect.getclosurevars(forward).nonlocals.get("implementation")
+    # One may hold others, between which it chooses.
+    return [] if outer is None else [p for p in (outer, *vars(outer).values()) if hasattr(p, "experts_forward")]
+
+
+def _implementation(module: Any) -> str | None:
+    """Why the implementation that a module's configuration asks for is not ours to replace, or None."""
+    name = module.config._experts_implementation
+    if name in (None, "eager") or (name in _STOCK and _interface[name] is _STOCK[name]):
+        return None
+    return f"its configuration asks for experts_implementation={name!r}, which stays"
+
+
+def _activation(module: Any) -> Any:
+    """The class of a module's activation, or the activation where it is a function."""
+    found = module.act_fn if hasattr(module, "act_fn") else None
+    return original_class(found) if isinstance(found, nn.Module) else found
+
+
+def _gate(module: Any, kind: Any) -> GateForm | None:
+    """What a module forms of its first product, where the op knows that."""
+    if not module.has_gate:
+        known = gate_of(module.act_fn)
+        return None if known is None else GateForm(known)
+    return joined_gate_form(lambda both: kind._apply_gate(module, both), numbers_of(module))
+
+
+def _recognise(module: Any) -> ExpertsForm | str:
+    kind: Any = original_class(module)
+    arguments = tuple(inspect.signature(kind.forward).parameters)[1:]
+    if len(arguments) != 3:
+        return f"its forward takes {', '.join(arguments)}"
+    gate = None if _own_gate(module) else _gate(module, kind)
+    form = ExpertsForm(
+        arguments=arguments,
+        gate=gate,
+        gated=module.has_gate,
+        transposed=module.is_transposed,
+        biased=module.has_bias,
+        normed=getattr(module, "has_post_expert_norm", False),
+        code=getattr(kind, "_apply_gate", None),
+        activation=_activation(module),
+    )
+    absent = [name for name in (*form.weights, *form.biases) if module._parameters.get(name) is None]
+    if absent:
+        return f"it has no parameter {absent[0]} (adapters and quantisation put theirs in the place of it)"
+    odd = next((name for name in form.weights if module._parameters[name].dtype not in FLOATS), None)
+    if odd is not None:
+        return f"its {odd} is quantised ({str(module._parameters[odd].dtype).removeprefix('torch.')})"
+    return _unproven(module, kind, form) or form
+
+
+def _own_gate(module: Any) -> bool:
+    """Whether somebody has put another gate on the instance."""
+    return "_apply_gate" in vars(module)
+
+
+class _Squares(nn.Module):
+    """In the place of the norm behind each expert: nothing that could be exchanged with a weighted sum."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+def _twin(module: Any, kind: Any, form: ExpertsForm) -> Any:
+    """The module with small random weights on the CPU in fp32."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def parameter(*shape: int) -> nn.Parameter:
+        values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return nn.Parameter(values, requires_grad=False)
+
+    wide = 2 * _INNER if form.gated else _INNER
+    shapes = ((wide, _COLS), (_COLS, _INNER))
+    parameters = {
+        name: parameter(_EXPERTS, *(reversed(shape) if form.transposed else shape))
+        for name, shape in zip(form.weights, shapes, strict=True)
+    }
+    parameters.update({name: parameter(_EXPERTS, shape[0]) for name, shape in zip(form.biases, shapes, strict=False)})
+    twin = kind.__new__(kind)
+    twin.__dict__ = {
+        **module.__dict__,
+        "_parameters": {**module._parameters, **parameters},
+        "_modules": {**module._modules, **({"post_expert_norm": _Squares()} if form.normed else {})},
+        "num_experts": _EXPERTS,
+    }
+    return twin
+
+
+def _unproven(module: Any, kind: Any, form: ExpertsForm) -> str | None:
+    """What a run on a few rows has shown against a form, or None."""
+    twin = _twin(module, kind, form)
+    generator = torch.Generator("cpu").manual_seed(1)
+    x = torch.randn(len(_CHOSEN), _COLS, generator=generator, dtype=torch.float32, device="cpu")
+    ids = torch.tensor(_CHOSEN, device="cpu", dtype=torch.int64)
+    weights = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu")
+    try:
+        with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            wanted = form.serve(twin, x, ids, weights, "torch")
+            for name in dict.fromkeys(("eager", module.config._experts_implementation or "eager")):
+                twin.config = SimpleNamespace(_experts_implementation=name)
+                out = kind.forward(twin, x.clone(), ids.clone(), weights.clone())
+                far = (out - wanted).abs().max() / wanted.abs().max()
+                if out.shape != wanted.shape or not far <= _TOLERANCE:
+                    return f"its {name} forward computes something else than its flags say"
+    except PROBE_ERRORS as error:
+        return f"its forward cannot be probed ({type(error).__name__})"
+    return None
+
+
+class ExpertsPatch(Patch):
+    """Experts of transformers' interface by `ops.moe_experts`."""
+
+    op = "moe_experts"
+
+    def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
+        # Of other experts, which are known by their place alone, the report has the reason why they stay.
+        for path, module in scene.model.named_modules():
+            if _has_flags(module) or path.rpartition(".")[2] == "experts":
+                yield path, module
+
+    def misses(self, scene: Scene) -> bool:
+        # Nothing was measured that speaks for the models' own code: who has experts is to know that the op is there.
+        return any(_has_flags(module) for module in scene.model.modules())
+
+    def recognise(self, module: Any, scene: Scene) -> ExpertsForm | str | None:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return "its experts are modules of their own, each with its own products"
+        if not _has_flags(module):
+            return "its code is its own: it does not come through transformers' experts interface"
+        aside = None if _dispatchers(module) else set_on_instance(module)
+        found = aside or _implementation(module) or _recognise(module)
+        if isinstance(found, str):
+            return found
+        weight = module._parameters[found.weights[0]]
+        return unserved(scene.where, weight.dtype, *found.sizes(module), backend=scene.backend) or found
+
+    def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
+        super().install(site, module, undo, settings)
+        there = weakref.ref(module)  # what is undone later keeps no module alive
+
+        def experts_forward(*args: Any, **kwargs: Any) -> Any:
+            return site.cls.forward(there(), *args, **kwargs)
+
+        for dispatcher in _dispatchers(module):
+            if dispatcher not in site.form.dispatching:
+                site.form.dispatching.add(dispatcher)
+                undo.set_attribute(dispatcher, "experts_forward", experts_forward)
+
+    def sizes(self, module: Any, form: ExpertsForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        chosen = getattr(module.config, "num_experts_per_tok", None)
+        if type(chosen) is not int or not form.gated:
+            return None
+        weight = module._parameters["down_proj"]
+        return weight.dtype, (*form.sizes(module), full_shape(weight)[0], chosen)
+
+    def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
+        form: ExpertsForm = site.form
+        given = {**dict(zip(form.arguments, args, strict=False)), **kwargs}
+        if len(args) + len(kwargs) != 3 or len(given) != 3 or any(name not in given for name in form.arguments):
+            return "it is given something else than rows, experts and routing weights"
+        x, ids, weights = (given[name] for name in form.arguments)
+        if (reason := no_float(x) or no_float(weights)) is not None:
+            return reason
+        if type(ids) not in PLAIN or ids.dtype not in _IDS:
+            return "its experts are chosen by no plain int64 or int32 tensor"
+        if x.dim() != 2 or ids.dim() != 2 or ids.shape != weights.shape or len(ids) != len(x):
+            return "rows, experts and routing weights of shapes that do not go together"
+        return (
+            no_plain(module, *form.weights, *form.biases)
+            or _other_dtype(module, form, x)
+            or _implementation(module)
+            or _exchanged(module, form)
+            or _unserved(site, module, x)
+        )
+
+    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        form: ExpertsForm = site.form
+        given = {**dict(zip(form.arguments, args, strict=False)), **kwargs}
+        x, ids, weights = (given[name] for name in form.arguments)
+        if not _in_weights_dtype(module):
+            return form.serve(module, x, ids, weights, site.backend)
+        dtype = module._parameters[form.weights[0]].dtype
+        with torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext():
+            return form.serve(module, x.to(dtype), ids, weights, site.backend).to(x.dtype)
+
+
+def _in_weights_dtype(module: Any) -> bool:
+    """Whether products run in the dtype of the weights, whatever that of the rows is: transformers' grouped ones know
+    of no autocast and cast the rows."""
+    return module.config._experts_implementation == "grouped_mm"
+
+
+def _unserved(site: Site, module: Any, x: torch.Tensor) -> str | None:
+    """Why the device does not serve products in the dtype that these run in, or None; asked once for each."""
+    form: ExpertsForm = site.form
+    dtype = module._parameters[form.weights[0]].dtype if _in_weights_dtype(module) else compute_dtype(x)
+    key = x.device.type, dtype
+    if key not in form.refused:
+        form.refused[key] = unserved(x.device, dtype, *form.sizes(module), backend=site.backend)
+    return form.refused[key]
+
+
+def _other_dtype(module: Any, form: ExpertsForm, x: torch.Tensor) -> str | None:
+    """Why the products have no one dtype, or None."""
+    (first, *others) = (module._parameters[name].dtype for name in (*form.weights, *form.biases))
+    if any(dtype is not first for dtype in others):
+        return "its parameters are of several dtypes"
+    if first is not x.dtype and not autocasts(x) and not _in_weights_dtype(module):
+        return "its weights and its rows are of two dtypes"
+    return None
+
+
+def _exchanged(module: Any, form: ExpertsForm) -> str | None:
+    """What of a gate that the op knows is no longer what was recognised, or None."""
+    if form.gate is None:
+        return None
+    if _own_gate(module) or getattr(type(module), "_apply_gate", None) is not form.code:
+        return "its gate has been exchanged"
+    if _activation(module) is not form.activation:
+        return "its act_fn has been exchanged"
+    leaf = module._modules.get("act_fn")
+    if leaf is not None and (has_hooks(leaf) or "forward" in leaf.__dict__):
+        return "its act_fn has hooks, or has been exchanged"
+    return None

@@ -1,0 +1,59 @@
+"""The norms' tiles at sizes that no limit was chosen from: nothing in their loops waits for the vector unit.
+
+What is planned is what the ops launch. Two tests plant the faults that the tiles are there to avoid.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from npu_trainer_kernels import tile_limits, tiling
+from npu_trainer_kernels.ascend import gate
+from npu_trainer_kernels.ascend.cases import TABLE
+
+pytestmark = pytest.mark.usefixtures("kept_cache")
+
+CHIPS = ("Ascend910B4",)
+ENTRIES = {entry.op: entry for entry in TABLE}
+# Tiles of several rows, one row in pieces, two halves, column blocks.
+HELD_OUT = [
+    *(("rms_norm", size) for size in (768, 1792, 3328, 4608, 6656, 7680)),
+    *(("rms_norm, gemma", size) for size in (2304, 7168)),
+    *(("add_rms_norm, pre", size) for size in (1280, 2816, 5376, 6656)),
+    *(("add_rms_norm, post, gemma", size) for size in (1152, 3840, 5376)),
+    *(("layer_norm", size) for size in (1600, 3072, 7168)),
+    ("gated_rms_norm, gate first", 2560),
+    *(("rms_norm, of heads", size) for size in (40, 72, 192)),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_tiles():
+    tiling.forget_tiles()
+    yield
+    tiling.forget_tiles()
+
+
+def planned(op, size, dtype="bf16"):
+    entry = replace(ENTRIES[op], sizes=(size,), dtypes=(dtype,))
+    rows = gate.collect([replace(case, run_small=None) for case in entry.cases()], CHIPS)
+    assert rows
+    return rows
+
+
+@pytest.mark.parametrize(("op", "size"), HELD_OUT, ids=str)
+def test_nothing_waits_at_sizes_that_were_not_swept(op, size):
+    for row in planned(op, size):
+        assert row.broken == (), row
+        assert row.plan.double_buffered
+        assert (row.plan.fixed_waits, row.plan.vector_scalar_switches) == (0, 0), row
+
+
+def test_the_largest_tile_that_fits_would_wait():
+    with tile_limits.trying("rms_norm._forward_kernel", 2, 14336):
+        assert max(row.plan.fixed_waits for row in planned("rms_norm", 2048)) > 0
+
+
+def test_a_row_that_is_not_in_pieces_would_stop_the_scalar_unit(monkeypatch):
+    monkeypatch.setattr(tiling, "_fold", lambda cols: 1)
+    assert max(row.plan.vector_scalar_switches for row in planned("rms_norm", 4608)) > 0

@@ -1,0 +1,72 @@
+"""The sweep over a kernel's tiles, as a command."""
+
+import json
+
+import pytest
+
+from npu_trainer_kernels import tile_limits, tiling
+from npu_trainer_kernels.ascend.sweep import main
+from npu_trainer_kernels.tile_limits import parse
+
+SWIGLU = ["swiglu", "--kernel", "_forward_kernel", "--sizes", "8192"]
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A file in the place of the package's own."""
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps({"limits": []}))
+    monkeypatch.setattr(tile_limits, "FILE", path)
+    monkeypatch.setattr(tile_limits.store, "__defaults__", (path,))
+    tile_limits.limits.cache_clear()
+    yield path
+    tile_limits.limits.cache_clear()
+
+
+def test_the_best_is_marked_and_written_with_its_evidence(file, kept_cache, capsys):
+    before = tiling.swiglu_block
+    main([*SWIGLU, "--tile", "swiglu_block.size", "--values", "20480,10240,4096", "--write",
+          "--name", "swiglu._forward_kernel", "--unit", "elements of a tile"])  # fmt: skip
+    assert tiling.swiglu_block is before
+    lines = {line.split()[-1]: line for line in capsys.readouterr().out.splitlines() if "BLOCK=" in line}
+    assert "no, 286720 of 196608 bytes" in lines["BLOCK=20480"]
+    assert lines["BLOCK=4096"].startswith("*")
+    (limit,) = parse(file.read_text())
+    assert (limit.kernel, limit.itemsize, limit.buffer_kib, limit.limit) == ("swiglu._forward_kernel", 2, 192, 4096)
+    trials = {trial.tile: trial for trial in limit.evidence[0].trials}
+    assert set(trials) == {0, 10240, 4096}  # today's is 0
+    assert trials[10240].fixed_waits > 0
+    assert trials[4096].fixed_waits == 0
+    assert trials[4096].cycles_per_kib < trials[10240].cycles_per_kib
+
+
+def test_a_limit_of_a_formula_can_be_varied(file, kept_cache, monkeypatch, capsys):
+    def block(itemsize, tensors, spec):
+        return tiling.Block(tile_limits.tile_limit("swiglu", itemsize, spec))
+
+    monkeypatch.setattr(tiling, "swiglu_block", block)
+    tile_limits.store(
+        tile_limits.Limit("swiglu", 2, 192, 6144, "elements", (tile_limits.Evidence("", "", "", "", "", ()),)), file
+    )
+    file.write_text(file.read_text().replace('"trials": []', '"trials": [' + json.dumps({
+        "shape": "", "tile": 0, "fixed_waits": 0, "waits_per_row": 0, "cycles_per_kib": 1.0}) + "]"))  # fmt: skip
+    main([*SWIGLU, "--limit-of", "swiglu", "--values", "2048"])
+    out = capsys.readouterr().out
+    assert "BLOCK=6144" in out
+    assert "BLOCK=2048" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--values", "1"], "exactly one of --tile and --limit-of"),
+        (["--values", "1", "--tile", "nothing.size"], "--tile must be FUNCTION.FIELD with a function of tiling"),
+        (["--values", "1", "--tile", "swiglu_block.size", "--chip", "Ascend310"], "chip must be one of"),
+        (["--values", "1", "--tile", "swiglu_block.size", "--dtype", "int8"], "--dtype must be one of bf16"),
+        (["--values", "4096", "--tile", "swiglu_block.size", "--write"], "--write needs --name, --unit"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments, says, kept_cache, capsys):
+    with pytest.raises(SystemExit):
+        main([*SWIGLU, *arguments])
+    assert says in capsys.readouterr().err

@@ -1,0 +1,516 @@
+"""Experts of transformers' interface: what they are found to compute, that the op computes it, and what stays."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.beam.modeling_beam import BeamExperts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from npu_trainer_kernels import apply_npu_kernels, backends
+from npu_trainer_kernels.patching import PATCHES, _experts
+from tests.closeness import assert_as_close
+from tests.models import assert_outcome_close, batch, loss_and_gradients, small_model
+from tests.patching.padded import padded
+
+OP = "moe_experts"
+EXPERTS, HIDDEN, INNER, TOKENS = 6, 16, 24, 13
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+
+# Name -> class, what differs from the sizes below, the form that is to be found.
+KINDS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "silu": (Qwen3MoeExperts, {}, "silu, joined=halves"),
+    "gelu": (Qwen3MoeExperts, {"hidden_act": "gelu"}, "gelu, joined=halves"),
+    "gelu_tanh": (Qwen3MoeExperts, {"hidden_act": "gelu_pytorch_tanh"}, "gelu_tanh, joined=halves"),
+    "transposed": (AriaExperts, {}, "silu, joined=halves, transposed"),
+    "gpt-oss": (
+        GptOssExperts, {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        "silu, alpha=1.702, limit=7.0, offset=1.0, joined=interleaved, transposed, biases",
+    ),
+    "relu2": (NemotronHExperts, {"mlp_hidden_act": "relu2"}, "relu2, no gate"),
+    "a norm": (MuseSparkExperts, {"post_norm_eps": 1e-6}, "silu, joined=halves, a norm behind each expert"),
+    "own gate": (BeamExperts, {}, "its own gate"),
+    "own activation": (NemotronHExperts, {"mlp_hidden_act": "tanh"}, "its own gate"),
+}  # fmt: skip
+
+
+class Around(nn.Module):
+    """A model of one experts module."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *args, **kwargs):
+        return self.experts(*args, **kwargs)
+
+
+def made(kind: str, implementation: str = "eager", cls: Any = None) -> Around:
+    """Weights at which everything counts: limits are reached, biases are as large as what they are added to."""
+    of, options, _ = KINDS[kind]
+    config = SimpleNamespace(
+        **{
+            **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
+            **dict.fromkeys(("hidden_size", "moe_hidden_size"), HIDDEN),
+            **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), INNER),
+            "hidden_act": "silu", "moe_latent_size": None, "_experts_implementation": implementation, **options,
+        }
+    )  # fmt: skip
+    experts = (cls or of)(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return Around(experts)
+
+
+def routed(dtype: torch.dtype = torch.float32, tokens: int = TOKENS, k: int = 2) -> tuple[torch.Tensor, ...]:
+    """Rows, experts and routing weights; the last expert is chosen by nobody."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
+    ids = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:k] for _ in range(tokens)] or [torch.empty(k)])
+    weights = torch.rand(tokens, k, generator=generator).softmax(-1).to(dtype)
+    return x, ids.long()[:tokens], weights
+
+
+def values(
+    model: Around, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, autocast: bool = False
+) -> dict[str, torch.Tensor]:
+    """What comes out, and every gradient."""
+    x, weights = (t.detach().clone().requires_grad_() for t in (x, weights))
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(x, ids, weights)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype)
+    out.backward(upstream)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "x": x.grad, "weights": weights.grad, **gradients}
+
+
+def truth_of(model: Around, *given: torch.Tensor) -> dict[str, torch.Tensor]:
+    exact = copy.deepcopy(model).double()
+    exact.experts.config._experts_implementation = "eager"
+    return values(exact, *(t.double() if t.is_floating_point() else t for t in given))
+
+
+def declined(kernels) -> dict[str, int]:
+    return {each.reason: each.calls for each in kernels.report().declined if each.op == OP}
+
+
+def left_alone(kernels) -> str | None:
+    return next((each.reason for each in kernels.report().left_alone if each.op == OP), None)
+
+
+def assert_served(model: Around, *given: torch.Tensor, autocast: bool = False) -> None:
+    """The op runs, and what comes out and every gradient are the module's own."""
+    expected, truth = values(model, *given, autocast=autocast), truth_of(model, *given)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        found = values(model, *given, autocast=autocast)
+        assert (kernels.report().ran, declined(kernels)) == ({OP: 1}, {}), kernels.report().text(full=True)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert_as_close(value, expected[name], truth[name], name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is found, and that it is what the op computes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_found(kind):
+    with apply_npu_kernels(made(kind), ops=[OP]) as kernels:
+        (replaced,) = kernels.report().replaced
+    assert (replaced.module, replaced.op, replaced.detail) == ("experts", OP, KINDS[kind][2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_are_the_modules_own(kind, implementation, dtype):
+    assert_served(made(kind, implementation).to(dtype), *routed(dtype))
+
+
+@pytest.mark.parametrize("kind", ["silu", "gpt-oss", "own gate"])
+@pytest.mark.parametrize(("tokens", "k"), [(1, 1), (1, 3), (7, 1)])
+def test_few_rows(kind, tokens, k):
+    assert_served(made(kind), *routed(tokens=tokens, k=k))
+
+
+@pytest.mark.parametrize("kind", ["silu", "gpt-oss", "a norm"])
+def test_one_expert_has_all_rows(kind):
+    x, ids, weights = routed(k=1)
+    assert_served(made(kind), x, torch.full_like(ids, 2), weights)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gpt-oss", "own gate"])
+def test_no_rows(kind):
+    model, given = made(kind), routed(tokens=0)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        found = values(model, *given)
+        assert kernels.report().ran == {OP: 1}
+    assert found["out"].shape == (0, HIDDEN)
+    assert not any(value.any() for value in found.values())
+
+
+@pytest.mark.parametrize("kind", ["silu", "transposed", "gpt-oss", "relu2", "a norm", "own gate"])
+def test_rows_without_a_home(kind):
+    """Under expert parallelism: ids beyond this rank's experts, of weight zero."""
+    model, (x, ids, weights) = made(kind, "batched_mm"), routed()
+    model.experts._is_expert_parallel = True
+    ids[::3, 1] = EXPERTS
+    ids[4] = EXPERTS
+    weights = weights.masked_fill(ids == EXPERTS, 0.0)
+    expected = values(model, x, ids, weights)
+    exact = copy.deepcopy(model).double()
+    truth = values(exact, x.double(), ids, weights.double())
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        found = values(model, x, ids, weights)
+        assert kernels.report().ran == {OP: 1}
+    for name, value in found.items():
+        assert_as_close(value, expected[name], truth[name], name)
+    assert not found["out"][4].any()
+    assert not found["weights"][ids == EXPERTS].any()
+
+
+def test_frozen_weights_get_no_gradient():
+    model, given = made("silu"), routed()
+    model.requires_grad_(False)
+    expected = values(model, *given)
+    with apply_npu_kernels(model, ops=[OP]):
+        found = values(model, *given)
+    assert found.keys() == expected.keys() == {"out", "x", "weights"}
+
+
+def test_an_unknown_gate_is_the_models_own_code(monkeypatch):
+    seen = []
+    original = BeamExperts._apply_gate
+    monkeypatch.setattr(BeamExperts, "_apply_gate", lambda self, both: seen.append(len(both)) or original(self, both))
+    model, given = made("own gate"), routed()
+    with apply_npu_kernels(model, ops=[OP]):
+        seen.clear()
+        values(model, *given)
+    assert sum(seen) >= 2 * TOKENS
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is left alone: each is a fault that the flags do not show
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class WeightedTwice(Qwen3MoeExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights.square())
+
+
+class NextExpert(Qwen3MoeExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, (top_k_index + 1) % self.num_experts, top_k_weights)
+
+
+class Normed(Qwen3MoeExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights / top_k_weights.sum(-1, keepdim=True))
+
+
+class Scaled(Qwen3MoeExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return 1.001 * super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+class Interleaved(Qwen3MoeExperts):
+    """Its own code and its gate do not agree."""
+
+    def _apply_gate(self, both):
+        return self.act_fn(both[..., ::2]) * both[..., 1::2]
+
+
+class NoBias(GptOssExperts):
+    def forward(self, hidden_states, router_indices=None, routing_weights=None):
+        with torch.no_grad():
+            self.down_proj_bias.zero_()
+        return super().forward(hidden_states, router_indices, routing_weights)
+
+
+FAULTS = {"silu": (WeightedTwice, NextExpert, Normed, Scaled, Interleaved), "gpt-oss": (NoBias,)}
+
+
+@pytest.mark.parametrize(("kind", "cls"), [(kind, cls) for kind, faults in FAULTS.items() for cls in faults])
+def test_what_computes_something_else_is_left_alone(kind, cls):
+    model, given = made(kind, cls=cls), routed()
+    expected = values(model, *given)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert "computes something else than its flags say" in left_alone(kernels)
+        assert all(torch.equal(v, expected[name]) for name, v in values(model, *given).items())
+
+
+def test_what_does_not_come_through_the_interface():
+    config = SimpleNamespace(num_local_experts=2, intermediate_size=8, hidden_size=8, hidden_act="silu")
+    for experts, why in (
+        (Llama4TextExperts(config), "does not come through transformers' experts interface"),
+        (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "modules of their own"),
+    ):
+        with apply_npu_kernels(Around(experts), ops=[OP]) as kernels:
+            assert why in left_alone(kernels)
+
+
+def test_an_implementation_of_the_users_stays(monkeypatch):
+    def mine(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states * 2
+
+    mapping = dict(ALL_EXPERTS_FUNCTIONS._global_mapping)
+    monkeypatch.setattr(type(ALL_EXPERTS_FUNCTIONS), "_global_mapping", mapping)
+    ALL_EXPERTS_FUNCTIONS.register("mine", mine)
+    x, ids, weights = routed()
+    model = made("silu", "mine")
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert left_alone(kernels) == "its configuration asks for experts_implementation='mine', which stays"
+        assert torch.equal(model(x, ids, weights), x * 2)
+    # In the place of a stock one, and asked for later.
+    model = made("silu", "grouped_mm")
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        mapping["grouped_mm"] = mine
+        assert torch.equal(model(x, ids, weights), x * 2)
+        model.experts.config._experts_implementation = "mine"
+        assert torch.equal(model(x, ids, weights), x * 2)
+        assert list(declined(kernels).values()) == [1, 1]
+        model.experts.config._experts_implementation = "eager"
+        model(x, ids, weights)
+        assert kernels.report().ran == {OP: 1}
+
+
+def test_quantised_weights_are_left_alone():
+    model = made("silu")
+    for name in ("gate_up_proj", "down_proj"):
+        quantised = model.experts._parameters[name].detach().to(torch.float8_e4m3fn)
+        model.experts._parameters[name] = nn.Parameter(quantised, requires_grad=False)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert left_alone(kernels) == "its gate_up_proj is quantised (float8_e4m3fn)"
+
+
+def test_a_forward_that_was_set_on_the_instance():
+    model = made("silu")
+    model.experts.forward = lambda x, ids, weights: x
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert "was set on the instance" in left_alone(kernels)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is looked at in every call
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Special(torch.Tensor):
+    """A tensor that is more than its storage, as quantised and sharded ones are."""
+
+
+def special_weight(model, given):
+    model.experts._parameters["down_proj"] = nn.Parameter(model.experts.down_proj.detach().as_subclass(Special))
+
+
+def special_rows(model, given):
+    given[0] = given[0].as_subclass(Special)
+
+
+def several_dtypes(model, given):
+    model.experts.down_proj.data = model.experts.down_proj.data.double()
+    model.experts.gate_up_proj.data = model.experts.gate_up_proj.data.double()
+    given[0] = given[0].double()
+
+
+def hooked(model, given):
+    model.experts.act_fn = copy.deepcopy(model.experts.act_fn)
+    model.experts.act_fn.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def exchanged(model, given):
+    model.experts.act_fn = nn.Tanh()
+
+
+def gated_otherwise(model, given):
+    model.experts._apply_gate = lambda both: both[..., :INNER]
+
+
+CHANGES = {
+    special_weight: "its down_proj is no plain float32, bfloat16 or float16 parameter",
+    special_rows: "a Special is no plain tensor",
+    several_dtypes: "float64 values",
+    hooked: "its act_fn has hooks, or has been exchanged",
+    exchanged: "its act_fn has been exchanged",
+    gated_otherwise: "its gate has been exchanged",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_declined(change):
+    def outcome(model) -> torch.Tensor:
+        given = list(routed())
+        change(model, given)
+        return model(*given)
+
+    expected = outcome(made("silu", "batched_mm"))
+    model = made("silu", "batched_mm")
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert torch.equal(outcome(model), expected)
+        assert declined(kernels) == {CHANGES[change]: 1}
+
+
+def test_arguments_by_name_and_arguments_that_nobody_knows():
+    model, (x, ids, weights) = made("silu"), routed()
+    expected, truth = model(x, ids, weights).detach(), truth_of(model, x, ids, weights)["out"]
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert_as_close(model(x, top_k_weights=weights, top_k_index=ids).detach(), expected, truth, "out")
+        with pytest.raises(TypeError):
+            model(x, ids, weights, 3)
+        assert list(declined(kernels)) == ["it is given something else than rows, experts and routing weights"]
+
+
+def test_routing_weights_in_fp32_over_rows_in_bf16():
+    x, ids, weights = routed(torch.bfloat16)
+    assert_served(made("silu").to(torch.bfloat16), x, ids, weights.float())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_autocast(implementation):
+    assert_served(made("silu", implementation), *routed(), autocast=True)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gpt-oss"])
+def test_grouped_products_know_of_no_autocast(kind):
+    """Theirs run in the dtype of the weights, whatever that of the rows is, and so do ours."""
+    assert_served(made(kind, "grouped_mm"), *routed(), autocast=True)
+    assert_served(made(kind, "grouped_mm"), *routed(torch.bfloat16), autocast=True)
+    assert_served(made(kind, "grouped_mm").to(torch.bfloat16), *routed())
+
+
+def test_eager_experts_of_another_dtype_than_their_rows_raise_as_they_did():
+    model, (x, ids, weights) = made("silu").to(torch.bfloat16), routed()
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        with pytest.raises(RuntimeError):
+            model(x, ids, weights)
+        assert declined(kernels) == {"its weights and its rows are of two dtypes": 1}
+
+
+def test_compiled_models_run_their_own_code():
+    model, given = made("silu", "batched_mm"), routed()
+    expected = model(*given)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(*given), expected)
+        assert kernels.report().ran == {OP: 0}
+
+
+def test_a_device_where_nothing_was_measured(monkeypatch):
+    """One line says so, of models that have experts."""
+    own = backends.keeps_plain
+
+    def keeps_plain(op, *args, **kwargs):
+        return "not timed there; by name" if op == OP else own(op, *args, **kwargs)
+
+    monkeypatch.setattr(backends, "keeps_plain", keeps_plain)
+    with apply_npu_kernels(small_model("qwen3-moe")) as kernels:
+        assert str(kernels.report()).count("\n  moe_experts: not timed there; by name\n") == 1
+    with apply_npu_kernels(small_model("llama")) as kernels:
+        assert OP not in str(kernels.report())
+    with apply_npu_kernels(small_model("qwen3-moe"), ops=[OP]) as kernels:
+        assert len(kernels.report().replaced) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def adapted(seed: int = 0) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = small_model("qwen3-moe", output_router_logits=False)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    torch.manual_seed(seed)
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=names, r=2, init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+def test_adapters_on_expert_parameters():
+    """While they are called a module has no parameter of that name."""
+    model = adapted()
+
+    def outcome(of: Any) -> dict[str, torch.Tensor]:
+        loss = of(**batch()).loss
+        loss.backward()
+        return {"loss": loss.detach(), **{n: p.grad for n, p in of.named_parameters() if p.grad is not None}}
+
+    expected = outcome(adapted())
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        found = outcome(model)
+        assert kernels.report().ran == {OP: 0}
+        assert declined(kernels) == {"its gate_up_proj is no plain float32, bfloat16 or float16 parameter": 2}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    # Switched off, the weights are the module's own again.
+    with apply_npu_kernels(model, ops=[OP]) as kernels, model.disable_adapter():
+        model(**batch())
+        assert kernels.report().ran == {OP: 2}
+
+
+def test_adapters_elsewhere_leave_frozen_experts_to_the_op():
+    from peft import LoraConfig, get_peft_model
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = small_model("qwen3-moe", output_router_logits=False)
+        return get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+
+    expected, truth = make()(**batch()).loss.detach(), make().double()(**batch()).loss.detach()
+    model = make()
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        loss = model(**batch()).loss
+        loss.backward()
+        assert kernels.report().ran == {OP: 2}
+    assert_as_close(loss.detach(), expected, truth, "loss")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_routing_is_the_same_when_layers_are_recomputed(monkeypatch, reentrant):
+    seen: list[torch.Tensor] = []
+    original = _experts.moe_experts
+    monkeypatch.setattr(_experts, "moe_experts", lambda x, ids, *a, **k: seen.append(ids) or original(x, ids, *a, **k))
+    # A reentrant checkpoint's first forward is without gradients, and so are the router's logits that a loss reads.
+    model = small_model("qwen3-moe", output_router_logits=not reentrant)
+    with apply_npu_kernels(model, ops=[OP]):
+        seen.clear()
+        expected = loss_and_gradients(model, batch())
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        first = [*seen, *reversed(seen)]
+        seen.clear()
+        found = loss_and_gradients(model, batch())
+    assert [ids.tolist() for ids in seen] == [ids.tolist() for ids in first]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("router_logits", [False, True])
+def test_a_padded_batch_and_the_loss_of_the_router(router_logits):
+    """The auxiliary loss is that of the model: with it a batch stays padded, since it looks at the mask."""
+
+    def make() -> Any:
+        return small_model("qwen3-moe", output_router_logits=router_logits, router_aux_loss_coef=10.0)
+
+    def outcome(model: Any) -> list[torch.Tensor]:
+        return loss_and_gradients(model, padded())
+
+    expected, truth = outcome(make()), outcome(make().double())
+    assert make()(**padded()).get("aux_loss") is not None or not router_logits
+    model = make()
+    with apply_npu_kernels(model, ops=PATCHES) as kernels:
+        found = outcome(model)
+        ran = kernels.report().ran
+        assert (ran[OP], ran["varlen_attention"]) == (2, 0 if router_logits else 1)
+    assert_outcome_close(model, found, expected, truth)
