@@ -35,7 +35,7 @@ from .lengths import DISTRIBUTIONS
 from .models import MODELS
 from .steps import TRAINERS, build_trainer
 
-__all__ = ["VARIANTS", "Clock", "Variant", "Workload", "differs", "ratios", "run", "variants_of", "workloads"]
+__all__ = ["ROOT", "VARIANTS", "Clock", "Variant", "Workload", "differs", "ratios", "run", "variants_of", "workloads"]
 
 Row = dict[str, Any]
 
@@ -164,7 +164,7 @@ def workloads(kind: str) -> list[Workload]:
 
 
 # Where a child finds this module by its name, which is benchmarks.endtoend or npu_trainer_kernels.benchmarks.endtoend.
-_ROOT = Path(__file__).parents[__name__.count(".")]
+ROOT = Path(__file__).parents[__name__.count(".")]
 
 
 def _child_environment() -> dict[str, str]:
@@ -173,8 +173,9 @@ def _child_environment() -> dict[str, str]:
     return {**one, **os.environ, "HF_HUB_OFFLINE": "1"}
 
 
-def run(workload: Workload, variant: str, steps: int, timeout: float) -> Row:
-    """Runs a workload in a process of its own and returns its row; a failure is a row too."""
+def run(workload: Workload, variant: str, steps: int, timeout: float | None) -> Row:
+    """Runs a workload in a process of its own and returns its row; a failure is a row too, and so is one that takes
+    longer than `timeout` seconds."""
     sizes = {f.name: getattr(workload, f.name) for f in fields(Workload) if f.name not in ("name", "size")}
     row: Row = {
         "group": "end-to-end", "op": workload.name, "shape": workload.shape, "sizes": sizes,
@@ -191,7 +192,7 @@ def run(workload: Workload, variant: str, steps: int, timeout: float) -> Row:
         ]  # fmt: skip
         try:
             finished = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout, cwd=_ROOT,
+                command, capture_output=True, text=True, timeout=timeout, cwd=ROOT,
                 env=_child_environment(), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npu_trainer_kernels import backends, ops
+from npu_trainer_kernels.table import TABLE
 from npu_trainer_kernels.workloads import EPS, GRPO_BETA, GRPO_EPSILON, Outputs, Tensors, grpo_terms
 from npu_trainer_kernels.workloads import OPS as WORKLOADS
 
@@ -393,7 +394,9 @@ def _cut_unfiltered(case: Case, device: torch.device) -> Function:
 def providers(case: Case) -> list[Provider]:
     """Who is measured in a row: ours first, then the reference, then the peers."""
     peers = sorted(_PEERS[case.op], key=lambda p: not p.name.startswith("ours"))
-    ours = [_ours(case.op, "triton"), _ours(case.op, "torch")]
+    ours = [_ours(case.op, name) for name in ("triton", "torch")]
+    if TABLE[case.backend_op].vendor is not None:
+        ours.append(_ours(case.op, "vendor"))
     extra = [p for p in peers if p.name.startswith("ours")]
     compiled = [_compiled(case.op), _compiled(case.op, TUNED_MODE)]
     everyone = [*ours, *extra, _reference(case.op), *compiled, *peers[len(extra) :]]

@@ -254,9 +254,17 @@ TRAINERS = {"sft-trainer": _sft_trainer, "sft-trl": _sft_trl, "grpo-trl": _grpo_
 
 
 def build_trainer(
-    workload: "Workload", variant: "Variant", steps: int, folder: str, clock: "Clock"
+    workload: "Workload", variant: "Variant", steps: int, folder: str, clock: "Clock", **options: Any
 ) -> tuple[Any, Positions]:
     """A trainer that is ready to train, and what will count its batches.
+
+    Args:
+        workload: model and data.
+        variant: how the step is run.
+        steps: of the training.
+        folder: for the trainer's output.
+        clock: is told when steps end.
+        options: of the trainer's arguments, those that differ.
 
     Raises:
         ImportError: the variant's package is not installed.
@@ -264,5 +272,5 @@ def build_trainer(
     model, seen = build_model(workload.size, variant.attention), Positions()
     if variant.package == "liger-kernel":
         _patch_with_liger(model, own_head=workload.name == "sft-trainer")
-    arguments = _arguments(variant, workload.batch, steps, folder)
+    arguments = {**_arguments(variant, workload.batch, steps, folder), **options}
     return TRAINERS[workload.name](workload, variant, model, clock, arguments, seen), seen

@@ -163,6 +163,12 @@ class StatisticsTile:
     programs: int
     options: dict[str, int] = field(default_factory=dict, hash=False)
 
+    def tail(self, n_cols: int, spec: DeviceSpec) -> int:
+        """How many times `width` covers the columns that whole steps leave of a row; a power of two, or 0, where Triton
+        knows no other sizes."""
+        times = _cdiv(n_cols % (self.fold * self.width), self.width)
+        return times if spec.has_buffer or not times else next_power_of_2(times)
+
 
 @dataclass(frozen=True)
 class GradientTile:
@@ -181,7 +187,7 @@ _ONE_PER_ROW = 1 << 30
 @cache
 def statistics_tile(n_cols: int, itemsize: int, spec: DeviceSpec, *, entropy: bool = False,
                     mean: bool = False, squares: bool = False, argmax: bool = False,
-                    weights: bool = False) -> StatisticsTile:  # fmt: skip
+                    weights: bool = False, softcap: bool = False) -> StatisticsTile:  # fmt: skip
     """Tile of the row-statistics kernel.
 
     Args:
@@ -190,28 +196,35 @@ def statistics_tile(n_cols: int, itemsize: int, spec: DeviceSpec, *, entropy: bo
         spec: the device.
         entropy, mean, squares, argmax: which sums the kernel forms beyond the maximum and the sum of exponentials.
         weights: class weights are read beside the logits.
+        softcap: the logits are capped.
     """
     if spec.has_warps:
         # 1024 lanes over 4 warps: 16-byte loads of bf16; four of them in flight hide HBM latency (H200).
         return StatisticsTile(4, min(1024, next_power_of_2(n_cols)), _ONE_PER_ROW, launch_options(spec, 4))
     if spec.has_buffer:
-        # Narrow lanes, a tall fold: accumulators stay small, transfers reach 24 KiB, the lanes are rescaled once per
-        # fold. The largest folds of 256 lanes, in steps of 4, that keep double buffering with and without a softcap on
-        # 910B4 (bishengir-compile 1.2.0, V = 151936, every combination of flags; fp16 as bf16).
-        narrow = itemsize <= 2
-        if argmax:
-            largest = (24 if weights and entropy and squares else 32) if narrow else 28
-        elif weights:
-            largest = (28 if entropy and squares else 44) if narrow else (28 if entropy and squares else 32)
-        else:
-            largest = (44 if narrow else 36) if entropy and mean else (56 if narrow else 40)
+        # Narrow lanes, a tall fold: accumulators stay small, transfers reach 20 KiB, the lanes are rescaled once per
+        # fold. What is formed beyond the maximum and the sum of exponentials needs room of its own.
+        extras = min(3, entropy + mean + squares + argmax + weights + softcap)
+        largest = tile_limit(f"head._row_statistics_kernel {extras} extras", itemsize, spec)
         width = min(256, n_cols)
-        lanes = n_cols // width
-        # A step of the tail is short and masked: it costs about a third of a full one.
-        fold = min(range(min(largest, max(lanes, 1)), 0, -1), key=lambda f: 3 * (lanes // f) + lanes % f)
-        return StatisticsTile(fold, width, spec.vector_cores)
+        return StatisticsTile(_fold(n_cols, width, largest), width, spec.vector_cores)
     # The interpreter: small, so that short rows take several steps and a tail.
     return StatisticsTile(2, min(64, next_power_of_2(n_cols)), 2)
+
+
+def _fold(n_cols: int, width: int, largest: int) -> int:
+    """The fold that reads a row of n_cols in the least time, among those whose tail takes up little room."""
+
+    def costs(fold: int) -> int:
+        steps, left = divmod(n_cols, fold * width)
+        tail = _cdiv(left, width)
+        # Twice the time that `width` logits take: beside its logits a step costs 7; the row's first load is not hidden;
+        # a tail costs 24 and, being masked, half as much again (simulated pipes of 910B4: good for ratios).
+        return 14 * steps + 2 * fold + (48 + tail if tail else 0)
+
+    # A tail of 8 was there when the limits were swept. A fold of 8 and less has no longer one.
+    folds = [f for f in range(1, largest + 1) if n_cols % (f * width) <= 8 * width and f * width <= n_cols]
+    return min(folds, key=costs)
 
 
 @cache
@@ -220,9 +233,9 @@ def gradient_tile(n_cols: int, itemsize: int, has_weights: bool, spec: DeviceSpe
     if spec.has_warps:
         return GradientTile(min(4096, next_power_of_2(n_cols)), _ONE_PER_ROW, launch_options(spec, 16))
     if spec.has_buffer:
-        # The largest that keeps double buffering on 910B4 (bishengir-compile): bf16 12288, with class weights 8192;
-        # fp32 6144. Blocks of equal size, so that the last one is nearly full.
-        largest = (8192 if has_weights else 12288) if itemsize <= 2 else 6144
+        # Blocks of equal size, so that the last one is nearly full.
+        kernel = "head._row_gradient_kernel weighted" if has_weights else "head._row_gradient_kernel"
+        largest = tile_limit(kernel, itemsize, spec)
         block = _cdiv(_cdiv(n_cols, _cdiv(n_cols, largest)), 64) * 64
         return GradientTile(min(block, largest), spec.vector_cores)
     return GradientTile(min(64, next_power_of_2(n_cols)), 2)

@@ -35,10 +35,12 @@ __all__ = [
     "TileKey",
     "Variation",
     "check_writable",
+    "document",
     "file",
     "forget",
     "ignored",
     "machine",
+    "machine_of",
     "machines",
     "store",
     "variation",
@@ -314,6 +316,16 @@ def ignored() -> Iterator[None]:
         forget()
 
 
+def document(measured: Mapping[str, Machine]) -> dict[str, Any]:
+    """What the file holds, of machines by chip."""
+    return {"format": FORMAT, "machines": {chip: found.as_json() for chip, found in measured.items()}}
+
+
+def machine_of(ops: Mapping[str, Iterable[Entry]], tiles: Mapping[TileKey, Variation]) -> Machine:
+    """What was measured now, with the installed versions."""
+    return Machine(_versions(), {}, {}).with_results(ops, tiles)
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Inside the `with` block no other process stores."""
@@ -343,7 +355,7 @@ def store(chip: str, ops: Mapping[str, Iterable[Entry]], tiles: Mapping[TileKey,
         if known is None or known.versions != now:
             known = Machine(now, {}, {})
         stored[chip] = known.with_results(ops, tiles or {})
-        text = json.dumps({"format": FORMAT, "machines": {name: m.as_json() for name, m in stored.items()}}, indent=1)
+        text = json.dumps(document(stored), indent=1)
         if len(text.encode()) > MAX_BYTES:
             raise OSError(f"{path} would be larger than {MAX_BYTES} bytes; remove it and measure again what you need")
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as folder:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from npu_trainer_kernels import tiling
 from npu_trainer_kernels.device import GIB, KIB, DeviceSpec
+from npu_trainer_kernels.tile_limits import tile_limit
 
 CUDA = DeviceSpec("cuda", "a card", 132, 256 * KIB, 80 * GIB)
 
@@ -152,3 +153,41 @@ def test_every_column_of_a_row_is_in_one_tile(size, cols, itemsize, kind):
     assert tile.rows * tile.cols <= max(block, 1)
     # Tiles of several rows have no mask.
     assert tile.rows == 1 or (tile.cols == cols and tile.blocks == 1)
+
+
+EXTRAS = ("entropy", "mean", "squares", "argmax", "weights", "softcap")
+
+
+@given(
+    n_cols=st.integers(1, 300_000),
+    itemsize=st.sampled_from([2, 4]),
+    kind=st.sampled_from(["npu", "cuda", "cpu"]),
+    extras=st.sets(st.sampled_from(EXTRAS)),
+)
+def test_steps_and_tail_of_the_statistics_cover_a_row(n_cols, itemsize, kind, extras):
+    spec = DeviceSpec(kind, "a device", 40, 192 * KIB)
+    tile = tiling.statistics_tile(n_cols, itemsize, spec, **dict.fromkeys(extras, True))
+    left, tail = n_cols % (tile.fold * tile.width), tile.tail(n_cols, spec)
+    assert left <= tail * tile.width
+    if kind != "npu":
+        assert tail == 0 or tail & (tail - 1) == 0
+        return
+    # No step reads beyond the row, no more of a tail than the sweeps had, and none of it for nothing.
+    assert tile.fold * tile.width <= n_cols
+    assert tail <= 8
+    assert (tail - 1) * tile.width < left or tail == 0
+    most = tile_limit(f"head._row_statistics_kernel {min(3, len(extras))} extras", itemsize, spec)
+    assert tile.fold <= most
+    # Nor so small a step that its own cost counts, where the row is long.
+    assert tile.fold >= most // 2 or n_cols < 2 * most * tile.width
+
+
+@given(n_cols=st.integers(1, 300_000), itemsize=st.sampled_from([2, 4]), weighted=st.booleans())
+def test_blocks_of_the_gradient_are_even(n_cols, itemsize, weighted):
+    npu = DeviceSpec("npu", "Ascend910B4", 40, 192 * KIB)
+    block = tiling.gradient_tile(n_cols, itemsize, weighted, npu).block
+    most = tile_limit("head._row_gradient_kernel weighted" if weighted else "head._row_gradient_kernel", itemsize, npu)
+    steps = -(-n_cols // block)
+    assert block <= most
+    assert steps == -(-n_cols // most)
+    assert steps * block - n_cols < 64 * steps

@@ -474,7 +474,8 @@ TABLE: tuple[Entry, ...] = (
     _head("linear_cross_entropy, softcap", _cross_entropy(softcap=30.0, logit_scale=0.5)),
     _head("linear_cross_entropy, label smoothing, z-loss", _cross_entropy(label_smoothing=0.1, z_loss=1e-4)),
     _head("linear_cross_entropy, accuracy", _cross_entropy(outputs=("token_accuracy",))),
-    # A row of fp32 class weights is read beside each row of logits.
+    # A row of fp32 class weights is read beside each row of logits: to gather those alone that differ from 1, the host
+    # would have to wait for their number.
     _head("linear_cross_entropy, class weights", _cross_entropy(True, label_smoothing=0.1), None),
     _head("linear_cross_entropy, everything", _cross_entropy(True, **_EVERYTHING), None),
     _head("linear_logprob", _logprob()),

@@ -1,9 +1,6 @@
 """Which kernels need not keep a rule about waiting, and why: `listed.json`, the one place for it.
 
-    python -m npu_trainer_kernels.ascend.listed
-
-asks the compiler again and writes what has to be listed now. What keeps its rule goes; what is new comes with an empty
-reason, which the file is refused with until somebody writes one.
+`python -m npu_trainer_kernels.ascend.relist` writes it.
 """
 
 import json
@@ -105,19 +102,3 @@ def written(broken: Iterable[tuple[str, str, str, str, str]], known: Sequence[Li
         for (op, kernel, rule, why, of), names in dtypes.items()
     ]
     return "[\n" + ",\n".join(" " + json.dumps(entry) for entry in entries) + "\n]\n"
-
-
-def main() -> None:
-    """The command; see the module."""
-    from . import cases, gate
-
-    # The bytes moved break another rule, and take the longest.
-    rows = gate.collect([replace(case, run_small=None) for case in cases.cases()], gate.CHIPS)
-    broken = [(row.op, row.kernel, row.shape, row.dtype, delay) for row in rows for delay in row.delays]
-    known = parse(FILE.read_text()) if FILE.exists() else ()
-    FILE.write_text(written(broken, known))
-    print(f"{FILE}: {len(set(broken))} plans listed")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["HELP", "NAME", "run"]
+__all__ = ["HELP", "NAME", "package", "run"]
 
 NAME = "bench"
 HELP = "time every op, and whole training steps, beside their peers"
@@ -15,11 +15,11 @@ RESULTS = Path("npu-kernels-bench")
 
 def run(arguments: Sequence[str]) -> int:
     # This import brings torch.
-    code: int = importlib.import_module(f"{_package()}.cli").main(arguments, "npu-kernels bench", RESULTS)
+    code: int = importlib.import_module(f"{package()}.cli").main(arguments, "npu-kernels bench", RESULTS)
     return code
 
 
-def _package() -> str:
+def package() -> str:
     """The runner is a part of this package in a wheel, and the folder beside it in a checkout."""
     package = Path(__file__).parents[1]
     if (package / "benchmarks").is_dir():

@@ -8,14 +8,10 @@ Exit codes: 0 nothing is broken (warnings may have been printed), 1 something is
 """
 
 import argparse
-import json
 import os
-import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
@@ -24,8 +20,9 @@ from ..table import FORMS
 from . import _launcher
 from ._environment import ERROR, WARNING, Finding, broken_imports, findings, versions
 from ._output import FINE, FOUND, Output, UsageError, new_table
+from ._process import ENDED, read
 
-__all__ = ["HELP", "NAME", "add_arguments", "run", "self_check"]
+__all__ = ["HELP", "NAME", "Installation", "add_arguments", "device_findings", "look", "run", "self_check"]
 
 NAME = "doctor"
 HELP = "look at the installation, and run every op against its reference"
@@ -40,41 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _child(ops: list[str], times: bool, seconds: float) -> Iterator[dict[str, Any]]:
-    """Lines of one self-check; the last one, `{"ended": reason}`, where it did not get to its end."""
+    """Lines of one self-check; the last one has `ended` where it did not get to its end."""
     command = [sys.executable, "-m", "npu_trainer_kernels.cli._selfcheck", "--ops", ",".join(ops)]
     command += [] if times else ["--no-times"]
     # A kernel that fails is to be seen, not replaced.
-    environment = {**os.environ, "NPU_KERNELS_STRICT": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    timed_out = threading.Event()
-
-    def give_up() -> None:
-        timed_out.set()
-        process.kill()
-
-    timer = threading.Timer(seconds, give_up)
-    # stderr is read beside stdout, or a full pipe would stop the child.
-    said: list[str] = []
-    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()))
-    timer.start()
-    reader.start()
-    try:
-        for line in process.stdout:
-            yield json.loads(line)
-    finally:
-        process.kill()
-        code = process.wait()
-        timer.cancel()
-        reader.join()
-    if timed_out.is_set():
-        yield {"ended": f"it was not done after {seconds:.0f} s"}
-    elif code < 0:
-        yield {"ended": f"its process was killed by {signal.Signals(-code).name}"}
-    elif code > 0:
-        lines = [line.strip() for line in said if line.strip()]
-        yield {"ended": lines[-1][:400] if lines else f"its process ended with exit code {code}"}
+    return read(command, seconds, environment={**os.environ, "NPU_KERNELS_STRICT": "1"})
 
 
 def self_check(times: bool = True, seconds: float = 600.0) -> Iterator[dict[str, Any]]:
@@ -84,7 +51,7 @@ def self_check(times: bool = True, seconds: float = 600.0) -> Iterator[dict[str,
     while left:
         started: dict[str, Any] | None = None
         for line in _child(left, times, seconds):
-            if "ended" not in line:
+            if ENDED not in line:
                 started = line if line.get("begins") else started
                 if "times" in line:
                     left.remove(line["op"])
@@ -93,11 +60,11 @@ def self_check(times: bool = True, seconds: float = 600.0) -> Iterator[dict[str,
             if started is None:
                 yield line  # it did not come to the first op
                 return
-            yield {**started, "begins": False, "problem": line["ended"]}
+            yield {**started, "begins": False, "problem": line[ENDED]}
             left.remove(started["op"])
 
 
-def _device_findings(line: dict[str, Any], installed: dict[str, str | None]) -> list[Finding]:
+def device_findings(line: dict[str, Any], installed: dict[str, str | None]) -> list[Finding]:
     kind, found = line["device"]["kind"], []
     if line["without_npu"] is not None:
         found.append(Finding(
@@ -202,11 +169,26 @@ def _nothing_found(lines: list[dict[str, Any]]) -> str:
     return f"Everything checked passed: the installation{checked if ops else '; the ops were not checked'}."
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
-    if not args.timeout > 0:
-        raise UsageError(f"--timeout must be positive; got {args.timeout:g}")
+@dataclass(frozen=True)
+class Installation:
+    """What is there, looked at from outside.
+
+    Attributes:
+        versions: by package, driver and toolkit.
+        broken: why packages cannot be imported.
+        launcher: where each thing is that triton-ascend launches kernels with; empty where it is not asked for.
+        findings: what stands in the way.
+    """
+
+    versions: dict[str, str | None]
+    broken: dict[str, str]
+    launcher: dict[str, str | None]
+    findings: list[Finding]
+
+
+def look(output: Output) -> Installation:
+    """Looks at the installation, and imports nothing of it."""
     installed = versions()
-    output.show(_found_table("Versions", installed))
     with output.progress() as progress:
         progress.begin("importing each package in a process of its own")
         broken = broken_imports(installed)
@@ -215,18 +197,28 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if installed["torch_npu"] and installed["triton-ascend"]:
         needs = _launcher.needs()
         launcher = {need.name: need.found for need in needs}
-        output.show(_found_table("What triton-ascend launches kernels with", launcher))
         found += _launcher.findings(needs, installed)
+    return Installation(installed, broken, launcher, found)
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    if not args.timeout > 0:
+        raise UsageError(f"--timeout must be positive; got {args.timeout:g}")
+    here = look(output)
+    installed, found = here.versions, here.findings
+    output.show(_found_table("Versions", installed))
+    if here.launcher:
+        output.show(_found_table("What triton-ascend launches kernels with", here.launcher))
     lines: list[dict[str, Any]] = []
     device: dict[str, Any] | None = None
-    if not args.no_self_check and installed["torch"] and "torch" not in broken:
+    if not args.no_self_check and installed["torch"] and "torch" not in here.broken:
         lines = _run_self_check(args, output)
         device = next((line["device"] for line in lines if "device" in line), None)
         for line in lines:
-            if "ended" in line:
-                found.append(Finding(ERROR, "self-check", f"the self-check cannot start: {line['ended']}",
+            if ENDED in line:
+                found.append(Finding(ERROR, "self-check", f"the self-check cannot start: {line[ENDED]}",
                                      "mend what is named above; else report it with this output"))  # fmt: skip
-            found += _device_findings(line, installed) if "device" in line else _check_findings(line)
+            found += device_findings(line, installed) if "device" in line else _check_findings(line)
     if device is not None:
         output.text(f"\nDevice: {device['name']} ({device['kind']})")
         _show_ops(lines, output)
@@ -237,8 +229,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
                     style="red" if finding.level == ERROR else "yellow")  # fmt: skip
     output.result({
         "versions": installed,
-        "broken_imports": broken,
-        "launcher": launcher,
+        "broken_imports": here.broken,
+        "launcher": here.launcher,
         "device": device,
         "ops": [line for line in lines if "op" in line and not line.get("begins")],
         "backends": {

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["FINE", "FOUND", "STOPPED", "USAGE", "Output", "Steps", "UsageError", "new_table"]
+__all__ = ["FINE", "FOUND", "STOPPED", "USAGE", "Output", "Steps", "UsageError", "new_table", "plain"]
 
 FINE, FOUND, USAGE = 0, 1, 2
 STOPPED = 130  # as shells have it for Ctrl-C
@@ -137,7 +137,7 @@ class Output:
     def result(self, value: dict[str, Any]) -> None:
         """The command's result, written where `--json` was asked for. JSON has no NaN and no infinity: null."""
         if self.as_json:
-            self._stdout.write(json.dumps(_plain(value), indent=1, allow_nan=False) + "\n")
+            self._stdout.write(json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
             self._stdout.flush()
 
     def fail(self, message: str) -> None:
@@ -146,9 +146,10 @@ class Output:
         Console(stderr=True, soft_wrap=True).print(escape(message), highlight=False)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON has it: tuples as lists, null for what is no finite number."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -5,7 +5,6 @@ with it. It writes one line of JSON for each thing it knows.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -17,8 +16,9 @@ from .. import backends, device
 from ..closeness import Tensors, assert_op_close
 from ..timing import QUICK, is_accelerator, measure, rotation
 from ..workloads import OPS, Inputs, ModelShapes, Workload, of_model
+from ._process import Lines
 
-__all__ = ["CHECKED", "CHECKED_TOKENS", "TIMED", "check", "main", "time_op"]
+__all__ = ["CHECKED", "CHECKED_TOKENS", "TIMED", "check", "facts", "main", "time_op"]
 
 # Small, since the truth is computed in fp64, and with tails: no size divides a tile.
 CHECKED = ModelShapes(hidden=328, intermediate=712, vocabulary=2053, heads=4, kv_heads=2, head_dim=72)
@@ -77,11 +77,13 @@ def time_op(work: Workload, where: torch.device, backend: str | None = None) -> 
     }
 
 
-def _emit(**line: Any) -> None:
-    # The real stdout: `main` sends what libraries print elsewhere.
-    assert sys.__stdout__ is not None
-    sys.__stdout__.write(json.dumps(line) + "\n")
-    sys.__stdout__.flush()
+def facts(where: torch.device) -> dict[str, Any]:
+    """What is known of the device, and why it is no NPU although torch_npu is installed."""
+    spec = device.spec(where)
+    return {
+        "device": {"kind": spec.kind, "name": spec.name, "memory_bytes": spec.memory_bytes},
+        "without_npu": device.torch_npu_state(),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,13 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ops", required=True, help="names of workloads.OPS, comma-separated")
     parser.add_argument("--no-times", action="store_true")
     args = parser.parse_args(arguments)
-    sys.stdout = sys.stderr
+    emit = Lines().write
     where = torch.device(device.accelerator())
-    spec = device.spec(where)
-    _emit(
-        device={"kind": spec.kind, "name": spec.name, "memory_bytes": spec.memory_bytes},
-        without_npu=device.torch_npu_state(),
-    )
+    emit(**facts(where))
     accelerated = is_accelerator(where)
     shapes, tokens = TIMED[accelerated]
     timed = {work.op: work for work in of_model(shapes, tokens, "bfloat16" if accelerated else "float32")}
@@ -105,12 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             work = next(w for w in of_model(CHECKED, CHECKED_TOKENS, dtype) if w.op == op)
             name, reason = backends.explain(work.backend_op, where)
             # Said first, so that the parent knows what was under way when this process died.
-            _emit(op=op, dtype=dtype, backend_op=work.backend_op, backend=name, reason=reason, begins=True)
-            _emit(op=op, dtype=dtype, backend_op=work.backend_op, problem=check(work, where))
+            emit(op=op, dtype=dtype, backend_op=work.backend_op, backend=name, reason=reason, begins=True)
+            emit(op=op, dtype=dtype, backend_op=work.backend_op, problem=check(work, where))
         plain = backends.keeps_plain(timed[op].backend_op, where)
         # What `tune` stored decides for its ranges, whatever the table says.
         measured = [str(entry) for entry in backends.every_measurement(timed[op].backend_op, where)]
-        _emit(op=op, plain=plain, measured=measured, times=None if args.no_times else time_op(timed[op], where))
+        emit(op=op, plain=plain, measured=measured, times=None if args.no_times else time_op(timed[op], where))
     return 0
 
 

@@ -34,11 +34,22 @@ from ._output import FINE, FOUND, STOPPED, Output, UsageError, new_table
 if TYPE_CHECKING:
     import torch
 
-    from ..timing import Summary
+    from ..timing import Settings, Summary
     from ..tuned import Entry, TileKey, Variation
     from ..workloads import ModelShapes, Workload
 
-__all__ = ["HELP", "NAME", "add_arguments", "results", "run", "tune_op", "tune_tiles"]
+__all__ = [
+    "HELP",
+    "NAME",
+    "add_arguments",
+    "as_json",
+    "candidates",
+    "pairs",
+    "results",
+    "run",
+    "tune_op",
+    "tune_tiles",
+]
 
 NAME = "tune"
 HELP = "time the backends at your model's shapes on this device, and remember the winners"
@@ -117,7 +128,8 @@ def results(outcomes: list[Outcome]) -> "dict[str, list[Entry]]":
     return found
 
 
-def _candidates(work: "Workload", where: "torch.device") -> list[str]:
+def candidates(work: "Workload", where: "torch.device") -> list[str]:
+    """The backends that can serve an op there."""
     from .. import backends, device
 
     kind = device.kind_of(where)
@@ -126,25 +138,28 @@ def _candidates(work: "Workload", where: "torch.device") -> list[str]:
     return [name for name in names if backends.unavailable(name, kind, work.backend_op) is None]
 
 
-def tune_op(work: "Workload", checked: "Workload", where: "torch.device") -> Outcome:
+def tune_op(
+    work: "Workload", checked: "Workload", where: "torch.device", settings: "Settings | None" = None
+) -> Outcome:
     """Checks and times an op's backends.
 
     Args:
         work: what is timed.
         checked: the same op, small, held against its reference.
         where: the device.
+        settings: how long each is timed; None: as `npu-kernels tune` does.
     """
     import torch
 
     from .. import backends
     from ..ops._launch import KernelError
-    from ..timing import is_accelerator
+    from ..timing import Settings, is_accelerator
     from ._selfcheck import check
 
     found = Outcome(work)
-    time = _timer(work, where)
+    time = _timer(work, where, settings or Settings(least=7))
     # Twice in turn, and the better of both counts: what else the machine does should hit all alike.
-    for name in (*_candidates(work, where), "plain") * 2:
+    for name in (*candidates(work, where), "plain") * 2:
         if name in found.problems:
             continue
         try:
@@ -165,7 +180,7 @@ def tune_op(work: "Workload", checked: "Workload", where: "torch.device") -> Out
     return found
 
 
-def _timer(work: "Workload", where: "torch.device") -> "Callable[[str], Summary]":
+def _timer(work: "Workload", where: "torch.device", settings: "Settings") -> "Callable[[str], Summary]":
     """Times a backend, or `plain`, always on the same inputs."""
     import torch
 
@@ -177,7 +192,7 @@ def _timer(work: "Workload", where: "torch.device") -> "Callable[[str], Summary]
 
     def time(name: str) -> "Summary":
         fn = work.reference if name == "plain" else work.ours(backends.strict_override(name))
-        return timing.measure(fn, sets, "both", where, timing.Settings(least=7), cold=True)[0]
+        return timing.measure(fn, sets, "both", where, settings, cold=True)[0]
 
     return time
 
@@ -228,7 +243,7 @@ def tune_tiles(
     return kept, best, too_large
 
 
-def _pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
+def pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
     """Every op at the most tokens and at the least, one after the other, so that a run that is stopped has whole
     ranges. Tiles are tried at the most; the least is timed with what was kept of them."""
     from ..workloads import of_model
@@ -266,7 +281,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     dtype = args.dtype or ("bfloat16" if accelerated else "float32")
     for_shapes = shapes or usual
     output.text(f"Tuning for {', '.join(f'{name} {size}' for name, size in asdict(for_shapes).items())}, {dtype}")
-    works = _pairs(for_shapes, args.tokens or tokens, dtype)
+    works = pairs(for_shapes, args.tokens or tokens, dtype)
     outcomes: list[Outcome] = []
     stopped, code = False, FOUND
     try:
@@ -316,7 +331,7 @@ def _finish(outcomes: list[Outcome], kind: str, chip: str, stopped: bool, dry_ru
         "stored": None if stored is None else str(stored),
         "problem": problem,
         "stopped": stopped,
-        "ops": {op: [_as_json(o) for o in outcomes if o.work.op == op] for op in {o.work.op: None for o in outcomes}},
+        "ops": {op: [as_json(o) for o in outcomes if o.work.op == op] for op in {o.work.op: None for o in outcomes}},
         "results": {op: [entry.as_json() for entry in of_op] for op, of_op in entries.items()},
     })  # fmt: skip
     wrong = [name for o in outcomes for name in o.problems if name in ("torch", "triton")]
@@ -354,7 +369,8 @@ def _winner(outcome: Outcome) -> str | None:
     return None if entry is None else "plain" if entry.plain_wins else entry.backend
 
 
-def _as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """What was found, for the command's result."""
     return {
         "shape": outcome.work.shape,
         "tokens": outcome.work.tokens,

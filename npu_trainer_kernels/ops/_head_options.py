@@ -13,7 +13,7 @@ from .._triton import jit, libdevice, tl
 from ._checks import is_number
 from ._fallback import falls_back
 
-__all__ = ["HeadOptions", "guarded", "kernel_flags", "slope", "tanh", "transform", "transformed"]
+__all__ = ["HeadOptions", "guarded", "kernel_flags", "slope", "transform", "transformed", "twice_sigmoid"]
 
 guarded = falls_back("linear_cross_entropy", "linear_logprob", "grpo_loss")
 
@@ -69,23 +69,23 @@ def kernel_flags(options: HeadOptions, where: torch.device) -> dict[str, Any]:
 
 
 @jit
-def tanh(y, HAS_CAP: tl.constexpr):
-    """2 sigmoid(2 y) - 1 is the one form that every backend compiles well; CUDA's fast sigmoid loses digits there."""
-    if HAS_CAP == 2:
-        return libdevice.tanh(y)
-    else:
-        return 2.0 * tl.sigmoid(2.0 * y) - 1.0
-
-
-@jit
 def transformed(x, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr):
     """z(l) in fp32."""
     z = x.to(tl.float32)
-    if HAS_CAP:
-        z = outer * tanh(inner * z, HAS_CAP)
+    if HAS_CAP == 2:
+        z = outer * libdevice.tanh(inner * z)
+    elif HAS_CAP:
+        z = twice_sigmoid(z, inner, outer) - outer
     elif not IS_IDENTITY:
         z = inner * z
     return z
+
+
+@jit
+def twice_sigmoid(x, inner, outer):
+    """2 outer sigmoid(2 inner x), which is outer (tanh(inner x) + 1). An NPU forms it in four instructions; CUDA's fast
+    exponential loses digits there."""
+    return (2.0 * outer) / (1.0 + tl.exp((-2.0 * inner) * x))
 
 
 @jit

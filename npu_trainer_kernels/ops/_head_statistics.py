@@ -42,6 +42,42 @@ class Softmax(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@jit
+def _steep(d):
+    """Differences of logits in units so small that any but 0 outweighs every column."""
+    return 3e38 * d
+
+
+@jit
+def _taken_in(z, start, m, s, ds, sq, key, HAS_ENTROPY: tl.constexpr, HAS_SQUARES: tl.constexpr,
+              HAS_ARGMAX: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """The lanes' maxima, sums and keys after the columns z `[FOLD, WIDTH]`, the first of which is `start`."""
+    # An NPU's `tl.where` stops the unit that issues instructions, and a maximum that drops NaN takes seven of them. A
+    # row with a NaN is NaN either way, by its sums.
+    m_new = tl.maximum(m, tl.max(z, axis=0), propagate_nan=tl.PropagateNan.ALL)
+    fall = m - m_new
+    rescale = tl.exp(fall)
+    d = z - m_new[None, :]
+    e = tl.exp(d)
+    if HAS_ENTROPY:
+        # Sums of e d, not e z: the entropy would be a small difference of large numbers.
+        ds = (ds + s * fall) * rescale + tl.sum(e * d, axis=0)
+    s = s * rescale + tl.sum(e, axis=0)
+    if HAS_SQUARES:
+        sq = sq * rescale * rescale + tl.sum(e * e, axis=0)
+    if HAS_ARGMAX:
+        # Less its column where d is 0, so that the greatest key is that of the first maximum, as torch.argmax has it.
+        first = tl.max(_steep(d) - tl.arange(0, FOLD).to(tl.float32)[:, None], axis=0)
+        key = tl.maximum(key + _steep(fall), first * WIDTH - start, propagate_nan=tl.PropagateNan.ALL)
+    return m_new, s, ds, sq, key
+
+
+@jit
+def _store_sum(pointer, lanes):
+    """Stores one number, which an NPU's scalar unit does not wait for, as it would if it were none of a vector."""
+    tl.store(pointer + tl.arange(0, 1), tl.sum(tl.reshape(lanes, [1, lanes.shape[0]]), axis=1))
+
+
 @jit(lengths=("n_rows",))
 def _row_statistics_kernel(
     logits,  # [n_rows, n_cols], row stride given, any float dtype
@@ -49,7 +85,7 @@ def _row_statistics_kernel(
     out,  # [6, n_rows] fp32: max, sum e, sum e d, sum u z, sum e^2, argmax (d = z - max, e = exp(d))
     n_rows,
     n_cols,
-    n_folded,  # columns that the folded loop covers: n_cols rounded down to FOLD * WIDTH
+    n_folded,  # columns that whole steps cover: n_cols rounded down to FOLD * WIDTH
     row_stride,
     inner,
     outer,
@@ -61,6 +97,7 @@ def _row_statistics_kernel(
     HAS_SQUARES: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     FOLD: tl.constexpr,
+    TAIL: tl.constexpr,  # TAIL * WIDTH cover the other columns
     WIDTH: tl.constexpr,
 ):
     # Every lane keeps its own running maximum and sums, so the only reductions over the whole vector are the few at
@@ -77,65 +114,42 @@ def _row_statistics_kernel(
         ds = tl.zeros([WIDTH], tl.float32)
         us = tl.zeros([WIDTH], tl.float32)
         sq = tl.zeros([WIDTH], tl.float32)
-        best = tl.zeros([WIDTH], tl.int32)
+        key = tl.zeros([WIDTH], tl.float32)
         for start in range(0, n_folded, FOLD * WIDTH):
             z = transformed(tl.load(start_of_row + start + folded), inner, outer, HAS_CAP, IS_IDENTITY)
-            block_max = tl.max(z, axis=0)
-            if HAS_ARGMAX:
-                # Smallest column among a lane's maxima, as torch.argmax reports the first.
-                first = tl.min(tl.where(z == block_max[None, :], start + folded, n_cols), axis=0)
-                best = tl.where(block_max > m, first, best)
-            m_new = tl.where(block_max > m, block_max, m)
-            rescale = tl.exp(m - m_new)
-            d = z - m_new[None, :]
-            e = tl.exp(d)
-            if HAS_ENTROPY:
-                # Sums of e d, not e z: the entropy would be a small difference of large numbers.
-                ds = (ds + s * (m - m_new)) * rescale + tl.sum(e * d, axis=0)
-            s = s * rescale + tl.sum(e, axis=0)
             if HAS_MEAN:
-                if HAS_WEIGHTS:
-                    us += tl.sum(z * tl.load(class_weights + start + folded), axis=0)
-                else:
-                    us += tl.sum(z, axis=0)
-            if HAS_SQUARES:
-                sq = sq * rescale * rescale + tl.sum(e * e, axis=0)
-            m = m_new
-        for start in range(n_folded, n_cols, WIDTH):
-            mask = start + lane < n_cols
-            x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
+                us += tl.sum(z * tl.load(class_weights + start + folded) if HAS_WEIGHTS else z, axis=0)
+            m, s, ds, sq, key = _taken_in(z, start, m, s, ds, sq, key, HAS_ENTROPY, HAS_SQUARES, HAS_ARGMAX,
+                                          FOLD, WIDTH)  # fmt: skip
+        if TAIL:
+            # Read in one line, whose mask is one number to an NPU.
+            rest = n_folded + tl.arange(0, TAIL * WIDTH)
+            x = tl.reshape(tl.load(start_of_row + rest, mask=rest < n_cols, other=0.0), [TAIL, WIDTH])
             z = transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
             if HAS_MEAN:
                 if HAS_WEIGHTS:
-                    us += z * tl.load(class_weights + start + lane, mask=mask, other=0.0)
+                    u = tl.load(class_weights + rest, mask=rest < n_cols, other=0.0)
+                    us += tl.sum(z * tl.reshape(u, [TAIL, WIDTH]), axis=0)
                 else:
-                    us += tl.where(mask, z, 0.0)
-            z = tl.where(mask, z, NEGATIVE)
-            if HAS_ARGMAX:
-                best = tl.where(z > m, start + lane, best)
-            m_new = tl.where(z > m, z, m)
-            rescale = tl.exp(m - m_new)
-            # Without the mask a lane that has seen nothing would count exp(NEGATIVE - NEGATIVE) = 1.
-            d = z - m_new
-            e = tl.where(mask, tl.exp(d), 0.0)
-            if HAS_ENTROPY:
-                ds = (ds + s * (m - m_new)) * rescale + e * d
-            s = s * rescale + e
-            if HAS_SQUARES:
-                sq = sq * rescale * rescale + e * e
-            m = m_new
+                    us += tl.sum(z, axis=0)
+            # Below a lane that has seen nothing: exp(NEGATIVE - NEGATIVE) would count as 1.
+            column = n_folded + tl.arange(0, TAIL)[:, None] * WIDTH + lane[None, :]
+            z = tl.where(column < n_cols, z, 2.0 * NEGATIVE)
+            m, s, ds, sq, key = _taken_in(z, n_folded, m, s, ds, sq, key, HAS_ENTROPY, HAS_SQUARES, HAS_ARGMAX,
+                                          TAIL, WIDTH)  # fmt: skip
         row_max = tl.max(m, axis=0)
-        rescale = tl.exp(m - row_max)
+        fall = m - row_max
+        rescale = tl.exp(fall)
         tl.store(out + row, row_max)
-        tl.store(out + n_rows + row, tl.sum(s * rescale, axis=0))
+        _store_sum(out + n_rows + row, s * rescale)
         if HAS_ENTROPY:
-            tl.store(out + 2 * n_rows + row, tl.sum((ds + s * (m - row_max)) * rescale, axis=0))
+            _store_sum(out + 2 * n_rows + row, (ds + s * fall) * rescale)
         if HAS_MEAN:
-            tl.store(out + 3 * n_rows + row, tl.sum(us, axis=0))
+            _store_sum(out + 3 * n_rows + row, us)
         if HAS_SQUARES:
-            tl.store(out + 4 * n_rows + row, tl.sum(sq * rescale * rescale, axis=0))
+            _store_sum(out + 4 * n_rows + row, sq * rescale * rescale)
         if HAS_ARGMAX:
-            tl.store(out + 5 * n_rows + row, tl.min(tl.where(m == row_max, best, n_cols), axis=0).to(tl.float32))
+            tl.store(out + 5 * n_rows + row, -tl.max(key + _steep(fall) - lane.to(tl.float32), axis=0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,9 +166,11 @@ def _raw_statistics(
         return _raw_statistics_torch(logits, class_weights, options)
     n_rows, n_cols = logits.shape
     out = torch.empty(6, n_rows, dtype=torch.float32, device=logits.device)
+    spec = device.spec(logits.device)
     tile = tiling.statistics_tile(
-        n_cols, logits.element_size(), device.spec(logits.device), entropy=options.entropy, mean=options.mean,
+        n_cols, logits.element_size(), spec, entropy=options.entropy, mean=options.mean,
         squares=options.log_sum_sq, argmax=options.argmax, weights=class_weights is not None,
+        softcap=options.softcap is not None,
     )  # fmt: skip
     step = tile.fold * tile.width
     inner, outer = options.factors
@@ -165,7 +181,7 @@ def _raw_statistics(
         **kernel_flags(options, logits.device),
         HAS_ENTROPY=options.entropy, HAS_MEAN=options.mean, HAS_WEIGHTS=class_weights is not None,
         HAS_SQUARES=options.log_sum_sq, HAS_ARGMAX=options.argmax,
-        FOLD=tile.fold, WIDTH=tile.width, **tile.options,
+        FOLD=tile.fold, TAIL=tile.tail(n_cols, spec), WIDTH=tile.width, **tile.options,
     )  # fmt: skip
     return out.unbind(0)
 
@@ -207,7 +223,8 @@ def row_statistics(
         entropy=None if shift is None else log_s - shift,
         mean=(us / logits.shape[1] if class_weights is None else us) if options.mean else None,
         log_sum_sq=sq.log() - 2 * log_s if options.log_sum_sq else None,
-        argmax=best.long() if options.argmax else None,
+        # Of a row that has no maximum, because it is not finite, the kernel has no argmax.
+        argmax=best.nan_to_num(0.0, 0.0, 0.0).long() if options.argmax else None,
     )
     return statistics, Softmax(row_max, 1.0 / s, shift)
 

@@ -93,7 +93,7 @@ def test_half_of_a_comparison_is_no_evidence(monkeypatch, table, provider):
 
 def test_a_file_of_nothing_in_the_table(monkeypatch, table):
     without(monkeypatch, group="ops")
-    with pytest.raises(ValueError, match="has no row that the table has a measurement of on cuda"):
+    with pytest.raises(ValueError, match="has no row that the table has a measurement of, or could have, on cuda"):
         evidence.write(GPU, table)
 
 
@@ -113,3 +113,38 @@ def test_evidence_is_a_committed_file(tmp_path, capsys):
 )
 def test_devices_have_articles(kind, name, expected):
     assert evidence._named({"kind": kind, "name": name}) == expected
+
+
+def proved(monkeypatch, **medians: float) -> None:
+    """As if the file were the prove.json of an archive of an NPU: a norm by three providers."""
+    meta = {"format": 1, "device": {"kind": "npu", "name": "Ascend910B4", "memory_bytes": 0}}
+    row = {"group": "ops", "op": "rms_norm", "shape": "N=8192 H=4096", "dtype": "bfloat16", "mode": "both"}
+    rows = [{**row, "provider": provider, "ms": {"median": ms}} for provider, ms in medians.items()]
+    monkeypatch.setattr(evidence, "read", lambda _: (meta, rows))
+
+
+def test_figures_take_the_place_of_a_sentence(monkeypatch, table):
+    proved(monkeypatch, **{"ours-vendor": 0.2, "ours-triton": 0.25, "reference": 0.9})
+    assert evidence.write(GPU, table) == [
+        f"rms_norm N=8192 H=4096 bfloat16: a sentence -> {ms} ms, plain a sentence -> 0.9 ms" for ms in (0.2, 0.25)
+    ]
+    before, after = json.loads(FILE.read_text()), json.loads(table.read_text())
+    for choice, ms in zip(before["ops"]["rms_norm"]["before_torch"]["npu"], (0.2, 0.25), strict=True):
+        choice["because"] = {
+            "file": f"benchmarks/results/{GPU.name}", "form": "rms_norm", "shape": "N=8192 H=4096",
+            "dtype": "bfloat16", "ms": ms, "plain_ms": 0.9, "on": "a 910B4",
+        }  # fmt: skip
+    assert after == before
+
+
+def test_a_sentence_stays_where_a_time_is_missing(monkeypatch, table):
+    proved(monkeypatch, **{"ours-triton": 0.25, "reference": 0.9})
+    assert len(evidence.write(GPU, table)) == 1
+    assert isinstance(json.loads(table.read_text())["ops"]["rms_norm"]["before_torch"]["npu"][0]["because"], str)
+
+
+def test_a_sentence_that_figures_contradict_is_an_error(monkeypatch, table):
+    proved(monkeypatch, **{"ours-vendor": 1.2, "ours-triton": 0.25, "reference": 0.9})
+    with pytest.raises(ValueError, match=r"1.2 ms against 0.9 ms .*by the table ours is faster"):
+        evidence.write(GPU, table)
+    assert table.read_text() == FILE.read_text()

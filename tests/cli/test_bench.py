@@ -64,7 +64,7 @@ def test_what_would_measure_nothing_is_wrong_usage(tmp_path, capsys, options, me
 
 def test_a_child_finds_the_module_by_its_name():
     command = [sys.executable, "-m", endtoend.__name__, "--help"]
-    done = subprocess.run(command, cwd=endtoend._ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=endtoend.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

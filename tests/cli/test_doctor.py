@@ -217,7 +217,7 @@ for op in sys.argv[sys.argv.index("--ops") + 1].split(","):
 def test_an_accelerator_that_is_not_used_in_full(kind, without_npu, tritons, expected):
     installed = {"triton": None, "triton-ascend": None, **tritons}
     line = {"device": {"kind": kind}, "without_npu": without_npu}
-    assert [finding.code for finding in _doctor._device_findings(line, installed)] == expected
+    assert [finding.code for finding in _doctor.device_findings(line, installed)] == expected
 
 
 def test_doctor_writes_one_json_object_and_says_that_every_op_is_right(capsys):

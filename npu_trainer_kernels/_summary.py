@@ -1,0 +1,38 @@
+"""What is kept of timed calls, and when one is slower than another. A report needs no torch for it."""
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["Summary", "summarise"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median, quartiles and number of the samples, in milliseconds."""
+
+    median: float
+    q1: float
+    q3: float
+    least: float
+    samples: int
+
+    def slower_than(self, other: "Summary", tolerance: float = 1.02) -> bool:
+        """Beyond the spread of both: the first quartile above the other's third, and the median above by 2%."""
+        return self.q1 > other.q3 and self.median > tolerance * other.median
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """Linear interpolation between the order statistics."""
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def summarise(samples: list[float]) -> Summary:
+    """Of at least one sample."""
+    if not samples:
+        raise ValueError("samples: at least one is needed; got none")
+    ordered = sorted(samples)
+    median, q1, q3 = (_quantile(ordered, share) for share in (0.5, 0.25, 0.75))
+    return Summary(median, q1, q3, ordered[0], len(ordered))

@@ -1,0 +1,291 @@
+"""Measures on this machine what the project claims, in at most an hour, and packs it into one archive to send in.
+
+Every op against its reference by every backend that there is, the vendor's operators too; every kernel and the LM head
+beside plain PyTorch, in time and memory; steps of SFT, GRPO and DPO, plain and with the kernels; short trainings both
+ways; two ranks, where there are two devices (on a CPU two processes); and the table of backends that `npu-kernels tune`
+would write. Those of TRL's are left out, and named, where TRL is not installed.
+
+Each part runs in a process of its own. What fails, crashes or hangs is recorded as that, and the rest goes on. Ctrl-C
+keeps what was measured and writes the archive of it; the same command goes on where it stopped.
+
+The archive has prove.json, report.md and tuned.json: versions and numbers, no names, no paths, no data, no variables of
+the environment. Read report.md before you send it. Nothing is sent by itself; nothing outside of the folder changes.
+
+Exit codes: 0 nothing is wrong (there may be places where we lose), 1 something is wrong or failed, 2 wrong usage,
+130 stopped by Ctrl-C.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .._cache import CACHE_VARIABLE
+from . import _doctor, _prove_archive, _prove_report
+from ._environment import ERROR
+from ._output import FINE, FOUND, STOPPED, Output, UsageError
+from ._process import ENDED, OUT_OF_TIME, read
+
+__all__ = ["HELP", "NAME", "PARTS", "Part", "add_arguments", "run"]
+
+NAME = "prove"
+HELP = "measure on this machine what the project claims, and pack it into an archive to send in"
+FOLDER = Path("npu-kernels-prove")
+WORKER = (sys.executable, "-m", "npu_trainer_kernels.cli._prove_worker")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a process is started for.
+
+    Attributes:
+        name: a key of `_prove_worker.PARTS`.
+        weight: its share of the time that the parts from it on have; what it leaves is theirs.
+        silence: seconds that one item may take.
+    """
+
+    name: str
+    weight: float
+    silence: float
+
+
+# A kernel may have to be compiled, by Ascend's compiler in tens of seconds; a step has all those of a model.
+PARTS = (
+    Part("checks", 3, 300.0),
+    Part("kernels", 5, 300.0),
+    Part("steps", 5, 900.0),
+    Part("convergence", 4, 900.0),
+    Part("ranks", 2, 900.0),
+    Part("table", 3, 600.0),
+)
+_DEVICE = Part("device", 0, 300.0)
+# Of a process that has to import torch before its first line.
+LEAST_SECONDS = 20.0
+# Where a queue is filled, a failure surfaces in a later operator's call: these make it that of the one that failed.
+_BLOCKING = ("ASCEND_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING")
+# Of the environment what would change the results, beside our own variables: a launcher's, too.
+_CHANGING = ("TRITON_INTERPRET", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+             *_BLOCKING)  # fmt: skip
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=60.0, help="that it may take (default 60)")
+    parser.add_argument("--output", type=Path, default=FOLDER,
+                        help=f"folder for the journal and the archive (default {FOLDER})")  # fmt: skip
+    parser.add_argument("--again", action="store_true", help="try again what was wrong, failed or absent before")
+
+
+def environment_of(part: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Of a part's process: the choice of backends is the package's, and a kernel that fails is seen, not replaced."""
+    ours = {name for name in environment if name.startswith("NPU_KERNELS_")} - {CACHE_VARIABLE}
+    found = {name: value for name, value in environment.items() if name not in (*_CHANGING, *ours)}
+    found.update(NPU_KERNELS_STRICT="1", NPU_KERNELS_TUNED="0", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    if part not in ("ranks", "device"):
+        # With several in sight the Trainer would spread the batch over them by itself.
+        found.update({name: environment.get(name, "0").split(",")[0] for name in _VISIBLE})
+    if part == "checks":
+        # Nothing is timed here.
+        found.update(dict.fromkeys(_BLOCKING, "1"))
+    return found
+
+
+@contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """Inside the block SIGTERM, by which schedulers end jobs, does what Ctrl-C does."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Inside the block Ctrl-C does nothing: the archive is being written."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Proof:
+    """One run of the command."""
+
+    def __init__(self, journal: _prove_archive.Journal, output: Output, again: bool, seconds: float) -> None:
+        self.journal, self.output = journal, output
+        self.retried = {
+            (r["part"], r["item"])
+            for r in journal.records
+            if again and r.get("status") in ("wrong", "failed", "absent")
+        }
+        self.end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def done(self, part: str) -> list[str]:
+        return [item for item in self.journal.of(part) if (part, item) not in self.retried]
+
+    def is_complete(self, part: str) -> bool:
+        """Whether nothing of a part is left to do."""
+        items = self.journal.items(part)
+        return bool(items) and not set(items) - set(self.done(part))
+
+    def do(self, part: Part, seconds: float) -> None:
+        """Runs a part's processes until it is done or the seconds are over."""
+        end = time.monotonic() + seconds
+        with self.output.progress() as progress:
+            while not self.is_complete(part.name):
+                left = end - time.monotonic()
+                if left <= 0 or not self._once(part, left, progress):
+                    return
+
+    def _once(self, part: Part, seconds: float, progress: Any) -> bool:
+        """One process; whether another one would go on."""
+        begun: str | None = None
+        began = time.monotonic()
+        lines = read((*WORKER, part.name), seconds, environment=environment_of(part.name, os.environ),
+                     silence=part.silence, given=json.dumps(self.done(part.name)))  # fmt: skip
+        for line in lines:
+            if "begins" in line:
+                begun, began = line["begins"], time.monotonic()
+                progress.begin(f"{part.name}: {begun}")
+                continue
+            if ENDED not in line:
+                self._keep(part.name, line)
+                begun = None if line.get("item") == begun else begun
+                continue
+            if line["why"] == OUT_OF_TIME and time.monotonic() - began < part.silence:
+                return False  # it is not known to hang: another time
+            if begun is None:
+                # It did not come to its first item, or broke between two.
+                self._keep(part.name, {"items": [*self.journal.items(part.name), "start"]})
+                begun = "start"
+            self._keep(part.name, {"item": begun, "status": "failed", "reason": line[ENDED], "rows": []})
+            return begun != "start"
+        return False
+
+    def records(self) -> int:
+        """How many items have a record that is not to be made again."""
+        return sum(len(self.done(part.name)) for part in PARTS)
+
+    def _keep(self, part: str, line: dict[str, Any]) -> None:
+        known = self.journal.of(part).get(_DEVICE.name, {}) if part == _DEVICE.name else {}
+        if "chip" in known and line.get("chip", known["chip"]) != known["chip"]:
+            raise UsageError(f"--output: what is there was measured on {known['chip']}, this is {line['chip']}; "
+                             "give it another folder")  # fmt: skip
+        self.journal.add({"part": part, **line})
+        self.retried.discard((part, line.get("item", "")))
+
+
+def _installation(output: Output) -> dict[str, Any]:
+    """What doctor sees. Where a thing lies is not said."""
+    here = _doctor.look(output)
+    return {
+        "versions": here.versions,
+        "broken": here.broken,
+        "launcher": {name: found is not None for name, found in here.launcher.items()},
+        "findings": [asdict(finding) for finding in here.findings],
+    }
+
+
+def _same_machine(journal: _prove_archive.Journal, here: dict[str, Any]) -> None:
+    """Raises `UsageError` where a folder's records are of other versions: they do not belong into one archive."""
+    before = next((r["environment"]["versions"] for r in journal.records if "environment" in r), here["versions"])
+    changed = [f"{name} {before.get(name)} -> {now}" for name, now in here["versions"].items()
+               if before.get(name) != now]  # fmt: skip
+    if changed:
+        raise UsageError(f"--output: what is there was measured with other versions ({', '.join(changed)}); "
+                         "give it another folder")  # fmt: skip
+
+
+def _open(folder: Path) -> _prove_archive.Journal:
+    try:
+        return _prove_archive.Journal(folder)
+    except BlockingIOError as error:
+        raise UsageError(f"--output: another npu-kernels prove is writing to {folder}") from error
+    except OSError as error:
+        raise UsageError(f"--output: {folder} cannot be written: {error}") from error
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    if not 0 < args.minutes <= 24 * 60:
+        raise UsageError(f"--minutes must be positive, and at most a day; got {args.minutes:g}")
+    journal = _open(args.output)
+    stopped, code = False, FINE
+    try:
+        with _ended_like_ctrl_c():
+            try:
+                _measure(journal, args, output)
+            except KeyboardInterrupt:
+                stopped = True
+            except OSError as error:
+                # A full disk, no more processes: what there is can still be packed, perhaps.
+                output.text(f"It cannot go on: {type(error).__name__}: {error}", style="red")
+                code = FOUND
+            with _undisturbed():
+                return max(code, _finish(journal, args.output, stopped, output))
+    finally:
+        journal.close()
+
+
+def _measure(journal: _prove_archive.Journal, args: argparse.Namespace, output: Output) -> None:
+    proof = _Proof(journal, output, args.again, 60 * args.minutes)
+    here = _installation(output)
+    _same_machine(journal, here)
+    journal.add({"environment": here})
+    if here["versions"]["torch"] is None or "torch" in here["broken"]:
+        return  # the findings say so
+    # Each time: a folder may be seen from several machines.
+    proof.retried.add((_DEVICE.name, _DEVICE.name))
+    proof.do(_DEVICE, min(_DEVICE.silence, proof.left()))
+    device = journal.of(_DEVICE.name).get(_DEVICE.name, {})
+    if "meta" in device:
+        line = {"device": device["meta"]["device"], "without_npu": device["without_npu"]}
+        here["findings"] += [asdict(finding) for finding in _doctor.device_findings(line, here["versions"])]
+        journal.add({"environment": here})
+    before = -1
+    # Until all is done, or a round brings nothing new: what a part leaves of its time is there for the others.
+    while proof.records() > before and proof.left() > LEAST_SECONDS:
+        before = proof.records()
+        todo = [part for part in PARTS if not proof.is_complete(part.name)]
+        for number, part in enumerate(todo):
+            share = part.weight / sum(later.weight for later in todo[number:])
+            proof.do(part, proof.left() * share)
+
+
+def _finish(journal: _prove_archive.Journal, folder: Path, stopped: bool, output: Output) -> int:
+    """Writes and shows what there is; the exit code."""
+    found = _prove_archive.document(journal, [part.name for part in PARTS], os.environ)
+    report = _prove_report.text(found)
+    try:
+        path = _prove_archive.write(folder, found, report)
+    except OSError as error:
+        output.text(report)
+        output.text(f"The archive could not be written: {error}", style="red")
+        return FOUND
+    output.text(f"\n{report}")
+    left = sum(len(part["left"]) or (not part["begun"]) for part in found["parts"].values())
+    if stopped:
+        output.text("Stopped; the same command goes on from here.", style="yellow")
+    elif left:
+        output.text("Not all was done in time; the same command goes on from here.", style="yellow")
+    output.paragraph(f"To send in, after a look at the report in it: {path}", 0)
+    lost, unused = _prove_report.losses(found)
+    output.result({**found, "archive": str(path), "losses": lost, "losses_unused": unused, "stopped": stopped})
+    wrong = found["failures"] or any(f["level"] == ERROR for f in found["environment"].get("findings", []))
+    return STOPPED if stopped else FOUND if wrong else FINE
