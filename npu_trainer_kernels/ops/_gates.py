@@ -157,8 +157,8 @@ def _checked(activation: str, alpha: float, limit: float | None, offset: float, 
 # ---------------------------------------------------------------------------------------------------------------------
 # In kernels, all in fp32
 #
-# An NPU's time goes by vector instructions. Of bf16, per element, forward / backward; in all 5 conversions each, of what
-# is read and written and of a that is rounded, and one product / three (a u / dy a, dy u, dy u a'):
+# An NPU's time goes by vector instructions. Of bf16, per element, forward / backward, with 5 conversions each (of what
+# is read and written, and of a that is rounded) and one product / three (a u / dy a, dy u, dy u a'):
 #     silu        -g, exp, + 1, divide for a / g - a, + 1, divide for a'                                     10 / 15
 #     gelu_tanh   g^2, factor, - c, times g, exp, + 1, divide / the other side's sign, exp, + 1, divide;
 #                 z' (2) and its product, 1 / (1 + exp), sum                                                 13 / 24
