@@ -436,9 +436,9 @@ def _row_tile(cols: int, kernel: str, itemsize: int, widest: int, spec: DeviceSp
         elements = tile_limit(kernel, itemsize, spec)
         if cols <= max(elements // 2, widest):
             # Of short rows no more than 128: transfers of 8 KiB and more.
-            return RowTile(max(1, min(elements // cols, 128)), cols, fold=_fold(cols))
-        if cols <= widest_halves and cols % 2 == 0 and _fold(cols // 2) > 1:
-            return RowTile(1, cols // 2, fold=_fold(cols // 2), halves=True)
+            return RowTile(max(1, min(elements // cols, 128)), cols, fold=_pieces(cols))
+        if cols <= widest_halves and cols % 2 == 0 and _pieces(cols // 2) > 1:
+            return RowTile(1, cols // 2, fold=_pieces(cols // 2), halves=True)
         # Of two rows at least: a sum over one would be a scalar.
         blocks = _cdiv(cols, min(2048, elements // 2))
         cols = _cdiv(_cdiv(cols, blocks), 64) * 64
@@ -454,7 +454,7 @@ def _row_tile(cols: int, kernel: str, itemsize: int, widest: int, spec: DeviceSp
     return RowTile(4 if cols <= 64 else 1, next_power_of_2(cols))
 
 
-def _fold(cols: int) -> int:
+def _pieces(cols: int) -> int:
     """In how many pieces of whole 32-byte units a row goes."""
     return next((fold for fold in (8, 4, 2) if cols % (16 * fold) == 0), 1)
 
