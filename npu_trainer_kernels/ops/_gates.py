@@ -157,16 +157,15 @@ def _checked(activation: str, alpha: float, limit: float | None, offset: float, 
 # ---------------------------------------------------------------------------------------------------------------------
 # In kernels, all in fp32
 #
-# An NPU's time goes by vector instructions. Of bf16, per element, forward and backward:
-#     in all      5 conversions each: gate, up, a that is rounded (forward) or dy, results; a u, or dy a, dy u and
-#                 dy u a'
-#     silu        -g, exp, + 1, divide for a;                 g - a, + 1, divide for a'                      10, 15
-#     gelu_tanh   g^2, factor, + c, times g, exp, + 1, divide; the other side's -z, exp, + 1, divide,
-#                 z' (2) and its product, 1 / (1 + exp), sum                                                 13, 24
-#     gelu        23 for s, of them 20 for erf, and a;        exp(-g^2 / 2) (3), factor, times g, sum        34, 42
-#     relu2       maximum, square;                            2 s                                             8, 11
-#     alpha, limit and offset of silu: 3 bounds and + offset; times alpha, and `within_limit` of both        14, 31
-# Backward that forms y, too, has 4 more. tests/ascend/test_ops.py holds them against the traced plan.
+# An NPU's time goes by vector instructions. Of bf16, per element, forward / backward, with 5 conversions each (of what
+# is read and written, and of a that is rounded) and one product / three (a u / dy a, dy u, dy u a'):
+#     silu        -g, exp, + 1, divide for a / g - a, + 1, divide for a'                                     10 / 15
+#     gelu_tanh   g^2, factor, - c, times g, exp, + 1, divide / the other side's sign, exp, + 1, divide;
+#                 z' (2) and its product, 1 / (1 + exp), sum                                                 13 / 24
+#     gelu        factor, erf (24), 1 + erf and its half, times g / exp(-g^2 / 2) (3), factor, times g, sum  34 / 42
+#     relu2       maximum, square / 2 s                                                                       8 / 11
+#     silu with alpha, limit, offset: 3 bounds, + offset more / times alpha and `within_limit` of both more  14 / 31
+# Backward that forms y, too, has 4 more. tests/ascend/test_gates.py holds them against the traced plan.
 # ---------------------------------------------------------------------------------------------------------------------
 
 

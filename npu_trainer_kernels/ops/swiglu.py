@@ -86,15 +86,15 @@ def _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOIN
     """A tile of the gate and one of up."""
     if JOINED == 2:
         # One wide access, taken apart on chip: of two accesses each would fetch all of that memory.
-        at = tile_of(gate + 2 * column, row, gate_stride, ROWS, 2 * COLS)
+        at = tile_of(gate + 2 * column, row, gate_stride, ROWS, 2 * COLS, 1)
         both = load(at, _mask(2 * left, ROWS, 2 * COLS), MASKED)
         even, odd = tl.split(tl.reshape(both, (ROWS, COLS, 2)))
         return even.to(tl.float32), odd.to(tl.float32)
     mask = _mask(left, ROWS, COLS)
-    g = load_fp32(tile_of(gate + column, row, gate_stride, ROWS, COLS), mask, MASKED)
+    g = load_fp32(tile_of(gate + column, row, gate_stride, ROWS, COLS, 1), mask, MASKED)
     if JOINED == 1:
         up = gate + n_cols
-    u = load_fp32(tile_of(up + column, row, up_stride, ROWS, COLS), mask, MASKED)
+    u = load_fp32(tile_of(up + column, row, up_stride, ROWS, COLS, 1), mask, MASKED)
     return g, u
 
 
@@ -110,7 +110,7 @@ def _forward_tile(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACT
     row, column, left = _tile_at(task, blocks, n_cols, ROWS, COLS)
     g, u = _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED, ROWS, COLS, MASKED)
     a, _ = activated(bounded_gate(g, LIMIT), ACTIVATION, ALPHA)
-    at = tile_of(y + column, row, n_cols, ROWS, COLS)
+    at = tile_of(y + column, row, n_cols, ROWS, COLS, 1)
     _store_product(at, a, bounded_up(u, LIMIT, OFFSET), _mask(left, ROWS, COLS), MASKED)
 
 
@@ -157,12 +157,12 @@ def _backward_tile(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_strid
     row, column, left = _tile_at(task, blocks, n_cols, ROWS, COLS)
     mask = _mask(left, ROWS, COLS)
     g_raw, u_raw = _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED, ROWS, COLS, MASKED)
-    d = load_fp32(tile_of(dy + column, row, dy_stride, ROWS, COLS), mask, MASKED)
+    d = load_fp32(tile_of(dy + column, row, dy_stride, ROWS, COLS, 1), mask, MASKED)
     g = bounded_gate(g_raw, LIMIT)
     u = bounded_up(u_raw, LIMIT, OFFSET)
     a, s = activated(g, ACTIVATION, ALPHA)
     if STORE_PRODUCT:
-        _store_product(tile_of(y + column, row, n_cols, ROWS, COLS), a, u, mask, MASKED)
+        _store_product(tile_of(y + column, row, n_cols, ROWS, COLS, 1), a, u, mask, MASKED)
     du = d * a
     if LIMIT > 0:
         du = within_limit(du, tl.abs(u_raw - bounded_up(u_raw, LIMIT, 0)))
@@ -171,16 +171,16 @@ def _backward_tile(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_strid
         stride = 2 * n_cols
         dup = dgate + n_cols
     if JOINED != 2:
-        store(tile_of(dup + column, row, stride, ROWS, COLS), du, mask, MASKED)
+        store(tile_of(dup + column, row, stride, ROWS, COLS, 1), du, mask, MASKED)
     dg = d * u * slope(g, a, s, ACTIVATION, ALPHA)
     if LIMIT > 0:
         dg = within_limit(dg, g_raw - g)
     if JOINED != 2:
-        store(tile_of(dgate + column, row, stride, ROWS, COLS), dg, mask, MASKED)
+        store(tile_of(dgate + column, row, stride, ROWS, COLS, 1), dg, mask, MASKED)
     else:
         stored = dgate.dtype.element_ty
         both = tl.reshape(tl.join(dg.to(stored), du.to(stored)), (ROWS, 2 * COLS))
-        at = tile_of(dgate + 2 * column, row, 2 * n_cols, ROWS, 2 * COLS)
+        at = tile_of(dgate + 2 * column, row, 2 * n_cols, ROWS, 2 * COLS, 1)
         store(at, both, _mask(2 * left, ROWS, 2 * COLS), MASKED)
 
 

@@ -13,9 +13,9 @@ SWIGLU = ["swiglu", "--kernel", "_forward_kernel", "--sizes", "8192"]
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """A file in the place of the package's own."""
+    """A copy in the place of the package's own file."""
     path = tmp_path / "tiles.json"
-    path.write_text(json.dumps({"limits": []}))
+    path.write_text(tile_limits.FILE.read_text())
     monkeypatch.setattr(tile_limits, "FILE", path)
     monkeypatch.setattr(tile_limits.store, "__defaults__", (path,))
     tile_limits.limits.cache_clear()
@@ -28,11 +28,12 @@ def test_the_best_is_marked_and_written_with_its_evidence(file, kept_cache, caps
     main([*SWIGLU, "--tile", "swiglu_block.size", "--values", "20480,10240,4096", "--write",
           "--name", "swiglu._forward_kernel", "--unit", "elements of a tile"])  # fmt: skip
     assert tiling.swiglu_block is before
-    lines = {line.split()[-1]: line for line in capsys.readouterr().out.splitlines() if "BLOCK=" in line}
-    assert "no, 286720 of 196608 bytes" in lines["BLOCK=20480"]
-    assert lines["BLOCK=4096"].startswith("*")
-    (limit,) = parse(file.read_text())
-    assert (limit.kernel, limit.itemsize, limit.buffer_kib, limit.limit) == ("swiglu._forward_kernel", 2, 192, 4096)
+    lines = {line.split()[-1]: line for line in capsys.readouterr().out.splitlines() if "COLS=" in line}
+    assert "no, 286720 of 196608 bytes" in lines["COLS=20480"]
+    assert lines["COLS=4096"].startswith("*")
+    limits = {limit.key: limit for limit in parse(file.read_text())}
+    limit = limits["swiglu._forward_kernel", 2, 192]
+    assert limit.limit == 4096
     trials = {trial.tile: trial for trial in limit.evidence[0].trials}
     assert set(trials) == {0, 10240, 4096}  # today's is 0
     assert trials[10240].fixed_waits > 0
@@ -52,8 +53,8 @@ def test_a_limit_of_a_formula_can_be_varied(file, kept_cache, monkeypatch, capsy
         "shape": "", "tile": 0, "fixed_waits": 0, "waits_per_row": 0, "cycles_per_kib": 1.0}) + "]"))  # fmt: skip
     main([*SWIGLU, "--limit-of", "swiglu", "--values", "2048"])
     out = capsys.readouterr().out
-    assert "BLOCK=6144" in out
-    assert "BLOCK=2048" in out
+    assert "COLS=6144" in out
+    assert "COLS=2048" in out
 
 
 @pytest.mark.parametrize(
