@@ -204,7 +204,7 @@ def _sums_backward_kernel(
                 store(drows + at, d * tl.load(weights + token * SLOTS + slot).to(tl.float32), mask, MASKED)
 
 
-@jit
+@jit(lengths=("n_rows",))
 def _clear_tail_kernel(
     rows,  # [n_rows, N_COLS] contiguous
     ends,  # [n_experts] int32
