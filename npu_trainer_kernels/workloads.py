@@ -182,9 +182,9 @@ class ModelShapes:
         """
         text = config.get_text_config()
 
-        def size(*names: str, default: int | None = None) -> int:
+        def size(*names: str, default: int | None = None, least: int = 1) -> int:
             value = next((v for name in names if (v := getattr(text, name, None)) is not None), default)
-            if type(value) is not int or (value < 1 and value != default):
+            if type(value) is not int or value < least:
                 raise ValueError(
                     f"the config of {type(config).__name__} must have a positive {names[-1]}; got {value!r}"
                 )
@@ -198,8 +198,8 @@ class ModelShapes:
             heads=heads,
             kv_heads=size("num_key_value_heads", default=heads),
             head_dim=size("head_dim", default=hidden // heads),
-            experts=size("num_experts", "num_local_experts", "n_routed_experts", default=0),
-            slots=size("num_experts_per_tok", default=0),
+            experts=size("num_experts", "num_local_experts", "n_routed_experts", default=0, least=0),
+            slots=size("num_experts_per_tok", default=0, least=0),
         )
 
 

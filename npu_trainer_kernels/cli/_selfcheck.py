@@ -21,12 +21,14 @@ from ..workloads import OPS, Inputs, ModelShapes, Workload, of_model
 __all__ = ["CHECKED", "CHECKED_TOKENS", "TIMED", "check", "main", "time_op"]
 
 # Small, since the truth is computed in fp64, and with tails: no size divides a tile.
-CHECKED = ModelShapes(hidden=328, intermediate=712, vocabulary=2053, heads=4, kv_heads=2, head_dim=72)
+CHECKED = ModelShapes(
+    hidden=328, intermediate=712, vocabulary=2053, heads=4, kv_heads=2, head_dim=72, experts=5, slots=2
+)
 CHECKED_TOKENS = 136
 # Where time is that of the kernels; on a CPU, where it is worth waiting for.
 TIMED = {
-    True: (ModelShapes(hidden=2048, intermediate=8192, vocabulary=128256, heads=32, kv_heads=8, head_dim=64), 4096),
-    False: (ModelShapes(hidden=256, intermediate=704, vocabulary=4096, heads=4, kv_heads=2, head_dim=64), 512),
+    True: (ModelShapes(2048, 8192, 128256, heads=32, kv_heads=8, head_dim=64, experts=8, slots=2), 4096),
+    False: (ModelShapes(256, 704, 4096, heads=4, kv_heads=2, head_dim=64, experts=8, slots=2), 512),
 }
 
 

@@ -24,7 +24,7 @@ from ._checks import has_values
 from ._fallback import falls_back
 from ._launch import launch
 
-__all__ = ["grouped_product", "outer_products", "unavailable"]
+__all__ = ["columns", "grouped_product", "outer_products", "unavailable", "weight_gradient"]
 
 # Of a row, and of where a matrix begins: PyTorch's grouped product refuses others on CUDA.
 _ALIGNED = 16
@@ -89,6 +89,19 @@ def outer_products(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, backen
     for g, start, end in _groups(ends):
         torch.mm(x[start:end].t(), dy[start:end], out=dw[g])
     return _cleared(dw, ends, backend)
+
+
+def columns(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """A weight `[G, out, in]`, or transposed `[G, in, out]`, as the second factor of `grouped_product`."""
+    return weight if transposed else weight.transpose(1, 2)
+
+
+def weight_gradient(
+    x: torch.Tensor, dy: torch.Tensor, transposed: bool, ends: torch.Tensor, backend: str
+) -> torch.Tensor:
+    """The gradient of such a weight as it is stored, from the rows before and the gradient behind its product."""
+    before, behind = (x, dy) if transposed else (dy, x)
+    return outer_products(before, behind, ends, backend)
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

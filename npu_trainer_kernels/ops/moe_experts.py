@@ -8,8 +8,9 @@
 A row whose id is E or more has no expert here (expert parallelism gives such ids): it adds nothing, and the gradient of
 its weight is zero. An expert without rows gets a gradient that is zero.
 
-Rows are sorted by expert and multiplied in groups (`_grouped.py`); what is around the products is in `_expert_rows.py`.
-Without a norm and with a gate of ours, backward is
+Rows are sorted by expert and multiplied in groups (`_grouped.py`); what is around the products is in `_expert_rows.py`
+and `_expert_gate.py`. With a norm, or a gate that is a function, each step has a backward of its own
+(`_expert_steps.py`). Else it is
 
     g_r = do_t D_e                                   what a_r's gradient is where no weight multiplies it     [S, I]
     dh_r = w_ts g_r gate'(h_r + c_e)      q_r = w_ts a_r      dw_ts = <g_r, a_r> + <do_t, b_e>
@@ -25,7 +26,6 @@ Nothing here waits for the device or needs a shape that the routing decides, whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,23 +36,13 @@ from .. import device as devices
 from .._opaque import opaque
 from . import _grouped
 from ._checks import check_float, check_ids, check_range, check_same_device
-from ._expert_rows import (
-    Routing,
-    expert_sums,
-    fp32_product,
-    gated_rows,
-    gated_rows_backward,
-    sums_of_rows,
-    sums_of_rows_backward,
-    to_rows,
-    without_tail,
-)
+from ._expert_gate import gated_rows, gated_rows_backward
+from ._expert_rows import Routing, expert_sums, fp32_product, sums_of_rows, to_rows
+from ._expert_steps import Function, activated, in_steps
 from ._gates import Gate, gate_options
 from ._host import autocasts, compute_dtype, once_differentiable
 
 __all__ = ["moe_experts", "moe_experts_reference", "unserved"]
-
-Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def moe_experts_reference(
@@ -82,18 +72,12 @@ def moe_experts_reference(
         weights = (t[e].t() if transposed else t[e] for t in (gate_up, down))
         biases = (None if t is None else t[e] for t in (gate_up_bias, down_bias))
         (up, last), (up_bias, last_bias) = weights, biases
-        y = F.linear(_activated(F.linear(x[at // k], up, up_bias), form, gated), last, last_bias)
+        y = F.linear(activated(F.linear(x[at // k], up, up_bias), form, gated), last, last_bias)
         places.append(at)
         parts.append(y if post_norm is None else post_norm(y))
     rows = torch.cat(parts)
     rows = rows.new_zeros(n * k, rows.shape[1]).index_copy(0, torch.cat(places), rows)
-    return (rows.view(n, k, -1) * expert_weights.unsqueeze(-1)).sum(1).to(x.dtype)
-
-
-def _activated(h: torch.Tensor, form: Gate | Function, gated: bool) -> torch.Tensor:
-    if not isinstance(form, Gate):
-        return form(h)
-    return form.product(*form.parts(h, None)) if gated else form.activate(h)
+    return (rows.view(n, k, rows.shape[1]) * expert_weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 def _gate(
@@ -123,19 +107,6 @@ def _gate(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _columns(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """The weight as `[E, in, out]`."""
-    return weight if transposed else weight.transpose(1, 2)
-
-
-def _weight_gradient(
-    x: torch.Tensor, dy: torch.Tensor, transposed: bool, routing: Routing, backend: str
-) -> torch.Tensor:
-    """Of a weight as it is stored, from the rows before and the gradient behind its product."""
-    before, behind = (x, dy) if transposed else (dy, x)
-    return _grouped.outer_products(before, behind, routing.ends, backend)
-
-
 def _dense(ids: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
     """`[N, E]` fp32, the weight of each expert for each token. Without atomics, also where a token has one twice."""
     own = ids.unsqueeze(-1) == torch.arange(n_experts, dtype=ids.dtype, device=ids.device)
@@ -149,9 +120,11 @@ class _Experts(torch.autograd.Function):
         gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, form: Gate, transposed: bool, backend: str,
     ) -> torch.Tensor:  # fmt: skip
         routing = Routing.make(ids, gate_up.shape[0])
-        h = _grouped.grouped_product(to_rows(x, routing, backend), _columns(gate_up, transposed), routing.ends, backend)
+        h = _grouped.grouped_product(
+            to_rows(x, routing, backend), _grouped.columns(gate_up, transposed), routing.ends, backend
+        )
         a = gated_rows(h, gate_up_bias, routing, form, backend)
-        y = _grouped.grouped_product(a, _columns(down, transposed), routing.ends, backend)
+        y = _grouped.grouped_product(a, _grouped.columns(down, transposed), routing.ends, backend)
         del a
         base = None if down_bias is None else fp32_product(_dense(ids, weights, down.shape[0]), down_bias.float())
         ctx.save_for_backward(x, ids, weights, gate_up, down, gate_up_bias, down_bias, h, *routing.tensors)
@@ -167,11 +140,11 @@ class _Experts(torch.autograd.Function):
             ctx.needs_input_grad[:7]
         )
         drows = to_rows(dout, routing, backend)
-        g = _grouped.grouped_product(drows, _columns(down, transposed).transpose(1, 2), routing.ends, backend)
+        g = _grouped.grouped_product(drows, _grouped.columns(down, transposed).transpose(1, 2), routing.ends, backend)
         row_weights = weights.reshape(-1).index_select(0, routing.order)
         dh, q, dots = gated_rows_backward(h, gate_up_bias, g, row_weights, routing, ctx.form, backend)
         del g
-        d_down = _weight_gradient(q, drows, transposed, routing, backend) if needs_down else None
+        d_down = _grouped.weight_gradient(q, drows, transposed, routing.ends, backend) if needs_down else None
         del q, drows
         d_weights = d_down_bias = None
         if needs_weights:
@@ -187,98 +160,13 @@ class _Experts(torch.autograd.Function):
         d_gate_up_bias = expert_sums(dh, routing, backend) if needs_gate_up_bias else None
         d_gate_up = dx = None
         if needs_gate_up:
-            d_gate_up = _weight_gradient(to_rows(x, routing, backend), dh, transposed, routing, backend)
+            d_gate_up = _grouped.weight_gradient(to_rows(x, routing, backend), dh, transposed, routing.ends, backend)
         if needs_x:
-            dxs = _grouped.grouped_product(dh, _columns(gate_up, transposed).transpose(1, 2), routing.ends, backend)
+            dxs = _grouped.grouped_product(
+                dh, _grouped.columns(gate_up, transposed).transpose(1, 2), routing.ends, backend
+            )
             dx = sums_of_rows(dxs, None, None, routing, backend)
         return dx, None, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias, None, None, None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# With code of the model's own between the products: a function for each step
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, backend: str, *routed: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*routed)
-        ctx.backend = backend
-        return to_rows(x, Routing(*routed), backend)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, drows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dx = sums_of_rows(drows.contiguous(), None, None, Routing(*ctx.saved_tensors), ctx.backend)
-        return dx, *(None,) * 5
-
-
-class _Product(torch.autograd.Function):
-    """Rows times their expert's weight, and its bias. Rows without an expert come out as zeros, both ways: what reads
-    them is not ours."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool,
-                backend: str, *routed: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        routing = Routing(*routed)
-        ctx.save_for_backward(rows, weight, *routed)
-        ctx.transposed, ctx.backend = transposed, backend
-        y = _grouped.grouped_product(rows, _columns(weight, transposed), routing.ends, backend)
-        if bias is not None:
-            y += bias.index_select(0, routing.experts.clamp(max=bias.shape[0] - 1))
-        return without_tail(y, routing, backend)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, *routed = ctx.saved_tensors
-        routing, backend, dy = Routing(*routed), ctx.backend, dy.contiguous()
-        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        drows = dw = None
-        if needs_rows:
-            columns = _columns(weight, ctx.transposed).transpose(1, 2)
-            drows = without_tail(_grouped.grouped_product(dy, columns, routing.ends, backend), routing, backend)
-        if needs_weight:
-            dw = _weight_gradient(rows, dy, ctx.transposed, routing, backend)
-        return drows, dw, expert_sums(dy, routing, backend) if needs_bias else None, *(None,) * 6
-
-
-class _Sums(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, backend: str, *routed: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, *routed)
-        ctx.backend = backend
-        return sums_of_rows(rows, weights, None, Routing(*routed), backend)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weights, *routed = ctx.saved_tensors
-        routing = Routing(*routed)
-        drows, dots = sums_of_rows_backward(dout, rows, weights, routing, ctx.backend)
-        return without_tail(drows, routing, ctx.backend), dots.to(weights.dtype), *(None,) * 5
-
-
-def _in_steps(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, form: Gate | Function, gated: bool,
-    transposed: bool, post_norm: Function | None, backend: str,
-) -> torch.Tensor:  # fmt: skip
-    routed = Routing.make(ids, gate_up.shape[0]).tensors
-    h = _Product.apply(_ToRows.apply(x, backend, *routed), gate_up, gate_up_bias, transposed, backend, *routed)
-    a = _rows_of("gate", _activated(h, form, gated), h.shape[0], down.shape[1 if transposed else 2])
-    y = _Product.apply(a.to(h.dtype).contiguous(), down, down_bias, transposed, backend, *routed)
-    if post_norm is not None:
-        y = _rows_of("post_norm", post_norm(y), *y.shape).to(h.dtype).contiguous()
-    return _Sums.apply(y, weights, backend, *routed)
-
-
-def _rows_of(name: str, rows: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    if rows.shape != (n_rows, n_cols):
-        raise ValueError(f"{name} must return a tensor of shape {[n_rows, n_cols]}; got {list(rows.shape)}")
-    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,12 +179,12 @@ def _check(
     down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, gated: bool,
     transposed: bool,
 ) -> None:  # fmt: skip
-    floats = {
+    floats: dict[str, Any] = {
         "x": x, "expert_weights": expert_weights, "gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias,
         "down_bias": down_bias,
     }  # fmt: skip
     for name, t in floats.items():
-        if t is not None:
+        if t is not None or not name.endswith("_bias"):
             check_float(name, t)
     check_ids("expert_ids", expert_ids)
     check_same_device(expert_ids=expert_ids, **floats)
@@ -418,5 +306,5 @@ def moe_experts(
     if isinstance(form, Gate) and post_norm is None:
         y = _Experts.apply(*given, transposed, chosen)
     else:
-        y = _in_steps(*given, gated, transposed, post_norm, chosen)
+        y = in_steps(*given, gated, transposed, post_norm, chosen)
     return y.to(x.dtype)

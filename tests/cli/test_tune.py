@@ -15,8 +15,8 @@ from npu_trainer_kernels.timing import Summary
 from npu_trainer_kernels.tuned import Variation
 
 CONFIG = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "vocab_size": 331, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64,
+    "intermediate_size": 176, "vocab_size": 331, "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 CPU = torch.device("cpu")
 CPU_SPEC = spec(CPU)

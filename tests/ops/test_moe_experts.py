@@ -1,7 +1,9 @@
 """moe_experts against its reference: every gradient in every dtype, the variants, and rows and experts without each
 other."""
 
+import importlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -330,6 +332,43 @@ def test_a_device_without_a_grouped_product_is_told(monkeypatch):
     assert "takes bfloat16; got float32" in unserved(cuda, torch.float32, 40, 24)
     monkeypatch.delattr(torch, "_grouped_mm")
     assert unserved(cuda, torch.bfloat16, 40, 24) == "this PyTorch has no grouped product"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models' own code, which shares nothing with the reference
+# ---------------------------------------------------------------------------------------------------------------------
+
+SIZES = {"hidden_size": 40, "hidden_act": "silu", "intermediate_size": 24, "moe_intermediate_size": 24}
+# Where the class is, what it wants in a configuration, and what the op is told.
+CLASSES = {
+    "Qwen3MoeExperts": ("qwen3_moe", {"num_experts": 5}, {}),
+    "GptOssExperts": (
+        "gpt_oss",
+        {"num_local_experts": 5, "swiglu_alpha": 1.702, "swiglu_limit": 1.0},
+        {"transposed": True, "interleaved": True, **GPT_OSS},
+    ),
+    "NemotronHExperts": (
+        "nemotron_h",
+        {"n_routed_experts": 5, "moe_latent_size": None, "mlp_hidden_act": "relu2"},
+        {"gated": False, "gate": "relu2"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_computes_what_models_do(device, backend, name):
+    family, given, options = CLASSES[name]
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    layer = getattr(modeling, name)(SimpleNamespace(**SIZES, **given, _experts_implementation="eager")).to(device)
+    case = Case(biased=layer.has_bias, ids=torch.randint(0, 5, (9, 3)), options=options)
+    names = ["gate_up_proj" if layer.has_gate else "up_proj", "down_proj"]
+    names += ["gate_up_proj_bias", "down_proj_bias"] if layer.has_bias else []
+
+    def own(ids, x, weights, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x, ids, weights))
+
+    assert_op_close(case.call(moe_experts, backend=backend), own, case.tensors(device), upstream)
+    assert_op_close(case.call(moe_experts_reference), own, case.tensors(device), upstream)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ only with one of the two errors; answered otherwise than by the reference it may
 
 import copy
 import dataclasses
+import functools
 import math
 import re
 import warnings
@@ -216,6 +217,44 @@ def swiglu_linear(draw) -> Case:
 
 
 @st.composite
+def moe_experts(draw) -> Case:
+    # In fp32: of a few numbers in 16 bits, in another order of rounding, the reference's own error is a matter of luck.
+    dtype = torch.float32
+    n, slots, experts = draw(sizes), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    hidden, inner = draw(widths), draw(widths)
+    gated, transposed = draw(st.booleans()), draw(st.booleans())
+    activation = draw(st.sampled_from(ACTIVATIONS))
+    columns = 2 * inner if gated else inner
+    up, down = (experts, columns, hidden), (experts, hidden, inner)
+    if transposed:
+        up, down = (experts, hidden, columns), (experts, inner, hidden)
+    # All of them: an infinity meets zeros and other infinities in another order, and a NaN in an expert's last bias,
+    # which a product with a matrix of the weights adds, is everybody's.
+    finite = functools.partial(tensors, dtype=dtype, odd=False)
+    floats = {
+        "x": draw(finite([n, hidden])),
+        "gate_up": draw(finite(up, scale=0.3)),
+        "down": draw(finite(down, scale=0.3)),
+        "gate_up_bias": draw(st.none() | finite([experts, columns])),
+        "down_bias": draw(st.none() | finite([experts, hidden])),
+    }
+    options = {
+        "gate": activation,
+        "alpha": draw(st.sampled_from((1.0, 1.702))) if activation == "silu" else 1.0,
+        "limit": draw(st.sampled_from((None, 0.5, 7.0))) if gated else None,
+        "offset": draw(st.sampled_from((0.0, 1.0))) if gated else 0.0,
+        "gated": gated,
+        "interleaved": gated and draw(st.booleans()),
+        "transposed": transposed,
+    }
+    # From the number of experts on nobody is here.
+    ids = draw(id_tensors([n, slots], experts + 2))
+    # A routing weight's gradient is one long sum: of one such number, too, the reference's error is a matter of luck.
+    others = {"expert_ids": ids, "expert_weights": draw(finite([n, slots]))}
+    return Case(floats, others, options, ids="expert_ids", vocab=experts)
+
+
+@st.composite
 def linear_rms_norm(draw) -> Case:
     # The norm of a single number does not depend on it: all of its gradient is rounding.
     hidden, size, dtype = draw(widths), draw(widths.filter(lambda width: width > 1)), draw(dtypes)
@@ -348,6 +387,7 @@ OPS: dict[str, tuple[Op, Op, st.SearchStrategy[Case]]] = {
     "embedding": (ops.embedding, ops.embedding_reference, embedding()),
     "swiglu": (ops.swiglu, ops.swiglu_reference, swiglu()),
     "swiglu_linear": (ops.swiglu_linear, ops.swiglu_linear_reference, swiglu_linear()),
+    "moe_experts": (ops.moe_experts, ops.moe_experts_reference, moe_experts()),
     "linear_rms_norm": (ops.linear_rms_norm, ops.linear_rms_norm_reference, linear_rms_norm()),
     "rope": (ops.rope, ops.rope_reference, rope()),
     "linear_logprob": (ops.linear_logprob, in_dtype_of_x(ops.linear_logprob_reference), linear_logprob()),
