@@ -508,8 +508,8 @@ MINIMA: dict[tuple[str, str], Minimum] = {
         18, "softcap (10), p z and its sum, the sum of logits, p^2 and its sum, the maximum's place (3)"
     ),
     ("swiglu", "_backward_kernel"): Minimum(
-        16,
-        "3 in, 2 out to convert; s = 1 / (1 + exp(-g)) (4); a = g s; du = dy a; dg = dy u s (1 + (g - a)) (5)",
+        15,
+        "3 in, 2 out to convert; a = g / (1 + exp(-g)) (4); du = dy a; dg = dy u (1 + (g - a)) / (1 + exp(-g)) (5)",
     ),
 }
 """By op of an entry and kernel."""

@@ -21,7 +21,7 @@ from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._expert_rows import Routing, in_torch
 from ._fallback import falls_back
-from ._gates import Gate, activated, bounded_gate, bounded_up, slope
+from ._gates import Gate, activated, bounded_gate, bounded_up, slope, within_limit
 from ._launch import launch
 
 __all__ = ["gated_rows", "gated_rows_backward"]
@@ -108,8 +108,8 @@ def _gate_tile(h, g_bias, u_bias, d, row_weights, a, dh, dots, row, stop, first,
             du = dy * act
             dg = dy * u * slope(g, act, s, ACTIVATION, ALPHA)
             if LIMIT > 0:
-                du = tl.where(tl.abs(u_raw) <= LIMIT, du, 0.0)
-                dg = tl.where(g_raw <= LIMIT, dg, 0.0)
+                du = within_limit(du, tl.abs(u_raw - bounded_up(u_raw, LIMIT, 0)))
+                dg = within_limit(dg, g_raw - g)
             dh += tl.cast(row, tl.int64) * (2 * N_COLS)
             if JOINED == 1:
                 to = dh + rows * (2 * N_COLS) + first + cols
