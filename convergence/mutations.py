@@ -461,9 +461,10 @@ def _mutations() -> tuple[Mutation, ...]:
     for op, function in _functions():
         for last in (False, True):
             name = f"{op}.{function.__name__}: {'last' if last else 'first'} gradient x 1.01"
-            required = op in (*patching.PATCHES, "linear_rms_norm")
+            of_experts = op in ("moe_experts", "_expert_steps")
+            required = of_experts or op in (*patching.PATCHES, "linear_rms_norm")
             cases = ("lm", "grpo", "grpo-lora", "lm-layer-norm", "lm-gated-norm")
-            cases = ("lm-experts", "lm-own-gate") if op == "moe_experts" else cases
+            cases = ("lm-experts", "lm-own-gate") if of_experts else cases
             found.append(Mutation(name, cases, _scaled_gradient(function, last), required))
     return tuple(found)
 
