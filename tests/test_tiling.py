@@ -110,7 +110,9 @@ def test_a_tile_of_rows_covers_them(cols, itemsize, tile):
         assert found.pieces == 8
 
 
-@pytest.mark.parametrize(("function", "flags"), NORM_TILES, ids=str)
+@pytest.mark.parametrize(
+    ("function", "flags"), NORM_TILES, ids=[f"{function.__name__}-{flags}" for function, flags in NORM_TILES]
+)
 def test_several_rows_keep_to_the_swept_limit(function, flags):
     """Wider rows: fewer in a tile, until one goes alone; then halves, then blocks. Nothing comes back."""
     sizes = range(128, 17_000, 128)

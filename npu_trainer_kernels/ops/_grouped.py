@@ -12,6 +12,7 @@ groups end; on the host itself, and wherever backend "torch" is asked for on an 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from .._triton import jit, tl
 from ._checks import has_values
 from ._fallback import falls_back
 from ._launch import launch
+from ._trial import TRIAL_ERRORS, differs
 
-__all__ = ["columns", "grouped_product", "outer_products", "unavailable", "weight_gradient"]
+__all__ = ["columns", "grouped_product", "outer_products", "trial", "unavailable", "weight_gradient"]
 
 # Of a row, and of where a matrix begins: PyTorch's grouped product refuses others on CUDA.
 _ALIGNED = 16
@@ -45,6 +47,35 @@ def unavailable(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]
         odd = [size for size in sizes if size * dtype.itemsize % _ALIGNED]
         return f"rows of {odd[0]} elements: a grouped product wants multiples of {_ALIGNED} bytes" if odd else None
     return None if kind in ("cpu", "npu") else "no grouped product is known on this kind of device"
+
+
+@functools.cache
+def trial(device: torch.device, dtype: torch.dtype, backend: str) -> str | None:
+    """Tries the products on a device, once: with a group that is empty, rows of nobody, and matrices stored either way
+    round. Why they had better not be used there, in words for a report, or None.
+
+    What is called on an accelerator belongs to others, and its meaning may change from version to version. Here the
+    host waits for the device; never again for the same arguments.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    x, dy, weight, stops = drawn(11, 32), drawn(11, 16), drawn(3, 32, 16), (5, 5, 9)
+    groups = [(0, 5), (5, 5), (5, 9)]
+    wanted = [torch.cat([x[a:b].float() @ w.float() for (a, b), w in zip(groups, weight, strict=True)])] * 2
+    wanted.append(torch.stack([x[a:b].float().t() @ dy[a:b].float() for a, b in groups]))
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            rows, upstream, matrices = x.to(device), dy.to(device), weight.to(device)
+            ends = torch.tensor(stops, dtype=torch.int32, device=device)
+            turned = matrices.transpose(1, 2).contiguous().transpose(1, 2)
+            got = [grouped_product(rows, matrix, ends, backend)[:9] for matrix in (matrices, turned)]
+            got.append(outer_products(rows, upstream, ends, backend))
+            return differs("the grouped product", got, wanted, dtype)
+    except TRIAL_ERRORS as error:
+        return f"the grouped product raises there: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
 
 
 def _kind(device: torch.device) -> str:

@@ -221,7 +221,7 @@ def unserved(
     device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int, *, backend: str | None = None
 ) -> str | None:
     """Why a model's experts had better stay as they are on this device, in words for a report; None where the op serves
-    them. Reads no tensor.
+    them. Reads no tensor of a model; on an accelerator the products are tried, once for each dtype.
 
     Args:
         device: of all tensors.
@@ -231,7 +231,10 @@ def unserved(
         backend: overrides the choice of `backends.choose`.
     """
     chosen = backends.choose("moe_experts", device, backend)
-    return _grouped.unavailable(device, dtype, (hidden, intermediate), chosen)
+    reason = _grouped.unavailable(device, dtype, (hidden, intermediate), chosen)
+    if reason is None and device.type not in ("cpu", "meta"):
+        reason = _grouped.trial(device, dtype, chosen)
+    return reason
 
 
 @opaque

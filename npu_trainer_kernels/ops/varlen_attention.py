@@ -36,6 +36,7 @@ from ._host import autocasts
 from ._segment_kernels import ByKernel, by_flash
 from ._segments import Options, Segments
 from ._shared_rows import Shared, take
+from ._trial import TRIAL_ERRORS, differs
 
 __all__ = ["Segments", "Shared", "take", "trial", "unserved", "varlen_attention", "varlen_attention_reference"]
 
@@ -206,12 +207,6 @@ def unserved(
     return None if chosen == "vendor" else why
 
 
-_TRIED = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
-_TRIED_WIDE = 1e-3
-"""What a trial may be off by, of the greatest value: some roundings of the dtype. A key too many or too few in segments
-of a few tokens makes more than 0.1."""
-
-
 @functools.cache
 def trial(
     device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, int], window: bool, softcap: float | None,
@@ -257,11 +252,9 @@ def trial(
             got = outcome(varlen_attention, tensors, **options, backend=backend)
             wide = [t.detach().float().requires_grad_() for t in tensors]
             wanted = outcome(varlen_attention_reference, wide, **options)
-            off = max(((a.float() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, wanted, strict=True))
-    except (RuntimeError, TypeError, ValueError, AttributeError, ImportError) as error:
+            return differs("attention by segments", got, wanted, dtype)
+    except TRIAL_ERRORS as error:
         return f"attention by segments raises there: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-    allowed = _TRIED.get(dtype, _TRIED_WIDE)
-    return None if off <= allowed else f"attention by segments gives other numbers there (off by {off:.0e})"
 
 
 def _check(

@@ -405,3 +405,73 @@ def test_by_pytorchs_grouped_product(device, backend, grouped_mm, name, dtype):
     VARIANTS[name].check(device, backend, dtype)
     # Two forward, and two of each kind in backward.
     assert len(grouped_mm) == 6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is tried on an accelerator
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def untried():
+    _grouped.trial.cache_clear()
+    yield
+    _grouped.trial.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_right_products_pass_their_trial(untried, dtype):
+    assert _grouped.trial(torch.device("cpu"), dtype, "torch") is None
+
+
+def turned_matrices(right):
+    return lambda x, weight, ends, backend: right(x, weight.flip(0), ends, backend)
+
+
+def garbage_in_the_last_row(right):
+    def wrong(x, weight, ends, backend):
+        y = right(x, weight, ends, backend)
+        y[8] = torch.nan
+        return y
+
+    return wrong
+
+
+def groups_by_start(right):
+    return lambda x, dy, ends, backend: right(x, dy, ends - ends[0], backend)
+
+
+def absent(right):
+    def wrong(*args):
+        raise RuntimeError("group_type 2 is not supported\nand more")
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "said"),
+    [
+        ("grouped_product", turned_matrices, "gives other numbers there"),
+        ("grouped_product", garbage_in_the_last_row, "off by nan"),
+        ("outer_products", groups_by_start, "gives other numbers there"),
+        ("outer_products", absent, "raises there: RuntimeError: group_type 2 is not supported"),
+    ],
+)
+def test_wrong_products_fail_their_trial(untried, monkeypatch, name, fault, said):
+    monkeypatch.setattr(_grouped, name, fault(getattr(_grouped, name)))
+    reason = _grouped.trial(torch.device("cpu"), torch.bfloat16, "torch")
+    assert reason is not None
+    assert said in reason
+    assert "\n" not in reason
+
+
+def test_an_accelerator_tries_its_products_once(monkeypatch):
+    """And the report has the reason; on the host nothing is tried."""
+    asked = []
+    monkeypatch.setattr(_grouped, "unavailable", lambda *args: None)
+    monkeypatch.setattr(_grouped, "trial", lambda *args: asked.append(args) or "it is broken")
+    assert unserved(torch.device("cpu"), torch.bfloat16, 64, 32) is None
+    assert not asked
+    cuda = torch.device("cuda", 0)
+    assert unserved(cuda, torch.bfloat16, 64, 32, backend="torch") == "it is broken"
+    assert asked == [(cuda, torch.bfloat16, "torch")]
