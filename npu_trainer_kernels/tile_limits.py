@@ -32,15 +32,16 @@ class Trial:
         shape: as the gate's cases name it, for example `"4096 x 14336 (intermediate)"`.
         tile: the value that was tried, in the sweep's terms, for example `8192`.
         fixed_waits: waits of loads for the vector unit by a fixed event, in loops that load.
-        waits_per_row: waits of the scalar unit for the vector unit, executed per row.
+        waits_per_row: waits of the scalar unit for the vector unit, executed per row; None: not traced.
         cycles_per_kib: simulated cycles per KiB loaded: good for ratios between tiles, not a time of a chip. None:
-            nothing to simulate, because the plan does not fit or has lost its double buffering.
+            nothing to simulate, because the plan does not fit or has lost its double buffering, or because its loads
+            follow data.
     """
 
     shape: str
     tile: int
     fixed_waits: int
-    waits_per_row: float
+    waits_per_row: float | None
     cycles_per_kib: float | None
 
 

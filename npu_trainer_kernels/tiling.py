@@ -688,22 +688,14 @@ def expert_gate_tile(cols: int, itemsize: int, up: int, by_turns: int, biased: i
         width = min(width, next_power_of_2(cols))
         return RowTile(max(1, 2048 // width), width, _cdiv(cols, width), launch_options(spec, 8))
     if spec.has_buffer:
-        per_element = _EXPERT_GATE_BYTES[itemsize == 4, backward, by_turns, biased]
-        size = spec.on_chip_bytes // per_element
+        kernel = "moe_experts._gate_backward_kernel" if backward else "moe_experts._gate_kernel"
+        # A bias is one more row of the columns, in fp32, for each part of a row.
+        size = tile_limit(kernel + by_turns * " by turns", itemsize, spec) // (1 + biased)
         # Backward sums over each row: several at once, so that the sums are a vector and no scalar is waited for.
         blocks = _even_blocks(cols, size // 4 if backward else size)
         cols = cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 16) * 16
         return RowTile(max(1, min(size // cols, 128)), cols, blocks)
     return RowTile(4, min(64, next_power_of_2(cols)), _cdiv(cols, 64))
-
-
-_EXPERT_GATE_BYTES = {
-    (wide, backward, by_turns, biased): {0: (21, 32), 1: (64, 96 if by_turns else 64)}[backward][wide] * (1 + biased)
-    for wide in (False, True)
-    for backward in (0, 1)
-    for by_turns in (0, 1)
-    for biased in (0, 1)
-}
 
 
 def _even_blocks(cols: int, most: int) -> int:

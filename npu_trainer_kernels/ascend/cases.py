@@ -308,9 +308,9 @@ def _experts_of(name: str, experts: int, slots: int, hidden: int, inner: int, **
     """A model's experts, once for what moves their rows and once for the gate."""
     return (
         Entry(f"moe_experts, {name}, rows", (hidden,), "hidden", _moe_experts(experts, slots, True, **options),
-              max_traffic=_EXPERTS_LIMIT),
+              max_traffic=_EXPERTS_LIMIT, follows_ids=True),
         Entry(f"moe_experts, {name}, gate", (inner,), "intermediate", _moe_experts(experts, slots, False, **options),
-              max_traffic=_EXPERTS_LIMIT),
+              max_traffic=_EXPERTS_LIMIT, follows_ids=True),
     )  # fmt: skip
 
 
@@ -467,9 +467,9 @@ TABLE: tuple[Entry, ...] = (
     *_experts_of("DeepSeek-V3", 32, 8, 7168, 2048),
     *_experts_of("Mixtral", 8, 2, 4096, 14336),
     Entry("moe_experts, no gate", (1856,), "intermediate", _moe_experts(8, 2, False, gated=False, gate="relu2"),
-          max_traffic=_EXPERTS_LIMIT),
+          max_traffic=_EXPERTS_LIMIT, follows_ids=True),
     Entry("moe_experts, a gate of its own", (2048,), "hidden", _moe_experts(8, 2, True, own_gate=True),
-          max_traffic=_EXPERTS_LIMIT),
+          max_traffic=_EXPERTS_LIMIT, follows_ids=True),
     _head("linear_cross_entropy", _cross_entropy()),
     _head("linear_cross_entropy, softcap", _cross_entropy(softcap=30.0, logit_scale=0.5)),
     _head("linear_cross_entropy, label smoothing, z-loss", _cross_entropy(label_smoothing=0.1, z_loss=1e-4)),

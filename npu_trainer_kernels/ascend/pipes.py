@@ -122,4 +122,4 @@ def simulate(events: Sequence[Event], chip: str) -> Busy:
                 free[event.name] = max(free[event.name], done[event.name], now)
         else:
             now += _SCALAR_ACCESS[event.name]
-    return Busy(max(now, *free.values(), *done.values()), worked["V"], worked["MTE2"], worked["MTE3"])
+    return Busy(max(now, *free.values(), *done.values(), 0.0), worked["V"], worked["MTE2"], worked["MTE3"])

@@ -171,7 +171,9 @@ def _found(what: Sweep, size: int, value: int | None) -> Found:
     rows = _rows(what)
     fixed = max(found.fixed_waits for found in plans)
     shape = f"{rows * device.chip_spec(what.chip).vector_cores} x {size} ({what.entry.label})"
-    trial = Trial(shape, value or 0, fixed, round(waits / rows, 2), round(cycles / (loaded / 1024), 1))
+    # Where loads follow data, a trace of zeros may have none.
+    per_kib = round(cycles / (loaded / 1024), 1) if loaded else None
+    trial = Trial(shape, value or 0, fixed, round(waits / rows, 2), per_kib)
     return Found(size, value, tile, plans, trial, repeats / (rows * size))
 
 
@@ -205,9 +207,10 @@ def _line(one: Found, best: Found | None) -> str:
         return f"{mark:2}{name:>9}  no, {one.plans[0].buffer_used} of {one.plans[0].buffer_size} bytes: {one.tile}"
     buffers = "yes" if all(found.double_buffered for found in one.plans) else "no"
     trial = one.trial
+    cycles = "-" if trial.cycles_per_kib is None else f"{trial.cycles_per_kib:.1f}"
     return (
         f"{mark:2}{name:>9}  {'yes':4} {buffers:11} {trial.fixed_waits:5} {trial.waits_per_row:9.2f} "
-        f"{one.instructions:8.2f} {trial.cycles_per_kib:10.1f}  {one.tile}"
+        f"{one.instructions:8.2f} {cycles:>10}  {one.tile}"
     )
 
 
