@@ -35,8 +35,10 @@ def file(tmp_path, monkeypatch):
 
 def test_the_packages_own_file_is_as_it_must_be():
     for limit in parse(tile_limits.FILE.read_text()):
-        chosen = [trial for part in limit.evidence for trial in part.trials if trial.cycles_per_kib is not None]
-        assert chosen, f"{limit.kernel} names no tile that fits"
+        trials = [trial for part in limit.evidence for trial in part.trials]
+        # Plans that nobody can trace are held to their waits alone.
+        chosen = [t for t in trials if not t.fixed_waits and (t.cycles_per_kib is not None or t.waits_per_row is None)]
+        assert chosen, f"{limit.kernel} names no tile that overlaps"
 
 
 def test_what_is_written_is_read_and_replaced(file):
