@@ -6,6 +6,7 @@ is the one module that imports Triton; the others take `triton`, `tl` and `jit` 
 """
 
 import functools
+import importlib.util
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ __all__ = [
     "COMPILED_TAKES_CONSTANTS",
     "IMPORT_ERROR",
     "INTERPRETED",
+    "ON_ASCEND",
     "MissingDependencyError",
     "jit",
     "libdevice",
@@ -28,6 +30,8 @@ class MissingDependencyError(ImportError):
 
 IMPORT_ERROR: Exception | None = None
 COMPILED_TAKES_CONSTANTS = False
+# For kernels: whether this is triton-ascend, where the best form of an expression may be another one.
+ON_ASCEND: Any = None
 try:
     import triton
     import triton.language as tl
@@ -40,6 +44,7 @@ try:
     triton.jit, tl.load, triton.runtime.JITFunction  # noqa: B018
     # Before 3.3, and in triton-ascend 3.2, a compiled kernel is launched with its other arguments alone.
     COMPILED_TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+    ON_ASCEND = tl.constexpr(importlib.util.find_spec("triton.backends.ascend") is not None)
 except (ImportError, OSError, AttributeError, RuntimeError, SyntaxError) as error:
     IMPORT_ERROR = error
     triton = tl = libdevice = None

@@ -101,4 +101,4 @@ def written(broken: Iterable[tuple[str, str, str, str, str]], known: Sequence[Li
         {"op": op, "kernel": kernel, "rule": rule, "dtypes": names, "sizes": of, "why": why}
         for (op, kernel, rule, why, of), names in dtypes.items()
     ]
-    return "[\n" + ",\n".join(" " + json.dumps(entry) for entry in entries) + "\n]\n"
+    return "[\n" + ",\n".join(" " + json.dumps(entry) for entry in entries) + "\n" * bool(entries) + "]\n"

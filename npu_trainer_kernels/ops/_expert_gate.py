@@ -108,8 +108,8 @@ def _gate_tile(h, g_bias, u_bias, d, row_weights, a, dh, dots, row, stop, first,
             du = dy * act
             dg = dy * u * slope(g, act, s, ACTIVATION, ALPHA)
             if LIMIT > 0:
-                du = within_limit(du, tl.abs(u_raw - bounded_up(u_raw, LIMIT, 0)))
-                dg = within_limit(dg, g_raw - g)
+                du = within_limit(du, u_raw, bounded_up(u_raw, LIMIT, 0), LIMIT, True)
+                dg = within_limit(dg, g_raw, g, LIMIT, False)
             dh += tl.cast(row, tl.int64) * (2 * N_COLS)
             if JOINED == 1:
                 to = dh + rows * (2 * N_COLS) + first + cols

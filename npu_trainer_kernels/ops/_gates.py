@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .._triton import jit, tl
+from .._triton import ON_ASCEND, jit, tl
 from ._checks import check_choice, is_number
 
 __all__ = ["ACTIVATIONS", "JOINED", "Gate", "activated", "bounded_gate", "bounded_up", "gate_options", "slope",
@@ -191,10 +191,22 @@ def bounded_up(u, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
 
 
 @jit
-def within_limit(gradient, beyond):
-    """The gradient where a value is `beyond` its limit by 0, else zero: 1e30 times the least that it can be beyond is
-    far more than 1. Not by `tl.where`, for which an NPU's scalar unit waits each time, and with it the next loads."""
-    return gradient * tl.maximum(1.0 + beyond * -1e30, 0.0, propagate_nan=tl.PropagateNan.ALL)
+def within_limit(gradient, value, bounded, LIMIT: tl.constexpr, BOTH: tl.constexpr):
+    """The gradient where a value is its bounded one, else zero; BOTH: it is bounded from below, too.
+
+    For `tl.where` an NPU's scalar unit waits each time, and with it the next loads. There the gradient is multiplied by
+    1 or 0: 1e30 times the least that a value can be beyond its limit is far more than 1. So what is not finite is not
+    stopped there.
+    """
+    if ON_ASCEND:
+        beyond = value - bounded
+        if BOTH:
+            beyond = tl.abs(beyond)
+        return gradient * tl.maximum(1.0 + beyond * -1e30, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif BOTH:
+        return tl.where(tl.abs(value) <= LIMIT, gradient, 0.0)
+    else:
+        return tl.where(value <= LIMIT, gradient, 0.0)
 
 
 @jit

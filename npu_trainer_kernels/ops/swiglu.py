@@ -165,7 +165,7 @@ def _backward_tile(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_strid
         _store_product(tile_of(y + column, row, n_cols, ROWS, COLS, 1), a, u, mask, MASKED)
     du = d * a
     if LIMIT > 0:
-        du = within_limit(du, tl.abs(u_raw - bounded_up(u_raw, LIMIT, 0)))
+        du = within_limit(du, u_raw, bounded_up(u_raw, LIMIT, 0), LIMIT, True)
     stride = n_cols
     if JOINED == 1:
         stride = 2 * n_cols
@@ -174,7 +174,7 @@ def _backward_tile(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_strid
         store(tile_of(dup + column, row, stride, ROWS, COLS, 1), du, mask, MASKED)
     dg = d * u * slope(g, a, s, ACTIVATION, ALPHA)
     if LIMIT > 0:
-        dg = within_limit(dg, g_raw - g)
+        dg = within_limit(dg, g_raw, g, LIMIT, False)
     if JOINED != 2:
         store(tile_of(dgate + column, row, stride, ROWS, COLS, 1), dg, mask, MASKED)
     else:

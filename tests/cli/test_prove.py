@@ -276,7 +276,12 @@ def test_an_interruption_keeps_what_was_measured_and_the_next_run_goes_on(tmp_pa
     stop = f"{wait}\nos.kill(os.getppid(), signal.{number}); time.sleep(60)"
     stub(checks=CHOICES, kernels={"a": {"record": {"rows": [kernel("ours-triton", 1.0)]}}, "b": {"does": stop}})
     before = signal.getsignal(signal.SIGTERM)
-    code, found = run(tmp_path, capsys)
+    # A shell starts what runs in its background with SIGINT ignored.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code, found = run(tmp_path, capsys)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert (code, found["stopped"], found["failures"]) == (130, True, [])
     assert [row["provider"] for row in json.loads(archive(tmp_path)["prove.json"])["rows"]] == ["ours-triton"]
     assert signal.getsignal(signal.SIGTERM) is before

@@ -323,6 +323,7 @@ def test_a_device_without_a_grouped_product_is_told(monkeypatch):
     assert unserved(torch.device("cpu"), torch.bfloat16, 40, 24) is None
     assert unserved(torch.device("mps"), torch.bfloat16, 40, 24) == "no grouped product is known on this kind of device"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(_grouped, "trial", lambda *args: None)
     cuda = torch.device("cuda")
     assert unserved(cuda, torch.bfloat16, 40, 24) is None
     assert (
