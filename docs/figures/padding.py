@@ -47,23 +47,21 @@ def main() -> None:
     assert not isinstance(found, str)
     assert found.keys is not None
     row = ids.reshape(-1)[found.places]
-    figure, axes = plt.subplots(figsize=(9, 5.6))
-    axes.text(0, 13.4, f"the batch: {ids.size} positions, {found.live} of them live", fontsize=11)
+    figure, axes = plt.subplots(figsize=(6.4, 4.6))
+    axes.text(0, 15.3, f"the batch: {ids.size} positions, {found.live} of them live", fontsize=11)
     for i, tokens in enumerate(ids):
-        cells(axes, tokens, 0, 12.3 - i)
-    axes.text(0, 8.2, f"the row that the body computes: {len(row)} tokens, the common prompt once", fontsize=11)
-    cells(axes, row, 0, 7.1)
-    axes.text(
-        0, 5.9, "what attends to what: queries (right) of each segment, and the keys that they see (left)", fontsize=11
-    )
+        cells(axes, tokens, 0, 13.8 - i)
+    axes.text(0, 9.5, f"the row that the body computes: {len(row)} tokens, the common prompt once", fontsize=11)
+    cells(axes, row, 0, 8.0)
+    axes.text(0, 6.6, "what attends to what: queries (right), and the keys that they see (left)", fontsize=11)
     starts, keys = np.cumsum([0, *found.lengths]), np.cumsum([0, *found.key_lengths])
     for i in range(len(found.lengths)):
-        y = 4.8 - i
+        y = 5.1 - i
         seen = row[found.keys[keys[i] : keys[i + 1]]]
         cells(axes, seen, 0, y)
         cells(axes, row[starts[i] : starts[i + 1]], WIDTH + 4, y)
     axes.set_xlim(-0.5, WIDTH + 4 + max(LENGTHS) + 1)
-    axes.set_ylim(0.2, 14.2)
+    axes.set_ylim(0.5, 16.6)
     axes.set_aspect("equal")
     axes.axis("off")
     figure.tight_layout()
