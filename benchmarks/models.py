@@ -15,6 +15,22 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
+    "llama-8b": (
+        "Llama",
+        {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+        },
+        "bfloat16",
+    ),
+    "qwen3-14b": (
+        "Qwen3",
+        {
+            "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 8192,
+        },
+        "bfloat16",
+    ),
     "qwen3-0.6b": (
         "Qwen3",
         {
@@ -39,6 +55,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
             "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
             "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "sliding_window": 512,
             "tie_word_embeddings": True, "max_position_embeddings": 8192,
+        },
+        "bfloat16",
+    ),
+    # Qwen3-30B-A3B in small, all layers with experts.
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "head_dim": 128, "num_experts": 64, "moe_intermediate_size": 512, "num_experts_per_tok": 8,
+            "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 8192,
         },
         "bfloat16",
     ),
