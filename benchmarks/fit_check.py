@@ -124,8 +124,8 @@ def predict_one(configuration: Configuration, variant: str) -> Any:
     # As `steps.py` sets TRL's GRPO trainer up.
     in_16_bits = workload.name == "grpo-trl" and dtype == "bfloat16"
     setup = Setup(
-        TRAINER_OF[workload.name], workload.batch, workload.length, workload.prompt, getattr(torch, dtype),
-        autocast=in_16_bits, kernels=VARIANTS[variant].is_ours,
+        TRAINER_OF[workload.name], workload.batch, workload.prompt + workload.length, workload.prompt,
+        getattr(torch, dtype), autocast=in_16_bits, variant="kernels" if VARIANTS[variant].is_ours else "plain",
         checkpointing=configuration.checkpointing or in_16_bits, lora=workload.lora,
     )  # fmt: skip
     kind = devices.accelerator()

@@ -8,7 +8,7 @@ gives back inside itself (`scratch`), and what libraries hold.
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["PARTS", "Ledger"]
 
 PARTS = ("weights", "gradients", "optimiser", "activations", "head", "attention", "other")
-"""What memory is for. `other`: what libraries hold, and what wrappers for several devices add."""
+"""What memory is for. `other`: what libraries hold, and what several devices add."""
 
 # The CUDA allocator hands out multiples of it; so does the one of torch_npu, which comes from it.
 _ROUNDED_TO = 512
 
 
-def rounded(size: int) -> int:
+def _rounded(size: float) -> int:
     """Bytes that the allocator takes for so many."""
     return math.ceil(size / _ROUNDED_TO) * _ROUNDED_TO
 
@@ -48,8 +48,8 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self._vocabulary, self._scratch = vocabulary, scratch
         self._blocks: dict[int, tuple[weakref.ref[Any], str, int]] = {}
-        self._region: str | None = None
-        self._shares: dict[str, int] = {}
+        # What is born belongs to the innermost of these, and counts for a share of its size.
+        self._regions: list[tuple[str, float]] = []
         self.alive = dict.fromkeys(PARTS, 0)
         self.total = 0
         self.peak = dict(self.alive)
@@ -59,36 +59,54 @@ class Ledger(TorchDispatchMode):
         """The most that was alive at one time."""
         return sum(self.peak.values())
 
+    @property
+    def blocks(self) -> int:
+        """How many storages are alive."""
+        return len(self._blocks)
+
     def forget_peak(self) -> None:
         """The peak is looked for from here on."""
         self.peak = dict(self.alive)
 
-    def share_out(self, devices: int, parts: Iterable[str]) -> None:
-        """From now on of these parts one device holds one share of so many."""
-        self._shares = dict.fromkeys(parts, devices)
+    def enter(self, part: str, share: float = 1.0) -> None:
+        """What is born from now on is of this part; of its bytes this device holds a share."""
+        self._regions.append((part, share))
+
+    def leave(self) -> None:
+        """Ends the innermost region."""
+        self._regions.pop()
 
     @contextlib.contextmanager
-    def within(self, part: str) -> Iterator[None]:
-        """What is born inside is of this part."""
-        before, self._region = self._region, part
+    def within(self, part: str, share: float = 1.0) -> Iterator[None]:
+        """See `enter`; for the length of a `with` block."""
+        self.enter(part, share)
         try:
             yield
         finally:
-            self._region = before
+            self.leave()
 
-    def hold(self, part: str, size: int) -> None:
-        """Counts bytes that no tensor stands for; a negative number gives them back."""
+    @contextlib.contextmanager
+    def holding(self, part: str, size: int) -> Iterator[None]:
+        """Counts bytes that no tensor stands for, for the length of a `with` block."""
         self._add(part, size)
+        try:
+            yield
+        finally:
+            self._add(part, -size)
 
-    def belongs(self, tensor: torch.Tensor, part: str) -> None:
-        """From now on a tensor's storage is of this part, whatever it was born for."""
+    def belongs(self, tensor: torch.Tensor, part: str, share: float = 1.0) -> None:
+        """From now on a tensor's storage is of this part, whatever it was born for.
+
+        Raises:
+            ValueError: it was not born under this ledger.
+        """
         storage = tensor.untyped_storage()
         found = self._blocks.get(id(storage))
         if found is None:
             raise ValueError(f"a tensor of shape {list(tensor.shape)} was not born under this ledger")
         reference, before, size = found
         self._add(before, -size)
-        size = rounded(storage.nbytes()) // self._shares.get(part, 1)
+        size = _rounded(storage.nbytes() * share)
         self._blocks[id(storage)] = (reference, part, size)
         self._add(part, size)
 
@@ -102,29 +120,36 @@ class Ledger(TorchDispatchMode):
         _, part, size = self._blocks.pop(key)
         self._add(part, -size)
 
+    def _part_of(self, tensor: torch.Tensor) -> tuple[str, float]:
+        part, share = self._regions[-1] if self._regions else ("activations", 1.0)
+        # Whatever module asks for logits, they are the head's.
+        logits = part in ("activations", "attention") and self._vocabulary in tensor.shape
+        return ("head" if logits else part), share
+
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._blocks or tensor.device.type == "meta":
             return
-        part = self._region or ("head" if self._vocabulary in tensor.shape else "activations")
-        if part == "attention" and self._vocabulary in tensor.shape:
-            part = "head"
-        size = rounded(storage.nbytes()) // self._shares.get(part, 1)
+        part, share = self._part_of(tensor)
+        size = _rounded(storage.nbytes() * share)
         self._blocks[key] = (weakref.ref(storage, lambda _: self._die(key)), part, size)
         self._add(part, size)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function is torch.ops.prim.device.default:
+            # Two thirds of all calls: fake tensors are asked where they are.
+            return args[0].fake_device
         result = function(*args, **(kwargs or {}))
-        extra = self._scratch(function, args)
-        if extra:
-            part = "attention" if "attention" in function.__name__ else "activations"
-            self._add(part, extra)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf)
-        if extra:
-            self._add(part, -extra)
+        attends = "attention" in function.__name__
+        with contextlib.ExitStack() as stack:
+            if attends:
+                # In backward no module says whose turn it is.
+                stack.enter_context(self.within("attention"))
+                stack.enter_context(self.holding("attention", self._scratch(function, args)))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self._see(leaf)
         return result

@@ -1,23 +1,31 @@
-"""One training step of a model on tensors without memory, as Trainer and TRL's trainers take it."""
+"""One training step of a model on tensors without memory, as Trainer and TRL's trainers take it.
+
+Their loops are not run, since they ask for values at every turn; what they call is: the model, TRL's head, autograd,
+the clipping of gradients, the optimiser. What the losses of TRL's trainers do with `[rows, length]` numbers is there in
+short: it is nothing beside the rest.
+"""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..ops._grpo_formula import GrpoOptions, GrpoTokens
+from ..ops.grpo_loss import GrpoPlan, planned
+from ..patching import apply_npu_kernels
+from ..patching._call import use_plan
+from ..patching._classes import original_class
+from ..patching._learned import LearnedPlan
 from ._card import LIBRARIES, NoValues, scratch, standing_in
 from ._ledger import Ledger
+from ._setup import VARIANTS, Prediction, Setup
+from ._sharding import Units, shares_of, units_of
 
-__all__ = ["TRAINERS", "Prediction", "Setup", "predict"]
-
-GIB = 1 << 30
-
-TRAINERS = ("trainer", "sft", "grpo", "dpo")
-"""transformers' Trainer, and TRL's for SFT, GRPO and DPO."""
+__all__ = ["predict"]
 
 # What TRL's trainers ask of its head.
 _OUTPUTS = {
@@ -25,54 +33,6 @@ _OUTPUTS = {
     "grpo": ("log_probs", "entropy"),
     "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
 }
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is trained, and how.
-
-    Attributes:
-        trainer: one of `TRAINERS`.
-        batch: sequences of a micro-batch (`per_device_train_batch_size`); pairs of them in DPO.
-        length: tokens of a sequence; of its completion in GRPO and DPO.
-        prompt: prompt tokens (GRPO and DPO).
-        dtype: of the weights.
-        autocast: the Trainer's `bf16`.
-        kernels: with the kernels of this package.
-        checkpointing: the Trainer's `gradient_checkpointing`.
-        lora: the rank of an adapter that is trained instead of the model; 0: the model.
-        memory: bytes of a device; the kernels size their chunks by it.
-    """
-
-    trainer: str = "sft"
-    batch: int = 1
-    length: int = 1024
-    prompt: int = 0
-    dtype: torch.dtype = torch.bfloat16
-    autocast: bool = False
-    kernels: bool = False
-    checkpointing: bool = False
-    lora: int = 0
-    memory: int = 80 * GIB
-
-    @property
-    def rows(self) -> int:
-        return self.batch * (2 if self.trainer == "dpo" else 1)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Peak memory of one device.
-
-    Attributes:
-        parts: bytes at the moment of the peak, by `PARTS`.
-    """
-
-    parts: dict[str, int]
-
-    @property
-    def peak_bytes(self) -> int:
-        return sum(self.parts.values())
 
 
 def _built(config: Any, setup: Setup) -> nn.Module:
@@ -95,48 +55,47 @@ def _built(config: Any, setup: Setup) -> nn.Module:
         with torch.device("meta"):
             model = get_peft_model(model, adapter)
     if setup.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with warnings.catch_warnings():
+            # Its name changes with transformers 6.
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if setup.lora:
             model.enable_input_require_grads()
     return model.train()
 
 
-def _materialise(model: nn.Module, ledger: Ledger) -> None:
-    """Gives the model's tensors storages, without numbers."""
+def _materialise(model: nn.Module, ledger: Ledger, frozen: float, trained: float) -> None:
+    """Gives the model's tensors storages, without numbers; the ledger counts shares of them."""
     made: dict[int, torch.Tensor] = {}
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        return made[id(tensor)]
+        with ledger.within("weights", trained if tensor.requires_grad else frozen):
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
-    with ledger.within("weights"):
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    value = like(parameter)
-                    if not isinstance(value, nn.Parameter):
-                        value = made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                    module._parameters[name] = value  # type: ignore[assignment]
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = like(buffer)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(like(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = like(buffer)
 
 
 def _mark_attention(model: nn.Module, ledger: Ledger) -> None:
-    """What attention modules make is attention's."""
+    """What modules of attention make in forward is attention's."""
 
     def enter(module: nn.Module, args: Any) -> None:
-        module._fit_region = ledger.within("attention")  # type: ignore[assignment]
-        module._fit_region.__enter__()
+        ledger.enter("attention")
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        module._fit_region.__exit__(None, None, None)
+        ledger.leave()
 
     for module in model.modules():
-        if type(module).__name__.endswith("Attention") or "Attention" in type(module).__name__.split("NpuKernels")[0]:
+        if original_class(module).__name__.endswith("Attention"):
             module.register_forward_pre_hook(enter)
-            module.register_forward_hook(leave, always_call=True)
+            module.register_forward_hook(leave)
 
 
 def _loss(model: Any, reference: Any, ids: torch.Tensor, setup: Setup) -> torch.Tensor:
@@ -163,39 +122,30 @@ def _loss(model: Any, reference: Any, ids: torch.Tensor, setup: Setup) -> torch.
 
 
 class _GrpoPlan:
-    """The plan that GRPO's trainer hands over for TRL's default loss, on-policy."""
+    """What GRPO's trainer tells the head of TRL's default loss, on-policy."""
 
     def mismatch(self, share: float) -> None:
-        """Never asked: without numbers a plan holds."""
+        """Without numbers a plan holds."""
 
-    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int) -> Any:
+    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int) -> GrpoPlan | None:
         """See `HeadPlan`."""
-        from ..ops._grpo_formula import GrpoOptions, GrpoTokens
-        from ..ops.grpo_loss import planned
-
         if not weight.requires_grad:
             return None
-        values = torch.zeros(rows, dtype=torch.float32)
-        sequence = torch.arange(rows)
-        tokens = GrpoTokens(values, values, values, None, None, None, None, None, sequence, values)
-        return planned(
-            lambda: tokens, GrpoOptions(), True, lambda: [1] * rows, *weight.shape[:1], itemsize, weight.device
-        )
+        numbers, sequence = torch.zeros(rows, dtype=torch.float32), torch.arange(rows)
+        tokens = GrpoTokens(numbers, numbers, numbers, None, None, None, None, None, sequence, numbers)
+        of_each = [1] * rows
+        return planned(lambda: tokens, GrpoOptions(), True, lambda: of_each, weight.shape[0], itemsize, weight.device)
 
 
 @contextlib.contextmanager
-def _kernels(model: nn.Module, setup: Setup) -> Iterator[None]:
+def _applied(model: nn.Module, setup: Setup) -> Iterator[None]:
     """The kernels in a model, and their head knowing what it knows after the first steps."""
-    if not setup.kernels:
+    options = VARIANTS[setup.variant]
+    if options is None:
         yield
         return
-    from ..patching import apply_npu_kernels
-    from ..patching._call import use_plan
-    from ..patching._learned import LearnedPlan
-
-    plan = _GrpoPlan() if setup.trainer == "grpo" else None
-    with apply_npu_kernels(model) as handle, use_plan(plan):
-        # What two backward passes have shown: SFT's gradient is that of every token, DPO's is each row's own.
+    with apply_npu_kernels(model, **options) as handle, use_plan(_GrpoPlan() if setup.trainer == "grpo" else None):
+        # What two backward passes show: SFT's gradient is the same for every token, DPO's is each row's own.
         handle.settings.learned = LearnedPlan.settled(setup.trainer == "sft")
         yield
 
@@ -209,48 +159,67 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
         libraries: bytes that they hold.
     """
     model = _built(config, setup)
-    reference = _built(config, setup) if setup.trainer == "dpo" and not setup.lora else None
-    kept = setup.rows * (setup.length if setup.prompt else setup.length - 1)
+    reference = None
+    if setup.trainer == "dpo" and not setup.lora:
+        reference = _built(config, setup).eval().requires_grad_(False)
     ledger = Ledger(config.get_text_config().vocab_size, scratch)
-    one_thread = torch.autograd.set_multithreading_enabled(False)
-    with standing_in(setup.memory), contextlib.ExitStack() as applied:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(standing_in(setup.memory))
         for each in filter(None, (model, reference)):
-            applied.enter_context(_kernels(each, setup))
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with one_thread, fake, NoValues(kept), ledger:
-            ledger.hold("other", libraries)
-            return _stepped(model, reference, setup, ledger)
+            stack.enter_context(_applied(each, setup))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(NoValues(setup.scored))
+        stack.enter_context(ledger)
+        stack.enter_context(ledger.holding("other", libraries))
+        _step(model, reference, setup, ledger)
+    return Prediction(dict(ledger.peak))
 
 
-def _stepped(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> Prediction:
-    for each in filter(None, (model, reference)):
-        _materialise(each, ledger)
-        _mark_attention(each, ledger)
-    if reference is not None:
-        reference.eval().requires_grad_(False)
+def _step(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
+    shares = shares_of(setup, trained[0].dtype)
+    for each in filter(None, (model, reference)):
+        _materialise(each, ledger, shares.frozen, shares.trained)
+        _mark_attention(each, ledger)
+    trained, units = [p for p in model.parameters() if p.requires_grad], units_of(model)
 
     def arrived(parameter: torch.Tensor) -> None:
-        ledger.belongs(parameter.grad, "gradients")
+        whole = setup.sharding in ("fsdp2", "zero3") and id(parameter) in units.in_root
+        assert parameter.grad is not None
+        ledger.belongs(parameter.grad, "gradients", 1.0 if whole else shares.gradients)
 
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(arrived)
     optimizer = torch.optim.AdamW(trained, fused=True)
-    with ledger.within("gradients"):
+    with ledger.within("gradients", shares.gradients):
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
-    with ledger.within("optimiser"):
+    with ledger.within("optimiser", shares.optimiser):
         optimizer.step()
     optimizer.zero_grad()
     ledger.forget_peak()
-    ids = torch.empty(setup.rows, setup.prompt + setup.length, dtype=torch.int64, device="cpu")
+    in_forward, in_backward = _beside(setup, units)
+    ids = torch.empty(setup.rows, setup.length, dtype=torch.int64, device="cpu")
     autocast = torch.autocast("cpu", torch.bfloat16) if setup.autocast else contextlib.nullcontext()
-    with autocast:
-        loss = _loss(model, reference, ids, setup)
-    loss.backward()
+    with ledger.holding("other", in_forward):
+        with autocast:
+            loss = _loss(model, reference, ids, setup)
+        with ledger.holding("other", in_backward):
+            loss.backward()
     del loss
+    for parameter in trained:
+        ledger.belongs(parameter.grad, "gradients", shares.gradients)
     nn.utils.clip_grad_norm_(trained, 1.0)
-    with ledger.within("optimiser"):
+    with ledger.within("optimiser", shares.optimiser):
         optimizer.step()
     optimizer.zero_grad()
-    return Prediction(dict(ledger.peak))
+
+
+def _beside(setup: Setup, units: Units) -> tuple[int, int]:
+    """Bytes that several devices add to a step, and beside them to its backward."""
+    if setup.sharding == "none":
+        return 0, 0
+    if setup.sharding == "ddp":
+        return units.trained, 0
+    return units.root + units.layer, units.layer + 2 * units.layer_gradients
