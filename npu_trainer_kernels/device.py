@@ -229,9 +229,13 @@ def spec(device: torch.device) -> DeviceSpec:
     return _of_environment(os.environ.get("NPU_KERNELS_CHIP", ""), os.environ.get("NPU_KERNELS_BACKEND", ""))
 
 
-@functools.cache
 def accelerator() -> str:
-    """The kind of device that training would use here: `"npu"`, `"cuda"` or `"cpu"`."""
+    """The kind of device that training would use here: `"npu"`, `"cuda"` or `"cpu"`, also where that stands in."""
+    return "cpu" if _stood_in_for.get() else _accelerator()
+
+
+@functools.cache
+def _accelerator() -> str:
     npu = getattr(torch, "npu", None)
     if npu is not None and npu.is_available():
         return "npu"

@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 __all__ = ["MOST", "largest_batch"]
 
-MOST = 1 << 14
+MOST = 1 << 12
 """A micro-batch beyond which nobody asks."""
+# Of a small batch the optimiser's state may be all, so that two of them say little of a third.
+_FURTHEST = 8
 
 
 def largest_batch(peak: Callable[[int], int], memory: int) -> int:
@@ -37,7 +39,5 @@ def largest_batch(peak: Callable[[int], int], memory: int) -> int:
         other = bad if bad in known else max((b for b in known if b < good), default=good)
         slope = (known[good] - known[other]) / (good - other) if other != good else 0.0
         ahead = int((memory - known[good]) / slope) if slope > 0 else good
-        guess = min(max(good + ahead, good + 1), bad - 1)
-        if guess == good and bad - good > 1:
-            guess = good + 1
+        guess = min(max(good + ahead, good + 1), bad - 1, _FURTHEST * good)
     return good
