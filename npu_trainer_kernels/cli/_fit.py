@@ -2,7 +2,7 @@
 kernels, with checkpointing on and off, and the largest micro-batch of each, before anything is rented or started.
 
 It runs a step on tensors without memory, and needs neither an accelerator nor weights. Every row of a batch is taken to
-be as long as --seq: padding costs less with the kernels, and more without.
+be as long as --seq.
 
 Exit codes: 0 a step of --batch fits one way or another, 1 it does not, 2 wrong usage or something to install first.
 """
@@ -44,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trainer", choices=TRAINERS, default="sft",
                         help="transformers' Trainer, or TRL's for SFT, GRPO, DPO (default sft)")  # fmt: skip
     parser.add_argument("--batch", type=int, default=1,
-                        help="rows of a device's micro-batch, in dpo pairs, whose parts are shown (default 1)")  # fmt: skip
+                        help="of a device: rows, in dpo pairs; what the parts are of (default 1)")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=0, metavar="TOKENS",
                         help="of --seq those that grpo and dpo do not score (default 0)")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights (default bf16)")
     parser.add_argument("--autocast", action=argparse.BooleanOptionalAction,
-                        help="the Trainer's bf16 (default: as the trainer has it: TRL's do, transformers' does not)")  # fmt: skip
+                        help="the Trainer's bf16 (default: on with TRL's trainers, as theirs is)")  # fmt: skip
     parser.add_argument("--lora", type=int, default=0, metavar="RANK",
                         help="train an adapter on all linear layers instead of the model")  # fmt: skip
     parser.add_argument("--sharding", choices=SHARDINGS, nargs="+",
@@ -214,7 +214,7 @@ def _draw(rows: Sequence[Row], args: argparse.Namespace, parts: Sequence[str]) -
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(8.0, 1.6 + 0.45 * len(rows)))
+    figure, axis = pyplot.subplots(figsize=(8.0, 1.6 + 0.45 * len(rows)), layout="constrained")
     names = [f"{_named(row)}\n(up to {row['largest_batch']})" for row in rows]
     ends = [0.0] * len(rows)
     for part in parts:
@@ -226,6 +226,6 @@ def _draw(rows: Sequence[Row], args: argparse.Namespace, parts: Sequence[str]) -
     axis.tick_params(labelsize=8)
     axis.set_xlabel(f"GiB at the peak (dashed: {args.memory:g} less {args.reserve:g})", fontsize=9)
     axis.set_title(_title(args), fontsize=9, loc="left")
-    axis.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.3 if len(rows) < 5 else -0.15))
-    figure.savefig(args.figure, dpi=150, bbox_inches="tight")
+    figure.legend(fontsize=8, ncols=len(parts), loc="outside lower center", frameon=False, handlelength=1)
+    figure.savefig(args.figure, dpi=150)
     pyplot.close(figure)
