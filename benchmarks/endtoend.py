@@ -75,6 +75,7 @@ VARIANTS = {
     "plain-flash": Variant("transformers", attention="flash_attention_2", module="flash_attn"),
     "liger-flash": Variant("liger-kernel", attention="flash_attention_2", module="flash_attn"),
     "plain-compiled": Variant("transformers", compiled=True),
+    "flag-compiled": Variant("npu_trainer_kernels", compiled=True),
 }
 
 
