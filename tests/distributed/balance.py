@@ -1,0 +1,240 @@
+"""Trains GRPO on the ranks that torchrun has started, whose completions differ in length, and sends rows of made-up
+batches from rank to rank.
+
+Usage: torchrun --nproc_per_node 2 -m tests.distributed.balance FILE {ddp,fsdp2}...
+
+Each case is trained three times: TRL's trainer in fp64, ours without balance and with it in fp32. Rank 0 writes to
+FILE, per case: how far the parameters have moved, how far those with balance are from TRL's, what the rule of closeness
+says, how many rows each rank had, how many of them another rank had generated, whether all were there once, what was
+logged of the imbalance, how ranks saw other numbers of live tokens, and what the report says of rows that stay.
+"""
+
+import itertools
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig
+from trl import GRPOTrainer as TrlGRPOTrainer
+
+from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments
+from npu_trainer_kernels.trainers._balance import Row
+from npu_trainer_kernels.trainers._exchange import Holding, agreed, exchanged, holdings, stays_here
+from tests.closeness import assert_as_close
+from tests.distributed.ranks import end_ranks
+from tests.distributed.run import Parameters, apart, on_ranks, whole
+from tests.models import small_model
+from tests.trainers.test_grpo import reward, tokenizer
+from tests.trainers.test_grpo_runs import Both
+
+# A prompt's rows on one rank, on both, and in numbers that do not divide a micro-batch; with prompts short enough that
+# sharing them is not worth while, and long enough.
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo", "beta": 0.1},
+    "sapo": {"loss_type": "sapo", "num_generations": 8},
+    "luspo": {"loss_type": "luspo", "num_generations": 2, "long": True},
+    "dr_grpo": {"loss_type": "dr_grpo", "long": True},
+    "dapo": {"loss_type": "dapo", "num_iterations": 2, "long": True},
+    "cispo": {"loss_type": "cispo", "num_generations": 8, "long": True},
+    "vespo": {"loss_type": "vespo", "sampler": True, "vllm_importance_sampling_mode": "token_truncate"},
+    "vespo, of sequences": {
+        "loss_type": "vespo", "sampler": True, "vllm_importance_sampling_mode": "sequence_truncate", "num_iterations": 2,
+    },
+    "in one micro-batch": {"loss_type": "grpo", "gradient_accumulation_steps": 1, "steps_per_generation": 1},
+    "in two of four": {"loss_type": "dapo", "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "in one of two": {"loss_type": "dapo", "gradient_accumulation_steps": 1, "steps_per_generation": 2},
+    "bnpo": {"loss_type": "bnpo"},
+    "columns of its own": {"loss_type": "dapo", "own": True},
+}  # fmt: skip
+UNDER = {"ddp": list(CASES), "fsdp2": ["dapo", "dr_grpo"]}
+SEEN: list[list[tuple[Any, ...]]] = []
+
+
+class MadeUp:
+    """Completions of made-up tokens: short ones on the first rank, long ones on the others."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        rank = torch.distributed.get_rank()
+        if not hasattr(self, "dice"):
+            self.dice = random.Random(rank)
+        lengths = [self.dice.choice((9, 16, 22) if rank else (1, 3, 7, 11)) for _ in prompt_ids]
+        return [[self.dice.randrange(4, 16) for _ in range(n)] + [2] for n in lengths], None
+
+
+class Seen:
+    """Keeps prompt, completion and advantage of the rows of every micro-batch whose loss is computed."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        live = (inputs[f"{part}_ids"].masked_fill(inputs[f"{part}_mask"] == 0, -1) for part in ("prompt", "completion"))
+        parts = [[tuple(i for i in ids if i >= 0) for ids in each.tolist()] for each in live]
+        SEEN.append(list(zip(*parts, inputs["advantages"].tolist(), strict=True)))
+        return TrlGRPOTrainer.compute_loss(self, model, inputs, *args, **kwargs)
+
+
+class Own:
+    """A number for each token that only a subclass knows how to pad."""
+
+    def _generate_and_score_completions(self, inputs):
+        made = super()._generate_and_score_completions(inputs)
+        return {**made, "own": made["completion_mask"].float()}
+
+
+def train(folder: Path, wrapper: str, kernels: NpuKernelsArguments | None, options: dict[str, Any]) -> Any:
+    """A trained trainer; in fp64 without kernels."""
+    long, sampler, own = (options.get(name, False) for name in ("long", "sampler", "own"))
+    options = {name: value for name, value in options.items() if name not in ("long", "sampler", "own")}
+    common: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+        "num_generations": 4, "max_completion_length": 30, "optim": "sgd", "learning_rate": 1e-1, "logging_steps": 1,
+        "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "bf16": False,
+        "gradient_checkpointing": False, "max_grad_norm": 0.0, "seed": 3,
+    }  # fmt: skip
+    args = on_ranks(GRPOConfig(**{**common, **options}), wrapper)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64 if kernels is None else torch.float32)
+    mixins = [*([Own] if own else []), *([Both] if sampler else []), MadeUp]
+    cls = TrlGRPOTrainer if kernels is None else GRPOTrainer
+    trainer = type(cls.__name__, (*mixins, cls), {})(
+        model,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [p * 6 if long else p for p in ("1+2=", "3+44=", "5+6=", "71=")] * 8}),
+        processing_class=tokenizer(),
+        **({} if kernels is None else {"npu_kernels": kernels}),
+    )
+    # Beside what is looked for in a class, so that the trainer's own code is TRL's.
+    trainer.compute_loss = Seen.compute_loss.__get__(trainer)
+    SEEN.clear()
+    torch.manual_seed(0)
+    trainer.train()
+    return trainer
+
+
+def flat(parameters: Parameters) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in parameters.values()])
+
+
+def by_rank(value: Any) -> list[Any]:
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, value)
+    return every
+
+
+def trained(folder: Path, wrapper: str, options: dict[str, Any]) -> dict[str, Any]:
+    parameters, seen, trainer = [], [], None
+    for balance in (None, False, True):
+        kernels = None if balance is None else NpuKernelsArguments(
+            use_npu_kernels=True, npu_kernels_ops=["varlen_attention"], npu_kernels_balance=balance
+        )  # fmt: skip
+        trainer = train(folder, wrapper, kernels, options)
+        wrapped = trainer.model_wrapped
+        parameters.append(whole(wrapped if wrapper == "fsdp2" else wrapped.module))
+        seen.append(by_rank(list(SEEN)))
+    truth, without, balanced = parameters
+    try:
+        assert_as_close(flat(balanced), flat(without), flat(truth), "parameters")
+        rule = None
+    except AssertionError as error:
+        rule = str(error)
+    stock, _, ours = ([[Counter(itertools.chain(*rank)) for rank in zip(*each, strict=True)] for each in seen])
+    per_step = options.get("gradient_accumulation_steps", 2)
+    steps = [range(i, i + per_step) for i in range(0, len(seen[0][0]), per_step)]
+    together = [[sum((each[i] for i in step), Counter()) for step in steps] for each in (stock, ours)]
+    mine = [Counter(itertools.chain(*each[0])) for each in (seen[0], seen[2])]
+    logged = [log for log in trainer.state.log_history if "imbalance/ranks" in log]
+    start = dict(small_model("qwen3").named_parameters())
+    report = trainer.npu_kernels_report()
+    return {
+        "moved": apart(truth, start),
+        "apart": apart(truth, balanced),
+        "rule": rule,
+        "rows": sorted({len(rows) for rank in seen[2] for rows in rank}),
+        "steps_have_their_rows": together[0] == together[1],
+        "came": (mine[1] - mine[0]).total(),
+        "imbalance": [[log[f"imbalance/ranks{name}"] for log in logged] for name in ("", "_shuffled")],
+        "notes": [note for note in report.notes if "stay" in note],
+        "undone": "_prepare_inputs" not in vars(trainer),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Made-up batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def made_up(rank: int, width: int) -> dict[str, Any]:
+    """Three rows, of which each number says from where it is: 100 for the rank, 10 for the row, 1 for the token."""
+    row = 100 * rank + 10 * torch.arange(3)[:, None] + torch.arange(1, width + 1)
+    return {
+        "prompt_ids": row, "prompt_mask": torch.ones_like(row), "completion_ids": row + 1000,
+        "completion_mask": torch.ones_like(row), "tool_mask": torch.zeros_like(row), "advantages": row[:, 0].double(),
+        "old_per_token_logps": row.float(), "importance_sampling_ratio": row.bfloat16() / 4,
+        "ref_per_token_logps": None, "sampling_per_token_logps": row.float()[:, :1], "extra": row[:, 0] > 10,
+        "texts": [f"{rank}{i}" for i in range(3)], "num_items_in_batch": torch.tensor(7),
+    }  # fmt: skip
+
+
+def received(wanted: list[list[tuple[int, int]]]) -> list[str]:
+    """What is not as it should be in the batches of two ranks, of widths 2 and 4, after an exchange."""
+    rank = torch.distributed.get_rank()
+    batches = [made_up(each, 2 * each + 2) for each in (0, 1)]
+    rows = [Row(0, 1, 1)] * 3
+    every = holdings(Holding.of(batches[rank], rows))
+    wrong = [] if stays_here(every) is None else [str(stays_here(every))]
+    batch = exchanged(batches[rank], every, wanted, padding=-9)
+    fill = {"prompt_ids": -9, "completion_ids": -9, "tool_mask": 1, "importance_sampling_ratio": 1}
+    for name, value in batches[rank].items():
+        if name in ("ref_per_token_logps", "num_items_in_batch"):
+            right: Any = value
+        else:
+            right = [batches[r][name][i] for r, i in wanted[rank]]
+            if isinstance(value, torch.Tensor):
+                right = [part.tolist() for part in right]
+                missing = [[fill.get(name, 0)] * (4 - len(part) if value.dim() > 1 and len(part) > 1 else 0)
+                           if isinstance(part, list) else None for part in right]  # fmt: skip
+                if value.dim() > 1:
+                    left = name.startswith("prompt")
+                    right = [m + part if left else part + m for m, part in zip(missing, right, strict=True)]
+                right = torch.tensor(right, dtype=value.dtype)
+        same = torch.equal(batch[name], right) if isinstance(right, torch.Tensor) else batch[name] == right
+        if not same:
+            wrong.append(f"{name}: {batch[name]} instead of {right}")
+    return wrong
+
+
+def refused() -> list[str | None]:
+    """Why these batches stay where they are, as this rank says."""
+    rank = torch.distributed.get_rank()
+    found = []
+    for names in (("own",), ("old_per_token_logps",)):
+        batch = {"prompt_ids": torch.ones(2, 3), **{name: torch.ones(2, 3) for name in names if rank or name == "own"}}
+        found.append(stays_here(holdings(Holding.of(batch, [Row(0, 1, 1)] * 2))))
+    return [*found, agreed("only one" if rank else None), agreed(None)]
+
+
+def main(target: str, *wrappers: str) -> None:
+    PartialState(cpu=True)
+    folder = Path(target).with_suffix("")
+    if PartialState().is_main_process:
+        small_model("qwen3").save_pretrained(folder)
+    PartialState().wait_for_everyone()
+    found: dict[str, Any] = {}
+    for wrapper in wrappers:
+        for name in UNDER[wrapper]:
+            found[f"{name}, {wrapper}"] = trained(folder, wrapper, CASES[name])
+    crossed = [[(1, 2), (0, 1), (1, 0)], [(0, 2), (1, 1), (0, 0)]]
+    nothing = [[(0, 2), (0, 0), (0, 1)], [(1, 0), (1, 1), (1, 2)]]
+    made = {"wrong": by_rank([received(crossed), received(nothing)]), "refused": by_rank(refused())}
+    if torch.distributed.get_rank() == 0:
+        Path(target).write_text(json.dumps({"cases": found, "made up": made}))
+    end_ranks()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
