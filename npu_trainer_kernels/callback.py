@@ -71,8 +71,8 @@ class NpuKernelsCallback(TrainerCallback):
         strict: as for `apply_npu_kernels`.
         warm_up: compile the kernels before the first step, several at once and with a line that says so (`warmup`);
             otherwise each is compiled when it is first used.
-        balance: in TRL's GRPOTrainer, spread rows evenly over micro-batches and ranks, by their live tokens and where that
-            leaves the optimizer's step as it is; otherwise no row changes its rank.
+        balance: in TRL's GRPOTrainer, spread rows evenly over micro-batches and ranks, by their live tokens and where
+            that leaves the optimizer's step as it is; otherwise no row changes its rank.
         report: what is printed when training begins: `"short"`, or `"full"` with every module and every reason.
 
     Raises:
@@ -232,8 +232,8 @@ class NpuKernelsCallback(TrainerCallback):
             self._planner.plan_losses(self._in_trainer)
 
     def _arrange(self, trainer: Any, report: Report) -> None:
-        """Has the rows of a GRPO prompt come in one micro-batch, where a shared prompt is computed once, and live tokens
-        spread evenly over micro-batches and ranks."""
+        """Has the rows of a GRPO prompt come in one micro-batch, where a shared prompt is computed once, and spreads
+        live tokens evenly over micro-batches and ranks."""
         assert self._handle is not None
         if not is_grpo(trainer):
             return

@@ -1,10 +1,10 @@
 """Which row goes into which micro-batch of which rank: host arithmetic, no trainer and no tensor.
 
-Padding is left out, so what a micro-batch takes goes by its live tokens, and what its rows begin with alike counts once.
-Ranks wait for the longest of them in every micro-batch. Bins of one size are filled longest first, each piece into the
-shortest bin that has room for it; a piece has rows of one prompt. Then bins are sorted, and those that
-follow one another go to the ranks of one micro-batch: what is left of a difference is between micro-batches, where
-nobody waits.
+Padding is left out, so what a micro-batch takes goes by its live tokens, and a prompt that its rows share counts once.
+Ranks wait for the longest of them in every micro-batch. So bins, one for each micro-batch of each rank, are filled
+longest first, each piece into the shortest bin that has room for it; a piece has rows of one prompt. Then bins are
+sorted, and those that follow one another go to the ranks of one micro-batch: what is left of a difference is between
+micro-batches, where nobody waits.
 """
 
 import heapq

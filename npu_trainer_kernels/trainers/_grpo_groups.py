@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from torch import distributed
 
 from ..patching._undo import Undo
 from ._balance import Row, arranged, imbalance, live

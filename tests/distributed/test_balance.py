@@ -1,0 +1,25 @@
+"""GRPO on two gloo ranks on the CPU, its rows spread over them by live tokens: the same steps as TRL's."""
+
+from tests.distributed.test_distributed import on_two_ranks
+
+
+def test_rows_change_ranks_and_steps_stay(tmp_path):
+    found = on_two_ranks("balance", tmp_path / "found.json")
+    made_up = found.pop("made up")
+    assert made_up["wrong"] == [[[], []]] * 2
+    why = "what batches hold, or how many rows, differs from rank to rank"
+    assert made_up["refused"] == [["how own of a batch is padded is not known", why, "only one", None]] * 2
+    assert len(found) == 10
+    for name, case in found.items():
+        assert (case["rows"], case["same"], case["undone"]) == ([4], True, True), name
+        if name == "columns of its own, ddp":
+            assert case["notes"] == ["rows stay on their rank: how own of a batch is padded is not known"]
+            assert case["came"] == 0
+            continue
+        assert case["notes"] == []
+        assert case["came"] > 0, name
+        even, shuffled = case["imbalance"]
+        assert even, name
+        assert sum(even) < sum(shuffled), name
+        # Exactly even is not to be had; a rank with all of the long completions would be far from it.
+        assert max(even) < 1.12, name
