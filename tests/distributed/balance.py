@@ -6,8 +6,9 @@ Usage: torchrun --nproc_per_node 2 -m tests.distributed.balance FILE
 Each case is trained by TRL's trainer in fp64 and by ours with balance in fp32, some by ours without it, too, and held
 to the rule of closeness. Rank 0 writes to FILE, per case: how far the parameters have moved, how far those with balance
 are from TRL's, how many rows micro-batches had, how many of the first rank's another had generated, whether each step
-had the rows that it has in TRL's, what was logged of the imbalance, what the report says of rows that stay, and whether
-the trainer is as it was. And of rows of made-up batches that went from rank to rank, what was not as it should be.
+had the rows that it has in TRL's, what was logged of the imbalance, what of TRL's own logs differs, what the report
+says of rows that stay, and whether the trainer is as it was. And what was not as it should be in rows of made-up
+batches that went from rank to rank.
 """
 
 import itertools
@@ -125,8 +126,16 @@ def by_rank(value: Any) -> list[Any]:
     return every
 
 
+def differing(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[str]:
+    """What TRL logs, times apart, and is not the same."""
+    return sorted({
+        name for before, after in zip(stock, ours, strict=True) for name, value in before.items()
+        if "time" not in name and "per_second" not in name and abs(value - after[name]) > 1e-5 * (1 + abs(value))
+    })  # fmt: skip
+
+
 def trained(folder: Path, wrapper: str, options: dict[str, Any], reference: bool) -> dict[str, Any]:
-    parameters, seen, trainer = [], [], None
+    parameters, seen, logs, trainer = [], [], [], None
     for balance in (None, False, True) if reference else (None, True):
         kernels = None if balance is None else NpuKernelsArguments(
             use_npu_kernels=True, npu_kernels_ops=["varlen_attention"], npu_kernels_balance=balance
@@ -135,6 +144,7 @@ def trained(folder: Path, wrapper: str, options: dict[str, Any], reference: bool
         wrapped = trainer.model_wrapped
         parameters.append(whole(wrapped if wrapper == "fsdp2" else wrapped.module))
         seen.append(by_rank(list(SEEN)))
+        logs.append(trainer.state.log_history)
     truth, balanced = parameters[0], parameters[-1]
     if reference:
         assert_as_close(flat(balanced), flat(parameters[1]), flat(truth), "parameters")
@@ -153,6 +163,7 @@ def trained(folder: Path, wrapper: str, options: dict[str, Any], reference: bool
         "came": (mine[1] - mine[0]).total(),
         "imbalance": [[log[f"imbalance/ranks{name}"] for log in logged] for name in ("", "_shuffled")],
         "notes": [note for note in report.notes if "stay" in note],
+        "logs": differing(logs[0], logs[-1]),
         "undone": "_prepare_inputs" not in vars(trainer),
     }
 
@@ -174,31 +185,36 @@ def made_up(rank: int, width: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+FILL = {"prompt_ids": -9, "completion_ids": -9, "tool_mask": 1, "importance_sampling_ratio": 1}
+
+
+def as_wide(name: str, numbers: Any) -> Any:
+    """A row's numbers, as many as the wider rank has: prompts end where they ended, all else begins where it began."""
+    if not isinstance(numbers, list) or name == "sampling_per_token_logps":
+        return numbers
+    missing = [FILL.get(name, 0)] * (4 - len(numbers))
+    return missing + numbers if name.startswith("prompt") else numbers + missing
+
+
 def received(wanted: list[list[tuple[int, int]]]) -> list[str]:
     """What is not as it should be in the batches of two ranks, of widths 2 and 4, after an exchange."""
     rank = torch.distributed.get_rank()
     batches = [made_up(each, 2 * each + 2) for each in (0, 1)]
-    rows = [Row(0, 1, 1)] * 3
-    every = holdings(Holding.of(batches[rank], rows))
+    every = holdings(Holding.of(batches[rank], [Row(0, 1, 1)] * 3))
     wrong = [] if stays_here(every) is None else [str(stays_here(every))]
     batch = exchanged(batches[rank], every, wanted, padding=-9)
-    fill = {"prompt_ids": -9, "completion_ids": -9, "tool_mask": 1, "importance_sampling_ratio": 1}
-    for name, value in batches[rank].items():
-        if name in ("ref_per_token_logps", "num_items_in_batch"):
-            right: Any = value
-        else:
-            right = [batches[r][name][i] for r, i in wanted[rank]]
-            if isinstance(value, torch.Tensor):
-                right = [part.tolist() for part in right]
-                missing = [[fill.get(name, 0)] * (4 - len(part) if value.dim() > 1 and len(part) > 1 else 0)
-                           if isinstance(part, list) else None for part in right]  # fmt: skip
-                if value.dim() > 1:
-                    left = name.startswith("prompt")
-                    right = [m + part if left else part + m for m, part in zip(missing, right, strict=True)]
-                right = torch.tensor(right, dtype=value.dtype)
-        same = torch.equal(batch[name], right) if isinstance(right, torch.Tensor) else batch[name] == right
-        if not same:
-            wrong.append(f"{name}: {batch[name]} instead of {right}")
+    if batch["ref_per_token_logps"] is not None or batch["num_items_in_batch"].tolist() != 7:
+        wrong.append("what rows have in common")
+    if [str(value.dtype) for value in batch.values() if isinstance(value, torch.Tensor)] != [
+        str(value.dtype) for value in batches[rank].values() if isinstance(value, torch.Tensor)
+    ]:
+        wrong.append("dtypes")
+    for name in batch.keys() - {"ref_per_token_logps", "num_items_in_batch"}:
+        columns = [each[name] if isinstance(each[name], list) else each[name].tolist() for each in batches]
+        right = [as_wide(name, columns[source][place]) for source, place in wanted[rank]]
+        got = batch[name] if isinstance(batch[name], list) else batch[name].tolist()
+        if got != right:
+            wrong.append(f"{name}: {got} instead of {right}")
     return wrong
 
 
