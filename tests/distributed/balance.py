@@ -1,14 +1,14 @@
 """Trains GRPO on the ranks that torchrun has started, whose completions differ in length, and sends rows of made-up
 batches from rank to rank.
 
-Usage: torchrun --nproc_per_node 2 -m tests.distributed.balance FILE
+Usage: torchrun --nproc_per_node 2 -m tests.distributed.balance FILE {ddp,fsdp2,zero3}...
 
-Each case is trained by TRL's trainer in fp64 and by ours with balance in fp32, some by ours without it, too, and held
-to the rule of closeness. Rank 0 writes to FILE, per case: how far the parameters have moved, how far those with balance
-are from TRL's, how many rows micro-batches had, how many of the first rank's another had generated, whether each step
-had the rows that it has in TRL's, what was logged of the imbalance, what of TRL's own logs differs, what the report
-says of rows that stay, and whether the trainer is as it was. And what was not as it should be in rows of made-up
-batches that went from rank to rank.
+Each case is trained by TRL's trainer in fp64 (which DeepSpeed has not) and by ours with balance in fp32, some by ours
+without it, too, and held to the rule of closeness. Rank 0 writes to FILE, per case: how far the parameters have moved,
+how far those with balance are from TRL's, how many rows micro-batches had, how many of the first rank's another had
+generated, whether each step had the rows that it has in TRL's, what was logged of the imbalance, what of TRL's own logs
+differs, what the report says of rows that stay, and whether the trainer is as it was. And what was not as it should be
+in rows of made-up batches that went from rank to rank.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from npu_trainer_kernels.trainers._balance import Row
 from npu_trainer_kernels.trainers._exchange import Holding, agreed, exchanged, holdings, stays_here
 from tests.closeness import assert_as_close
 from tests.distributed.ranks import end_ranks
-from tests.distributed.run import Parameters, apart, on_ranks, whole
+from tests.distributed.run import ZERO3, Parameters, apart, on_ranks, whole
 from tests.models import small_model
 from tests.trainers.test_grpo import reward, tokenizer
 from tests.trainers.test_grpo_runs import Both
@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo, of sequences": {"loss_type": "dapo", "sampler": True, "vllm_importance_sampling_mode": "sequence_truncate"},
     "columns of its own": {"loss_type": "dapo", "own": True},
 }
-UNDER = {"ddp": list(CASES), "fsdp2": ["dapo"]}
+UNDER = {"ddp": list(CASES), "fsdp2": ["dapo"], "zero3": ["dapo"]}
 # For these the same in fp32 without balance is the reference of the rule of closeness.
 RULE = ("dapo, ddp", "vespo, ddp")
 SEEN: list[list[tuple[Any, ...]]] = []
@@ -85,7 +85,7 @@ class Own:
 
 
 def train(folder: Path, wrapper: str, kernels: NpuKernelsArguments | None, options: dict[str, Any]) -> Any:
-    """A trained trainer; in fp64 without kernels."""
+    """A trained trainer; without kernels in fp64, which DeepSpeed has not."""
     long, sampler, own = (options.get(name, False) for name in ("long", "sampler", "own"))
     options = {name: value for name, value in options.items() if name not in ("long", "sampler", "own")}
     common: dict[str, Any] = {
@@ -93,9 +93,11 @@ def train(folder: Path, wrapper: str, kernels: NpuKernelsArguments | None, optio
         "num_generations": 4, "max_completion_length": 30, "optim": "sgd", "learning_rate": 1e-1, "logging_steps": 1,
         "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "bf16": False,
         "gradient_checkpointing": False, "max_grad_norm": 0.0, "seed": 3,
+        "deepspeed": ZERO3 if wrapper == "zero3" else None,
     }  # fmt: skip
     args = on_ranks(GRPOConfig(**{**common, **options}), wrapper)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64 if kernels is None else torch.float32)
+    dtype = torch.float64 if kernels is None and wrapper != "zero3" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     mixins = [*([Own] if own else []), *([Both] if sampler else []), MadeUp]
     cls = TrlGRPOTrainer if kernels is None else GRPOTrainer
     trainer = type(cls.__name__, (*mixins, cls), {})(
@@ -228,15 +230,15 @@ def refused() -> list[str | None]:
     return [*found, agreed("only one" if rank else None), agreed(None)]
 
 
-def main(target: str) -> None:
+def main(target: str, *wrappers: str) -> None:
     PartialState(cpu=True)
     folder = Path(target).with_suffix("")
     if PartialState().is_main_process:
         small_model("qwen3").save_pretrained(folder)
     PartialState().wait_for_everyone()
     found: dict[str, Any] = {}
-    for wrapper, names in UNDER.items():
-        for name in names:
+    for wrapper in wrappers:
+        for name in UNDER[wrapper]:
             case = f"{name}, {wrapper}"
             found[case] = trained(folder, wrapper, CASES[name], case in RULE)
     crossed = [[(1, 2), (0, 1), (1, 0)], [(0, 2), (1, 1), (0, 0)]]

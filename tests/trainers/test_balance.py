@@ -67,6 +67,9 @@ def test_the_longest_go_to_one_micro_batch_and_take_turns():
     """Nobody waits where the ranks of a micro-batch are alike."""
     rows = [Row(i, 0, tokens) for i, tokens in enumerate((1, 100, 2, 99, 50, 51))]
     assert loads_of(rows, arranged(rows, 2, 3)) == [[100, 99], [50, 51], [2, 1]]
+    # The rows of a prompt are placed before longer ones, and wait for none of them.
+    rows = [Row(0, 1000, 10)] * 2 + [Row(i, 0, 9000 if i < 3 else 300) for i in range(1, 7)]
+    assert loads_of(rows, arranged(rows, 2, 2)) == [[9300, 9300], [600, 1020]]
 
 
 def test_what_is_live():
