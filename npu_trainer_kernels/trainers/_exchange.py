@@ -71,8 +71,8 @@ def agreed(reason: str | None) -> str | None:
     return next((each for each in _everyones(reason) if each is not None), None)
 
 
-def holdings(mine: Holding) -> list[Holding]:
-    """Every rank's."""
+def holdings(mine: Holding | None) -> list[Holding | None]:
+    """Every rank's; None where a rank's batch stays as it is."""
     return _everyones(mine)
 
 

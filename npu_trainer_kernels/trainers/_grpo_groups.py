@@ -146,11 +146,14 @@ class Arranger:
 
     def arrange(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows of a generation batch in as many micro-batches as before, each with as many rows."""
-        whole = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
-        mine = Holding.of(whole, _rows(whole))
-        every = holdings(mine) if self.across else [mine]
-        if any("pixel_values" in holding.tensors for holding in every):
-            return batches  # rows with pictures have no beginning to share, since those are no ids
+        # Rows with pictures have no beginning to share, since those are no ids. Other ranks may have them, too.
+        pictures = "pixel_values" in batches[0]
+        whole = {} if pictures else {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
+        mine = None if pictures else Holding.of(whole, _rows(whole))
+        asked = holdings(mine) if self.across else [mine]
+        every = [holding for holding in asked if holding is not None]
+        if mine is None or len(every) < len(asked):
+            return batches
         stays = stays_here(every)
         if self.across and stays is not None:
             self.note(f"rows stay on their rank: {stays}")

@@ -29,6 +29,7 @@ from trl import GRPOTrainer as TrlGRPOTrainer
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments
 from npu_trainer_kernels.trainers._balance import Row
 from npu_trainer_kernels.trainers._exchange import Holding, agreed, exchanged, holdings, stays_here
+from npu_trainer_kernels.trainers._grpo_groups import Arranger
 from tests.closeness import assert_as_close
 from tests.distributed.ranks import end_ranks
 from tests.distributed.run import ZERO3, Parameters, apart, on_ranks, whole
@@ -198,11 +199,15 @@ def as_wide(name: str, numbers: Any) -> Any:
     return missing + numbers if name.startswith("prompt") else numbers + missing
 
 
+def gathered(batch: dict[str, Any], rows: int) -> list[Holding]:
+    return [holding for holding in holdings(Holding.of(batch, [Row(0, 1, 1)] * rows)) if holding is not None]
+
+
 def received(wanted: list[list[tuple[int, int]]]) -> list[str]:
     """What is not as it should be in the batches of two ranks, of widths 2 and 4, after an exchange."""
     rank = torch.distributed.get_rank()
     batches = [made_up(each, 2 * each + 2) for each in (0, 1)]
-    every = holdings(Holding.of(batches[rank], [Row(0, 1, 1)] * 3))
+    every = gathered(batches[rank], 3)
     wrong = [] if stays_here(every) is None else [str(stays_here(every))]
     batch = exchanged(batches[rank], every, wanted, padding=-9)
     if batch["ref_per_token_logps"] is not None or batch["num_items_in_batch"].tolist() != 7:
@@ -226,7 +231,10 @@ def refused() -> list[str | None]:
     found = []
     for names in (("own",), ("old_per_token_logps",)):
         batch = {"prompt_ids": torch.ones(2, 3), **{name: torch.ones(2, 3) for name in names if rank or name == "own"}}
-        found.append(stays_here(holdings(Holding.of(batch, [Row(0, 1, 1)] * 2))))
+        found.append(stays_here(gathered(batch, 2)))
+    # The second rank's rows have pictures.
+    batches = [{"pixel_values": torch.ones(1)} if rank else made_up(0, 3)]
+    found.append("left" if Arranger(None, True, True, print).arrange(batches) is batches else "moved")
     return [*found, agreed("only one" if rank else None), agreed(None)]
 
 

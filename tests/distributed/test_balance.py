@@ -14,7 +14,7 @@ def balance_and_compare(target: Path, *wrappers: str) -> dict[str, Any]:
     made_up = found.pop("made up")
     assert made_up["wrong"] == [[[], []]] * 2
     why = "what batches hold, or how many rows, differs from rank to rank"
-    assert made_up["refused"] == [["how own of a batch is padded is not known", why, "only one", None]] * 2
+    assert made_up["refused"] == [["how own of a batch is padded is not known", why, "left", "only one", None]] * 2
     for name, case in found.items():
         assert (case["rows"], case["same"], case["undone"]) == ([4], True, True), name
         if name == "columns of its own, ddp":

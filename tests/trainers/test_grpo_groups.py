@@ -252,9 +252,7 @@ def test_a_subclass_with_code_of_its_own_keeps_its_rows(tmp_path, seen, name):
 
 
 def test_rows_with_pictures_are_left_alone():
-    one = torch.ones(2, 1, dtype=torch.long)
-    batch = {**dict.fromkeys(("prompt_ids", "prompt_mask", "completion_mask"), one), "pixel_values": torch.zeros(3, 2)}
-    batches = [batch] * 2
+    batches = [{"prompt_ids": torch.tensor([[1], [2]]), "pixel_values": torch.zeros(3, 2)}] * 2
     assert Arranger(None, balance=True, across=False, note=print).arrange(batches) is batches
 
 
