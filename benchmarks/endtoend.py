@@ -75,6 +75,7 @@ VARIANTS = {
     "plain-flash": Variant("transformers", attention="flash_attention_2", module="flash_attn"),
     "liger-flash": Variant("liger-kernel", attention="flash_attention_2", module="flash_attn"),
     "plain-compiled": Variant("transformers", compiled=True),
+    "flag-compiled": Variant("npu_trainer_kernels", compiled=True),
 }
 
 
@@ -122,8 +123,14 @@ class Workload:
         return f"end-to-end/{self.name}/{self.shape}/{MODELS[self.size][2]}"
 
 
+# What a mixture of experts is run with: what differs there is what is done to the experts' rows.
+_OF_EXPERTS = ("plain", "flag", "flag-padded", "liger")
+
+
 def variants_of(workload: Workload) -> list[str]:
     """The variants that differ for a workload: no two sequences of a batch begin alike but in GRPO and DPO."""
+    if "num_experts" in MODELS[workload.size][1]:
+        return list(_OF_EXPERTS)
     return [name for name in VARIANTS if name != "flag-unshared" or workload.name in ("grpo-trl", "dpo-trl")]
 
 
@@ -140,6 +147,7 @@ def workloads(kind: str) -> list[Workload]:
             Workload("sft-trainer", "demo-llama", 8, 256, lengths="exponential"),
             Workload("sft-trl", "demo-llama", 8, 256),
             Workload("sft-trainer", "demo-gemma3", 8, 256),
+            Workload("sft-trainer", "demo-qwen3-moe", 8, 256),
             Workload("dpo-trl", "demo-llama", 4, length=240, prompt=16, least=14),
         ]
     return [
@@ -151,6 +159,9 @@ def workloads(kind: str) -> list[Workload]:
         Workload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential"),
         Workload("grpo-trl", "qwen3-4b", 8, 1024, 2048, lengths="exponential", lora=16),
         Workload("sft-trainer", "llama-1b", 8, 2048, lengths="exponential"),
+        Workload("sft-trainer", "qwen3-moe", 8, 2048),
+        Workload("sft-trainer", "qwen3-moe", 8, 2048, lengths="exponential"),
+        Workload("grpo-trl", "qwen3-moe", 8, 1024, 128),
         Workload("sft-trl", "llama-1b", 8, 2048),
         Workload("sft-trainer", "gemma3-1b", 4, 2048),
         # Sequences of 30 to 900 tokens.

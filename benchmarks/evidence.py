@@ -51,8 +51,8 @@ def _times(rows: list[Row], figures: dict[str, Any]) -> dict[str, Row]:
     return {row["provider"]: row for row in rows if all(row.get(key) == value for key, value in wanted.items())}
 
 
-def _has_both(times: dict[str, Row], ours: str) -> bool:
-    return all("ms" in times.get(provider, {}) for provider in (ours, "reference"))
+def _has_both(times: dict[str, Row], ours: str, plain: str) -> bool:
+    return all("ms" in times.get(provider, {}) for provider in (ours, plain))
 
 
 def _median(times: dict[str, Row], provider: str, row: str) -> float:
@@ -92,11 +92,12 @@ def write(results: Path, table: Path = FILE) -> list[str]:
             figures = _figures(op, holder[key])
             times = _times(rows, figures) if figures else {}
             is_sentence = holder[key] is not figures
+            plain = (figures or {}).get("plain", "reference")
             # A sentence stays where there are not both times.
-            if figures is None or not times or (is_sentence and not _has_both(times, ours)):
+            if figures is None or not times or (is_sentence and not _has_both(times, ours, plain)):
                 continue
             row = " ".join(figures[name] for name in _KEYS)
-            ms, plain_ms = _median(times, ours, row), _median(times, "reference", row)
+            ms, plain_ms = _median(times, ours, row), _median(times, plain, row)
             if (ms < plain_ms) != used:
                 raise ValueError(
                     f"{row}: {ms:g} ms against {plain_ms:g} ms of plain PyTorch, but by the table "
@@ -106,7 +107,8 @@ def write(results: Path, table: Path = FILE) -> list[str]:
             said.append(f"{row}: {old} -> {ms:g} ms, plain {old_plain} -> {plain_ms:g} ms")
             # In the order of the file's other entries.
             holder[key] = {"file": f"benchmarks/results/{results.name}", **{name: figures[name] for name in _KEYS},
-                           "ms": ms, "plain_ms": plain_ms, "on": on}  # fmt: skip
+                           "ms": ms, "plain_ms": plain_ms, "on": on,
+                           **({} if plain == "reference" else {"plain": plain})}  # fmt: skip
     if not said:
         raise ValueError(f"{results.name} has no row that the table has a measurement of, or could have, on {kind}")
     table.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")

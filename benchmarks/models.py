@@ -85,6 +85,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "float32",
     ),
+    "demo-qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 32, "num_experts": 8, "moe_intermediate_size": 96, "num_experts_per_tok": 2,
+            "norm_topk_prob": True, "vocab_size": 8009, "max_position_embeddings": 512,
+        },
+        "float32",
+    ),
     "demo-gemma3": (
         "Gemma3Text",
         {
@@ -109,6 +118,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 97, "tie_word_embeddings": True,
             "max_position_embeddings": 64,
+        },
+        "float32",
+    ),
+    "tiny-qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
+            "norm_topk_prob": True, "vocab_size": 97, "max_position_embeddings": 64,
         },
         "float32",
     ),

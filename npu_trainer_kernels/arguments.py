@@ -40,6 +40,14 @@ class NpuKernelsArguments:
         metadata={"help": "Compile the kernels before the first step; otherwise each when it is first used."},
     )
 
+    npu_kernels_balance: bool = field(
+        default=True,
+        metadata={
+            "help": "In GRPO, spread rows evenly over micro-batches and ranks by their live tokens; otherwise no row "
+            "changes its rank."
+        },
+    )
+
     npu_kernels_report: str = field(
         default="short",
         metadata={"help": "What is printed when training begins: 'short', or 'full' with every module and reason."},
@@ -47,7 +55,7 @@ class NpuKernelsArguments:
 
     def __post_init__(self) -> None:
         # Parsers convert what stands on the command line; what stands in a YAML file arrives as it is.
-        for name in ("use_npu_kernels", "npu_kernels_strict", "npu_kernels_warm_up"):
+        for name in ("use_npu_kernels", "npu_kernels_strict", "npu_kernels_warm_up", "npu_kernels_balance"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false; got {getattr(self, name)!r}")
         ops, backend = self.npu_kernels_ops, self.npu_kernels_backend
@@ -60,7 +68,7 @@ class NpuKernelsArguments:
         if backend is not None and not (isinstance(backend, str) and backend):
             raise ValueError(f"npu_kernels_backend must be 'torch' or 'op=backend,...'; got {backend!r}")
         given = [name for name in ("ops", "backend", "strict") if getattr(self, f"npu_kernels_{name}")]
-        given += [] if self.npu_kernels_warm_up else ["warm_up"]
+        given += [name for name in ("warm_up", "balance") if not getattr(self, f"npu_kernels_{name}")]
         given += [] if self.npu_kernels_report == "short" else ["report"]
         if not self.use_npu_kernels and given:
             raise ValueError(f"npu_kernels_{given[0]} does nothing without --use_npu_kernels")

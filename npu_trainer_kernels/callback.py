@@ -14,7 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from . import backends, device, warmup
 from .patching import FORMS, PATCHES, NpuKernels, Report, apply_npu_kernels, handle_of
 from .patching._undo import Undo
-from .trainers._grpo_groups import bring_together, stays_shuffled
+from .trainers._exchange import agreed
+from .trainers._grpo_groups import Arranger, stays_on_rank, stays_shuffled
 from .trainers._grpo_plan import Planner, is_grpo
 from .trainers.held import held_models
 
@@ -70,6 +71,8 @@ class NpuKernelsCallback(TrainerCallback):
         strict: as for `apply_npu_kernels`.
         warm_up: compile the kernels before the first step, several at once and with a line that says so (`warmup`);
             otherwise each is compiled when it is first used.
+        balance: in TRL's GRPOTrainer, spread rows evenly over micro-batches and ranks, by their live tokens and where
+            that leaves the optimizer's step as it is; otherwise no row changes its rank.
         report: what is printed when training begins: `"short"`, or `"full"` with every module and every reason.
 
     Raises:
@@ -83,6 +86,7 @@ class NpuKernelsCallback(TrainerCallback):
         backend: str | None = None,
         strict: bool = False,
         warm_up: bool = True,
+        balance: bool = True,
         report: str = "short",
     ) -> None:
         unknown = [op for op in ops or () if op not in PATCHES]
@@ -93,6 +97,7 @@ class NpuKernelsCallback(TrainerCallback):
         backends.parse_override(backend or "")
         self._full = report == "full"
         self._ops, self._backend, self._strict, self._warm_up = ops, backend, strict, warm_up
+        self._balance = balance
         self._handle: NpuKernels | None = None
         self._owns = False
         self._held: list[NpuKernels] = []  # to restore
@@ -212,7 +217,7 @@ class NpuKernelsCallback(TrainerCallback):
             caches = getattr(trainer.args, "use_cache", False)
             self._in_trainer.set_attribute(self._handle.settings, "caches", caches)
         self._plan(trainer)
-        self._group(trainer, report)
+        self._arrange(trainer, report)
         self._apply_to_held(trainer, report)
         self._add_to_logs(trainer)
 
@@ -226,15 +231,24 @@ class NpuKernelsCallback(TrainerCallback):
         if self._planner.off is None:
             self._planner.plan_losses(self._in_trainer)
 
-    def _group(self, trainer: Any, report: Report) -> None:
-        """Has the rows of a GRPO prompt come in one micro-batch, where a shared prompt is computed once."""
+    def _arrange(self, trainer: Any, report: Report) -> None:
+        """Has the rows of a GRPO prompt come in one micro-batch, where a shared prompt is computed once, and spreads
+        live tokens evenly over micro-batches and ranks."""
         assert self._handle is not None
-        several = is_grpo(trainer) and trainer.args.steps_per_generation > 1
-        if not (self._handle.shares_beginnings and several):
+        if not is_grpo(trainer):
             return
-        reason = stays_shuffled(trainer)
+        across = self._balance and trainer.accelerator.num_processes > 1
+        if across:
+            shares = self._handle.shares_beginnings
+            stays = agreed(stays_on_rank(trainer) if shares else "padding or shared prompts are computed")
+            across = stays is None
+            if stays is not None and shares:
+                report.note(f"rows stay on their rank: {stays}")
+        if not self._handle.shares_beginnings or (trainer.args.steps_per_generation == 1 and not across):
+            return
+        reason = stays_shuffled(trainer, across)
         if reason is None:
-            bring_together(trainer, self._in_trainer)
+            Arranger(trainer, self._balance, across, report.note).start(self._in_trainer)
         else:
             report.note(f"the rows of a prompt stay spread over micro-batches: {reason}")
 

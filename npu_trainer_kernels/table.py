@@ -38,6 +38,7 @@ class Measured:
         form, shape, dtype: the row.
         ms, plain_ms: medians.
         on: the device, with its article.
+        plain: whose time `plain_ms` is: of the op's plain reference, or of a provider of the file by this name.
     """
 
     file: str
@@ -47,6 +48,7 @@ class Measured:
     ms: float
     plain_ms: float
     on: str
+    plain: str = "reference"
 
     @property
     def row(self) -> str:
@@ -101,7 +103,8 @@ def _ours(backend: str, because: Any, sentences: dict[str, str]) -> Choice:
     if isinstance(because, str):
         return Choice(backend, because.format(**sentences))
     found = Measured(**because)
-    said = f"{found.ms:g} ms against {found.plain_ms:g} ms of plain PyTorch, {found.row} on {found.on} ({found.file})"
+    plain = "plain PyTorch" if found.plain == "reference" else found.plain
+    said = f"{found.ms:g} ms against {found.plain_ms:g} ms of {plain}, {found.row} on {found.on} ({found.file})"
     return Choice(backend, said, found)
 
 

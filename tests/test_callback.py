@@ -254,6 +254,10 @@ def test_arguments_give_the_callback_only_with_the_flag():
         NpuKernelsArguments(npu_kernels_report="full")
     (callback,) = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_report="full").callbacks()
     assert callback._full
+    with pytest.raises(ValueError, match="npu_kernels_balance does nothing without"):
+        NpuKernelsArguments(npu_kernels_balance=False)
+    with pytest.raises(ValueError, match="npu_kernels_balance must be true or false; got 'no'"):
+        NpuKernelsArguments(use_npu_kernels=True, npu_kernels_balance="no")
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,9 @@ def slope(g, a, s, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
         return s + g * (0.3989422804014327 * tl.exp(-0.5 * g * g))
     elif ACTIVATION == "gelu_tanh":
         # g - a has few digits left where s is close to 1, and z' is large there: 1 - s is formed from the other side.
-        rest = _sigmoid(-1.0 * _negated_z(g))
+        negated = _negated_z(g)
+        # CUDA's compiler has the exponential at hand that s was formed of. Where it is infinite s is 0, and so is a.
+        rest = _sigmoid(-1.0 * negated) if ON_ASCEND else tl.minimum(tl.exp(negated), 1e38) * s
         return s + a * rest * (1.5957691216057308 + 0.21406444881780076 * (g * g))
     elif ALPHA == 1.0:
         return s * (1.0 + (g - a))

@@ -36,7 +36,7 @@ from __future__ import annotations
 import torch
 
 from .. import _vendor, device, tiling
-from .._triton import jit, tl
+from .._triton import ON_ASCEND, jit, tl
 from ._blocks import (
     load_fp32,
     load_per_row,
@@ -310,8 +310,13 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
     rstd = load_per_row(rstd_in, row, n_rows, ROWS, FOLD, TAIL)[:, None]
     s = _summed(x, residual, row, x_stride, residual_stride, mask, HAS_RESIDUAL, ROUND_SUM, MULTIPLIER, ROWS, COLS,
                 FOLD, MASKED)  # fmt: skip
-    # What rstd multiplies is formed once: dy n = (dy rstd) s, and ds = (dy rstd) w' - s (rstd^2 mean g n).
-    g = load_fp32(tile_of(dy, row, dy_stride, ROWS, COLS, FOLD), mask, MASKED) * rstd
+    g = load_fp32(tile_of(dy, row, dy_stride, ROWS, COLS, FOLD), mask, MASKED)
+    # On an NPU what rstd multiplies is formed once: dy n = (dy rstd) s, and ds = (dy rstd) w' - s (rstd^2 mean g n).
+    # Of that form CUDA's compiler adds up one row of a tile after the other; with n in the place of s both at once.
+    if ON_ASCEND:
+        g = g * rstd
+    else:
+        s = s * rstd
     dy_n = g * s
     if STORE_DX:
         if REDUCE:
@@ -326,7 +331,8 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
         if APPLY:
             if HAS_WEIGHT:
                 g = g * w
-            d = g - s * (rstd * (rstd * (dot[:, None] * (1.0 / HIDDEN))))
+            mean = dot[:, None] * (1.0 / HIDDEN)
+            d = g - s * (rstd * (rstd * mean)) if ON_ASCEND else rstd * (g - s * mean)
             if HAS_DS:
                 d += load_fp32(tile_of(ds, row, ds_stride, ROWS, COLS, FOLD), mask, MASKED)
             store(tile_of(dx, row, HIDDEN, ROWS, COLS, FOLD), d, mask, MASKED)

@@ -1,5 +1,6 @@
 """The benchmarks' own logic: the table, inputs and truth, statistics, results, comparison. No assertion on a time."""
 
+import importlib
 import itertools
 import json
 import math
@@ -312,7 +313,34 @@ def test_every_step_is_named_once(kind):
     assert len({w.key for w in found}) == len(found)
     assert {w.name for w in found} == {"sft-trainer", "sft-trl", "grpo-trl", "dpo-trl"}
     families = {models.MODELS[w.size][0] for w in found if w.name == "sft-trainer"}
-    assert families == {"Llama", "Gemma3Text"}
+    assert families == {"Llama", "Gemma3Text", "Qwen3Moe"}
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        endtoend.Workload("sft-trainer", "tiny-qwen3-moe", 4, 24, lengths="exponential"),
+        endtoend.Workload("grpo-trl", "tiny-qwen3-moe", 4, 8, 4, group=2),
+    ],
+    ids=lambda workload: workload.name,
+)
+def test_a_step_with_experts_runs_their_op(workload, monkeypatch):
+    served = []
+    module = importlib.import_module("npu_trainer_kernels.patching._experts")
+
+    def counted(*args, original=module.moe_experts, **kwargs):
+        # By a model's width: modules are tried on fewer columns before.
+        served.append(args[0].shape[-1])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, "moe_experts", counted)
+    plain = endtoend.train(workload, "plain", steps=1, warmup=1)
+    assert not served
+    found = endtoend.train(workload, "flag", steps=1, warmup=1)
+    # In every layer of every step.
+    assert served.count(32) >= 2 * 2
+    assert not endtoend.differs({**found, "dtype": "float32"}, plain)
+    assert endtoend.variants_of(workload) == ["plain", "flag", "flag-padded", "liger"]
 
 
 def test_pairs_are_of_drawn_lengths():

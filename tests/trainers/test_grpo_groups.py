@@ -1,14 +1,20 @@
-"""The rows of a GRPO prompt in one micro-batch: the optimizer's step stays TRL's; where it would not, the rows stay."""
+"""The rows of a GRPO prompt in one micro-batch, and micro-batches of one length: the optimizer's step stays TRL's;
+where it would not, the rows stay."""
 
+import dataclasses
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
+from transformers import Trainer
 from trl import GRPOTrainer as TrlGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments
 from npu_trainer_kernels.trainers import _grpo_groups
+from npu_trainer_kernels.trainers._grpo_groups import Arranger
 from tests.models import small_model
 from tests.trainers.test_grpo import difference, train
 from tests.trainers.test_grpo_plan import LOSS_TYPES
@@ -16,6 +22,7 @@ from tests.trainers.test_grpo_plan import LOSS_TYPES
 # Four micro-batches of four rows, four prompts of four rows each: every one is in several when TRL has shuffled them.
 WINDOW = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_completion_length": 30}
 ONLY = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_ops=["varlen_attention"])
+UNBALANCED = dataclasses.replace(ONLY, npu_kernels_balance=False)
 
 
 class MadeUp:
@@ -79,10 +86,14 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("options", ALONE, ids=str)
-def test_a_prompt_is_in_as_few_micro_batches_as_hold_it(tmp_path, seen, options):
+@pytest.mark.parametrize(
+    ("options", "kernels"),
+    [*((options, ONLY) for options in ALONE), (ALONE[0], UNBALANCED)],
+    ids=lambda value: str(value) if isinstance(value, dict) else f"balance={value.npu_kernels_balance}",
+)
+def test_a_prompt_is_in_as_few_micro_batches_as_hold_it(tmp_path, seen, options, kernels):
     stock, shuffled = trained(TrlGRPOTrainer, tmp_path, seen, **options)
-    ours, grouped = trained(GRPOTrainer, tmp_path, seen, ONLY, **options)
+    ours, grouped = trained(GRPOTrainer, tmp_path, seen, kernels, **options)
     assert max(len(prompts(batch)) for batch in shuffled) > 1
     assert [len(prompts(batch)) for batch in grouped] == [1] * len(shuffled)
     # Each generation batch has the rows that it had, with what belongs to them.
@@ -95,8 +106,75 @@ def test_a_prompt_is_in_as_few_micro_batches_as_hold_it(tmp_path, seen, options)
     assert "micro-batches" not in str(ours.npu_kernels_report())
 
 
+PARTS = [
+    {"loss_type": "dapo", "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    {"loss_type": "grpo", "gradient_accumulation_steps": 6, "steps_per_generation": 4, "max_steps": 4},
+]
+
+
+@pytest.mark.parametrize("options", PARTS, ids=str)
+def test_a_step_of_a_part_of_what_is_generated_keeps_its_rows(tmp_path, seen, options):
+    """Two micro-batches in a row are in one step, in which rows may move. In the second case an epoch of 16 ends with a
+    step of four, and the next goes on with six."""
+    stock, shuffled = trained(TrlGRPOTrainer, tmp_path, seen, **options)
+    ours, grouped = trained(GRPOTrainer, tmp_path, seen, ONLY, **options)
+    assert grouped != shuffled
+    assert len(grouped) == len(shuffled)
+    for i in range(0, len(shuffled), 2):
+        assert sorted(itertools.chain(*grouped[i : i + 2])) == sorted(itertools.chain(*shuffled[i : i + 2]))
+    assert_same_step(stock, ours)
+
+
+def test_micro_batches_of_one_length(tmp_path, seen):
+    """Prompts of four tokens, so that sharing them saves next to nothing: prompts of two rows leave room to balance."""
+    options = {"num_generations": 2, "loss_type": "dapo", "max_steps": 4}
+    stock, shuffled = trained(TrlGRPOTrainer, tmp_path, seen, **options)
+    ours, even = trained(GRPOTrainer, tmp_path, seen, ONLY, **options)
+    assert_same_step(stock, ours)
+
+    def longest_over_mean(batches):
+        """As in `live`, from what the loss was given."""
+        lengths = []
+        for batch in batches:
+            prompts = [sum(i > 0 for i in prompt) for prompt, *_ in batch]
+            whole = sum(prompts) + sum(i > 0 for _, completion, _ in batch for i in completion)
+            saved = sum(prompts) - sum(sum(i > 0 for i in prompt) for prompt in {prompt for prompt, *_ in batch})
+            lengths.append(whole - saved if saved >= 0.05 * whole else whole)
+        return max(lengths) * len(lengths) / sum(lengths)
+
+    logged = [log for log in ours.state.log_history if "imbalance/micro_batches" in log]
+    for suffix, batches in (("", even), ("_shuffled", shuffled)):
+        windows = [longest_over_mean(batches[i : i + 4]) for i in range(0, 16, 4)]
+        assert [log[f"imbalance/micro_batches{suffix}"] for log in logged] == pytest.approx(windows)
+    assert sum(log["imbalance/micro_batches"] for log in logged) < sum(
+        log["imbalance/micro_batches_shuffled"] for log in logged
+    )
+    assert "imbalance/ranks" not in logged[0]
+
+
+def test_switched_off_no_length_is_looked_at(tmp_path, seen):
+    ours, _ = trained(GRPOTrainer, tmp_path, seen, UNBALANCED)
+    assert not [name for log in ours.state.log_history for name in log if name.startswith("imbalance")]
+
+
+def test_training_that_goes_on_within_a_step_leaves_rows(tmp_path, seen, monkeypatch):
+    monkeypatch.setattr(Trainer, "train", within(Trainer.train))
+    ours, _ = trained(GRPOTrainer, tmp_path, seen, ONLY)
+    assert "training goes on with micro-batch 2 of the 4 generated at a time" in str(ours.npu_kernels_report())
+
+
+def within(train):
+    """As after an exception in the second micro-batch of a step."""
+
+    def wrapped(self, *args, **kwargs):
+        self._step = 1
+        return train(self, *args, **kwargs)
+
+    return wrapped
+
+
 def test_prompts_are_still_shuffled(tmp_path, seen):
-    _, grouped = trained(GRPOTrainer, tmp_path, seen, ONLY, max_steps=4)
+    _, grouped = trained(GRPOTrainer, tmp_path, seen, UNBALANCED, max_steps=4)
     _, shuffled = trained(TrlGRPOTrainer, tmp_path, seen, max_steps=4)
     # A generation batch may have a prompt of the data twice.
     turns = [tuple(dict.fromkeys(next(iter(prompts(b))) for b in grouped[i : i + 4])) for i in range(0, 16, 4)]
@@ -113,10 +191,10 @@ TOGETHER = [
     ({"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_max": 0.2}, "the entropy bonus"),
     ({"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5 compares the tokens of a micro-batch"),
     (
-        {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
-        "an optimizer step takes 2 micro-batches of the 4 that are generated at a time",
+        {"gradient_accumulation_steps": 1, "steps_per_generation": 4},
+        "an optimizer step takes 1 micro-batches of the 4 that are generated at a time",
     ),
-    ({"gradient_accumulation_steps": 6, "steps_per_generation": 4}, "an optimizer step takes 6 micro-batches"),
+    ({"gradient_accumulation_steps": 3, "steps_per_generation": 4}, "an optimizer step takes 3 micro-batches"),
 ]
 
 
@@ -135,7 +213,7 @@ def test_rows_stay_where_the_rows_beside_them_count(tmp_path, seen, options, rea
 def test_for_these_the_step_would_be_another(tmp_path, seen, monkeypatch, options):
     """The reasons above are none too many: brought together all the same, the rows give another step."""
     stock, _ = trained(TrlGRPOTrainer, tmp_path, seen, **options)
-    monkeypatch.setattr("npu_trainer_kernels.callback.stays_shuffled", lambda trainer: None)
+    monkeypatch.setattr("npu_trainer_kernels.callback.stays_shuffled", lambda trainer, across: None)
     ours, grouped = trained(GRPOTrainer, tmp_path, seen, ONLY, **options)
     assert [len(prompts(batch)) for batch in grouped] == [1] * len(grouped)
     assert difference(stock.model, ours.model) > 1e-3 * difference(stock.model, small_model("qwen3"))
@@ -175,4 +253,23 @@ def test_a_subclass_with_code_of_its_own_keeps_its_rows(tmp_path, seen, name):
 
 def test_rows_with_pictures_are_left_alone():
     batches = [{"prompt_ids": torch.tensor([[1], [2]]), "pixel_values": torch.zeros(3, 2)}] * 2
-    assert _grpo_groups._together(batches) is batches
+    assert Arranger(None, balance=True, across=False, note=print).arrange(batches) is batches
+
+
+@pytest.mark.parametrize("kind", ["MEGATRON_LM", "MULTI_NPU"])
+@pytest.mark.parametrize("data_ranks", [2, 4])
+def test_rows_change_ranks_only_where_ranks_share_data_alone(kind, data_ranks):
+    """Of four ranks with two micro-batches of three rows each."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(gradient_accumulation_steps=2),
+        accelerator=SimpleNamespace(distributed_type=DistributedType[kind], num_processes=4),
+        _train_batch_size=3,
+        get_total_train_batch_size=lambda args: 3 * 2 * data_ranks,
+    )
+    reason = _grpo_groups.stays_on_rank(trainer)
+    if kind == "MEGATRON_LM":
+        assert "MEGATRON_LM" in reason
+    elif data_ranks == 2:
+        assert "parts of the same rows" in reason
+    else:
+        assert reason is None

@@ -4,6 +4,7 @@ In an environment of their own (`make test-zero3`), since transformers and TRL b
 installed. Every parameter is partitioned, so the head's weight is there only while it is gathered.
 """
 
+from tests.distributed.test_balance import balance_and_compare
 from tests.distributed.test_distributed import pack_and_compare, run_and_compare
 
 
@@ -16,3 +17,8 @@ def test_same_parameters_as_without(tmp_path, monkeypatch):
 def test_ranks_with_other_numbers_of_live_tokens(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert len(pack_and_compare(tmp_path / "found.json", "zero3", "zero3, experts")) == 4 + 4
+
+
+def test_rows_change_ranks_and_steps_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert len(balance_and_compare(tmp_path / "found.json", "zero3")) == 1
