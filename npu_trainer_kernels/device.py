@@ -23,6 +23,7 @@ __all__ = [
     "DeviceSpec",
     "accelerator",
     "chip_spec",
+    "compute_capability",
     "has_atomic_index_add",
     "has_fp32_output_product",
     "has_fp64",
@@ -341,6 +342,11 @@ def is_of_an_earlier_call(error: BaseException) -> bool:
     """Whether an operator that was called before has failed in torch_npu's task queue, and this call hears of it."""
     # torch_npu 2.13: "Since the operator is called asynchronously, the stacktrace may be inaccurate."
     return isinstance(error, RuntimeError) and "operator is called asynchronously" in str(error)
+
+
+def compute_capability(device: torch.device) -> int:
+    """The generation of a CUDA device: 9 is Hopper's, for which the host stands in."""
+    return 9 if _stood_in_for.get() else torch.cuda.get_device_capability(device)[0]
 
 
 def has_libdevice(device: torch.device) -> bool:

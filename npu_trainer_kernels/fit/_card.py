@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import device as devices
 from ..ops._launch import use_launcher
 
-__all__ = ["LIBRARIES", "NoValues", "scratch", "standing_in"]
+__all__ = ["LIBRARIES", "NoValues", "deciding", "scratch", "standing_in"]
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
@@ -110,11 +110,16 @@ class _NoKernel:
         return lambda *args, **kwargs: None
 
 
+def deciding(memory: int) -> contextlib.AbstractContextManager[None]:
+    """Inside the `with` block every decision falls as on a card with so much memory; what is computed is computed."""
+    return devices.stand_in(_h200(memory))
+
+
 @contextlib.contextmanager
 def standing_in(memory: int) -> Iterator[None]:
-    """Inside the `with` block the host is a card with so much memory, and nothing is launched."""
+    """As `deciding`, and operators are those of the card; nothing is launched, and so nothing is computed."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(devices.stand_in(_h200(memory)))
+        stack.enter_context(deciding(memory))
         stack.enter_context(use_launcher(lambda kernel, grid, args, constexprs: None))
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
         # Rows of several sequences are found by values; here each row is one.

@@ -20,7 +20,7 @@ from ..patching import apply_npu_kernels
 from ..patching._call import use_plan
 from ..patching._classes import original_class
 from ..patching._learned import LearnedPlan
-from ._card import LIBRARIES, NoValues, scratch, standing_in
+from ._card import LIBRARIES, NoValues, deciding, scratch, standing_in
 from ._ledger import Ledger
 from ._setup import VARIANTS, Prediction, Setup
 from ._sharding import Units, shares_of, units_of
@@ -164,9 +164,11 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
         reference = _built(config, setup).eval().requires_grad_(False)
     ledger = Ledger(config.get_text_config().vocab_size, scratch)
     with contextlib.ExitStack() as stack:
+        with deciding(setup.memory):
+            # Modules are recognised by what they compute.
+            for each in filter(None, (model, reference)):
+                stack.enter_context(_applied(each, setup))
         stack.enter_context(standing_in(setup.memory))
-        for each in filter(None, (model, reference)):
-            stack.enter_context(_applied(each, setup))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(NoValues(setup.scored))

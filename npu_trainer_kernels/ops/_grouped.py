@@ -42,7 +42,7 @@ def unavailable(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]
             return "this PyTorch has no grouped product"
         if dtype != torch.bfloat16 and not hasattr(F, "grouped_mm"):
             return f"the grouped product of this PyTorch takes bfloat16; got {str(dtype).removeprefix('torch.')}"
-        if torch.cuda.get_device_capability(device)[0] < (8 if hasattr(F, "grouped_mm") else 9):
+        if devices.compute_capability(device) < (8 if hasattr(F, "grouped_mm") else 9):
             return "the grouped product of this PyTorch does not run on this chip"
         odd = [size for size in sizes if size * dtype.itemsize % _ALIGNED]
         return f"rows of {odd[0]} elements: a grouped product wants multiples of {_ALIGNED} bytes" if odd else None
