@@ -24,7 +24,7 @@ from typing import Any
 from .endtoend import ROOT, VARIANTS, Clock, Workload
 from .models import MODELS
 
-__all__ = ["Configuration", "configurations", "main", "measure_one", "predict_one", "worst"]
+__all__ = ["Configuration", "configurations", "main", "measure_one", "predict_one", "run_child", "worst"]
 
 STEPS = 3
 SECONDS = 300.0
@@ -135,12 +135,12 @@ def predict_one(configuration: Configuration, variant: str) -> Any:
     return predict(config, replace(setup, memory=devices.spec(torch.device(kind)).memory_bytes))
 
 
-def _run_child(configuration: Configuration, variant: str) -> Row:
+def run_child(configuration: Configuration, variant: str) -> Row:
     """What a process of its own says; a failure is a row too."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "row.json"
         command = [
-            sys.executable, "-m", __name__ if __name__ != "__main__" else "benchmarks.fit_check", "--one",
+            sys.executable, "-m", __spec__.name, "--one",
             json.dumps({**asdict(configuration), "variant": variant}), "--output", str(output),
         ]  # fmt: skip
         try:
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }  # fmt: skip
             if results.has(key_of(row), row["version"]):
                 continue
-            row.update(_run_child(configuration, variant))
+            row.update(run_child(configuration, variant))
             results.add([row])
             text = row.get("reason", "")
             if row["status"] == "ok":

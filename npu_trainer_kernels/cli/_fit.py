@@ -165,7 +165,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             progress.begin(_named(way))
             try:
                 rows.append(_row(config, setup, usable))
-            except (ValueError, NotImplementedError) as error:
+            except ValueError as error:
                 raise UsageError(f"--model {args.model!r}: {str(error).strip().splitlines()[0]}") from error
             progress.advance()
     verdict = advice(rows, args.batch)

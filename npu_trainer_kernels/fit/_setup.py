@@ -15,7 +15,7 @@ TRAINERS = ("trainer", "sft", "grpo", "dpo")
 SHARDINGS = ("none", "ddp", "fsdp2", "zero3")
 
 VARIANTS: dict[str, dict[str, Any] | None] = {"plain": None, "kernels": {}}
-"""How a step may be run: the options of `apply_npu_kernels`, or None without it."""
+"""How a step may be run, what asks for least first: the options of `apply_npu_kernels`, or None without it."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from ..ops._grpo_formula import GrpoOptions, GrpoTokens
 from ..ops.grpo_loss import GrpoPlan, planned
@@ -157,6 +157,9 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
         config: of a causal language model of transformers.
         setup: what is trained, and how.
         libraries: bytes that they hold.
+
+    Raises:
+        ValueError: the model's code asks for values, or transformers has no causal language model for the config.
     """
     model = _built(config, setup)
     reference = None
@@ -174,7 +177,10 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
         stack.enter_context(NoValues(setup.scored))
         stack.enter_context(ledger)
         stack.enter_context(ledger.holding("other", libraries))
-        _step(model, reference, setup, ledger)
+        try:
+            _step(model, reference, setup, ledger)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(f"its code asks for values ({error.func}), and here are none") from error
     return Prediction(dict(ledger.peak))
 
 

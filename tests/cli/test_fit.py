@@ -17,11 +17,12 @@ from benchmarks import fit_check
 from benchmarks.models import MODELS
 from benchmarks.results import read
 from npu_trainer_kernels import device
-from npu_trainer_kernels.cli import main
+from npu_trainer_kernels.cli import _fit, main
 from npu_trainer_kernels.cli._fit import advice
-from npu_trainer_kernels.fit import PARTS, VARIANTS, Setup, largest_batch, predict
+from npu_trainer_kernels.fit import PARTS, SHARDINGS, TRAINERS, VARIANTS, Setup, largest_batch, predict
 from npu_trainer_kernels.fit._ledger import Ledger
 from npu_trainer_kernels.fit._search import MOST
+from npu_trainer_kernels.patching import PATCHES
 
 RESULTS = Path(fit_check.__file__).parent / "results"
 MIB, GIB = 1 << 20, 1 << 30
@@ -175,14 +176,23 @@ def test_trls_trainers(trainer):
     assert [p.parts["weights"] // (2 * numbers()) for p in found] == [models] * len(found)
 
 
-def test_experts():
+def test_experts_are_the_kernels_on_a_card(monkeypatch):
     family, arguments, _ = MODELS["qwen3-moe"]
-    experts = getattr(transformers, f"{family}Config")(**{**arguments, "num_hidden_layers": 2, "vocab_size": 512})
-    plain, kernels = (predict(experts, replace(SETUP, variant=variant)) for variant in ("plain", "kernels"))
-    # What the experts' op keeps of a row is 2 I numbers instead of about 2 H + 4 I (docs/how-it-works.md).
-    rows, hidden, inner = 4 * 256 * 8, 1024, 512
-    saved = 2 * rows * (2 * hidden + 2 * inner) * 2
-    assert plain.parts["activations"] - kernels.parts["activations"] > saved / 2
+    experts = getattr(transformers, f"{family}Config")(**{**arguments, "num_hidden_layers": 6, "vocab_size": 512})
+    setup = replace(SETUP, length=1024, variant="kernels")
+    all_of_them = predict(experts, setup)
+    monkeypatch.setitem(VARIANTS, "kernels", {"ops": [op for op in PATCHES if op != "moe_experts"]})
+    own = predict(experts, setup)
+    # Of each row of the experts the op keeps 2 I numbers, where their own code keeps H and more beside them.
+    rows, hidden, layers = 4 * 1024 * 8, 1024, 6
+    assert own.parts["activations"] - all_of_them.parts["activations"] > rows * hidden * 2 * layers
+
+
+def test_a_model_that_asks_for_values_is_refused(monkeypatch):
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: linear(*args) * linear(*args).sum().item())
+    with pytest.raises(ValueError, match=r"its code asks for values \(aten._local_scalar_dense"):
+        predict(config(), SETUP)
 
 
 def test_the_host_is_itself_again():
@@ -239,6 +249,23 @@ def test_committed_comparison():
     assert fit_check.worst(rows) <= ALLOWED
 
 
+def test_the_comparison_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    output, asked = tmp_path / "fit.json", []
+
+    def child(configuration, variant):
+        asked.append((configuration.shape, variant))
+        if len(asked) == 2:
+            return {"status": "error", "reason": "lost", "log": ""}
+        return {"status": "ok", "peak_bytes": 100, "predicted_bytes": 97, "parts": {}, "error": -0.03}
+
+    monkeypatch.setattr(fit_check, "run_child", child)
+    assert fit_check.main(["--output", str(output)]) == 1
+    assert "largest error 3.00%; 1 of 4 failed" in capsys.readouterr().out
+    assert fit_check.main(["--output", str(output)]) == 0
+    assert len(asked) == 5  # what failed is tried again, and nothing else
+    assert fit_check.worst(read(output)[1]) == 0.03
+
+
 def test_a_real_trainer_under_the_same_ledger():
     configuration = fit_check.configurations("cpu")[0]
     measured = fit_check.measure_one(configuration, "plain")
@@ -288,6 +315,12 @@ def test_advice_is_the_least_effort_that_fits():
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_knows_what_there_is():
+    # It is parsed before torch is imported.
+    assert _fit.TRAINERS == TRAINERS
+    assert ("none", *_fit.SHARDINGS) == SHARDINGS
 
 
 @pytest.fixture
