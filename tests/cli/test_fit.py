@@ -159,6 +159,9 @@ def test_shares_of_several_devices(plain):
     assert sharded.parts["activations"] == plain.parts["activations"]
     # Embedding, head and last norm are gathered for the whole step.
     assert sharded.parts["other"] - plain.parts["other"] >= 2 * 2 * 4096 * 256
+    # And so are their gradients, until backward ends: of one short row they are the most.
+    short = replace(SETUP, batch=1, length=8, sharding="fsdp2", devices=4)
+    assert predict(config(vocab_size=65536), short).parts["gradients"] >= 2 * 65536 * 256
     everywhere = predict(config(), replace(SETUP, sharding="ddp", devices=4))
     assert everywhere.peak_bytes - plain.peak_bytes == 2 * numbers()
     # DeepSpeed's optimiser has three fp32 numbers for what AdamW has two bf16 ones.
