@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import backends, device, warmup
-from .patching import FORMS, PATCHES, NpuKernels, Report, apply_npu_kernels, handle_of
+from .patching import FORMS, PATCHES, NpuKernels, Report, apply_npu_kernels, check_tiled_mlp, handle_of
 from .patching._undo import Undo
 from .trainers._grpo_groups import bring_together, stays_shuffled
 from .trainers._grpo_plan import Planner, is_grpo
@@ -68,12 +68,13 @@ class NpuKernelsCallback(TrainerCallback):
         ops: as for `apply_npu_kernels`.
         backend: as for `apply_npu_kernels`.
         strict: as for `apply_npu_kernels`.
+        tiled_mlp: as for `apply_npu_kernels`.
         warm_up: compile the kernels before the first step, several at once and with a line that says so (`warmup`);
             otherwise each is compiled when it is first used.
         report: what is printed when training begins: `"short"`, or `"full"` with every module and every reason.
 
     Raises:
-        ValueError: an unknown op or backend, or another report than these.
+        ValueError: an unknown op or backend, another report than these, or a `tiled_mlp` that cannot be.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class NpuKernelsCallback(TrainerCallback):
         ops: Sequence[str] | None = None,
         backend: str | None = None,
         strict: bool = False,
+        tiled_mlp: int = 0,
         warm_up: bool = True,
         report: str = "short",
     ) -> None:
@@ -91,8 +93,10 @@ class NpuKernelsCallback(TrainerCallback):
         if report not in FORMS:
             raise ValueError(f"report must be one of {', '.join(FORMS)}; got {report!r}")
         backends.parse_override(backend or "")
+        check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
         self._full = report == "full"
         self._ops, self._backend, self._strict, self._warm_up = ops, backend, strict, warm_up
+        self._tiled_mlp = tiled_mlp
         self._handle: NpuKernels | None = None
         self._owns = False
         self._held: list[NpuKernels] = []  # to restore
@@ -136,7 +140,9 @@ class NpuKernelsCallback(TrainerCallback):
     def _put_into(self, model: Any) -> tuple[NpuKernels, bool]:
         """The handle of a model, and whether this callback is to restore it: not what its user has applied."""
         before = handle_of(model)
-        handle = apply_npu_kernels(model, ops=self._ops, backend=self._backend, strict=self._strict)
+        handle = apply_npu_kernels(
+            model, ops=self._ops, backend=self._backend, strict=self._strict, tiled_mlp=self._tiled_mlp
+        )
         return handle, handle is not before
 
     def _apply(self, model: Any) -> None:
