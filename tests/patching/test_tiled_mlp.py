@@ -156,9 +156,14 @@ def test_autocast(reentrant):
     names = list(map(str, range(len(plain))))
     expected = farthest([dict(zip(names, each, strict=True)) for each in (plain, *others)],
                         dict(zip(names, truth, strict=True)))  # fmt: skip
+    dtypes: list[torch.dtype] = []
+    layer: Any = model.model.layers[0]
     with apply_npu_kernels(model, ops=["swiglu"], tiled_mlp=TOKENS) as kernels:
+        layer.mlp.up_proj.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
         found = step(model)
         assert sliced(kernels)[0] > 0
+    # Forward, backward, and a reentrant checkpoint's own.
+    assert dtypes == [torch.bfloat16] * 7 * (3 if reentrant else 2)
     assert_outcome_close(model, found, [expected[name] for name in names], truth)
 
 
