@@ -28,6 +28,7 @@ from ._host import autocasts, compute_dtype, contiguous_like, once_differentiabl
 __all__ = ["in_slices"]
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
+Parameters = Callable[[], Sequence[torch.Tensor]]
 
 
 @dataclass
@@ -36,7 +37,7 @@ class _Work:
 
     Attributes:
         function: of `[n, H]`, the rows of a slice.
-        parameters: that it reads and that are trained.
+        parameters: asks for those that it reads and that are trained.
         tokens: the most rows of a slice.
         draws: it may draw random numbers, which backward then has to draw again.
         numbers: the states of the generators before the first slice.
@@ -44,7 +45,7 @@ class _Work:
     """
 
     function: Rows
-    parameters: tuple[torch.Tensor, ...]
+    parameters: Parameters
     tokens: int
     draws: bool
     numbers: tuple[torch.Tensor, list[int], list[torch.Tensor]] | None = None
@@ -56,8 +57,10 @@ class _Work:
         return (slice(i, min(i + step, rows)) for i in range(0, rows, max(1, step)))
 
     def context(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Autocast as it was in forward, without its cache: a weight that is cast here without gradients would be
-        handed to whoever needs its gradient under the same autocast."""
+        """Autocast as it was in forward, without its cache: torch 2.7 would hand a weight that is cast here without
+        gradients to whoever needs its gradient under the same autocast."""
+        if x.device.type == "meta":
+            return contextlib.nullcontext()
         return torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None,
                               cache_enabled=False)  # fmt: skip
 
@@ -93,7 +96,7 @@ class _InSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, width: int, work: _Work, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.work = work
+        ctx.work, ctx.parameters = work, parameters
         return x.new_empty(*x.shape[:-1], width, dtype=compute_dtype(x))
 
     @staticmethod
@@ -102,7 +105,10 @@ class _InSlices(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         work: _Work = ctx.work
         needs_x, _, _, *needs = ctx.needs_input_grad
-        trained = [p for p, needed in zip(work.parameters, needs, strict=True) if needed]
+        now = work.parameters()
+        if len(now) != len(ctx.parameters) or any(p is not q for p, q in zip(now, ctx.parameters, strict=True)):
+            raise RuntimeError("parameters of an MLP in slices (tiled_mlp) were exchanged between forward and backward")
+        trained = [p for p, needed in zip(now, needs, strict=True) if needed]
         rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         dx = contiguous_like(rows) if needs_x else None
         sums: list[torch.Tensor | None] = [None] * len(trained)
@@ -123,14 +129,15 @@ class _InSlices(torch.autograd.Function):
 
 
 def _added(total: torch.Tensor | None, share: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum in fp32: rounding it after every slice would add an error with every slice."""
+    """The sum in fp32: rounding it after every slice would add an error with every slice. It has memory of its own:
+    autograd may hand out one tensor as the gradient of two parameters."""
     if share is None:
         return total
-    return share.to(promoted(share.dtype, torch.float32)) if total is None else total.add_(share)
+    return share.to(promoted(share.dtype, torch.float32), copy=True) if total is None else total.add_(share)
 
 
 def in_slices(
-    function: Rows, x: torch.Tensor, parameters: Sequence[torch.Tensor], *, tokens: int, width: int, draws: bool
+    function: Rows, x: torch.Tensor, parameters: Parameters, *, tokens: int, width: int, draws: bool
 ) -> torch.Tensor | None:
     """`function(x)` over slices of at most `tokens` rows of x.
 
@@ -138,7 +145,7 @@ def in_slices(
         function: of the rows `[n, H]` of a slice, each of which it treats by itself. It runs again in backward, with
             the parameters that are there then.
         x: `[..., H]`.
-        parameters: all that `function` reads and that require a gradient.
+        parameters: asks for all that `function` reads and that require a gradient, in forward and again in backward.
         tokens: the most rows of a slice.
         width: of the result's rows.
         draws: `function` may draw random numbers. Backward draws the same; other ones than without slices.
@@ -146,6 +153,6 @@ def in_slices(
     Returns:
         `[..., width]`; None where what `function` returns has neither x's dtype nor autocast's.
     """
-    work = _Work(function, tuple(parameters), tokens, draws)
-    out = _InSlices.apply(x, width, work, *work.parameters)
+    work = _Work(function, parameters, tokens, draws)
+    out = _InSlices.apply(x, width, work, *parameters())
     return out if work.write(x, out) else None

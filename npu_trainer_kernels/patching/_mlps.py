@@ -217,11 +217,12 @@ def _no_slices(module: nn.Module) -> str | None:
     """Why backward could not tell the gradients of an MLP's parameters from the MLP alone, or None."""
     for name, child in module.named_modules():
         # FSDP's first version and the like put tensors in the place of parameters while a layer runs.
-        if isinstance(child, nn.Linear) and "weight" not in child._parameters and not hasattr(child, "parametrizations"):
+        known = "weight" in child._parameters or hasattr(child, "parametrizations")
+        if isinstance(child, nn.Linear) and not known:
             return f"its {name} has no parameter of its own"
     for parameter in module.parameters():
         if hasattr(parameter, "ds_id") and not parameter.numel():
-            return "ZeRO-3 gathers its projections one by one, unless deepspeed.utils.set_z3_leaf_modules has its class"
+            return "DeepSpeed gathers its projections one by one"
         if isinstance(parameter, DTensor):
             return "its parameters are sharded while it runs"
     return None
@@ -277,7 +278,7 @@ class GatedMlpPatch(Patch):
             return self.own(site)(module, rows) if type(result) is Late else result
 
         return in_slices(
-            of_slice, x, [p for p in module.parameters() if p.requires_grad], tokens=form.tokens,
+            of_slice, x, lambda: [p for p in module.parameters() if p.requires_grad], tokens=form.tokens,
             width=projections[-1].out_features, draws=not all(map(is_bare_linear, projections)),
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Gated MLPs over slices of the sequence: the same loss and gradients, one slice's memory, and what is asked wrongly."""
+"""Gated MLPs over slices of the sequence: the same loss and gradients, one slice's memory, and what is refused."""
 
 import gc
 import weakref
@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, apply_npu_kernels
+from npu_trainer_kernels.ops._slices import in_slices
 from npu_trainer_kernels.patching import _mlps
 from tests.closeness import assert_as_close
 from tests.models import assert_outcome_close, batch, farthest, in_double, loss_and_gradients, neighbour, small_model
@@ -67,7 +68,8 @@ def test_left_padding(reentrant, monkeypatch):
     mask = torch.ones_like(inputs["input_ids"])
     for row, padding in enumerate((0, 3, 9, 12)):
         mask[row, :padding] = 0
-    inputs = {**inputs, "use_cache": False, "attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+    labels = inputs["labels"].masked_fill(mask == 0, -100)
+    inputs = {**inputs, "use_cache": False, "attention_mask": mask, "labels": labels}
     model = checkpointed(small_model("llama"), reentrant)
     expected = loss_and_gradients(model, inputs)
     truth = loss_and_gradients(checkpointed(small_model("llama").double(), reentrant), inputs)
@@ -221,6 +223,27 @@ def test_the_sum_over_slices_rounds_once(dtype):
 
     for many, one in zip(errors(32), errors(1024), strict=True):
         assert many <= 1.2 * one
+
+
+def test_parameters_that_share_a_gradient():
+    a, b, x = (torch.randn(*shape, requires_grad=True) for shape in ((7, 5), (7, 5), (12, 5)))
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        return rows @ (a + b).t()
+
+    expected = torch.autograd.grad(product(x).square().sum(), (x, a, b))
+    out = in_slices(product, x, lambda: [a, b], tokens=4, width=7, draws=False)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (x, a, b)), expected)
+
+
+def test_parameters_that_are_exchanged_before_backward():
+    """As `torch.func.functional_call` does where backward comes after it."""
+    mlp = small_model("llama").model.layers[0].mlp
+    with apply_npu_kernels(mlp, tiled_mlp=TOKENS):
+        others = {name: p.detach().clone().requires_grad_() for name, p in mlp.named_parameters()}
+        out = torch.func.functional_call(mlp, others, torch.randn(34, 48))
+        with pytest.raises(RuntimeError, match=r"\(tiled_mlp\) were exchanged between forward and backward"):
+            out.sum().backward()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -402,5 +425,5 @@ def test_from_flag_and_environment(monkeypatch):
     monkeypatch.setenv("NPU_KERNELS_TILED_MLP", "4096")
     assert NpuKernelsArguments.from_environment().npu_kernels_tiled_mlp == 4096
     monkeypatch.setenv("NPU_KERNELS_TILED_MLP", "many")
-    with pytest.raises(ValueError, match="npu_kernels_tiled_mlp must be a number of tokens.*got 'many'"):
+    with pytest.raises(ValueError, match=r"npu_kernels_tiled_mlp must be a number of tokens.*got 'many'"):
         NpuKernelsArguments.from_environment()
