@@ -123,6 +123,7 @@ class _InSlices(torch.autograd.Function):
                 if dx is not None:
                     dx[part] = found.pop(0)
                 sums = [_added(total, share) for total, share in zip(sums, found, strict=True)]
+                del found
         rounded = (t if t is None else t.to(p.dtype) for t, p in zip(sums, trained, strict=True))
         gradients = (next(rounded) if needed else None for needed in needs)
         return None if dx is None else dx.view(x.shape), None, None, *gradients
