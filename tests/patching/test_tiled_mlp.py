@@ -96,7 +96,10 @@ def lora(dropout: float = 0.0) -> Any:
 
     config = LoraConfig(target_modules=["gate_proj", "up_proj", "down_proj", "q_proj"], r=3, lora_dropout=dropout,
                         init_lora_weights=False)  # fmt: skip
-    return get_peft_model(small_model("llama"), config)
+    model = get_peft_model(small_model("llama"), config)
+    # A reentrant checkpoint of older transformers needs an input with a gradient.
+    model.enable_input_require_grads()
+    return model
 
 
 def trained_values(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
