@@ -177,9 +177,7 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
             d_rows.append((late if known is None else known, None, None, None))
             grads.add(blocks, x_chunk, chunks.weight, chunk, chunks.rows, needs[1], late)
             continue
-        statistics, softmax = row_statistics(
-            logits, ids_chunk, class_weights, call.options, call.backend, call.part
-        )
+        statistics, softmax = row_statistics(logits, ids_chunk, class_weights, call.options, call.backend, call.part)
         collected.append(statistics)
         softmaxes.append(softmax)
         d: tuple[torch.Tensor | None, ...] = (torch.ones_like(statistics.lse), None, None, None)

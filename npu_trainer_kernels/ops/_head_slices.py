@@ -109,7 +109,9 @@ def unshared(weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
         return "weight is no DTensor"
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim != 1 or type(placements[0]) is not Shard or placements[0].dim != 0:
-        return f"weight is placed {placements} on a mesh of shape {tuple(mesh.shape)}; [Shard(0)] on one dimension is it"
+        return (
+            f"weight is placed {placements} on a mesh of shape {tuple(mesh.shape)}; [Shard(0)] on one dimension is it"
+        )
     if -(-weight.shape[0] // mesh.size()) * (mesh.size() - 1) >= weight.shape[0]:
         return f"some of {mesh.size()} ranks have none of the weight's {weight.shape[0]} rows"
     if bias is None or (isinstance(bias, DTensor) and (bias.device_mesh, bias.placements) == (mesh, placements)):

@@ -7,6 +7,7 @@ from torch import nn
 
 from .. import _vendor, backends
 from ..ops._host import autocasts
+from ._call import CallSettings
 from ._norm_forms import (
     Form,
     GatedNormForm,
@@ -17,7 +18,6 @@ from ._norm_forms import (
     is_gated,
     recognise_norm,
 )
-from ._call import CallSettings
 from ._parallel import plain_inside, serve_inside
 from ._patch import QUIET, Patch, Scene, Site, keeps_own_code, no_float, no_plain, set_on_instance
 from ._undo import Undo
