@@ -106,8 +106,8 @@ class LmHeadPatch(Patch):
             return QUIET
         if (reason := no_float(hidden)) is not None:
             return reason
-        if isinstance(weight, DTensor):
-            if site.form.mesh is None or weight.device_mesh != site.form.mesh:
+        if isinstance(weight, DTensor) or site.form.mesh is not None:
+            if not isinstance(weight, DTensor) or weight.device_mesh != site.form.mesh:
                 return "it is sharded by columns or rows"
             if (reason := unshared(weight, bias)) is not None:
                 return reason
