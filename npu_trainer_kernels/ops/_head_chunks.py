@@ -257,8 +257,8 @@ class Chunks:
                  rows: Rows, dtype: torch.dtype, backend: str, chunk_rows: int | Sequence[int] | None,
                  sums: bool, borrow: bool = False, part: VocabSlice | None = None) -> None:  # fmt: skip
         """`dtype`: of the products. `sums`: the weight's gradient is summed over the chunks. With `borrow` the first
-        chunk may be longer, with columns where that gradient will be. `part`: whose rows the weight's are; then all ranks
-        must cut the same chunks, whatever serves them."""
+        chunk may be longer, with columns where that gradient will be. `part`: where ranks share the vocabulary out; all
+        of them must cut the same chunks, whatever serves these."""
         self.x, self.dtype = x, dtype
         self.rows = rows = rows() if callable(rows) else rows
         self._ids = ids

@@ -19,17 +19,35 @@ a rank finds out for itself (a plan that does not hold, a kernel that fails) cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["VocabSlice", "own_part", "unshared"]
+__all__ = ["RowSums", "VocabSlice", "own_part", "unshared"]
 
 # What the kernels have for a maximum where no logit is above it.
 _NEGATIVE = -1e30
+
+
+class RowSums(NamedTuple):
+    """What columns say of rows, each `[n]` and fp32; None where it was not asked for.
+
+    Attributes:
+        row_max, s, d, u, q: m, s, d, u and q of the module's docstring.
+        best: the column of the maximum (of any dtype); after merging the id.
+        z_id: z of the id; 0 where its column is not among them.
+    """
+
+    row_max: torch.Tensor
+    s: torch.Tensor
+    d: torch.Tensor | None
+    u: torch.Tensor | None
+    q: torch.Tensor | None
+    best: torch.Tensor | None
+    z_id: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -59,39 +77,30 @@ class VocabSlice:
         """Of `[vocab]` numbers those of this slice."""
         return values[self.start : self.start + self.width]
 
-    def merged(
-        self, row_max: torch.Tensor, s: torch.Tensor, ds: torch.Tensor | None, us: torch.Tensor | None,
-        sq: torch.Tensor | None, best: torch.Tensor | None, z_id: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """From a slice's sums and z of the ids that are its own, all `[n]` and fp32, to the whole rows', in this order;
-        None is not handed around. `best`: the column of the maximum, which becomes an id."""
-        if best is not None:
-            best = best.nan_to_num(0.0, 0.0, 0.0).float() + self.start
-        given = (row_max, s, ds, us, sq, best, z_id)
-        own = torch.stack([t for t in given if t is not None])
-        every = own.new_empty(self.group.size(), *own.shape)
-        distributed.all_gather(list(every.unbind()), own, group=self.group)
-        found: Iterator[torch.Tensor] = iter(every.unbind(1))
-        m, s, *rest = (next(found) if t is not None else t for t in given)
-        ds, us, sq, best, z_id = rest
-        # A slice without a finite logit has no sums that could be read.
+    def merged(self, own: RowSums) -> RowSums:
+        """From what this slice's columns say to what all columns do. What is None is not handed around."""
+        if own.best is not None:
+            own = own._replace(best=own.best.nan_to_num(0.0, 0.0, 0.0).float() + self.start)
+        given = torch.stack([t for t in own if t is not None])
+        every = given.new_empty(self.group.size(), *given.shape)
+        distributed.all_gather(list(every.unbind()), given, group=self.group)
+        found = iter(every.unbind(1))
+        m, s, d, u, q, best, z_id = (next(found) if t is not None else given[:0] for t in own)
+        # A slice whose logits are all -inf has no sums that could be read, and adds nothing.
         dead = m == -torch.inf
         m = m.clamp(min=_NEGATIVE)
         row_max = m.amax(0)
         fall = m - row_max
         f = fall.exp()
         s = s.masked_fill(dead, 0.0)
-
-        def sums(t: torch.Tensor | None, by: torch.Tensor) -> torch.Tensor:
-            return row_max if t is None else (t.masked_fill(dead, 0.0) * by).sum(0)
-
-        return (
+        return RowSums(
             row_max,
             (s * f).sum(0),
-            row_max if ds is None else ((ds.masked_fill(dead, 0.0) + s * fall) * f).sum(0),
-            row_max if us is None else us.sum(0),
-            sums(sq, f * f),
-            row_max if best is None else best.masked_fill(m < row_max, torch.inf).amin(0),
+            None if own.d is None else ((d.masked_fill(dead, 0.0) + s * fall) * f).sum(0),
+            None if own.u is None else u.sum(0),
+            None if own.q is None else (q.masked_fill(dead, 0.0) * f * f).sum(0),
+            # The first of equals, as torch.argmax has it.
+            None if own.best is None else best.masked_fill(m < row_max, torch.inf).amin(0),
             z_id.sum(0),
         )
 

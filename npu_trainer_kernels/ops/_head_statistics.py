@@ -13,7 +13,7 @@ import torch
 from .. import _vendor, device, tiling
 from .._triton import jit, tl
 from ._head_options import HeadOptions, guarded, kernel_flags, transform, transformed
-from ._head_slices import VocabSlice
+from ._head_slices import RowSums, VocabSlice
 from ._launch import launch
 
 __all__ = ["HeadStatistics", "Softmax", "row_statistics", "vendor_statistics"]
@@ -219,9 +219,11 @@ def row_statistics(
     z_id = transform(logits.gather(1, column.unsqueeze(1)).squeeze(1).float(), options)
     vocab = logits.shape[1]
     if part is not None and mine is not None:
-        wanted = (options.entropy, options.mean, options.log_sum_sq, options.argmax)
-        asked = (t if w else None for t, w in zip((ds, us, sq, best), wanted, strict=True))
-        row_max, s, ds, us, sq, best, z_id = part.merged(row_max, s, *asked, z_id.masked_fill(~mine, 0.0))
+        sums = RowSums(
+            row_max, s, ds if options.entropy else None, us if options.mean else None,
+            sq if options.log_sum_sq else None, best if options.argmax else None, z_id.masked_fill(~mine, 0.0),
+        )  # fmt: skip
+        row_max, s, ds, us, sq, best, z_id = part.merged(sums)  # type: ignore[assignment]
         vocab = part.vocab
     log_s = s.log()
     lse = row_max + log_s

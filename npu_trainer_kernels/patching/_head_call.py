@@ -266,7 +266,9 @@ def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         return nn.functional.linear(hidden, weight, bias)
     every = [Replicate()]
     same = DTensor.from_local(hidden, weight.device_mesh, every, run_check=False)
-    return nn.functional.linear(same, weight, bias).redistribute(placements=every).to_local()
+    logits: Any = nn.functional.linear(same, weight, bias)
+    gathered: torch.Tensor = logits.redistribute(placements=every).to_local()
+    return gathered
 
 
 def _twin(parameter: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,8 @@ class _NormPatch(Patch):
         home = self._is_at_home(module)
         if not home and not is_candidate(module):
             return None
-        found = None if plain_inside(module) else set_on_instance(module)
-        found = found or recognise_norm(module)
+        aside = None if plain_inside(module) else set_on_instance(module)
+        found = aside or recognise_norm(module)
         if isinstance(found, str):
             return found if home else None
         return found if isinstance(found, self.form) else None

@@ -1,9 +1,10 @@
 """TRL's head seam: SFT, DPO, KTO, RLOO and GRPO compute log-probabilities through one function.
 
 TRL (1.15 and later) gives the model a fused head that looks up `trl.trainer.utils._ChunkedLogProbFunction` at each
-call, `_use_triton` to learn whether rows without a label may be left out, and `DTensor` to learn whether a weight has to
-be gathered first. These names are module-level, so what stands in their place decides call by call: inside the forward of a patched model (`_call`) ours answers, everywhere
-else TRL's own. The dispatchers are installed once, counted, and taken away with the last handle.
+call, `_use_triton` to learn whether rows without a label may be left out, and `DTensor` to learn whether a weight has
+to be gathered first. These names are module-level, so what stands in their place decides call by call: inside the
+forward of a patched model (`_call`) ours answers, everywhere else TRL's own. The dispatchers are installed once,
+counted, and taken away with the last handle.
 """
 
 import importlib
@@ -104,7 +105,7 @@ def _unsharded(
 
 
 class TrlSeam:
-    """The dispatchers in place of TRL's two names; `acquire` and `release` count the handles that need them."""
+    """The dispatchers in place of TRL's names; `acquire` and `release` count the handles that need them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -196,9 +197,12 @@ def _is_shared(weight: Any) -> bool:
     call = current_call()
     if call is None or call.settings.trl is None:
         return False
-    head: Any = call.module.get_output_embeddings()
+    model: Any = call.module
+    head = model.get_output_embeddings()
     mesh = gathered_over(head)
-    return mesh is not None and weight is head.weight and weight.device_mesh == mesh and not unshared(weight, head.bias)
+    if mesh is None or weight is not head.weight or weight.device_mesh != mesh:
+        return False
+    return unshared(weight, head.bias) is None
 
 
 def _version() -> str:

@@ -252,21 +252,21 @@ def counts_every_id(self: Any, ids: Any) -> Any:
     return own(self, ids)[0], torch.ones_like(ids, dtype=torch.bool)
 
 
-def greatest_not_merged(self: Any, row_max: Any, *rest: Any) -> Any:
-    return (row_max, *merged(self, torch.zeros_like(row_max), *rest)[1:])
+def greatest_not_merged(self: Any, given: Any) -> Any:
+    found = merged(self, given._replace(row_max=torch.zeros_like(given.row_max)))
+    return found._replace(row_max=given.row_max)
 
 
-def sums_not_brought_together(self: Any, row_max: Any, *rest: Any) -> Any:
-    return (merged(self, row_max, *rest)[0], *merged(self, torch.zeros_like(row_max), *rest)[1:])
+def sums_not_brought_together(self: Any, given: Any) -> Any:
+    found = merged(self, given._replace(row_max=torch.zeros_like(given.row_max)))
+    return found._replace(row_max=merged(self, given).row_max)
 
 
-def keeps(position: int) -> Callable[..., Any]:
+def keeps(name: str) -> Callable[..., Any]:
     """One of the numbers stays this rank's."""
 
-    def fault(self: Any, *given: Any) -> Any:
-        found = list(merged(self, *given))
-        found[position] = found[position] if given[position] is None else given[position]
-        return tuple(found)
+    def fault(self: Any, given: Any) -> Any:
+        return merged(self, given)._replace(**{name: getattr(given, name)})
 
     return fault
 
@@ -285,12 +285,12 @@ FAULTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     "an id of another rank counts": (VocabSlice, "own", counts_every_id, LOSS),
     "the greatest is not merged": (VocabSlice, "merged", greatest_not_merged, LOSS),
     "sums have their own maximum": (VocabSlice, "merged", sums_not_brought_together, LOSS),
-    "the sum is not merged": (VocabSlice, "merged", keeps(1), LOSS),
-    "entropy is not merged": (VocabSlice, "merged", keeps(2), EVERYTHING),
-    "the mean is not merged": (VocabSlice, "merged", keeps(3), EVERYTHING),
-    "squares are not merged": (VocabSlice, "merged", keeps(4), EVERYTHING),
-    "the argmax is a column": (VocabSlice, "merged", keeps(5), predictions),
-    "the logit of the id is not merged": (VocabSlice, "merged", keeps(6), LOSS),
+    "the sum is not merged": (VocabSlice, "merged", keeps("s"), LOSS),
+    "entropy is not merged": (VocabSlice, "merged", keeps("d"), EVERYTHING),
+    "the mean is not merged": (VocabSlice, "merged", keeps("u"), EVERYTHING),
+    "squares are not merged": (VocabSlice, "merged", keeps("q"), EVERYTHING),
+    "the argmax is a column": (VocabSlice, "merged", keeps("best"), predictions),
+    "the logit of the id is not merged": (VocabSlice, "merged", keeps("z_id"), LOSS),
     "dx is not added up": (VocabSlice, "total", lambda self, d: d, LOSS),
     "dx is added up twice": (VocabSlice, "total", lambda self, d: total(self, total(self, d)), LOSS),
     "class weights of other ids": (VocabSlice, "of_columns", of_the_first_columns, functools.partial(
