@@ -48,7 +48,7 @@ class _Planned:
     """What a plan has set on a module.
 
     Attributes:
-        style: the name of its class.
+        style: the name of its class; empty where that is none of transformers'.
         cells: the variables of its forward.
     """
 
@@ -77,10 +77,12 @@ def _planned(module: nn.Module) -> _Planned | None:
     if not isinstance(forward, types.FunctionType) or forward.__module__ != _TENSORS:
         return None
     cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
-    found = _Planned(forward.__qualname__.partition(".")[0], cells)
-    style = found.value("self")
-    found = found if style is None else _Planned(type(style).__name__, cells)
-    return found if found.value("module") is module and "original_forward" in cells else None
+    if not {"module", "original_forward"} <= set(cells) or cells["module"].cell_contents is not module:
+        return None
+    if "self" not in cells:
+        return _Planned(forward.__qualname__.partition(".")[0], cells)
+    kind = type(cells["self"].cell_contents)
+    return _Planned(kind.__name__ if kind.__module__ == _TENSORS else "", cells)
 
 
 def _calls_own(module: nn.Module, plan: _Planned) -> bool:
@@ -101,6 +103,12 @@ def gathered_over(head: nn.Module) -> DeviceMesh | None:
     return mesh if whole and mesh.ndim == 1 and not getattr(head, "_hf_quantized_needs_local_tp", False) else None
 
 
+# Styles that do with each token what they do with any other.
+_TOKEN_BY_TOKEN = frozenset((
+    "AllReduceParallel", "ColwiseParallel", "EmbeddingParallel", "LocalParamsParallel", "MlaKvAProjParallel",
+    "MoeExpertsParallel", "MoeIdentityParallel", "PackedColwiseParallel", "ReplicatedWithGradAllReduce",
+    "RowwiseParallel",
+))  # fmt: skip
 # Styles that hand plain tensors to the forward inside: a norm of the rank's own heads, and a rank's slice of each
 # expert.
 _PLAIN_INSIDE = ("ReplicatedWithGradAllReduce", "MoeExpertsParallel")
@@ -113,13 +121,13 @@ def plain_inside(module: nn.Module) -> bool:
 
 
 def mixes_tokens(module: nn.Module) -> str | None:
-    """What was set on a module that may do something else to a row than to a batch of the same tokens, or None: plans
+    """Why what was set on a module may do something else to a row than to a batch of the same tokens, or None: plans
     split heads, columns, ids and experts, and one that splits sequences says so."""
     plan = _planned(module)
     if plan is None:
         return None if getattr(instead_of(module), "__module__", None) == _EXPERTS else set_on_instance(module)
-    splits = (layout.dim != -1 for layout in plan.layouts if isinstance(layout, Shard))
-    return "its plan splits sequences" if plan.style == "SequenceParallel" or any(splits) else None
+    splits = any(layout.dim != -1 for layout in plan.layouts if isinstance(layout, Shard))
+    return "its plan may split sequences" if splits or plan.style not in _TOKEN_BY_TOKEN else None
 
 
 def _at(module: nn.Module) -> types.CellType | None:

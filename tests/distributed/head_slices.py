@@ -119,10 +119,13 @@ def weighted(outputs: Any) -> torch.Tensor:
 
 
 def agree(op: Callable[..., Any], reference: Callable[..., Any], ids: str, dtype: torch.dtype, biased: bool = True,
-          frozen: bool = False) -> None:  # fmt: skip
+          frozen: bool = False, dead: bool = False) -> None:  # fmt: skip
     """Raises unless the op on this rank's rows does what the reference does on all: values, the gradient of x, and its
-    rows of the weight's and the bias's."""
+    rows of the weight's and the bias's. `dead`: the other rank has ids that nobody may choose, and no others."""
     given = inputs(ids, dtype)
+    if dead:
+        with torch.no_grad():
+            given["bias"][FIRST:] = -torch.inf
     if not biased:
         given["bias"] = None  # type: ignore[assignment]
     if frozen:
@@ -204,6 +207,7 @@ def ops() -> None:
         agree(*log_probabilities(None, temperature=0.7), "mixed", dtype)
         agree(*grpo(None), "mixed", dtype)
     agree(*cross_entropy(None), "ignored", torch.float32)
+    agree(*cross_entropy(None), "first", torch.float32, dead=True)
     agree(*cross_entropy(None, label_smoothing=0.1), "first", torch.float32)
     agree(*log_probabilities(None, ("entropy",)), "first", torch.float32)
     agree(*log_probabilities(None, ()), "mixed", torch.float32, biased=False, frozen=True)
