@@ -34,8 +34,8 @@ from trl import GRPOTrainer as TrlGRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsCallback, apply_npu_kernels
-from npu_trainer_kernels.closeness import assert_as_close
 from npu_trainer_kernels.ops import _head
+from tests.closeness import assert_as_close
 from tests.distributed.head_slices import Said, checked, everywhere
 from tests.distributed.ranks import end_ranks
 from tests.distributed.run import apart
@@ -211,7 +211,9 @@ def trained(path: Path, task: str, kernels: bool) -> tuple[Any, Any]:
         trainer = (GRPOTrainer if kernels else TrlGRPOTrainer)(
             model, reward_funcs=reward, args=args, train_dataset=prompts, processing_class=tokenizer()
         )
+    assert (differing_seeds(model) is None) == (task == "sft")
     set_seed(3)  # TRL has given each rank another one
+    assert differing_seeds(model) is None
     trainer.train()
     found = parameters(model)
     handle = next((c.handle for c in trainer.callback_handler.callbacks if isinstance(c, NpuKernelsCallback)), None)
