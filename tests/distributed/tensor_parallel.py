@@ -35,6 +35,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsCallback, apply_npu_kernels
 from npu_trainer_kernels.ops import _head
+from npu_trainer_kernels.trainers._same_draws import differing_seeds
 from tests.closeness import assert_as_close
 from tests.distributed.head_slices import Said, checked, everywhere
 from tests.distributed.ranks import end_ranks
