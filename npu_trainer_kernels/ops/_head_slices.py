@@ -74,8 +74,8 @@ class VocabSlice:
         return column.masked_fill(~mine, 0), mine
 
     def of_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """Of `[vocab]` numbers those of this slice."""
-        return values[self.start : self.start + self.width]
+        """Of `[vocab]` numbers those of this slice, in memory of their own: it begins where kernels like to read."""
+        return values[self.start : self.start + self.width].clone()
 
     def merged(self, own: RowSums) -> RowSums:
         """From what this slice's columns say to what all columns do. What is None is not handed around."""
