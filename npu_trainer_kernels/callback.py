@@ -5,6 +5,7 @@ import functools
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from .patching._undo import Undo
 from .trainers._exchange import agreed
 from .trainers._grpo_groups import Arranger, stays_on_rank, stays_shuffled
 from .trainers._grpo_plan import Planner, is_grpo
+from .trainers._same_draws import differing_seeds
 from .trainers.held import held_models
 
 __all__ = ["NpuKernelsCallback", "calling_trainer"]
@@ -199,6 +201,9 @@ class NpuKernelsCallback(TrainerCallback):
         report.unused = _unused_head(kwargs["model"])
         if args.torch_compile:
             report.note("torch_compile: what it traces runs in plain PyTorch; head and loss alone keep their kernels")
+        if (problem := differing_seeds(kwargs["model"])) is not None:
+            warnings.warn(problem, stacklevel=2)
+            report.note(problem)
         if trainer is not None:
             self._serve(trainer, report)
         if self._warm_up and warmup.unsupported(kwargs["model"]) is None:

@@ -253,7 +253,7 @@ class Patch:
 def set_on_instance(module: nn.Module) -> str | None:
     """Why a class's forward is not what runs when a module is called, or None."""
     if "forward" in vars(module):
-        return "its forward was set on the instance (accelerate's hooks do, for device_map and offload)"
+        return "its forward was set on the instance (accelerate's hooks do, for device_map and offload, and tp_plan)"
     return None
 
 
