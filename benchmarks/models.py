@@ -125,12 +125,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def build_model(size: str, attention: str | None = None) -> Any:
+def build_model(size: str, attention: str | None = None, length: int = 0) -> Any:
     """A model of `MODELS` with random weights, in training mode, on the device that training would use.
 
     Args:
         size: a key of `MODELS`.
         attention: transformers' name for an attention; None: its default.
+        length: tokens of a row, where the model has to have positions for more than it is listed with.
     """
     import torch
     import transformers
@@ -138,6 +139,7 @@ def build_model(size: str, attention: str | None = None) -> Any:
     from npu_trainer_kernels import device as devices
 
     family, arguments, dtype = MODELS[size]
+    arguments = {**arguments, "max_position_embeddings": max(length, arguments["max_position_embeddings"])}
     config = getattr(transformers, f"{family}Config")(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
     config._attn_implementation = attention
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

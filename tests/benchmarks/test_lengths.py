@@ -107,7 +107,7 @@ def test_only_rows_that_begin_alike_are_run_without_sharing():
 @pytest.mark.parametrize("group", [2, 4])
 def test_ranks_get_different_counts_of_tokens(group):
     workload = endtoend.Workload("sft", "tiny-llama", 4, 30, 12, lengths="exponential", group=group)
-    batches = [distributed.batch_of(workload, rank, 2) for rank in range(2)]
+    batches = [ranks.batch_of(workload, rank, 2) for rank in range(2)]
     completions = []
     for batch in batches:
         ids, mask, labels = batch["input_ids"], batch["attention_mask"].bool(), batch["labels"]
@@ -125,7 +125,7 @@ def test_ranks_get_different_counts_of_tokens(group):
 
 
 def test_a_batch_without_padding_has_no_mask():
-    batch = distributed.batch_of(endtoend.Workload("sft", "tiny-llama", 2, 8), 0, 1)
+    batch = ranks.batch_of(endtoend.Workload("sft", "tiny-llama", 2, 8), 0, 1)
     assert set(batch) == {"input_ids", "labels"}
 
 
