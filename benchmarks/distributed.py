@@ -22,14 +22,17 @@ Rows come the most wanted first. The same command goes on where one stopped; wha
 
 import argparse
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.rendezvous import rendezvous
 
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.cli._output import Output
@@ -147,22 +150,24 @@ def _checked(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class _Together:
-    """What the ranks agree on, in a group of its own: one that has failed must not answer the others' collectives."""
+    """What the ranks agree on, through their store: one that has failed must not answer the others' collectives."""
 
-    def __init__(self) -> None:
-        self._group = distributed.new_group(backend="gloo")
+    def __init__(self, store: distributed.Store, rank: int, ranks: int) -> None:
+        self._store, self._rank, self._ranks = distributed.PrefixStore("rows", store), rank, ranks
+        self._asked = 0
+
+    def _everybody(self, mine: Any) -> list[Any]:
+        self._asked += 1
+        self._store.set(f"{self._asked}/{self._rank}", json.dumps(mine))
+        return [json.loads(self._store.get(f"{self._asked}/{rank}")) for rank in range(self._ranks)]
 
     def first_says(self, value: bool) -> bool:
         """What the first rank says, on all."""
-        told = [value]
-        distributed.broadcast_object_list(told, 0, group=self._group)
-        return told[0]
+        return bool(self._everybody(value)[0])
 
     def failures(self, mine: str) -> list[str]:
         """What the ranks say that is not empty."""
-        every: list[str] = [""] * distributed.get_world_size()
-        distributed.all_gather_object(every, mine, group=self._group)
-        return [one for one in every if one]
+        return [said for said in self._everybody(mine) if said]
 
 
 def _measured(row: Row, together: _Together, step: Callable[[], Row]) -> Row:
@@ -187,9 +192,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, int(os.environ["LOCAL_RANK"]))
     if kind != "cpu":
         torch.get_device_module(device).set_device(device)
-    distributed.init_process_group({"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[kind], timeout=_TIMEOUT)
-    together, budget, wanted = _Together(), Budget(args.budget_seconds), matcher(args.only, args.skip)
-    is_first = distributed.get_rank() == 0
+    store, rank, ranks = next(rendezvous("env://"))
+    store.set_timeout(2 * _TIMEOUT)
+    distributed.init_process_group({"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[kind], timeout=_TIMEOUT,
+                                   store=store, rank=rank, world_size=ranks)  # fmt: skip
+    together, budget = _Together(store, rank, ranks), Budget(args.budget_seconds)
+    is_first, wanted = rank == 0, matcher(args.only, args.skip)
     results = Results(args.output, environment(device, arguments, args.commit, "benchmarks.distributed"))
     left = 0
     for workload, wrapper, variant in rows_of(_parts(args, kind)):

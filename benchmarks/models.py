@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
-    # Qwen3-30B-A3B in small, all layers with experts.
+    # Qwen3-30B-A3B in small. Of the mixtures of experts every size is even, so that ranks can have a half each.
     "qwen3-moe": (
         "Qwen3Moe",
         {
@@ -74,7 +74,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         {
             "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
             "head_dim": 32, "num_experts": 8, "moe_intermediate_size": 96, "num_experts_per_tok": 2,
-            "norm_topk_prob": True, "vocab_size": 8009, "max_position_embeddings": 512,
+            "norm_topk_prob": True, "vocab_size": 8010, "max_position_embeddings": 512,
         },
         "float32",
     ),
@@ -108,9 +108,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "tiny-qwen3-moe": (
         "Qwen3Moe",
         {
-            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
             "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
-            "norm_topk_prob": True, "vocab_size": 97, "max_position_embeddings": 64,
+            "norm_topk_prob": True, "vocab_size": 98, "max_position_embeddings": 64,
         },
         "float32",
     ),

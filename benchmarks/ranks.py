@@ -186,6 +186,7 @@ def _train_in_a_loop(workload: Workload, wrapper: str, variant: str, steps: int,
     model = build_model(workload.size, length=workload.prompt + workload.length).to(device)
     if wrapper == "tp":
         model = _in_slices(model)
+        free(device)
     if workload.prompt:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if VARIANTS[variant].package == "liger-kernel":
