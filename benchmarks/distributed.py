@@ -17,11 +17,15 @@ TRL's trainer with given rollouts, as there, wrapped by accelerate; collectives 
 trainer is not run under tp: there `sft` with prompts is, batches like a GRPO update's with layers checkpointed, whose
 loss is the cross-entropy of the completions.
 
+Besides there is the LM head alone: the op with the whole vocabulary on every rank ("alone"), and with the vocabulary
+shared out ("tp"), whose loss and gradients are held to the former's.
+
 Rows come the most wanted first. The same command goes on where one stopped; what failed is tried again.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
@@ -41,11 +45,11 @@ from .cli import matcher, write_reports
 from .endtoend import VARIANTS, Workload
 from .lengths import DISTRIBUTIONS
 from .models import MODELS
-from .ranks import WRAPPERS, free, train
+from .ranks import WAYS, WRAPPERS, free, time_head, train
 from .results import Results, Row, environment, key_of, package_version
 from .runner import ERRORS, Budget
 
-__all__ = ["WITH_SIZE", "main", "plan", "rows_of"]
+__all__ = ["HEADS", "WITH_SIZE", "main", "plan", "rows_of"]
 
 # Options that make a workload of one's own.
 OF_ONE = ("batch", "length", "prompt", "lengths", "group")
@@ -56,6 +60,11 @@ Part = tuple[Workload, tuple[str, ...], tuple[str, ...]]
 # A rank that waits longer for the others waits for one that has failed.
 _TIMEOUT = timedelta(minutes=3)
 _PEERS = ("plain", "flag", "liger")
+# LM heads, by the kind of device.
+HEADS = {
+    "cpu": [{"BT": 128, "H": 64, "V": 1000}],
+    "other": [{"BT": 8192, "H": 4096, "V": 128256}, {"BT": 16384, "H": 2048, "V": 128256}],
+}
 
 
 def plan(kind: str) -> list[Part]:
@@ -83,6 +92,7 @@ def plan(kind: str) -> list[Part]:
         *((workload, WRAPPERS[3:], _PEERS) for workload in completions),
         (Workload("sft", "llama-1b", 4, 2048, lengths="exponential"), WRAPPERS[:3], WITH_SIZE),
         (experts, WRAPPERS, _PEERS[2:]),
+        (updates["exponential"], WRAPPERS[1:3], ("flag-unbalanced",)),
         # One prompt for all rows of a rank.
         (Workload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential"), WRAPPERS[:3], _PEERS),
     ]
@@ -104,6 +114,28 @@ def _row(workload: Workload, wrapper: str, variant: str) -> Row:
         "dtype": MODELS[workload.size][2], "provider": variant,
         "version": package_version(VARIANTS[variant].package), "mode": "step", "status": "ok",
     }  # fmt: skip
+
+
+def _head_row(sizes: dict[str, int], dtype: str, way: str) -> Row:
+    return {
+        "group": "ops", "op": "linear_cross_entropy-ranks", "shape": " ".join(f"{k}={v}" for k, v in sizes.items()),
+        "sizes": {**sizes, "devices": distributed.get_world_size()}, "dtype": dtype, "provider": way,
+        "version": package_version("npu_trainer_kernels"), "mode": "both", "status": "ok",
+    }  # fmt: skip
+
+
+def _tasks(args: argparse.Namespace, kind: str, device: torch.device) -> list[tuple[Row, Callable[[], Row]]]:
+    """Every row's key, and what measures it."""
+    found: list[tuple[Row, Callable[[], Row]]] = []
+    if args.size is None:
+        dtype = "float32" if kind == "cpu" else "bfloat16"
+        for sizes, way in itertools.product(HEADS.get(kind, HEADS["other"]), WAYS):
+            call = functools.partial(time_head, sizes, getattr(torch, dtype), way, device)
+            found.append((_head_row(sizes, dtype, way), call))
+    for workload, wrapper, variant in rows_of(_parts(args, kind)):
+        call = functools.partial(train, workload, wrapper, variant, args.steps, device)
+        found.append((_row(workload, wrapper, variant), call))
+    return found
 
 
 def _parts(args: argparse.Namespace, kind: str) -> list[Part]:
@@ -200,20 +232,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_first, wanted = rank == 0, matcher(args.only, args.skip)
     results = Results(args.output, environment(device, arguments, args.commit, "benchmarks.distributed"))
     left = 0
-    for workload, wrapper, variant in rows_of(_parts(args, kind)):
-        row = _row(workload, wrapper, variant)
-        if not wanted(key_of(row).removesuffix("/step")) or together.first_says(
-            results.has(key_of(row), row["version"])
-        ):
+    for row, call in _tasks(args, kind, device):
+        key = key_of(row)
+        if not wanted(key.rpartition("/")[0]) or together.first_says(results.has(key, row["version"])):
             continue
         if together.first_says(budget.left() <= 0):
             left += 1
             continue
-        row = _measured(row, together, functools.partial(train, workload, wrapper, variant, args.steps, device))
+        measured = _measured(row, together, call)
         free(device)
         if is_first:
-            results.add([row])
-            print(_line(row), flush=True)
+            results.add([measured])
+            print(_line(measured), flush=True)
     if is_first:
         with Output(as_json=False) as output:
             write_reports(results, output)
@@ -227,6 +257,8 @@ def _line(row: Row) -> str:
     start = f"{row['op']} {row['shape']} {row['provider']}:"
     if row["status"] != "ok":
         return f"{start} {row['status']}: {row['reason']}"
+    if row["group"] == "ops":
+        return f"{start} {row['ms']['median']:.2f} ms, {row['extra_bytes'] / (1 << 20):.0f} MiB, {row['errors']}"
     peak = row["peak_bytes"] / (1 << 30)
     return (f"{start} {row['ms']['median']:.1f} ms, {row['tokens_per_second']:.0f} tokens/s, {peak:.2f} GiB, "
             f"{row['live_share']:.1%} live, {row['collectives']}")  # fmt: skip

@@ -74,11 +74,14 @@ VARIANTS = {
     "flag-unshared": Variant("npu_trainer_kernels", shares=False),
     # For rows so long that a layer's MLP is what a step cannot hold.
     "flag-tiled": Variant("npu_trainer_kernels", options=(("npu_kernels_tiled_mlp", 8192),)),
+    # Rows stay on the rank that generated them.
+    "flag-unbalanced": Variant("npu_trainer_kernels", options=(("npu_kernels_balance", False),)),
     "liger": Variant("liger-kernel", module="liger_kernel"),
     # transformers' attention that leaves padding out, layer by layer, where somebody has installed it.
     "plain-flash": Variant("transformers", attention="flash_attention_2", module="flash_attn"),
     "liger-flash": Variant("liger-kernel", attention="flash_attention_2", module="flash_attn"),
     "plain-compiled": Variant("transformers", compiled=True),
+    "flag-compiled": Variant("npu_trainer_kernels", compiled=True),
 }
 
 
@@ -152,8 +155,11 @@ def variants_of(workload: Workload) -> list[str]:
         return list(_OF_LONG)
     if "num_experts" in MODELS[workload.size][1]:
         return list(_OF_EXPERTS)
-    without = {"flag-tiled"} if workload.name in ("grpo-trl", "dpo-trl") else {"flag-tiled", "flag-unshared"}
-    return [name for name in VARIANTS if name not in without]
+    without = {"flag-tiled", "flag-unbalanced"}
+    return [
+        name for name in VARIANTS
+        if name not in without and (name != "flag-unshared" or workload.name in ("grpo-trl", "dpo-trl"))
+    ]  # fmt: skip
 
 
 def workloads(kind: str) -> list[Workload]:

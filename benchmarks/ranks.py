@@ -13,19 +13,21 @@ from unittest import mock
 
 import torch
 from torch import distributed
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels import device as devices
+from npu_trainer_kernels.ops import fused_linear_cross_entropy
 
 from .endtoend import VARIANTS, Clock, Workload
 from .lengths import lengths, prompt_lengths
-from .measure import Summary, as_json, summarise
+from .measure import Summary, as_json, summarise, verdict
 from .models import MODELS, build_model
 from .results import Row
 from .steps import build_trainer, kernels_of, patch_with_liger
 
-__all__ = ["WRAPPERS", "batch_of", "collectives", "free", "train"]
+__all__ = ["WAYS", "WRAPPERS", "batch_of", "collectives", "free", "time_head", "train"]
 
 WRAPPERS = ("alone", "ddp", "fsdp2", "tp")
 WARMUP = 3
@@ -157,7 +159,6 @@ def _wrap(model: Any, wrapper: str, device: torch.device) -> Any:
         ids = None if device.type == "cpu" else [device.index]
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     if wrapper == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
@@ -224,6 +225,89 @@ def _loop(model: Any, workload: Workload, one_batch: bool, steps: int, device: t
     live = int(batch["attention_mask"].sum()) if "attention_mask" in batch else ids.numel()
     found = _of_all(summarise(times), peak.bytes(), live, ids.numel(), one_batch)
     return {**found, "losses": losses, "grad_norms": norms, "collectives": collectives(step, device)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The LM head
+# ---------------------------------------------------------------------------------------------------------------------
+
+WAYS = ("alone", "tp")
+_CALLS = 20
+
+
+def _head_inputs(sizes: dict[str, int], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """x, the whole weight and targets, the same on all ranks."""
+    drawn = torch.Generator(device).manual_seed(7)
+    x = torch.randn(sizes["BT"], sizes["H"], device=device, generator=drawn)
+    weight = torch.randn(sizes["V"], sizes["H"], device=device, generator=drawn) * sizes["H"] ** -0.5
+    targets = torch.randint(sizes["V"], (sizes["BT"],), device=device, generator=drawn)
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return (torch.linalg.vector_norm(found.double() - wanted) / torch.linalg.vector_norm(wanted.double())).item()
+
+
+def time_head(sizes: dict[str, int], dtype: torch.dtype, way: str, device: torch.device) -> Row:
+    """Times forward and backward of the op on every rank, the collectives in it included.
+
+    Args:
+        sizes: rows BT, hidden size H, vocabulary V.
+        dtype: of x and of the weight.
+        way: of `WAYS`: with the whole vocabulary, or with a slice of it for each rank.
+        device: of this rank.
+    """
+    x, whole, targets = _head_inputs(sizes, dtype, device)
+    weight = whole
+    if way == "tp":
+        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+        weight = distribute_tensor(whole.detach(), mesh, [Shard(0)]).requires_grad_()
+
+    def call(factor: torch.Tensor) -> torch.Tensor:
+        x.grad = factor.grad = None
+        loss = fused_linear_cross_entropy(x, factor, targets)
+        loss.backward()
+        return loss.detach()
+
+    errors = {"out0": 0.0}
+    if way == "tp":
+        wanted, dx, dweight = call(whole), x.grad, whole.grad
+        assert dx is not None and dweight is not None
+        mine = distribute_tensor(dweight, mesh, [Shard(0)]).to_local()
+        dx, whole.grad = dx.clone(), None
+        found = call(weight)
+        assert x.grad is not None and weight.grad is not None
+        errors = {"out0": _relative(_local(found), wanted), "dx": _relative(_local(x.grad), dx),
+                  "dweight": _relative(_local(weight.grad), mine)}  # fmt: skip
+        del wanted, dx, dweight, mine, found
+    del whole
+    call(weight)
+    free(device)
+    assert x.grad is not None and weight.grad is not None
+    left = x.grad.nbytes + _local(weight.grad).nbytes
+    x.grad = weight.grad = None
+    before = 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
+    peak, times = _Peak(device), []
+    for number in range(WARMUP + _CALLS):
+        start = time.perf_counter()
+        call(weight)
+        devices.synchronize(device)
+        if number >= WARMUP:
+            times.append((time.perf_counter() - start) * 1e3)
+    every: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, (summarise(times), max(0, peak.bytes() - before - left), errors))
+    summary = max((one[0] for one in every), key=lambda one: one.median)
+    worst = {name: max(one[2][name] for one in every) for name in errors}
+    return {
+        "ms": as_json(summary), "extra_bytes": max(one[1] for one in every), "errors": worst,
+        "verdict": verdict(worst, None, str(dtype).removeprefix("torch.")),
+        "tflops": 6e-9 * sizes["BT"] * sizes["H"] * sizes["V"] / summary.median,
+        "collectives": collectives(lambda: call(weight), device),
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------

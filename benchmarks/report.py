@@ -152,6 +152,17 @@ def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
+def _split_heads(rows: Sequence[Row]) -> list[str]:
+    """A sentence on each LM head whose vocabulary ranks share out."""
+    text = []
+    for split in _of(rows, group="ops", provider="tp", status="ok"):
+        for whole in _of(rows, group="ops", op=split["op"], shape=split["shape"], provider="alone", status="ok"):
+            share = split["ms"]["median"] / whole["ms"]["median"]
+            text += ["", f"The head of {split['shape']}, its vocabulary on {split['sizes']['devices']} devices: "
+                     f"{share:.3f} of one device's time."]  # fmt: skip
+    return text
+
+
 KEPT_COLUMNS = ("workload", "shape", "variant", "speed / plain alone", "speed / plain", "kept")
 
 
@@ -202,6 +213,7 @@ def markdown(meta: Row, rows: Sequence[Row]) -> str:
     if kept:
         text += ["", "What wrapping leaves of the gain that a variant has alone:", "",
                  *_markdown_table(KEPT_COLUMNS, kept)]  # fmt: skip
+    text += _split_heads(rows)
     told = [f"{r['op']} {r['shape']} {r['provider']} {r['collectives']}" for r in rows if r.get("collectives")]
     if told:
         text += ["", "Collectives on the device in one step: " + "; ".join(told) + "."]
@@ -267,8 +279,8 @@ _COLOURS = {
     "cut-cross-entropy": "#8c564b", "cut-cross-entropy-unfiltered": "#c49c94", FLOOR: "black",
     "cut-cross-entropy-tuned": "#8c564b", "torch.compile-max-autotune-no-cudagraphs": "#aec7e8",
     "liger-chunked-eager": "#98df8a", "plain": "#7f7f7f", "flag": "#d62728", "flag-padded": "#ff9896",
-    "flag-unshared": "#e377c2", "flag-tiled": "#ff7f0e", "plain-flash": "#c7c7c7", "liger-flash": "#98df8a",
-    "plain-compiled": "#1f77b4",
+    "flag-unshared": "#e377c2", "flag-tiled": "#ff7f0e", "flag-unbalanced": "#8c564b", "plain-flash": "#c7c7c7",
+    "liger-flash": "#98df8a", "plain-compiled": "#1f77b4", "flag-compiled": "#17becf",
 }  # fmt: skip
 
 
