@@ -267,29 +267,19 @@ def time_head(sizes: dict[str, int], dtype: torch.dtype, way: str, device: torch
         mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
         weight = distribute_tensor(whole.detach(), mesh, [Shard(0)]).requires_grad_()
 
-    def call(factor: torch.Tensor) -> torch.Tensor:
-        x.grad = factor.grad = None
-        loss = fused_linear_cross_entropy(x, factor, targets)
-        loss.backward()
-        return loss.detach()
+    def call(factor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss: Any = fused_linear_cross_entropy(x, factor, targets)
+        return (loss.detach(), *torch.autograd.grad(loss, (x, factor)))
 
-    errors = {"out0": 0.0}
+    found = [_local(t) for t in call(weight)]
+    left, errors = sum(t.nbytes for t in found), {"out0": 0.0}
     if way == "tp":
-        wanted, dx, dweight = call(whole), x.grad, whole.grad
-        assert dx is not None and dweight is not None
-        mine = distribute_tensor(dweight, mesh, [Shard(0)]).to_local()
-        dx, whole.grad = dx.clone(), None
-        found = call(weight)
-        assert x.grad is not None and weight.grad is not None
-        errors = {"out0": _relative(_local(found), wanted), "dx": _relative(_local(x.grad), dx),
-                  "dweight": _relative(_local(weight.grad), mine)}  # fmt: skip
-        del wanted, dx, dweight, mine, found
-    del whole
-    call(weight)
+        loss, dx, dweight = call(whole)
+        wanted = (loss, dx, distribute_tensor(dweight, mesh, [Shard(0)]).to_local())
+        errors = {name: _relative(*pair) for name, *pair in zip(("out0", "dx", "dweight"), found, wanted, strict=True)}
+        del loss, dx, dweight, wanted
+    del whole, found
     free(device)
-    assert x.grad is not None and weight.grad is not None
-    left = x.grad.nbytes + _local(weight.grad).nbytes
-    x.grad = weight.grad = None
     before = 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
     peak, times = _Peak(device), []
     for number in range(WARMUP + _CALLS):
