@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import distributed, endtoend, ranks, report
-from benchmarks.results import key_of, read
+from benchmarks.results import environment, key_of, read
 
 CPU = torch.device("cpu")
 
@@ -44,9 +44,9 @@ def test_two_ranks_of_every_wrapper(tmp_path):
         "-m", distributed.__name__, "--size", "tiny-qwen3-moe", "--batch", "2", "--length", "12", "--steps", "1",
         "--only", "/plain", "--only", "/flag", "--skip", "padded", "--output", str(output),
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    settings = {**os.environ, "OMP_NUM_THREADS": "1"}
+    settings.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     meta, rows = read(output)
     found = {(r["op"].removeprefix("sft-"), r["provider"]): r for r in rows}
@@ -136,3 +136,13 @@ def test_what_is_not_there_is_absent(one_rank, monkeypatch):
     row = distributed._measured({}, together, lambda: ranks.train(workload, "alone", "liger", 1, CPU))
     assert row["status"] == "absent"
     assert "liger_kernel" in row["reason"]
+
+
+def test_a_head_on_one_device(one_rank):
+    row = {**distributed._head_row({"BT": 8, "H": 8, "V": 30}, "float32", "alone")}
+    found = ranks.time_head(row["sizes"], torch.float32, "alone", CPU)
+    assert found["verdict"] == "unchecked"
+    assert found["collectives"] == {}
+    split = {**row, **found, "provider": "tp", "ms": {**found["ms"], "median": found["ms"]["median"] / 2}}
+    text = report.markdown(environment(CPU, []), [{**row, **found}, split])
+    assert "The head of BT=8 H=8 V=30, its vocabulary on 1 devices: 0.500 of one device's time." in text
