@@ -83,18 +83,21 @@ def plan(kind: str) -> list[Part]:
     }
     completions = [Workload("sft", w.size, w.batch, w.length, w.prompt, lengths=w.lengths, group=w.group)
                    for w in updates.values()]  # fmt: skip
-    experts = Workload("sft", "qwen3-moe", 8, 2048)
+    whole_rows, experts = Workload("sft", "llama-1b", 4, 2048), Workload("sft", "qwen3-moe", 8, 2048)
     return [
-        (Workload("sft", "llama-1b", 4, 2048), WRAPPERS, _PEERS),
+        (whole_rows, WRAPPERS[:3], _PEERS),
+        (whole_rows, WRAPPERS[3:], _PEERS[:2]),
         (updates["exponential"], WRAPPERS[:3], _PEERS),
         (experts, WRAPPERS, _PEERS[:2]),
         (updates["even"], WRAPPERS[:3], _PEERS),
-        *((workload, WRAPPERS[3:], _PEERS) for workload in completions),
+        *((workload, WRAPPERS[3:], _PEERS[:2]) for workload in completions),
         (Workload("sft", "llama-1b", 4, 2048, lengths="exponential"), WRAPPERS[:3], WITH_SIZE),
-        (experts, WRAPPERS, _PEERS[2:]),
         (updates["exponential"], WRAPPERS[1:3], ("flag-unbalanced",)),
+        (experts, WRAPPERS[:3], _PEERS[2:]),
         # One prompt for all rows of a rank.
         (Workload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential"), WRAPPERS[:3], _PEERS),
+        # Liger's kernels know of no weight in slices: what they do with one may cost the device.
+        *((workload, WRAPPERS[3:], _PEERS[2:]) for workload in (whole_rows, experts)),
     ]
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["MODELS", "build_model"]
+__all__ = ["MODELS", "build_model", "model_class"]
 
 # (configuration class, its arguments, dtype of the weights)
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -125,6 +125,19 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+def _config_class(size: str) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{MODELS[size][0]}Config")
+
+
+def model_class(size: str) -> Any:
+    """transformers' class for a model of `MODELS`."""
+    import transformers
+
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[_config_class(size)]
+
+
 def build_model(size: str, attention: str | None = None, length: int = 0) -> Any:
     """A model of `MODELS` with random weights, in training mode, on the device that training would use.
 
@@ -134,20 +147,18 @@ def build_model(size: str, attention: str | None = None, length: int = 0) -> Any
         length: tokens of a row, where the model has to have positions for more than it is listed with.
     """
     import torch
-    import transformers
 
     from npu_trainer_kernels import device as devices
 
-    family, arguments, dtype = MODELS[size]
+    _, arguments, dtype = MODELS[size]
     arguments = {**arguments, "max_position_embeddings": max(length, arguments["max_position_embeddings"])}
-    config = getattr(transformers, f"{family}Config")(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
+    config = _config_class(size)(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
     config._attn_implementation = attention
-    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device(devices.accelerator()):
-            return model_class(config).train()
+            return model_class(size)(config).train()
     finally:
         torch.set_default_dtype(before)

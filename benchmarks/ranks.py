@@ -5,9 +5,11 @@ import contextlib
 import gc
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -23,7 +25,7 @@ from npu_trainer_kernels.ops import fused_linear_cross_entropy
 from .endtoend import VARIANTS, Clock, Workload
 from .lengths import lengths, prompt_lengths
 from .measure import Summary, as_json, summarise, verdict
-from .models import MODELS, build_model
+from .models import MODELS, build_model, model_class
 from .results import Row
 from .steps import build_trainer, kernels_of, patch_with_liger
 
@@ -119,6 +121,18 @@ def _of_all(mine: Summary, peak: int, live: int, positions: int, one_batch: bool
     }  # fmt: skip
 
 
+@contextlib.contextmanager
+def _globals_kept(module: ModuleType) -> Iterator[None]:
+    """Liger exchanges classes and functions of a family's module, for every model that comes after."""
+    before = dict(vars(module))
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+        for name in vars(module).keys() - before.keys():
+            delattr(module, name)
+
+
 def train(workload: Workload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
     """Times `steps` steps on every rank; what a row has beyond its key.
 
@@ -133,9 +147,9 @@ def train(workload: Workload, wrapper: str, variant: str, steps: int, device: to
         ImportError: the variant's package is not installed.
         ValueError: transformers cannot cut the model for so many ranks.
     """
-    if workload.name == "sft":
-        return _train_in_a_loop(workload, wrapper, variant, steps, device)
-    return _train_with_its_trainer(workload, wrapper, variant, steps, device)
+    run = _train_in_a_loop if workload.name == "sft" else _train_with_its_trainer
+    with _globals_kept(sys.modules[model_class(workload.size).__module__]):
+        return run(workload, wrapper, variant, steps, device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

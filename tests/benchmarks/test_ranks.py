@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 import torch
 
-from benchmarks import distributed, endtoend, ranks, report
+from benchmarks import distributed, endtoend, models, ranks, report
 from benchmarks.results import environment, key_of, read
 
 CPU = torch.device("cpu")
@@ -102,7 +103,7 @@ def test_every_row_of_the_plan_is_named_once(kind, one_rank):
     assert {wrapper for _, wrapper, _ in rows} == set(ranks.WRAPPERS)
     assert {workload.name for workload, _, _ in rows} == {"sft", "grpo-trl"}
     # Nothing is measured without what it is compared with.
-    assert {(w, wrapper) for w, wrapper, _ in rows} == {(w, wrapper) for w, wrapper, v in rows if v == "plain"}
+    assert {row[:2] for row in rows} == {row[:2] for row in rows if row[2] == "plain"}
 
 
 def test_a_failure_of_one_rank_is_the_row_of_all():
@@ -127,6 +128,27 @@ def test_a_failure_of_one_rank_is_the_row_of_all():
         thread.join()
     for row in found:
         assert row == {"op": "x", "status": "error", "reason": "RuntimeError: out of memory", "went on": True}
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [endtoend.Workload("sft", "tiny-llama", 2, 8), endtoend.Workload("grpo-trl", "tiny-llama", 2, 8, 4, group=2)],
+    ids=lambda workload: workload.name,
+)
+def test_what_liger_exchanges_is_there_again(workload, one_rank, monkeypatch):
+    module = sys.modules[models.model_class(workload.size).__module__]
+    before = dict(vars(module))
+
+    def apply(model, **settings):
+        module.LlamaRMSNorm = module.added = torch.nn.Identity
+
+    patch = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    patch._apply_liger_kernel_to_instance = apply
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, patch.__name__, patch)
+    ranks.train(workload, "alone", "liger", 1, CPU)
+    assert vars(module) == before
 
 
 def test_what_is_not_there_is_absent(one_rank, monkeypatch):
