@@ -33,7 +33,7 @@ from typing import Any
 
 from .lengths import DISTRIBUTIONS
 from .models import MODELS
-from .steps import TRAINERS, build_trainer
+from .steps import TRAINERS, build_trainer, ran
 
 __all__ = ["ROOT", "VARIANTS", "Clock", "Variant", "Workload", "differs", "ratios", "run", "variants_of", "workloads"]
 
@@ -378,7 +378,8 @@ def train(workload: Workload, variant: str, steps: int, warmup: int = 3) -> Row:
     return {
         "ms": as_json(summary), "peak_bytes": peak_bytes, "tokens": tokens, "positions": seen.all / seen.batches,
         "live_share": seen.live / seen.all, "tokens_per_second": tokens / summary.median * 1e3,
-        "losses": losses, "grad_norms": norms, "version": package_version(VARIANTS[variant].package),
+        "losses": losses, "grad_norms": norms, "ran": ran(trainer),
+        "version": package_version(VARIANTS[variant].package),
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from .lengths import lengths, prompt_lengths
 from .measure import Summary, as_json, summarise, verdict
 from .models import MODELS, build_model, model_class
 from .results import Row
-from .steps import build_trainer, kernels_of, patch_with_liger
+from .steps import build_trainer, kernels_of, patch_with_liger, ran
 
 __all__ = ["WAYS", "WRAPPERS", "batch_of", "collectives", "free", "time_head", "train"]
 
@@ -207,9 +207,10 @@ def _train_in_a_loop(workload: Workload, wrapper: str, variant: str, steps: int,
     if VARIANTS[variant].package == "liger-kernel":
         patch_with_liger(model, own_head=True)
     asked = kernels_of(VARIANTS[variant])
-    patched = apply_npu_kernels(model, ops=asked.npu_kernels_ops) if asked.use_npu_kernels else contextlib.nullcontext()
-    with patched:
-        return _loop(_wrap(model, wrapper, device), workload, wrapper == "tp", steps, device)
+    kernels = apply_npu_kernels(model, ops=asked.npu_kernels_ops) if asked.use_npu_kernels else None
+    with kernels or contextlib.nullcontext():
+        found = _loop(_wrap(model, wrapper, device), workload, wrapper == "tp", steps, device)
+    return {**found, "ran": kernels.report().ran if kernels else {}}
 
 
 def _loop(model: Any, workload: Workload, one_batch: bool, steps: int, device: torch.device) -> Row:
@@ -390,7 +391,7 @@ def _train_with_its_trainer(workload: Workload, wrapper: str, variant: str, step
     )
     return {
         **found, "losses": [entry["loss"] for entry in logged],
-        "grad_norms": [float(entry["grad_norm"]) for entry in logged], "collectives": counted,
+        "grad_norms": [float(entry["grad_norm"]) for entry in logged], "collectives": counted, "ran": ran(trainer),
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from .models import MODELS, build_model
 if TYPE_CHECKING:
     from .endtoend import Clock, Variant, Workload
 
-__all__ = ["TRAINERS", "Positions", "build_trainer", "kernels_of", "patch_with_liger"]
+__all__ = ["TRAINERS", "Positions", "build_trainer", "kernels_of", "patch_with_liger", "ran"]
 
 # The op that leaves padding out, and stores once what rows begin with alike.
 PACKING_OP = "varlen_attention"
@@ -125,6 +125,14 @@ def kernels_of(variant: "Variant") -> Any:
     device = torch.device(devices.accelerator())
     ops = [op for op in PATCHES if op != PACKING_OP and backends.keeps_plain(op, device) is None]
     return NpuKernelsArguments(use_npu_kernels=True, npu_kernels_ops=ops)
+
+
+def ran(trainer: Any) -> dict[str, int]:
+    """How often each of our ops ran in a trainer's model."""
+    from npu_trainer_kernels import NpuKernelsCallback
+
+    ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, NpuKernelsCallback)]
+    return {op: calls for callback in ours for op, calls in callback.report().ran.items()}
 
 
 def _adapter(workload: "Workload") -> Any:

@@ -35,6 +35,9 @@ def test_the_kernels_add_no_communication(wrapper, talks, lengths, one_rank):
     assert plain["collectives"] == ours["collectives"]
     assert bool(plain["collectives"]) == talks
     assert plain["losses"] == pytest.approx(ours["losses"], rel=1e-4)
+    assert plain["ran"] == {}
+    # Warm-up, one step, and the step whose collectives are counted.
+    assert ours["ran"]["linear_cross_entropy"] == ranks.WARMUP + 2
 
 
 def test_two_ranks_of_every_wrapper(tmp_path):
@@ -77,6 +80,8 @@ def test_a_trainers_step_on_ranks(one_rank):
     plain, ours = (ranks.train(workload, "alone", variant, 2, CPU) for variant in ("plain", "flag"))
     assert plain["ms"]["samples"] == 2
     assert plain["tokens"] == ours["tokens"]
+    assert plain["ran"] == {}
+    assert ours["ran"]["linear_logprob"] >= ranks.WARMUP + 3
     assert not endtoend.differs({**ours, "dtype": "float32"}, plain)
     with pytest.raises(RuntimeError, match="as alone, not ddp"):
         ranks.train(workload, "ddp", "plain", 1, CPU)
