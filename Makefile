@@ -63,7 +63,7 @@ $(ZERO3)/bin/deepspeed: $(STAMP)
 		> $$($(ZERO3)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
 	DS_BUILD_OPS=0 $(ZERO3)/bin/$(LOCKED) locks/zero3.txt --no-build-isolation
 
-test-zero3: $(ZERO3)/bin/deepspeed  ## DeepSpeed's ZeRO-3 on two CPU ranks
+test-zero3: $(ZERO3)/bin/deepspeed  ## DeepSpeed's ZeRO-3, and rows spread over ranks, on two CPU ranks
 	$(ZERO3)/bin/python -m pytest tests/zero3
 
 # Frameworks that people train with, each with the versions that it asks for, in environments of their own.

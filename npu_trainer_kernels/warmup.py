@@ -8,7 +8,8 @@ which triton-ascend compiles in C++.
 
 A few things cannot run without numbers (models' own code for experts, which are chosen by value; the backward of a
 planned gradient, whose one kernel scales it). Then what was recorded until there is compiled, and the rest when it is
-first used, as it would be without this module. Sharded models are left alone.
+first used, as it would be without this module. Sharded models are left alone, and those whose rows are spread over
+ranks.
 """
 
 import contextlib
@@ -25,12 +26,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from . import _triton, device
 from .ops._launch import KernelError, build_launcher, compile_only, use_launcher
 from .patching import NpuKernels
 from .patching._call import HeadPlan, use_plan
 from .patching._learned import LearnedPlan
+from .patching._packed import foreign_attention
 
 __all__ = ["Launch", "Recorded", "compile_all", "record", "unsupported"]
 
@@ -75,6 +78,9 @@ class Recorded:
 
 def unsupported(model: nn.Module) -> str | None:
     """Why nothing is compiled ahead for a model, or None."""
+    names = {m.config.get_text_config()._attn_implementation for m in model.modules() if isinstance(m, PreTrainedModel)}
+    if torch.distributed.is_initialized() and any(map(foreign_attention, names)):
+        return "its attention may ask other ranks for their part of a row"
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     if where.type == "cpu":
         return "on a CPU nothing is compiled"

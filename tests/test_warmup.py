@@ -459,6 +459,15 @@ def test_it_is_left_out_where_it_cannot_work(monkeypatch):
     assert warmup.unsupported(model) == "the parameters are sharded"
 
 
+def test_it_is_left_out_where_rows_are_spread_over_ranks(monkeypatch):
+    """No rank is waited for, and a step on fake tensors asks none."""
+    model = small_model("llama", attn_implementation="sdpa")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert "other ranks" not in (warmup.unsupported(model) or "")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: None)
+    assert "other ranks" in (warmup.unsupported(model) or "")
+
+
 def compiled_kernels() -> int:
     """Variants in the memory of Triton's kernels."""
     modules = [module for name, module in sys.modules.items() if name.startswith("npu_trainer_kernels.ops.")]

@@ -18,16 +18,30 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops._segments import Segments
 from ..ops.varlen_attention import trial, unserved, varlen_attention
 from ._undo import Undo
 
-__all__ = ["NAME", "Asked", "Packing", "Unserved", "attend_by_segments", "packed", "under_way", "why_not", "window_of"]
+__all__ = [
+    "NAME",
+    "Asked",
+    "Packing",
+    "Unserved",
+    "attend_by_segments",
+    "foreign_attention",
+    "packed",
+    "under_way",
+    "why_not",
+    "window_of",
+]
 
 NAME = "npu_kernels_segments"
+_PYTORCHS = functional.scaled_dot_product_attention
 
 
 # Whether there is a sliding window, the soft cap, whether there are sinks.
@@ -168,6 +182,22 @@ def _attention(
 
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
+
+
+def foreign_attention(name: str) -> str | None:
+    """Why a name of an attention no longer stands for what transformers and PyTorch do under it, or None.
+
+    What spreads a row over several ranks puts itself there: DeepSpeed's Ulysses under the name, PyTorch's context
+    parallelism below it. A packed row would see no more of it than this rank has.
+    """
+    function: Any = ALL_ATTENTION_FUNCTIONS.get(name)
+    while isinstance(function, functools.partial):
+        function = function.func
+    if function is None or (function.__module__ or "").startswith("transformers."):
+        function = functional.scaled_dot_product_attention
+        if name != "sdpa" or function is _PYTORCHS:
+            return None
+    return f"its attention ({name}) is that of {function.__module__}"
 
 
 def under_way() -> bool:

@@ -28,7 +28,7 @@ from ._batch import Batch
 from ._call import CallSettings, current_call
 from ._classes import original_class
 from ._head import causal_lm
-from ._packed import Unserved, attend_by_segments, under_way
+from ._packed import Unserved, attend_by_segments, foreign_attention, under_way
 from ._patch import QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
 from ._proof import OUTPUTS, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
 from ._undo import Undo
@@ -200,6 +200,8 @@ class PaddingPatch(Patch):
             return "it is compiled"
         if mask is None or under_way():
             return QUIET
+        if (reason := foreign_attention(config._attn_implementation)) is not None:
+            return reason
         if given.get("past_key_values") is not None:
             return "it is given keys and values (past_key_values)" if torch.is_grad_enabled() else QUIET
         ids = given.get("input_ids")

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from ._batch import Batch, hidden_of
 from ._classes import original_class
 from ._miniature import VOCABULARY, miniature, miniature_around, small_config
-from ._packed import Asked, Unserved, why_not
+from ._packed import Asked, Unserved, foreign_attention, why_not
 from ._patch import PROBE_ERRORS, set_on_instance
 
 __all__ = ["OUTPUTS", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
@@ -74,7 +74,9 @@ def proof_of(body: Any, inner: str) -> Proof | str:
     kind, text = original_class(body), body.get_submodule(inner)
     small = small_config(text.config)
     vars(small).update({name: False for name in OUTPUTS if name in vars(small)})
-    small._attn_implementation = "sdpa" if text.config._attn_implementation == "sdpa" else "eager"
+    # What has put itself in the place of an attention may want other ranks for it.
+    plain = text.config._attn_implementation == "sdpa" and foreign_attention("sdpa") is None
+    small._attn_implementation = "sdpa" if plain else "eager"
     # Some libraries exchange the forwards of classes.
     key = (kind, kind.forward, _as_key(small) + small._attn_implementation)
     if key not in _proofs:

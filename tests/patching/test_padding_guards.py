@@ -7,6 +7,8 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, _packed
@@ -87,6 +89,45 @@ def test_the_first_token_of_a_row_is_predicted_by_padding():
     labels[0, begin] = 7
     stays(made("llama", torch.float32, "eager"), "labels are to be predicted at places that are padding",
           **PLAIN, labels=labels)  # fmt: skip
+
+
+def elsewhere(where: str, monkeypatch: Any) -> list[Any]:
+    """Somebody else attends in transformers' place or in PyTorch's, as what spreads rows over ranks does; its calls."""
+    calls = []
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    if where == "transformers":
+        original: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attention)
+    else:
+        original = functional.scaled_dot_product_attention
+        monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    return calls
+
+
+@pytest.mark.parametrize("where", ["transformers", "torch"])
+def test_attention_of_somebody_else(where, monkeypatch):
+    model = made("llama", torch.float32, "sdpa")
+    calls = elsewhere(where, monkeypatch)
+    stays(model, f"its attention (sdpa) is that of {__name__}", **PLAIN)
+    assert len(calls) == 3 * SMALL["num_hidden_layers"]
+    monkeypatch.undo()
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        step(model, **PLAIN)
+        assert kernels.report().ran[OP] == 1
+
+
+def test_a_proof_asks_nobody_else(monkeypatch):
+    """It may be needed when DeepSpeed spreads rows already: it is one process's."""
+    calls = elsewhere("transformers", monkeypatch)
+    # A configuration that nothing is known of yet.
+    model = small_model("llama", attn_implementation="sdpa", rms_norm_eps=2e-6)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert {each.op for each in kernels.report().replaced} == {OP}
+    assert not calls
 
 
 @pytest.mark.parametrize(("option", "reason"), [
