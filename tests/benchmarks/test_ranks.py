@@ -173,3 +173,17 @@ def test_a_head_on_one_device(one_rank):
     split = {**row, **found, "provider": "tp", "ms": {**found["ms"], "median": found["ms"]["median"] / 2}}
     text = report.markdown(environment(CPU, []), [{**row, **found}, split])
     assert "The head of BT=8 H=8 V=30, its vocabulary on 1 devices: 0.500 of one device's time." in text
+
+
+def test_a_head_that_is_shared_out_is_held_to_the_whole_one(one_rank, monkeypatch):
+    """One rank, whose slice is the whole vocabulary."""
+    sizes = {"BT": 8, "H": 8, "V": 30}
+    found = ranks.time_head(sizes, torch.float32, "tp", CPU)
+    assert set(found["errors"]) == {"out0", "dx", "dweight"}
+    assert found["verdict"] == "ok"
+
+    def wrong(tensor, *args, original=ranks.distribute_tensor):
+        return original(tensor * 1.01, *args)
+
+    monkeypatch.setattr(ranks, "distribute_tensor", wrong)
+    assert ranks.time_head(sizes, torch.float32, "tp", CPU)["verdict"] == "inaccurate"
