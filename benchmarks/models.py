@@ -15,6 +15,22 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
+    "llama-8b": (
+        "Llama",
+        {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+        },
+        "bfloat16",
+    ),
+    "qwen3-14b": (
+        "Qwen3",
+        {
+            "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 8192,
+        },
+        "bfloat16",
+    ),
     "qwen3-0.6b": (
         "Qwen3",
         {

@@ -1,4 +1,5 @@
-"""Packages that only some of this one needs: TRL, for its trainers, and datasets, for data of its kind."""
+"""Packages that only some of this one needs: TRL, for its trainers, datasets, for data of its kind, PEFT, for adapters,
+and matplotlib, for figures."""
 
 import importlib.util
 
@@ -6,8 +7,10 @@ from ._triton import MissingDependencyError
 
 __all__ = ["INSTALL", "require"]
 
-# What pip is told; the extra `trl` has the same.
-INSTALL = {"trl": "'trl>=1.15,<2'", "datasets": "'datasets>=4.0'", "peft": "'peft>=0.17'"}
+# What pip is told; the extras have the same.
+INSTALL = {
+    "trl": "'trl>=1.15,<2'", "datasets": "'datasets>=4.0'", "peft": "'peft>=0.17'", "matplotlib": "'matplotlib>=3.8'",
+}  # fmt: skip
 
 
 def require(what: str, *names: str) -> None:

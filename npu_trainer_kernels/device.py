@@ -33,6 +33,7 @@ __all__ = [
     "kind_of",
     "occupy",
     "spec",
+    "stand_in",
     "synchronize",
     "try_fp32_output_product",
     "use_chip",
@@ -108,6 +109,7 @@ _UNKNOWN_ASCEND = ASCEND_CHIPS["Ascend910B4"]
 _CPU = DeviceSpec("cpu", "cpu", vector_cores=1, on_chip_bytes=0)
 
 _override: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar("npu_kernels_chip", default=None)
+_stood_in_for: contextvars.ContextVar[str | None] = contextvars.ContextVar("npu_kernels_kind", default=None)
 
 
 def chip_spec(name: str) -> DeviceSpec:
@@ -125,6 +127,18 @@ def use_spec(device_spec: DeviceSpec) -> Iterator[None]:
         yield
     finally:
         _override.reset(token)
+
+
+@contextlib.contextmanager
+def stand_in(device_spec: DeviceSpec) -> Iterator[None]:
+    """As `use_spec`, and the host is of that kind, too, so that every decision falls as it would there: for tensors
+    without memory, which may be on any host and are only asked for their shapes."""
+    token = _stood_in_for.set(device_spec.kind)
+    try:
+        with use_spec(device_spec):
+            yield
+    finally:
+        _stood_in_for.reset(token)
 
 
 def use_chip(name: str) -> contextlib.AbstractContextManager[None]:
@@ -199,7 +213,9 @@ _HOST = ("cpu", "meta")
 def kind_of(device: torch.device) -> str:
     """Which of `KINDS` a torch device is of."""
     kind = device.type
-    return kind if kind in ("npu", "cuda") else "cpu" if kind in _HOST else "other"
+    if kind in _HOST:
+        return _stood_in_for.get() or "cpu"
+    return kind if kind in ("npu", "cuda") else "other"
 
 
 def spec(device: torch.device) -> DeviceSpec:
@@ -213,9 +229,13 @@ def spec(device: torch.device) -> DeviceSpec:
     return _of_environment(os.environ.get("NPU_KERNELS_CHIP", ""), os.environ.get("NPU_KERNELS_BACKEND", ""))
 
 
-@functools.cache
 def accelerator() -> str:
-    """The kind of device that training would use here: `"npu"`, `"cuda"` or `"cpu"`."""
+    """The kind of device that training would use here: `"npu"`, `"cuda"` or `"cpu"`, also where that stands in."""
+    return "cpu" if _stood_in_for.get() else _accelerator()
+
+
+@functools.cache
+def _accelerator() -> str:
     npu = getattr(torch, "npu", None)
     if npu is not None and npu.is_available():
         return "npu"
@@ -246,8 +266,9 @@ def has_fp32_output_product(device: torch.device) -> bool:
     """
     if not _TORCH_HAS_IT:
         return False
-    if device.type != "npu":
-        return device.type == "cuda"
+    kind = kind_of(device)
+    if kind != "npu":
+        return kind == "cuda"
     known = _npu_products.get(device.index)
     if known is None:
         known = try_fp32_output_product(device)
@@ -276,7 +297,7 @@ def try_fp32_output_product(where: torch.device) -> bool | None:
 
 def has_fp64(device: torch.device) -> bool:
     """Whether the device computes in fp64."""
-    return device.type != "npu"
+    return kind_of(device) != "npu"
 
 
 @functools.cache
@@ -324,9 +345,9 @@ def is_of_an_earlier_call(error: BaseException) -> bool:
 
 def has_libdevice(device: torch.device) -> bool:
     """Whether kernels there can call CUDA's library of accurate functions."""
-    return device.type == "cuda"
+    return kind_of(device) == "cuda"
 
 
 def has_atomic_index_add(device: torch.device) -> bool:
     """Whether `index_add_` adds in no fixed order there, and `index_put_` with accumulate in a fixed one."""
-    return device.type == "cuda"
+    return kind_of(device) == "cuda"

@@ -19,7 +19,7 @@ LAYERS = (
     ("backends", "tiling"),
     ("ops",),
     ("patching", "workloads"),
-    ("ascend", "timing", "trainers", "warmup"),
+    ("ascend", "fit", "timing", "trainers", "warmup"),
     ("callback",),
     ("arguments",),
     ("run", "trainers.grpo", "verify"),

@@ -1,4 +1,4 @@
-"""`npu-kernels`: run, doctor, tune, compile, verify, prove, bench.
+"""`npu-kernels`: run, doctor, tune, compile, fit, verify, prove, bench.
 
     npu-kernels COMMAND --help
 
@@ -15,13 +15,13 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from . import _bench, _compile, _doctor, _prove, _run, _tune, _verify
+from . import _bench, _compile, _doctor, _fit, _prove, _run, _tune, _verify
 from ._output import FINE, STOPPED, USAGE, Output, UsageError
 
 __all__ = ["main", "make_parser"]
 
 # One module a command, each with NAME, HELP, add_arguments(parser) and run(args, output) -> exit code.
-_COMMANDS = (_doctor, _tune, _compile, _verify, _prove)
+_COMMANDS = (_doctor, _tune, _compile, _fit, _verify, _prove)
 
 
 def _version() -> str:

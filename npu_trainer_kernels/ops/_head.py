@@ -68,6 +68,7 @@ import torch
 
 from .. import device, tiling
 from .._opaque import opaque
+from ._checks import has_values
 from ._head_chunks import Chunks, Gradients, Ids, Rows
 from ._head_fused import statistics_and_gradient
 from ._head_gradient import coefficients, gradient_in_place, gradient_of_logits
@@ -299,7 +300,9 @@ def _compare(
     planned: Sequence[torch.Tensor | None], real: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scalar that takes the plan's row gradients to the real ones, and the rows where it does not. Waits for the
-    device: whether anything is left to do is a decision of the host."""
+    device: whether anything is left to do is a decision of the host. Without values the plan is taken to hold."""
+    if not has_values(next(t for t in real if t is not None)):
+        return next(t for t in real if t is not None).new_ones(()), torch.empty(0, dtype=torch.int64)
     pairs = [(p, r) for p, r in zip(planned, real, strict=True) if p is not None or r is not None]
     p = torch.stack([torch.zeros_like(r) if p is None else p for p, r in pairs])  # type: ignore[arg-type]
     r = torch.stack([torch.zeros_like(p) if r is None else r for p, r in pairs])  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ def test_no_command_is_wrong_usage(capsys):
     assert "COMMAND" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["doctor", "tune", "compile", "verify", "bench"])
+@pytest.mark.parametrize("command", ["doctor", "tune", "compile", "fit", "verify", "bench"])
 def test_every_command_has_json_and_says_its_exit_codes(capsys, command):
     with pytest.raises(SystemExit) as error:
         main([command, "--help"])

@@ -1,0 +1,220 @@
+"""What `npu-kernels fit` predicts, beside what the allocator says: the peak memory of real training steps.
+
+    python -m benchmarks.fit_check --output benchmarks/results/NAME.json
+
+Every configuration trains for a few steps in a process of its own, with the real trainers, plain and with the kernels;
+then the same process predicts the peak on tensors without memory. A file that is there is continued. On a CPU, where no
+allocator counts, the ledger of the prediction counts real tensors instead: that tests this module, and proves little.
+
+Rows are as long as can be, since that is what is predicted: no padding, and no lengths that vary.
+"""
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .endtoend import ROOT, VARIANTS, Clock, Workload
+from .models import MODELS
+
+__all__ = ["Configuration", "configurations", "main", "measure_one", "predict_one", "worst"]
+
+STEPS = 3
+SECONDS = 300.0
+STEPS_OF = ("plain", "flag")
+TRAINER_OF = {"sft-trainer": "trainer", "sft-trl": "sft", "grpo-trl": "grpo", "dpo-trl": "dpo"}
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A workload without padding, and whether its layers are checkpointed beyond what the workload does itself."""
+
+    workload: Workload
+    checkpointing: bool = False
+
+    @property
+    def shape(self) -> str:
+        return self.workload.shape + (" checkpointed" if self.checkpointing else "")
+
+
+def configurations(kind: str) -> list[Configuration]:
+    """For a kind of device; from 1B to 14B, SFT, GRPO, DPO, adapters and experts."""
+    if kind == "cpu":
+        return [
+            Configuration(Workload("sft-trainer", "tiny-llama", 2, 32)),
+            Configuration(Workload("sft-trl", "tiny-qwen3", 2, 32, lora=4), checkpointing=True),
+        ]
+    return [
+        Configuration(Workload("sft-trainer", "llama-1b", 8, 2048)),
+        Configuration(Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128)),
+        Configuration(Workload("sft-trainer", "gemma3-1b", 4, 2048)),
+        Configuration(Workload("sft-trl", "llama-8b", 4, 2048, lora=16), checkpointing=True),
+        Configuration(Workload("sft-trl", "qwen3-14b", 4, 2048, lora=16), checkpointing=True),
+        Configuration(Workload("sft-trainer", "qwen3-moe", 4, 2048)),
+        Configuration(Workload("grpo-trl", "qwen3-4b", 8, 1024, 512, lora=16)),
+        Configuration(Workload("dpo-trl", "llama-1b", 8, length=512, prompt=64, least=512)),
+        Configuration(Workload("sft-trl", "qwen3-4b", 4, 2048)),
+        Configuration(Workload("sft-trainer", "llama-8b", 8, 2048), checkpointing=True),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One configuration, in a process of its own
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _counted(model: Any) -> Iterator[Any]:
+    """Answers with the peak, in bytes, of what happens inside."""
+    import torch
+
+    from npu_trainer_kernels import device as devices
+    from npu_trainer_kernels.fit._ledger import Ledger
+
+    kind = devices.accelerator()
+    if kind != "cpu":
+        yield torch.get_device_module(kind).max_memory_allocated
+        return
+    ledger = Ledger(model.config.get_text_config().vocab_size)
+    with ledger:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # born under the ledger
+        yield lambda: ledger.peak_bytes
+
+
+def measure_one(configuration: Configuration, variant: str) -> int:
+    """The allocator's peak of a few steps of the real trainer, in bytes."""
+    import torch
+
+    from npu_trainer_kernels import device as devices
+
+    from .steps import build_trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock(torch.device(devices.accelerator()))
+        trainer, _ = build_trainer(configuration.workload, VARIANTS[variant], STEPS, folder, clock)
+        if configuration.checkpointing:
+            trainer.args.gradient_checkpointing = True
+            trainer.args.gradient_checkpointing_kwargs = {"use_reentrant": False}
+            if configuration.workload.lora:
+                trainer.model.enable_input_require_grads()
+        with _counted(trainer.model) as peak:
+            trainer.train()
+            return int(peak())
+
+
+def predict_one(configuration: Configuration, variant: str) -> Any:
+    """The `Prediction` for the same steps."""
+    import torch
+    import transformers
+
+    from npu_trainer_kernels import device as devices
+    from npu_trainer_kernels.fit import Setup, predict
+
+    workload = configuration.workload
+    family, arguments, dtype = MODELS[workload.size]
+    config = getattr(transformers, f"{family}Config")(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
+    # As `steps.py` sets TRL's GRPO trainer up.
+    in_16_bits = workload.name == "grpo-trl" and dtype == "bfloat16"
+    setup = Setup(
+        TRAINER_OF[workload.name], workload.batch, workload.prompt + workload.length, workload.prompt,
+        getattr(torch, dtype), autocast=in_16_bits, variant="kernels" if VARIANTS[variant].is_ours else "plain",
+        checkpointing=configuration.checkpointing or in_16_bits, lora=workload.lora,
+    )  # fmt: skip
+    kind = devices.accelerator()
+    if kind == "cpu":
+        return predict(config, setup, libraries=0)
+    return predict(config, replace(setup, memory=devices.spec(torch.device(kind)).memory_bytes))
+
+
+def _run_child(configuration: Configuration, variant: str) -> Row:
+    """What a process of its own says; a failure is a row too."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "row.json"
+        command = [
+            sys.executable, "-m", __name__ if __name__ != "__main__" else "benchmarks.fit_check", "--one",
+            json.dumps({**asdict(configuration), "variant": variant}), "--output", str(output),
+        ]  # fmt: skip
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT, check=False)
+        except subprocess.TimeoutExpired:
+            return {"status": "error", "reason": f"not finished after {SECONDS:.0f} s"}
+        if done.returncode != 0 or not output.exists():
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            return {"status": "error", "reason": lines[-1][:400], "log": done.stderr[-3000:]}
+        found: Row = json.loads(output.read_text(encoding="utf-8"))
+        return found
+
+
+def _one(given: Row, output: Path) -> int:
+    variant = given["variant"]
+    configuration = Configuration(Workload(**given["workload"]), given["checkpointing"])
+    measured = measure_one(configuration, variant)
+    predicted = predict_one(configuration, variant)
+    found = {
+        "status": "ok", "peak_bytes": measured, "predicted_bytes": predicted.peak_bytes, "parts": predicted.parts,
+        "error": predicted.peak_bytes / measured - 1,
+    }  # fmt: skip
+    output.write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All of them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def worst(rows: Sequence[Row]) -> float:
+    """The largest relative error of the rows that were measured."""
+    return max((abs(row["error"]) for row in rows if row["status"] == "ok"), default=float("inf"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns 1 if a configuration failed."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_check", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--output", type=Path, required=True, help="results file (JSON)")
+    parser.add_argument("--commit", default=None, help="of the sources, where they are a copy without their history")
+    parser.add_argument("--one", metavar="JSON", help="a configuration and its variant, in this process")
+    args = parser.parse_args(arguments)
+    if args.one is not None:
+        return _one(json.loads(args.one), args.output)
+    import torch
+
+    from npu_trainer_kernels import device as devices
+
+    from .results import Results, environment, key_of, package_version
+
+    kind = devices.accelerator()
+    results = Results(args.output, environment(torch.device(kind), arguments, args.commit, "benchmarks.fit_check"))
+    for configuration in configurations(kind):
+        for variant in STEPS_OF:
+            workload = configuration.workload
+            row: Row = {
+                "group": "fit", "op": workload.name, "shape": configuration.shape, "dtype": MODELS[workload.size][2],
+                "provider": variant, "mode": "peak", "version": package_version(VARIANTS[variant].package),
+            }  # fmt: skip
+            if results.has(key_of(row), row["version"]):
+                continue
+            row.update(_run_child(configuration, variant))
+            results.add([row])
+            text = row.get("reason", "")
+            if row["status"] == "ok":
+                text = (f"{row['peak_bytes'] / (1 << 30):.2f} GiB, predicted {row['predicted_bytes'] / (1 << 30):.2f} "
+                        f"({row['error']:+.2%})")  # fmt: skip
+            print(f"{row['op']} {row['shape']} {variant}: {text}", flush=True)
+    failed = [row for row in results.rows if row["status"] != "ok"]
+    print(f"largest error {worst(results.rows):.2%}; {len(failed)} of {len(results.rows)} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Will it fit, and what must be switched on? The peak memory of a training step and its parts, plain and with the
+kernels, with checkpointing on and off, and the largest micro-batch of each, before anything is rented or started.
+
+It runs a step on tensors without memory, and needs neither an accelerator nor weights. Every row of a batch is taken to
+be as long as --seq.
+
+Exit codes: 0 a step of --batch fits one way or another, 1 it does not, 2 wrong usage or something to install first.
+"""
+
+import argparse
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._model import HELP as MODEL_HELP
+from ._model import config_of
+from ._output import FINE, FOUND, Output, UsageError, new_table
+
+if TYPE_CHECKING:
+    from ..fit import Setup
+
+__all__ = ["HELP", "NAME", "add_arguments", "advice", "run"]
+
+NAME = "fit"
+HELP = "say whether a training step fits into memory, and what must be switched on"
+TRAINERS = ("trainer", "sft", "grpo", "dpo")
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+SHARDINGS = ("ddp", "fsdp2", "zero3")
+FIGURES = (".png", ".svg", ".pdf")
+GIB = 1 << 30
+# What people read for the names in the table and in JSON.
+_CALLED = {"none": "one device", "ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}
+Row = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
+    parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="of a device")
+    parser.add_argument("--devices", type=int, default=1, help="default 1")
+    parser.add_argument("--seq", type=int, default=1024, metavar="TOKENS", help="of a row (default 1024)")
+    parser.add_argument("--trainer", choices=TRAINERS, default="sft",
+                        help="transformers' Trainer, or TRL's for SFT, GRPO, DPO (default sft)")  # fmt: skip
+    parser.add_argument("--batch", type=int, default=1,
+                        help="of a device: rows, in dpo pairs; what the parts are of (default 1)")  # fmt: skip
+    parser.add_argument("--prompt", type=int, default=0, metavar="TOKENS",
+                        help="of --seq those that grpo and dpo do not score (default 0)")  # fmt: skip
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights (default bf16)")
+    parser.add_argument("--autocast", action=argparse.BooleanOptionalAction,
+                        help="the Trainer's bf16 (default: on with TRL's trainers, as theirs is)")  # fmt: skip
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK",
+                        help="train an adapter on all linear layers instead of the model")  # fmt: skip
+    parser.add_argument("--sharding", choices=SHARDINGS, nargs="+",
+                        help="with several devices (default: ddp fsdp2)")  # fmt: skip
+    parser.add_argument("--reserve", type=float, default=2.0, metavar="GIB",
+                        help="of --memory, kept free for CUDA, NCCL and fragments (default 2)")  # fmt: skip
+    parser.add_argument("--figure", type=Path, metavar="FILE", help=f"write a figure ({', '.join(FIGURES)})")
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, least in (("devices", 1), ("seq", 2), ("batch", 1), ("prompt", 0), ("lora", 0)):
+        if getattr(args, name) < least:
+            raise UsageError(f"--{name} must be at least {least}; got {getattr(args, name)}")
+    if not (math.isfinite(args.memory) and args.memory > 0):
+        raise UsageError(f"--memory must be a positive number of GiB; got {args.memory:g}")
+    if not 0 <= args.reserve < args.memory:
+        raise UsageError(f"--reserve must be at least 0 and less than --memory {args.memory:g}; got {args.reserve:g}")
+    if args.sharding and args.devices == 1:
+        raise UsageError("--sharding does nothing on one device; --devices says how many there are")
+    if args.prompt and args.trainer not in ("grpo", "dpo"):
+        raise UsageError(f"--prompt does nothing with --trainer {args.trainer}, which scores all tokens")
+    if args.prompt >= args.seq:
+        raise UsageError(f"--prompt must be less than --seq {args.seq}; got {args.prompt}")
+    if args.figure is not None and args.figure.suffix not in FIGURES:
+        raise UsageError(f"--figure must end with {', '.join(FIGURES)}; got {str(args.figure)!r}")
+    from .. import _triton
+    from .._optional import require
+
+    try:
+        if args.trainer != "trainer":
+            require(f"--trainer {args.trainer}", "trl")
+        if args.lora:
+            require("--lora", "peft")
+        if args.figure is not None:
+            require("--figure", "matplotlib")
+    except _triton.MissingDependencyError as error:
+        raise UsageError(str(error)) from error
+    if _triton.IMPORT_ERROR is not None:
+        raise UsageError(
+            f"what the kernels take is asked of them, and they need Triton, which cannot be imported here "
+            f"({type(_triton.IMPORT_ERROR).__name__}: {_triton.IMPORT_ERROR}): pip install triton"
+        )
+
+
+def _setups(args: argparse.Namespace) -> "list[Setup]":
+    """Every way to run the step, those with the least effort first."""
+    import torch
+
+    from ..fit import VARIANTS, Setup
+
+    autocast = args.trainer != "trainer" if args.autocast is None else args.autocast
+    ways = tuple(dict.fromkeys(args.sharding or ("ddp", "fsdp2"))) if args.devices > 1 else ("none",)
+    return [
+        Setup(
+            args.trainer, args.batch, args.seq, args.prompt, getattr(torch, DTYPES[args.dtype]), autocast, variant,
+            checkpointing, args.lora, sharding, args.devices, int(args.memory * GIB),
+        )
+        for sharding, checkpointing, variant in itertools.product(ways, (False, True), VARIANTS)
+    ]  # fmt: skip
+
+
+def _row(config: Any, setup: "Setup", usable: int) -> Row:
+    from dataclasses import replace
+
+    from ..fit import largest_batch, predict
+
+    @functools.cache
+    def at(batch: int) -> Any:
+        return predict(config, replace(setup, batch=batch))
+
+    found = at(setup.batch)
+    return {
+        "variant": setup.variant, "checkpointing": setup.checkpointing, "sharding": setup.sharding,
+        "parts": found.parts, "peak_bytes": found.peak_bytes, "fits": found.peak_bytes <= usable,
+        "largest_batch": largest_batch(lambda batch: at(batch).peak_bytes, usable),
+    }  # fmt: skip
+
+
+def advice(rows: Sequence[Row], batch: int) -> str:
+    """What must be switched on, in a sentence: the first of the rows that fits, and what is gained beyond it."""
+    fitting = [row for row in rows if row["fits"]]
+    if not fitting:
+        least = min(rows, key=lambda row: row["peak_bytes"])
+        return (
+            f"Does not fit: a micro-batch of {batch} takes at least {least['peak_bytes'] / GIB:.1f} GiB "
+            f"({_named(least)}); the largest that fits has {max(row['largest_batch'] for row in rows)} rows."
+        )
+    first, best = fitting[0], max(fitting, key=lambda row: row["largest_batch"])
+    text = f"Fits: {_named(first)}, at micro-batches of up to {first['largest_batch']}."
+    if best["largest_batch"] > first["largest_batch"]:
+        text += f" The most is {best['largest_batch']}, {_named(best)}."
+    return text
+
+
+def _named(row: Row) -> str:
+    what = [row["variant"], "with checkpointing" if row["checkpointing"] else "without checkpointing"]
+    return ", ".join([" ".join(what), *([] if row["sharding"] == "none" else [_CALLED[row["sharding"]]])])
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    _check(args)
+    config = config_of(args.model)
+    if not hasattr(config.get_text_config(), "vocab_size"):
+        raise UsageError(f"--model {args.model!r}: {type(config).__name__} is of no language model")
+    from ..fit import PARTS
+
+    usable = int((args.memory - args.reserve) * GIB)
+    rows: list[Row] = []
+    setups = _setups(args)
+    with output.progress(len(setups)) as progress:
+        for setup in setups:
+            way = {"variant": setup.variant, "checkpointing": setup.checkpointing, "sharding": setup.sharding}
+            progress.begin(_named(way))
+            try:
+                rows.append(_row(config, setup, usable))
+            except (ValueError, NotImplementedError) as error:
+                raise UsageError(f"--model {args.model!r}: {str(error).strip().splitlines()[0]}") from error
+            progress.advance()
+    verdict = advice(rows, args.batch)
+    _show(rows, args, PARTS, output)
+    output.text(verdict)
+    if args.figure is not None:
+        _draw(rows, args, PARTS)
+    output.result({
+        "model": args.model, "trainer": args.trainer, "dtype": args.dtype, "autocast": setups[0].autocast,
+        "devices": args.devices, "lora": args.lora, "seq": args.seq, "prompt": args.prompt, "batch": args.batch,
+        "memory_bytes": int(args.memory * GIB), "usable_bytes": usable, "rows": rows,
+        "fits": any(row["fits"] for row in rows), "verdict": verdict,
+    })  # fmt: skip
+    return FINE if any(row["fits"] for row in rows) else FOUND
+
+
+def _title(args: argparse.Namespace) -> str:
+    adapter = f", LoRA of rank {args.lora}" if args.lora else ""
+    where = f"{args.devices} devices" if args.devices > 1 else "one device"
+    return (f"{Path(args.model).name}, {args.trainer}{adapter}, {args.batch} x {args.seq} tokens, {args.dtype}, "
+            f"{where} of {args.memory:g} GiB")  # fmt: skip
+
+
+def _show(rows: Sequence[Row], args: argparse.Namespace, parts: Sequence[str], output: Output) -> None:
+    output.text(f"{_title(args)}: GiB at the peak, and the largest micro-batch")
+    table = new_table()
+    several = args.devices > 1
+    columns = ["run", "checkpointing", *(["sharding"] if several else []), *parts, "peak", "fits", "largest"]
+    for column in columns:
+        left = column in ("run", "checkpointing", "sharding", "fits")
+        table.add_column(column, justify="left" if left else "right")
+    for row in rows:
+        table.add_row(
+            row["variant"], "on" if row["checkpointing"] else "off",
+            *([_CALLED[row["sharding"]]] if several else []),
+            *(f"{row['parts'][part] / GIB:.2f}" for part in parts), f"{row['peak_bytes'] / GIB:.2f}",
+            "yes" if row["fits"] else "no", str(row["largest_batch"]),
+        )  # fmt: skip
+    output.show(table)
+
+
+def _draw(rows: Sequence[Row], args: argparse.Namespace, parts: Sequence[str]) -> None:
+    """A bar for each row, part by part, and a line where the memory ends."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8.0, 1.6 + 0.45 * len(rows)), layout="constrained")
+    names = [f"{_named(row)}\n(up to {row['largest_batch']})" for row in rows]
+    ends = [0.0] * len(rows)
+    for part in parts:
+        sizes = [row["parts"][part] / GIB for row in rows]
+        axis.barh(names, sizes, left=ends, label=part)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    axis.axvline(args.memory - args.reserve, color="black", linestyle="--", linewidth=1)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=8)
+    axis.set_xlabel(f"GiB at the peak (dashed: {args.memory:g} less {args.reserve:g})", fontsize=9)
+    axis.set_title(_title(args), fontsize=9, loc="left")
+    figure.legend(fontsize=8, ncols=len(parts), loc="outside lower center", frameon=False, handlelength=1)
+    figure.savefig(args.figure, dpi=150)
+    pyplot.close(figure)

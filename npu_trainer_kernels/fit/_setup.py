@@ -1,0 +1,100 @@
+"""What is trained, and how: the question that a prediction answers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["GIB", "SHARDINGS", "TRAINERS", "VARIANTS", "Prediction", "Setup"]
+
+GIB = 1 << 30
+
+TRAINERS = ("trainer", "sft", "grpo", "dpo")
+"""transformers' Trainer, and TRL's for SFT, GRPO and DPO."""
+
+SHARDINGS = ("none", "ddp", "fsdp2", "zero3")
+
+VARIANTS: dict[str, dict[str, Any] | None] = {"plain": None, "kernels": {}}
+"""How a step may be run: the options of `apply_npu_kernels`, or None without it."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and how.
+
+    Attributes:
+        trainer: one of `TRAINERS`.
+        batch: sequences of a device's micro-batch (`per_device_train_batch_size`); pairs of them in DPO.
+        length: tokens of a sequence.
+        prompt: those of them that are prompt, which TRL's GRPO and DPO do not score.
+        dtype: of the weights.
+        autocast: the Trainer's `bf16`.
+        variant: one of `VARIANTS`.
+        checkpointing: the Trainer's `gradient_checkpointing`.
+        lora: the rank of an adapter on all linear layers that is trained instead of the model; 0: the model.
+        sharding: one of `SHARDINGS`.
+        devices: over which the weights are spread, or the batch alone.
+        memory: bytes of a device; the kernels size their chunks by it.
+
+    Raises:
+        ValueError: a value that is not allowed, or one that has no effect with the others.
+    """
+
+    trainer: str = "sft"
+    batch: int = 1
+    length: int = 1024
+    prompt: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    autocast: bool = False
+    variant: str = "plain"
+    checkpointing: bool = False
+    lora: int = 0
+    sharding: str = "none"
+    devices: int = 1
+    memory: int = 80 * GIB
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("trainer", TRAINERS), ("sharding", SHARDINGS), ("variant", tuple(VARIANTS))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        for name, least in (("batch", 1), ("length", 2), ("prompt", 0), ("lora", 0), ("devices", 1), ("memory", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}")
+        if self.prompt and self.trainer not in ("grpo", "dpo"):
+            raise ValueError(
+                f"prompt={self.prompt} has no effect with trainer={self.trainer!r}, which scores all tokens"
+            )
+        if self.prompt >= self.length:
+            raise ValueError(f"prompt must be less than length={self.length}; got {self.prompt}")
+        if (self.sharding == "none") != (self.devices == 1):
+            raise ValueError(
+                f"sharding must be 'none' on one device, and another one on several; got {self.sharding!r} "
+                f"with devices={self.devices}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a forward."""
+        return self.batch * (2 if self.trainer == "dpo" else 1)
+
+    @property
+    def scored(self) -> int:
+        """Tokens of a forward whose probability is asked for."""
+        return self.rows * (self.length - max(self.prompt, 1))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Peak memory of one device.
+
+    Attributes:
+        parts: bytes at the moment of the peak, by `PARTS`.
+    """
+
+    parts: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is allocated at one time."""
+        return sum(self.parts.values())

@@ -1,0 +1,225 @@
+"""One training step of a model on tensors without memory, as Trainer and TRL's trainers take it.
+
+Their loops are not run, since they ask for values at every turn; what they call is: the model, TRL's head, autograd,
+the clipping of gradients, the optimiser. What the losses of TRL's trainers do with `[rows, length]` numbers is there in
+short: it is nothing beside the rest.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..ops._grpo_formula import GrpoOptions, GrpoTokens
+from ..ops.grpo_loss import GrpoPlan, planned
+from ..patching import apply_npu_kernels
+from ..patching._call import use_plan
+from ..patching._classes import original_class
+from ..patching._learned import LearnedPlan
+from ._card import LIBRARIES, NoValues, scratch, standing_in
+from ._ledger import Ledger
+from ._setup import VARIANTS, Prediction, Setup
+from ._sharding import Units, shares_of, units_of
+
+__all__ = ["predict"]
+
+# What TRL's trainers ask of its head.
+_OUTPUTS = {
+    "sft": ("log_probs", "entropy", "is_top1"),
+    "grpo": ("log_probs", "entropy"),
+    "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
+}
+
+
+def _built(config: Any, setup: Setup) -> nn.Module:
+    """The model, on no device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, dtype=setup.dtype, attn_implementation="sdpa")
+    model.config.use_cache = False
+    if setup.trainer != "trainer":
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model, outputs=_OUTPUTS[setup.trainer])
+    if setup.lora:
+        from peft import LoraConfig, get_peft_model
+
+        adapter = LoraConfig(
+            r=setup.lora, lora_alpha=2 * setup.lora, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        with torch.device("meta"):
+            model = get_peft_model(model, adapter)
+    if setup.checkpointing:
+        with warnings.catch_warnings():
+            # Its name changes with transformers 6.
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if setup.lora:
+            model.enable_input_require_grads()
+    return model.train()
+
+
+def _materialise(model: nn.Module, ledger: Ledger, frozen: float, trained: float) -> None:
+    """Gives the model's tensors storages, without numbers; the ledger counts shares of them."""
+    made: dict[int, torch.Tensor] = {}
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        with ledger.within("weights", trained if tensor.requires_grad else frozen):
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(like(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = like(buffer)
+
+
+def _mark_attention(model: nn.Module, ledger: Ledger) -> None:
+    """What modules of attention make in forward is attention's."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        ledger.enter("attention")
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        ledger.leave()
+
+    for module in model.modules():
+        if original_class(module).__name__.endswith("Attention"):
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave)
+
+
+def _loss(model: Any, reference: Any, ids: torch.Tensor, setup: Setup) -> torch.Tensor:
+    if setup.trainer == "trainer":
+        return model(input_ids=ids, labels=ids, num_items_in_batch=ids.numel()).loss
+    labels = ids
+    if setup.prompt:
+        labels = ids.clone()
+        labels[:, : setup.prompt] = -100
+    log_probs = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
+    if setup.trainer == "sft":
+        return -log_probs.sum() / ids.numel()
+    if setup.trainer == "dpo":
+        with torch.no_grad():
+            if reference is None:
+                with model.disable_adapter():
+                    before = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
+            else:
+                before = reference(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
+        chosen, rejected = (log_probs - before).sum(1).chunk(2)
+        return -nn.functional.logsigmoid(chosen - rejected).mean()
+    ratio = (log_probs - log_probs.detach()).exp()
+    return -torch.min(ratio * 0.5, ratio.clamp(0.8, 1.2) * 0.5).sum() / ids.numel()
+
+
+class _GrpoPlan:
+    """What GRPO's trainer tells the head of TRL's default loss, on-policy."""
+
+    def mismatch(self, share: float) -> None:
+        """Without numbers a plan holds."""
+
+    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int) -> GrpoPlan | None:
+        """See `HeadPlan`."""
+        if not weight.requires_grad:
+            return None
+        numbers, sequence = torch.zeros(rows, dtype=torch.float32), torch.arange(rows)
+        tokens = GrpoTokens(numbers, numbers, numbers, None, None, None, None, None, sequence, numbers)
+        of_each = [1] * rows
+        return planned(lambda: tokens, GrpoOptions(), True, lambda: of_each, weight.shape[0], itemsize, weight.device)
+
+
+@contextlib.contextmanager
+def _applied(model: nn.Module, setup: Setup) -> Iterator[None]:
+    """The kernels in a model, and their head knowing what it knows after the first steps."""
+    options = VARIANTS[setup.variant]
+    if options is None:
+        yield
+        return
+    with apply_npu_kernels(model, **options) as handle, use_plan(_GrpoPlan() if setup.trainer == "grpo" else None):
+        # What two backward passes show: SFT's gradient is the same for every token, DPO's is each row's own.
+        handle.settings.learned = LearnedPlan.settled(setup.trainer == "sft")
+        yield
+
+
+def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction:
+    """Peak memory of a step in which the optimiser has its state already.
+
+    Args:
+        config: of a causal language model of transformers.
+        setup: what is trained, and how.
+        libraries: bytes that they hold.
+    """
+    model = _built(config, setup)
+    reference = None
+    if setup.trainer == "dpo" and not setup.lora:
+        reference = _built(config, setup).eval().requires_grad_(False)
+    ledger = Ledger(config.get_text_config().vocab_size, scratch)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(standing_in(setup.memory))
+        for each in filter(None, (model, reference)):
+            stack.enter_context(_applied(each, setup))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(NoValues(setup.scored))
+        stack.enter_context(ledger)
+        stack.enter_context(ledger.holding("other", libraries))
+        _step(model, reference, setup, ledger)
+    return Prediction(dict(ledger.peak))
+
+
+def _step(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> None:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    shares = shares_of(setup, trained[0].dtype)
+    for each in filter(None, (model, reference)):
+        _materialise(each, ledger, shares.frozen, shares.trained)
+        _mark_attention(each, ledger)
+    trained, units = [p for p in model.parameters() if p.requires_grad], units_of(model)
+
+    def arrived(parameter: torch.Tensor) -> None:
+        whole = setup.sharding in ("fsdp2", "zero3") and id(parameter) in units.in_root
+        assert parameter.grad is not None
+        ledger.belongs(parameter.grad, "gradients", 1.0 if whole else shares.gradients)
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(arrived)
+    optimizer = torch.optim.AdamW(trained, fused=True)
+    with ledger.within("gradients", shares.gradients):
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+    with ledger.within("optimiser", shares.optimiser):
+        optimizer.step()
+    optimizer.zero_grad()
+    ledger.forget_peak()
+    in_forward, in_backward = _beside(setup, units)
+    ids = torch.empty(setup.rows, setup.length, dtype=torch.int64, device="cpu")
+    autocast = torch.autocast("cpu", torch.bfloat16) if setup.autocast else contextlib.nullcontext()
+    with ledger.holding("other", in_forward):
+        with autocast:
+            loss = _loss(model, reference, ids, setup)
+        with ledger.holding("other", in_backward):
+            loss.backward()
+    del loss
+    for parameter in trained:
+        ledger.belongs(parameter.grad, "gradients", shares.gradients)
+    nn.utils.clip_grad_norm_(trained, 1.0)
+    with ledger.within("optimiser", shares.optimiser):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def _beside(setup: Setup, units: Units) -> tuple[int, int]:
+    """Bytes that several devices add to a step, and beside them to its backward."""
+    if setup.sharding == "none":
+        return 0, 0
+    if setup.sharding == "ddp":
+        return units.trained, 0
+    return units.root + units.layer, units.layer + 2 * units.layer_gradients

@@ -1,0 +1,335 @@
+"""`npu-kernels fit` and what it stands on: the ledger, the step, the search.
+
+What predictions are held to is measured: the allocator's peaks of committed runs, and what the same ledger counts when
+the real Trainer trains a real model.
+"""
+
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from benchmarks import fit_check
+from benchmarks.models import MODELS
+from benchmarks.results import read
+from npu_trainer_kernels import device
+from npu_trainer_kernels.cli import main
+from npu_trainer_kernels.cli._fit import advice
+from npu_trainer_kernels.fit import PARTS, VARIANTS, Setup, largest_batch, predict
+from npu_trainer_kernels.fit._ledger import Ledger
+from npu_trainer_kernels.fit._search import MOST
+
+RESULTS = Path(fit_check.__file__).parent / "results"
+MIB, GIB = 1 << 20, 1 << 30
+ALLOWED = 0.05
+CONFIG = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 4096,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "max_position_embeddings": 512,
+}  # fmt: skip
+SETUP = Setup("trainer", 4, 256)
+
+
+def config(**changes):
+    return transformers.LlamaConfig(**{k: v for k, v in {**CONFIG, **changes}.items() if k != "model_type"})
+
+
+def numbers(**changes) -> int:
+    """Of a model's parameters, counted on a real one."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config(**changes))
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return predict(config(), SETUP)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ledger
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_born_and_dies_is_counted():
+    with Ledger(vocabulary=97) as ledger:
+        kept = torch.empty(1000)
+        passing = torch.empty(3, 97)
+        view = kept[10:]  # no memory of its own
+        assert ledger.alive == dict.fromkeys(PARTS, 0) | {"activations": 4096, "head": 1536}
+        del passing
+        assert (ledger.total, ledger.blocks) == (4096, 1)
+        del kept
+        assert ledger.total == 4096  # the view keeps the storage
+        del view
+    assert (ledger.total, ledger.blocks, ledger.peak_bytes) == (0, 0, 5632)
+
+
+def test_a_storage_that_changes_its_part_is_counted_once():
+    with Ledger(vocabulary=97) as ledger:
+        tensor = torch.empty(1000)
+        ledger.belongs(tensor, "gradients", share=0.5)
+        assert ledger.alive == dict.fromkeys(PARTS, 0) | {"gradients": 2048}
+        assert ledger.total == 2048
+        other = torch.empty(10)
+    with pytest.raises(ValueError, match=r"a tensor of shape \[7\] was not born under this ledger"):
+        ledger.belongs(torch.empty(7), "gradients")
+    del tensor, other
+    assert ledger.total == 0
+
+
+def test_backward_frees_what_it_has_used():
+    with Ledger(vocabulary=97) as ledger:
+        weight = torch.randn(64, 64, requires_grad=True)
+        out = torch.randn(32, 64)
+        for _ in range(4):
+            out = (out @ weight).relu()
+        out.sum().backward()
+        del out
+    gc.collect()
+    assert ledger.total == 2 * 64 * 64 * 4  # the weight and its gradient
+    # What goes into four products, and the last result; the weight, and at most a gradient, another one and their sum.
+    results, weights = 5 * 32 * 64 * 4, 64 * 64 * 4
+    assert results + weights <= ledger.peak_bytes <= results + 4 * weights + 4 * 512
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_lasts_is_exact_and_the_parts_are_the_whole(plain):
+    assert sum(plain.parts.values()) == plain.peak_bytes
+    assert tuple(plain.parts) == PARTS
+    # bf16, and two moments of it. Each tensor is a multiple of 512 bytes; buffers and counts of steps are small.
+    weights = 2 * numbers()
+    assert 0 <= plain.parts["weights"] - weights <= 4 * 512
+    assert 0 <= plain.parts["optimiser"] - 2 * weights <= 64 * 512
+
+
+def test_all_gradients_are_there_at_the_end():
+    # Of one short row the gradients are the most.
+    found = predict(config(hidden_size=1024, num_hidden_layers=8, vocab_size=64), replace(SETUP, batch=1, length=8))
+    gradients = 2 * numbers(hidden_size=1024, num_hidden_layers=8, vocab_size=64)
+    assert found.parts["gradients"] == pytest.approx(gradients, rel=0.01)
+
+
+def test_every_storage_dies_but_weights_and_state(monkeypatch):
+    ledgers = []
+    original = Ledger.__init__
+    monkeypatch.setattr(Ledger, "__init__", lambda self, *args: (original(self, *args), ledgers.append(self))[0])
+    kept = []
+
+    def left(variant: str) -> int:
+        predict(config(), replace(SETUP, variant=variant))
+        gc.collect()
+        return ledgers[-1].total
+
+    assert [left(variant) for variant in VARIANTS] == [0] * len(VARIANTS)
+    # What somebody keeps is seen.
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: kept.append(linear(*args)) or kept[-1])
+    assert left("plain") > 0
+
+
+def test_layers_add_up():
+    peaks = [predict(config(num_hidden_layers=count), SETUP).peak_bytes for count in (2, 3, 4)]
+    assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
+
+
+def test_what_is_switched_on_takes_less(plain):
+    def peak(**changes) -> int:
+        return predict(config(), replace(SETUP, **changes)).peak_bytes
+
+    assert peak(variant="kernels") < plain.peak_bytes
+    assert peak(checkpointing=True) < plain.peak_bytes
+    adapter = predict(config(), replace(SETUP, lora=8))
+    assert adapter.parts["optimiser"] < plain.parts["optimiser"] / 10
+    assert adapter.parts["gradients"] < plain.parts["optimiser"] / 10
+
+
+def test_shares_of_several_devices(plain):
+    sharded = predict(config(), replace(SETUP, sharding="fsdp2", devices=4))
+    assert sharded.parts["weights"] == pytest.approx(plain.parts["weights"] / 4, rel=0.01)
+    assert sharded.parts["optimiser"] == pytest.approx(plain.parts["optimiser"] / 4, rel=0.01)
+    assert sharded.parts["activations"] == plain.parts["activations"]
+    # Embedding, head and last norm are gathered for the whole step.
+    assert sharded.parts["other"] - plain.parts["other"] >= 2 * 2 * 4096 * 256
+    everywhere = predict(config(), replace(SETUP, sharding="ddp", devices=4))
+    assert everywhere.peak_bytes - plain.peak_bytes == 2 * numbers()
+    # DeepSpeed's optimiser has three fp32 numbers for what AdamW has two bf16 ones.
+    zero = predict(config(), replace(SETUP, sharding="zero3", devices=4))
+    assert zero.parts["optimiser"] == pytest.approx(3 * sharded.parts["optimiser"], rel=0.01)
+
+
+@pytest.mark.parametrize("trainer", ["sft", "grpo", "dpo"])
+def test_trls_trainers(trainer):
+    prompt = 64 if trainer != "sft" else 0
+    setup = replace(SETUP, trainer=trainer, prompt=prompt, autocast=True, checkpointing=True)
+    found = [predict(config(), replace(setup, variant=variant)) for variant in VARIANTS]
+    # DPO holds a second model.
+    models = 2 if trainer == "dpo" else 1
+    assert [p.parts["weights"] // (2 * numbers()) for p in found] == [models] * len(found)
+
+
+def test_experts_are_grouped():
+    family, arguments, _ = MODELS["qwen3-moe"]
+    experts = getattr(transformers, f"{family}Config")(**{**arguments, "num_hidden_layers": 1, "vocab_size": 512})
+    assert predict(experts, replace(SETUP, checkpointing=True)).peak_bytes > GIB // 2
+
+
+def test_the_host_is_itself_again():
+    predict(config(num_hidden_layers=1), replace(SETUP, variant="kernels"))
+    assert device.kind_of(torch.device("cpu")) == "cpu"
+    assert device.spec(torch.device("cpu")).kind == "cpu"
+    q = torch.randn(1, 2, 4, 8)
+    assert torch.nn.functional.scaled_dot_product_attention(q, q, q).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer": "ppo"}, "trainer must be one of trainer, sft, grpo, dpo; got 'ppo'"),
+        ({"batch": 0}, "batch must be an integer of at least 1; got 0"),
+        ({"prompt": 8}, "prompt=8 has no effect with trainer='trainer'"),
+        ({"sharding": "fsdp2"}, "got 'fsdp2' with devices=1"),
+        ({"variant": "liger"}, "variant must be one of plain, kernels"),
+    ],
+)
+def test_a_setup_says_what_is_wrong(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SETUP, **changes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Held to what was measured
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+# Committed runs whose rows are all of one length.
+MEASURED = [
+    ("sft-trainer", "llama-1b 8x2048", fit_check.Workload("sft-trainer", "llama-1b", 8, 2048)),
+    ("sft-trl", "llama-1b 8x2048", fit_check.Workload("sft-trl", "llama-1b", 8, 2048)),
+    ("sft-trainer", "gemma3-1b 4x2048", fit_check.Workload("sft-trainer", "gemma3-1b", 4, 2048)),
+]
+
+
+@pytest.mark.parametrize(("op", "shape", "workload"), MEASURED)
+@pytest.mark.parametrize("variant", fit_check.STEPS_OF)
+def test_committed_steps(op, shape, workload, variant):
+    _, rows = read(RESULTS / "2026-11-22-nvidia-h200-fifth-round-steps.json")
+    (row,) = (r for r in rows if (r["op"], r["shape"], r["provider"]) == (op, shape, variant))
+    predicted = fit_check.predict_one(fit_check.Configuration(workload), variant).peak_bytes
+    assert abs(predicted / row["peak_bytes"] - 1) <= ALLOWED
+
+
+def test_committed_comparison():
+    files = sorted(RESULTS.glob("*-fit.json"))
+    assert files, "python -m benchmarks.fit_check writes it"
+    _, rows = read(files[-1])
+    assert [row for row in rows if row["status"] != "ok"] == []
+    assert len({(row["op"], row["shape"]) for row in rows}) >= 8
+    assert fit_check.worst(rows) <= ALLOWED
+
+
+def test_a_real_trainer_under_the_same_ledger():
+    configuration = fit_check.configurations("cpu")[0]
+    measured = fit_check.measure_one(configuration, "plain")
+    predicted = fit_check.predict_one(configuration, "plain").peak_bytes
+    assert abs(predicted / measured - 1) <= ALLOWED
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The search
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", [99, 100, 101, 109, 110, 111, 5000, 5003, 60000])
+@pytest.mark.parametrize("bend", [0, 7, 300])
+def test_the_largest_batch(memory, bend):
+    asked = []
+
+    def peak(batch: int) -> int:
+        asked.append(batch)
+        return max(100, 90 + 10 * batch + max(0, batch - bend) * 3)
+
+    found = largest_batch(peak, memory)
+    assert found == max((b for b in range(1, MOST + 1) if peak(b) <= memory), default=0)
+    del asked[-MOST:]
+    assert len(asked) == len(set(asked)) <= 12
+
+
+def row(variant, checkpointing, gib, largest, sharding="none"):
+    return {
+        "variant": variant, "checkpointing": checkpointing, "sharding": sharding, "parts": {}, "fits": largest >= 2,
+        "peak_bytes": int(gib * GIB), "largest_batch": largest,
+    }  # fmt: skip
+
+
+def test_advice_is_the_least_effort_that_fits():
+    rows = [row("plain", False, 30, 1), row("kernels", False, 20, 3), row("kernels", True, 10, 9, "fsdp2")]
+    assert advice(rows, 2) == (
+        "Fits: kernels without checkpointing, at micro-batches of up to 3. "
+        "The most is 9, kernels with checkpointing, FSDP2."
+    )
+    assert advice(rows[:1], 2) == (
+        "Does not fit: a micro-batch of 2 takes at least 30.0 GiB (plain without checkpointing); "
+        "the largest that fits has 1 rows."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
+    return str(tmp_path)
+
+
+def test_json_and_figure(model, tmp_path, capsys):
+    figure = tmp_path / "fit.svg"
+    # Two GiB are kept free; what is left is little.
+    arguments = ["--memory", "2.15", "--trainer", "trainer", "--seq", "256", "--figure", str(figure), "--json"]
+    assert main(["fit", "--model", model, *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(r["variant"], r["checkpointing"]) for r in found["rows"]] == [
+        (variant, checkpointing) for checkpointing in (False, True) for variant in VARIANTS
+    ]
+    for each in found["rows"]:
+        assert list(each["parts"]) == list(PARTS)
+        assert sum(each["parts"].values()) == each["peak_bytes"]
+        assert each["fits"] == (each["peak_bytes"] <= found["usable_bytes"]) == (each["largest_batch"] >= 1)
+    assert found["fits"]
+    assert found["verdict"].startswith("Fits: plain without checkpointing")
+    assert "<svg" in figure.read_text()
+
+
+def test_what_does_not_fit_is_exit_code_1(model, capsys):
+    assert main(["fit", "--model", model, "--memory", "2.01", "--devices", "2", "--sharding", "ddp"]) == 1
+    out = capsys.readouterr().out
+    assert "Does not fit: a micro-batch of 1 takes at least 0.1 GiB" in out
+    assert "DDP" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "0"], "--memory must be a positive number of GiB; got 0"),
+        (["--memory", "2"], "--reserve must be at least 0 and less than --memory 2; got 2"),
+        (["--devices", "0"], "--devices must be at least 1; got 0"),
+        (["--sharding", "fsdp2"], "--sharding does nothing on one device"),
+        (["--prompt", "8"], "--prompt does nothing with --trainer sft"),
+        (["--trainer", "grpo", "--seq", "8", "--prompt", "8"], "--prompt must be less than --seq 8; got 8"),
+        (["--figure", "fit.txt"], "--figure must end with .png, .svg, .pdf; got 'fit.txt'"),
+        (["--model", "nowhere/model"], "nowhere/model"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(model, capsys, arguments, message):
+    assert main(["fit", "--model", model, "--memory", "80", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
