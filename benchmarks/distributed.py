@@ -1,203 +1,157 @@
-"""Two or more GPUs: training steps plain and with the kernels, alone, under DDP and under FSDP2.
+"""Two or more GPUs: training steps plain, with the kernels and with Liger's, alone and in what a step is spread with.
 
 What is asked: does the kernel path add communication, and does it keep its gain? So beside time and memory every row
-says how often each collective kernel ran in a step. "Alone" is the same step on every device at once, without wrapping:
-what the devices would do if they had nothing to say to each other.
+says how often each collective kernel ran in a step. A wrapper is one of
+
+alone   the same step on every device at once, without wrapping: what the devices would do if they had nothing to say to
+        each other (a trainer's ranks still exchange what they log);
+ddp     `DistributedDataParallel`;
+fsdp2   `fully_shard`, a unit for each layer;
+tp      transformers' tensor plan for the model: all ranks have one batch, and each a slice of the weights.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed --output benchmarks/results/two-gpus.json
 
-Random weights and ids, as in `endtoend.py`; no Trainer, so that nothing but model, wrapper and optimiser is timed. The
-batches are those of `endtoend.py`, in its words: a workload without padding, some with lengths as users have them, and
-one whose rows all begin with one prompt. What a rank gets differs from what the others get. Batches with prompts are
-those of a GRPO update, and layers are checkpointed there, but the loss is the cross-entropy of the completions.
+Random weights and ids, as in `endtoend.py`, whose words its workloads are in. `sft` has no Trainer, so that nothing but
+model, wrapper and optimiser is timed; what a rank gets differs from what the others get, except under tp. `grpo-trl` is
+TRL's trainer with given rollouts, as there, wrapped by accelerate; collectives of the step's preparation count. TRL's
+trainer is not run under tp: there `sft` with prompts is, batches like a GRPO update's with layers checkpointed, whose
+loss is the cross-entropy of the completions.
+
+Besides there is the LM head alone: the op with the whole vocabulary on every rank ("alone"), and with the vocabulary
+shared out ("tp"), whose loss and gradients are held to the former's.
+
+Rows come the most wanted first. The same command goes on where one stopped; what failed is tried again.
 """
 
 import argparse
-import collections
-import contextlib
-import gc
+import functools
 import itertools
+import json
 import os
-import re
 import sys
-import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.rendezvous import rendezvous
 
-from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.cli._output import Output
 
-from .cli import write_reports
+from .cli import matcher, write_reports
 from .endtoend import VARIANTS, Workload
-from .lengths import DISTRIBUTIONS, lengths, prompt_lengths
-from .measure import as_json, summarise
-from .models import MODELS, build_model
+from .lengths import DISTRIBUTIONS
+from .models import MODELS
+from .ranks import WAYS, WRAPPERS, free, time_head, train
 from .results import Results, Row, environment, key_of, package_version
-from .steps import kernels_of
+from .runner import ERRORS, Budget
 
-__all__ = ["WRAPPERS", "batch_of", "collectives", "main", "train", "workloads"]
+__all__ = ["HEADS", "WITH_SIZE", "main", "plan", "rows_of"]
 
-WRAPPERS = ("alone", "ddp", "fsdp2")
-STEPS_OF = ("plain", "flag", "flag-padded")
-WARMUP = 3
 # Options that make a workload of one's own.
 OF_ONE = ("batch", "length", "prompt", "lengths", "group")
-_IGNORED = -100
+# Variants of a workload of one's own.
+WITH_SIZE = ("plain", "flag", "flag-padded", "liger")
+# A workload, what it is spread with, and the variants that say something there.
+Part = tuple[Workload, tuple[str, ...], tuple[str, ...]]
+# A rank that waits longer for the others waits for one that has failed.
+_TIMEOUT = timedelta(minutes=3)
+_PEERS = ("plain", "flag", "liger")
+# LM heads, by the kind of device.
+HEADS = {
+    "cpu": [{"BT": 128, "H": 64, "V": 1000}],
+    "other": [{"BT": 8192, "H": 4096, "V": 128256}, {"BT": 16384, "H": 2048, "V": 128256}],
+}
 
 
-def workloads(kind: str) -> list[Workload]:
-    """Of each rank, by the kind of device."""
+def plan(kind: str) -> list[Part]:
+    """By the kind of device, the most wanted first. Workloads are of each rank; under tp, of all."""
     if kind == "cpu":
         return [
-            Workload("sft", "demo-llama", 4, 128),
-            Workload("sft", "demo-llama", 4, 128, lengths="exponential"),
-            Workload("sft", "demo-qwen3", 4, 64, 128, lengths="exponential"),
+            (Workload("sft", "demo-llama", 4, 128), WRAPPERS[:3], WITH_SIZE[:3]),
+            (Workload("sft", "demo-llama", 4, 128, lengths="exponential"), WRAPPERS[:3], WITH_SIZE[:3]),
+            # accelerate wraps no ranks on CPUs in FSDP.
+            (Workload("grpo-trl", "demo-qwen3", 4, 64, 32, lengths="exponential", group=2), WRAPPERS[:2], _PEERS[:2]),
+            (Workload("sft", "demo-qwen3", 4, 64, 128, lengths="exponential"), WRAPPERS, WITH_SIZE[:3]),
+            (Workload("sft", "demo-qwen3-moe", 4, 128), WRAPPERS, _PEERS[:2]),
         ]
+    updates = {
+        which: Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128, lengths=which, group=2) for which in DISTRIBUTIONS
+    }
+    completions = [Workload("sft", w.size, w.batch, w.length, w.prompt, lengths=w.lengths, group=w.group)
+                   for w in updates.values()]  # fmt: skip
+    whole_rows, experts = Workload("sft", "llama-1b", 4, 2048), Workload("sft", "qwen3-moe", 8, 2048)
     return [
-        Workload("sft", "llama-1b", 4, 2048),
-        Workload("sft", "llama-1b", 4, 2048, lengths="exponential"),
-        Workload("sft", "qwen3-0.6b", 8, 4096, 128, lengths="exponential", group=2),
-        Workload("sft", "qwen3-0.6b", 8, 4096, 128, lengths="even", group=2),
-        Workload("sft", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential"),
+        (whole_rows, WRAPPERS[:3], _PEERS),
+        (whole_rows, WRAPPERS[3:], _PEERS[:2]),
+        (updates["exponential"], WRAPPERS[:3], _PEERS),
+        (experts, WRAPPERS, _PEERS[:2]),
+        (updates["even"], WRAPPERS[:3], _PEERS),
+        *((workload, WRAPPERS[3:], _PEERS[:2]) for workload in completions),
+        (Workload("sft", "llama-1b", 4, 2048, lengths="exponential"), WRAPPERS[:3], WITH_SIZE),
+        (updates["exponential"], WRAPPERS[1:3], ("flag-unbalanced",)),
+        (experts, WRAPPERS[:3], _PEERS[2:]),
+        # One prompt for all rows of a rank.
+        (Workload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential"), WRAPPERS[:3], _PEERS),
+        # Liger's kernels know of no weight in slices: what they do with one may cost the device.
+        *((workload, WRAPPERS[3:], _PEERS[2:]) for workload in (whole_rows, experts)),
     ]
 
 
-def batch_of(workload: Workload, rank: int, world: int) -> dict[str, torch.Tensor]:
-    """What a rank trains on at every step: ids and labels `[batch, length]`, and a mask where lengths differ."""
-    drawn = torch.Generator().manual_seed(2 + rank)
-    vocab, rows = MODELS[workload.size][1]["vocab_size"], workload.batch
-
-    def ids(*shape: int) -> torch.Tensor:
-        return torch.randint(3, vocab, shape, generator=drawn)
-
-    if not workload.lengths:
-        whole = ids(rows, workload.prompt + workload.length)
-        return {"input_ids": whole, "labels": whole}
-    # The ranks share the quantiles out: their counts of tokens differ, and are the distribution's together.
-    mine = lengths(workload.lengths, rows * world, workload.length)[rank::world]
-    columns = torch.arange(workload.prompt + max(mine))
-    end = workload.prompt + torch.tensor(mine)
-    groups = max(1, rows // workload.group)
-    begin = workload.prompt - torch.tensor(prompt_lengths(groups, workload.prompt) if workload.prompt else [0] * groups)
-    of_row = torch.arange(rows) * groups // rows
-    live = (columns >= begin[of_row].unsqueeze(1)) & (columns < end.unsqueeze(1))
-    prompts, completions = ids(groups, workload.prompt), ids(rows, max(mine))
-    found = torch.cat((prompts[of_row], completions), 1).masked_fill(~live, 0)
-    labels = found.masked_fill(~live | (columns < workload.prompt), _IGNORED)
-    return {"input_ids": found, "attention_mask": live.long(), "labels": labels}
-
-
-def _wrap(model: Any, wrapper: str, device: torch.device) -> Any:
-    if wrapper == "ddp":
-        ids = None if device.type == "cpu" else [device.index]
-        return torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    if wrapper == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-    return model
-
-
-def collectives(step: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """How often each collective runs on the device during `step`; on a CPU, is called."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        step()
-        devices.synchronize(device)
-    pattern = r"ncclDevKernel_(\w+?)_" if device.type == "cuda" else r"c10d::(\w+)"
-    names = (match[1] for event in profile.events() if (match := re.match(pattern, event.name)))
-    return dict(sorted(collections.Counter(names).items()))
-
-
-def train(workload: Workload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
-    """Times `steps` steps on every rank; what this rank saw, beyond the row's key.
-
-    Args:
-        workload: of each rank.
-        wrapper: one of `WRAPPERS`.
-        variant: one of `STEPS_OF`; the kernels are put in before the model is wrapped.
-        steps: timed ones.
-        device: of this rank.
-    """
-    model = build_model(workload.size).to(device)
-    if workload.prompt:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    asked = kernels_of(VARIANTS[variant])
-    patched = apply_npu_kernels(model, ops=asked.npu_kernels_ops) if asked.use_npu_kernels else contextlib.nullcontext()
-    with patched:
-        return _train(_wrap(model, wrapper, device), workload, steps, device)
-
-
-def _train(model: Any, workload: Workload, steps: int, device: torch.device) -> Row:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    world = distributed.get_world_size()
-    batch = {name: t.to(device) for name, t in batch_of(workload, distributed.get_rank(), world).items()}
-    losses, norms, times = [], [], []
-
-    def step() -> None:
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        norms.append(norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item())
-
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    if module is not None:
-        module.reset_peak_memory_stats(device)
-    for number in range(WARMUP + steps):
-        start = time.perf_counter()
-        step()
-        devices.synchronize(device)
-        if number >= WARMUP:
-            times.append((time.perf_counter() - start) * 1e3)
-    peak = 0 if module is None else module.max_memory_allocated(device)
-    summary = summarise(times)
-    ids = batch["input_ids"]
-    counts = torch.stack((batch.get("attention_mask", torch.ones_like(ids)).sum(), ids.new_tensor(ids.numel())))
-    distributed.all_reduce(counts)
-    live, positions = counts.tolist()
-    return {
-        "ms": as_json(summary), "tokens": live, "positions": positions, "live_share": live / positions,
-        "tokens_per_second": live / summary.median * 1e3, "peak_bytes": peak,
-        "losses": losses, "grad_norms": norms, "collectives": collectives(step, device),
-    }  # fmt: skip
+def rows_of(parts: Sequence[Part]) -> list[tuple[Workload, str, str]]:
+    """Workload, wrapper and variant of every row: of a part all variants of one wrapper, then those of the next."""
+    return [(workload, wrapper, variant) for workload, wrappers, variants in parts
+            for wrapper in wrappers for variant in variants]  # fmt: skip
 
 
 def _row(workload: Workload, wrapper: str, variant: str) -> Row:
     world = distributed.get_world_size()
-    shape = workload.shape.replace(" ", f" {world}x", 1)
+    shape = f"{workload.shape} by {world}" if wrapper == "tp" else workload.shape.replace(" ", f" {world}x", 1)
     sizes = {"devices": world, "batch": workload.batch, "length": workload.length, "prompt": workload.prompt}
     return {
         "group": "end-to-end", "op": f"{workload.name}-{wrapper}", "shape": shape,
-        "sizes": {**sizes, "lengths": workload.lengths, "group": workload.group}, "dtype": MODELS[workload.size][2],
-        "provider": variant, "version": package_version(VARIANTS[variant].package), "mode": "step", "status": "ok",
+        "sizes": {**sizes, "lengths": workload.lengths, "group": workload.group, "least": 0},
+        "dtype": MODELS[workload.size][2], "provider": variant,
+        "version": package_version(VARIANTS[variant].package), "mode": "step", "status": "ok",
     }  # fmt: skip
 
 
-def _wanted(args: argparse.Namespace, kind: str) -> list[Workload]:
+def _head_row(sizes: dict[str, int], dtype: str, way: str) -> Row:
+    return {
+        "group": "ops", "op": "linear_cross_entropy-ranks", "shape": " ".join(f"{k}={v}" for k, v in sizes.items()),
+        "sizes": {**sizes, "devices": distributed.get_world_size()}, "dtype": dtype, "provider": way,
+        "version": package_version("npu_trainer_kernels"), "mode": "both", "status": "ok",
+    }  # fmt: skip
+
+
+def _tasks(args: argparse.Namespace, kind: str, device: torch.device) -> list[tuple[Row, Callable[[], Row]]]:
+    """Every row's key, and what measures it."""
+    found: list[tuple[Row, Callable[[], Row]]] = []
     if args.size is None:
-        return workloads(kind)
+        dtype = "float32" if kind == "cpu" else "bfloat16"
+        for sizes, way in itertools.product(HEADS.get(kind, HEADS["other"]), WAYS):
+            call = functools.partial(time_head, sizes, getattr(torch, dtype), way, device)
+            found.append((_head_row(sizes, dtype, way), call))
+    for workload, wrapper, variant in rows_of(_parts(args, kind)):
+        call = functools.partial(train, workload, wrapper, variant, args.steps, device)
+        found.append((_row(workload, wrapper, variant), call))
+    return found
+
+
+def _parts(args: argparse.Namespace, kind: str) -> list[Part]:
+    if args.size is None:
+        return plan(kind)
     given = {name: getattr(args, name) for name in OF_ONE if getattr(args, name) is not None}
-    return [Workload(**{"name": "sft", "size": args.size, "batch": 8, "length": 2048, **given})]
+    one = Workload(**{"name": "sft", "size": args.size, "batch": 8, "length": 2048, **given})
+    return [(one, WRAPPERS, WITH_SIZE)]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line, on every rank."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="benchmarks.distributed", description=__doc__)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.distributed", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--size", choices=sorted(MODELS), default=None,
                         help="one workload of this model, instead of all of the device's kind")  # fmt: skip
     parser.add_argument("--batch", type=int, help="with --size: sequences of a device (default: 8)")
@@ -205,41 +159,112 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, help="with --size: tokens of the longest prompt (default: 0)")
     parser.add_argument("--lengths", choices=sorted(DISTRIBUTIONS), help="with --size (default: all are alike)")
     parser.add_argument("--group", type=int, help="with --size: rows of one prompt (default: 8)")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN",
+                        help="rows whose path group/op/shape/dtype/provider contains this, or matches it where it has "
+                        "* or ?; may be repeated, any of them counts")  # fmt: skip
+    parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="the opposite of --only")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--budget-seconds", type=float, default=None,
+                        help="begin no row after so many; the next run goes on (default: no limit)")  # fmt: skip
     parser.add_argument("--commit", default=None, help="of the sources, where they are a copy without their history")
     parser.add_argument("--output", type=Path, required=True, help="results file (JSON), a report and plots beside it")
+    return parser
+
+
+def _checked(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
     args = parser.parse_args(arguments)
     given = [name for name in OF_ONE if getattr(args, name) is not None]
     if given and args.size is None:
         parser.error(f"--{given[0]} goes with --size")
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1; got {args.steps}")
+    if args.budget_seconds is not None and args.budget_seconds <= 0:
+        parser.error(f"--budget-seconds must be positive; got {args.budget_seconds}")
+    return args
+
+
+class _Together:
+    """What the ranks agree on, through their store: one that has failed must not answer the others' collectives."""
+
+    def __init__(self, store: distributed.Store, rank: int, ranks: int) -> None:
+        self._store, self._rank, self._ranks = distributed.PrefixStore("rows", store), rank, ranks
+        self._asked = 0
+
+    def _everybody(self, mine: Any) -> list[Any]:
+        self._asked += 1
+        self._store.set(f"{self._asked}/{self._rank}", json.dumps(mine))
+        return [json.loads(self._store.get(f"{self._asked}/{rank}")) for rank in range(self._ranks)]
+
+    def first_says(self, value: bool) -> bool:
+        """What the first rank says, on all."""
+        return bool(self._everybody(value)[0])
+
+    def failures(self, mine: str) -> list[str]:
+        """What the ranks say that is not empty."""
+        return [said for said in self._everybody(mine) if said]
+
+
+def _measured(row: Row, together: _Together, step: Callable[[], Row]) -> Row:
+    """The row with what was found, or with what went wrong on any of the ranks."""
+    found, reason, absent = {}, "", False
+    try:
+        found = step()
+    except ERRORS as error:
+        absent = isinstance(error, ImportError)
+        reason = f"{type(error).__name__}: {error}".strip().split("\n")[0][:400]
+    failures = together.failures(reason)
+    if not failures:
+        return {**row, **found}
+    return {**row, "status": "absent" if absent else "error", "reason": failures[0]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line, on every rank."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    args = _checked(arguments)
     kind = devices.accelerator()
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, int(os.environ["LOCAL_RANK"]))
     if kind != "cpu":
         torch.get_device_module(device).set_device(device)
-    distributed.init_process_group({"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[kind])
-    is_first = distributed.get_rank() == 0
+    store, rank, ranks = next(rendezvous("env://"))
+    store.set_timeout(2 * _TIMEOUT)
+    distributed.init_process_group({"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}[kind], timeout=_TIMEOUT,
+                                   store=store, rank=rank, world_size=ranks)  # fmt: skip
+    together, budget = _Together(store, rank, ranks), Budget(args.budget_seconds)
+    is_first, wanted = rank == 0, matcher(args.only, args.skip)
     results = Results(args.output, environment(device, arguments, args.commit, "benchmarks.distributed"))
-    for workload, wrapper, variant in itertools.product(_wanted(args, kind), WRAPPERS, STEPS_OF):
-        row = _row(workload, wrapper, variant)
-        # Asked of one rank, for all: a step that some do not take would leave the others waiting.
-        known = torch.tensor(int(is_first and results.has(key_of(row), row["version"])), device=device)
-        distributed.broadcast(known, 0)
-        if known.item():
+    left = 0
+    for row, call in _tasks(args, kind, device):
+        key = key_of(row)
+        if not wanted(key.rpartition("/")[0]) or together.first_says(results.has(key, row["version"])):
             continue
-        found = train(workload, wrapper, variant, args.steps, device)
-        gc.collect()
-        if kind != "cpu":
-            torch.get_device_module(device).empty_cache()
+        if together.first_says(budget.left() <= 0):
+            left += 1
+            continue
+        measured = _measured(row, together, call)
+        free(device)
         if is_first:
-            results.add([{**row, **found}])
-            peak = found["peak_bytes"] / (1 << 30)
-            print(f"{row['op']} {row['shape']} {variant}: {found['ms']['median']:.1f} ms, {peak:.2f} GiB, "
-                  f"{found['live_share']:.1%} live, {found['collectives']}", flush=True)  # fmt: skip
+            results.add([measured])
+            print(_line(measured), flush=True)
     if is_first:
         with Output(as_json=False) as output:
             write_reports(results, output)
+            if left:
+                output.text(f"{left} not measured; the same command goes on with them")
     distributed.destroy_process_group()
     return 0
+
+
+def _line(row: Row) -> str:
+    start = f"{row['op']} {row['shape']} {row['provider']}:"
+    if row["status"] != "ok":
+        return f"{start} {row['status']}: {row['reason']}"
+    if row["group"] == "ops":
+        return f"{start} {row['ms']['median']:.2f} ms, {row['extra_bytes'] / (1 << 20):.0f} MiB, {row['errors']}"
+    peak = row["peak_bytes"] / (1 << 30)
+    return (f"{start} {row['ms']['median']:.1f} ms, {row['tokens_per_second']:.0f} tokens/s, {peak:.2f} GiB, "
+            f"{row['live_share']:.1%} live, {row['collectives']}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import Any
 
 from .lengths import DISTRIBUTIONS
 from .models import MODELS
-from .steps import TRAINERS, build_trainer
+from .steps import TRAINERS, build_trainer, ran
 
 __all__ = ["ROOT", "VARIANTS", "Clock", "Variant", "Workload", "differs", "ratios", "run", "variants_of", "workloads"]
 
@@ -51,6 +51,7 @@ class Variant:
         attention: transformers' name for the attention that is asked for; None: its default.
         module: what has to be importable beside the package, or "".
         compiled: under the Trainer's `torch_compile`.
+        options: of `NpuKernelsArguments`, beside the flag.
     """
 
     package: str
@@ -59,6 +60,7 @@ class Variant:
     attention: str | None = None
     module: str = ""
     compiled: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def is_ours(self) -> bool:
@@ -70,6 +72,10 @@ VARIANTS = {
     "flag": Variant("npu_trainer_kernels"),
     "flag-padded": Variant("npu_trainer_kernels", packs=False),
     "flag-unshared": Variant("npu_trainer_kernels", shares=False),
+    # For rows so long that a layer's MLP is what a step cannot hold.
+    "flag-tiled": Variant("npu_trainer_kernels", options=(("npu_kernels_tiled_mlp", 8192),)),
+    # Rows stay on the rank that generated them.
+    "flag-unbalanced": Variant("npu_trainer_kernels", options=(("npu_kernels_balance", False),)),
     "liger": Variant("liger-kernel", module="liger_kernel"),
     # transformers' attention that leaves padding out, layer by layer, where somebody has installed it.
     "plain-flash": Variant("transformers", attention="flash_attention_2", module="flash_attn"),
@@ -77,6 +83,10 @@ VARIANTS = {
     "plain-compiled": Variant("transformers", compiled=True),
     "flag-compiled": Variant("npu_trainer_kernels", compiled=True),
 }
+
+
+# Tokens of a step.
+_LONG = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,7 @@ class Workload:
         group: completions of one prompt (GRPO). With `lengths` the prompts of a batch differ in length as well, up to
             `prompt`, and are padded on the left.
         lora: the rank of an adapter that is trained instead of the model; 0: the model.
+        checkpointing: layers are computed again in backward (SFT with the Trainer; GRPO does it wherever it is bf16).
     """
 
     name: str
@@ -106,10 +117,15 @@ class Workload:
     lengths: str = ""
     group: int = 8
     lora: int = 0
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.checkpointing and self.name not in ("sft", "sft-trainer"):
+            raise ValueError(f"checkpointing is a choice of 'sft' and 'sft-trainer' alone; got it with {self.name!r}")
 
     @property
     def shape(self) -> str:
-        adapter = f" lora {self.lora}" if self.lora else ""
+        adapter = (f" lora {self.lora}" if self.lora else "") + (" checkpointed" if self.checkpointing else "")
         if self.least:
             return f"{self.size} {self.batch}x2x({self.prompt}+{self.least}..{self.length}){adapter}"
         longest = f"..{self.length} {self.lengths}" if self.lengths else str(self.length)
@@ -119,19 +135,31 @@ class Workload:
         return f"{self.size} {self.batch}x({self.prompt}+{longest}){prompts}{adapter}"
 
     @property
+    def is_long(self) -> bool:
+        """A step takes seconds, so that few are enough; what counts is the memory."""
+        return self.batch * (self.prompt + self.length) >= _LONG
+
+    @property
     def key(self) -> str:
         return f"end-to-end/{self.name}/{self.shape}/{MODELS[self.size][2]}"
 
 
 # What a mixture of experts is run with: what differs there is what is done to the experts' rows.
 _OF_EXPERTS = ("plain", "flag", "flag-padded", "liger")
+_OF_LONG = ("plain", "flag", "flag-tiled", "liger")
 
 
 def variants_of(workload: Workload) -> list[str]:
     """The variants that differ for a workload: no two sequences of a batch begin alike but in GRPO and DPO."""
+    if workload.is_long:
+        return list(_OF_LONG)
     if "num_experts" in MODELS[workload.size][1]:
         return list(_OF_EXPERTS)
-    return [name for name in VARIANTS if name != "flag-unshared" or workload.name in ("grpo-trl", "dpo-trl")]
+    without = {"flag-tiled", "flag-unbalanced"}
+    return [
+        name for name in VARIANTS
+        if name not in without and (name != "flag-unshared" or workload.name in ("grpo-trl", "dpo-trl"))
+    ]  # fmt: skip
 
 
 def workloads(kind: str) -> list[Workload]:
@@ -166,6 +194,9 @@ def workloads(kind: str) -> list[Workload]:
         Workload("sft-trainer", "gemma3-1b", 4, 2048),
         # Sequences of 30 to 900 tokens.
         Workload("dpo-trl", "llama-1b", 8, length=884, prompt=16, least=14),
+        # Logits alone are 63 GiB in fp32 where a step forms them; those of half as many tokens leave room for the rest.
+        Workload("sft-trainer", "llama-1b", 1, 131072, checkpointing=True),
+        Workload("sft-trainer", "llama-1b", 1, 65536, checkpointing=True),
     ]
 
 
@@ -347,7 +378,8 @@ def train(workload: Workload, variant: str, steps: int, warmup: int = 3) -> Row:
     return {
         "ms": as_json(summary), "peak_bytes": peak_bytes, "tokens": tokens, "positions": seen.all / seen.batches,
         "live_share": seen.live / seen.all, "tokens_per_second": tokens / summary.median * 1e3,
-        "losses": losses, "grad_norms": norms, "version": package_version(VARIANTS[variant].package),
+        "losses": losses, "grad_norms": norms, "ran": ran(trainer),
+        "version": package_version(VARIANTS[variant].package),
     }  # fmt: skip
 
 
@@ -363,7 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for field, known in (("name", TRAINERS), ("size", MODELS), ("lengths", {"": "", **DISTRIBUTIONS})):
         if getattr(workload, field) not in known:
             parser.error(f"--workload: {field} must be one of {', '.join(known)}; got {getattr(workload, field)!r}")
-    args.output.write_text(json.dumps(train(workload, args.variant, args.steps)), encoding="utf-8")
+    steps, warmup = (min(args.steps, 2), 1) if workload.is_long else (args.steps, 3)
+    args.output.write_text(json.dumps(train(workload, args.variant, steps, warmup)), encoding="utf-8")
     return 0
 
 

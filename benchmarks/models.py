@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["MODELS", "build_model"]
+__all__ = ["MODELS", "build_model", "model_class"]
 
 # (configuration class, its arguments, dtype of the weights)
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
-    # Qwen3-30B-A3B in small, all layers with experts.
+    # Qwen3-30B-A3B in small. Of the mixtures of experts every size is even, so that ranks can have a half each.
     "qwen3-moe": (
         "Qwen3Moe",
         {
@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         {
             "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
             "head_dim": 32, "num_experts": 8, "moe_intermediate_size": 96, "num_experts_per_tok": 2,
-            "norm_topk_prob": True, "vocab_size": 8009, "max_position_embeddings": 512,
+            "norm_topk_prob": True, "vocab_size": 8010, "max_position_embeddings": 512,
         },
         "float32",
     ),
@@ -124,9 +124,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "tiny-qwen3-moe": (
         "Qwen3Moe",
         {
-            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
             "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
-            "norm_topk_prob": True, "vocab_size": 97, "max_position_embeddings": 64,
+            "norm_topk_prob": True, "vocab_size": 98, "max_position_embeddings": 64,
         },
         "float32",
     ),
@@ -141,27 +141,40 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def build_model(size: str, attention: str | None = None) -> Any:
+def _config_class(size: str) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{MODELS[size][0]}Config")
+
+
+def model_class(size: str) -> Any:
+    """transformers' class for a model of `MODELS`."""
+    import transformers
+
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[_config_class(size)]
+
+
+def build_model(size: str, attention: str | None = None, length: int = 0) -> Any:
     """A model of `MODELS` with random weights, in training mode, on the device that training would use.
 
     Args:
         size: a key of `MODELS`.
         attention: transformers' name for an attention; None: its default.
+        length: tokens of a row, where the model has to have positions for more than it is listed with.
     """
     import torch
-    import transformers
 
     from npu_trainer_kernels import device as devices
 
-    family, arguments, dtype = MODELS[size]
-    config = getattr(transformers, f"{family}Config")(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
+    _, arguments, dtype = MODELS[size]
+    arguments = {**arguments, "max_position_embeddings": max(length, arguments["max_position_embeddings"])}
+    config = _config_class(size)(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
     config._attn_implementation = attention
-    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device(devices.accelerator()):
-            return model_class(config).train()
+            return model_class(size)(config).train()
     finally:
         torch.set_default_dtype(before)

@@ -152,6 +152,36 @@ def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
+def _split_heads(rows: Sequence[Row]) -> list[str]:
+    """A sentence on each LM head whose vocabulary ranks share out."""
+    text = []
+    for split in _of(rows, group="ops", provider="tp", status="ok"):
+        for whole in _of(rows, group="ops", op=split["op"], shape=split["shape"], provider="alone", status="ok"):
+            share = split["ms"]["median"] / whole["ms"]["median"]
+            text += ["", f"The head of {split['shape']}, its vocabulary on {split['sizes']['devices']} devices: "
+                     f"{share:.3f} of one device's time."]  # fmt: skip
+    return text
+
+
+KEPT_COLUMNS = ("workload", "shape", "variant", "speed / plain alone", "speed / plain", "kept")
+
+
+def _kept_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """For steps on several ranks: the gain of a wrapped step beside that of the same step on every rank alone."""
+    of_group = _of(rows, group="end-to-end")
+    speeds = {
+        key: ratios(_of(of_group, op=key[0], shape=key[1])) for key in _unique((r["op"], r["shape"]) for r in of_group)
+    }
+    lines = []
+    for (op, shape), found in speeds.items():
+        name, _, wrapper = op.rpartition("-")
+        alone = speeds.get((f"{name}-alone", shape), {}) if wrapper != "alone" else {}
+        for variant in (v for v in found if v in alone):
+            before, now = alone[variant][0], found[variant][0]
+            lines.append([op, shape, variant, f"{before:.3f}", f"{now:.3f}", f"{now / before:.1%}"])
+    return lines
+
+
 def _markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     rows = [columns, ["---"] * len(columns), *lines]
     return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
@@ -179,7 +209,12 @@ def markdown(meta: Row, rows: Sequence[Row]) -> str:
     lines = _end_to_end_lines(rows)
     if lines:
         text += ["", "## End to end", "", *_markdown_table(E2E_COLUMNS, lines)]
-    told = [f"{r['op']} {r['provider']} {r['collectives']}" for r in rows if r.get("collectives")]
+    kept = _kept_lines(rows)
+    if kept:
+        text += ["", "What wrapping leaves of the gain that a variant has alone:", "",
+                 *_markdown_table(KEPT_COLUMNS, kept)]  # fmt: skip
+    text += _split_heads(rows)
+    told = [f"{r['op']} {r['shape']} {r['provider']} {r['collectives']}" for r in rows if r.get("collectives")]
     if told:
         text += ["", "Collectives on the device in one step: " + "; ".join(told) + "."]
     for group, op in _ops(rows):
@@ -244,8 +279,8 @@ _COLOURS = {
     "cut-cross-entropy": "#8c564b", "cut-cross-entropy-unfiltered": "#c49c94", FLOOR: "black",
     "cut-cross-entropy-tuned": "#8c564b", "torch.compile-max-autotune-no-cudagraphs": "#aec7e8",
     "liger-chunked-eager": "#98df8a", "plain": "#7f7f7f", "flag": "#d62728", "flag-padded": "#ff9896",
-    "flag-unshared": "#e377c2", "plain-flash": "#c7c7c7", "liger-flash": "#98df8a", "plain-compiled": "#1f77b4",
-    "flag-compiled": "#17becf",
+    "flag-unshared": "#e377c2", "flag-tiled": "#ff7f0e", "flag-unbalanced": "#8c564b", "plain-flash": "#c7c7c7",
+    "liger-flash": "#98df8a", "plain-compiled": "#1f77b4", "flag-compiled": "#17becf",
 }  # fmt: skip
 
 

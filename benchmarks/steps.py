@@ -16,7 +16,7 @@ from .models import MODELS, build_model
 if TYPE_CHECKING:
     from .endtoend import Clock, Variant, Workload
 
-__all__ = ["TRAINERS", "Positions", "build_trainer", "kernels_of"]
+__all__ = ["TRAINERS", "Positions", "build_trainer", "kernels_of", "patch_with_liger", "ran"]
 
 # The op that leaves padding out, and stores once what rows begin with alike.
 PACKING_OP = "varlen_attention"
@@ -82,18 +82,23 @@ def _arguments(variant: "Variant", batch: int, steps: int, folder: str) -> dict[
     }  # fmt: skip
 
 
-def _random_ids(workload: "Workload", count: int) -> list[list[int]]:
-    """Sequences as long as the workload says."""
+def _random_ids(workload: "Workload", count: int, rank: int = 0, ranks: int = 1) -> list[list[int]]:
+    """Sequences as long as the workload says. Ranks share the quantiles of the lengths out."""
     import torch
 
-    vocab, drawn = MODELS[workload.size][1]["vocab_size"], torch.Generator().manual_seed(2)
+    vocab, drawn = MODELS[workload.size][1]["vocab_size"], torch.Generator().manual_seed(2 + rank)
     if not workload.lengths:
         return torch.randint(3, vocab, (count, workload.length), generator=drawn).tolist()
-    found = lengths(workload.lengths, count, workload.length)
+    found = lengths(workload.lengths, count * ranks, workload.length)[rank::ranks]
     return [torch.randint(3, vocab, (length,), generator=drawn).tolist() for length in found]
 
 
-def _patch_with_liger(model: Any, own_head: bool) -> None:
+def patch_with_liger(model: Any, own_head: bool) -> None:
+    """Liger's layers, and with `own_head` its loss.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     # TRL's own fused head replaces Liger's fused loss.
@@ -115,11 +120,19 @@ def kernels_of(variant: "Variant") -> Any:
         layout = importlib.import_module("npu_trainer_kernels.patching._layout")
         mock.patch.object(layout, "MIN_SAVED", 2.0).start()
     if variant.packs:
-        return NpuKernelsArguments(use_npu_kernels=True)
+        return NpuKernelsArguments(use_npu_kernels=True, **dict(variant.options))
     # What is asked for by name is used even where a model had better keep its own code: so not all of the others.
     device = torch.device(devices.accelerator())
     ops = [op for op in PATCHES if op != PACKING_OP and backends.keeps_plain(op, device) is None]
     return NpuKernelsArguments(use_npu_kernels=True, npu_kernels_ops=ops)
+
+
+def ran(trainer: Any) -> dict[str, int]:
+    """How often each of our ops ran in a trainer's model."""
+    from npu_trainer_kernels import NpuKernelsCallback
+
+    ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, NpuKernelsCallback)]
+    return {op: calls for callback in ours for op, calls in callback.report().ran.items()}
 
 
 def _adapter(workload: "Workload") -> Any:
@@ -139,8 +152,9 @@ def _sft_trainer(
     rows = _random_ids(workload, workload.batch * arguments["max_steps"])
     data: Any = [{"input_ids": ids, "labels": ids} for ids in rows]
     collate = DataCollatorForSeq2Seq(_tokenizer()) if workload.lengths else default_data_collator
+    settings = TrainingArguments(**arguments, gradient_checkpointing=workload.checkpointing)
     return Trainer(
-        model, TrainingArguments(**arguments), train_dataset=data, data_collator=seen.counted(collate),
+        model, settings, train_dataset=data, data_collator=seen.counted(collate),
         callbacks=[*kernels_of(variant).callbacks(), _clock_callback(clock)],
     )  # fmt: skip
 
@@ -179,34 +193,41 @@ def _grpo_trl(
     import npu_trainer_kernels
 
     base: Any = npu_trainer_kernels.GRPOTrainer if variant.is_ours else trl.GRPOTrainer
-    completions = _random_ids(workload, workload.batch)
+    in_16_bits = MODELS[workload.size][2] == "bfloat16"
+    settings = trl.GRPOConfig(
+        **arguments, num_generations=min(workload.group, workload.batch), max_completion_length=workload.length,
+        bf16=in_16_bits, gradient_checkpointing=in_16_bits,
+        # Prompts of a batch differ in length only if they come in their order.
+        shuffle_dataset=not workload.lengths,
+    )  # fmt: skip
+    completions = _random_ids(workload, workload.batch, settings.process_index, settings.world_size)
 
     class GivenRollouts(base):
-        """Generation returns fixed ids, and the preparation of the batch is not timed."""
+        """Generation returns fixed ids."""
 
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
             return completions[: len(prompt_ids)], None
 
-        def _prepare_inputs(self, generation_batch: Any) -> Any:
-            with clock.prepare():
-                inputs = super()._prepare_inputs(generation_batch)
-                seen.count(inputs["prompt_mask"], inputs["completion_mask"])
-            return inputs
-
     def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [float(sum(ids) % 7) for ids in completion_ids]
 
-    settings = trl.GRPOConfig(
-        **arguments, num_generations=min(workload.group, workload.batch), max_completion_length=workload.length,
-        bf16=MODELS[workload.size][2] == "bfloat16", gradient_checkpointing=MODELS[workload.size][2] == "bfloat16",
-        # Prompts of a batch differ in length only if they come in their order.
-        shuffle_dataset=not workload.lengths,
-    )  # fmt: skip
     options = {"npu_kernels": kernels_of(variant)} if variant.is_ours else {}
-    return GivenRollouts(
+    trainer = GivenRollouts(
         model, reward_funcs=reward, args=settings, train_dataset=Dataset.from_dict({"prompt": _prompts(workload)}),
         processing_class=_tokenizer(), callbacks=[_clock_callback(clock)], peft_config=_adapter(workload), **options,
     )  # fmt: skip
+    prepare = trainer._prepare_inputs
+
+    def prepared(generation_batch: Any) -> Any:
+        with clock.prepare():
+            inputs = prepare(generation_batch)
+            seen.count(inputs["prompt_mask"], inputs["completion_mask"])
+        return inputs
+
+    # On the instance: a class with a preparation of its own keeps its rows as they come. What the kernels do to
+    # arrange them is done around this, and is timed.
+    trainer._prepare_inputs = prepared
+    return trainer
 
 
 def _preferences(workload: "Workload", count: int) -> list[dict[str, list[int]]]:
@@ -269,8 +290,8 @@ def build_trainer(
     Raises:
         ImportError: the variant's package is not installed.
     """
-    model, seen = build_model(workload.size, variant.attention), Positions()
+    model, seen = build_model(workload.size, variant.attention, workload.prompt + workload.length), Positions()
     if variant.package == "liger-kernel":
-        _patch_with_liger(model, own_head=workload.name == "sft-trainer")
+        patch_with_liger(model, own_head=workload.name == "sft-trainer")
     arguments = {**_arguments(variant, workload.batch, steps, folder), **options}
     return TRAINERS[workload.name](workload, variant, model, clock, arguments, seen), seen

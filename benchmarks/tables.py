@@ -19,11 +19,11 @@ _BEGIN, _END = "<!-- steps of ", "<!-- end of steps -->"
 _TRAINERS = {"sft-trainer": "SFT, Trainer", "sft-trl": "SFT, TRL's trainer", "dpo-trl": "DPO, TRL, a reference model",
              "grpo-trl": "GRPO update, TRL"}  # fmt: skip
 _MODELS = {"llama-1b": "Llama of 1B", "qwen3-0.6b": "Qwen3 of 0.6B", "qwen3-4b": "Qwen3 of 4B",
-           "gemma3-1b": "Gemma 3 of 1B"}  # fmt: skip
+           "gemma3-1b": "Gemma 3 of 1B", "qwen3-moe": "Qwen3-MoE of 2B, 64 experts"}  # fmt: skip
 # The README's columns, and those of the performance page.
 _SHORT = {"plain": "plain", "flag": "with the flag"}
 _LONG = {"plain": "plain", "flag": "with the flag", "flag-unshared": "prompt in every row",
-         "flag-padded": "padding computed", "liger": "Liger-Kernel"}  # fmt: skip
+         "flag-padded": "padding computed", "flag-tiled": "MLP in tiles", "liger": "Liger-Kernel"}  # fmt: skip
 
 
 def _what(row: Row) -> str:
@@ -32,6 +32,7 @@ def _what(row: Row) -> str:
     batch, length, prompt, up_to = sizes["batch"], sizes["length"], sizes["prompt"], sizes.get("lengths")
     model = f"{_TRAINERS.get(row['op'], row['op'])}, {_MODELS.get(size, size)}"
     model += f", LoRA of rank {sizes['lora']}" if sizes.get("lora") else ""
+    model += ", layers checkpointed" if sizes.get("checkpointing") else ""
     if sizes["least"]:
         return f"{model}, {batch} pairs of {prompt + sizes['least']} to {prompt + length} tokens"
     if not up_to:

@@ -56,6 +56,7 @@ class Case:
         text: what is trained on instead of the small text (task "lm").
         warm_up: of a model that is trained on sums.
         ragged: lengths vary strongly: texts behind a common beginning, or made-up completions.
+        tiled_mlp: the most tokens that a gated MLP computes at once; 0: all.
         seeds: not 0: nothing is replayed; this many runs each way sample freely, and their mean rewards are compared.
     """
 
@@ -73,6 +74,7 @@ class Case:
     text: Text | None = None
     warm_up: WarmUp = WarmUp()
     ragged: bool = False
+    tiled_mlp: int = 0
     seeds: int = 0
 
     @property

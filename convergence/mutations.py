@@ -41,6 +41,7 @@ CASES = {
     "lm": replace(find("llama-lm"), name="fault-llama-lm", steps=6),
     "lm-layer-norm": replace(find("cohere-lm"), name="fault-cohere-lm", steps=6),
     "lm-gated-norm": replace(find("mamba2-lm"), name="fault-mamba2-lm", steps=6),
+    "lm-tiled": replace(find("llama-lm"), name="fault-llama-lm-tiled", steps=6, tiled_mlp=16),
     "lm-softcap": replace(find("gemma2-lm"), name="fault-gemma2-lm", steps=6),
     "lm-autocast": replace(find("llama-lm-autocast"), name="fault-llama-lm-autocast", steps=30),
     "lm-bf16": replace(find("llama-lm-bf16"), name="fault-llama-lm-bf16", steps=30),
@@ -462,9 +463,9 @@ def _mutations() -> tuple[Mutation, ...]:
         for last in (False, True):
             name = f"{op}.{function.__name__}: {'last' if last else 'first'} gradient x 1.01"
             of_experts = op in ("moe_experts", "_expert_steps")
-            required = of_experts or op in (*patching.PATCHES, "linear_rms_norm")
+            required = of_experts or op in (*patching.PATCHES, "linear_rms_norm", "_slices")
             cases = ("lm", "grpo", "grpo-lora", "lm-layer-norm", "lm-gated-norm")
-            cases = ("lm-experts", "lm-own-gate") if of_experts else cases
+            cases = ("lm-experts", "lm-own-gate") if of_experts else ("lm-tiled",) if op == "_slices" else cases
             found.append(Mutation(name, cases, _scaled_gradient(function, last), required))
     return tuple(found)
 

@@ -161,7 +161,7 @@ class Workshop:
         rows = case.steps * kwargs["args"].per_device_train_batch_size * kwargs["args"].gradient_accumulation_steps
         if case.task == "grpo":
             return self._grpo(case, variant, kwargs, backend)
-        callbacks = [NpuKernelsCallback(backend=backend)] if variant.patched else []
+        callbacks = [NpuKernelsCallback(backend=backend, tiled_mlp=case.tiled_mlp)] if variant.patched else []
         kwargs |= {"callbacks": callbacks}
         if case.text is not None:
             train = data.of_sequences(self.sequences(case.text)[HELD_OUT:])
@@ -181,7 +181,9 @@ class Workshop:
             "train_dataset": data.prompts(), "processing_class": tokenizer,
         }  # fmt: skip
         if variant.patched:
-            arguments = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_backend=backend)
+            arguments = NpuKernelsArguments(
+                use_npu_kernels=True, npu_kernels_backend=backend, npu_kernels_tiled_mlp=case.tiled_mlp
+            )
             trainer: Any = GRPOTrainer(npu_kernels=arguments, **kwargs)
         else:
             trainer = trl.GRPOTrainer(**kwargs)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from . import backends
 from ._switch import switch
-from .patching import FORMS, PATCHES
+from .patching import FORMS, PATCHES, check_tiled_mlp
 
 if TYPE_CHECKING:
     from .callback import NpuKernelsCallback
@@ -33,6 +33,14 @@ class NpuKernelsArguments:
     npu_kernels_strict: bool = field(
         default=False,
         metadata={"help": "Stop when a kernel cannot be compiled or launched; otherwise torch takes over for its op."},
+    )
+
+    npu_kernels_tiled_mlp: int = field(
+        default=0,
+        metadata={
+            "help": "Gated MLPs compute at most so many tokens at once (8192, say), for less memory in long sequences; "
+            "0: all tokens."
+        },
     )
 
     npu_kernels_warm_up: bool = field(
@@ -67,7 +75,8 @@ class NpuKernelsArguments:
             raise ValueError(f"npu_kernels_report must be one of {', '.join(FORMS)}; got {self.npu_kernels_report!r}")
         if backend is not None and not (isinstance(backend, str) and backend):
             raise ValueError(f"npu_kernels_backend must be 'torch' or 'op=backend,...'; got {backend!r}")
-        given = [name for name in ("ops", "backend", "strict") if getattr(self, f"npu_kernels_{name}")]
+        check_tiled_mlp("npu_kernels_tiled_mlp", self.npu_kernels_tiled_mlp, ops)
+        given = [name for name in ("ops", "backend", "strict", "tiled_mlp") if getattr(self, f"npu_kernels_{name}")]
         given += [name for name in ("warm_up", "balance") if not getattr(self, f"npu_kernels_{name}")]
         given += [] if self.npu_kernels_report == "short" else ["report"]
         if not self.use_npu_kernels and given:
@@ -86,6 +95,9 @@ class NpuKernelsArguments:
                 continue
             if option.type is bool:
                 given[option.name] = switch(variable)
+            elif option.type is int:
+                # What is no number is refused by its name with the others.
+                given[option.name] = int(value) if value.isdecimal() else value
             else:
                 # HfArgumentParser writes a plainer type into the fields of what it has parsed.
                 listed = list[str] in (option.type, *get_args(option.type))

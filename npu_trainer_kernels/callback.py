@@ -5,6 +5,7 @@ import functools
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import backends, device, warmup
-from .patching import FORMS, PATCHES, NpuKernels, Report, apply_npu_kernels, handle_of
+from .patching import FORMS, PATCHES, NpuKernels, Report, apply_npu_kernels, check_tiled_mlp, handle_of
 from .patching._undo import Undo
 from .trainers._exchange import agreed
 from .trainers._grpo_groups import Arranger, stays_on_rank, stays_shuffled
 from .trainers._grpo_plan import Planner, is_grpo
+from .trainers._same_draws import differing_seeds
 from .trainers.held import held_models
 
 __all__ = ["NpuKernelsCallback", "calling_trainer"]
@@ -69,6 +71,7 @@ class NpuKernelsCallback(TrainerCallback):
         ops: as for `apply_npu_kernels`.
         backend: as for `apply_npu_kernels`.
         strict: as for `apply_npu_kernels`.
+        tiled_mlp: as for `apply_npu_kernels`.
         warm_up: compile the kernels before the first step, several at once and with a line that says so (`warmup`);
             otherwise each is compiled when it is first used.
         balance: in TRL's GRPOTrainer, spread rows evenly over micro-batches and ranks, by their live tokens and where
@@ -76,7 +79,7 @@ class NpuKernelsCallback(TrainerCallback):
         report: what is printed when training begins: `"short"`, or `"full"` with every module and every reason.
 
     Raises:
-        ValueError: an unknown op or backend, or another report than these.
+        ValueError: an unknown op or backend, another report than these, or a `tiled_mlp` that cannot be.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class NpuKernelsCallback(TrainerCallback):
         ops: Sequence[str] | None = None,
         backend: str | None = None,
         strict: bool = False,
+        tiled_mlp: int = 0,
         warm_up: bool = True,
         balance: bool = True,
         report: str = "short",
@@ -95,9 +99,11 @@ class NpuKernelsCallback(TrainerCallback):
         if report not in FORMS:
             raise ValueError(f"report must be one of {', '.join(FORMS)}; got {report!r}")
         backends.parse_override(backend or "")
+        check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
         self._full = report == "full"
         self._ops, self._backend, self._strict, self._warm_up = ops, backend, strict, warm_up
         self._balance = balance
+        self._tiled_mlp = tiled_mlp
         self._handle: NpuKernels | None = None
         self._owns = False
         self._held: list[NpuKernels] = []  # to restore
@@ -141,7 +147,9 @@ class NpuKernelsCallback(TrainerCallback):
     def _put_into(self, model: Any) -> tuple[NpuKernels, bool]:
         """The handle of a model, and whether this callback is to restore it: not what its user has applied."""
         before = handle_of(model)
-        handle = apply_npu_kernels(model, ops=self._ops, backend=self._backend, strict=self._strict)
+        handle = apply_npu_kernels(
+            model, ops=self._ops, backend=self._backend, strict=self._strict, tiled_mlp=self._tiled_mlp
+        )
         return handle, handle is not before
 
     def _apply(self, model: Any) -> None:
@@ -193,6 +201,9 @@ class NpuKernelsCallback(TrainerCallback):
         report.unused = _unused_head(kwargs["model"])
         if args.torch_compile:
             report.note("torch_compile: what it traces runs in plain PyTorch; head and loss alone keep their kernels")
+        if (problem := differing_seeds(kwargs["model"])) is not None:
+            warnings.warn(problem, stacklevel=2)
+            report.note(problem)
         if trainer is not None:
             self._serve(trainer, report)
         if self._warm_up and warmup.unsupported(kwargs["model"]) is None:

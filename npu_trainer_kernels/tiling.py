@@ -259,7 +259,7 @@ def fused_tile(n_cols: int, itemsize: int, spec: DeviceSpec) -> StatisticsTile |
 
 
 def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden: int = 0,
-               in_place: bool = False) -> int:  # fmt: skip
+               in_place: bool = False, shared: bool = False) -> int:  # fmt: skip
     """Rows of logits that are alive at once in the LM head engine.
 
     Few, large products: the matrix unit needs a thousand rows and more, and every chunk re-reads the weight and the
@@ -273,6 +273,7 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden:
         spec: the device.
         hidden: columns of the weight, where its gradient is accumulated, else 0.
         in_place: kernels do what is done to the logits; others make fp32 copies of a chunk.
+        shared: ranks share the vocabulary out, and meet once in each chunk.
     """
     # One chunk needs no fp32 weight gradient beside it, half of which takes memory of its own: on an NPU one chunk does
     # where it is no more than several would take with that.
@@ -288,7 +289,8 @@ def head_chunk(n_rows: int, vocab: int, itemsize: int, spec: DeviceSpec, hidden:
         # rows accumulate less often; 1.6 GiB in all with the half of the fp32 weight gradient that needs memory of its
         # own, and with a last chunk that is an eighth longer.
         room = (16 * GIB // 10 - 2 * vocab * hidden) * 8 // 9 // (vocab * itemsize)
-        most = max(2560, 3 * GIB // 10 // (vocab * itemsize))
+        # A chunk of a slice waits for the other ranks' statistics of it: as few as these bytes allow.
+        most = room if shared else max(2560, 3 * GIB // 10 // (vocab * itemsize))
         return max(1024, min(room, most) // 512 * 512)
     chunks = max(1, _cdiv(n_rows, rows))
     return max(1, min(n_rows, _cdiv(_cdiv(n_rows, chunks), multiple) * multiple))

@@ -58,6 +58,15 @@ def test_nothing_is_borrowed_elsewhere():
         assert tiling.borrowing_chunks(8192, 128256, 4096, 2, 2, DeviceSpec(kind, kind, 40, 192 * KIB)) is None
 
 
+@pytest.mark.parametrize("vocab", [16_032, 32_064, 64_128, 75_968])
+def test_a_slice_of_a_vocabulary_takes_few_chunks_within_the_same_memory(vocab):
+    """Ranks that share a vocabulary out meet once in each."""
+    rows, hidden = 131_072, 2048
+    own, shared = (tiling.head_chunk(rows, vocab, 2, CUDA, hidden, True, among) for among in (False, True))
+    assert shared > own
+    assert 2 * shared * vocab + 2 * vocab * hidden <= 16 * GIB // 10
+
+
 @given(vocab=st.integers(1, 300_000), hidden=st.integers(1, 1024).map(lambda units: 16 * units))
 def test_one_chunk_on_an_npu_takes_no_more_memory_than_several(vocab, hidden):
     npu = DeviceSpec("npu", "Ascend910B4", 40, 192 * KIB)

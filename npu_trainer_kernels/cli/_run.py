@@ -35,6 +35,7 @@ OPTIONS = {
     "NPU_KERNELS_OPS": ("--ops", None, "which ops to use, as 'rms_norm,swiglu'; all that apply by default"),
     "NPU_KERNELS_BACKEND": ("--backend", None, "'torch', or 'rms_norm=torch,linear_logprob=triton'"),
     "NPU_KERNELS_STRICT": ("--strict", "1", "stop when a kernel or a model fails; otherwise go on without it"),
+    "NPU_KERNELS_TILED_MLP": ("--tiled-mlp", None, "gated MLPs compute at most so many tokens at once; otherwise all"),
     "NPU_KERNELS_REPORT": ("--report", None, "what is printed when training begins: 'short' (default) or 'full'"),
     "NPU_KERNELS_WARM_UP": ("--no-warm-up", "0", "compile kernels when they are first used, not before the first step"),
     "NPU_KERNELS_BALANCE": ("--no-balance", "0", "GRPO: no row changes its rank, and no length is looked at"),

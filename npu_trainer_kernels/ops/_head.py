@@ -51,6 +51,7 @@ _head_objective     what forward may form the gradient of
 _head_statistics    one chunk of logits: its statistics
 _head_gradient      one chunk of logits: its gradient, in its place
 _head_fused         both at once, where one kernel can
+_head_slices        statistics and gradients of a vocabulary that ranks share out
 _head_chunks        walking over the chunks, and summing their gradients
 _head_reference     the statistics by their definitions, which tests compare with
 _head               what is differentiated: plans, and the autograd functions
@@ -74,6 +75,7 @@ from ._head_gradient import coefficients, gradient_in_place, gradient_of_logits
 from ._head_objective import LinearObjective, Objective, may_fuse, objective_gradient
 from ._head_options import HeadOptions
 from ._head_reference import logits_statistics_reference
+from ._head_slices import VocabSlice
 from ._head_statistics import HeadStatistics, Softmax, row_statistics
 from ._host import autocasts, compute_dtype, once_differentiable
 
@@ -96,6 +98,13 @@ class _Call:
     dtype: torch.dtype
     on_mismatch: Callable[[float], None] | None
     low_memory: bool
+    part: VocabSlice | None
+
+    def uniform(self, weight: torch.Tensor, class_weights: torch.Tensor | None) -> float | None:
+        """u, where it is the same for every column."""
+        if class_weights is not None:
+            return None
+        return 1.0 / (weight.shape[0] if self.part is None else self.part.vocab)
 
 
 @dataclass
@@ -138,13 +147,15 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
     objective, frozen = call.objective, needs == (True, False, False) and call.objective is None
     forms = any(needs) and (objective is not None or frozen)
     tile = None
-    fused = forms and may_fuse(objective, bias, call.dtype, call.options, call.backend)
+    # Of a slice of the vocabulary the gradient is known when the other slices' statistics are.
+    fused = forms and call.part is None and may_fuse(objective, bias, call.dtype, call.options, call.backend)
     if fused and call.backend != "vendor":
         tile = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
         fused = tile is not None
     borrow = tile is not None and needs[1] and not call.low_memory
-    chunks = Chunks(x, weight, bias, ids, rows, call.dtype, call.backend, call.chunk_rows, forms and needs[1], borrow)
-    uniform = 1.0 / weight.shape[0] if class_weights is None else None
+    chunks = Chunks(x, weight, bias, ids, rows, call.dtype, call.backend, call.chunk_rows, forms and needs[1], borrow,
+                    call.part)  # fmt: skip
+    uniform = call.uniform(weight, class_weights)
     total: torch.Tensor | None = None
     collected: list[HeadStatistics] = []
     softmaxes: list[Softmax] = []
@@ -167,7 +178,7 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
             d_rows.append((late if known is None else known, None, None, None))
             grads.add(blocks, x_chunk, chunks.weight, chunk, chunks.rows, needs[1], late)
             continue
-        statistics, softmax = row_statistics(logits, ids_chunk, class_weights, call.options, call.backend)
+        statistics, softmax = row_statistics(logits, ids_chunk, class_weights, call.options, call.backend, call.part)
         collected.append(statistics)
         softmaxes.append(softmax)
         d: tuple[torch.Tensor | None, ...] = (torch.ones_like(statistics.lse), None, None, None)
@@ -179,7 +190,7 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
         if grads is not None:
             d_rows.append(d)
             k = coefficients(d, statistics.lse, uniform)
-            gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend)
+            gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend, call.part)
             grads.add(blocks, x_chunk, chunks.weight, chunk, chunks.rows, needs[1])
     merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, x.device)))
     if fused and isinstance(objective, LinearObjective):
@@ -227,6 +238,8 @@ class _Head(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_total: torch.Tensor | None, *d_statistics: torch.Tensor | None) -> tuple[Any, ...]:
         grads = _backward(ctx, d_total, [None if d is None else d.float() for d in d_statistics[:4]])
+        if ctx.call.part is not None and grads.x is not None:
+            grads.x = ctx.call.part.total(grads.x)
         return (grads.x, grads.weight, grads.bias, *(None,) * 4)
 
 
@@ -339,13 +352,13 @@ def _recomputed(
         softmax_fields = [None if t is None else t[select] for t in softmax_fields]
         d_rows = [None if t is None else t[select] for t in d_rows]
         chunk_rows = None
-    uniform = 1.0 / weight.shape[0] if class_weights is None else None
-    chunks = Chunks(x, weight, bias, ids, rows, call.dtype, call.backend, chunk_rows, needs[1])
+    uniform = call.uniform(weight, class_weights)
+    chunks = Chunks(x, weight, bias, ids, rows, call.dtype, call.backend, chunk_rows, needs[1], part=call.part)
     grads = Gradients.empty(x, weight, bias, chunks, needs, call.low_memory)
     for chunk, x_chunk, ids_chunk, (logits,) in chunks.walk():
         softmax = Softmax(*(None if t is None else t[chunk] for t in softmax_fields))  # type: ignore[arg-type]
         k = coefficients([None if t is None else t[chunk] for t in d_rows], softmax.row_max, uniform)
-        gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend)
+        gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend, call.part)
         grads.add((logits,), x_chunk, chunks.weight, chunk, rows, needs[1])
     return grads.cast(weight, bias)
 
@@ -373,6 +386,7 @@ def head_statistics(
     chunk_rows: int | Sequence[int] | None = None,
     on_mismatch: Callable[[float], None] | None = None,
     low_memory: bool = False,
+    part: VocabSlice | None = None,
 ) -> tuple[torch.Tensor | None, HeadStatistics]:
     """Statistics of the head for chosen rows, and the sum of an objective over chunks of them. Opaque to
     `torch.compile` (it would have to trace a host loop of unknown length).
@@ -393,15 +407,19 @@ def head_statistics(
             says.
         on_mismatch: told the share of rows whose real gradient was not the plan's, when there are any.
         low_memory: sum the chunks' weight gradients in weight's dtype, not in fp32.
+        part: where ranks share the vocabulary out, which of it weight and bias are; ids and class_weights are of all of
+            it, and x is the same on all ranks. Every rank has to make the same calls, forward and backward.
 
     Returns:
         The objective summed over chunks (None without one) and the `[n]` statistics, all differentiable as the
         module's docstring says.
     """
     dtype = compute_dtype(x)
+    if part is not None and class_weights is not None:
+        class_weights = part.of_columns(class_weights)
     # The products run in this dtype and everything else in fp32: autocast has no further say.
     with torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext():
-        call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch, low_memory)
+        call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch, low_memory, part)
         # Asked here, because an autograd function is not told: its `needs_input_grad` is true for a parameter under
         # `no_grad`, too.
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

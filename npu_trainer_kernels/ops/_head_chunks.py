@@ -18,6 +18,7 @@ import torch
 from .. import device, tiling
 from .._triton import jit, tl
 from ._head_options import guarded
+from ._head_slices import VocabSlice
 from ._launch import launch
 
 __all__ = ["Chunks", "Gradients", "Ids", "Rows"]
@@ -254,9 +255,10 @@ class Chunks:
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids,
                  rows: Rows, dtype: torch.dtype, backend: str, chunk_rows: int | Sequence[int] | None,
-                 sums: bool, borrow: bool = False) -> None:  # fmt: skip
+                 sums: bool, borrow: bool = False, part: VocabSlice | None = None) -> None:  # fmt: skip
         """`dtype`: of the products. `sums`: the weight's gradient is summed over the chunks. With `borrow` the first
-        chunk may be longer, with columns where that gradient will be."""
+        chunk may be longer, with columns where that gradient will be. `part`: where ranks share the vocabulary out; all
+        of them must cut the same chunks, whatever serves these."""
         self.x, self.dtype = x, dtype
         self.rows = rows = rows() if callable(rows) else rows
         self._ids = ids
@@ -271,7 +273,9 @@ class Chunks:
             if plan is not None:
                 chunk_rows, self.borrowed = plan.stops, plan.columns
         if chunk_rows is None:
-            chunk_rows = tiling.head_chunk(n, vocab, dtype.itemsize, spec, hidden if sums else 0, in_place)
+            widest, sums, in_place = (vocab, sums, in_place) if part is None else (part.widest, True, True)
+            columns = hidden if sums else 0
+            chunk_rows = tiling.head_chunk(n, widest, dtype.itemsize, spec, columns, in_place, part is not None)
             shortest = tiling.shortest_chunk(chunk_rows, spec)
         stops = [*range(chunk_rows, n, chunk_rows), n] if isinstance(chunk_rows, int) else list(chunk_rows)
         if len(stops) > 1 and stops[-1] - stops[-2] < shortest:

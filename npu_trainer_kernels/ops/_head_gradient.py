@@ -12,6 +12,7 @@ import torch
 from .. import _vendor, device, tiling
 from .._triton import jit, libdevice, tl
 from ._head_options import HeadOptions, guarded, kernel_flags, twice_sigmoid
+from ._head_slices import VocabSlice
 from ._head_statistics import Softmax
 from ._launch import launch
 
@@ -131,9 +132,10 @@ def gradient_in_place(
     k: Coefficients,
     options: HeadOptions,
     backend: str,
+    part: VocabSlice | None = None,
 ) -> None:
     """Overwrites one chunk of logits with dL/dl."""
-    gradient_of_logits(logits, logits, ids, class_weights, softmax, k, options, backend)
+    gradient_of_logits(logits, logits, ids, class_weights, softmax, k, options, backend, part)
 
 
 def gradient_of_logits(
@@ -145,8 +147,10 @@ def gradient_of_logits(
     k: Coefficients,
     options: HeadOptions,
     backend: str,
+    part: VocabSlice | None = None,
 ) -> None:
-    """Writes dL/dl of a chunk of logits to `grads`, which may be the logits themselves.
+    """Writes dL/dl of a chunk of logits to `grads`, which may be the logits themselves. With `part` they are some
+    columns of it; softmax and k are of whole rows.
 
     The b term touches one element of each row. That element is worked out here on `[n]` numbers, in fp32, and put in
     its place: comparing every column with the id would cost the kernel as much as the rest of its arithmetic.
@@ -156,10 +160,15 @@ def gradient_of_logits(
         assert (k.c, k.e) == (None, None)
         grads.copy_(_vendor.cross_entropy_gradient(_vendor.cross_entropy(logits, ids)[1], ids, k.b))
         return
-    column = ids.long().unsqueeze(1)
+    column, b = ids.long(), k.b
+    if part is not None:
+        # An id that is another rank's has its b term there; here a column is written once more, without one.
+        column, mine = part.own(ids)
+        b = b.masked_fill(~mine, 0.0)
+    u = None if class_weights is None else class_weights[column].unsqueeze(1)
+    column = column.unsqueeze(1)
     at_id = logits.gather(1, column)
-    u = None if class_weights is None else class_weights[ids.long()].unsqueeze(1)
-    at_id = _gradient_torch(at_id.float(), u, softmax, k, options, k.b).to(logits.dtype)
+    at_id = _gradient_torch(at_id.float(), u, softmax, k, options, b).to(logits.dtype)
     _gradient_without_id(grads, logits, class_weights, softmax, k, options, backend)
     grads.scatter_(1, column, at_id)
 

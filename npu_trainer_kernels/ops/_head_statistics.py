@@ -13,6 +13,7 @@ import torch
 from .. import _vendor, device, tiling
 from .._triton import jit, tl
 from ._head_options import HeadOptions, guarded, kernel_flags, transform, transformed
+from ._head_slices import RowSums, VocabSlice
 from ._launch import launch
 
 __all__ = ["HeadStatistics", "Softmax", "row_statistics", "vendor_statistics"]
@@ -206,22 +207,33 @@ def _raw_statistics_torch(
 
 
 def row_statistics(
-    logits: torch.Tensor, ids: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions, backend: str
-) -> tuple[HeadStatistics, Softmax]:
-    """Statistics of one chunk of logits, which stay as they are."""
+    logits: torch.Tensor, ids: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions, backend: str,
+    part: VocabSlice | None = None,
+) -> tuple[HeadStatistics, Softmax]:  # fmt: skip
+    """Statistics of one chunk of logits, which stay as they are. With `part` they are some columns of it, and
+    class_weights theirs; the statistics are of whole rows all the same."""
     if backend == "vendor":
         return vendor_statistics(_vendor.cross_entropy(logits, ids)[0], logits, ids)
     row_max, s, ds, us, sq, best = _raw_statistics(logits, class_weights, options, backend)
+    column, mine = (ids.long(), None) if part is None else part.own(ids)
+    z_id = transform(logits.gather(1, column.unsqueeze(1)).squeeze(1).float(), options)
+    vocab = logits.shape[1]
+    if part is not None and mine is not None:
+        sums = RowSums(
+            row_max, s, ds if options.entropy else None, us if options.mean else None,
+            sq if options.log_sum_sq else None, best if options.argmax else None, z_id.masked_fill(~mine, 0.0),
+        )  # fmt: skip
+        row_max, s, ds, us, sq, best, z_id = part.merged(sums)  # type: ignore[assignment]
+        vocab = part.vocab
     log_s = s.log()
     lse = row_max + log_s
-    z_id = transform(logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).float(), options)
     shift = ds / s if options.entropy else None
     statistics = HeadStatistics(
         # Not z_id - lse: the difference to the maximum is exact where the id is likely.
         log_prob=(z_id - row_max) - log_s,
         lse=lse,
         entropy=None if shift is None else log_s - shift,
-        mean=(us / logits.shape[1] if class_weights is None else us) if options.mean else None,
+        mean=(us / vocab if class_weights is None else us) if options.mean else None,
         log_sum_sq=sq.log() - 2 * log_s if options.log_sum_sq else None,
         # Of a row that has no maximum, because it is not finite, the kernel has no argmax.
         argmax=best.nan_to_num(0.0, 0.0, 0.0).long() if options.argmax else None,

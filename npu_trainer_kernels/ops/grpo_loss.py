@@ -58,6 +58,7 @@ from ._head import head_statistics, logits_statistics
 from ._head_objective import LogProbObjective, Objective
 from ._head_options import HeadOptions
 from ._head_reference import head_statistics_reference, logits_statistics_reference
+from ._head_slices import own_part
 from ._head_statistics import HeadStatistics
 
 __all__ = [
@@ -340,7 +341,8 @@ def fused_linear_grpo_loss(
 
     Args:
         x: hidden states `[B, T, H]`, position t predicting `ids[:, t]`; fp32, bf16 or fp16.
-        weight: `[V, H]`; its gradient is accumulated in fp32.
+        weight: `[V, H]`; its gradient is accumulated in fp32. Where ranks share the vocabulary out, a DTensor; see
+            `fused_linear_cross_entropy`.
         ids: completion ids `[B, T]`, int64 or int32.
         advantages: `[B]`, `[B, 1]` or `[B, T]`.
         bias: `[V]` or None.
@@ -382,11 +384,12 @@ def fused_linear_grpo_loss(
         lambda: batch.tokens, batch.options, batch.on_policy, batch.lengths, weight.shape[0],
         x.element_size(), x.device,
     )  # fmt: skip
+    weight, bias, part = own_part(x, weight, bias)
     total, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, chosen, bias,
         _head_options(batch.options, temperature, softcap, logit_scale, entropy),
         rows=lambda: batch.rows, objective=plan and plan.objective, chunk_rows=plan and plan.chunk_rows,
-        backend=chosen_backend,
+        backend=chosen_backend, part=part,
     )  # fmt: skip
     if total is None:
         return _output(grpo_objective(s.log_prob, s.entropy, batch.tokens, batch.options), s, batch)

@@ -34,6 +34,7 @@ from ._head import head_statistics
 from ._head_objective import LinearObjective, Objective
 from ._head_options import HeadOptions
 from ._head_reference import transformed_logits
+from ._head_slices import own_part
 from ._head_statistics import HeadStatistics
 from ._host import compute_dtype
 
@@ -267,10 +268,12 @@ def fused_linear_cross_entropy(
     Args:
         x: hidden states `[..., H]`, fp32, bf16 or fp16, any strides. Products run in this dtype, or in autocast's.
         weight: `[V, H]`; cast to that dtype when it differs. Its gradient is accumulated in fp32 and returned in
-            weight's dtype.
+            weight's dtype. Where ranks share the vocabulary out, a DTensor, sharded by rows over a mesh of one
+            dimension: each rank then computes with its own rows, and all must make the same call with the same x and
+            target, and go backward through it.
         target: int64 or int32 of x's leading shape, each in `[0, V)` or `ignore_index` (checked on the CPU; on an
             accelerator under NPU_KERNELS_DEBUG=1).
-        bias: `[V]` or None.
+        bias: `[V]` or None; placed as weight is, where that is a DTensor.
         ignore_index: targets that do not count.
         reduction: "mean" (over the valid targets, weighted by `class_weights`; zero, not NaN, when there are none),
             "sum", or "none" (per token, zero where ignored; costs a fourth product).
@@ -302,12 +305,14 @@ def fused_linear_cross_entropy(
     k = None if class_weights is None else class_weights.detach().float().contiguous()
     targets = _Targets(target.reshape(-1), ignore_index, rows, k)
     check_range("target", lambda: targets.ids, x.device, weight.shape[0])
+    vocab = weight.shape[0]
+    weight, bias, part = own_part(x, weight, bias)
     # fp16 gradients of a mean over many tokens would underflow: there the division waits until after the products.
     early = torch.float16 not in (x.dtype, compute_dtype(x))
-    loss = _Loss(targets, reduction, num_items, label_smoothing, z_loss, weight.shape[0], early)
+    loss = _Loss(targets, reduction, num_items, label_smoothing, z_loss, vocab, early)
     chosen = backends.choose(
         "linear_cross_entropy", x.device, backend,
-        lambda: _vendor.uncovered_cross_entropy(
+        lambda: "a vocabulary that ranks share out" if part is not None else _vendor.uncovered_cross_entropy(
             targets.ids.shape[0], softcap=softcap, logit_scale=logit_scale, label_smoothing=label_smoothing,
             z_loss=z_loss, outputs=outputs,
         ),
@@ -317,7 +322,7 @@ def fused_linear_cross_entropy(
         x.reshape(-1, x.shape[-1]), weight, lambda: targets.ids, bias,
         HeadOptions(softcap=softcap, logit_scale=logit_scale, mean=label_smoothing > 0, argmax=bool(outputs)),
         rows=lambda: targets.rows, class_weights=k, objective=loss.objective(), chunk_rows=chunk_rows,
-        low_memory=low_memory, backend=chosen,
+        low_memory=low_memory, backend=chosen, part=part,
     )  # fmt: skip
     if total is None:
         value = targets.spread(loss.of_rows(s, slice(None)), 0.0).view(target.shape)

@@ -18,6 +18,7 @@ from ._head import head_statistics
 from ._head_objective import Objective
 from ._head_options import HeadOptions
 from ._head_reference import head_statistics_reference
+from ._head_slices import own_part
 
 __all__ = [
     "LinearLogProbOutput",
@@ -98,7 +99,8 @@ def linear_logprob(
 
     Args:
         x: hidden states `[..., H]`, fp32, bf16 or fp16, any strides. Products run in this dtype, or in autocast's.
-        weight: `[V, H]`; cast to that dtype when it differs. Its gradient is accumulated in fp32.
+        weight: `[V, H]`; cast to that dtype when it differs. Its gradient is accumulated in fp32. Where ranks share the
+            vocabulary out, a DTensor; see `fused_linear_cross_entropy`.
         ids: int64 or int32 of x's leading shape, in `[0, V)` (checked on the CPU; on an accelerator under
             NPU_KERNELS_DEBUG=1, since the check waits for the device).
         bias: `[V]` or None.
@@ -138,9 +140,10 @@ def planned_linear_logprob(
     check_head(x, weight, "ids", ids, bias)
     check_range("ids", ids, x.device, weight.shape[0])
     flat_ids = ids.reshape(-1)
+    weight, bias, part = own_part(x, weight, bias)
     _, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, flat_ids, bias, options,
-        objective=objective, chunk_rows=chunk_rows, on_mismatch=on_mismatch,
+        objective=objective, chunk_rows=chunk_rows, on_mismatch=on_mismatch, part=part,
         backend=backends.choose("linear_logprob", x.device, backend, at=lambda: backends.of_head(x, weight)),
     )  # fmt: skip
     is_top1 = None if s.argmax is None else s.argmax == flat_ids

@@ -12,12 +12,13 @@ from .. import backends, device
 from ._call import CallSettings, track_calls
 from ._classes import original_class
 from ._head import causal_lm
+from ._mlps import GatedMlpPatch
 from ._patch import Aside, Patch, Scene, Site
 from ._report import LeftAlone, Report
 from ._undo import Undo
 from .table import PATCHES
 
-__all__ = ["NpuKernels", "apply_npu_kernels", "handle_of"]
+__all__ = ["NpuKernels", "apply_npu_kernels", "check_tiled_mlp", "handle_of"]
 
 _handles: "weakref.WeakKeyDictionary[nn.Module, NpuKernels]" = weakref.WeakKeyDictionary()
 
@@ -30,10 +31,10 @@ class NpuKernels:
     """
 
     def __init__(
-        self, model: nn.Module, ops: tuple[str, ...], by_name: bool, backend: str | None, strict: bool
+        self, model: nn.Module, ops: tuple[str, ...], by_name: bool, backend: str | None, strict: bool, tiled_mlp: int
     ) -> None:
         self._model = weakref.ref(model)
-        self.options = (ops, backend, strict)
+        self.options = (ops, backend, strict, tiled_mlp)
         self._patches = [PATCHES[op] for op in PATCHES if op in ops]
         self._by_name = by_name
         self._backend = backends.strict_override(backend) if strict else backend
@@ -123,7 +124,8 @@ class NpuKernels:
         if where.type == "meta":
             where = torch.device(device.accelerator())
         dtype = parameters[0].dtype if parameters else torch.float32
-        scene = Scene(model, tuple(patch.op for patch in self._patches), where, dtype, self._backend)
+        tiled_mlp = self.options[-1]
+        scene = Scene(model, tuple(patch.op for patch in self._patches), where, dtype, self._backend, tiled_mlp)
         earlier = self._report
         self._report = Report(
             device=device.spec(where).name, notes=earlier.notes, note_ops=earlier.note_ops, unused=earlier.unused
@@ -146,8 +148,8 @@ class NpuKernels:
                 self._report.sites.append(site)
 
     def _apply(self, patch: Patch, scene: Scene) -> None:
-        op = patch.op
-        plain = None if self._by_name else backends.keeps_plain(op, scene.where, scene.backend)
+        op, by_name = patch.op, self._by_name or patch.asked_for(scene)
+        plain = None if by_name else backends.keeps_plain(op, scene.where, scene.backend)
         if plain is not None and not backends.every_measurement(op, scene.where, scene.backend):
             self._report.left_alone.append(LeftAlone("", "", op, plain, counts=patch.misses(scene)))
             return
@@ -155,22 +157,22 @@ class NpuKernels:
         for path, module in patch.candidates(scene):
             form = patch.recognise(module, scene)
             if form is not None and not isinstance(form, str):
-                form = self._install(patch, scene, path, module, form, plain)
+                form = self._install(patch, scene, path, module, form, plain, by_name)
             if isinstance(form, str):
                 kind = "" if module is scene.model else original_class(module).__name__
                 self._report.left_alone.append(LeftAlone(path, kind, op, form, counts=not isinstance(form, Aside)))
 
     def _install(
-        self, patch: Patch, scene: Scene, path: str, module: nn.Module, form: Any, plain: str | None
+        self, patch: Patch, scene: Scene, path: str, module: nn.Module, form: Any, plain: str | None, by_name: bool
     ) -> str | None:
         """Puts a recognised module on its site; a sentence where it cannot be. `plain`: why its own code is as good on
-        this device, unless something else was measured."""
+        this device, unless something else was measured, or the op was asked for by name."""
         other = next((s for s in self._sites.values() if s.cls is type(module) and s.op != patch.op), None)
         if other is not None and other.paths:
             return f"{other.op} is in its forward already"
-        if plain is None and not self._by_name:
+        if plain is None and not by_name:
             plain = patch.keeps_plain(form, scene)
-        at = None if self._by_name else patch.sizes(module, form)
+        at = None if by_name else patch.sizes(module, form)
         entries = () if at is None else backends.measurements(patch.op, scene.where, scene.backend, *at)
         if plain is not None and all(entry.plain_wins for entry in entries):
             return Aside("; ".join(f"plain PyTorch is faster, {entry}" for entry in entries) or plain)
@@ -189,14 +191,23 @@ class NpuKernels:
         return None
 
 
+def check_tiled_mlp(name: str, tokens: int, ops: Sequence[str] | None) -> None:
+    """Raises ValueError for a number of tokens that no MLP can run in, or that `ops` leaves nothing to run for."""
+    if type(tokens) is not int or tokens < 0:
+        raise ValueError(f"{name} must be a number of tokens, or 0 for all at once; got {tokens!r}")
+    if tokens and ops is not None and GatedMlpPatch.op not in ops:
+        raise ValueError(f"{name}={tokens} needs {GatedMlpPatch.op} among ops; got {ops!r}")
+
+
 def handle_of(model: nn.Module) -> NpuKernels | None:
     """The handle of a model that is patched, or None."""
     return _handles.get(model)
 
 
 def apply_npu_kernels(
-    model: nn.Module, *, ops: Sequence[str] | None = None, backend: str | None = None, strict: bool = False
-) -> NpuKernels:
+    model: nn.Module, *, ops: Sequence[str] | None = None, backend: str | None = None, strict: bool = False,
+    tiled_mlp: int = 0,
+) -> NpuKernels:  # fmt: skip
     """Puts the fused kernels into a model, in place, on this instance alone.
 
     - `rms_norm`: every RMSNorm module, recognised by what it computes;
@@ -216,6 +227,8 @@ def apply_npu_kernels(
         backend: overrides the choice of backend, as `"torch"` or `"rms_norm=torch,linear_logprob=triton"`.
         strict: a kernel of this model that cannot be compiled or launched raises `KernelError`; otherwise torch takes
             over for its op, with a warning and a note in the report.
+        tiled_mlp: gated MLPs compute at most so many tokens at once and keep their input alone for backward, which
+            computes them anew, slice by slice; 0: all tokens at once.
 
     Returns:
         The handle; also usable as a context manager. A second call for the same model returns the same handle after
@@ -223,8 +236,8 @@ def apply_npu_kernels(
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: unknown op or backend, a backend that cannot run on the model's device, or the model is patched
-            already with other options.
+        ValueError: unknown op or backend, a backend that cannot run on the model's device, a `tiled_mlp` that is
+            negative or that `ops` leaves without its op, or the model is patched already with other options.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
@@ -232,14 +245,16 @@ def apply_npu_kernels(
     unknown = [op for op in chosen if op not in PATCHES]
     if isinstance(ops, str) or unknown:
         raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
-    handle = _handles.get(model)
+    check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
+    handle, options = _handles.get(model), (chosen, backend, strict, tiled_mlp)
     if handle is None:
-        handle = NpuKernels(model, chosen, ops is not None, backend, strict)
-    elif handle.options != (chosen, backend, strict):
+        handle = NpuKernels(model, chosen, ops is not None, backend, strict, tiled_mlp)
+    elif handle.options != options:
         before = handle.options
         raise ValueError(
-            f"this model is patched already with ops={before[0]}, backend={before[1]!r}, strict={before[2]}; restore "
-            f"that first, or ask for the same (got ops={chosen}, backend={backend!r}, strict={strict})"
+            f"this model is patched already with ops={before[0]}, backend={before[1]!r}, strict={before[2]}, "
+            f"tiled_mlp={before[3]}; restore that first, or ask for the same (got ops={chosen}, backend={backend!r}, "
+            f"strict={strict}, tiled_mlp={tiled_mlp})"
         )
     handle.refresh()
     _handles[model] = handle

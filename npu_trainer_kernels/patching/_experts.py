@@ -30,6 +30,7 @@ from ._call import CallSettings
 from ._classes import has_hooks, original_class
 from ._gates import GateForm, gate_of, joined_gate_form, numbers_of
 from ._norm_forms import full_shape
+from ._parallel import plain_inside, serve_inside
 from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_float, no_plain, set_on_instance
 from ._undo import Undo
 
@@ -263,7 +264,7 @@ class ExpertsPatch(Patch):
             return "its experts are modules of their own, each with its own products"
         if not _has_flags(module):
             return "its code is its own: it does not come through transformers' experts interface"
-        aside = None if _dispatchers(module) else set_on_instance(module)
+        aside = None if _dispatchers(module) or plain_inside(module) else set_on_instance(module)
         found = aside or _implementation(module) or _recognise(module)
         if isinstance(found, str):
             return found
@@ -272,6 +273,8 @@ class ExpertsPatch(Patch):
 
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         super().install(site, module, undo, settings)
+        if plain_inside(module):
+            serve_inside(module, site.cls, undo)
         there = weakref.ref(module)  # what is undone later keeps no module alive
 
         def experts_forward(*args: Any, **kwargs: Any) -> Any:

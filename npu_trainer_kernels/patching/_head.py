@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._opaque import opaque
+from ..ops._head_slices import unshared
 from ._call import CallSettings
 from ._classes import original_class, subclass_with_forward
 from ._compiled import keep_out_of_graphs, may_promise
 from ._head_call import HeadCall, answer_of, is_asked, is_of_a_wrapper
+from ._parallel import gathered_over, instead_of, serve_instead
 from ._patch import QUIET, Aside, Patch, Scene, Site, no_float, set_on_instance
 from ._promise import promise
 from ._undo import Undo
@@ -39,12 +42,14 @@ class HeadForm:
 
     Attributes:
         within: the whole model: what shards it may have to gather the head's parameters for a late use.
+        mesh: of the ranks that share its vocabulary out (`tp_plan`), or None.
     """
 
     within: weakref.ref[nn.Module]
+    mesh: DeviceMesh | None = None
 
     def __str__(self) -> str:
-        return ""
+        return "" if self.mesh is None else f"{self.mesh.size()} ranks share its vocabulary out"
 
 
 def promised_logits(
@@ -86,7 +91,10 @@ class LmHeadPatch(Patch):
             return Aside("no causal language model found")
         if not isinstance(module, nn.Linear) or original_class(module).forward is not nn.Linear.forward:
             return f"its head is a {type(module).__name__}, not a plain nn.Linear"
-        return set_on_instance(module) or HeadForm(weakref.ref(scene.model))
+        mesh = gathered_over(module)
+        if mesh is None and (reason := set_on_instance(module)) is not None:
+            return reason
+        return HeadForm(weakref.ref(scene.model), mesh)
 
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
         if is_asked(module):
@@ -98,8 +106,11 @@ class LmHeadPatch(Patch):
             return QUIET
         if (reason := no_float(hidden)) is not None:
             return reason
-        if isinstance(weight, DTensor):
-            return "it is sharded by columns or rows"
+        if isinstance(weight, DTensor) or site.form.mesh is not None:
+            if not isinstance(weight, DTensor) or weight.device_mesh != site.form.mesh:
+                return "it is sharded by columns or rows"
+            if (reason := unshared(weight, bias)) is not None:
+                return reason
         if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
             return f"hidden states of {hidden.dtype} for a weight of {weight.dtype}"
         if torch._C._are_functorch_transforms_active():
@@ -122,6 +133,11 @@ class LmHeadPatch(Patch):
             module, args[0], site.backend, on_real=on_real, on_fused=on_fused, within=site.form.within
         )
 
+    def own(self, site: Site) -> Callable[..., Any]:
+        if site.form.mesh is None:
+            return super().own(site)
+        return lambda module, *args, **kwargs: instead_of(module)(*args, **kwargs)
+
     def patched_class(self, site: Site) -> type[nn.Module]:
         own = self.own(site)
         called = opaque(super().patched_class(site).forward, in_full_graphs=own)
@@ -136,6 +152,8 @@ class LmHeadPatch(Patch):
 
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         super().install(site, module, undo, settings)
+        if site.form.mesh is not None:
+            serve_instead(module, site.cls, undo)
         owner = causal_lm(site.form.within())[1]
         if owner is not None:
             keep_out_of_graphs(owner, module, undo)

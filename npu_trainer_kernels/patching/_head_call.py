@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..ops._host import autocasts, compute_dtype
 from ..ops.linear_cross_entropy import fused_linear_cross_entropy
@@ -75,6 +76,9 @@ def _divisor(device: torch.device) -> torch.Tensor | None:
 
 
 def _released(t: torch.Tensor) -> bool:
+    if isinstance(t, DTensor):
+        with torch.no_grad():
+            t = t.to_local()
     return t.numel() == 0 or not t.untyped_storage().nbytes()
 
 
@@ -127,7 +131,7 @@ class HeadCall:
         """The head's output, formed once. `pristine`: formed again where somebody has written to it since."""
         if self._logits is None or (pristine and self._logits._version != self._clean):
             with torch.enable_grad(), self._as_called():
-                formed = self._with_parameters(lambda: nn.functional.linear(*self.leaves))
+                formed = self._with_parameters(lambda: _product(*self.leaves))
             if self._logits is not None:
                 return formed
             self._logits, self._clean = formed, formed._version
@@ -254,6 +258,17 @@ class HeadCall:
         finally:
             for leaf, p in pairs:
                 leaf.data = p.new_empty(0)
+
+
+def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A head's own product; where ranks share it out, gathered as its plan would."""
+    if not isinstance(weight, DTensor):
+        return nn.functional.linear(hidden, weight, bias)
+    every = [Replicate()]
+    same = DTensor.from_local(hidden, weight.device_mesh, every, run_check=False)
+    logits: Any = nn.functional.linear(same, weight, bias)
+    gathered: torch.Tensor = logits.redistribute(placements=every).to_local()
+    return gathered
 
 
 def _twin(parameter: torch.Tensor) -> torch.Tensor:

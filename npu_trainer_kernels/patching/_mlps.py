@@ -8,17 +8,24 @@ activation's own result, for every way to store gate and up in what the others r
 Where `down` is a bare linear layer its product is part of the op (`swiglu_linear`), which keeps one tensor less for
 backward. That is asked at every call: hooks, adapters and sharding may come after the patch; then the layer is called
 as it is.
+
+Each row goes through such an MLP by itself, so it may also run over slices of its rows (`ops/_slices.py`), where
+somebody asks for that.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..ops._gates import JOINED
+from ..ops._slices import in_slices
 from ..ops.swiglu import swiglu, swiglu_linear
+from ._call import CallSettings
 from ._classes import has_hooks, original_class
 from ._gates import GateForm, gate_form, gate_of, joined_gate_form, numbers_of
 from ._patch import PLAIN, PROBE_ERRORS, Late, Patch, Scene, Site, no_float, set_on_instance
@@ -39,6 +46,7 @@ class MlpForm:
         swapped: that tensor has up in its first half.
         leaves: names and types of the other children, which the op stands for.
         product: what is formed of gate and up.
+        tokens: the most rows of a slice; 0: all rows at once.
     """
 
     gate: str
@@ -47,9 +55,30 @@ class MlpForm:
     swapped: bool
     leaves: tuple[tuple[str, type[nn.Module]], ...]
     product: GateForm
+    tokens: int = 0
 
     def __str__(self) -> str:
         return f"{self.product}" + (", up before gate" if self.swapped else "")
+
+
+@dataclass
+class Slices:
+    """What became of the calls of MLPs that are to run over slices of so many tokens.
+
+    Attributes:
+        tokens: the most rows of a slice.
+        ran: calls that ran so; shorter ones have nothing to slice.
+        whole: longer calls that did not, by reason.
+    """
+
+    tokens: int
+    ran: int = 0
+    whole: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        said = [f"{self.ran} of them in slices of {self.tokens} tokens" if self.ran else
+                f"longer ones than {self.tokens} tokens in slices"]  # fmt: skip
+        return ", ".join([*said, *(f"{calls} not: {reason}" for reason, calls in self.whole.items())])
 
 
 def is_bare_linear(module: nn.Module) -> bool:
@@ -184,16 +213,40 @@ def gate_and_up(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
     return gate, up
 
 
+def _no_slices(module: nn.Module) -> str | None:
+    """Why backward could not tell the gradients of an MLP's parameters from the MLP alone, or None."""
+    for name, child in module.named_modules():
+        # FSDP's first version and the like put tensors in the place of parameters while a layer runs.
+        known = "weight" in child._parameters or hasattr(child, "parametrizations")
+        if isinstance(child, nn.Linear) and not known:
+            return f"its {name} has no parameter of its own"
+    for parameter in module.parameters():
+        if hasattr(parameter, "ds_id") and not parameter.numel():
+            return "DeepSpeed gathers its projections one by one"
+        if isinstance(parameter, DTensor):
+            return "its parameters are sharded while it runs"
+    return None
+
+
 class GatedMlpPatch(Patch):
-    """Gated MLPs by `ops.swiglu` and `ops.swiglu_linear`."""
+    """Gated MLPs by `ops.swiglu` and `ops.swiglu_linear`, where asked for over slices of their rows."""
 
     op = "swiglu"
+
+    def asked_for(self, scene: Scene) -> bool:
+        return scene.tiled_mlp > 0
 
     def recognise(self, module: nn.Module, scene: Scene) -> MlpForm | str | None:
         children = _children(module)
         if children is None:
             return None
-        return set_on_instance(module) or _recognise(module, *children)
+        found = set_on_instance(module) or _recognise(module, *children)
+        return found if isinstance(found, str) else replace(found, tokens=scene.tiled_mlp)
+
+    def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
+        super().install(site, module, undo, settings)
+        if site.form.tokens and site.progress is None:
+            site.progress = Slices(site.form.tokens)
 
     def declines(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> str | None:
         if len(args) != 1 or kwargs:
@@ -206,7 +259,32 @@ class GatedMlpPatch(Patch):
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: MlpForm = site.form
-        modules, x = module._modules, args[0]
+        x = args[0]
+        if form.tokens and x.numel() > form.tokens * x.shape[-1]:
+            reason = _no_slices(module)
+            out = None if reason is not None else self._in_slices(site, module, x)
+            if out is not None:
+                site.progress.ran += 1
+                return out
+            site.progress.whole[reason or "its projections return another dtype"] += 1
+        return self._at_once(site, module, x)
+
+    def _in_slices(self, site: Site, module: Any, x: torch.Tensor) -> torch.Tensor | None:
+        form: MlpForm = site.form
+        projections = [module._modules[name] for name in (form.gate, form.up, form.down)]
+
+        def of_slice(rows: torch.Tensor) -> torch.Tensor:
+            result = self._at_once(site, module, rows)
+            return self.own(site)(module, rows) if type(result) is Late else result
+
+        return in_slices(
+            of_slice, x, lambda: [p for p in module.parameters() if p.requires_grad], tokens=form.tokens,
+            width=projections[-1].out_features, draws=not all(map(is_bare_linear, projections)),
+        )  # fmt: skip
+
+    def _at_once(self, site: Site, module: Any, x: torch.Tensor) -> Any:
+        form: MlpForm = site.form
+        modules = module._modules
         down = modules[form.down]
         gate, up = modules[form.gate](x), None
         if form.up != form.gate:

@@ -7,6 +7,7 @@ from torch import nn
 
 from .. import _vendor, backends
 from ..ops._host import autocasts
+from ._call import CallSettings
 from ._norm_forms import (
     Form,
     GatedNormForm,
@@ -17,7 +18,9 @@ from ._norm_forms import (
     is_gated,
     recognise_norm,
 )
+from ._parallel import plain_inside, serve_inside
 from ._patch import QUIET, Patch, Scene, Site, keeps_own_code, no_float, no_plain, set_on_instance
+from ._undo import Undo
 
 __all__ = ["GatedRmsNormPatch", "LayerNormPatch", "RmsNormPatch"]
 
@@ -38,7 +41,8 @@ class _NormPatch(Patch):
         home = self._is_at_home(module)
         if not home and not is_candidate(module):
             return None
-        found = set_on_instance(module) or recognise_norm(module)
+        aside = None if plain_inside(module) else set_on_instance(module)
+        found = aside or recognise_norm(module)
         if isinstance(found, str):
             return found if home else None
         return found if isinstance(found, self.form) else None
@@ -56,6 +60,11 @@ class _NormPatch(Patch):
 
     def run(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         return site.form.run(module, args[0], site.backend)
+
+    def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
+        super().install(site, module, undo, settings)
+        if plain_inside(module):
+            serve_inside(module, site.cls, undo)
 
     def sizes(self, module: nn.Module, form: Form) -> tuple[torch.dtype, tuple[int, ...]] | None:
         weight = module._parameters.get("weight")

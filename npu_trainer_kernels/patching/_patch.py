@@ -76,6 +76,7 @@ class Scene:
         where: the device that the model is on, or is going to be.
         dtype: of its parameters.
         backend: the override of the choice of backends, or None.
+        tiled_mlp: the most tokens that a gated MLP is to compute at once; 0: any number.
     """
 
     model: nn.Module
@@ -83,6 +84,7 @@ class Scene:
     where: torch.device
     dtype: torch.dtype
     backend: str | None
+    tiled_mlp: int = 0
 
     @functools.cached_property
     def checkpoints(self) -> bool:
@@ -194,6 +196,10 @@ class Patch:
         """Serves a call that was not declined, or returns `Late`."""
         raise NotImplementedError
 
+    def asked_for(self, scene: Scene) -> bool:
+        """Whether an option asks for the op wherever it can be, as if by its name."""
+        return False
+
     def detail(self, site: Site) -> str:
         """What the report says of a site beyond its op and class."""
         return str(site.form)
@@ -247,7 +253,7 @@ class Patch:
 def set_on_instance(module: nn.Module) -> str | None:
     """Why a class's forward is not what runs when a module is called, or None."""
     if "forward" in vars(module):
-        return "its forward was set on the instance (accelerate's hooks do, for device_map and offload)"
+        return "its forward was set on the instance (accelerate's hooks do, for device_map and offload, and tp_plan)"
     return None
 
 

@@ -23,7 +23,8 @@ from ._batch import Batch, hidden_of
 from ._classes import original_class
 from ._miniature import VOCABULARY, miniature, miniature_around, small_config
 from ._packed import Asked, Unserved, foreign_attention, why_not
-from ._patch import PROBE_ERRORS, set_on_instance
+from ._parallel import mixes_tokens
+from ._patch import PROBE_ERRORS
 
 __all__ = ["OUTPUTS", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
 
@@ -173,7 +174,7 @@ def unproven(body: nn.Module, proof: Proof) -> str | None:
     for path, module in body.named_modules():
         kind = _unsharded(module)
         base = next((cls for cls in kind.__mro__ if cls in proven), None)
-        if module is not body and (reason := set_on_instance(module)) is not None:
+        if module is not body and (reason := mixes_tokens(module)) is not None:
             return f"{path}: {reason}"
         if module in inside or isinstance(module, around):
             continue
@@ -211,7 +212,7 @@ def in_the_way(body: nn.Module) -> str | None:
         # A graph has no packed row in it: it would be compiled anew for each.
         if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
             return "its layers are compiled"
-        if (reason := set_on_instance(part)) is not None:
+        if (reason := mixes_tokens(part)) is not None:
             return f"its {original_class(part).__name__}: {reason}"
     for part in (*layers, *beside):
         for name in _HOOKS:

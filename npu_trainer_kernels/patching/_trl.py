@@ -1,9 +1,10 @@
 """TRL's head seam: SFT, DPO, KTO, RLOO and GRPO compute log-probabilities through one function.
 
 TRL (1.15 and later) gives the model a fused head that looks up `trl.trainer.utils._ChunkedLogProbFunction` at each
-call, and `_use_triton` to learn whether rows without a label may be left out. Both names are module-level, so what
-stands in their place decides call by call: inside the forward of a patched model (`_call`) ours answers, everywhere
-else TRL's own. The dispatchers are installed once, counted, and taken away with the last handle.
+call, `_use_triton` to learn whether rows without a label may be left out, and `DTensor` to learn whether a weight has
+to be gathered first. These names are module-level, so what stands in their place decides call by call: inside the
+forward of a patched model (`_call`) ours answers, everywhere else TRL's own. The dispatchers are installed once,
+counted, and taken away with the last handle.
 """
 
 import importlib
@@ -21,15 +22,18 @@ from torch.distributed.tensor import DTensor
 
 from .._optional import INSTALL
 from .._triton import MissingDependencyError
+from ..ops._head_slices import unshared
 from ..ops.linear_logprob import OUTPUTS, logprob_options, planned_linear_logprob
 from ._call import Call, CallSettings, current_call, current_plan
 from ._head import causal_lm
+from ._parallel import gathered_over
 from ._patch import Patch, Scene, Site
 from ._undo import Undo
 
 __all__ = ["TrlHeadPatch", "TrlSeam", "seam"]
 
 _MODULE, _FUNCTION, _COMPACTS = "trl.trainer.utils", "_ChunkedLogProbFunction", "_use_triton"
+_SHARDED = "DTensor"
 # What TRL calls an output, and what this package does.
 _NAMES = {
     "entropy": "entropy",
@@ -101,7 +105,7 @@ def _unsharded(
 
 
 class TrlSeam:
-    """The dispatchers in place of TRL's two names; `acquire` and `release` count the handles that need them."""
+    """The dispatchers in place of TRL's names; `acquire` and `release` count the handles that need them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -138,6 +142,8 @@ class TrlSeam:
                 ours = {_FUNCTION: _dispatcher(getattr(utils, _FUNCTION))}
                 if hasattr(utils, _COMPACTS):  # TRL 1.15 always leaves unlabelled rows out
                     ours[_COMPACTS] = _dispatching_use_triton(getattr(utils, _COMPACTS))
+                if hasattr(utils, _SHARDED):  # TRL 1.15 gathers nothing
+                    ours[_SHARDED] = _dispatching_dtensor(getattr(utils, _SHARDED))
                 self._originals = {name: getattr(utils, name) for name in ours}
                 for name, value in ours.items():
                     setattr(utils, name, value)
@@ -174,6 +180,29 @@ def _dispatching_use_triton(original: Callable[[torch.device], bool]) -> Callabl
         return call.settings.compacts if call is not None and call.settings.trl is not None else original(device)
 
     return use_triton
+
+
+def _dispatching_dtensor(original: type) -> type:
+    class Gathered(type):
+        """Whose instances are DTensors, but the weight of a head that is served by the ranks that share it out: TRL
+        would gather that."""
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original) and not _is_shared(instance)
+
+    return Gathered(original.__name__, (), {})
+
+
+def _is_shared(weight: Any) -> bool:
+    call = current_call()
+    if call is None or call.settings.trl is None:
+        return False
+    model: Any = call.module
+    head = model.get_output_embeddings()
+    mesh = gathered_over(head)
+    if mesh is None or weight is not head.weight or weight.device_mesh != mesh:
+        return False
+    return unshared(weight, head.bias) is None
 
 
 def _version() -> str:

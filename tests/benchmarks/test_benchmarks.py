@@ -1,6 +1,6 @@
 """The benchmarks' own logic: the table, inputs and truth, statistics, results, comparison. No assertion on a time."""
 
-import importlib
+import dataclasses
 import itertools
 import json
 import math
@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import cli, distributed, endtoend, measure, models, report, results, runner, steps
+from benchmarks import cli, endtoend, measure, models, report, results, runner, steps
 from benchmarks.cases import OPS, Case, table
 from benchmarks.providers import Absent, Provider, providers
 from npu_trainer_kernels.workloads import ModelShapes, of_model
@@ -324,23 +324,40 @@ def test_every_step_is_named_once(kind):
     ],
     ids=lambda workload: workload.name,
 )
-def test_a_step_with_experts_runs_their_op(workload, monkeypatch):
-    served = []
-    module = importlib.import_module("npu_trainer_kernels.patching._experts")
-
-    def counted(*args, original=module.moe_experts, **kwargs):
-        # By a model's width: modules are tried on fewer columns before.
-        served.append(args[0].shape[-1])
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(module, "moe_experts", counted)
+def test_a_step_with_experts_runs_their_op(workload):
     plain = endtoend.train(workload, "plain", steps=1, warmup=1)
-    assert not served
+    assert plain["ran"] == {}
     found = endtoend.train(workload, "flag", steps=1, warmup=1)
-    # In every layer of every step.
-    assert served.count(32) >= 2 * 2
+    # In both layers of both steps.
+    assert found["ran"]["moe_experts"] >= 2 * 2
     assert not endtoend.differs({**found, "dtype": "float32"}, plain)
     assert endtoend.variants_of(workload) == ["plain", "flag", "flag-padded", "liger"]
+
+
+def test_a_long_row_has_positions_and_few_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(endtoend, "_LONG", 200)
+    workload = endtoend.Workload("sft-trainer", "tiny-llama", 1, 200, checkpointing=True)
+    assert endtoend.variants_of(workload) == ["plain", "flag", "flag-tiled", "liger"]
+    assert workload.shape == "tiny-llama 1x200 checkpointed"
+    clock = endtoend.Clock(CPU)
+    trainer, _ = steps.build_trainer(workload, endtoend.VARIANTS["plain"], 1, str(tmp_path), clock)
+    assert trainer.model.config.max_position_embeddings == 200
+    assert trainer.args.gradient_checkpointing
+    output = tmp_path / "row.json"
+    command = ["--workload", json.dumps(dataclasses.asdict(workload)), "--variant", "plain", "--steps", "9"]
+    assert endtoend.main([*command, "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["ms"]["samples"] == 2
+    with pytest.raises(ValueError, match=r"checkpointing.*'grpo-trl'"):
+        endtoend.Workload("grpo-trl", "tiny-llama", 1, 200, checkpointing=True)
+
+
+def test_a_variants_options_reach_the_package(monkeypatch):
+    import npu_trainer_kernels
+
+    given = []
+    monkeypatch.setattr(npu_trainer_kernels, "NpuKernelsArguments", lambda **options: given.append(options))
+    steps.kernels_of(endtoend.VARIANTS["flag-tiled"])
+    assert given == [{"use_npu_kernels": True, "npu_kernels_tiled_mlp": 8192}]
 
 
 def test_pairs_are_of_drawn_lengths():
@@ -459,22 +476,3 @@ def test_end_to_end_plot(tmp_path):
             "peak_bytes": 1 << 30}  # fmt: skip
     written = report.plot([{**step, "provider": name} for name in ("plain", "flag")], tmp_path / "r")
     assert [p.name for p in written] == ["r-end-to-end.png"]
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "talks", "lengths"), [("alone", False, ""), ("ddp", True, ""), ("ddp", True, "exponential")]
-)
-def test_the_kernels_add_no_communication(wrapper, talks, lengths, tmp_path, monkeypatch):
-    """One rank; under DDP it calls the collectives that two would (FSDP2 calls none then)."""
-    for name, value in (("MASTER_ADDR", "localhost"), ("RANK", "0"), ("WORLD_SIZE", "1")):
-        monkeypatch.setenv(name, value)
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        workload = endtoend.Workload("sft", "tiny-llama", 2, 16, lengths=lengths)
-        plain, ours = (distributed.train(workload, wrapper, variant, 1, CPU) for variant in ("plain", "flag"))
-    finally:
-        torch.distributed.destroy_process_group()
-    assert plain["collectives"] == ours["collectives"]
-    assert bool(plain["collectives"]) == talks
-    assert plain["losses"] == pytest.approx(ours["losses"], rel=1e-4)

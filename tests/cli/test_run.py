@@ -156,17 +156,8 @@ def test_python_path_is_put_in_front_of_and_kept():
 
 
 def test_options_are_variables():
-    options = [
-        "--ops",
-        "rope,swiglu",
-        "--backend",
-        "torch",
-        "--strict",
-        "--no-warm-up",
-        "--no-balance",
-        "--report",
-        "full",
-    ]
+    options = ["--ops", "rope,swiglu", "--backend", "torch", "--strict", "--no-warm-up", "--report", "full"]
+    options += ["--no-balance", "--tiled-mlp", "8192"]
     code = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('NPU_KERNELS_')}))"
     found = json.loads(python(code, *options).stdout)
     assert found.pop("NPU_KERNELS_RUN_PID").isdigit()
@@ -175,6 +166,7 @@ def test_options_are_variables():
         "NPU_KERNELS_RUN": "1", "NPU_KERNELS_OPS": "rope,swiglu", "NPU_KERNELS_BACKEND": "torch",
         "NPU_KERNELS_STRICT": "1", "NPU_KERNELS_WARM_UP": "0", "NPU_KERNELS_REPORT": "full",
         "NPU_KERNELS_BALANCE": "0",
+        "NPU_KERNELS_TILED_MLP": "8192",
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from npu_trainer_kernels import ops
 from npu_trainer_kernels.ops import _head_chunks, fused_linear_cross_entropy, grpo_loss, linear_logprob
+from npu_trainer_kernels.ops._slices import in_slices
 from npu_trainer_kernels.workloads import OPS, Inputs, ModelShapes, Workload, as_tuple, of_model
 from tests.closeness import assert_op_close
 
@@ -79,6 +80,16 @@ def experts_with_a_gate_of_their_own(device, backend):
     return scalar(y, inputs), leaves(inputs)
 
 
+def rows_in_slices(device):
+    rows, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((12, 5), (7, 5)))
+
+    def product(x):
+        return x @ weight.t()
+
+    y = in_slices(product, rows, lambda: [weight], tokens=4, width=7, draws=False)
+    return (y * torch.linspace(-1, 1, 84, device=device).view(12, 7)).sum(), [rows, weight]
+
+
 def check_refuses(loss: torch.Tensor, wanted: list[torch.Tensor]) -> None:
     found = torch.autograd.grad(loss, wanted, create_graph=True)
     # A penalty beside something that can be differentiated: as a constant, it would pass unnoticed.
@@ -102,9 +113,14 @@ def test_second_derivatives_raise_in_steps(device, backend):
     check_refuses(*experts_with_a_gate_of_their_own(device, backend))
 
 
+def test_second_derivatives_raise_in_slices(device):
+    check_refuses(*rows_in_slices(device))
+
+
 def test_second_derivatives_were_asked_of_every_function(device):
     asked = reached(loss_on_logits(device, "torch")[0])
     asked |= reached(experts_with_a_gate_of_their_own(device, "torch")[0])
+    asked |= reached(rows_in_slices(device)[0])
     for work in WORKLOADS.values():
         asked |= reached(call(work, "torch", device)[0])
     # The one for operators without an autograd of their own is asked where they have stand-ins (test_segment_kernels).

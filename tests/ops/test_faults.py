@@ -77,7 +77,7 @@ def slope_without_temperature(monkeypatch):
 
         return step
 
-    monkeypatch.setattr(_head, "gradient_in_place", wrapped(_head.gradient_in_place, -2))
+    monkeypatch.setattr(_head, "gradient_in_place", wrapped(_head.gradient_in_place, -3))
     monkeypatch.setattr(_head, "statistics_and_gradient", wrapped(_head.statistics_and_gradient, -3))
 
 

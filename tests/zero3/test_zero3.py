@@ -5,7 +5,7 @@ installed. Every parameter is partitioned, so the head's weight is there only wh
 """
 
 from tests.distributed.test_balance import balance_and_compare
-from tests.distributed.test_distributed import pack_and_compare, run_and_compare
+from tests.distributed.test_distributed import on_two_ranks, pack_and_compare, run_and_compare
 
 
 def test_same_parameters_as_without(tmp_path, monkeypatch):
@@ -22,3 +22,15 @@ def test_ranks_with_other_numbers_of_live_tokens(tmp_path, monkeypatch):
 def test_rows_change_ranks_and_steps_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert len(balance_and_compare(tmp_path / "found.json", "zero3")) == 1
+
+
+def test_mlps_over_slices(tmp_path, monkeypatch):
+    """Where DeepSpeed gathers an MLP as one; elsewhere its activation has hooks, and the MLP is its own."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    found = on_two_ranks("tiled", tmp_path / "found.json", "zero3", "zero3, MLPs whole")
+    assert {name: case["ranks"] for name, case in found.items()} == {
+        "zero3, before, None": [[0, {}, []]] * 2,
+        "zero3, MLPs whole, before, None": [[4, {}, []]] * 2,
+        "zero3, MLPs whole, after, False": [[4, {}, []]] * 2,
+        "zero3, MLPs whole, before, True": [[8, {}, []]] * 2,
+    }

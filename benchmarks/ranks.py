@@ -1,0 +1,402 @@
+"""A training step on several ranks: one workload, in what it is spread with, and what is counted of it."""
+
+import collections
+import contextlib
+import gc
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels import device as devices
+from npu_trainer_kernels.ops import fused_linear_cross_entropy
+
+from .endtoend import VARIANTS, Clock, Workload
+from .lengths import lengths, prompt_lengths
+from .measure import Summary, as_json, summarise, verdict
+from .models import MODELS, build_model, model_class
+from .results import Row
+from .steps import build_trainer, kernels_of, patch_with_liger, ran
+
+__all__ = ["WAYS", "WRAPPERS", "batch_of", "collectives", "free", "time_head", "train"]
+
+WRAPPERS = ("alone", "ddp", "fsdp2", "tp")
+WARMUP = 3
+_IGNORED = -100
+
+
+def batch_of(workload: Workload, rank: int, world: int) -> dict[str, torch.Tensor]:
+    """What a rank trains on at every step: ids and labels `[batch, length]`, and a mask where lengths differ."""
+    drawn = torch.Generator().manual_seed(2 + rank)
+    vocab, rows = MODELS[workload.size][1]["vocab_size"], workload.batch
+
+    def ids(*shape: int) -> torch.Tensor:
+        return torch.randint(3, vocab, shape, generator=drawn)
+
+    if not workload.lengths:
+        whole = ids(rows, workload.prompt + workload.length)
+        return {"input_ids": whole, "labels": whole}
+    # The ranks share the quantiles out: their counts of tokens differ, and are the distribution's together.
+    mine = lengths(workload.lengths, rows * world, workload.length)[rank::world]
+    columns = torch.arange(workload.prompt + max(mine))
+    end = workload.prompt + torch.tensor(mine)
+    groups = max(1, rows // workload.group)
+    begin = workload.prompt - torch.tensor(prompt_lengths(groups, workload.prompt) if workload.prompt else [0] * groups)
+    of_row = torch.arange(rows) * groups // rows
+    live = (columns >= begin[of_row].unsqueeze(1)) & (columns < end.unsqueeze(1))
+    prompts, completions = ids(groups, workload.prompt), ids(rows, max(mine))
+    found = torch.cat((prompts[of_row], completions), 1).masked_fill(~live, 0)
+    labels = found.masked_fill(~live | (columns < workload.prompt), _IGNORED)
+    return {"input_ids": found, "attention_mask": live.long(), "labels": labels}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is counted
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _profile(device: torch.device) -> Any:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities)
+
+
+def _counts(profile: Any, device: torch.device) -> dict[str, int]:
+    """How often each collective ran on the device; on a CPU, was called."""
+    pattern = r"ncclDevKernel_(\w+?)_" if device.type == "cuda" else r"c10d::(\w+)"
+    names = (match[1] for event in profile.events() if (match := re.match(pattern, event.name)))
+    return dict(sorted(collections.Counter(names).items()))
+
+
+def collectives(step: Callable[[], object], device: torch.device) -> dict[str, int]:
+    """How often each collective runs on the device during `step`; on a CPU, is called."""
+    with _profile(device) as profile:
+        step()
+        devices.synchronize(device)
+    return _counts(profile, device)
+
+
+class _Peak:
+    """Of the allocator, from now on; 0 on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        if self._module is not None:
+            self._module.reset_peak_memory_stats(device)
+
+    def bytes(self) -> int:
+        return 0 if self._module is None else self._module.max_memory_allocated(self._device)
+
+
+def _of_all(mine: Summary, peak: int, live: int, positions: int, one_batch: bool) -> Row:
+    """What the ranks found, together: the slowest's times, the highest peak, everybody's tokens.
+
+    Args:
+        mine: of this rank's steps, in milliseconds.
+        peak: bytes on this rank.
+        live: tokens of this rank's step.
+        positions: of this rank's step.
+        one_batch: all ranks have the same tokens.
+    """
+    every: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, (mine, peak, live, positions))
+    summary = max((found[0] for found in every), key=lambda found: found.median)
+    live, positions = ((n if one_batch else sum(found[i] for found in every)) for i, n in ((2, live), (3, positions)))
+    return {
+        "ms": as_json(summary), "tokens": live, "positions": positions, "live_share": live / positions,
+        "tokens_per_second": live / summary.median * 1e3, "peak_bytes": max(found[1] for found in every),
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _globals_kept(module: ModuleType) -> Iterator[None]:
+    """Liger exchanges classes and functions of a family's module, for every model that comes after."""
+    before = dict(vars(module))
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+        for name in vars(module).keys() - before.keys():
+            delattr(module, name)
+
+
+def train(workload: Workload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
+    """Times `steps` steps on every rank; what a row has beyond its key.
+
+    Args:
+        workload: of each rank.
+        wrapper: one of `WRAPPERS`.
+        variant: a key of `VARIANTS`; the kernels are put in before the model is wrapped, after it is cut in slices.
+        steps: timed ones.
+        device: of this rank.
+
+    Raises:
+        ImportError: the variant's package is not installed.
+        ValueError: transformers cannot cut the model for so many ranks.
+    """
+    run = _train_in_a_loop if workload.name == "sft" else _train_with_its_trainer
+    with _globals_kept(sys.modules[model_class(workload.size).__module__]):
+        return run(workload, wrapper, variant, steps, device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without a trainer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _in_slices(model: Any) -> Any:
+    """The model with a slice of the weights that transformers' plan for its family splits."""
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=distributed.get_world_size())
+    sliced = type(model).from_pretrained(
+        None, config=model.config, state_dict=model.state_dict(), distributed_config=config, dtype=model.dtype
+    )
+    return sliced.train()
+
+
+def _wrap(model: Any, wrapper: str, device: torch.device) -> Any:
+    if wrapper == "ddp":
+        ids = None if device.type == "cpu" else [device.index]
+        return torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    if wrapper == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return model
+
+
+def _by_kind(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """What is split and what is whole: no operation on several tensors takes both."""
+    kinds = ([p for p in parameters if isinstance(p, DTensor) == split] for split in (True, False))
+    return [kind for kind in kinds if kind]
+
+
+def _clip(kinds: Sequence[Sequence[torch.nn.Parameter]], most: float) -> torch.Tensor:
+    """The norm of all gradients, which are scaled to have at most that one."""
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
+    total = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
+    for kind in kinds:
+        torch.nn.utils.clip_grads_with_norm_(kind, most, total)
+    return total
+
+
+def _train_in_a_loop(workload: Workload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
+    model = build_model(workload.size, length=workload.prompt + workload.length).to(device)
+    if wrapper == "tp":
+        model = _in_slices(model)
+        free(device)
+    if workload.prompt:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if VARIANTS[variant].package == "liger-kernel":
+        patch_with_liger(model, own_head=True)
+    asked = kernels_of(VARIANTS[variant])
+    kernels = apply_npu_kernels(model, ops=asked.npu_kernels_ops) if asked.use_npu_kernels else None
+    with kernels or contextlib.nullcontext():
+        found = _loop(_wrap(model, wrapper, device), workload, wrapper == "tp", steps, device)
+    return {**found, "ran": kernels.report().ran if kernels else {}}
+
+
+def _loop(model: Any, workload: Workload, one_batch: bool, steps: int, device: torch.device) -> Row:
+    kinds = _by_kind(list(model.parameters()))
+    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-5)
+    place = (0, 1) if one_batch else (distributed.get_rank(), distributed.get_world_size())
+    batch = {name: t.to(device) for name, t in batch_of(workload, *place).items()}
+    losses, norms, times = [], [], []
+
+    def step() -> None:
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        norm = _clip(kinds, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        norms.append(norm.item())
+
+    peak = _Peak(device)
+    for number in range(WARMUP + steps):
+        start = time.perf_counter()
+        step()
+        devices.synchronize(device)
+        if number >= WARMUP:
+            times.append((time.perf_counter() - start) * 1e3)
+    ids = batch["input_ids"]
+    live = int(batch["attention_mask"].sum()) if "attention_mask" in batch else ids.numel()
+    found = _of_all(summarise(times), peak.bytes(), live, ids.numel(), one_batch)
+    return {**found, "losses": losses, "grad_norms": norms, "collectives": collectives(step, device)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The LM head
+# ---------------------------------------------------------------------------------------------------------------------
+
+WAYS = ("alone", "tp")
+_CALLS = 20
+
+
+def _head_inputs(sizes: dict[str, int], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """x, the whole weight and targets, the same on all ranks."""
+    drawn = torch.Generator(device).manual_seed(7)
+    x = torch.randn(sizes["BT"], sizes["H"], device=device, generator=drawn)
+    weight = torch.randn(sizes["V"], sizes["H"], device=device, generator=drawn) * sizes["H"] ** -0.5
+    targets = torch.randint(sizes["V"], (sizes["BT"],), device=device, generator=drawn)
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return (torch.linalg.vector_norm(found.double() - wanted) / torch.linalg.vector_norm(wanted.double())).item()
+
+
+def time_head(sizes: dict[str, int], dtype: torch.dtype, way: str, device: torch.device) -> Row:
+    """Times forward and backward of the op on every rank, the collectives in it included.
+
+    Args:
+        sizes: rows BT, hidden size H, vocabulary V.
+        dtype: of x and of the weight.
+        way: of `WAYS`: with the whole vocabulary, or with a slice of it for each rank, whose results are then held to
+            the other way's.
+        device: of this rank.
+    """
+    x, whole, targets = _head_inputs(sizes, dtype, device)
+    weight = whole
+    if way == "tp":
+        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+        weight = distribute_tensor(whole.detach(), mesh, [Shard(0)]).requires_grad_()
+
+    def call(factor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss: Any = fused_linear_cross_entropy(x, factor, targets)
+        return (loss.detach(), *torch.autograd.grad(loss, (x, factor)))
+
+    found = [_local(t) for t in call(weight)]
+    left, errors = sum(t.nbytes for t in found), dict[str, float]()
+    if way == "tp":
+        loss, dx, dweight = call(whole)
+        wanted = (loss, dx, distribute_tensor(dweight, mesh, [Shard(0)]).to_local())
+        errors = {name: _relative(*pair) for name, *pair in zip(("out0", "dx", "dweight"), found, wanted, strict=True)}
+        del loss, dx, dweight, wanted
+    del whole, found
+    free(device)
+    before = 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
+    peak, times = _Peak(device), []
+    for number in range(WARMUP + _CALLS):
+        start = time.perf_counter()
+        call(weight)
+        devices.synchronize(device)
+        if number >= WARMUP:
+            times.append((time.perf_counter() - start) * 1e3)
+    every: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, (summarise(times), max(0, peak.bytes() - before - left), errors))
+    summary = max((one[0] for one in every), key=lambda one: one.median)
+    worst = {name: max(one[2][name] for one in every) for name in errors}
+    return {
+        "ms": as_json(summary), "extra_bytes": max(one[1] for one in every), "errors": worst or None,
+        "verdict": verdict(worst, None, str(dtype).removeprefix("torch.")) if worst else "unchecked",
+        "tflops": 6e-9 * sizes["BT"] * sizes["H"] * sizes["V"] / summary.median,
+        "collectives": collectives(lambda: call(weight), device),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A trainer, which accelerate wraps
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _for_accelerate(workload: Workload, wrapper: str) -> dict[str, str]:
+    """The environment that `accelerate launch` sets."""
+    if wrapper != "fsdp2":
+        return {}
+    family = MODELS[workload.size][0]
+    return {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": f"{family}DecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    }  # fmt: skip
+
+
+def _check_wrapped(model: Any, wrapper: str) -> None:
+    """Raises RuntimeError where accelerate has done something else than was asked for."""
+    from torch.distributed.fsdp import FSDPModule
+
+    kinds = {"ddp": torch.nn.parallel.DistributedDataParallel, "fsdp2": FSDPModule}
+    found = {name for name, kind in kinds.items() if isinstance(model, kind)} or {"alone"}
+    if found != {wrapper}:
+        raise RuntimeError(f"accelerate has wrapped the model as {', '.join(found)}, not {wrapper}")
+
+
+@contextlib.contextmanager
+def _last_step_profiled(trainer: Any, steps: int, device: torch.device) -> Iterator[dict[str, int]]:
+    """Counts the collectives of step number `steps`, which begins with the preparation of its batch."""
+    from transformers import TrainerCallback
+
+    found: dict[str, int] = {}
+
+    class Profiled(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == steps - 1:
+                self.profile = _profile(device)
+                self.profile.start()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == steps:
+                devices.synchronize(device)
+                self.profile.stop()
+                found.update(_counts(self.profile, device))
+
+    trainer.add_callback(Profiled())
+    yield found
+
+
+def _train_with_its_trainer(workload: Workload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
+    if wrapper == "tp":
+        raise ValueError(f"{workload.name} is not run under 'tp', but under {', '.join(WRAPPERS[:-1])}")
+    clock = Clock(device)
+    # One more, whose collectives are counted and whose time does not.
+    total = WARMUP + steps + 1
+    with (
+        mock.patch.dict(os.environ, _for_accelerate(workload, wrapper)),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        trainer, seen = build_trainer(workload, VARIANTS[variant], total, folder, clock)
+        if wrapper == "alone":
+            wrap = trainer.accelerator.prepare_model
+            trainer.accelerator.prepare_model = lambda model, **given: wrap(model, **{**given, "evaluation_mode": True})
+        peak = _Peak(device)
+        with _last_step_profiled(trainer, total, device) as counted:
+            trainer.train()
+        _check_wrapped(trainer.model_wrapped, wrapper)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    times = [seconds * 1e3 for seconds in clock.seconds()[WARMUP - 1 : -1]]
+    found = _of_all(
+        summarise(times), peak.bytes(), round(seen.live / seen.batches), round(seen.all / seen.batches), one_batch=False
+    )
+    return {
+        **found, "losses": [entry["loss"] for entry in logged],
+        "grad_norms": [float(entry["grad_norm"]) for entry in logged], "collectives": counted, "ran": ran(trainer),
+    }  # fmt: skip
+
+
+def free(device: torch.device) -> None:
+    """Lets go of what a row has used."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()

@@ -1,0 +1,189 @@
+"""Steps on several ranks: what they are given, what is counted of them, and how a run goes on after a failure."""
+
+import os
+import subprocess
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from benchmarks import distributed, endtoend, models, ranks, report
+from benchmarks.results import environment, key_of, read
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def one_rank(tmp_path, monkeypatch):
+    for name, value in (("MASTER_ADDR", "localhost"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "talks", "lengths"), [("alone", False, ""), ("ddp", True, ""), ("ddp", True, "exponential")]
+)
+def test_the_kernels_add_no_communication(wrapper, talks, lengths, one_rank):
+    """One rank; under DDP it calls the collectives that two would (FSDP2 calls none then)."""
+    workload = endtoend.Workload("sft", "tiny-llama", 2, 16, lengths=lengths)
+    plain, ours = (ranks.train(workload, wrapper, variant, 1, CPU) for variant in ("plain", "flag"))
+    assert plain["collectives"] == ours["collectives"]
+    assert bool(plain["collectives"]) == talks
+    assert plain["losses"] == pytest.approx(ours["losses"], rel=1e-4)
+    assert plain["ran"] == {}
+    # Warm-up, one step, and the step whose collectives are counted.
+    assert ours["ran"]["linear_cross_entropy"] == ranks.WARMUP + 2
+
+
+def test_two_ranks_of_every_wrapper(tmp_path):
+    """One start of the ranks. Under tp they have one batch, and half of the experts' columns each."""
+    output = tmp_path / "r.json"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", distributed.__name__, "--size", "tiny-qwen3-moe", "--batch", "2", "--length", "12", "--steps", "1",
+        "--only", "/plain", "--only", "/flag", "--skip", "padded", "--output", str(output),
+    ]  # fmt: skip
+    settings = {**os.environ, "OMP_NUM_THREADS": "1"}
+    settings.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    meta, rows = read(output)
+    found = {(r["op"].removeprefix("sft-"), r["provider"]): r for r in rows}
+    assert sorted(found) == sorted((wrapper, v) for wrapper in ranks.WRAPPERS for v in ("plain", "flag"))
+    assert {r["status"] for r in rows} == {"ok"}, rows
+    for wrapper in ranks.WRAPPERS:
+        plain, ours = found[wrapper, "plain"], found[wrapper, "flag"]
+        assert not endtoend.differs(ours, plain)
+        assert plain["tokens"] == (24 if wrapper == "tp" else 48)
+        if wrapper != "tp":
+            assert plain["collectives"] == ours["collectives"]
+        assert bool(plain["collectives"]) == (wrapper != "alone")
+    # A batch of one's own, averaged with the other rank's; the first rank's alone.
+    assert found["ddp", "plain"]["losses"][0] == found["alone", "plain"]["losses"][0]
+    assert found["ddp", "plain"]["grad_norms"][0] != found["alone", "plain"]["grad_norms"][0]
+    assert found["fsdp2", "plain"]["grad_norms"][0] == pytest.approx(found["ddp", "plain"]["grad_norms"][0], rel=1e-4)
+    # Slices: the norm of one batch's gradient, which is the first rank's.
+    assert found["tp", "plain"]["grad_norms"][0] == pytest.approx(found["alone", "plain"]["grad_norms"][0], rel=1e-4)
+    assert (
+        "| sft-fsdp2 | tiny-qwen3-moe 2x2x12 | flag |" in report.markdown(meta, rows).partition("leaves of the gain")[2]
+    )
+
+
+def test_a_trainers_step_on_ranks(one_rank):
+    """The step whose collectives are counted is one more than those that are timed, and no part of them."""
+    workload = endtoend.Workload("grpo-trl", "tiny-qwen3", 4, 12, 8, lengths="exponential", group=2)
+    plain, ours = (ranks.train(workload, "alone", variant, 2, CPU) for variant in ("plain", "flag"))
+    assert plain["ms"]["samples"] == 2
+    assert plain["tokens"] == ours["tokens"]
+    assert plain["ran"] == {}
+    assert ours["ran"]["linear_logprob"] >= ranks.WARMUP + 3
+    assert not endtoend.differs({**ours, "dtype": "float32"}, plain)
+    with pytest.raises(RuntimeError, match="as alone, not ddp"):
+        ranks.train(workload, "ddp", "plain", 1, CPU)
+    with pytest.raises(ValueError, match="not run under 'tp'"):
+        ranks.train(workload, "tp", "plain", 1, CPU)
+
+
+def test_clipping_is_torchs():
+    parameters = [torch.nn.Parameter(torch.randn(5, 3)) for _ in range(3)]
+    for p in parameters[:2]:
+        p.grad = 3 * torch.randn(5, 3)
+    kept = [p.grad.clone() for p in parameters[:2]]
+    norm = ranks._clip([parameters[:1], parameters[1:]], 1.0)
+    for p, gradient in zip(parameters, kept, strict=False):
+        torch.testing.assert_close(p.grad, gradient / norm, rtol=1e-5, atol=1e-6)
+    assert norm == pytest.approx(torch.cat(kept).norm().item())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
+def test_every_row_of_the_plan_is_named_once(kind, one_rank):
+    rows = distributed.rows_of(distributed.plan(kind))
+    keys = [key_of(distributed._row(*row)) for row in rows]
+    assert len(set(keys)) == len(keys)
+    assert {wrapper for _, wrapper, _ in rows} == set(ranks.WRAPPERS)
+    assert {workload.name for workload, _, _ in rows} == {"sft", "grpo-trl"}
+    # Nothing is measured without what it is compared with.
+    assert {row[:2] for row in rows} == {row[:2] for row in rows if row[2] == "plain"}
+
+
+def test_a_failure_of_one_rank_is_the_row_of_all():
+    store, found = torch.distributed.HashStore(), [{}, {}]
+
+    def rank(number):
+        def step():
+            if number:
+                raise RuntimeError("out of memory\nsecond line")
+            return {"ms": 1.0}
+
+        together = distributed._Together(store, number, 2)
+        assert together.first_says(number == 0)
+        found[number] = distributed._measured({"op": "x", "status": "ok"}, together, step)
+        assert distributed._measured({"status": "ok"}, together, lambda: {"ms": 2.0}) == {"status": "ok", "ms": 2.0}
+        found[number]["went on"] = True
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for row in found:
+        assert row == {"op": "x", "status": "error", "reason": "RuntimeError: out of memory", "went on": True}
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [endtoend.Workload("sft", "tiny-llama", 2, 8), endtoend.Workload("grpo-trl", "tiny-llama", 2, 8, 4, group=2)],
+    ids=lambda workload: workload.name,
+)
+def test_what_liger_exchanges_is_there_again(workload, one_rank, monkeypatch):
+    module = sys.modules[models.model_class(workload.size).__module__]
+    before = dict(vars(module))
+
+    def apply(model, **settings):
+        module.LlamaRMSNorm = module.added = torch.nn.Identity
+
+    patch = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    patch._apply_liger_kernel_to_instance = apply
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, patch.__name__, patch)
+    ranks.train(workload, "alone", "liger", 1, CPU)
+    assert vars(module) == before
+
+
+def test_what_is_not_there_is_absent(one_rank, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    together = distributed._Together(torch.distributed.HashStore(), 0, 1)
+    workload = endtoend.Workload("sft", "tiny-llama", 2, 8)
+    row = distributed._measured({}, together, lambda: ranks.train(workload, "alone", "liger", 1, CPU))
+    assert row["status"] == "absent"
+    assert "liger_kernel" in row["reason"]
+
+
+def test_a_head_on_one_device(one_rank):
+    row = {**distributed._head_row({"BT": 8, "H": 8, "V": 30}, "float32", "alone")}
+    found = ranks.time_head(row["sizes"], torch.float32, "alone", CPU)
+    assert found["verdict"] == "unchecked"
+    assert found["collectives"] == {}
+    split = {**row, **found, "provider": "tp", "ms": {**found["ms"], "median": found["ms"]["median"] / 2}}
+    text = report.markdown(environment(CPU, []), [{**row, **found}, split])
+    assert "The head of BT=8 H=8 V=30, its vocabulary on 1 devices: 0.500 of one device's time." in text
+
+
+def test_a_head_that_is_shared_out_is_held_to_the_whole_one(one_rank, monkeypatch):
+    """One rank, whose slice is the whole vocabulary."""
+    sizes = {"BT": 8, "H": 8, "V": 30}
+    found = ranks.time_head(sizes, torch.float32, "tp", CPU)
+    assert set(found["errors"]) == {"out0", "dx", "dweight"}
+    assert found["verdict"] == "ok"
+
+    def wrong(tensor, *args, original=ranks.distribute_tensor):
+        return original(tensor * 1.01, *args)
+
+    monkeypatch.setattr(ranks, "distribute_tensor", wrong)
+    assert ranks.time_head(sizes, torch.float32, "tp", CPU)["verdict"] == "inaccurate"

@@ -1,0 +1,17 @@
+"""Two gloo ranks on the CPU: MLPs over slices, under DDP and FSDP2, give the parameters of a run without."""
+
+from tests.distributed.test_distributed import on_two_ranks
+
+
+def test_mlps_over_slices(tmp_path):
+    """All in one start of the ranks. Two layers and two steps, a reentrant checkpoint's layers twice."""
+    found = on_two_ranks("tiled", tmp_path / "found.json", "ddp", "fsdp2", "fsdp2, MLPs", "fsdp2, projections")
+    assert len(found) == 3 + 3 + 2 + 1
+    for name, case in found.items():
+        calls = 8 if name.endswith("True") else 4
+        # DDP tells of each parameter's gradient: once a step.
+        came = [2] if name.startswith("ddp") else []
+        expected = [calls, {}, came]
+        if name.startswith("fsdp2, projections"):
+            expected = [0, {"its parameters are sharded while it runs": 8}, came]
+        assert case["ranks"] == [expected] * 2, name
