@@ -1,5 +1,6 @@
-"""Will it fit, and what must be switched on? The peak memory of a training step and its parts, plain and with the
-kernels, with checkpointing on and off, and the largest micro-batch of each, before anything is rented or started.
+"""Will it fit, and what must be switched on? The peak memory of a training step and its parts, plain, with the kernels
+and with MLPs over slices of the tokens besides (tiled_mlp=8192), each with checkpointing on and off, and the largest
+micro-batch of each, before anything is rented or started.
 
 It runs a step on tensors without memory, and needs neither an accelerator nor weights. Every row of a batch is taken to
 be as long as --seq.

@@ -14,7 +14,11 @@ TRAINERS = ("trainer", "sft", "grpo", "dpo")
 
 SHARDINGS = ("none", "ddp", "fsdp2", "zero3")
 
-VARIANTS: dict[str, dict[str, Any] | None] = {"plain": None, "kernels": {}}
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "kernels": {},
+    "kernels, tiled MLP": {"tiled_mlp": 8192},
+}
 """How a step may be run, what asks for least first: the options of `apply_npu_kernels`, or None without it."""
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
@@ -27,6 +29,9 @@ from ._sharding import Units, shares_of, units_of
 
 __all__ = ["predict"]
 
+# What transformers calls it since 4.56, and before.
+_DTYPE = "dtype" if Version("4.56") <= Version(transformers.__version__) else "torch_dtype"
+
 # What TRL's trainers ask of its head.
 _OUTPUTS = {
     "sft": ("log_probs", "entropy", "is_top1"),
@@ -37,10 +42,10 @@ _OUTPUTS = {
 
 def _built(config: Any, setup: Setup) -> nn.Module:
     """The model, on no device."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(config, dtype=setup.dtype, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", **{_DTYPE: setup.dtype}
+        )
     model.config.use_cache = False
     if setup.trainer != "trainer":
         from trl.trainer.utils import add_fused_lm_head

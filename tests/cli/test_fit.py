@@ -152,6 +152,15 @@ def test_what_is_switched_on_takes_less(plain):
     assert adapter.parts["gradients"] < plain.parts["optimiser"] / 10
 
 
+def test_an_mlp_in_slices_takes_less_of_a_long_row():
+    wide = config(intermediate_size=2048, vocab_size=64)
+    long = replace(SETUP, batch=1, length=16384, variant="kernels", checkpointing=True)
+    whole, sliced = (predict(wide, replace(long, variant=v)) for v in ("kernels", "kernels, tiled MLP"))
+    # Three tensors of the inner size, of half of the tokens; and a sum in fp32 with a gradient for each weight.
+    saved = 3 * 2 * 8192 * 2048 - 6 * 3 * 256 * 2048
+    assert whole.peak_bytes - sliced.peak_bytes > saved / 2
+
+
 def test_shares_of_several_devices(plain):
     sharded = predict(config(), replace(SETUP, sharding="fsdp2", devices=4))
     assert sharded.parts["weights"] == pytest.approx(plain.parts["weights"] / 4, rel=0.01)
