@@ -102,8 +102,7 @@ def measure_one(configuration: Configuration, variant: str) -> int:
         clock = Clock(torch.device(devices.accelerator()))
         trainer, _ = build_trainer(configuration.workload, VARIANTS[variant], STEPS, folder, clock)
         if configuration.checkpointing:
-            trainer.args.gradient_checkpointing = True
-            trainer.args.gradient_checkpointing_kwargs = {"use_reentrant": False}
+            trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if configuration.workload.lora:
                 trainer.model.enable_input_require_grads()
         with _counted(trainer.model) as peak:
