@@ -95,7 +95,7 @@ test-convergence: $(STAMP)  ## trains small models both ways and compares the cu
 	$(BIN)/python -m convergence --full
 
 test-convergence-quick: $(STAMP)
-	$(BIN)/python -m convergence --quick --mutations
+	$(BIN)/python -m convergence --quick --mutations --jobs 2
 
 test-ascend: $(STAMP)  ## every kernel through the real Ascend compiler, in an environment of its own
 	$(BIN)/tox run -e ascend

@@ -526,8 +526,9 @@ def general_norm_forward_tile(cols: int, itemsize: int, gated: bool, biased: boo
         spec: the device.
     """
     if spec.has_warps and gated and 4096 < cols <= 8192:
-        # 16 elements a thread: 56 registers for sm_90, and two programs share a multiprocessor. With two rows of 64 it
-        # is 174 and one, and the gate is read in eight steps, each of which waits for the one before. Not timed yet.
+        # 16 elements a thread: 56 registers for sm_90, and two programs share a multiprocessor (H200, 8192 x 8192: 128
+        # us). With two rows of 64 it is 174 and one, and the gate is read in eight steps, each of which waits for the
+        # one before (210 us).
         return RowTile(1, 8192, 1, launch_options(spec, 16))
     # As for the norms above.
     if gated:
