@@ -31,7 +31,7 @@ from npu_trainer_kernels.trainers._balance import Row
 from npu_trainer_kernels.trainers._exchange import Holding, agreed, exchanged, holdings, stays_here
 from npu_trainer_kernels.trainers._grpo_groups import Arranger
 from tests.closeness import assert_as_close
-from tests.distributed.ranks import end_ranks
+from tests.distributed.ranks import by_rank, end_ranks
 from tests.distributed.run import ZERO3, Parameters, apart, on_ranks, whole
 from tests.models import small_model
 from tests.trainers.test_grpo import reward, tokenizer
@@ -121,12 +121,6 @@ def train(folder: Path, wrapper: str, kernels: NpuKernelsArguments | None, optio
 
 def flat(parameters: Parameters) -> torch.Tensor:
     return torch.cat([value.flatten() for value in parameters.values()])
-
-
-def by_rank(value: Any) -> list[Any]:
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, value)
-    return every
 
 
 def differing(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[str]:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from npu_trainer_kernels import apply_npu_kernels
+from tests.distributed.ranks import by_rank, end_ranks
 from tests.distributed.run import Parameters, apart, whole
 from tests.models import batch, small_model
 
@@ -70,14 +71,11 @@ def main(target: str, *ways: str) -> None:
         plain, _ = trained(way, False)
         ours, report = trained(way, True)
         mine = (apart(plain, start), apart(plain, ours), report.ran["moe_experts"], [d.reason for d in report.declined])
-        ranks: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(ranks, mine)
-        moved, distance, served, declined = zip(*ranks, strict=True)
+        moved, distance, served, declined = zip(*by_rank(mine), strict=True)
         found[way] = {"moved": min(moved), "apart": max(distance), "served": served, "declined": declined}
     if torch.distributed.get_rank() == 0:
         Path(target).write_text(json.dumps(found))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    end_ranks()
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ from npu_trainer_kernels.ops._head_slices import VocabSlice
 from npu_trainer_kernels.ops.grpo_loss import fused_linear_grpo_loss_reference
 from npu_trainer_kernels.ops.linear_logprob import OUTPUTS
 from tests.closeness import assert_as_close, run
+from tests.distributed.ranks import by_rank
 
-__all__ = ["Said", "checked", "everywhere"]
+__all__ = ["Said", "checked"]
 
 ROWS, HIDDEN, VOCAB = 41, 24, 101
 FIRST = 51  # ids of the first rank; the other has one less
@@ -67,13 +68,6 @@ def mesh() -> DeviceMesh:
 def mine() -> slice:
     """This rank's rows of the weight."""
     return slice(0, FIRST) if mesh().get_local_rank() == 0 else slice(FIRST, VOCAB)
-
-
-def everywhere(value: Any) -> list[Any]:
-    """A value of each rank."""
-    values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)
-    return values
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -314,7 +308,7 @@ def unseen() -> list[str]:
                 case()
             except AssertionError:
                 seen = True
-        if not any(everywhere(seen)):
+        if not any(by_rank(seen)):
             found.append(name)
     return found
 

@@ -16,15 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import Trainer
 
-from tests.distributed.ranks import end_ranks
-
-
-def without_compiled_operators() -> None:
-    """DeepSpeed's operator for ranks that share memory would be compiled at its first use, which needs a C++ compiler
-    and a minute; gloo does the same."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+from tests.distributed.ranks import end_ranks, without_compiled_operators
 
 
 def main(script: str, *arguments: str) -> None:

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from npu_trainer_kernels import apply_npu_kernels
-from tests.distributed.launched import without_compiled_operators
-from tests.distributed.ranks import end_ranks
+from tests.distributed.ranks import by_rank, end_ranks, start_ranks
 from tests.distributed.run import ZERO3, Parameters, apart, whole
 from tests.models import SMALL, small_model
 
@@ -101,12 +99,7 @@ def trained(wrapper: str, patch: str | None, reentrant: bool | None) -> tuple[Pa
 
 
 def main(target: str, *wrappers: str) -> None:
-    PartialState(cpu=True)
-    if any(wrapper.startswith("zero3") for wrapper in wrappers):
-        import deepspeed
-
-        without_compiled_operators()
-        deepspeed.init_distributed("gloo")
+    start_ranks(wrappers)
     found = {}
     for wrapper in wrappers:
         for patch, reentrant in CASES[wrapper]:
@@ -114,8 +107,7 @@ def main(target: str, *wrappers: str) -> None:
             plain, _ = trained(wrapper, None, reentrant)
             ours, report = trained(wrapper, patch, reentrant)
             mine = (*(report.ran.get(op, 0) for op in OPS), [d.reason for d in report.declined])
-            ranks: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(ranks, mine)
+            ranks = by_rank(mine)
             found[f"{wrapper}, {patch}, {reentrant}"] = {
                 "moved": apart(plain, start), "apart": apart(plain, ours),
                 "served": [served for served, *_ in ranks], "experts": [experts for _, experts, _ in ranks],

@@ -1,10 +1,38 @@
-"""How ranks end, of whatever has launched them."""
+"""How ranks begin, tell one another and end, of whatever has launched them."""
 
 import gc
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from accelerate import PartialState
 
-__all__ = ["end_ranks"]
+__all__ = ["by_rank", "end_ranks", "start_ranks", "without_compiled_operators"]
+
+
+def without_compiled_operators() -> None:
+    """DeepSpeed's operator for ranks that share memory would be compiled at its first use, which needs a C++ compiler
+    and a minute; gloo does the same."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+
+
+def start_ranks(wrappers: Iterable[str]) -> None:
+    """On CPUs, with DeepSpeed where a wrapper's name begins with zero3."""
+    PartialState(cpu=True)
+    if any(wrapper.startswith("zero3") for wrapper in wrappers):
+        import deepspeed
+
+        without_compiled_operators()
+        deepspeed.init_distributed("gloo")
+
+
+def by_rank(value: Any) -> list[Any]:
+    """Every rank's."""
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, value)
+    return every
 
 
 def end_ranks() -> None:

@@ -29,8 +29,7 @@ from trl import GRPOTrainer as TrlGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernels, NpuKernelsCallback, apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, _head_call
-from tests.distributed.launched import without_compiled_operators
-from tests.distributed.ranks import end_ranks
+from tests.distributed.ranks import end_ranks, without_compiled_operators
 from tests.models import batch, small_model
 from tests.trainers.test_grpo import reward, tokenizer
 

@@ -30,8 +30,7 @@ from trl import SFTConfig, SFTTrainer
 from npu_trainer_kernels import NpuKernelsCallback
 from npu_trainer_kernels.patching import PATCHES
 from tests.closeness import assert_as_close
-from tests.distributed.launched import without_compiled_operators
-from tests.distributed.ranks import end_ranks
+from tests.distributed.ranks import by_rank, end_ranks, without_compiled_operators
 from tests.distributed.run import FSDP2, ZERO3, Parameters, apart, whole
 from tests.models import SMALL, byte_tokenizer, in_double, small_model
 
@@ -258,9 +257,7 @@ def compare(folder: Path, case: str) -> dict[str, Any]:
             assert_as_close(ours[name], plain[name], truth[name], f"{case}: {name}")
         assert_as_close(torch.stack(found), torch.stack(losses), torch.stack(exact), f"{case}: losses")
     mine = report.ran, [(declined.op, declined.reason) for declined in report.declined]
-    both: list[Any] = [None] * ranks()
-    torch.distributed.all_gather_object(both, mine)
-    served, declined = zip(*both, strict=True)
+    served, declined = zip(*by_rank(mine), strict=True)
     return {"moved": apart(plain, start), "apart": apart(plain, ours), "served": served, "declined": declined}
 
 

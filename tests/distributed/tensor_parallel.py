@@ -37,8 +37,8 @@ from npu_trainer_kernels import GRPOTrainer, NpuKernelsCallback, apply_npu_kerne
 from npu_trainer_kernels.ops import _head
 from npu_trainer_kernels.trainers._same_draws import differing_seeds
 from tests.closeness import assert_as_close
-from tests.distributed.head_slices import Said, checked, everywhere
-from tests.distributed.ranks import end_ranks
+from tests.distributed.head_slices import Said, checked
+from tests.distributed.ranks import by_rank, end_ranks
 from tests.distributed.run import apart
 from tests.models import batch, in_double, small_model
 from tests.trainers.test_grpo import reward, tokenizer
@@ -140,7 +140,7 @@ def models(folder: Path) -> dict[str, Any]:
         ours, report, after = by_hand(path, name, task, experts, True)
         declined = [f"{d.op}: {d.reason}" for d in report.declined]
         mine = (apart(plain, dict(start.named_parameters())), apart(plain, ours), dict(report.ran), declined)
-        moved, distance, ran, reasons = zip(*everywhere(mine), strict=True)
+        moved, distance, ran, reasons = zip(*by_rank(mine), strict=True)
         assert (ran[0], reasons[0]) == (ran[1], reasons[1])
         found[f"{name} {task} {experts}"] = {
             "moved": min(moved), "apart": max(distance), "ran": ran[0], "declined": reasons[0],
@@ -183,7 +183,7 @@ def trainers(folder: Path) -> dict[str, Any]:
         with mock.patch.object(_head, "_recomputed", wraps=_head._recomputed) as again:
             ours, ran = trained(path, task, True)
         found[task] = {
-            "moved": apart(plain, dict(start.named_parameters())), "apart": max(everywhere(apart(plain, ours))),
+            "moved": apart(plain, dict(start.named_parameters())), "apart": max(by_rank(apart(plain, ours))),
             "ran": ran, "again": again.call_count,
         }  # fmt: skip
     return found

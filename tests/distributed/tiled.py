@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from npu_trainer_kernels import apply_npu_kernels
-from tests.distributed.launched import without_compiled_operators
-from tests.distributed.ranks import end_ranks
+from tests.distributed.ranks import by_rank, end_ranks, start_ranks
 from tests.distributed.run import ZERO3, Parameters, apart, whole
 from tests.models import batch, small_model
 
@@ -89,20 +87,14 @@ def trained(wrapper: str, patch: str | None, reentrant: bool | None) -> tuple[Pa
 
 
 def main(target: str, *wrappers: str) -> None:
-    PartialState(cpu=True)
-    if any(wrapper.startswith("zero3") for wrapper in wrappers):
-        import deepspeed
-
-        without_compiled_operators()
-        deepspeed.init_distributed("gloo")
+    start_ranks(wrappers)
     found = {}
     start = dict(small_model("llama").named_parameters())
     for wrapper in wrappers:
         for patch, reentrant in CASES[wrapper]:
             plain, _ = trained(wrapper, None, reentrant)
             ours, mine = trained(wrapper, patch, reentrant)
-            ranks: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(ranks, mine)
+            ranks = by_rank(mine)
             found[f"{wrapper}, {patch}, {reentrant}"] = {
                 "moved": apart(plain, start), "apart": apart(plain, ours), "ranks": ranks,
             }  # fmt: skip
