@@ -75,7 +75,7 @@ def _profile(device: torch.device) -> Any:
 
 def _counts(profile: Any, device: torch.device) -> dict[str, int]:
     """How often each collective ran on the device; on a CPU, was called."""
-    pattern = r"ncclDevKernel_(\w+?)_" if device.type == "cuda" else r"c10d::(\w+)"
+    pattern = r"ncclDevKernel_([A-Za-z]+)" if device.type == "cuda" else r"c10d::(\w+)"
     names = (match[1] for event in profile.events() if (match := re.match(pattern, event.name)))
     return dict(sorted(collections.Counter(names).items()))
 
