@@ -51,21 +51,21 @@ def _built(config: Any, setup: Setup) -> nn.Module:
         from trl.trainer.utils import add_fused_lm_head
 
         add_fused_lm_head(model, outputs=_OUTPUTS[setup.trainer])
-    if setup.lora:
-        from peft import LoraConfig, get_peft_model
-
-        adapter = LoraConfig(
-            r=setup.lora, lora_alpha=2 * setup.lora, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        with torch.device("meta"):
-            model = get_peft_model(model, adapter)
-    if setup.checkpointing:
-        with warnings.catch_warnings():
-            # Its name changes with transformers 6.
-            warnings.simplefilter("ignore", FutureWarning)
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():
+        # Names of checkpointing change with transformers 6; PEFT asks for the old ones.
+        warnings.simplefilter("ignore", FutureWarning)
         if setup.lora:
-            model.enable_input_require_grads()
+            from peft import LoraConfig, get_peft_model
+
+            adapter = LoraConfig(
+                r=setup.lora, lora_alpha=2 * setup.lora, target_modules="all-linear", task_type="CAUSAL_LM"
+            )
+            with torch.device("meta"):
+                model = get_peft_model(model, adapter)
+        if setup.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if setup.lora:
+                model.enable_input_require_grads()
     return model.train()
 
 
