@@ -8,9 +8,7 @@ to FILE, per case: how far the parameters have moved without the kernels, how fa
 how often each rank's body was handed live tokens alone, how often its experts were the op's, and what it has declined.
 """
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from npu_trainer_kernels import apply_npu_kernels
-from tests.distributed.ranks import by_rank, end_ranks, start_ranks
+from tests.distributed.ranks import by_rank, compare_cases
 from tests.distributed.run import ZERO3, Parameters, apart, whole
 from tests.models import SMALL, small_model
 
@@ -98,25 +96,18 @@ def trained(wrapper: str, patch: str | None, reentrant: bool | None) -> tuple[Pa
     return whole(model), None if kernels is None else kernels.report()
 
 
-def main(target: str, *wrappers: str) -> None:
-    start_ranks(wrappers)
-    found = {}
-    for wrapper in wrappers:
-        for patch, reentrant in CASES[wrapper]:
-            start = dict(made(wrapper).named_parameters())
-            plain, _ = trained(wrapper, None, reentrant)
-            ours, report = trained(wrapper, patch, reentrant)
-            mine = (*(report.ran.get(op, 0) for op in OPS), [d.reason for d in report.declined])
-            ranks = by_rank(mine)
-            found[f"{wrapper}, {patch}, {reentrant}"] = {
-                "moved": apart(plain, start), "apart": apart(plain, ours),
-                "served": [served for served, *_ in ranks], "experts": [experts for _, experts, _ in ranks],
-                "declined": [reasons for *_, reasons in ranks],
-            }  # fmt: skip
-    if torch.distributed.get_rank() == 0:
-        Path(target).write_text(json.dumps(found))
-    end_ranks()
+def compared(wrapper: str, patch: str, reentrant: bool | None) -> dict[str, Any]:
+    start = dict(made(wrapper).named_parameters())
+    plain, _ = trained(wrapper, None, reentrant)
+    ours, report = trained(wrapper, patch, reentrant)
+    mine = (*(report.ran.get(op, 0) for op in OPS), [d.reason for d in report.declined])
+    ranks = by_rank(mine)
+    return {
+        "moved": apart(plain, start), "apart": apart(plain, ours),
+        "served": [served for served, *_ in ranks], "experts": [experts for _, experts, _ in ranks],
+        "declined": [reasons for *_, reasons in ranks],
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    compare_cases(sys.argv[1], sys.argv[2:], CASES, compared)

@@ -1,13 +1,15 @@
 """How ranks begin, tell one another and end, of whatever has launched them."""
 
 import gc
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 
-__all__ = ["by_rank", "end_ranks", "start_ranks", "without_compiled_operators"]
+__all__ = ["by_rank", "compare_cases", "end_ranks", "without_compiled_operators"]
 
 
 def without_compiled_operators() -> None:
@@ -18,7 +20,7 @@ def without_compiled_operators() -> None:
     deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
 
 
-def start_ranks(wrappers: Iterable[str]) -> None:
+def _start_ranks(wrappers: Iterable[str]) -> None:
     """On CPUs, with DeepSpeed where a wrapper's name begins with zero3."""
     PartialState(cpu=True)
     if any(wrapper.startswith("zero3") for wrapper in wrappers):
@@ -46,3 +48,18 @@ def end_ranks() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def compare_cases(
+    target: str, wrappers: Iterable[str], cases: Mapping[str, Iterable[tuple[Any, ...]]], compared: Callable[..., Any]
+) -> None:
+    """A program of ranks: `compared(wrapper, *case)` of each case of each wrapper, which rank 0 writes to a file."""
+    wrappers = list(wrappers)
+    _start_ranks(wrappers)
+    found = {}
+    for wrapper in wrappers:
+        for case in cases[wrapper]:
+            found[", ".join(map(str, (wrapper, *case)))] = compared(wrapper, *case)
+    if torch.distributed.get_rank() == 0:
+        Path(target).write_text(json.dumps(found))
+    end_ranks()

@@ -7,10 +7,8 @@ are from them, and on each rank how many calls ran in slices, why others did not
 gradient was added up in one backward.
 """
 
-import json
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from npu_trainer_kernels import apply_npu_kernels
-from tests.distributed.ranks import by_rank, end_ranks, start_ranks
+from tests.distributed.ranks import by_rank, compare_cases
 from tests.distributed.run import ZERO3, Parameters, apart, whole
 from tests.models import batch, small_model
 
@@ -86,22 +84,12 @@ def trained(wrapper: str, patch: str | None, reentrant: bool | None) -> tuple[Pa
     return whole(model), (progress.ran, dict(progress.whole), sorted(set(came.values())))
 
 
-def main(target: str, *wrappers: str) -> None:
-    start_ranks(wrappers)
-    found = {}
+def compared(wrapper: str, patch: str, reentrant: bool | None) -> dict[str, Any]:
     start = dict(small_model("llama").named_parameters())
-    for wrapper in wrappers:
-        for patch, reentrant in CASES[wrapper]:
-            plain, _ = trained(wrapper, None, reentrant)
-            ours, mine = trained(wrapper, patch, reentrant)
-            ranks = by_rank(mine)
-            found[f"{wrapper}, {patch}, {reentrant}"] = {
-                "moved": apart(plain, start), "apart": apart(plain, ours), "ranks": ranks,
-            }  # fmt: skip
-    if torch.distributed.get_rank() == 0:
-        Path(target).write_text(json.dumps(found))
-    end_ranks()
+    plain, _ = trained(wrapper, None, reentrant)
+    ours, mine = trained(wrapper, patch, reentrant)
+    return {"moved": apart(plain, start), "apart": apart(plain, ours), "ranks": by_rank(mine)}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    compare_cases(sys.argv[1], sys.argv[2:], CASES, compared)
