@@ -37,8 +37,10 @@ demo: $(STAMP)  ## both example scripts, with and without the flag, and a table
 test: $(STAMP)  ## the tests, on the CPU: torch and Triton's interpreter
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
+OLDEST ?= oldest,trl-layers,trl-1.9
+
 test-oldest: $(STAMP) npu-contract-tools  ## with the oldest torch, transformers and TRL, each in an environment of its own
-	$(BIN)/tox run -e oldest,trl-layers,trl-1.9
+	$(BIN)/tox run -e $(OLDEST)
 
 test-latest: $(STAMP)  ## the tests without the lock, with what the index has today: news, and no failure of this package
 	$(BIN)/tox run -e latest
