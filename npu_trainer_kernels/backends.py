@@ -251,15 +251,16 @@ def choose(
         return "torch"
     if override is not None and _asks_strict(override):
         # What has failed for another model is tried again: for this one it is to raise.
-        return _strictly(_chosen(op, device, override, uncovered, unwanted, at))
-    return "torch" if has_failed(op, device) else _chosen(op, device, override, uncovered, unwanted, at)
+        return _strictly(_chosen(op, device, override, environment, uncovered, unwanted, at))
+    if has_failed(op, device):
+        return "torch"
+    return _chosen(op, device, override, environment, uncovered, unwanted, at)
 
 
 def _chosen(
-    op: str, device: torch.device, override: str | None, uncovered: Reason | None, unwanted: Reason | None,
-    at: Callable[[], Shape] | None,
+    op: str, device: torch.device, override: str | None, environment: str, uncovered: Reason | None,
+    unwanted: Reason | None, at: Callable[[], Shape] | None,
 ) -> str:  # fmt: skip
-    environment = os.environ.get(ENVIRONMENT, "")
     name = _choose(op, device, override, environment, at)[0]
     if name != "vendor":
         return name

@@ -25,6 +25,7 @@ __all__ = [
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IDS = (torch.int64, torch.int32)
 _REAL = (int, float)
+_LARGEST = sys.float_info.max
 # The head's kernel reports the argmax as an fp32 number.
 _MAX_VOCAB = (1 << 24) - 1
 
@@ -59,15 +60,23 @@ def check_choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> N
 
 def is_number(value: object) -> bool:
     """Whether an option is a finite int or float."""
-    return isinstance(value, _REAL) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    kind = type(value)
+    if kind is not float and kind is not int and (kind is bool or not isinstance(value, _REAL)):
+        return False
+    return -_LARGEST <= value <= _LARGEST  # type: ignore[operator]
 
 
 def check_same_device(**tensors: torch.Tensor | None) -> None:
     """All tensors that are given must be on one device."""
-    devices = [t.device for t in tensors.values() if t is not None]
-    if any(where != devices[0] for where in devices):
-        found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items() if t is not None)
-        raise ValueError(f"all tensors must be on one device; got {found}")
+    first = None
+    for tensor in tensors.values():
+        if tensor is None:
+            continue
+        if first is None:
+            first = tensor.device
+        elif tensor.device != first:
+            found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items() if t is not None)
+            raise ValueError(f"all tensors must be on one device; got {found}")
 
 
 def check_head(

@@ -48,6 +48,9 @@ def execute_on_host(launcher: Launcher) -> None:
 
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+    # Before anything else is asked: a small op's time is Python's, and much of it is spent here.
+    if _kept and _run_kept(kernel, grid, args, constexprs):
+        return
     # Every kernel's first argument is a tensor, and its arguments are on one device.
     where = args[0].device
     if not INTERPRETED and device.kind_of(where) == "cpu":
@@ -57,57 +60,82 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: 
             )
         _on_host(kernel, grid, args, constexprs)
     elif device.is_current(where):
-        _run_on_current(kernel, grid, args, constexprs)
+        _run_by_triton(kernel, grid, args, constexprs)
     else:
         # A model that is spread over several devices: Triton launches on the current one, wherever its arguments are.
         with torch.get_device_module(where).device(where):
-            _run_on_current(kernel, grid, args, constexprs)
+            if not (_kept and _run_kept(kernel, grid, args, constexprs)):
+                _run_by_triton(kernel, grid, args, constexprs)
 
 
-def _run_on_current(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+def _run_by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
     try:
-        if COMPILED_TAKES_CONSTANTS and device.keeps_compiled(args[0].device):
-            _run_kept(kernel, grid, args, constexprs)
-        else:
-            kernel[grid](*args, **constexprs)
+        compiled = kernel[grid](*args, **constexprs)
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or device.is_of_an_earlier_call(error):
+        if _says_enough(error):
             raise
-        if device.is_out_of_memory(error):
-            # No fault of the kernel's. Triton has no type for it; who makes do with less knows PyTorch's.
-            raise torch.OutOfMemoryError(_describe(kernel, grid, args, constexprs, error)) from error
-        # Compilers and drivers raise types of their own, and many: they become one that callers can name.
-        raise KernelError(_describe(kernel, grid, args, constexprs, error)) from error
+        raise _named(error, kernel, grid, args, constexprs) from error
+    if not (COMPILED_TAKES_CONSTANTS and device.keeps_compiled(args[0].device)):
+        return
+    if isinstance(compiled, triton.compiler.CompiledKernel):
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        constants = tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
+        _kept[_key(kernel, args, constexprs)] = kernel, compiled, constants
+
+
+def _run_kept(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> bool:
+    """Whether the same has been launched before, and so is launched again without Triton's search for it."""
+    kept = _kept.get(_key(kernel, args, constexprs))
+    if kept is None:
+        return False
+    _, compiled, constants = kept
+    try:
+        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+    except Exception as error:
+        if _says_enough(error):
+            raise
+        raise _named(error, kernel, grid, args, constexprs) from error
+    return True
+
+
+def _says_enough(error: Exception) -> bool:
+    """Whether what a launch has raised goes to callers as it is."""
+    return isinstance(error, torch.OutOfMemoryError) or device.is_of_an_earlier_call(error)
+
+
+def _named(
+    error: Exception, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]
+) -> RuntimeError:
+    """Compilers and drivers raise types of their own, and many: they become one that callers can name. Memory that has
+    run out is no fault of the kernel's; Triton has no type for it, and who makes do with less knows PyTorch's."""
+    kind = torch.OutOfMemoryError if device.is_out_of_memory(error) else KernelError
+    return kind(_describe(kernel, grid, args, constexprs, error))
 
 
 # (kernel, what Triton compiled of it, its constants in the order of its parameters), by everything that Triton's own
 # key may depend on but for settings of the process (TRITON_DEBUG, say): those of the first launch count. Lengths are in
-# it, though no kernel is compiled for them: a new one takes Triton's way once.
+# it, though no kernel is compiled for them: a new one takes Triton's way once. Empty where nothing may be kept.
 _kept: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
 _MOST_KEPT = 1 << 12
 
 
-def _trait(arg: Any) -> Any:
-    """Of an argument at least what Triton compiles for."""
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16
-    kind = type(arg)
-    return arg if kind is int else float if kind is float else (kind, arg)
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def _run_kept(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
-    current = triton.runtime.driver.active.get_current_device()
-    key = (id(kernel), current, *map(_trait, args), *constexprs, *constexprs.values())
-    kept = _kept.get(key)
-    if kept is not None:
-        _, compiled, constants = kept
-        compiled[(*grid, 1, 1)[:3]](*args, *constants)
-        return
-    compiled = kernel[grid](*args, **constexprs)
-    if isinstance(compiled, triton.compiler.CompiledKernel):
-        if len(_kept) >= _MOST_KEPT:
-            _kept.clear()
-        _kept[key] = kernel, compiled, tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
+def _key(kernel: Any, args: tuple[Any, ...], constexprs: dict[str, Any]) -> tuple[Any, ...]:
+    """Of every argument at least what Triton compiles for; and the device of the tensors beside the current one."""
+    key = [id(kernel), args[0].get_device(), triton.runtime.driver.active.get_current_device()]
+    for arg in args:
+        kind = type(arg)
+        if kind is int:
+            key.append(arg)
+        elif kind in _TENSORS or isinstance(arg, torch.Tensor):
+            key.append(arg.dtype)
+            key.append(arg.data_ptr() % 16)
+        else:
+            key.append(kind if kind is float else (kind, arg))
+    return (*key, *constexprs, *constexprs.values())
 
 
 def _describe(
