@@ -1,0 +1,246 @@
+"""What the ops cost the processor that feeds a GPU: instructions of Python and PyTorch per call, without a GPU.
+
+    python -m benchmarks.host --output benchmarks/results/NAME.json
+    python -m benchmarks.host --compare OLD.json
+
+A small model's step waits for Python. Times of it differ by a factor of two from host to host and from run to run;
+instructions are the same again within a hundredth. Triton compiles for a GPU and its driver is one that launches
+nothing, so that all is counted that happens before a launch. Tensors are on the CPU and tiny: what PyTorch's own
+operators compute of them is in the figures, and is little. A decoder layer of transformers stands beside the ops, as it
+is and with the kernels. Needs Linux and its hardware counters (`perf_event_open`).
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+from triton.backends.compiler import GPUTarget
+
+from npu_trainer_kernels import apply_npu_kernels, ops
+from npu_trainer_kernels import device as devices
+
+from .results import environment
+
+__all__ = ["CASES", "Counter", "main", "measure"]
+
+PROGRAM = "python -m benchmarks.host"
+_H200 = devices.DeviceSpec("cuda", "NVIDIA H200", 132, 256 << 10, 140 << 30)
+_DTYPE = torch.bfloat16
+_HIDDEN, _HEADS, _KEYS, _SIZE, _MLP = 64, 4, 2, 16, 128
+_TOKENS = (2, 16)
+_SYSCALL = {"x86_64": 298, "aarch64": 241}
+
+Case = Callable[[], Callable[[], Any]]
+"""Prepares a call and returns it."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Counting
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """Instructions that this process has executed outside the kernel, in the threads that start after this.
+
+    Raises:
+        OSError: this machine does not count them.
+    """
+
+    def __init__(self) -> None:
+        number = _SYSCALL.get(platform.machine()) if sys.platform == "linux" else None
+        if number is None:
+            raise OSError(f"no hardware counters are known on {sys.platform} {platform.machine()}")
+        # perf_event_attr: hardware's counter 1 of what children do, too, but neither the kernel nor a hypervisor.
+        attributes = struct.pack("=IIQQQQQ", 0, 112, 1, 0, 0, 0, 1 << 1 | 1 << 5 | 1 << 6).ljust(112, b"\0")
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._file = libc.syscall(number, attributes, 0, -1, -1, 0)
+        if self._file < 0:
+            raise OSError(ctypes.get_errno(), "perf_event_open counts no instructions here")
+
+    def now(self) -> int:
+        """How many there were."""
+        found: int = struct.unpack("q", os.read(self._file, 8))[0]
+        return found
+
+
+class _Driver:
+    """Triton's, of a GPU that does nothing."""
+
+    def __init__(self) -> None:
+        self.utils = self
+        self.launcher_cls = lambda source, metadata: lambda *args: None
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, index: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_device_properties(self, index: int) -> dict[str, int]:
+        return {"max_shared_mem": 228 << 10}
+
+    def load_binary(self, *args: Any) -> tuple[int, ...]:
+        return 1, 1, 32, 0, 1024
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+
+@contextmanager
+def _gpu_that_does_nothing() -> Iterator[None]:
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", _Driver()),
+        # CPU tensors stand for a GPU's.
+        mock.patch.object(devices, "keeps_compiled", lambda where: True),
+        devices.stand_in(_H200),
+    ):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is counted
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _tensor(*shape: int, grad: bool = True) -> torch.Tensor:
+    return torch.zeros(shape, dtype=_DTYPE).requires_grad_(grad)
+
+
+def _rms_norm() -> Callable[[], Any]:
+    x, weight = _tensor(*_TOKENS, _HIDDEN), _tensor(_HIDDEN)
+    return lambda: ops.rms_norm(x, weight)
+
+
+def _add_rms_norm() -> Callable[[], Any]:
+    x, residual, weight = _tensor(*_TOKENS, _HIDDEN), _tensor(*_TOKENS, _HIDDEN), _tensor(_HIDDEN)
+    return lambda: ops.add_rms_norm(x, residual, weight)
+
+
+def _swiglu() -> Callable[[], Any]:
+    gate, up = _tensor(*_TOKENS, _MLP), _tensor(*_TOKENS, _MLP)
+    return lambda: ops.swiglu(gate, up)
+
+
+def _rope() -> Callable[[], Any]:
+    q, k = _tensor(2, _HEADS, 16, _SIZE), _tensor(2, _KEYS, 16, _SIZE)
+    cos, sin = _tensor(1, 16, _SIZE, grad=False), _tensor(1, 16, _SIZE, grad=False)
+    return lambda: ops.rope(q, k, cos, sin)
+
+
+def _embedding() -> Callable[[], Any]:
+    ids, weight = torch.zeros(_TOKENS, dtype=torch.long), _tensor(64, _HIDDEN)
+    return lambda: ops.embedding(ids, weight)
+
+
+def _layer(patched: bool) -> Callable[[], Any]:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            num_hidden_layers=2, hidden_size=_HIDDEN, intermediate_size=_MLP, num_attention_heads=_HEADS,
+            num_key_value_heads=_KEYS, head_dim=_SIZE, vocab_size=64,
+        )
+    ).to(_DTYPE)  # fmt: skip
+    if patched:
+        apply_npu_kernels(model.train())
+    layers, x = model.model.layers, _tensor(*_TOKENS, _HIDDEN)
+    tables = _tensor(2, 16, _SIZE, grad=False), _tensor(2, 16, _SIZE, grad=False)
+
+    def call(model: Any = model) -> Any:  # a patch ends with its model
+        return layers[0](x, position_embeddings=tables, attention_mask=None)
+
+    return call
+
+
+CASES: dict[str, Case] = {
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "swiglu": _swiglu,
+    "rope": _rope,
+    "embedding": _embedding,
+    "decoder layer, plain": lambda: _layer(False),
+    "decoder layer, patched": lambda: _layer(True),
+}
+
+
+def measure(case: Case, counter: Counter, calls: int = 200) -> dict[str, float]:
+    """Thousands of instructions of a call's forward and of its backward."""
+    call = case()
+
+    def outputs() -> list[torch.Tensor]:
+        result = call()
+        found = result if isinstance(result, tuple) else (result,)
+        return [t for t in found if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    def counted(work: Callable[[], None]) -> float:
+        before = counter.now()
+        work()
+        return (counter.now() - before) / calls / 1e3
+
+    for _ in range(10):
+        torch.autograd.backward(found := outputs(), [torch.zeros_like(t) for t in found])
+    made: list[list[torch.Tensor]] = []
+    forward = counted(lambda: made.extend(outputs() for _ in range(calls)))
+    upstream = [[torch.zeros_like(t) for t in found] for found in made]
+    backward = counted(
+        lambda: [torch.autograd.backward(*each) for each in zip(made, upstream, strict=True)] and None,
+    )
+    return {"forward": round(forward, 1), "backward": round(backward, 1)}
+
+
+def _table(rows: dict[str, dict[str, float]], old: dict[str, dict[str, float]]) -> Table:
+    table = Table(title="thousand instructions per call")
+    for column in ("", "forward", "backward", *(("forward before", "backward before", "change") if old else ())):
+        table.add_column(column, justify="right" if column else "left")
+    for name, row in rows.items():
+        cells = [name, f"{row['forward']:.0f}", f"{row['backward']:.0f}"]
+        if name in old:
+            before = old[name]
+            change = sum(row.values()) / sum(before.values()) - 1
+            cells += [f"{before['forward']:.0f}", f"{before['backward']:.0f}", f"{change:+.1%}"]
+        table.add_row(*cells)
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--compare", type=Path, metavar="OLD", help="an earlier one, whose figures stand beside these")
+    args = parser.parse_args(arguments)
+    old = json.loads(args.compare.read_text(encoding="utf-8"))["rows"] if args.compare else {}
+    torch.set_num_threads(1)
+    try:
+        counter = Counter()
+    except OSError as error:
+        parser.error(str(error))
+    with _gpu_that_does_nothing():
+        rows = {name: measure(case, counter) for name, case in CASES.items()}
+    if args.output:
+        meta = environment(torch.device("cpu"), list(arguments or sys.argv[1:]), module=__spec__.name)
+        content = {"meta": meta, "unit": "thousand instructions per call", "rows": rows}
+        args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    Console().print(_table(rows, old))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
