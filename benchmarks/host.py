@@ -34,13 +34,14 @@ from npu_trainer_kernels import device as devices
 
 from .results import environment
 
-__all__ = ["CASES", "Counter", "main", "measure"]
+__all__ = ["CASES", "WARM_UP", "Counter", "gpu_that_does_nothing", "main", "measure"]
 
 PROGRAM = "python -m benchmarks.host"
 _H200 = devices.DeviceSpec("cuda", "NVIDIA H200", 132, 256 << 10, 140 << 30)
 _DTYPE = torch.bfloat16
 _HIDDEN, _HEADS, _KEYS, _SIZE, _MLP = 64, 4, 2, 16, 128
 _TOKENS = (2, 16)
+WARM_UP = 10
 _SYSCALL = {"x86_64": 298, "aarch64": 241}
 
 Case = Callable[[], Callable[[], Any]]
@@ -103,11 +104,11 @@ class _Driver:
 
 
 @contextmanager
-def _gpu_that_does_nothing() -> Iterator[None]:
+def gpu_that_does_nothing() -> Iterator[None]:
+    """Inside the `with` block CPU tensors are served as an H200's would be, up to a kernel's launch."""
     with (
         mock.patch.object(triton.runtime.driver, "_active", _Driver()),
-        # CPU tensors stand for a GPU's.
-        mock.patch.object(devices, "keeps_compiled", lambda where: True),
+        mock.patch.object(devices, "keeps_compiled", return_value=True),
         devices.stand_in(_H200),
     ):
         yield
@@ -151,12 +152,13 @@ def _embedding() -> Callable[[], Any]:
 def _layer(patched: bool) -> Callable[[], Any]:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM(
+    model: Any = Qwen3ForCausalLM(
         Qwen3Config(
             num_hidden_layers=2, hidden_size=_HIDDEN, intermediate_size=_MLP, num_attention_heads=_HEADS,
             num_key_value_heads=_KEYS, head_dim=_SIZE, vocab_size=64,
         )
-    ).to(_DTYPE)  # fmt: skip
+    )  # fmt: skip
+    model.to(_DTYPE)
     if patched:
         apply_npu_kernels(model.train())
     layers, x = model.model.layers, _tensor(*_TOKENS, _HIDDEN)
@@ -193,14 +195,17 @@ def measure(case: Case, counter: Counter, calls: int = 200) -> dict[str, float]:
         work()
         return (counter.now() - before) / calls / 1e3
 
-    for _ in range(10):
+    for _ in range(WARM_UP):
         torch.autograd.backward(found := outputs(), [torch.zeros_like(t) for t in found])
     made: list[list[torch.Tensor]] = []
     forward = counted(lambda: made.extend(outputs() for _ in range(calls)))
     upstream = [[torch.zeros_like(t) for t in found] for found in made]
-    backward = counted(
-        lambda: [torch.autograd.backward(*each) for each in zip(made, upstream, strict=True)] and None,
-    )
+
+    def backwards() -> None:
+        for found, gradients in zip(made, upstream, strict=True):
+            torch.autograd.backward(found, gradients)
+
+    backward = counted(backwards)
     return {"forward": round(forward, 1), "backward": round(backward, 1)}
 
 
@@ -232,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counter = Counter()
     except OSError as error:
         parser.error(str(error))
-    with _gpu_that_does_nothing():
+    with gpu_that_does_nothing():
         rows = {name: measure(case, counter) for name, case in CASES.items()}
     if args.output:
         meta = environment(torch.device("cpu"), list(arguments or sys.argv[1:]), module=__spec__.name)

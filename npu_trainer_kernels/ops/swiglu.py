@@ -247,24 +247,26 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
         block = tiling.swiglu_block(itemsize, moved, spec)
     else:
         block = tiling.gate_block(itemsize, moved, int(form.joined == "interleaved"), spec)
-    n_cols = inputs[0].shape[-1] if form.joined is None else inputs[0].shape[-1] // 2
+    parts = 1 if form.joined is None else 2
+    n_cols = inputs[0].shape[-1] // parts
     # As one long row, whose length is then a multiple of 16 whatever the number of tokens: a kernel is compiled once.
     if n_cols % 16 == 0 and form.joined != "halves" and all(t.is_contiguous() for t in inputs):
-        n_cols = inputs[0].numel() if form.joined is None else inputs[0].numel() // 2
-        tile = tiling.RowTile(1, block.size, -(-n_cols // block.size))
-        n_tasks, n_whole, exact = tile.blocks, n_cols // block.size, False
+        n_cols = inputs[0].numel() // parts
+        rows, cols, blocks = 1, block.size, -(-n_cols // block.size)
+        n_tasks, n_whole, exact = blocks, n_cols // cols, False
         strides = [n_cols] * len(inputs)
     else:
         inputs = [_rows(t) for t in inputs]
         tile = tiling.block_of_rows(block.size, n_cols, itemsize, spec)
-        n_rows, exact = inputs[0].shape[0], n_cols % tile.cols == 0
-        n_tasks = n_rows * tile.blocks
-        n_whole = n_tasks // tile.rows if exact else 0
+        rows, cols, blocks = tile.rows, tile.cols, tile.blocks
+        n_rows, exact = inputs[0].shape[0], n_cols % cols == 0
+        n_tasks = n_rows * blocks
+        n_whole = n_tasks // rows if exact else 0
         strides = [t.stride(0) for t in inputs]
-    tasks = n_whole + n_tasks - n_whole * tile.rows
+    tasks = n_whole + n_tasks - n_whole * rows
     launch(
-        kernel, (tiling.programs(tasks, spec),), *inputs, *outputs, n_tasks, n_whole, tile.blocks, n_cols, *strides,
-        **form.flags, **flags, ROWS=tile.rows, COLS=tile.cols, EXACT=exact, **block.options,
+        kernel, (tiling.programs(tasks, spec),), *inputs, *outputs, n_tasks, n_whole, blocks, n_cols, *strides,
+        **form.flags, **flags, ROWS=rows, COLS=cols, EXACT=exact, **block.options,
     )  # fmt: skip
 
 

@@ -1,0 +1,35 @@
+"""Instructions per call: what is counted is the way to a GPU's kernel, and a machine that cannot count says so."""
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from benchmarks import host
+from npu_trainer_kernels.ops._launch import use_launcher
+
+
+class Calls:
+    """In the place of instructions, which not every machine counts: how often it was asked."""
+
+    def __init__(self) -> None:
+        self.now = itertools.count().__next__
+
+
+def test_every_call_launches_what_a_gpu_would_be_given():
+    launched: Counter[str] = Counter()
+
+    def launcher(kernel, grid, args, constexprs):
+        launched[kernel.__name__] += 1
+
+    with host.gpu_that_does_nothing(), use_launcher(launcher):
+        row = host.measure(host.CASES["rms_norm"], Calls(), calls=3)
+    assert set(row) == {"forward", "backward"}
+    assert launched == dict.fromkeys(("_forward_kernel", "_backward_kernel", "_sum_kernel"), 3 + host.WARM_UP)
+
+
+def test_a_machine_that_counts_nothing_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(host.platform, "machine", lambda: "riscv64")
+    with pytest.raises(SystemExit):
+        host.main([])
+    assert f"no hardware counters are known on {host.sys.platform} riscv64" in capsys.readouterr().err
