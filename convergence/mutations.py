@@ -29,11 +29,11 @@ from npu_trainer_kernels.patching._layout import Layout
 from npu_trainer_kernels.trainers._grpo_plan import Planner
 from npu_trainer_kernels.verify import Curves
 
-from .cases import find
+from .cases import Case, find
 from .runs import Workshop
-from .suite import Progress, run_case
+from .suite import CaseResult, Progress, run_case
 
-__all__ = ["MUTATIONS", "Mutation", "MutationResult", "run_mutations"]
+__all__ = ["MUTATIONS", "Mutation", "MutationResult", "cases_of", "chosen", "control", "plant", "run_mutations"]
 
 _ONE_ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
 # A few steps show a fault in fp32. In bf16 one of one percent is inside the noise of a step, and shows in the drift.
@@ -478,48 +478,12 @@ MUTATIONS = _mutations()
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Bench:
-    """The small cases with their unpatched runs, which all faults share."""
-
-    def __init__(self, workshop: Workshop, progress: Progress) -> None:
-        self._workshop, self._progress = workshop, progress
-        self._unpatched: dict[str, list[Curves]] = {}
-
-    def control(self, key: str) -> MutationResult:
-        """The case without a fault, which must pass."""
-        self._unpatched[key] = []
-        result = run_case(CASES[key], self._workshop, self._progress, self._unpatched[key])
-        worst = result.verdict.worst
-        return MutationResult(
-            "none", CASES[key].name, "pass" if result.passed else "FAIL", result.passed, worst.name,
-            f"{worst.ratio:.2g} / {worst.k:g}", result.seconds,
-        )  # fmt: skip
-
-    def plant(self, mutation: Mutation) -> MutationResult:
-        """The fault, in the first of its cases that reaches it."""
-        for key in mutation.cases:
-            fired = Fired()
-            with mutation.plant(fired):
-                result = run_case(CASES[key], self._workshop, _silent, self._unpatched[key])
-            if fired.times:
-                break
-        else:
-            return MutationResult(mutation.name, "", "not reached", not mutation.required)
-        caught = not result.passed
-        worst = result.verdict.worst if result.checks else None
-        return MutationResult(
-            mutation.name, CASES[key].name, "caught" if caught else "MISSED", caught,
-            worst.name if worst else result.problems[0], f"{worst.ratio:.2g} / {worst.k:g}" if worst else "",
-            result.seconds,
-        )  # fmt: skip
+Unpatched = Callable[[Case], list[Curves]]
+"""The unpatched runs of a case, which all its faults share."""
 
 
-def _silent(name: str, note: str, part: float) -> None:
-    pass
-
-
-def run_mutations(device: str, progress: Progress, names: Sequence[str] | None = None) -> list[MutationResult]:
-    """Plants every fault, or those named; the first rows are the cases without one.
+def chosen(names: Sequence[str] | None) -> list[Mutation]:
+    """The faults of these names; None: all.
 
     Raises:
         ValueError: an unknown name.
@@ -528,13 +492,63 @@ def run_mutations(device: str, progress: Progress, names: Sequence[str] | None =
     for name in names or ():
         if name not in known:
             raise ValueError(f"mutation must be one of {', '.join(known)}; got {name!r}")
-    chosen = [known[name] for name in names] if names else list(MUTATIONS)
+    return [known[name] for name in names] if names else list(MUTATIONS)
+
+
+def cases_of(mutations: Sequence[Mutation]) -> list[Case]:
+    """In which they are planted."""
+    return [CASES[key] for key in dict.fromkeys(key for mutation in mutations for key in mutation.cases)]
+
+
+def control(result: CaseResult) -> MutationResult:
+    """The row of a case without a fault, which must pass."""
+    if not result.checks:
+        return MutationResult("none", result.name, "FAIL", False, next(iter(result.problems), result.skipped))
+    worst = result.verdict.worst
+    return MutationResult(
+        "none", result.name, "pass" if result.passed else "FAIL", result.passed, worst.name,
+        f"{worst.ratio:.2g} / {worst.k:g}", result.seconds,
+    )  # fmt: skip
+
+
+def plant(mutation: Mutation, workshop: Workshop, unpatched: Unpatched) -> MutationResult:
+    """A fault, in the first of its cases that reaches it."""
+    for case in cases_of([mutation]):
+        fired = Fired()
+        with mutation.plant(fired):
+            result = run_case(case, workshop, _silent, unpatched(case))
+        if fired.times:
+            break
+    else:
+        return MutationResult(mutation.name, "", "not reached", not mutation.required)
+    caught = not result.passed
+    worst = result.verdict.worst if result.checks else None
+    return MutationResult(
+        mutation.name, case.name, "caught" if caught else "MISSED", caught,
+        worst.name if worst else result.problems[0], f"{worst.ratio:.2g} / {worst.k:g}" if worst else "",
+        result.seconds,
+    )  # fmt: skip
+
+
+def run_mutations(device: str, progress: Progress, names: Sequence[str] | None = None) -> list[MutationResult]:
+    """Plants every fault, or those named, in this process; the first rows are the cases without one.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    mutations = chosen(names)
+    runs: dict[str, list[Curves]] = {}
     with TemporaryDirectory() as folder:
-        bench = _Bench(Workshop(Path(folder), device), progress)
-        needed = dict.fromkeys(key for mutation in chosen for key in mutation.cases)
-        results = [bench.control(key) for key in needed]
-        for i, mutation in enumerate(chosen):
-            progress("planted faults", mutation.name, i / len(chosen))
-            results.append(bench.plant(mutation))
+        workshop = Workshop(Path(folder), device)
+        results = [
+            control(run_case(case, workshop, progress, runs.setdefault(case.name, []))) for case in cases_of(mutations)
+        ]
+        for i, mutation in enumerate(mutations):
+            progress("planted faults", mutation.name, i / len(mutations))
+            results.append(plant(mutation, workshop, lambda case: runs[case.name]))
         progress("planted faults", "", 1.0)
     return results
+
+
+def _silent(name: str, note: str, part: float) -> None:
+    pass

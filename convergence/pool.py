@@ -1,15 +1,18 @@
-"""Several runs at a time, each in a worker process of its own, on one device.
+"""Several runs at a time, each in a worker process of its own, spread over the cards that are in sight.
 
-Small models leave an accelerator idle and a processor busy, so that many runs fit beside each other. What has finished
-stays in a folder, by the digest of the sources: a command that was stopped goes on where it was.
+Small models leave an accelerator idle and a processor busy, so that some runs fit beside each other on a card. What has
+finished stays in a folder, by the digest of the sources: a command that was stopped goes on where it was.
 """
 
 import gc
 import hashlib
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import npu_trainer_kernels
 from npu_trainer_kernels.verify import Curves, Variant
 
 from .cases import Case
-from .mutations import MutationResult, run_mutations
+from .mutations import Mutation, MutationResult, cases_of, chosen, control, plant
 from .runs import Workshop, run
 from .suite import CaseResult, Progress, in_own_process, is_in_own_process, result_of, unavailable, variants_of
 
@@ -44,10 +47,30 @@ def kept_in(folder: Path, device: str) -> Path:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _start(folder: Path, device: str) -> None:
+# By which a process is shown some of a machine's cards.
+_IN_SIGHT = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+
+
+def cards_of(device: str, environment: Mapping[str, str]) -> list[str]:
+    """The names of the cards in sight; none for the CPU."""
+    if device not in _IN_SIGHT:
+        return []
+    named = environment.get(_IN_SIGHT[device])
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    return [str(i) for i in range(torch.get_device_module(device).device_count())]
+
+
+def _start(folder: Path, device: str, cards: SimpleQueue[str]) -> None:
     from .__main__ import prepare  # which imports this module
 
     global _workshop
+    if device in _IN_SIGHT:
+        # Before anything here asks for a card. Were it too late, all workers would be on the first one.
+        os.environ[_IN_SIGHT[device]] = cards.get()
+        in_sight = torch.get_device_module(device).device_count()
+        if in_sight != 1:
+            raise RuntimeError(f"a worker is to see one card; it sees {in_sight}")
     prepare(device)
     _workshop = Workshop(folder, device)
 
@@ -83,9 +106,19 @@ def _apart(case: Case) -> CaseResult:
     return in_own_process(case, _workshop.folder, _silent)
 
 
-def _faults(names: Sequence[str] | None) -> list[MutationResult]:
+def _runs(folder: Path, case: Case) -> list[tuple[Variant, Curves]]:
+    """All runs of a case, which are on disk."""
+    return [(variant, torch.load(_file_of(folder, case, variant), weights_only=False)) for variant in variants_of(case)]
+
+
+def _unpatched(folder: Path, case: Case) -> list[Curves]:
+    return [curves for variant, curves in _runs(folder, case) if not variant.patched]
+
+
+def _fault(mutation: str) -> MutationResult:
     assert _workshop is not None
-    return run_mutations(_workshop.device or "cpu", _silent, names)
+    (planted,) = chosen([mutation])
+    return plant(planted, _workshop, partial(_unpatched, _workshop.folder))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -132,10 +165,7 @@ class _Cases:
             return self.whole[case.name]
         if case.name in self.problems:
             return CaseResult(asdict(case), problems=self.problems[case.name])
-        runs: list[tuple[Variant, Curves]] = [
-            (variant, torch.load(_file_of(self._folder, case, variant), weights_only=False))
-            for variant in variants_of(case)
-        ]
+        runs = _runs(self._folder, case)
         return result_of(case, runs, sum(curves.seconds for _, curves in runs))
 
     def _rest(self, case: Case) -> None:
@@ -155,7 +185,7 @@ def run_all(
 
     Args:
         cases: the rows.
-        faults: whether faults are planted as well; they take turns in one worker.
+        faults: whether faults are planted as well.
         names: of the faults; None: all.
         device: "cpu", "cuda" or "npu".
         progress: is told what is being done.
@@ -163,12 +193,38 @@ def run_all(
         folder: where finished runs are kept, by `kept_in`.
     """
     context = get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(folder, device)) as pool:
-        planted = pool.submit(_faults, names) if faults else None
+    cards: SimpleQueue[str] = context.SimpleQueue()
+    in_sight = cards_of(device, os.environ)
+    for i in range(jobs if in_sight else 0):
+        cards.put(in_sight[i % len(in_sight)])
+    mutations = chosen(names) if faults else []
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(folder, device, cards)) as pool:
         todo = _Cases(pool, folder, progress)
-        for case in cases:
+        controls = cases_of(mutations)
+        for case in (*controls, *cases):
             todo.begin(case, device)
         while todo.pending:
             for future in wait(todo.pending, return_when=FIRST_COMPLETED).done:
                 todo.end(future)
-        return [todo.result(case) for case in cases], planted.result() if planted is not None else []
+        caught = [control(todo.result(case)) for case in controls]
+        broken = {row.case: row.shown_in for row in caught if not row.caught}
+        return [todo.result(case) for case in cases], [*caught, *_planted(pool, mutations, broken, progress)]
+
+
+def _planted(
+    pool: ProcessPoolExecutor, mutations: Sequence[Mutation], broken: Mapping[str, str], progress: Progress
+) -> list[MutationResult]:
+    """Every fault, but for those of a case that does not pass without one: it says nothing of them."""
+    asked: list[Future[MutationResult] | MutationResult] = []
+    for mutation in mutations:
+        failed = next((case.name for case in cases_of([mutation]) if case.name in broken), None)
+        asked.append(
+            pool.submit(_fault, mutation.name) if failed is None else
+            MutationResult(mutation.name, failed, "not planted", False, broken[failed])
+        )  # fmt: skip
+    rows = []
+    for i, (mutation, row) in enumerate(zip(mutations, asked, strict=True)):
+        progress("planted faults", mutation.name, i / len(mutations))
+        rows.append(row if isinstance(row, MutationResult) else row.result())
+    progress("planted faults", "", 1.0)
+    return rows

@@ -1,14 +1,18 @@
 """The runs of sizes that people know, at tiny sizes; several runs at a time, and how a stopped command goes on."""
 
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from convergence import __main__ as command
-from convergence import output, pool, suite
+from convergence import mutations, output, pool, suite
 from convergence.cases import CASES, SHOWCASE, Case, Text, WarmUp, find
 from convergence.runs import HELD_OUT, Workshop, run
 from convergence.suite import CaseResult, result_of, variants_of
@@ -88,6 +92,46 @@ def test_several_at_a_time_and_a_second_command_goes_on(tmp_path: Path, monkeypa
     assert again.checks == good.checks
     now = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
     assert {path for path in made if now[path] != made[path]} == {lost}
+
+
+class Inline:
+    """In the place of workers."""
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*args))
+        return done
+
+
+def test_faults_are_planted_beside_runs_that_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "NOISE_RUNS", 2)
+    monkeypatch.setattr(pool, "_workshop", Workshop(tmp_path, "cpu"))
+    planted = mutations.chosen(["logit gradient x 1.01", "softcap without its derivative"])
+    of_lm, of_softcap = mutations.cases_of(planted)
+    for variant in suite.variants_of(of_lm):
+        pool._one(of_lm, variant)
+    broken = {of_softcap.name: "loss"}
+    caught, not_planted = pool._planted(cast(Any, Inline()), planted, broken, lambda *_: None)
+    assert (caught.name, caught.case, caught.outcome) == (planted[0].name, of_lm.name, "caught")
+    assert (not_planted.outcome, not_planted.caught, not_planted.shown_in) == ("not planted", False, "loss")
+    assert not list(tmp_path.rglob(f"*{of_softcap.name}*"))
+    good = mutations.control(suite.result_of(of_lm, pool._runs(tmp_path, of_lm), 0.0))
+    assert (good.case, good.outcome, good.caught) == (of_lm.name, "pass", True)
+    crashed = mutations.control(CaseResult({"name": "x"}, problems=["reference: it raised"]))
+    assert (crashed.outcome, crashed.caught, crashed.shown_in) == ("FAIL", False, "reference: it raised")
+
+
+def test_workers_are_spread_over_the_cards_in_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pool.cards_of("cpu", {"CUDA_VISIBLE_DEVICES": "0,1"}) == []
+    assert pool.cards_of("cuda", {"CUDA_VISIBLE_DEVICES": "2,GPU-8"}) == ["2", "GPU-8"]
+    assert pool.cards_of("npu", {"ASCEND_RT_VISIBLE_DEVICES": "7"}) == ["7"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert pool.cards_of("cuda", {}) == ["0", "1", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    cards: Any = SimpleNamespace(get=lambda: "2")
+    with pytest.raises(RuntimeError, match="a worker is to see one card; it sees 3"):
+        pool._start(tmp_path, "cuda", cards)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
 
 
 def test_what_other_sources_left_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
