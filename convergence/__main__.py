@@ -49,13 +49,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     which.add_argument("--full", action="store_true", help="every case, and the planted faults")
     which.add_argument("--showcase", action="store_true",
                        help="two runs of sizes that people know, for an accelerator")  # fmt: skip
-    which.add_argument("--case", nargs="+", metavar="NAME", help="these cases")
+    which.add_argument("--case", nargs="+", action="extend", metavar="NAME", help="these cases")
     which.add_argument("--check-release", action="store_true",
                        help="run nothing; status 0 if a full result for this commit is there and passed")  # fmt: skip
     parser.add_argument("--attach", type=Path, metavar="DIR",
                         help="with --check-release: pack the result that passed into DIR/convergence.zip")  # fmt: skip
     parser.add_argument("--mutations", action="store_true", help="also plant faults; alone: only that")
-    parser.add_argument("--mutation", nargs="+", metavar="NAME", help="only these faults")
+    parser.add_argument("--mutation", nargs="+", action="extend", metavar="NAME", help="only these faults")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--device", default=devices.accelerator(), choices=("cpu", "cuda", "npu"))
     parser.add_argument(

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="the Trainer's bf16 (default: on with TRL's trainers, as theirs is)")  # fmt: skip
     parser.add_argument("--lora", type=int, default=0, metavar="RANK",
                         help="train an adapter on all linear layers instead of the model")  # fmt: skip
-    parser.add_argument("--sharding", choices=SHARDINGS, nargs="+",
+    parser.add_argument("--sharding", choices=SHARDINGS, nargs="+", action="extend",
                         help="with several devices (default: ddp fsdp2)")  # fmt: skip
     parser.add_argument("--reserve", type=float, default=2.0, metavar="GIB",
                         help="of --memory, kept free for CUDA, NCCL and fragments (default 2)")  # fmt: skip

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens of a row (default 256)")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="default 1e-4")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default fp32")
-    parser.add_argument("--ops", nargs="+", help="which ops to use (default: all that apply)")
+    parser.add_argument("--ops", nargs="+", action="extend", help="which ops to use (default: all that apply)")
     parser.add_argument("--backend", help="overrides the choice of backend, as 'torch' or 'rms_norm=torch'")
     parser.add_argument("--noise-runs", type=int, default=5, help="runs that measure the noise (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of batches (default 0)")

@@ -183,3 +183,8 @@ def test_fewer_steps_are_no_full_result(monkeypatch: pytest.MonkeyPatch) -> None
     assert {case.steps for case in short} == {2}
     assert not output._is_full([CaseResult(suite.asdict(case)) for case in short], [fault])
     assert command.chosen_cases(command.parse(["--showcase"])) == list(SHOWCASE)
+
+
+def test_an_option_that_is_given_twice_counts_twice() -> None:
+    args = command.parse(["--case", "llama-lm", "--case", "qwen2-lm", "qwen3-lm", "--mutation", "a", "--mutation", "b"])
+    assert (args.case, args.mutation) == (["llama-lm", "qwen2-lm", "qwen3-lm"], ["a", "b"])
