@@ -46,10 +46,18 @@ def _peak_memory_gib(where: torch.device) -> float:
     return getattr(torch, kind).max_memory_allocated() / (1 << 30)
 
 
+def _has_trls_head(forward: Any) -> bool:
+    """Whether a forward, or one that it wraps (accelerate's of mixed precision does), has a head of TRL's."""
+    while forward is not None:
+        if "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
 def _unused_head(model: Any) -> dict[str, str]:
     """Which of the two heads training does not use: TRL gives a model a forward with a head of its own."""
-    forwards = (module.__dict__.get("forward") for module in model.modules())
-    if any("fused_lm_head" in getattr(getattr(f, "__code__", None), "co_varnames", ()) for f in forwards):
+    if any(_has_trls_head(module.__dict__.get("forward")) for module in model.modules()):
         return {"linear_cross_entropy": "its loss is made of TRL's head, linear_logprob"}
     return {"linear_logprob": "its model has no head of TRL's"}
 

@@ -102,3 +102,21 @@ def test_rloo(tmp_path, rows):
     )  # fmt: skip
     compare(tmp_path, plain, ours)
     assert rows
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_report_has_the_head_that_is_used(tmp_path, bf16):
+    """In mixed precision accelerate wraps the forward that has TRL's head."""
+    small_model("qwen3").save_pretrained(tmp_path / "model")
+    callback = NpuKernelsCallback(warm_up=False)
+    SFTTrainer(
+        Qwen3ForCausalLM.from_pretrained(tmp_path / "model"),
+        args=SFTConfig(output_dir=str(tmp_path), **{**COMMON, "bf16": bf16, "max_steps": 1}),
+        train_dataset=Dataset.from_dict({"text": SUMS}),
+        processing_class=tokenizer(),
+        callbacks=[callback],
+    ).train()
+    report = callback.report()
+    assert report.unused.keys() == {"linear_cross_entropy"}
+    assert report.ran["linear_logprob"] == 1
+    assert "linear_logprob" in str(report)
