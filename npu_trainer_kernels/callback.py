@@ -176,6 +176,7 @@ class NpuKernelsCallback(TrainerCallback):
             self._served_beside.append(handle)
             if owns:
                 self._held.append(handle)
+            handle.report().unused = _unused_head(model)
             report.note(f"{name} ({type(model).__name__}): {handle.report().summary()}")
 
     def _guard(self, trainer: Trainer, method: str) -> None:
