@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from . import backends, device, warmup
 from .patching import FORMS, PATCHES, NpuKernels, Report, apply_npu_kernels, check_tiled_mlp, handle_of
+from .patching._call import use_labels
 from .patching._undo import Undo
 from .trainers._exchange import agreed
 from .trainers._grpo_groups import Arranger, stays_on_rank, stays_shuffled
@@ -46,10 +47,18 @@ def _peak_memory_gib(where: torch.device) -> float:
     return getattr(torch, kind).max_memory_allocated() / (1 << 30)
 
 
+def _has_trls_head(forward: Any) -> bool:
+    """Whether a forward, or one that it wraps (accelerate's of mixed precision does), has a head of TRL's."""
+    while forward is not None:
+        if "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
 def _unused_head(model: Any) -> dict[str, str]:
     """Which of the two heads training does not use: TRL gives a model a forward with a head of its own."""
-    forwards = (module.__dict__.get("forward") for module in model.modules())
-    if any("fused_lm_head" in getattr(getattr(f, "__code__", None), "co_varnames", ()) for f in forwards):
+    if any(_has_trls_head(module.__dict__.get("forward")) for module in model.modules()):
         return {"linear_cross_entropy": "its loss is made of TRL's head, linear_logprob"}
     return {"linear_logprob": "its model has no head of TRL's"}
 
@@ -142,6 +151,7 @@ class NpuKernelsCallback(TrainerCallback):
             if isinstance(other, NpuKernelsCallback) and other is not self:
                 other.restore()
         self._guard(trainer, "train")
+        self._show_labels(trainer)
         self._apply(trainer.model)
 
     def _put_into(self, model: Any) -> tuple[NpuKernels, bool]:
@@ -168,6 +178,7 @@ class NpuKernelsCallback(TrainerCallback):
             self._served_beside.append(handle)
             if owns:
                 self._held.append(handle)
+            handle.report().unused = _unused_head(model)
             report.note(f"{name} ({type(model).__name__}): {handle.report().summary()}")
 
     def _guard(self, trainer: Trainer, method: str) -> None:
@@ -190,6 +201,7 @@ class NpuKernelsCallback(TrainerCallback):
         trainer = calling_trainer()
         if trainer is not None:
             self._guard(trainer, "train")
+            self._show_labels(trainer)
         self._apply(kwargs["model"])
 
     def on_train_begin(
@@ -222,6 +234,7 @@ class NpuKernelsCallback(TrainerCallback):
         # `train` runs already: one that the guard was taken off is guarded by what it calls from here on.
         for method in ("train",) if guards_train else ("training_step", "_maybe_log_save_evaluate"):
             self._guard(trainer, method)
+        self._show_labels(trainer)
         if self._handle is not None:
             # A Trainer reads no cache in training. Newer ones say so in the model's configuration, but not in those of
             # its parts.
@@ -231,6 +244,17 @@ class NpuKernelsCallback(TrainerCallback):
         self._arrange(trainer, report)
         self._apply_to_held(trainer, report)
         self._add_to_logs(trainer)
+
+    def _show_labels(self, trainer: Trainer) -> None:
+        """Has the body told which places a loss reads, also where the model is not given the labels: the Trainer keeps
+        them for its label smoothing and for a loss function of the user's."""
+        original = trainer.compute_loss
+
+        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with use_labels(inputs.get("labels") if isinstance(inputs, Mapping) else None):
+                return original(model, inputs, *args, **kwargs)
+
+        self._in_trainer.set_attribute(trainer, "compute_loss", compute_loss)
 
     def _plan(self, trainer: Trainer) -> None:
         """Has the head told what GRPO's loss is going to send back, where the head is ours."""

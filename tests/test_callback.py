@@ -217,6 +217,38 @@ def test_label_smoothing_forms_logits_and_that_is_reported(tmp_path):
     assert declined.reason == "logits that were given to torch.nn.functional.log_softmax"
 
 
+class LeftPadded(Rows):
+    """Two rows in three begin with padding, and a label is predicted there."""
+
+    def __init__(self):
+        super().__init__()
+        begins = torch.arange(len(self)).unsqueeze(1) % 3
+        mask = torch.arange(self.data["input_ids"].shape[1]) >= begins
+        self.data |= {"attention_mask": mask.long(), "labels": self.data["input_ids"].masked_fill(~mask, -100)}
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_labels_that_the_model_is_not_given_are_looked_at(tmp_path, smoothing):
+    """The Trainer keeps them for its label smoothing and for a loss function of the user's, also in evaluation."""
+    runs, report = [], None
+    for callbacks in ([], [NpuKernelsCallback(ops=["varlen_attention"], warm_up=False)]):
+        model = small_model("llama", pad_token_id=None)
+        trainer = make_trainer(tmp_path, model, callbacks, label_smoothing_factor=smoothing)
+        trainer.train_dataset = LeftPadded()
+        trainer.compute_loss_func = None if smoothing else own_loss
+        before = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+        trainer.train()
+        runs.append([before, *losses(trainer)])
+        assert "compute_loss" not in vars(trainer)
+        report = callbacks[0].report() if callbacks else None
+    assert runs[1] == runs[0]
+    assert {each.reason for each in report.declined} == {"labels are to be predicted at places that are padding"}
+
+
 def test_a_loss_of_the_users_own_is_fused_where_it_is_a_cross_entropy(tmp_path, monkeypatch):
     fused = []
     original = _head_call.fused_linear_cross_entropy

@@ -115,11 +115,13 @@ class _Plan:
         gradients: of x, weight and bias, for the rows' gradients below.
         d_rows: gradients of log_prob, lse, entropy and mean that they were formed from.
         row_by_row: mode `frozen`: each row may still be scaled by a number of its own.
+        rows: how many there were.
     """
 
     gradients: Gradients
     d_rows: tuple[torch.Tensor | None, ...]
     row_by_row: bool
+    rows: int
 
 
 class _Formed(NamedTuple):
@@ -199,7 +201,7 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
         total = torch.zeros((), dtype=torch.float32, device=x.device)
     plan = None
     if grads is not None:
-        plan = _Plan(grads.cast(weight, bias), _concatenated(d_rows, (None,) * 4), frozen)
+        plan = _Plan(grads.cast(weight, bias), _concatenated(d_rows, (None,) * 4), frozen, chunks.ids.shape[0])
     return _Formed(total, merged, plan, _concatenated(softmaxes, (None,) * 3), chunks.ids, chunks.rows)
 
 
@@ -250,6 +252,9 @@ def _backward(ctx: Any, d_total: torch.Tensor | None, d_rows: list[torch.Tensor 
         # What a second backward of the objective will need.
         ctx.d_planned = plan.d_rows
     of_rows = any(d is not None for d in d_rows)
+    if plan is not None and plan.rows == 0:
+        # Nothing goes into them, whatever arrives: a mean over no tokens sends back an infinity.
+        return plan.gradients
     if plan is not None and d_total is not None and not of_rows:
         return plan.gradients.scaled(d_total, ctx.call.backend)
     saved = _Saved(*ctx.saved_tensors)
@@ -272,8 +277,6 @@ _PLAN_TOLERANCE = 1e-5
 def _from_plan(ctx: Any, saved: _Saved, plan: _Plan, d_rows: list[torch.Tensor | None]) -> Gradients | None:
     """The gradients by the plan for what arrives for the statistics, or None where it is no help."""
     grads, call = plan.gradients, ctx.call
-    if saved.ids.shape[0] == 0:
-        return grads
     if plan.row_by_row:
         if d_rows[0] is None or any(d is not None for d in d_rows[1:]):
             return None

@@ -41,7 +41,10 @@ class Batch:
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, given: dict[str, Any], labels: torch.Tensor | None, *, share: bool, padding: int | None = None) -> Any:
+    def of(
+        cls, given: dict[str, Any], labels: torch.Tensor | None, *, share: bool, padding: int | None = None,
+        ahead: int = 1,
+    ) -> Any:  # fmt: skip
         """Or why there is no layout, as a sentence; here the host waits for the device, once for a forward.
 
         Args:
@@ -49,6 +52,7 @@ class Batch:
             labels: given to the model, where there are some.
             share: whether beginnings may be shared.
             padding: the only id that a place without a token may have; None: any.
+            ahead: how many places a label is behind the one that predicts it.
         """
         mask, ids = given["attention_mask"], given.get("input_ids")
         alive = mask.bool()
@@ -62,9 +66,9 @@ class Batch:
             # Tokens are alike where they are told to stand at the same position.
             seen = torch.where(alive, seen | (positions.long() & 0x7FFF_FFFF) << 32, seen)
         if labels is not None and labels.shape == mask.shape:
-            # The place before a label predicts it.
-            lost = (labels[:, 1:] != -100) & ~alive[:, :-1]
-            seen[:, :-1].masked_fill_(lost, PREDICTS)
+            predicting = slice(0, mask.shape[1] - ahead)
+            lost = (labels[:, ahead:] != -100) & ~alive[:, predicting]
+            seen[:, predicting].masked_fill_(lost, PREDICTS)
         found = layout(seen.cpu().numpy(), share=share and ids is not None)
         return found if isinstance(found, str) else cls(given, found, tuple(mask.shape))
 

@@ -20,7 +20,16 @@ from ..ops.grpo_loss import GrpoPlan
 from ._learned import LearnedPlan
 from ._undo import Undo
 
-__all__ = ["Call", "CallSettings", "HeadPlan", "current_call", "current_plan", "track_calls", "use_plan"]
+__all__ = [
+    "Call",
+    "CallSettings",
+    "HeadPlan",
+    "current_call",
+    "current_plan",
+    "track_calls",
+    "use_labels",
+    "use_plan",
+]
 
 
 class HeadPlan(Protocol):
@@ -61,7 +70,7 @@ class Call:
     """One forward of a patched model: whose it is, and the call that it is nested in.
 
     Attributes:
-        labels: that it was given.
+        labels: that it was given, or that its trainer keeps for a loss of its own.
         divisor: what the loss is going to be divided by, as `transformers.Trainer` tells the model; None: not known.
     """
 
@@ -73,6 +82,9 @@ class Call:
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
+
+
+_kept: contextvars.ContextVar[Any] = contextvars.ContextVar("npu_kernels_labels", default=None)
 
 
 _plan: contextvars.ContextVar[HeadPlan | None] = contextvars.ContextVar("npu_kernels_plan", default=None)
@@ -91,6 +103,16 @@ def use_plan(plan: HeadPlan | None) -> Iterator[None]:
         yield
     finally:
         _plan.reset(token)
+
+
+@contextlib.contextmanager
+def use_labels(labels: Any) -> Iterator[None]:
+    """Says which labels a loss outside of the model has, for the length of the `with` block."""
+    token = _kept.set(labels)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 def current_call() -> Call | None:
@@ -120,7 +142,7 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
         else:
             settings.live = settings.live + tokens
     # PEFT's model hands them on to the inner one by name.
-    labels = kwargs.get("labels")
+    labels = kwargs.get("labels", _kept.get())
     labels = labels if isinstance(labels, torch.Tensor) else None
     _current.set(Call(settings, module, outer, labels, kwargs.get("num_items_in_batch")))
 

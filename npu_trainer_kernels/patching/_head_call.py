@@ -119,9 +119,11 @@ class HeadCall:
         return self.hidden.device
 
     def tell(self, reason: str) -> None:
-        """Says what needs the logits themselves."""
-        if self._on_real is not None:
-            self._on_real(reason)
+        """Says what needs the logits themselves, the first time that something does: what is formed of them then, step
+        by step, is still one call of the head."""
+        told, self._on_real = self._on_real, None
+        if told is not None:
+            told(reason)
 
     # -----------------------------------------------------------------------------------------------------------------
     # What is formed

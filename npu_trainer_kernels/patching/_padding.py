@@ -70,6 +70,7 @@ class BodyForm:
         names: the parameters of its forward, in order.
         inner: path of the body of text alone; empty: itself.
         classifies: whether what is read outside is found by ids: the last one that is no padding.
+        ahead: how many places a label is behind the one that predicts it: 1, or 0 where each token has a class.
         drops: whether numbers are drawn for each token in training (dropout).
         longest: columns beyond which its rotation depends on how far positions go; None: none.
         refused: reasons that a first call has shown, or None, by the circumstances of the call.
@@ -80,6 +81,7 @@ class BodyForm:
     names: tuple[str, ...]
     inner: str
     classifies: bool
+    ahead: int
     drops: bool
     longest: int | None
     refused: dict[Any, str | None] = field(default_factory=dict, compare=False)
@@ -168,10 +170,15 @@ class PaddingPatch(Patch):
         if isinstance(proof, str):
             # Of what is around a body the report need not speak: that has its own line.
             return Aside(proof) if inner else proof
-        owners = (original_class(m).__name__ for m in scene.model.modules() if isinstance(m, PreTrainedModel))
-        classifies = any(name.endswith("ForSequenceClassification") for name in owners)
+        owners = [original_class(m).__name__ for m in scene.model.modules() if isinstance(m, PreTrainedModel)]
+        classifies, tokens, answers = (
+            any(name.endswith(f"For{task}") for name in owners)
+            for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering")
+        )
+        if answers:
+            return "its head compares all places of a row, padding among them"
         drops = _drops(body.config, body.modules())
-        return BodyForm(proof, names, inner, classifies, drops, _longest(body.config))
+        return BodyForm(proof, names, inner, classifies, int(not tokens), drops, _longest(body.config))
 
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         super().install(site, module, undo, settings)
@@ -250,7 +257,7 @@ class PaddingPatch(Patch):
         config = module.config.get_text_config()
         drops = module.training and (form.drops or _drops(config, parts_of(module.get_submodule(form.inner))[0]))
         padding = config.pad_token_id if form.classifies else None
-        batch = Batch.of(given, labels, share=not drops, padding=padding)
+        batch = Batch.of(given, labels, share=not drops, padding=padding, ahead=form.ahead)
         if isinstance(batch, str):
             return Late(batch)
         positions = batch.shape[0] * batch.shape[1]

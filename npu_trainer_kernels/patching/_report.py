@@ -122,7 +122,7 @@ class Report:
 
     def summary(self) -> str:
         """In a few words, which ops serve how many modules."""
-        counts = Counter(r.op for r in self.replaced)
+        counts = Counter(r.op for r in self.replaced if r.op not in self.unused)
         return ", ".join(f"{op} {count}" for op, count in counts.items()) or "left as it is"
 
     def as_dict(self) -> dict[str, Any]:

@@ -166,6 +166,20 @@ def test_all_ignored_is_a_zero_that_can_be_differentiated(device, backend):
     assert all(not g.any() for g in grads)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_nothing_goes_into_gradients_of_no_target_whatever_arrives(device, backend, reduction, frozen):
+    """A sum that is divided by no items is sent an infinity; PyTorch's own loss passes none of it on."""
+    x, w, t, b = make(device)
+    wanted = (x,) if frozen else (x, w, b)
+    loss = fused_linear_cross_entropy(
+        x, w.detach() if frozen else w, torch.full_like(t, -100), b.detach() if frozen else b, reduction=reduction,
+        backend=backend,
+    )  # fmt: skip
+    for found in torch.autograd.grad(loss.sum() / torch.zeros((), device=device), wanted):
+        assert torch.equal(found, torch.zeros_like(found))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_zero_rows(device, backend, reduction):
     x = torch.zeros(0, H, device=device, requires_grad=True)

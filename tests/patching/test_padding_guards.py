@@ -91,6 +91,28 @@ def test_the_first_token_of_a_row_is_predicted_by_padding():
           **PLAIN, labels=labels)  # fmt: skip
 
 
+def test_each_token_has_a_class():
+    """Its label stands where its prediction does, and not one place later."""
+    model: Any = transformers.LlamaForTokenClassification(transformers.LlamaConfig(**SMALL, num_labels=5))
+    classes = IDS % 5
+    at_padding = classes.masked_fill(MASK == 0, -100)
+    row = int((MASK[:, 0] == 1).int().argmax())
+    at_padding[row, int(MASK[row].sum())] = 3  # the only one, right behind a row's last token
+    stays(model.train(), "labels are to be predicted at places that are padding", **PLAIN, labels=at_padding)
+    expected = step(model, **PLAIN, labels=classes.masked_fill(MASK == 0, -100))
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        found = step(model, **PLAIN, labels=classes.masked_fill(MASK == 0, -100))
+        assert kernels.report().ran[OP] == 1
+    torch.testing.assert_close(found, expected)
+
+
+def test_an_answer_is_looked_for_among_all_places():
+    model: Any = transformers.LlamaForQuestionAnswering(transformers.LlamaConfig(**SMALL))
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert not kernels.report().replaced
+        assert "its head compares all places of a row, padding among them" in str(kernels.report())
+
+
 def elsewhere(where: str, monkeypatch: Any) -> list[Any]:
     """Somebody else attends in transformers' place or in PyTorch's, as what spreads rows over ranks does; its calls."""
     calls = []

@@ -245,8 +245,10 @@ def test_what_forms_logits_is_reported_once():
     model = small_model("llama")
     with apply_npu_kernels(model, ops=HEAD) as kernels:
         for _ in range(3):
-            model(input_ids=IDS).logits.argmax(-1)
+            # Each of these steps is a promise.
+            model(input_ids=IDS).logits[..., :-1, :].float().contiguous().argmax(-1)
         assert formed(kernels) == ["logits that were given to torch.Tensor.argmax"]
+        assert [each.calls for each in kernels.report().declined] == [3]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

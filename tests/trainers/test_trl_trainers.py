@@ -102,3 +102,28 @@ def test_rloo(tmp_path, rows):
     )  # fmt: skip
     compare(tmp_path, plain, ours)
     assert rows
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_report_has_the_head_that_is_used(tmp_path, bf16):
+    """In mixed precision accelerate wraps the forward that has TRL's head."""
+    small_model("qwen3").save_pretrained(tmp_path / "model")
+    callback = NpuKernelsCallback(warm_up=False)
+    trainer = DPOTrainer(
+        Qwen3ForCausalLM.from_pretrained(tmp_path / "model"),
+        args=DPOConfig(output_dir=str(tmp_path), **{**COMMON, "bf16": bf16, "max_steps": 1}),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS, "chosen": ANSWERS, "rejected": WRONG}),
+        processing_class=tokenizer(),
+        callbacks=[callback],
+    )
+    trainer.train()
+    report = callback.report()
+    assert report.unused.keys() == {"linear_cross_entropy"}
+    assert report.ran["linear_logprob"] == 1
+    assert "linear_logprob" in str(report)
+    (beside,) = (note for note in report.notes if note.startswith("ref_model (Qwen3ForCausalLM): "))
+    assert "linear_logprob 1" in beside
+    assert "linear_cross_entropy" not in beside
+    assert {type(module) for module in trainer.ref_model.modules()} == {
+        type(module) for module in small_model("qwen3").modules()
+    }
