@@ -765,11 +765,11 @@ def rope_tile(half: int, rest: int, itemsize: int, by_turns: bool, spec: DeviceS
         cols = next_power_of_2(half)
         return TokensTile(max(1, 1024 // cols), cols, next_power_of_2(rest), launch_options(spec, 4))
     if spec.has_buffer:
-        # Each part of a row lies at a multiple of 32 bytes. Of elements that pass through there are two buffers, twice,
-        # which is a sixth of a pair's. 128 tokens are enough.
+        # Each part of a row lies at a multiple of 32 bytes: of 16 elements where heads have 16 bits, also beside tables
+        # of 32. Of elements that pass through there are two buffers, twice, which is a sixth of a pair's. 128 tokens
+        # are enough.
         limit = tile_limit(f"rope._rotate_kernel{' by turns' if by_turns else ''}", itemsize, spec)
-        unit = 32 // itemsize
-        rows = 6 * limit // (6 * _cdiv(half, unit) * unit + _cdiv(rest, unit) * unit)
+        rows = 6 * limit // (6 * _cdiv(half, 16) * 16 + _cdiv(rest, 16) * 16)
         return TokensTile(max(1, min(rows, 128)), half, rest)
     return TokensTile(4, next_power_of_2(half), next_power_of_2(rest))
 
@@ -835,6 +835,8 @@ def embedding_tile(cols: int, spec: DeviceSpec) -> RowTile:
     if spec.has_buffer:
         blocks = _cdiv(cols, 8192)
         cols = cols if blocks == 1 else _cdiv(_cdiv(cols, blocks), 64) * 64
-        # 16 bytes an element: a scaled fp32 row, in and out, twice. bf16 makes transfers of 24 KiB of it.
-        return RowTile(max(1, min(64, spec.on_chip_bytes // (16 * cols))), cols, blocks)
+        # 16 bytes an element: a scaled fp32 row, in and out, twice. bf16 makes transfers of 24 KiB of it. Several rows
+        # lie at multiples of 32 bytes: others would be brought there one element at a time.
+        rows = min(64, spec.on_chip_bytes // (16 * cols)) if cols % 16 == 0 else 1
+        return RowTile(max(1, rows), cols, blocks)
     return RowTile(2, min(32, next_power_of_2(cols)), _cdiv(cols, 32))

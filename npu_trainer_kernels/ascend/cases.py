@@ -225,20 +225,22 @@ def _swiglu_linear(**options: Any) -> Call:
     return call
 
 
-def _rope(part: float = 1.0, **options: Any) -> Call:
-    """As in a model: heads are cut out of the projection `[B, T, H D]` by a transposition; `part` of each rotates."""
+def _rope(part: float = 1.0, table: torch.dtype | None = None, **options: Any) -> Call:
+    """As in a model: heads are cut out of the projection `[B, T, H D]`, by a transposition where they come before
+    tokens; `part` of each rotates. `table`: the dtype of the tables, where that is another."""
 
     def call(t: Tensors, rows: int, size: int) -> Mapping[str, int]:
         heads, kv_heads = 32, 8
-        q = t.floats(1, rows, heads * size).view(1, rows, heads, size).transpose(1, 2)
-        k = t.floats(1, rows, kv_heads * size).view(1, rows, kv_heads, size).transpose(1, 2)
+        q, k = (t.floats(1, rows, n * size).view(1, rows, n, size) for n in (heads, kv_heads))
+        if options.get("heads", 1) == 1:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
         kind = options.get("tables", "each")
         width = round(part * size) // (2 if kind == "pair" else 1)
-        cos, sin = (t.floats(1, rows, width, grad=False) for _ in range(2))
+        cos, sin = (t.floats(1, rows, width, dtype=table, grad=False) for _ in range(2))
         _backward(*ops.rope(q, k, cos, sin, backend=_BACKEND, **options))
         # Forward and backward: every head of q and k is read and written, cos and sin are read once for all of them.
         read = width // 2 if kind == "first_half" else width
-        return {"_rotate_kernel": 2 * rows * t.itemsize * (2 * (heads + kv_heads) * size + 2 * read)}
+        return {"_rotate_kernel": 2 * rows * (2 * (heads + kv_heads) * size * t.itemsize + 2 * read * cos.itemsize)}
 
     return call
 
@@ -449,6 +451,9 @@ TABLE: tuple[Entry, ...] = (
     Entry("rope", HEAD_DIMS, "head", _rope()),
     # Heads whose halves are no multiple of 32 bytes, too.
     Entry("rope, any head", _OTHER_HEAD_DIMS, "head", _rope(), share=64, dtypes=("bf16",)),
+    # Of the images of Qwen3-VL and of Qwen2.5-VL: tokens before heads, tables of 32 bits beside heads of 16.
+    Entry("rope, of images", (64, 72, 80), "head", _rope(table=torch.float32, casting="fp32", heads=2),
+          dtypes=("bf16",)),
     # Of Pythia and Qwen3-Next, of GLM-4.5, of Phi-4 mini.
     Entry("rope, a quarter", (128, 256), "head", _rope(0.25)),
     Entry("rope, half", (64, 128, 256), "head", _rope(0.5)),
@@ -502,7 +507,9 @@ MINIMA: dict[tuple[str, str], Minimum] = {
     ("linear_cross_entropy, accuracy", _STATISTICS): Minimum(8, "plain, compare, select a place, least place"),
     ("linear_cross_entropy, softcap", _STATISTICS): Minimum(10, f"plain and the softcap: {_SOFTCAP}"),
     ("linear_cross_entropy, softcap", _GRADIENT): Minimum(
-        13, f"convert, {_SOFTCAP}, subtract, exp, scale, times 1 - (z / outer)^2 (3), convert"
+        # Of w = z + outer, so that nothing is taken from it: 1 - (z / outer)^2 is w (2 outer - w) / outer^2.
+        12,
+        "convert, scale, exp, + 1, divide, subtract, exp, scale, times w (2 outer - w) (3), convert",
     ),
     ("linear_logprob, everything", _STATISTICS): Minimum(
         18, "softcap (10), p z and its sum, the sum of logits, p^2 and its sum, the maximum's place (3)"

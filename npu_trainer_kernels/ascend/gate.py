@@ -47,7 +47,7 @@ __all__ = [
 
 A3_CHIPS = tuple(name for name in device.ASCEND_CHIPS if name.startswith("Ascend910_93"))
 CHIPS = ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4", *A3_CHIPS)
-SAMPLED_CHIPS = ("Ascend950PR_9589",)  # every third shape: its compiler takes four times as long
+SAMPLED_CHIPS = ("Ascend950PR_9589",)  # some shapes: its compiler takes four times as long
 
 
 MAX_WAITS_PER_ROW = 8
@@ -334,9 +334,10 @@ def _delays(row: Row) -> list[str]:
 
 
 def collect_all(cases: Iterable[Case], workers: int = 2) -> list[Row]:
-    """`collect` for all `CHIPS`, then for `SAMPLED_CHIPS` every third shape in bf16."""
+    """`collect` for all `CHIPS`, then for `SAMPLED_CHIPS` every third shape in bf16, and every sixth in fp32."""
     cases = list(cases)
     sampled = [case for case in cases if case.dtype == "bf16"][::3]
+    sampled += [case for case in cases if case.dtype == "fp32"][::6]
     return collect(cases, CHIPS, workers) + collect(sampled, SAMPLED_CHIPS, workers)
 
 

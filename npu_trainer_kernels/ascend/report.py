@@ -43,8 +43,8 @@ kernel moved between HBM and the chip over the fewest possible, counted when the
 executed; the worst of the chips. *In blocks*: a row does not fit on the chip and is read twice; read once it would
 leave no room for two buffers, which took 1.01 to 1.08 times the simulated cycles (1.15 with a gradient of the sum). A
 row of class weights is read beside each row of logits; the fewest possible does not count it. fp16 moves what bf16
-moves. *seconds*: what the compiler took, in steps (not compared). A3: all of its chips. Of the 950 every third shape
-is compiled, by a compiler of its own; its plans are not traced.
+moves. *seconds*: what the compiler took, in steps (not compared). A3: all of its chips. Of the 950 every third
+shape is compiled in bf16 and every sixth in fp32, by a compiler of its own; its plans are not traced.
 """
 
 

@@ -26,7 +26,7 @@ from .. import device, tile_limits, tiling
 from .._triton import MissingDependencyError
 from ..ops._launch import use_launcher
 from ..tile_limits import Evidence, Limit, Trial
-from . import cases, toolchain
+from . import cases, gate, toolchain
 from .launcher import Launch, Recorder
 from .lower import bind
 from .pipes import simulate
@@ -48,7 +48,7 @@ class Sweep:
         tile: a function of `tiling` and a field of its tiles, `"swiglu_block.size"`; None: `limit_of` is varied.
         limit_of: a kernel's name in `tiles.json`.
         dtype: a name of `cases.DTYPES`.
-        chip: a chip of `rates.json`.
+        chip: a chip of `rates.json`, or one of which there is no trace: then the plans alone tell.
     """
 
     case: str
@@ -162,15 +162,17 @@ def _found(what: Sweep, size: int, value: int | None) -> Found:
     tile = " ".join(f"{name}={number}" for name, number in specs[0].constants.items() if name in _TILE_NAMES)
     if not all(found.fits for found in plans):
         return Found(size, value, tile, plans, None, 0.0)
+    rows = _rows(what)
+    fixed = max(found.fixed_waits for found in plans)
+    shape = f"{rows * device.chip_spec(what.chip).vector_cores} x {size} ({what.entry.label})"
+    if what.chip in gate.SAMPLED_CHIPS:  # of its plans there is no trace
+        return Found(size, value, tile, plans, Trial(shape, value or 0, fixed, None, None), 0.0)
     cycles = waits = repeats = loaded = 0.0
     for spec, launch in zip(specs, launches, strict=True):
         events = trace(spec, launch.grid, bind(launch.kernel, launch.args, launch.constexprs)[0])
         seen = counts(events)
         waits, repeats, loaded = waits + seen.waits, repeats + seen.instructions_per_element(1), loaded + seen.bytes_in
         cycles += simulate(events, what.chip).cycles
-    rows = _rows(what)
-    fixed = max(found.fixed_waits for found in plans)
-    shape = f"{rows * device.chip_spec(what.chip).vector_cores} x {size} ({what.entry.label})"
     # Where loads follow data, a trace of zeros may have none.
     per_kib = round(cycles / (loaded / 1024), 1) if loaded else None
     trial = Trial(shape, value or 0, fixed, round(waits / rows, 2), per_kib)
@@ -207,10 +209,12 @@ def _line(one: Found, best: Found | None) -> str:
         return f"{mark:2}{name:>9}  no, {one.plans[0].buffer_used} of {one.plans[0].buffer_size} bytes: {one.tile}"
     buffers = "yes" if all(found.double_buffered for found in one.plans) else "no"
     trial = one.trial
-    cycles = "-" if trial.cycles_per_kib is None else f"{trial.cycles_per_kib:.1f}"
+    waits, cycles = ("-" if number is None else f"{number:.{digits}f}"
+                     for number, digits in ((trial.waits_per_row, 2), (trial.cycles_per_kib, 1)))  # fmt: skip
+    broken = "; ".join(rule.partition(":")[0] for found in one.plans for rule in violations(found))
     return (
-        f"{mark:2}{name:>9}  {'yes':4} {buffers:11} {trial.fixed_waits:5} {trial.waits_per_row:9.2f} "
-        f"{one.instructions:8.2f} {cycles:>10}  {one.tile}"
+        f"{mark:2}{name:>9}  {'yes':4} {buffers:11} {trial.fixed_waits:5} {waits:>9} "
+        f"{one.instructions:8.2f} {cycles:>10}  {one.tile}{f' ({broken})' if broken else ''}"
     )
 
 
@@ -237,7 +241,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--values", type=_numbers, required=True, help="what to try, with commas")
     parser.add_argument("--sizes", type=_numbers, help="sizes of the case, with commas; the entry's own if not given")
     parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32")
-    parser.add_argument("--chip", default="Ascend910B4", help="a chip of rates.json")
+    parser.add_argument(
+        "--chip", default="Ascend910B4", help="a chip of rates.json; of the 950 the plans are shown alone"
+    )
     parser.add_argument("--write", action="store_true", help="write --limit and the trials into tiles.json")
     parser.add_argument("--name", help="the kernel's stable name there; --limit-of if not given")
     parser.add_argument("--limit", type=int, help="the limit; the best value if not given and the sizes agree")

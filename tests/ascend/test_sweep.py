@@ -57,6 +57,17 @@ def test_a_limit_of_a_formula_can_be_varied(file, kept_cache, monkeypatch, capsy
     assert "COLS=2048" in out
 
 
+def test_of_the_950_the_plans_alone_are_told(file, kept_cache, capsys):
+    main(["rope, half", "--kernel", "_rotate_kernel", "--sizes", "64", "--limit-of", "rope._rotate_kernel",
+          "--values", "3072", "--dtype", "fp32", "--chip", "Ascend950PR_9589"])  # fmt: skip
+    today, swept = (line for line in capsys.readouterr().out.splitlines() if "COLS=" in line)
+    assert today.startswith("*")
+    assert today.endswith("REST_COLS=32")
+    # What the 910 takes. There is no trace, and so neither waits nor cycles.
+    assert swept.split()[:6] == ["3072", "yes", "yes", "0", "-", "0.00"]
+    assert "(double buffering lost" in swept
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
