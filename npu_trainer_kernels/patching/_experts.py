@@ -158,7 +158,7 @@ def _implementation(module: Any) -> str | None:
 
 def _activation(module: Any) -> Any:
     """The class of a module's activation, or the activation where it is a function."""
-    found = module.act_fn if hasattr(module, "act_fn") else None
+    found = getattr(module, "act_fn", None)
     return original_class(found) if isinstance(found, nn.Module) else found
 
 
