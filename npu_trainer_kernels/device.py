@@ -346,7 +346,12 @@ def is_of_an_earlier_call(error: BaseException) -> bool:
 
 def compute_capability(device: torch.device) -> int:
     """The generation of a CUDA device: 9 is Hopper's, for which the host stands in."""
-    return 9 if _stood_in_for.get() else torch.cuda.get_device_capability(device)[0]
+    return 9 if _stood_in_for.get() else _capability(device)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def has_libdevice(device: torch.device) -> bool:

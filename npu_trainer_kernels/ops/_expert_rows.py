@@ -17,7 +17,7 @@ All in fp32 between loads and stores, and in a fixed order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -40,8 +40,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False)
-class Routing:
+class Routing(NamedTuple):
     """Which row is whose, all of it on the device.
 
     Attributes:
@@ -66,18 +65,13 @@ class Routing:
         return cls(experts, order, places, torch.searchsorted(experts, bounds, out_int32=True))
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """For autograd to keep."""
-        return self.experts, self.order, self.places, self.ends
-
-    @property
     def slots(self) -> int:
         """k."""
         return self.places.shape[1]
 
-    def here(self) -> torch.Tensor:
-        """`[N, k]`, which slots have a row of an expert here."""
-        return self.places < self.ends[-1]
+    def away(self) -> torch.Tensor:
+        """`[N, k]`, which slots have a row without an expert here."""
+        return self.places >= self.ends[-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,10 +288,10 @@ def sums_of_rows(
     """`[N, H]` of rows `[S, H]`; weights `[N, k]`, or None for ones; base `[N, H]` fp32, or None for zeros."""
     (n, slots), n_cols = routing.places.shape, rows.shape[1]
     if in_torch(backend):
-        here, total = routing.here(), base
+        away, total = routing.away(), base
         for slot in range(slots):
             # What nobody has written may be anything, and is no number to multiply by zero.
-            part = rows.index_select(0, routing.places[:, slot]).float().masked_fill_(~here[:, slot, None], 0)
+            part = rows.index_select(0, routing.places[:, slot]).float().masked_fill_(away[:, slot, None], 0)
             part = part if weights is None else part.mul_(weights[:, slot, None].float())
             total = part if total is None else total + part
         assert total is not None
@@ -322,11 +316,11 @@ def sums_of_rows_backward(
     """(gradient of the rows, of the weights `[N, k]` in fp32)."""
     (n, slots), n_cols = routing.places.shape, rows.shape[1]
     if in_torch(backend):
-        here, drows = routing.here(), torch.empty_like(rows)
+        away, drows = routing.away(), torch.empty_like(rows)
         dots = torch.zeros_like(weights, dtype=torch.float32)
         for slot in range(slots):
             places = routing.places[:, slot].long()
-            y = rows.index_select(0, places).float().masked_fill_(~here[:, slot, None], 0)
+            y = rows.index_select(0, places).float().masked_fill_(away[:, slot, None], 0)
             dots[:, slot] = (dout.float() * y).sum(1)
             drows.index_copy_(0, places, (dout.float() * weights[:, slot, None].float()).to(rows.dtype))
         return drows, dots

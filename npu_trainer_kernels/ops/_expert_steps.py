@@ -97,7 +97,7 @@ def in_steps(
     transposed: bool, post_norm: Function | None, backend: str,
 ) -> torch.Tensor:  # fmt: skip
     """`[N, H]`, as `moe_experts` documents it."""
-    routed = Routing.make(ids, gate_up.shape[0]).tensors
+    routed = Routing.make(ids, gate_up.shape[0])
     h = _Product.apply(_ToRows.apply(x, backend, *routed), gate_up, gate_up_bias, transposed, backend, *routed)
     a = _rows_of("gate", activated(h, form, gated), h.shape[0], down.shape[1 if transposed else 2])
     y = _Product.apply(a.to(h.dtype).contiguous(), down, down_bias, transposed, backend, *routed)

@@ -41,6 +41,7 @@ def falls_back(*ops: str) -> Callable[[Step], Step]:
             if backend == "torch":
                 return step(*args)
             given = args[:-1]
+            # In this order: that nothing has failed is known at once.
             if backends.has_failed(ops[0], given[0].device) and not backends.is_strict(backend):
                 return step(*given, "torch")
             copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in given] if debug() else None

@@ -19,7 +19,8 @@ and `_expert_gate.py`. With a norm, or a gate that is a function, each step has 
 
 where <g_r, a_r> is <do_t, y_r> without its bias. So backward reads no y, and of all rows it keeps h alone: x is
 gathered and a is formed again. b is added and its gradients formed with a matrix `[N, E]` of the weights, which costs a
-small product instead of a pass over the rows.
+small product instead of a pass over the rows; the price is that a b that is not finite reaches every token, and a do_t
+that is not finite every db.
 
 Nothing here waits for the device or needs a shape that the routing decides, where the grouped product does not.
 """
@@ -110,7 +111,8 @@ def _gate(
 def _dense(ids: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
     """`[N, E]` fp32, the weight of each expert for each token. Without atomics, also where a token has one twice."""
     own = ids.unsqueeze(-1) == torch.arange(n_experts, dtype=ids.dtype, device=ids.device)
-    return (own * weights.unsqueeze(-1).float()).sum(1)
+    # An infinite weight is no number to multiply by zero.
+    return torch.where(own, weights.unsqueeze(-1).float(), 0.0).sum(1)
 
 
 class _Experts(torch.autograd.Function):
@@ -126,15 +128,23 @@ class _Experts(torch.autograd.Function):
         a = gated_rows(h, gate_up_bias, routing, form, backend)
         y = _grouped.grouped_product(a, _grouped.columns(down, transposed), routing.ends, backend)
         del a
-        base = None if down_bias is None else fp32_product(_dense(ids, weights, down.shape[0]), down_bias.float())
-        ctx.save_for_backward(x, ids, weights, gate_up, down, gate_up_bias, down_bias, h, *routing.tensors)
+        dense = base = None
+        if down_bias is not None:
+            dense = _dense(ids, weights, down.shape[0])
+            base = fp32_product(dense, down_bias.float())
+        # Of what only one gradient needs nothing is kept where a parameter is frozen.
+        needs_gate_up, needs_down_bias = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
+        ctx.save_for_backward(
+            x if needs_gate_up else None, ids, weights, gate_up, down, gate_up_bias, down_bias, h,
+            dense if needs_down_bias else None, *routing,
+        )  # fmt: skip
         ctx.form, ctx.transposed, ctx.backend = form, transposed, backend
         return sums_of_rows(y, weights, base, routing, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        x, ids, weights, gate_up, down, gate_up_bias, down_bias, h, *routed = ctx.saved_tensors
+        x, ids, weights, gate_up, down, gate_up_bias, down_bias, h, dense, *routed = ctx.saved_tensors
         routing, backend, transposed = Routing(*routed), ctx.backend, ctx.transposed
         needs_x, _, needs_weights, needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias = (
             ctx.needs_input_grad[:7]
@@ -147,16 +157,16 @@ class _Experts(torch.autograd.Function):
         d_down = _grouped.weight_gradient(q, drows, transposed, routing.ends, backend) if needs_down else None
         del q, drows
         d_weights = d_down_bias = None
+        wide: Any = dout.float() if down_bias is not None and (needs_weights or needs_down_bias) else None
         if needs_weights:
             found = dots.index_select(0, routing.places.reshape(-1)).view(ids.shape)
             if down_bias is not None:
-                every = fp32_product(dout.float(), down_bias.float().t())
+                every = fp32_product(wide, down_bias.float().t())
                 found = found + every.gather(1, ids.clamp(max=down.shape[0] - 1).long())
             # What no kernel wrote is no number to multiply by zero.
-            d_weights = found.masked_fill_(~routing.here(), 0).to(weights.dtype)
+            d_weights = found.masked_fill_(routing.away(), 0).to(weights.dtype)
         if needs_down_bias:
-            dense = _dense(ids, weights, down.shape[0])
-            d_down_bias = fp32_product(dense.t(), dout.float()).to(down_bias.dtype)
+            d_down_bias = fp32_product(dense.t(), wide).to(down_bias.dtype)
         d_gate_up_bias = expert_sums(dh, routing, backend) if needs_gate_up_bias else None
         d_gate_up = dx = None
         if needs_gate_up:
@@ -179,42 +189,43 @@ def _check(
     down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, gated: bool,
     transposed: bool,
 ) -> None:  # fmt: skip
-    floats: dict[str, Any] = {
-        "x": x, "expert_weights": expert_weights, "gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias,
-        "down_bias": down_bias,
-    }  # fmt: skip
+    parameters = {"gate_up": gate_up, "down": down}
+    parameters |= {n: t for n, t in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)) if t is not None}
+    floats = {"x": x, "expert_weights": expert_weights, **parameters}
     for name, t in floats.items():
-        if t is not None or not name.endswith("_bias"):
-            check_float(name, t)
+        check_float(name, t)
     check_ids("expert_ids", expert_ids)
     check_same_device(expert_ids=expert_ids, **floats)
     if x.dim() != 2 or not x.shape[1]:
         raise ValueError(f"x must have shape [N, H] with H at least 1; got {list(x.shape)}")
-    if expert_ids.dim() != 2 or expert_ids.shape[0] != x.shape[0] or not expert_ids.shape[1]:
-        raise ValueError(
-            f"expert_ids must have shape [{x.shape[0]}, k] with k at least 1; got {list(expert_ids.shape)}"
-        )
+    n, hidden = x.shape
+    if expert_ids.dim() != 2 or expert_ids.shape[0] != n or not expert_ids.shape[1]:
+        raise ValueError(f"expert_ids must have shape [{n}, k] with k at least 1; got {list(expert_ids.shape)}")
     if expert_weights.shape != expert_ids.shape:
         raise ValueError(
             f"expert_weights must have expert_ids' shape {list(expert_ids.shape)}; got {list(expert_weights.shape)}"
         )
-    hidden, width, inner = x.shape[1], "2I" if gated else "I", -1 if transposed else -2
-    if gate_up.dim() != 3 or not gate_up.shape[0] or gate_up.shape[-3 - inner] != hidden or not gate_up.shape[inner]:
+    found = tuple(gate_up.shape)
+    experts, first, second = found if len(found) == 3 else (0, 0, 0)
+    rows, columns = (first, second) if transposed else (second, first)
+    if not experts or rows != hidden or not columns:
+        width = "2I" if gated else "I"
         wanted = f"[E, {hidden}, {width}]" if transposed else f"[E, {width}, {hidden}]"
-        raise ValueError(f"gate_up must have shape {wanted} with transposed={transposed}; got {list(gate_up.shape)}")
-    if gated and gate_up.shape[inner] % 2:
-        raise ValueError(f"gate_up must hold as many columns of up as of gate; got {list(gate_up.shape)}")
-    experts, size = gate_up.shape[0], gate_up.shape[inner] // (2 if gated else 1)
-    shape = [experts, size, hidden] if transposed else [experts, hidden, size]
-    if list(down.shape) != shape:
-        raise ValueError(f"down must have shape {shape}, as x and gate_up say; got {list(down.shape)}")
-    for name, bias, columns in (("gate_up_bias", gate_up_bias, gate_up.shape[inner]), ("down_bias", down_bias, hidden)):
-        if bias is not None and list(bias.shape) != [experts, columns]:
-            raise ValueError(f"{name} must have shape {[experts, columns]}; got {list(bias.shape)}")
-    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
-        given = floats[name]
-        if given is not None and given.dtype != x.dtype and not autocasts(x):
-            raise ValueError(f"{name} must have x's dtype {x.dtype} without autocast; got {given.dtype}")
+        raise ValueError(f"gate_up must have shape {wanted} with transposed={transposed}; got {list(found)}")
+    if gated and columns % 2:
+        raise ValueError(f"gate_up must hold as many columns of up as of gate; got {list(found)}")
+    size = columns // 2 if gated else columns
+    shapes = {
+        "gate_up": found,
+        "down": (experts, size, hidden) if transposed else (experts, hidden, size),
+        "gate_up_bias": (experts, columns),
+        "down_bias": (experts, hidden),
+    }
+    for name, t in parameters.items():
+        if t.shape != shapes[name]:
+            raise ValueError(f"{name} must have shape {list(shapes[name])}, as x and gate_up say; got {list(t.shape)}")
+        if t.dtype is not x.dtype and not autocasts(x):
+            raise ValueError(f"{name} must have x's dtype {x.dtype} without autocast; got {t.dtype}")
 
 
 def unserved(
@@ -303,11 +314,13 @@ def moe_experts(
     reason = _grouped.unavailable(x.device, dtype, (x.shape[1], size), chosen)
     if reason is not None:
         raise ValueError(f"moe_experts cannot run on {devices.kind_of(x.device)}: {reason}")
-    x_given, up, last = (t.to(dtype) for t in (x, gate_up, down))
-    up_bias, last_bias = (None if t is None else t.to(dtype) for t in (gate_up_bias, down_bias))
-    given = x_given, expert_ids, expert_weights, up, last, up_bias, last_bias, form
+    rows, up, last, up_bias, last_bias = x, gate_up, down, gate_up_bias, down_bias
+    if autocasts(x):
+        rows, up, last = (t.to(dtype) for t in (rows, up, last))
+        up_bias, last_bias = (None if t is None else t.to(dtype) for t in (up_bias, last_bias))
+    given = rows, expert_ids, expert_weights, up, last, up_bias, last_bias, form
     if isinstance(form, Gate) and post_norm is None:
         y = _Experts.apply(*given, transposed, chosen)
     else:
         y = in_steps(*given, gated, transposed, post_norm, chosen)
-    return y.to(x.dtype)
+    return y if y.dtype is x.dtype else y.to(x.dtype)

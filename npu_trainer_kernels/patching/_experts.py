@@ -13,6 +13,7 @@ says so.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections.abc import Iterable
@@ -85,15 +86,24 @@ class ExpertsForm:
     refused: dict[tuple[str, torch.dtype], str | None] = field(default_factory=dict, compare=False, repr=False)
     dispatching: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
 
-    @property
+    @functools.cached_property
     def weights(self) -> tuple[str, str]:
         """The names of both weights."""
         return "gate_up_proj" if self.gated else "up_proj", "down_proj"
 
-    @property
+    @functools.cached_property
     def biases(self) -> tuple[str, ...]:
         """The names of both biases, if there are any."""
         return tuple(f"{name}_bias" for name in self.weights) if self.biased else ()
+
+    @functools.cached_property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the op that are neither tensors nor code of the module's."""
+        options: dict[str, Any] = {"gated": self.gated, "transposed": self.transposed}
+        if self.gate is not None:
+            given = self.gate.options
+            options |= {"gate": given.pop("activation"), "interleaved": given.pop("joined") == "interleaved", **given}
+        return options
 
     def sizes(self, module: Any) -> tuple[int, int]:
         """Of rows, and of what is between both products."""
@@ -106,16 +116,14 @@ class ExpertsForm:
         """The op with the parameters of a module."""
         first, second = (module._parameters[name] for name in self.weights)
         first_bias, second_bias = (module._parameters[name] for name in self.biases) if self.biased else (None, None)
-        gate: Any = module._apply_gate if self.gated else module.act_fn
-        options: dict[str, Any] = {}
-        if self.gate is not None:
-            options = {name: value for name, value in self.gate.options.items() if name != "joined"}
-            gate = options.pop("activation")
-            options["interleaved"] = self.gate.joined == "interleaved"
+        code: dict[str, Any] = {}
+        if self.gate is None:
+            code["gate"] = module._apply_gate if self.gated else module.act_fn
+        if self.normed:
+            code["post_norm"] = module.post_expert_norm
         return moe_experts(
-            x, ids, weights, first, second, gate_up_bias=first_bias, down_bias=second_bias, gate=gate,
-            gated=self.gated, transposed=self.transposed,
-            post_norm=module.post_expert_norm if self.normed else None, backend=backend, **options,
+            x, ids, weights, first, second, gate_up_bias=first_bias, down_bias=second_bias, backend=backend,
+            **self.options, **code,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -150,7 +158,7 @@ def _implementation(module: Any) -> str | None:
 
 def _activation(module: Any) -> Any:
     """The class of a module's activation, or the activation where it is a function."""
-    found = module.act_fn if hasattr(module, "act_fn") else None
+    found = getattr(module, "act_fn", None)
     return original_class(found) if isinstance(found, nn.Module) else found
 
 
@@ -294,10 +302,10 @@ class ExpertsPatch(Patch):
 
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
         form: ExpertsForm = site.form
-        given = {**dict(zip(form.arguments, args, strict=False)), **kwargs}
-        if len(args) + len(kwargs) != 3 or len(given) != 3 or any(name not in given for name in form.arguments):
+        given = _given(form, args, kwargs)
+        if len(given) != 3 or len(args) + len(kwargs) != 3:
             return "it is given something else than rows, experts and routing weights"
-        x, ids, weights = (given[name] for name in form.arguments)
+        x, ids, weights = given
         if (reason := no_float(x) or no_float(weights)) is not None:
             return reason
         if type(ids) not in PLAIN or ids.dtype not in _IDS:
@@ -314,13 +322,19 @@ class ExpertsPatch(Patch):
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         form: ExpertsForm = site.form
-        given = {**dict(zip(form.arguments, args, strict=False)), **kwargs}
-        x, ids, weights = (given[name] for name in form.arguments)
-        if not _in_weights_dtype(module):
+        x, ids, weights = _given(form, args, kwargs)
+        dtype, casts = module._parameters[form.weights[0]].dtype, autocasts(x)
+        if not _in_weights_dtype(module) or (x.dtype is dtype and not casts):
             return form.serve(module, x, ids, weights, site.backend)
-        dtype = module._parameters[form.weights[0]].dtype
-        with torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext():
+        with torch.autocast(x.device.type, enabled=False) if casts else contextlib.nullcontext():
             return form.serve(module, x.to(dtype), ids, weights, site.backend).to(x.dtype)
+
+
+def _given(form: ExpertsForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Rows, experts and routing weights, as far as a call has them, by place or by name."""
+    if not kwargs:
+        return args
+    return *args, *(kwargs[name] for name in form.arguments[len(args) :] if name in kwargs)
 
 
 def _in_weights_dtype(module: Any) -> bool:

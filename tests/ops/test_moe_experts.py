@@ -236,6 +236,33 @@ def test_of_all_rows_backward_keeps_one_tensor(device, backend):
     assert list(rows.values()) == [(64 * 3, 48)]
 
 
+def test_what_a_frozen_parameter_alone_would_need_is_not_kept(device, backend):
+    case = Case(n=7, biased=True)
+    ids, *leaves = case.tensors(device)
+
+    def kept(*frozen: str) -> int:
+        given = [t.detach().requires_grad_(name not in frozen) for name, t in zip(TENSORS, leaves, strict=True)]
+        found = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+            case.call(moe_experts, backend=backend)(ids, *given)
+        return len(found)
+
+    # The rows, and the matrix of the weights.
+    assert kept("gate_up") == kept("down_bias") == kept() - 1
+    assert kept("gate_up", "down_bias") == kept() - 2
+
+
+def test_an_infinite_weight_reaches_its_own_experts_alone(device, backend):
+    case = Case(ids=torch.tensor([[0, 2, 3]]), n=1, biased=True)
+    inputs = case.tensors(device)
+    with torch.no_grad():
+        inputs[2][0, 1] = torch.inf
+    y = case.call(moe_experts, backend=backend)(*inputs)
+    (gradient,) = torch.autograd.grad(y, inputs[6], torch.ones_like(y))
+    assert not gradient[2].isfinite().any()
+    assert gradient[[0, 1, 3, 4]].isfinite().all()
+
+
 def test_reads_no_number(backend):
     """Shapes do not depend on where tokens go: there are none on meta."""
     case = Case(biased=True, options=dict(GPT_OSS, interleaved=True))
@@ -328,6 +355,8 @@ def test_a_device_without_a_grouped_product_is_told(monkeypatch):
     assert (
         unserved(cuda, torch.bfloat16, 40, 28) == "rows of 28 elements: a grouped product wants multiples of 16 bytes"
     )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", None)  # was asked for once, and never is again
+    assert unserved(cuda, torch.bfloat16, 40, 24) is None
     monkeypatch.delattr(torch.nn.functional, "grouped_mm")
     assert "takes bfloat16; got float32" in unserved(cuda, torch.float32, 40, 24)
     monkeypatch.delattr(torch, "_grouped_mm")
