@@ -44,9 +44,7 @@ _OUTPUTS = {
 def _built(config: Any, setup: Setup) -> nn.Module:
     """The model, on no device."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", **{_DTYPE: setup.dtype}
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, **{_DTYPE: setup.dtype})
     model.config.use_cache = False
     if setup.trainer != "trainer":
         from trl.trainer.utils import add_fused_lm_head
@@ -183,8 +181,11 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
         libraries: bytes that they hold.
 
     Raises:
-        ValueError: the model's code asks for values, or transformers has no causal language model for the config.
+        ValueError: the model's code asks for values, its weights are quantised, or transformers has no causal language
+            model for the config.
     """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError("its weights are quantised (quantization_config), and what these take is not modelled")
     model = _built(config, setup)
     reference = None
     if setup.trainer == "dpo" and not setup.lora:
@@ -250,7 +251,8 @@ def _step(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> None:
         loss.backward()
     del loss
     for parameter in trained:
-        ledger.belongs(parameter.grad, "gradients", shares.gradients)
+        if parameter.grad is not None:  # not every one need be used
+            ledger.belongs(parameter.grad, "gradients", shares.gradients)
     nn.utils.clip_grad_norm_(trained, 1.0)
     with ledger.within("optimiser", shares.optimiser):
         optimizer.step()

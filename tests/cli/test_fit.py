@@ -228,6 +228,21 @@ def test_a_model_that_asks_for_values_is_refused(monkeypatch):
         predict(config(), SETUP)
 
 
+def test_quantised_weights_are_refused():
+    quantised = config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(ValueError, match=r"its weights are quantised \(quantization_config\)"):
+        predict(quantised, SETUP)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Mamba"])
+def test_models_with_unused_weights_and_without_attention(family):
+    """BERT's pooler gets no gradient; Mamba has nothing that PyTorch's attention could do."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
+    sizes |= {"num_attention_heads": 4, "intermediate_size": 128, "is_decoder": True} if family == "Bert" else {}
+    found = predict(getattr(transformers, f"{family}Config")(**sizes), Setup("trainer", 1, 8))
+    assert found.parts["weights"] > 0
+
+
 def test_the_host_is_itself_again():
     predict(config(num_hidden_layers=1), replace(SETUP, variant="kernels"))
     assert device.kind_of(torch.device("cpu")) == "cpu"
@@ -399,6 +414,13 @@ def test_what_does_not_fit_is_exit_code_1(model, capsys):
     out = capsys.readouterr().out
     assert "Does not fit: a micro-batch of 1 takes at least 0.1 GiB" in out
     assert "DDP" in out
+
+
+def test_memory_has_no_unit(model, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--model", model, "--memory", "80GB"])
+    wanted = "argument --memory: must be a number of GiB without a unit, like 80; got '80GB'"
+    assert wanted in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
