@@ -24,7 +24,10 @@ from typing import Any
 from .endtoend import ROOT, VARIANTS, Clock, Workload
 from .models import MODELS
 
-__all__ = ["Configuration", "configurations", "main", "measure_one", "predict_one", "run_child", "worst"]
+__all__ = [
+    "Configuration", "config_of", "configurations", "main", "measure_one", "predict_one", "run_child", "setup_of",
+    "worst",
+]  # fmt: skip
 
 STEPS = 3
 SECONDS = 300.0
@@ -110,24 +113,38 @@ def measure_one(configuration: Configuration, variant: str) -> int:
             return int(peak())
 
 
-def predict_one(configuration: Configuration, variant: str) -> Any:
-    """The `Prediction` for the same steps."""
-    import torch
+def config_of(size: str) -> Any:
+    """The config of a key of `MODELS`."""
     import transformers
 
-    from npu_trainer_kernels import device as devices
-    from npu_trainer_kernels.fit import Setup, predict
+    family, arguments, _ = MODELS[size]
+    return getattr(transformers, f"{family}Config")(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
 
-    workload = configuration.workload
-    family, arguments, dtype = MODELS[workload.size]
-    config = getattr(transformers, f"{family}Config")(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
+
+def setup_of(configuration: Configuration, variant: str) -> Any:
+    """What `npu_trainer_kernels.fit` is asked for a configuration."""
+    import torch
+
+    from npu_trainer_kernels.fit import Setup
+
+    workload, dtype = configuration.workload, MODELS[configuration.workload.size][2]
     # As `steps.py` sets TRL's GRPO trainer up.
     in_16_bits = workload.name == "grpo-trl" and dtype == "bfloat16"
-    setup = Setup(
+    return Setup(
         TRAINER_OF[workload.name], workload.batch, workload.prompt + workload.length, workload.prompt,
         getattr(torch, dtype), autocast=in_16_bits, variant="kernels" if VARIANTS[variant].is_ours else "plain",
         checkpointing=configuration.checkpointing or in_16_bits, lora=workload.lora,
     )  # fmt: skip
+
+
+def predict_one(configuration: Configuration, variant: str) -> Any:
+    """The `Prediction` for the same steps."""
+    import torch
+
+    from npu_trainer_kernels import device as devices
+    from npu_trainer_kernels.fit import predict
+
+    config, setup = config_of(configuration.workload.size), setup_of(configuration, variant)
     kind = devices.accelerator()
     if kind == "cpu":
         return predict(config, setup, libraries=0)

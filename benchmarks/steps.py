@@ -222,6 +222,8 @@ def _grpo_trl(
         with clock.prepare():
             inputs = prepare(generation_batch)
             seen.count(inputs["prompt_mask"], inputs["completion_mask"])
+            # Otherwise a step would begin with waiting for what the other ranks have left to prepare.
+            trainer.accelerator.wait_for_everyone()
         return inputs
 
     # On the instance: a class with a preparation of its own keeps its rows as they come. What the kernels do to

@@ -272,14 +272,18 @@ class NpuKernelsCallback(TrainerCallback):
         assert self._handle is not None
         if not is_grpo(trainer):
             return
-        across = self._balance and trainer.accelerator.num_processes > 1
+        shares, across = self._handle.shares_beginnings, self._balance and trainer.accelerator.num_processes > 1
+        could = across or trainer.args.steps_per_generation > 1
         if across:
-            shares = self._handle.shares_beginnings
             stays = agreed(stays_on_rank(trainer) if shares else "padding or shared prompts are computed")
             across = stays is None
             if stays is not None and shares:
                 report.note(f"rows stay on their rank: {stays}")
-        if not self._handle.shares_beginnings or (trainer.args.steps_per_generation == 1 and not across):
+        if could and not shares and any(each.op == "varlen_attention" for each in report.replaced):
+            report.note(
+                "rows stay as TRL has shuffled them, and prompts are computed for each: something is dropped out"
+            )
+        if not shares or (trainer.args.steps_per_generation == 1 and not across):
             return
         reason = stays_shuffled(trainer, across)
         if reason is None:

@@ -37,9 +37,16 @@ _CALLED = {"none": "one device", "ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-
 Row = dict[str, Any]
 
 
+def _gib(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB without a unit, like 80; got {text!r}") from None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=MODEL_HELP)
-    parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="of a device")
+    parser.add_argument("--memory", type=_gib, required=True, metavar="GIB", help="of a device")
     parser.add_argument("--devices", type=int, default=1, help="default 1")
     parser.add_argument("--seq", type=int, default=1024, metavar="TOKENS", help="of a row (default 1024)")
     parser.add_argument("--trainer", choices=TRAINERS, default="sft",
@@ -55,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="train an adapter on all linear layers instead of the model")  # fmt: skip
     parser.add_argument("--sharding", choices=SHARDINGS, nargs="+", action="extend",
                         help="with several devices (default: ddp fsdp2)")  # fmt: skip
-    parser.add_argument("--reserve", type=float, default=2.0, metavar="GIB",
+    parser.add_argument("--reserve", type=_gib, default=2.0, metavar="GIB",
                         help="of --memory, kept free for CUDA, NCCL and fragments (default 2)")  # fmt: skip
     parser.add_argument("--figure", type=Path, metavar="FILE", help=f"write a figure ({', '.join(FIGURES)})")
 

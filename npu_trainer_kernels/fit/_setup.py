@@ -39,6 +39,7 @@ class Setup:
         sharding: one of `SHARDINGS`.
         devices: over which the weights are spread, or the batch alone.
         memory: bytes of a device; the kernels size their chunks by it.
+        find_unused: DDP's `find_unused_parameters`; None: as transformers' Trainer sets it.
 
     Raises:
         ValueError: a value that is not allowed, or one that has no effect with the others.
@@ -56,6 +57,7 @@ class Setup:
     sharding: str = "none"
     devices: int = 1
     memory: int = 80 * GIB
+    find_unused: bool | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("trainer", TRAINERS), ("sharding", SHARDINGS), ("variant", tuple(VARIANTS))):
@@ -76,6 +78,14 @@ class Setup:
                 f"sharding must be 'none' on one device, and another one on several; got {self.sharding!r} "
                 f"with devices={self.devices}"
             )
+        if self.find_unused is not None and self.sharding != "ddp":
+            raise ValueError(f"find_unused={self.find_unused} has no effect with sharding={self.sharding!r}")
+
+    @property
+    def looks_for_unused(self) -> bool:
+        """Whether DDP looks for parameters without a gradient. The Trainer's rule: where layers are not checkpointed,
+        and in what is no model of transformers itself, as one with an adapter around it."""
+        return self.find_unused if self.find_unused is not None else not self.checkpointing or self.lora > 0
 
     @property
     def rows(self) -> int:

@@ -3,10 +3,18 @@
 It is a model, and not a run: the step is that of one device. A unit is a layer, as accelerate wraps models; what is in
 no layer (embedding, last norm, head) is the root unit, which stays gathered from forward to backward.
 
-- `ddp`: everything is everywhere, and gradients a second time, in the buckets that are reduced.
+- `ddp`: everything is everywhere, and gradients a second time, in the buckets that are reduced. Where DDP does not
+  look for unused parameters, a third time in the second step: it reduces the first step's gradients in a single
+  bucket, since it has yet to learn in which order they come, and makes those that it keeps when the second forward
+  begins. Over NCCL the first one is still there then. PyTorch holds what a collective has worked on until a thread
+  that looks ten times a second has found it done and one more collective has been sent after that. Between two steps
+  there is hardly time for both, so what is sent next lets go of it: what TRL's trainers gather for their logs once the
+  loss is known, or the first bucket of the backward. With more time it goes earlier, and the run takes one copy less;
+  what fits has to fit either way.
 - `fsdp2`: weights, gradients and optimiser in shares. The root unit is gathered for the whole step, and a layer beside
-  it; in backward a second one, and a layer's gradients as a whole, twice: as they come, and as what is reduced. The
-  root unit's gradients are whole until the end. With the Trainer's `bf16` accelerate keeps what is trained in fp32.
+  it; once backward has come to the layers a second one, and a layer's gradients as a whole, twice: as they come, and
+  as what is reduced. The root unit's gradients are whole until the end. With the Trainer's `bf16` accelerate keeps
+  what is trained in fp32.
 - `zero3`: the same, with DeepSpeed's fp32 copy of what is trained in the optimiser, and weights and gradients in their
   dtype.
 """
@@ -18,7 +26,10 @@ from torch import nn
 
 from ._setup import Setup
 
-__all__ = ["Shares", "Units", "shares_of", "units_of"]
+__all__ = ["FIRST_BUCKET", "Beside", "Shares", "Units", "beside", "shares_of", "units_of"]
+
+FIRST_BUCKET = 1 << 20
+"""Bytes of the first bucket that DDP reduces in a backward (torch's `kDefaultFirstBucketBytes`)."""
 
 _FP32 = 4
 # DeepSpeed's optimiser has, for each number that is trained, the number itself and Adam's two in fp32.
@@ -56,6 +67,7 @@ class Units:
         layer_gradients: the gradients of the layer whose gradients are largest.
         trained: all that is trained.
         in_root: ids of the parameters in no layer.
+        last: the layer with which backward begins; in a model without layers the model.
     """
 
     root: int
@@ -63,6 +75,7 @@ class Units:
     layer_gradients: int
     trained: int
     in_root: frozenset[int]
+    last: nn.Module
 
 
 def _bytes(parameters: dict[int, nn.Parameter], trained: bool = False) -> int:
@@ -73,7 +86,8 @@ def units_of(model: nn.Module) -> Units:
     """The units of a model: the members of its longest list of layers, and the rest."""
     every = {id(p): p for p in model.parameters()}
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    layers = [{id(p): p for p in layer.parameters()} for layer in max(lists, key=len, default=())]
+    modules = list(max(lists, key=len, default=()))
+    layers = [{id(p): p for p in layer.parameters()} for layer in modules]
     inside = {key for layer in layers for key in layer}
     root = {key: p for key, p in every.items() if key not in inside}
     return Units(
@@ -82,4 +96,29 @@ def units_of(model: nn.Module) -> Units:
         layer_gradients=max((_bytes(layer, trained=True) for layer in layers), default=0),
         trained=_bytes(every, trained=True),
         in_root=frozenset(root),
+        last=modules[-1] if modules else model,
     )
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Bytes that several devices add.
+
+    Attributes:
+        step: from the beginning of forward to the end of backward.
+        layers: beside these, once backward has come to the layers.
+        start: beside these, from the beginning of forward until something is sent.
+    """
+
+    step: int = 0
+    layers: int = 0
+    start: int = 0
+
+
+def beside(setup: Setup, units: Units) -> Beside:
+    """What several devices add to a step."""
+    if setup.sharding == "none":
+        return Beside()
+    if setup.sharding == "ddp":
+        return Beside(units.trained, start=0 if setup.looks_for_unused else units.trained)
+    return Beside(units.root + units.layer, units.layer + 2 * units.layer_gradients)

@@ -7,7 +7,7 @@ short: it is nothing beside the rest.
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import transformers
 from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from ..ops._grpo_formula import GrpoOptions, GrpoTokens
 from ..ops.grpo_loss import GrpoPlan, planned
@@ -25,7 +26,7 @@ from ..patching._learned import LearnedPlan
 from ._card import LIBRARIES, NoValues, deciding, scratch, standing_in
 from ._ledger import Ledger
 from ._setup import VARIANTS, Prediction, Setup
-from ._sharding import Units, shares_of, units_of
+from ._sharding import FIRST_BUCKET, beside, shares_of, units_of
 
 __all__ = ["predict"]
 
@@ -43,9 +44,7 @@ _OUTPUTS = {
 def _built(config: Any, setup: Setup) -> nn.Module:
     """The model, on no device."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", **{_DTYPE: setup.dtype}
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, **{_DTYPE: setup.dtype})
     model.config.use_cache = False
     if setup.trainer != "trainer":
         from trl.trainer.utils import add_fused_lm_head
@@ -101,6 +100,24 @@ def _mark_attention(model: nn.Module, ledger: Ledger) -> None:
         if original_class(module).__name__.endswith("Attention"):
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(leave)
+
+
+def _when_backward_reaches(layer: nn.Module, call: Callable[[], object]) -> None:
+    """Calls once, when a gradient of what a layer returns is there."""
+    called = False
+
+    def arrived(gradient: torch.Tensor) -> None:
+        nonlocal called
+        if not called:
+            called = True
+            call()
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(arrived)
+
+    layer.register_forward_hook(watch)
 
 
 def _loss(model: Any, reference: Any, ids: torch.Tensor, setup: Setup) -> torch.Tensor:
@@ -164,8 +181,11 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
         libraries: bytes that they hold.
 
     Raises:
-        ValueError: the model's code asks for values, or transformers has no causal language model for the config.
+        ValueError: the model's code asks for values, its weights are quantised, or transformers has no causal language
+            model for the config.
     """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError("its weights are quantised (quantization_config), and what these take is not modelled")
     model = _built(config, setup)
     reference = None
     if setup.trainer == "dpo" and not setup.lora:
@@ -192,15 +212,21 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
 def _step(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     shares = shares_of(setup, trained[0].dtype)
+    come, until_sent = 0, contextlib.ExitStack()
     for each in filter(None, (model, reference)):
         _materialise(each, ledger, shares.frozen, shares.trained)
         _mark_attention(each, ledger)
     trained, units = [p for p in model.parameters() if p.requires_grad], units_of(model)
+    in_root = units.in_root  # alone: a hook of a parameter that holds its module is never freed
 
     def arrived(parameter: torch.Tensor) -> None:
-        whole = setup.sharding in ("fsdp2", "zero3") and id(parameter) in units.in_root
+        nonlocal come
+        whole = setup.sharding in ("fsdp2", "zero3") and id(parameter) in in_root
         assert parameter.grad is not None
         ledger.belongs(parameter.grad, "gradients", 1.0 if whole else shares.gradients)
+        come += parameter.grad.nbytes
+        if come >= FIRST_BUCKET:
+            until_sent.close()
 
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(arrived)
@@ -212,27 +238,22 @@ def _step(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> None:
         optimizer.step()
     optimizer.zero_grad()
     ledger.forget_peak()
-    in_forward, in_backward = _beside(setup, units)
+    added = beside(setup, units)
     ids = torch.empty(setup.rows, setup.length, dtype=torch.int64, device="cpu")
     autocast = torch.autocast("cpu", torch.bfloat16) if setup.autocast else contextlib.nullcontext()
-    with ledger.holding("other", in_forward):
+    with ledger.holding("other", added.step), until_sent, contextlib.ExitStack() as in_layers:
+        until_sent.enter_context(ledger.holding("other", added.start))
+        _when_backward_reaches(units.last, lambda: in_layers.enter_context(ledger.holding("other", added.layers)))
         with autocast:
             loss = _loss(model, reference, ids, setup)
-        with ledger.holding("other", in_backward):
-            loss.backward()
+        if setup.trainer != "trainer":
+            until_sent.close()
+        loss.backward()
     del loss
     for parameter in trained:
-        ledger.belongs(parameter.grad, "gradients", shares.gradients)
+        if parameter.grad is not None:  # not every one need be used
+            ledger.belongs(parameter.grad, "gradients", shares.gradients)
     nn.utils.clip_grad_norm_(trained, 1.0)
     with ledger.within("optimiser", shares.optimiser):
         optimizer.step()
     optimizer.zero_grad()
-
-
-def _beside(setup: Setup, units: Units) -> tuple[int, int]:
-    """Bytes that several devices add to a step, and beside them to its backward."""
-    if setup.sharding == "none":
-        return 0, 0
-    if setup.sharding == "ddp":
-        return units.trained, 0
-    return units.root + units.layer, units.layer + 2 * units.layer_gradients

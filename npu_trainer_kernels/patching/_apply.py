@@ -146,6 +146,8 @@ class NpuKernels:
         for site in self._sites.values():
             if site.paths:
                 self._report.sites.append(site)
+        if tiled_mlp and all(site.op != GatedMlpPatch.op for site in self._report.sites):
+            self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
 
     def _apply(self, patch: Patch, scene: Scene) -> None:
         op, by_name = patch.op, self._by_name or patch.asked_for(scene)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .._optional import INSTALL
 from .._triton import MissingDependencyError
+from ..ops._checks import FLOATS
 from ..ops._head_slices import unshared
 from ..ops.linear_logprob import OUTPUTS, logprob_options, planned_linear_logprob
 from ._call import Call, CallSettings, current_call, current_plan
@@ -168,7 +169,11 @@ def _dispatcher(original: Any) -> Any:
             call = current_call()
             if call is None or call.settings.trl is None:
                 return original.apply(*args)
-            return _apply(*args, call=call, site=call.settings.trl)
+            site, dtypes = call.settings.trl, {args[0].dtype, args[1].dtype}
+            if original is not None and (others := dtypes.difference(FLOATS)):
+                site.declined[f"{', '.join(str(d).removeprefix('torch.') for d in others)} values"] += 1
+                return original.apply(*args)
+            return _apply(*args, call=call, site=site)
 
     return Dispatcher
 
@@ -200,7 +205,7 @@ def _is_shared(weight: Any) -> bool:
     model: Any = call.module
     head = model.get_output_embeddings()
     mesh = gathered_over(head)
-    if mesh is None or weight is not head.weight or weight.device_mesh != mesh:
+    if mesh is None or weight is not head.weight or weight.device_mesh != mesh or weight.dtype not in FLOATS:
         return False
     return unshared(weight, head.bias) is None
 

@@ -178,6 +178,27 @@ def test_shares_of_several_devices(plain):
     assert zero.parts["optimiser"] == pytest.approx(3 * sharded.parts["optimiser"], rel=0.01)
 
 
+def test_ddp_holds_the_gradients_of_its_first_step(plain):
+    def more(**changes) -> int:
+        setup = replace(SETUP, **changes)
+        alone = predict(config(), setup).peak_bytes
+        everywhere = replace(setup, sharding="ddp", devices=2)
+        return predict(config(), everywhere).peak_bytes - alone
+
+    one = 2 * numbers()
+    # The Trainer has DDP look for unused parameters, unless layers are checkpointed; then its first bucket is of all.
+    assert more() == one
+    assert more(checkpointing=True) == 2 * one
+    assert predict(config(), replace(SETUP, sharding="ddp", devices=2, find_unused=False)).peak_bytes == (
+        plain.peak_bytes + 2 * one
+    )
+    # TRL's trainers send something before backward. The most of it is in backward then; without, it was in forward.
+    assert one <= more(trainer="sft", checkpointing=True) < 1.2 * one
+    # What has an adapter is no model of transformers to the Trainer.
+    adapter = predict(config(), replace(SETUP, lora=8, checkpointing=True)).parts["optimiser"]
+    assert more(lora=8, checkpointing=True) == pytest.approx(adapter / 2, rel=0.05)
+
+
 @pytest.mark.parametrize("trainer", ["sft", "grpo", "dpo"])
 def test_trls_trainers(trainer):
     prompt = 64 if trainer != "sft" else 0
@@ -207,6 +228,21 @@ def test_a_model_that_asks_for_values_is_refused(monkeypatch):
         predict(config(), SETUP)
 
 
+def test_quantised_weights_are_refused():
+    quantised = config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(ValueError, match=r"its weights are quantised \(quantization_config\)"):
+        predict(quantised, SETUP)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Mamba"])
+def test_models_with_unused_weights_and_without_attention(family):
+    """BERT's pooler gets no gradient; Mamba has nothing that PyTorch's attention could do."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
+    sizes |= {"num_attention_heads": 4, "intermediate_size": 128, "is_decoder": True} if family == "Bert" else {}
+    found = predict(getattr(transformers, f"{family}Config")(**sizes), Setup("trainer", 1, 8))
+    assert found.parts["weights"] > 0
+
+
 def test_the_host_is_itself_again():
     predict(config(num_hidden_layers=1), replace(SETUP, variant="kernels"))
     assert device.kind_of(torch.device("cpu")) == "cpu"
@@ -223,6 +259,7 @@ def test_the_host_is_itself_again():
         ({"prompt": 8}, "prompt=8 has no effect with trainer='trainer'"),
         ({"sharding": "fsdp2"}, "got 'fsdp2' with devices=1"),
         ({"variant": "liger"}, "variant must be one of plain, kernels"),
+        ({"find_unused": True}, "find_unused=True has no effect with sharding='none'"),
     ],
 )
 def test_a_setup_says_what_is_wrong(changes, message):
@@ -250,6 +287,19 @@ def test_committed_steps(op, shape, workload, variant):
     (row,) = (r for r in rows if (r["op"], r["shape"], r["provider"]) == (op, shape, variant))
     predicted = fit_check.predict_one(fit_check.Configuration(workload), variant).peak_bytes
     assert abs(predicted / row["peak_bytes"] - 1) <= ALLOWED
+
+
+@pytest.mark.parametrize("variant", fit_check.STEPS_OF)
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_committed_steps_on_two_cards(sharding, variant):
+    _, rows = read(RESULTS / "2026-11-22-nvidia-h200-sixth-round-two-gpus.json")
+    called = (f"sft-{sharding}", "llama-1b 2x4x2048", variant)
+    (row,) = (r for r in rows if (r["op"], r["shape"], r["provider"]) == called)
+    setup = fit_check.setup_of(fit_check.Configuration(fit_check.Workload("sft-trainer", "llama-1b", 4, 2048)), variant)
+    # A loop of its own, with `DistributedDataParallel` as it is.
+    wrapped = replace(setup, sharding=sharding, devices=2, find_unused=False if sharding == "ddp" else None)
+    predicted = predict(fit_check.config_of("llama-1b"), replace(wrapped, memory=150109880320)).peak_bytes
+    assert abs(predicted / row["peak_bytes"] - 1) <= 0.005
 
 
 def test_committed_comparison():
@@ -364,6 +414,13 @@ def test_what_does_not_fit_is_exit_code_1(model, capsys):
     out = capsys.readouterr().out
     assert "Does not fit: a micro-batch of 1 takes at least 0.1 GiB" in out
     assert "DDP" in out
+
+
+def test_memory_has_no_unit(model, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--model", model, "--memory", "80GB"])
+    wanted = "argument --memory: must be a number of GiB without a unit, like 80; got '80GB'"
+    assert wanted in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -370,6 +370,13 @@ class Widening(nn.Linear):
         return super().forward(x).double()
 
 
+@pytest.mark.parametrize(("family", "served"), [("llama", True), ("qwen3-moe", False)])
+def test_a_model_without_a_gated_mlp_is_named(family, served):
+    with apply_npu_kernels(small_model(family), tiled_mlp=TOKENS) as kernels:
+        notes = kernels.report().notes
+    assert notes == ([] if served else ["tiled_mlp=5 does nothing: swiglu serves no module of this model"])
+
+
 def test_what_returns_another_dtype_runs_whole():
     mlp = small_model("llama").model.layers[0].mlp
     mlp.down_proj.__class__ = Widening

@@ -40,6 +40,18 @@ def test_only_inside_a_patched_models_forward(monkeypatch):
     assert len(calls) == 1
 
 
+def test_values_that_the_op_does_not_take_are_trls():
+    """With float64 the head is TRL's own, and the report says so."""
+    model, inputs = small_model("qwen3").double(), {**batch(), "fused_lm_head": True}
+    trl_utils.add_fused_lm_head(model)
+    expected = loss_and_gradients(model, inputs)
+    with apply_npu_kernels(model, ops=["linear_logprob"]) as kernels:
+        found = loss_and_gradients(model, inputs)
+        assert "linear_logprob, 1 calls of Qwen3ForCausalLM: float64 values" in kernels.report().text()
+    for actual, wanted in zip(found, expected, strict=True):
+        assert actual.equal(wanted)
+
+
 class _Another:
     @staticmethod
     def forward(ctx, hidden, weight, labels):

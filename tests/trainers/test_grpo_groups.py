@@ -223,8 +223,9 @@ def test_for_these_the_step_would_be_another(tmp_path, seen, monkeypatch, option
 def test_without_the_op_nothing_is_touched(tmp_path, seen, ops):
     _, shuffled = trained(TrlGRPOTrainer, tmp_path, seen)
     kernels = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_ops=ops)
-    _, rows = trained(GRPOTrainer, tmp_path, seen, kernels)
+    ours, rows = trained(GRPOTrainer, tmp_path, seen, kernels)
     assert (rows == shuffled) == ("varlen_attention" not in ops)
+    assert not [note for note in ours.npu_kernels_report().notes if "rows" in note]
 
 
 def test_dropout_leaves_rows_as_they_are(tmp_path, seen):
@@ -233,9 +234,10 @@ def test_dropout_leaves_rows_as_they_are(tmp_path, seen):
 
     lora = LoraConfig(target_modules=["q_proj"], r=4, lora_dropout=0.1)
     _, shuffled = trained(TrlGRPOTrainer, tmp_path, seen, extra={"peft_config": lora})
-    _, rows = trained(GRPOTrainer, tmp_path, seen, ONLY, extra={"peft_config": lora})
+    ours, rows = trained(GRPOTrainer, tmp_path, seen, ONLY, extra={"peft_config": lora})
     # After the first step the random numbers of dropout are others.
     assert rows[:4] == shuffled[:4]
+    assert "note: rows stay as TRL has shuffled them" in str(ours.npu_kernels_report())
 
 
 @pytest.mark.parametrize(
