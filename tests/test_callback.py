@@ -183,7 +183,12 @@ def test_the_report_is_short_unless_asked_for_in_full(tmp_path, capsys, form):
         ({"report": "long"}, "report must be one of short, full; got 'long'"),
         ({"ops": ["foo"]}, r"ops must be a sequence of rms_norm, .*; got \['foo'\]"),
         ({"ops": "rms_norm"}, "ops must be a sequence of"),
+        ({"ops": 3}, "ops must be a sequence of rms_norm, .*; got 3"),
         ({"backend": "cudnn"}, "backend must be one of"),
+        ({"backend": ["torch"]}, r"backend must be 'torch' or 'op=backend,...'; got \['torch'\]"),
+        ({"strict": "no"}, "strict must be true or false; got 'no'"),
+        ({"warm_up": "no"}, "warm_up must be true or false; got 'no'"),
+        ({"balance": None}, "balance must be true or false; got None"),
     ],
 )
 def test_wrong_options_raise_before_there_is_a_trainer(options, message):
@@ -265,7 +270,7 @@ def test_arguments_give_the_callback_only_with_the_flag():
     [
         (["--npu_kernels_ops", "foo"], r"npu_kernels_ops must be a list of rms_norm, .*; got \['foo'\]"),
         (["--npu_kernels_report", "long"], "npu_kernels_report must be one of short, full; got 'long'"),
-        (["--npu_kernels_backend", "cudnn"], "backend must be one of"),
+        (["--npu_kernels_backend", "cudnn"], "npu_kernels_backend must be one of"),
     ],
 )
 def test_the_parser_refuses_unknown_names(line, message):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ._model import DTYPES, shapes_of
 from ._model import HELP as MODEL_HELP
-from ._model import shapes_of
 from ._output import FINE, FOUND, Output, UsageError, new_table
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
 NAME = "compile"
 HELP = "compile every kernel at a model's shapes for an Ascend chip that is not there"
-DTYPES = ("bf16", "fp32", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

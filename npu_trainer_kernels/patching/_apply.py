@@ -1,7 +1,7 @@
 """`apply_npu_kernels`: from a model to its handle."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import backends, device
+from .._switch import check_switch
 from ._call import CallSettings, track_calls
 from ._classes import original_class
 from ._head import causal_lm
@@ -18,7 +19,7 @@ from ._report import LeftAlone, Report
 from ._undo import Undo
 from .table import PATCHES
 
-__all__ = ["NpuKernels", "apply_npu_kernels", "check_tiled_mlp", "handle_of"]
+__all__ = ["NpuKernels", "apply_npu_kernels", "check_ops", "check_tiled_mlp", "handle_of"]
 
 _handles: "weakref.WeakKeyDictionary[nn.Module, NpuKernels]" = weakref.WeakKeyDictionary()
 
@@ -115,10 +116,17 @@ class NpuKernels:
             self.restore()
 
     def refresh(self) -> None:
-        """Patches what has been added, exchanged or set otherwise in the model since; the rest stays as it is."""
+        """Patches what has been added, exchanged or set otherwise in the model since; the rest stays as it is. After
+        `restore` it patches all anew.
+
+        Raises:
+            RuntimeError: the model is gone, or has been patched by another call since.
+        """
         model = self._model()
         if model is None:
             raise RuntimeError("the model that these kernels were applied to no longer exists")
+        if _handles.get(model, self) is not self:
+            raise RuntimeError("this handle was restored, and the model has another one since: refresh that")
         parameters = [p for p in model.parameters() if p.is_floating_point()]
         where = parameters[0].device if parameters else torch.device("cpu")
         if where.type == "meta":
@@ -146,6 +154,7 @@ class NpuKernels:
         for site in self._sites.values():
             if site.paths:
                 self._report.sites.append(site)
+        _handles[model] = self
 
     def _apply(self, patch: Patch, scene: Scene) -> None:
         op, by_name = patch.op, self._by_name or patch.asked_for(scene)
@@ -189,6 +198,13 @@ class NpuKernels:
         site.paths.append(path)
         patch.install(site, module, self._undo, self.settings)
         return None
+
+
+def check_ops(ops: Sequence[str] | None) -> None:
+    """Raises ValueError for what is neither None nor names of `PATCHES`."""
+    named = isinstance(ops, Collection) and not isinstance(ops, str)
+    if ops is not None and not (named and all(isinstance(op, str) and op in PATCHES for op in ops)):
+        raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
 
 
 def check_tiled_mlp(name: str, tokens: int, ops: Sequence[str] | None) -> None:
@@ -241,10 +257,10 @@ def apply_npu_kernels(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    check_ops(ops)
+    check_switch("strict", strict)
+    backends.parse_override("" if backend is None else backend)
     chosen = tuple(PATCHES) if ops is None else tuple(ops)
-    unknown = [op for op in chosen if op not in PATCHES]
-    if isinstance(ops, str) or unknown:
-        raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
     check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
     handle, options = _handles.get(model), (chosen, backend, strict, tiled_mlp)
     if handle is None:
@@ -257,5 +273,4 @@ def apply_npu_kernels(
             f"strict={strict}, tiled_mlp={tiled_mlp})"
         )
     handle.refresh()
-    _handles[model] = handle
     return handle
