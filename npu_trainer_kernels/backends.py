@@ -63,7 +63,7 @@ def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
         if _triton.IMPORT_ERROR is not None:
             return (
                 f"Triton cannot be imported ({type(_triton.IMPORT_ERROR).__name__}: {_triton.IMPORT_ERROR}); "
-                f"install 'npu_trainer_kernels[{'npu-any' if kind == 'npu' else 'cuda'}]'"
+                f"in a checkout of npu_trainer_kernels: pip install '.[{'npu-any' if kind == 'npu' else 'cuda'}]'"
             )
         if kind == "other":
             return "no kernel was made for this kind of device"

@@ -282,7 +282,7 @@ def test_the_parser_refuses_unknown_names(line, message):
         NpuKernelsArguments(use_npu_kernels=True, npu_kernels_backend="fast")
 
 
-@pytest.mark.parametrize("source", ["command line", pytest.param("yaml", marks=pytest.mark.trl_head)])
+@pytest.mark.parametrize("source", ["command line", "commas", pytest.param("yaml", marks=pytest.mark.trl_head)])
 def test_arguments_parse(tmp_path, source):
     from transformers import HfArgumentParser
 
@@ -293,7 +293,8 @@ def test_arguments_parse(tmp_path, source):
         config.write_text("use_npu_kernels: true\nnpu_kernels_ops: [rms_norm, linear_logprob]\n")
         (parsed,) = TrlParser((NpuKernelsArguments,)).parse_args_and_config(["--config", str(config)])
     else:
-        line = ["--use_npu_kernels", "--npu_kernels_ops", "rms_norm", "linear_logprob"]
+        names = ["rms_norm,linear_logprob"] if source == "commas" else ["rms_norm", "linear_logprob"]
+        line = ["--use_npu_kernels", "--npu_kernels_ops", *names]
         (parsed,) = HfArgumentParser((NpuKernelsArguments,)).parse_args_into_dataclasses(line)
     assert parsed.use_npu_kernels
     assert parsed.npu_kernels_ops == ["rms_norm", "linear_logprob"]

@@ -1,8 +1,8 @@
 """Every kernel at a model's shapes, through the real Ascend compiler for a chip that need not be there, and the plan of
 its on-chip memory.
 
-It needs the extra `npu_trainer_kernels[ascend]`, in an environment of its own (triton-ascend and triton exclude each
-other), and no NPU. A plan is a fact; a time it is not.
+It needs the extra `ascend` (`pip install '.[ascend]'` in a checkout), in an environment of its own (triton-ascend and
+triton exclude each other), and no NPU. A plan is a fact; a time it is not.
 
 Exit codes: 0 every kernel compiles and keeps the rules, 1 one does not, 2 wrong usage or the extra is missing.
 """

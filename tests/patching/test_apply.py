@@ -476,7 +476,7 @@ def test_bad_input():
         apply_npu_kernels("llama")
     with pytest.raises(ValueError, match=r"ops must be a sequence of .*; got \['rms'\]"):
         apply_npu_kernels(model, ops=["rms"])
-    with pytest.raises(ValueError, match="ops must be a sequence of .*; got 3"):
+    with pytest.raises(ValueError, match=r"ops must be a sequence of .*; got 3"):
         apply_npu_kernels(model, ops=3)
     with pytest.raises(ValueError, match="backend must be one of triton, torch"):
         apply_npu_kernels(model, backend="cuda")
