@@ -226,10 +226,12 @@ def apply_npu_kernels(
 ) -> NpuKernels:  # fmt: skip
     """Puts the fused kernels into a model, in place, on this instance alone.
 
-    - `rms_norm`: every RMSNorm module, recognised by what it computes;
+    - `rms_norm`, `gated_rms_norm`: every RMSNorm module, recognised by what it computes;
+    - `layer_norm`: layer norms in eager code; `torch.nn.LayerNorm` only if it is asked for by name;
     - `add_rms_norm`: a residual add right before a norm in a decoder layer;
     - `embedding`, `swiglu`, `rope`: token embeddings, gated MLPs, rotary position embedding in attention;
-    - `varlen_attention`: the body computes live tokens only, in one row, and what rows begin with alike once;
+    - `moe_experts`: the experts of a mixture;
+    - `varlen_attention`: the body computes no padding, and computes once what the rows of a batch begin with alike;
     - `linear_cross_entropy`: LM head and the cross-entropy of its logits, in training;
     - `linear_logprob`: the head that TRL's trainers add (SFT, DPO, KTO, RLOO, GRPO).
 
