@@ -261,7 +261,7 @@ def write_reports(results: Results, output: Output) -> None:
     try:
         written += report.plot(results.rows, stem)
     except ImportError as error:
-        output.text(f"no plots: {error} (pip install 'npu_trainer_kernels[bench]')")
+        output.text(f"no plots: {error} (pip install 'matplotlib>=3.8')")
     for path in written:
         output.text(str(path))
 

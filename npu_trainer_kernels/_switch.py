@@ -1,8 +1,8 @@
-"""Environment variables that are on or off."""
+"""What is on or off: environment variables and arguments."""
 
 import os
 
-__all__ = ["RUN", "switch"]
+__all__ = ["RUN", "check_switch", "switch"]
 
 # Whether `npu-kernels run` puts the kernels into the Trainers of a process.
 RUN = "NPU_KERNELS_RUN"
@@ -17,3 +17,9 @@ def switch(name: str, default: bool = False) -> bool:
     if value.lower() not in _ON + _OFF:
         raise ValueError(f"{name} must be one of {', '.join(_ON + _OFF)}; got {value!r}")
     return value.lower() in _ON
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raises `ValueError` unless an argument is a bool: "no" would count as true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false; got {value!r}")

@@ -62,8 +62,8 @@ class _MissingKernel:
     def __getitem__(self, grid: object) -> Any:
         raise MissingDependencyError(
             f"the Triton kernel {self.__name__} was asked for, but Triton cannot be imported "
-            f"({type(IMPORT_ERROR).__name__}: {IMPORT_ERROR}). Install the extra for your device: "
-            "'npu_trainer_kernels[cuda]' (triton) or 'npu_trainer_kernels[npu-any]' (triton-ascend)."
+            f"({type(IMPORT_ERROR).__name__}: {IMPORT_ERROR}). In a checkout of npu_trainer_kernels, for "
+            "your device: pip install '.[cuda]' (triton) or pip install '.[npu-any]' (triton-ascend)."
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 from . import backends
-from ._switch import switch
+from ._switch import check_switch, switch
 from .patching import FORMS, PATCHES, check_tiled_mlp
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class NpuKernelsArguments:
     )
     npu_kernels_ops: list[str] | None = field(
         default=None,
-        metadata={"help": "Which ops to use; all that apply by default. See apply_npu_kernels for the names."},
+        metadata={"help": f"Which ops to use, of {', '.join(PATCHES)}; all that are worth it by default."},
     )
     npu_kernels_backend: str | None = field(
         default=None,
@@ -64,9 +64,11 @@ class NpuKernelsArguments:
     def __post_init__(self) -> None:
         # Parsers convert what stands on the command line; what stands in a YAML file arrives as it is.
         for name in ("use_npu_kernels", "npu_kernels_strict", "npu_kernels_warm_up", "npu_kernels_balance"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false; got {getattr(self, name)!r}")
+            check_switch(name, getattr(self, name))
         ops, backend = self.npu_kernels_ops, self.npu_kernels_backend
+        if ops and isinstance(ops, list) and all(isinstance(op, str) for op in ops):
+            # With commas, too, as `npu-kernels run --ops` and NPU_KERNELS_OPS take them.
+            self.npu_kernels_ops = ops = ",".join(ops).split(",")
         if ops is not None and not (
             isinstance(ops, list) and ops and all(isinstance(op, str) and op in PATCHES for op in ops)
         ):
@@ -82,7 +84,7 @@ class NpuKernelsArguments:
         if not self.use_npu_kernels and given:
             raise ValueError(f"npu_kernels_{given[0]} does nothing without --use_npu_kernels")
         if self.npu_kernels_backend is not None:
-            backends.parse_override(self.npu_kernels_backend)
+            backends.parse_override(self.npu_kernels_backend, "npu_kernels_backend")
 
     @classmethod
     def from_environment(cls) -> "NpuKernelsArguments":

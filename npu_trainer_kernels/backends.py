@@ -63,7 +63,7 @@ def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
         if _triton.IMPORT_ERROR is not None:
             return (
                 f"Triton cannot be imported ({type(_triton.IMPORT_ERROR).__name__}: {_triton.IMPORT_ERROR}); "
-                f"install 'npu_trainer_kernels[{'npu-any' if kind == 'npu' else 'cuda'}]'"
+                f"in a checkout of npu_trainer_kernels: pip install '.[{'npu-any' if kind == 'npu' else 'cuda'}]'"
             )
         if kind == "other":
             return "no kernel was made for this kind of device"
@@ -84,22 +84,20 @@ def _has_kernels(op: str) -> bool:
     return any(choice.backend == "triton" for order in TABLE[op].order.values() for choice in order)
 
 
-def _check_op(op: str) -> None:
+def _check_op(op: str, name: str = "backend") -> None:
     if op not in TABLE:
-        raise ValueError(f"backend: unknown op {op!r}; the ops are {', '.join(OPS)}")
+        raise ValueError(f"{name}: unknown op {op!r}; the ops are {', '.join(OPS)}")
 
 
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-
-
-def parse_override(text: str) -> Mapping[str, str]:
-    """`"torch"` or `"op=backend,op=backend"` as a mapping from op to backend. Raises `ValueError` for unknown names.
+def parse_override(text: str, name: str = "backend") -> Mapping[str, str]:
+    """`"torch"` or `"op=backend,op=backend"` as a mapping from op to backend. Raises `ValueError` for anything else, in
+    a message that begins with `name`: of the argument, option or variable that the text is from.
 
     `"triton"` without an op is for those that have such kernels; for others the table decides as ever. The word
     `strict` among them is no backend: it makes a kernel's failure raise (`is_strict`).
     """
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be 'torch' or 'op=backend,...'; got {text!r}")
     result: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         if part == _STRICT:
@@ -107,9 +105,10 @@ def parse_override(text: str) -> Mapping[str, str]:
         op, separator, backend = part.partition("=")
         if not separator:
             op, backend = "", op
-        _check_backend(backend)
+        if backend not in BACKENDS:
+            raise ValueError(f"{name} must be one of {', '.join(BACKENDS)}; got {backend!r}")
         if op:
-            _check_op(op)
+            _check_op(op, name)
         every = (each for each in OPS if backend not in _KERNELS or _has_kernels(each))
         result.update({op: backend} if op else dict.fromkeys(every, backend))
     return result
@@ -122,7 +121,7 @@ def _asked_for(op: str, override: str | None, environment: str) -> tuple[str | N
     asked = parse_override(override or "").get(op)
     if asked is not None:
         return asked, "the backend argument"
-    return parse_override(environment).get(op), f"{ENVIRONMENT}={environment}"
+    return parse_override(environment, ENVIRONMENT).get(op), f"{ENVIRONMENT}={environment}"
 
 
 Shape = tuple[torch.dtype, int, tuple[int, ...]]

@@ -13,7 +13,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import backends, device, warmup
-from .patching import FORMS, PATCHES, NpuKernels, Report, apply_npu_kernels, check_tiled_mlp, handle_of
+from ._switch import check_switch
+from .patching import FORMS, NpuKernels, Report, apply_npu_kernels, check_ops, check_tiled_mlp, handle_of
 from .patching._call import use_labels
 from .patching._undo import Undo
 from .trainers._exchange import agreed
@@ -88,7 +89,8 @@ class NpuKernelsCallback(TrainerCallback):
         report: what is printed when training begins: `"short"`, or `"full"` with every module and every reason.
 
     Raises:
-        ValueError: an unknown op or backend, another report than these, or a `tiled_mlp` that cannot be.
+        ValueError: an unknown op or backend, another report than these, a switch that is neither True nor False, or a
+            `tiled_mlp` that cannot be.
     """
 
     def __init__(
@@ -102,12 +104,12 @@ class NpuKernelsCallback(TrainerCallback):
         balance: bool = True,
         report: str = "short",
     ) -> None:
-        unknown = [op for op in ops or () if op not in PATCHES]
-        if isinstance(ops, str) or unknown:
-            raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
+        check_ops(ops)
+        for name, value in (("strict", strict), ("warm_up", warm_up), ("balance", balance)):
+            check_switch(name, value)
         if report not in FORMS:
             raise ValueError(f"report must be one of {', '.join(FORMS)}; got {report!r}")
-        backends.parse_override(backend or "")
+        backends.parse_override("" if backend is None else backend)
         check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
         self._full = report == "full"
         self._ops, self._backend, self._strict, self._warm_up = ops, backend, strict, warm_up
@@ -146,7 +148,12 @@ class NpuKernelsCallback(TrainerCallback):
         """Patches a Trainer's model, and makes sure that it is restored however training ends.
 
         What `npu-kernels run` has put into it goes.
+
+        Raises:
+            TypeError: `trainer` is not a Trainer.
         """
+        if not isinstance(trainer, Trainer):
+            raise TypeError(f"trainer must be a transformers.Trainer; got {type(trainer).__name__}")
         for other in trainer.callback_handler.callbacks:
             if isinstance(other, NpuKernelsCallback) and other is not self:
                 other.restore()

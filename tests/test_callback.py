@@ -183,7 +183,12 @@ def test_the_report_is_short_unless_asked_for_in_full(tmp_path, capsys, form):
         ({"report": "long"}, "report must be one of short, full; got 'long'"),
         ({"ops": ["foo"]}, r"ops must be a sequence of rms_norm, .*; got \['foo'\]"),
         ({"ops": "rms_norm"}, "ops must be a sequence of"),
+        ({"ops": 3}, "ops must be a sequence of rms_norm, .*; got 3"),
         ({"backend": "cudnn"}, "backend must be one of"),
+        ({"backend": ["torch"]}, r"backend must be 'torch' or 'op=backend,...'; got \['torch'\]"),
+        ({"strict": "no"}, "strict must be true or false; got 'no'"),
+        ({"warm_up": "no"}, "warm_up must be true or false; got 'no'"),
+        ({"balance": None}, "balance must be true or false; got None"),
     ],
 )
 def test_wrong_options_raise_before_there_is_a_trainer(options, message):
@@ -297,7 +302,7 @@ def test_arguments_give_the_callback_only_with_the_flag():
     [
         (["--npu_kernels_ops", "foo"], r"npu_kernels_ops must be a list of rms_norm, .*; got \['foo'\]"),
         (["--npu_kernels_report", "long"], "npu_kernels_report must be one of short, full; got 'long'"),
-        (["--npu_kernels_backend", "cudnn"], "backend must be one of"),
+        (["--npu_kernels_backend", "cudnn"], "npu_kernels_backend must be one of"),
     ],
 )
 def test_the_parser_refuses_unknown_names(line, message):
@@ -309,7 +314,7 @@ def test_the_parser_refuses_unknown_names(line, message):
         NpuKernelsArguments(use_npu_kernels=True, npu_kernels_backend="fast")
 
 
-@pytest.mark.parametrize("source", ["command line", pytest.param("yaml", marks=pytest.mark.trl_head)])
+@pytest.mark.parametrize("source", ["command line", "commas", pytest.param("yaml", marks=pytest.mark.trl_head)])
 def test_arguments_parse(tmp_path, source):
     from transformers import HfArgumentParser
 
@@ -320,7 +325,8 @@ def test_arguments_parse(tmp_path, source):
         config.write_text("use_npu_kernels: true\nnpu_kernels_ops: [rms_norm, linear_logprob]\n")
         (parsed,) = TrlParser((NpuKernelsArguments,)).parse_args_and_config(["--config", str(config)])
     else:
-        line = ["--use_npu_kernels", "--npu_kernels_ops", "rms_norm", "linear_logprob"]
+        names = ["rms_norm,linear_logprob"] if source == "commas" else ["rms_norm", "linear_logprob"]
+        line = ["--use_npu_kernels", "--npu_kernels_ops", *names]
         (parsed,) = HfArgumentParser((NpuKernelsArguments,)).parse_args_into_dataclasses(line)
     assert parsed.use_npu_kernels
     assert parsed.npu_kernels_ops == ["rms_norm", "linear_logprob"]

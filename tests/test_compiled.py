@@ -67,7 +67,7 @@ def test_a_wrong_name_is_refused_inside_a_graph(work, backend):
 @every_op
 def test_a_wrong_name_in_the_environment_is_refused_inside_a_graph(work, monkeypatch):
     monkeypatch.setenv("NPU_KERNELS_BACKEND", "tritn")
-    with pytest.raises(ValueError, match=r"backend must be one of triton.*; got 'tritn'"):
+    with pytest.raises(ValueError, match=r"NPU_KERNELS_BACKEND must be one of triton.*; got 'tritn'"):
         launched(work, None)
 
 

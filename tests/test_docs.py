@@ -220,6 +220,14 @@ def test_figures_of_the_readme_are_those_of_its_json():
         assert " | ".join(cells) in readme
 
 
+def test_the_first_table_of_the_readme_is_of_the_second():
+    first, rest = text(ROOT / "README.md").split("## Install")
+    shown = re.findall(r"\| ([\d.]+ x) \| ([\d.]+) and ([\d.]+) GiB \|", first)
+    assert len(shown) == 5
+    for speed, plain, flag in shown:
+        assert re.search(rf", {plain} GiB \| .*, {flag} GiB \| {speed} \|\n", rest), speed
+
+
 def test_readme_names_every_op():
     assert {op for op in PATCHES if f"`{op}`" not in text(ROOT / "README.md")} == set()
 

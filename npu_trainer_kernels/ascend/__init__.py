@@ -10,6 +10,6 @@
     write_report, report_is_current                     its page                                (report.py)
     python -m npu_trainer_kernels.ascend.sweep          which tile of a kernel overlaps best    (sweep.py)
 
-It needs the extra `npu_trainer_kernels[ascend]`; executing needs LLVM 19 and a C compiler too. What this cannot show:
+It needs the extra `ascend`; executing needs LLVM 19 and a C compiler too. What this cannot show:
 races between cores, a missing synchronisation, the accuracy of the chip's own exp and log, and time.
 """

@@ -37,7 +37,7 @@ __all__ = [
     "versions",
 ]
 
-INSTALL_PACKAGES = "pip install 'npu_trainer_kernels[ascend]'"
+INSTALL_PACKAGES = "pip install '.[ascend]' (in a checkout of npu_trainer_kernels)"
 INSTALL_TOOLS = "apt-get install mlir-19-tools llvm-19 libmlir-19-dev gcc"
 HOST_TOOLS = ("mlir-translate-19", "opt-19", "llc-19", "llvm-extract-19", "llvm-config-19", "gcc")
 

@@ -1,8 +1,8 @@
 """Every kernel at a model's shapes, through the real Ascend compiler for a chip that need not be there, and the plan of
 its on-chip memory.
 
-It needs the extra `npu_trainer_kernels[ascend]`, in an environment of its own (triton-ascend and triton exclude each
-other), and no NPU. A plan is a fact; a time it is not.
+It needs the extra `ascend` (`pip install '.[ascend]'` in a checkout), in an environment of its own (triton-ascend and
+triton exclude each other), and no NPU. A plan is a fact; a time it is not.
 
 Exit codes: 0 every kernel compiles and keeps the rules, 1 one does not, 2 wrong usage or the extra is missing.
 """
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ._model import DTYPES, shapes_of
 from ._model import HELP as MODEL_HELP
-from ._model import shapes_of
 from ._output import FINE, FOUND, Output, UsageError, new_table
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
 NAME = "compile"
 HELP = "compile every kernel at a model's shapes for an Ascend chip that is not there"
-DTYPES = ("bf16", "fp32", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

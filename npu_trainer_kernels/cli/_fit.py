@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ._model import DTYPES, config_of
 from ._model import HELP as MODEL_HELP
-from ._model import config_of
 from ._output import FINE, FOUND, Output, UsageError, new_table
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ __all__ = ["HELP", "NAME", "add_arguments", "advice", "run"]
 NAME = "fit"
 HELP = "say whether a training step fits into memory, and what must be switched on"
 TRAINERS = ("trainer", "sft", "grpo", "dpo")
-DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 SHARDINGS = ("ddp", "fsdp2", "zero3")
 FIGURES = (".png", ".svg", ".pdf")
 GIB = 1 << 30
@@ -88,7 +87,7 @@ def _check(args: argparse.Namespace) -> None:
 
     try:
         if args.trainer != "trainer":
-            require(f"--trainer {args.trainer}", "trl")
+            require(f"--trainer {args.trainer} (--trainer trainer does without)", "trl")
         if args.lora:
             require("--lora", "peft")
         if args.figure is not None:

@@ -1,4 +1,4 @@
-"""`--model`: a folder with a config.json, a JSON file, or an id that `AutoConfig` finds."""
+"""`--model`: a folder with a config.json, a JSON file, or an id that `AutoConfig` finds; and the names of `--dtype`."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,10 @@ from ._output import UsageError
 if TYPE_CHECKING:
     from ..workloads import ModelShapes
 
-__all__ = ["HELP", "config_of", "shapes_of"]
+__all__ = ["DTYPES", "HELP", "config_of", "shapes_of"]
+
+# What `--dtype` is told, and torch's names for it.
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
 # NAME or OWNER/NAME; neither begins or ends with a dot, so that `./model` and `../model` are paths.
 _HUB_ID = re.compile(r"(?:\w(?:[\w.-]*\w)?/)?\w(?:[\w.-]*\w)?", re.ASCII)

@@ -103,10 +103,11 @@ def read(
                 why = OUT_OF_TIME if left <= silence else SILENT
                 continue
             if line is None:
+                leaving = min(silence, _EXIT_SECONDS)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=max(0.0, min(left, silence, _EXIT_SECONDS)))
+                    process.wait(timeout=max(0.0, min(left, leaving)))
                     break
-                why = SILENT  # a driver that does not let go
+                why = OUT_OF_TIME if left <= leaving else SILENT  # a driver that does not let go
                 continue
             # Libraries print, too, while they are imported.
             if line.startswith("{"):

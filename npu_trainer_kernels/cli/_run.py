@@ -98,7 +98,10 @@ def _check(given: dict[str, str]) -> None:
     try:
         NpuKernelsArguments.from_environment()
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        message = str(error)
+        for variable, (option, *_) in OPTIONS.items():
+            message = message.replace(variable.lower(), option if variable in given else variable)
+        raise UsageError(message) from error
 
 
 def _python_path() -> str:

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ._model import DTYPES, shapes_of
 from ._model import HELP as MODEL_HELP
-from ._model import shapes_of
 from ._output import FINE, FOUND, STOPPED, Output, UsageError, new_table
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ __all__ = [
 
 NAME = "tune"
 HELP = "time the backends at your model's shapes on this device, and remember the winners"
-DTYPES = ("bfloat16", "float32", "float16")
 # Ours is left out when it is slower by more than this: what two timings of one function differ by.
 TOLERANCE = 1.02
 # The least number of tokens that is timed, as a share of the most.
@@ -64,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help=f"{MODEL_HELP}; default: the shapes that doctor times")
     parser.add_argument("--tokens", type=int, help="most of a micro-batch (default: 4096, on a CPU 512)")
     parser.add_argument("--dtype", choices=DTYPES,
-                        help="of weights and activations (default: bfloat16, on a CPU float32)")  # fmt: skip
+                        help="of weights and activations (default: bf16, on a CPU fp32)")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="measure and print, but store nothing")
 
 
@@ -278,7 +277,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     spec = device.spec(where)
     accelerated = is_accelerator(where)
     usual, tokens = TIMED[accelerated]
-    dtype = args.dtype or ("bfloat16" if accelerated else "float32")
+    dtype = DTYPES[args.dtype or ("bf16" if accelerated else "fp32")]
     for_shapes = shapes or usual
     output.text(f"Tuning for {', '.join(f'{name} {size}' for name, size in asdict(for_shapes).items())}, {dtype}")
     works = pairs(for_shapes, args.tokens or tokens, dtype)

@@ -82,13 +82,15 @@ def _check_kernels(args: argparse.Namespace) -> None:
     from .. import backends
     from ..patching import PATCHES
 
+    if args.ops is not None:
+        args.ops = ",".join(args.ops).split(",")  # with commas, too, as `run --ops` takes them
     for op in args.ops or ():
         if op not in PATCHES:
             raise UsageError(f"--ops must be of {', '.join(PATCHES)}; got {op!r}")
     try:
-        backends.parse_override(args.backend or "")
+        backends.parse_override(args.backend or "", "--backend")
     except ValueError as error:
-        raise UsageError(f"--backend {args.backend!r}: {error}") from error
+        raise UsageError(str(error)) from error
 
 
 def run(args: argparse.Namespace, output: Output) -> int:

@@ -323,13 +323,15 @@ def varlen_attention(
         `[n, Hq, Dv]` in q's dtype.
 
     Raises:
-        TypeError: a dtype that is not allowed.
+        TypeError: a dtype that is not allowed, or `segments` of another type.
         ValueError: shapes or dtypes that do not match, an option out of range, an unknown backend or one that does not
             cover the call.
     """
     if autocasts(q) and q.dtype != torch.float64:
         q, k, v = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (q, k, v))
     options = Options(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, dropout)
+    if not isinstance(segments, Segments):
+        raise TypeError(f"segments must be Segments; got {type(segments).__name__}")
     _check(q, k, v, segments, sinks, options)
     if window is not None and window >= segments.longest_k:
         options = replace(options, window=None)

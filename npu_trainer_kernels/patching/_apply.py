@@ -1,7 +1,7 @@
 """`apply_npu_kernels`: from a model to its handle."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import backends, device
+from .._switch import check_switch
 from ._call import CallSettings, track_calls
 from ._classes import original_class
 from ._head import causal_lm
@@ -18,7 +19,7 @@ from ._report import LeftAlone, Report
 from ._undo import Undo
 from .table import PATCHES
 
-__all__ = ["NpuKernels", "apply_npu_kernels", "check_tiled_mlp", "handle_of"]
+__all__ = ["NpuKernels", "apply_npu_kernels", "check_ops", "check_tiled_mlp", "handle_of"]
 
 _handles: "weakref.WeakKeyDictionary[nn.Module, NpuKernels]" = weakref.WeakKeyDictionary()
 
@@ -115,10 +116,17 @@ class NpuKernels:
             self.restore()
 
     def refresh(self) -> None:
-        """Patches what has been added, exchanged or set otherwise in the model since; the rest stays as it is."""
+        """Patches what has been added, exchanged or set otherwise in the model since; the rest stays as it is. After
+        `restore` it patches all anew.
+
+        Raises:
+            RuntimeError: the model is gone, or has been patched by another call since.
+        """
         model = self._model()
         if model is None:
             raise RuntimeError("the model that these kernels were applied to no longer exists")
+        if _handles.get(model, self) is not self:
+            raise RuntimeError("this handle was restored, and the model has another one since: refresh that")
         parameters = [p for p in model.parameters() if p.is_floating_point()]
         where = parameters[0].device if parameters else torch.device("cpu")
         if where.type == "meta":
@@ -148,6 +156,7 @@ class NpuKernels:
                 self._report.sites.append(site)
         if tiled_mlp and all(site.op != GatedMlpPatch.op for site in self._report.sites):
             self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
+        _handles[model] = self
 
     def _apply(self, patch: Patch, scene: Scene) -> None:
         op, by_name = patch.op, self._by_name or patch.asked_for(scene)
@@ -193,6 +202,13 @@ class NpuKernels:
         return None
 
 
+def check_ops(ops: Sequence[str] | None) -> None:
+    """Raises ValueError for what is neither None nor names of `PATCHES`."""
+    named = isinstance(ops, Collection) and not isinstance(ops, str)
+    if ops is not None and not (named and all(isinstance(op, str) and op in PATCHES for op in ops)):
+        raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
+
+
 def check_tiled_mlp(name: str, tokens: int, ops: Sequence[str] | None) -> None:
     """Raises ValueError for a number of tokens that no MLP can run in, or that `ops` leaves nothing to run for."""
     if type(tokens) is not int or tokens < 0:
@@ -212,10 +228,12 @@ def apply_npu_kernels(
 ) -> NpuKernels:  # fmt: skip
     """Puts the fused kernels into a model, in place, on this instance alone.
 
-    - `rms_norm`: every RMSNorm module, recognised by what it computes;
+    - `rms_norm`, `gated_rms_norm`: every RMSNorm module, recognised by what it computes;
+    - `layer_norm`: layer norms in eager code; `torch.nn.LayerNorm` only if it is asked for by name;
     - `add_rms_norm`: a residual add right before a norm in a decoder layer;
     - `embedding`, `swiglu`, `rope`: token embeddings, gated MLPs, rotary position embedding in attention;
-    - `varlen_attention`: the body computes live tokens only, in one row, and what rows begin with alike once;
+    - `moe_experts`: the experts of a mixture;
+    - `varlen_attention`: the body computes no padding, and computes once what the rows of a batch begin with alike;
     - `linear_cross_entropy`: LM head and the cross-entropy of its logits, in training;
     - `linear_logprob`: the head that TRL's trainers add (SFT, DPO, KTO, RLOO, GRPO).
 
@@ -243,10 +261,10 @@ def apply_npu_kernels(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    check_ops(ops)
+    check_switch("strict", strict)
+    backends.parse_override("" if backend is None else backend)
     chosen = tuple(PATCHES) if ops is None else tuple(ops)
-    unknown = [op for op in chosen if op not in PATCHES]
-    if isinstance(ops, str) or unknown:
-        raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
     check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
     handle, options = _handles.get(model), (chosen, backend, strict, tiled_mlp)
     if handle is None:
@@ -259,5 +277,4 @@ def apply_npu_kernels(
             f"strict={strict}, tiled_mlp={tiled_mlp})"
         )
     handle.refresh()
-    _handles[model] = handle
     return handle

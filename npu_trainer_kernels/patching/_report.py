@@ -142,7 +142,7 @@ class Report:
         Args:
             full: every module and every reason; otherwise a line for each thing that matters to this run.
         """
-        lines = [f"NPU kernels on {self.device}"]
+        lines = [f"NPU kernels on {self.device}" if self.device else "NPU kernels"]
         if full:
             lines += ["replaced:", *self._replaced_lines()] if self.replaced else ["replaced: nothing"]
             lines += ["left alone:", *self._left_lines()] if self.left_alone else []

@@ -24,9 +24,14 @@ class GRPOTrainer(_GRPOTrainer):
     Args:
         npu_kernels: what to use; None: everything, on the device's own backends. With
             `NpuKernelsArguments(use_npu_kernels=False)` this is TRL's trainer.
+
+    Raises:
+        TypeError: `npu_kernels` is something else.
     """
 
     def __init__(self, *args: Any, npu_kernels: NpuKernelsArguments | None = None, **kwargs: Any) -> None:
+        if npu_kernels is not None and not isinstance(npu_kernels, NpuKernelsArguments):
+            raise TypeError(f"npu_kernels must be an NpuKernelsArguments, or None; got {type(npu_kernels).__name__}")
         super().__init__(*args, **kwargs)
         chosen = NpuKernelsArguments(use_npu_kernels=True) if npu_kernels is None else npu_kernels
         self._npu_kernels = chosen.callbacks()

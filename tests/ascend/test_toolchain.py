@@ -29,7 +29,7 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch, absent):
     toolchain.ascend_compiler.cache_clear()
     with pytest.raises(MissingDependencyError) as error:
         toolchain.require_all()
-    assert "pip install 'npu_trainer_kernels[ascend]'" in str(error.value)
+    assert "pip install '.[ascend]'" in str(error.value)
 
 
 def test_another_triton_is_not_triton_ascend(monkeypatch):

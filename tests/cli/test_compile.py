@@ -40,8 +40,8 @@ def compiled(monkeypatch):
 def test_without_the_extra_it_says_what_to_install(model, capsys):
     assert main(["compile", "--model", model, "--json"]) == 2
     captured = capsys.readouterr()
-    assert "pip install 'npu_trainer_kernels[ascend]'" in json.loads(captured.out)["error"]
-    assert "npu_trainer_kernels[ascend]" in captured.err
+    assert "pip install '.[ascend]'" in json.loads(captured.out)["error"]
+    assert "'.[ascend]'" in captured.err
 
 
 def test_every_entry_of_the_table_at_the_models_sizes():

@@ -441,6 +441,12 @@ def test_whatever_a_child_started_ends_with_it(tmp_path):
     assert _ends(lines[0]["pid"])
 
 
+def test_a_child_that_does_not_end_before_the_time_is_over_is_out_of_time():
+    code = "import os, time; os.close(1); time.sleep(600)"
+    lines = list(_process.read([sys.executable, "-c", code], 2.0, environment=os.environ, silence=60.0))
+    assert lines == [{"ended": "it was not done after 2 s", "why": "out of time"}]
+
+
 def test_what_is_printed_from_c_breaks_no_line():
     code = (
         "import os; print('a library is imported')\n"

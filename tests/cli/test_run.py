@@ -120,9 +120,10 @@ def test_what_cannot_be_executed_ends_as_in_a_shell(tmp_path):
     [
         ([], {}, "what is to be run is missing"),
         (["--print-env", "trl"], {}, "--print-env runs nothing; leave out 'trl'"),
-        (["--ops", "rms_norm,foo", "true"], {}, "npu_kernels_ops must be a list of rms_norm"),
-        (["--backend", "fast", "true"], {}, "backend must be one of"),
-        (["--report", "long", "true"], {}, "npu_kernels_report must be one of short, full; got 'long'"),
+        (["--ops", "rms_norm,foo", "true"], {}, "--ops must be a list of rms_norm"),
+        (["--backend", "fast", "true"], {}, "--backend must be one of"),
+        (["true"], {"NPU_KERNELS_BACKEND": "fast"}, "NPU_KERNELS_BACKEND must be one of"),
+        (["--report", "long", "true"], {}, "--report must be one of short, full; got 'long'"),
         (["--nonsense", "true"], {}, "unrecognized arguments: --nonsense"),
         (["true"], {"NPU_KERNELS_RUN": "perhaps"}, "NPU_KERNELS_RUN must be one of"),
         (["true"], {"NPU_KERNELS_WARM_UP": "x"}, "NPU_KERNELS_WARM_UP must be one of"),

@@ -101,7 +101,7 @@ def test_where_the_ends_differ_nothing_is_said_of_what_lies_between(model, times
 
 def test_models_and_tokens_stay_side_by_side(model, times, capsys, tmp_path):
     run(model, capsys)
-    run(model, capsys, "--tokens", "1024", "--dtype", "bfloat16")
+    run(model, capsys, "--tokens", "1024", "--dtype", "bf16")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 32}))

@@ -49,7 +49,8 @@ def test_a_planted_fault_is_exit_code_1(model, tmp_path, capsys):
     [
         (["--steps", "0"], "steps must be at least 1; got 0"),
         (["--ops", "nonsense"], "--ops must be of rms_norm, "),
-        (["--backend", "cudnn"], "backend must be one of"),
+        (["--ops", "rms_norm,nonsense"], "--ops must be of rms_norm, "),
+        (["--backend", "cudnn"], "--backend must be one of"),
         (["--dataset", "nowhere.jsonl"], "there is no file 'nowhere.jsonl'"),
         (["--text-column", "words"], "--split and --text-column do nothing without --dataset"),
         (["--model", "nowhere/model"], "nowhere/model"),

@@ -337,6 +337,7 @@ def test_torch_compile_calls_it_whatever_the_lengths(device):
         ({"v": torch.zeros(16, 4, 8)}, ValueError, r"v must have shape \[16, 2, Dv\]; got \[16, 4, 8\]"),
         ({"v": torch.zeros(16, 2, 8).half()}, ValueError, "q, k and v must have one dtype"),
         ({"q": torch.zeros(16, 4, 8).int()}, TypeError, "q must be float32, bfloat16, float16 or float64"),
+        ({"segments": None}, TypeError, "segments must be Segments; got NoneType"),
         ({"sinks": torch.zeros(2)}, ValueError, r"sinks must have shape \[4\].* got \[2\]"),
         ({"window": 0}, ValueError, "window must be None or a positive int; got 0"),
         ({"window": 2.0}, ValueError, "window must be None or a positive int; got 2.0"),
@@ -348,9 +349,9 @@ def test_torch_compile_calls_it_whatever_the_lengths(device):
 )  # fmt: skip
 def test_bad_arguments(changes, error, message):
     q, k, v = (t.detach() for t in tensors(PLAIN, "cpu"))
-    given = {"q": q, "k": k, "v": v, **changes}
+    given = {"q": q, "k": k, "v": v, "segments": PLAIN.segments("cpu"), **changes}
     with pytest.raises(error, match=message):
-        varlen_attention(segments=PLAIN.segments("cpu"), **given)
+        varlen_attention(**given)
 
 
 @pytest.mark.parametrize(

@@ -458,6 +458,17 @@ def test_chosen_ops_alone():
         assert type(model(**batch()).logits) is torch.Tensor
 
 
+def test_a_handle_that_was_restored_leaves_another_ones_model_alone():
+    model = small_model("llama")
+    first = apply_npu_kernels(model, ops=["rms_norm"])
+    first.restore()
+    first.refresh()
+    assert apply_npu_kernels(model, ops=["rms_norm"]) is first
+    first.restore()
+    with apply_npu_kernels(model), pytest.raises(RuntimeError, match="the model has another one since"):
+        first.refresh()
+
+
 def test_bad_input():
     model = small_model("llama")
     before = state_of(model)
@@ -465,8 +476,14 @@ def test_bad_input():
         apply_npu_kernels("llama")
     with pytest.raises(ValueError, match=r"ops must be a sequence of .*; got \['rms'\]"):
         apply_npu_kernels(model, ops=["rms"])
+    with pytest.raises(ValueError, match=r"ops must be a sequence of .*; got 3"):
+        apply_npu_kernels(model, ops=3)
     with pytest.raises(ValueError, match="backend must be one of triton, torch"):
         apply_npu_kernels(model, backend="cuda")
+    with pytest.raises(ValueError, match=r"backend must be 'torch' or 'op=backend,...'; got \['torch'\]"):
+        apply_npu_kernels(model, backend=["torch"])
+    with pytest.raises(ValueError, match="strict must be true or false; got 'no'"):
+        apply_npu_kernels(model, strict="no")
     assert state_of(model) == before
     with apply_npu_kernels(model), pytest.raises(ValueError, match="patched already with"):
         apply_npu_kernels(model, ops=["rms_norm"])

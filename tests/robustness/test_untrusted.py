@@ -51,7 +51,7 @@ def test_an_unknown_op_is_named_before_there_is_a_model():
 @pytest.mark.parametrize("value", ["fast", "rms_norm=", "rms_norm", "norm=torch", "=", "torch=rms_norm", "\u00e4\n"])
 def test_backend_of_the_environment(monkeypatch, value):
     monkeypatch.setenv("NPU_KERNELS_BACKEND", value)
-    with pytest.raises(ValueError, match=r"backend must be one of|backend: unknown op"):
+    with pytest.raises(ValueError, match=r"NPU_KERNELS_BACKEND(: unknown op| must be one of)"):
         ops.rms_norm(torch.ones(2, 4))
 
 
