@@ -62,7 +62,7 @@ def test_a_norm_that_is_given_more_than_one_tensor_runs_its_own_code():
     expected, plain = model(x, scale), model(x)
     with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
         assert torch.equal(model(x, scale), expected)
-        assert declined(kernels, "rms_norm") == {"more than one tensor is given": 1}
+        assert declined(kernels, "rms_norm") == {"it is given something else than one tensor": 1}
         assert torch.equal(model(x), plain)
         assert kernels.report().ran["rms_norm"] == 1
 
