@@ -23,7 +23,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..ops._checks import FLOATS
 from ..ops._gates import JOINED
+from ..ops._host import autocasts
 from ..ops._slices import in_slices
 from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference
 from ._agreement import MODES, agree, repeatable
@@ -248,6 +250,14 @@ def gate_and_up(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
     return gate, up
 
 
+def _is_cast_for(down: Any, gate: torch.Tensor) -> bool:
+    """Whether a model has to cast what it gives to the last projection, as T5 does, which keeps that one in fp32."""
+    weight = down._parameters.get("weight")
+    if weight is None and hasattr(down, "base_layer"):  # adapters are around it
+        weight = down.base_layer._parameters.get("weight")
+    return weight is not None and weight.dtype is not gate.dtype and weight.dtype in FLOATS and not autocasts(gate)
+
+
 def _no_slices(module: nn.Module) -> str | None:
     """Why backward could not tell the gradients of an MLP's parameters from the MLP alone, or None."""
     for name, child in module.named_modules():
@@ -328,6 +338,8 @@ class GatedMlpPatch(Patch):
             up, gate = gate.chunk(2, dim=-1)
         if no_float(gate) or (up is not None and (type(up) not in PLAIN or up.dtype != gate.dtype)):
             return Late("its projections return no plain tensors of one dtype")
+        if _is_cast_for(down, gate):
+            return Late("its last projection is of another dtype than the others")
         options = {**form.product.options, "backend": site.backend}
         if not is_bare_linear(down):
             return down(swiglu(gate, up, **options))

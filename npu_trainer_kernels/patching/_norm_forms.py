@@ -205,7 +205,8 @@ def changed(module: nn.Module, form: Form) -> str | None:
 
 def of_other_dtypes(module: nn.Module, form: Form, *given: torch.Tensor) -> str | None:
     """Why a form does not hold for the dtypes of a call, or None."""
-    if form.one_dtype and len({t.dtype for t in (*given, *(module._parameters[p] for p in form.parameters))}) > 1:
+    parameters = (module._parameters[name] for name in form.parameters)
+    if form.one_dtype and len({t.dtype for t in (*given, *parameters) if t is not None}) > 1:
         return "parameters of another dtype than what is normed"
     return None
 
@@ -327,8 +328,8 @@ def _recognise(module: nn.Module) -> Form | str:
     # Dtype and device by name: a default device or dtype of the user's is nothing to a probe.
     generator = torch.Generator("cpu").manual_seed(0)
     given: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": _CPU}
-    # Small enough that epsilon counts, but for two rows where a clamp shows, and a weight far from 0 and 1 so that offsets
-    # show.
+    # Small enough that epsilon counts, but for two rows where a clamp shows; and a weight far from 0 and 1, so that
+    # offsets show.
     sizes = torch.tensor([0.01, 0.01, 0.01, 0.01, 1.0, 1e4], dtype=torch.float32, device=_CPU)
     x = sizes.view(*_ROWS, 1) * torch.randn(*_ROWS, width, **given)
     values = {name: torch.rand(width, **given) + 0.25 for name in names}
@@ -385,12 +386,9 @@ def _holds_mixed(
     own: Callable[..., Any], run: Callable[..., Any], inputs: tuple[torch.Tensor, ...], parameters: int
 ) -> bool:
     """Whether a form holds whatever dtypes what is normed, the parameters and the gate have."""
-    x, *rest = inputs
-    if not rest:
-        return True
-    for dtypes in itertools.product(_DTYPES, repeat=2 + (len(rest) > parameters)):
-        of_x, of_parameters, *of_gate = dtypes
-        given = [x.to(of_x), *(p.to(of_parameters) for p in rest[:parameters]), *(g.to(*of_gate) for g in rest[parameters:])]
+    for of_x, of_parameters, of_gate in itertools.product(_DTYPES, repeat=3):
+        dtypes = [of_x, *(of_parameters if i < parameters else of_gate for i in range(len(inputs) - 1))]
+        given = [t.to(dtype) for t, dtype in zip(inputs, dtypes, strict=True)]
         try:
             with torch.no_grad(), torch.device("cpu"), repeatable():
                 if len(set(dtypes)) > 1 and not _same(own(*given), run(*given)):
