@@ -54,6 +54,17 @@ def test_the_report_counts_what_ran():
         assert "6 calls" in str(kernels.report())
 
 
+def test_tokens_are_counted_however_they_are_given():
+    model, ids = small_model("llama"), batch()["input_ids"]
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(5), 0)
+    with apply_npu_kernels(model) as kernels:
+        model(input_ids=ids, attention_mask=mask)
+        model(ids, mask)
+        model(ids)
+        model(inputs_embeds=model.model.embed_tokens(ids), attention_mask=mask)
+        assert (kernels.tokens, kernels.live_tokens) == (4 * 34, 3 * 24 + 34)
+
+
 def test_a_norm_that_is_given_more_than_one_tensor_runs_its_own_code():
     class Scaled(LlamaRMSNorm):
         def forward(self, hidden_states, scale=None):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import LlamaConfig, T5Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaModel, LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense, T5LayerNorm
 
 from npu_trainer_kernels import apply_npu_kernels
@@ -189,3 +189,27 @@ def test_a_last_projection_that_is_kept_in_fp32(adapted):
         ]
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
+
+
+class Mixes(LlamaDecoderLayer):
+    """Its tokens see each other's mean in training."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        out = super().forward(hidden_states, *args, **kwargs)
+        return out + out.mean(1, keepdim=True) if self.training else out
+
+
+class MixingModel(LlamaModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers = nn.ModuleList(Mixes(config, i) for i in range(config.num_hidden_layers))
+
+
+def test_a_body_that_mixes_tokens_in_training_alone():
+    config = LlamaConfig(**SMALL)
+    for cls, served in ((LlamaModel, True), (MixingModel, False)):
+        with apply_npu_kernels(cls(config).eval(), ops=["varlen_attention"]) as kernels:
+            assert len(kernels.report().replaced) == served
+            assert ["not what they are in their own" in left.reason for left in kernels.report().left_alone] == (
+                [] if served else [True]
+            )
