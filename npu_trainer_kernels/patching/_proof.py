@@ -2,9 +2,9 @@
 
 That is proven where the kernels are applied, and not on the body's own weights, which may be sharded, quantised or not
 there yet: a miniature of its class (`_miniature`), on a CPU in fp32, is given a batch that is padded on both sides, the
-one way and the other, in evaluation and in training. What carries state along a row, counts positions in another way or attends by code of its own
-gives other numbers, or raises, and stays as it is. So does a body with a module that its miniature lacks. What has been
-done to a body since is looked at in every call.
+one way and the other, in evaluation and in training. What carries state along a row, counts positions in another way or
+attends by code of its own gives other numbers, or raises, and stays as it is. So does a body with a module that its
+miniature lacks. What has been done to a body since is looked at in every call.
 """
 
 from __future__ import annotations
