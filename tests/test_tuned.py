@@ -89,6 +89,27 @@ def test_a_model_runs_its_own_code_for_the_tokens_that_were_measured(monkeypatch
         assert not own_code_runs(model, monkeypatch, tokens)
 
 
+BY_KEYWORD = {
+    "rms_norm": ({"H": HIDDEN}, lambda body, n: body.norm(hidden_states=torch.ones(1, n, HIDDEN))),
+    "swiglu": ({"I": 80}, lambda body, n: body.layers[0].mlp(x=torch.ones(1, n, HIDDEN))),
+    "embedding": ({"V": VOCABULARY, "H": HIDDEN}, lambda body, n: body.embed_tokens(input=ids(n))),
+}
+
+
+@pytest.mark.parametrize("op", BY_KEYWORD)
+def test_a_call_by_keyword_has_as_many_tokens(op):
+    """Where its own code is faster a module runs that without a word; elsewhere the op says why it is not served."""
+    sizes, call = BY_KEYWORD[op]
+    slow = result(ms=2.0, plain_ms=1.0, wins=True, **sizes)
+    tuned.store("cpu", {op: [slow, result(tokens=(65, 99), **sizes)]})
+    model = small_model("llama").train()
+    with apply_npu_kernels(model) as kernels:
+        call(model.model, 64)
+        assert kernels.report().declined == []
+        call(model.model, 65)
+        assert [each.calls for each in kernels.report().declined] == [1]
+
+
 @pytest.mark.parametrize("change", [{"H": 2 * HIDDEN}, {"H": HIDDEN, "dtype": "bfloat16"}])
 def test_what_was_measured_at_other_sizes_changes_nothing(monkeypatch, change):
     tuned.store("cpu", {"rms_norm": [result(ms=2.0, plain_ms=1.0, wins=True, **change)]})

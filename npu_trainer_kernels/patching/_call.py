@@ -120,8 +120,14 @@ def current_call() -> Call | None:
     return _current.get()
 
 
-def _tokens(kwargs: dict[str, Any]) -> int:
-    ids, embedded = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An argument of a model's forward; ids and mask come first in all of them."""
+    place = ("input_ids", "attention_mask").index(name)
+    return kwargs.get(name, args[place] if len(args) > place else None)
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    ids, embedded = _given("input_ids", args, kwargs), kwargs.get("inputs_embeds")
     if isinstance(ids, torch.Tensor):
         return ids.numel()
     return embedded.shape[:-1].numel() if isinstance(embedded, torch.Tensor) else 0
@@ -135,7 +141,7 @@ def _untracked(*args: Any, **kwargs: Any) -> None:
 def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     outer = _current.get()
     if outer is None and module.training and torch.is_grad_enabled():
-        tokens, mask = _tokens(kwargs), kwargs.get("attention_mask")
+        tokens, mask = _tokens(args, kwargs), _given("attention_mask", args, kwargs)
         settings.tokens += tokens
         if type(mask) is torch.Tensor and mask.device.type != "meta" and mask.numel() == tokens:
             settings.live = settings.live + mask.count_nonzero()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..ops.embedding import embedding
+from ._agreement import MODES, agree, repeatable
 from ._classes import original_class
 from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_plain, set_on_instance
 
@@ -37,32 +38,45 @@ def _scales(module: nn.Module) -> list[float]:
     return [v for v in vars(module).values() if isinstance(v, float)] + [float(b) for _, b in _numbers(module)]
 
 
-def _recognise(module: nn.Embedding) -> EmbeddingForm | str:
+def _asks_for_more(module: nn.Embedding) -> str | None:
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         return "it uses max_norm, scale_grad_by_freq or sparse gradients"
+    return None
+
+
+def _recognise(module: nn.Embedding) -> EmbeddingForm | str:
+    if reason := _asks_for_more(module):
+        return reason
     if original_class(module).forward is nn.Embedding.forward:
         return EmbeddingForm(None)
-    twin: Any = copy.copy(module)
-    twin.__class__ = original_class(module)
     with torch.device("cpu"):
         weight = torch.randn(_PROBE_ROWS, _PROBE_COLS, generator=torch.Generator("cpu").manual_seed(0)).bfloat16()
         buffers = {name: torch.tensor(float(b), dtype=torch.float32) for name, b in _numbers(module)}
         ids = torch.tensor(_PROBE_IDS, dtype=torch.int64)
-    twin.__dict__ = {
-        **module.__dict__,
-        "_parameters": {"weight": nn.Parameter(weight, requires_grad=False)},
-        "_buffers": buffers,
-        "padding_idx": None,
-    }
-    try:
-        with torch.no_grad(), torch.device("cpu"):
-            out = twin(ids)
-    except PROBE_ERRORS as error:
-        return f"its forward cannot be probed ({type(error).__name__})"
-    for scale in _scales(module):
-        if isinstance(out, torch.Tensor) and torch.equal(out, weight[ids] * _rounded(scale, weight.dtype)):
-            return EmbeddingForm(scale)
+
+    def own(weight: torch.Tensor, training: bool = module.training) -> Any:
+        twin: Any = copy.copy(module)
+        twin.__class__ = original_class(module)
+        given = {"_parameters": {"weight": weight}, "_buffers": buffers, "padding_idx": None, "training": training}
+        twin.__dict__ = {**module.__dict__, **given}
+        return twin.forward(ids)  # without hooks, which are called beside the op as well
+
+    with repeatable():
+        try:
+            with torch.no_grad(), torch.device("cpu"):
+                out = own(weight)
+        except PROBE_ERRORS as error:
+            return f"its forward cannot be probed ({type(error).__name__})"
+        for scale in _scales(module):
+            if isinstance(out, torch.Tensor) and torch.equal(out, weight[ids] * _rounded(scale, weight.dtype)):
+                found = functools.partial(_scaled, ids=ids, scale=scale)
+                if all(agree(functools.partial(own, training=mode), found, weight.float()) for mode in MODES):
+                    return EmbeddingForm(scale)
     return "it is not an embedding times a scale"
+
+
+def _scaled(weight: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
+    return weight[ids] * scale
 
 
 @functools.cache
@@ -81,9 +95,11 @@ class EmbeddingPatch(Patch):
             return None
         return set_on_instance(module) or _recognise(module)
 
-    def declines(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> str | None:
+    def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
         if len(args) != 1 or kwargs:
-            return "it is given more than ids"
+            return "it is given something else than ids"
+        if reason := _asks_for_more(module):
+            return reason
         ids = args[0]
         if type(ids) not in PLAIN or ids.dtype not in _IDS:
             return "its ids are no plain int64 or int32 tensor"
@@ -97,5 +113,5 @@ class EmbeddingPatch(Patch):
     def sizes(self, module: nn.Embedding, form: EmbeddingForm) -> tuple[torch.dtype, tuple[int, ...]]:
         return module.weight.dtype, (module.num_embeddings, module.embedding_dim)
 
-    def tokens(self, *args: Any) -> int:
-        return args[1].numel() if isinstance(args[1], torch.Tensor) else 0
+    def tokens(self, *args: Any, **kwargs: Any) -> int:
+        return next((t.numel() for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), 0)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from .._opaque import opaque
 from ..ops._head_slices import unshared
@@ -101,6 +102,8 @@ class LmHeadPatch(Patch):
             return None
         if len(args) != 1 or kwargs:
             return "it is given more than hidden states"
+        if is_parametrized(module):
+            return "its weight is computed anew whenever it is read (a parametrization)"
         hidden, weight, bias = args[0], module.weight, module.bias
         if not (may_promise(module) and any(t is not None and t.requires_grad for t in (hidden, weight, bias))):
             return QUIET
@@ -113,8 +116,6 @@ class LmHeadPatch(Patch):
                 return reason
         if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
             return f"hidden states of {hidden.dtype} for a weight of {weight.dtype}"
-        if torch._C._are_functorch_transforms_active():
-            return "a transform of torch.func is active"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values(),
                  *module._backward_pre_hooks.values()]  # fmt: skip
         # What shards a module may hook it: then it is called around the use of its logits, too.

@@ -13,6 +13,7 @@ Each row goes through such an MLP by itself, so it may also run over slices of i
 somebody asks for that.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..ops._checks import FLOATS
 from ..ops._gates import JOINED
+from ..ops._host import autocasts
 from ..ops._slices import in_slices
-from ..ops.swiglu import swiglu, swiglu_linear
+from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference
+from ._agreement import MODES, agree, repeatable
 from ._call import CallSettings
 from ._classes import has_hooks, original_class
 from ._gates import GateForm, gate_form, gate_of, joined_gate_form, numbers_of
@@ -33,7 +37,7 @@ from ._undo import Undo
 
 __all__ = ["GatedMlpPatch", "is_bare_linear"]
 
-_ROWS, _COLS = 2, 8
+_ROWS, _COLS = (2, 3), 8
 
 
 @dataclass(frozen=True)
@@ -120,25 +124,41 @@ def _known_by_name(names: list[str]) -> bool:
     return {"gate_proj", "up_proj", "down_proj"} <= set(names)
 
 
-def _reached(module: Any, projections: list[str], constants: tuple[torch.Tensor, ...]) -> tuple[list[str], Any]:
-    """The projections in the order of their calls, and what reaches the last one when the others return constants."""
+class _Otherwise(Exception):
+    """A projection that is given something else than the MLP's input."""
+
+
+def _reached(
+    module: Any, projections: list[str], constants: tuple[torch.Tensor, ...], training: bool
+) -> tuple[list[str], Any]:
+    """The projections in the order of their calls, and what reaches the last one when the others return constants.
+
+    Raises:
+        _Otherwise: if the others are given something else than what the MLP was given.
+    """
     calls: list[str] = []
+    x = torch.linspace(-2, 3, _COLS, dtype=constants[0].dtype, device="cpu").expand(*_ROWS, _COLS)
 
     def stand_in(name: str) -> Callable[[Any], Any]:
-        def forward(x: Any) -> Any:
+        def forward(given: Any) -> Any:
             calls.append(name)
-            return x if len(calls) == len(projections) else constants[len(calls) - 1]
+            if len(calls) == len(projections):
+                return given
+            if given is not x:
+                raise _Otherwise
+            return constants[len(calls) - 1]
 
         return forward
 
     undo = Undo()
     try:
+        for part in module.modules():
+            undo.set_attribute(part, "training", training)
         for name in projections:
             child = module._modules[name]
             undo.silence(child)
             undo.set_attribute(child, "forward", stand_in(name))
-        with torch.no_grad(), torch.device("cpu"):
-            x = torch.zeros(_ROWS, _COLS, dtype=constants[0].dtype)
+        with torch.device("cpu"), repeatable():
             return calls, original_class(module).forward(module, x)
     finally:
         undo.restore()
@@ -148,21 +168,24 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
     if any(isinstance(leaf := module._modules[name], nn.Dropout) and leaf.p > 0 for name in leaves):
         return "it drops out"
     types = tuple((name, original_class(module._modules[name])) for name in leaves)  # type: ignore[arg-type]
-    probe = torch.ones(_ROWS, 2 * _COLS, device="cpu", dtype=torch.float32)
+    probe = torch.ones(*_ROWS, 2 * _COLS, device="cpu", dtype=torch.float32)
     try:
-        calls, out = _reached(module, projections, (probe, probe))
+        with torch.no_grad():
+            calls, out = _reached(module, projections, (probe, probe), module.training)
+    except _Otherwise:
+        return "its projections are given something else than its input"
     except PROBE_ERRORS as error:
         return f"its forward cannot be probed ({type(error).__name__})"
     if sorted(calls) != sorted(projections) or not isinstance(out, torch.Tensor):
         return "its forward does not call each of its projections once"
 
-    def reaches(*constants: torch.Tensor) -> Any:
-        return _reached(module, projections, constants)[1]
+    def reaches(*constants: torch.Tensor, training: bool = module.training) -> Any:
+        return _reached(module, projections, constants, training)[1]
 
     known = [(gate, leaf) for name in leaves if (leaf := module._modules[name]) and (gate := gate_of(leaf)) is not None]
     for gate, up, swapped, function, joined in _ways(calls, reaches):
         product = _product(function, joined, known, numbers_of(module))
-        if product is not None:
+        if product is not None and _agrees(function, product):
             return MlpForm(gate, up, calls[-1], swapped, types, product)
     return "it does not compute down(act(gate(x)) * up(x)) with an act that swiglu knows"
 
@@ -172,10 +195,10 @@ def _ways(calls: list[str], reaches: Callable[..., Any]) -> Iterator[tuple[str, 
     first, second = calls[0], calls[1]
     if len(calls) == 2:
         yield first, first, False, reaches, True
-        yield first, first, True, lambda gate, up: reaches(torch.cat((up, gate), -1)), False
+        yield first, first, True, lambda gate, up, **mode: reaches(torch.cat((up, gate), -1), **mode), False
     else:
         yield first, second, False, reaches, False
-        yield second, first, False, lambda gate, up: reaches(up, gate), False
+        yield second, first, False, lambda gate, up, **mode: reaches(up, gate, **mode), False
 
 
 def _product(
@@ -189,17 +212,31 @@ def _product(
     return joined_gate_form(function, numbers) if joined else gate_form(function, numbers)
 
 
-def _is_product(function: Callable[..., Any], layout: str | None, leaf: nn.Module, dtype: torch.dtype) -> bool:
+def _agrees(function: Callable[..., Any], product: GateForm) -> bool:
+    def reference(*given: torch.Tensor) -> torch.Tensor:
+        return swiglu_reference(*given, **product.options)
+
+    given = _probes(torch.float32, product.joined)
+    return all(agree(functools.partial(function, training=mode), reference, *given) for mode in MODES)
+
+
+def _probes(dtype: torch.dtype, layout: str | None) -> tuple[torch.Tensor, ...]:
+    """Gate and up, or both in one tensor."""
     generator = torch.Generator("cpu").manual_seed(0)
-    width = _COLS if layout is None else 2 * _COLS
-    first, second = (
-        (3 * torch.randn(_ROWS, width, generator=generator, dtype=torch.float32, device="cpu")).to(dtype)
-        for _ in range(2)
-    )
-    gate, up = (first, second) if layout is None else gate_and_up(first, layout)
+    shape = (*_ROWS, _COLS if layout is None else 2 * _COLS)
+    given: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    # Some rows are large: a clamp, as some code has for fp16, is to show.
+    sizes = torch.tensor([1, 3, 3, 6, 300, 1e5], **given).view(*_ROWS, 1)
+    count = 2 if layout is None else 1
+    return tuple((sizes * torch.randn(shape, generator=generator, **given)).to(dtype) for _ in range(count))
+
+
+def _is_product(function: Callable[..., Any], layout: str | None, leaf: nn.Module, dtype: torch.dtype) -> bool:
+    given = _probes(dtype, layout)
+    gate, up = given if layout is None else gate_and_up(given[0], layout)
     try:
         with torch.no_grad():
-            out = function(first) if layout is not None else function(first, second)
+            out = function(*given)
             return isinstance(out, torch.Tensor) and torch.equal(out, leaf(gate) * up)
     except PROBE_ERRORS:
         return False
@@ -211,6 +248,14 @@ def gate_and_up(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
         return both[..., ::2], both[..., 1::2]
     gate, up = both.chunk(2, dim=-1)
     return gate, up
+
+
+def _is_cast_for(down: Any, gate: torch.Tensor) -> bool:
+    """Whether a model has to cast what it gives to the last projection, as T5 does, which keeps that one in fp32."""
+    weight = down._parameters.get("weight")
+    if weight is None and hasattr(down, "base_layer"):  # adapters are around it
+        weight = down.base_layer._parameters.get("weight")
+    return weight is not None and weight.dtype is not gate.dtype and weight.dtype in FLOATS and not autocasts(gate)
 
 
 def _no_slices(module: nn.Module) -> str | None:
@@ -293,6 +338,8 @@ class GatedMlpPatch(Patch):
             up, gate = gate.chunk(2, dim=-1)
         if no_float(gate) or (up is not None and (type(up) not in PLAIN or up.dtype != gate.dtype)):
             return Late("its projections return no plain tensors of one dtype")
+        if _is_cast_for(down, gate):
+            return Late("its last projection is of another dtype than the others")
         options = {**form.product.options, "backend": site.backend}
         if not is_bare_linear(down):
             return down(swiglu(gate, up, **options))

@@ -2,16 +2,17 @@
 
 A candidate has no submodules, and of parameters at most a vector `weight` and a vector `bias`. Its forward is run on a
 few random rows, with random weights, in fp32 and bf16 on the CPU, and compared bit for bit with every form of the
-norms' references: RMSNorm, layer norm, RMSNorm with a gate or in groups. The form that equals it in both dtypes is what
-the module computes; where none does, it is left alone.
+norms' references: RMSNorm, layer norm, RMSNorm with a gate or in groups. The form that equals it in both dtypes, and
+agrees with it in training, in evaluation and in its gradients, is what the module computes; where none does, it is left
+alone.
 """
 
 import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,38 +25,56 @@ from ..ops.gated_rms_norm import CASTINGS as GATED_CASTINGS
 from ..ops.gated_rms_norm import ORDERS, gated_rms_norm_reference
 from ..ops.layer_norm import layer_norm_reference
 from ..ops.rms_norm import rms_norm_reference
-from ._classes import original_class
-from ._patch import PROBE_ERRORS
+from ._agreement import MODES, agree, repeatable
+from ._classes import has_hooks, original_class
+from ._patch import PROBE_ERRORS, no_plain
 
 __all__ = [
     "Form",
     "GatedNormForm",
     "LayerNormForm",
     "NormForm",
+    "changed",
+    "exchanged",
     "forms_of",
     "full_shape",
     "is_candidate",
     "is_gated",
     "norms_of",
+    "of_other_dtypes",
     "recognise_norm",
 ]
 
-_ROWS = 4
+# In three dimensions, as in a model: a norm of the second one is another thing there.
+_ROWS = (2, 3)
 # Where a module has no weight, its width does not matter, unless it says it.
 _WIDTH_WITHOUT_WEIGHT = 64
 # Of modules that have none among their attributes, as Olmo's.
 _EPS_WITHOUT_NAME = 1e-5
 _CPU = torch.device("cpu")
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class NormForm:
-    """What an RMSNorm module computes: the arguments of `ops.rms_norm`."""
+    """What an RMSNorm module computes: the arguments of `ops.rms_norm`.
+
+    Attributes, as in the other forms:
+        one_dtype: it holds where parameters have the dtype of what is normed; otherwise the module does something else.
+        eps_at: the module's attribute that has epsilon; None: there is none.
+    """
 
     eps: float
     offset: float
     casting: str
     weighted: bool
+    one_dtype: bool = False
+    eps_at: str | None = field(default=None, compare=False)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that the op is given."""
+        return ("weight",) if self.weighted else ()
 
     def __str__(self) -> str:
         return f"casting={self.casting}, offset={self.offset:g}, eps={self.eps:g}" + (
@@ -81,6 +100,13 @@ class LayerNormForm:
     weighted: bool
     biased: bool
     fused: bool
+    one_dtype: bool = False
+    eps_at: str | None = field(default=None, compare=False)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that the op is given."""
+        return tuple(name for name, has in (("weight", self.weighted), ("bias", self.biased)) if has)
 
     def __str__(self) -> str:
         lacks = [name for name, has in (("weight", self.weighted), ("bias", self.biased)) if not has]
@@ -108,6 +134,9 @@ class GatedNormForm:
     groups: int
     gated: bool
     needs_gate: bool
+    one_dtype: bool = False
+    eps_at: str | None = field(default=None, compare=False)
+    parameters: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __str__(self) -> str:
         gate = f"{self.order}, {self.activation}, " if self.gated else ""
@@ -163,11 +192,30 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)[1:]
 
 
-def _epsilons(module: nn.Module) -> list[float]:
-    """Every small positive float among the module's attributes: one of them is its epsilon."""
-    found = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-1}
+def _epsilons(module: nn.Module) -> dict[str, float]:
+    """Every small positive float among the module's attributes, by name: one of them is its epsilon."""
     # torch.nn.RMSNorm(eps=None) takes the input dtype's machine epsilon: not one number, so not a form of ours.
-    return sorted(found)
+    return {name: v for name, v in vars(module).items() if isinstance(v, float) and 0 < v < 1e-1}
+
+
+def changed(module: nn.Module, form: Form) -> str | None:
+    """What has become of a norm since it was recognised that leaves its form untrue, or None."""
+    return "its epsilon has been changed" if form.eps_at and vars(module).get(form.eps_at) != form.eps else None
+
+
+def of_other_dtypes(module: nn.Module, form: Form, *given: torch.Tensor) -> str | None:
+    """Why a form does not hold for the dtypes of a call, or None."""
+    parameters = (module._parameters[name] for name in form.parameters)
+    if form.one_dtype and len({t.dtype for t in (*given, *parameters) if t is not None}) > 1:
+        return "parameters of another dtype than what is normed"
+    return None
+
+
+def exchanged(norm: nn.Module, kind: type[nn.Module], form: Form) -> str | None:
+    """Why a norm has to be called itself, where it stands in the forward of another module, or None."""
+    if has_hooks(norm) or "forward" in norm.__dict__ or original_class(norm) is not kind:
+        return "a norm has hooks, or has been exchanged"
+    return no_plain(norm, *form.parameters) or changed(norm, form)
 
 
 def _groups(module: nn.Module, width: int) -> list[int]:
@@ -176,13 +224,13 @@ def _groups(module: nn.Module, width: int) -> list[int]:
     return [1, *sorted({n for size in sizes for n in (size, width // size)} - {1})]
 
 
-def _twin(module: nn.Module, dtype: torch.dtype, parameters: dict[str, torch.Tensor]) -> nn.Module:
+def _twin(module: nn.Module, parameters: dict[str, torch.Tensor], training: bool) -> nn.Module:
     """The module with other parameters, on the CPU, as a copy: works for meta and sharded modules too."""
     twin = copy.copy(module)
     twin.__class__ = original_class(module)
-    given: dict[str, Any] = dict.fromkeys(module._parameters)
-    given |= {name: nn.Parameter(value.to(dtype), requires_grad=False) for name, value in parameters.items()}
-    twin.__dict__ = {**module.__dict__, "_parameters": given, "_forward_hooks": {}, "_forward_pre_hooks": {}}
+    given = {**dict.fromkeys(module._parameters), **parameters}
+    hooks: dict[str, Any] = {"_forward_hooks": {}, "_forward_pre_hooks": {}}
+    twin.__dict__ = {**module.__dict__, **hooks, "_parameters": given, "training": training}
     twin.__dict__.pop("forward", None)
     return twin
 
@@ -192,7 +240,7 @@ def _rms_norms(module: nn.Module, names: list[str], width: int) -> Iterator[tupl
         return lambda x, w=None: rms_norm_reference(x, w, form.eps, offset=form.offset, casting=form.casting)
 
     offsets = (0.0, 1.0) if names else (0.0,)
-    for eps, offset, casting in itertools.product(_epsilons(module), offsets, CASTINGS):
+    for eps, offset, casting in itertools.product(_epsilons(module).values(), offsets, CASTINGS):
         form = NormForm(eps, offset, casting, bool(names))
         yield form, reference(form)
 
@@ -214,7 +262,7 @@ def _layer_norms(module: nn.Module, names: list[str], width: int) -> Iterator[tu
         return lambda x, *given: fused(form)(x.float(), *(p.float() for p in given)).to(x.dtype)
 
     offsets = (0.0, 1.0) if names else (0.0,)
-    for eps, offset in itertools.product(_epsilons(module) or [_EPS_WITHOUT_NAME], offsets):
+    for eps, offset in itertools.product(_epsilons(module).values() or [_EPS_WITHOUT_NAME], offsets):
         for way in (eager, fused, fused_in_fp32):
             form = LayerNormForm(eps, offset, "weight" in names, "bias" in names, way is not eager)
             yield form, way(form)
@@ -226,7 +274,7 @@ def _grouped_norms(module: nn.Module, names: list[str], width: int) -> Iterator[
 
     if names != ["weight"]:
         return
-    ways = itertools.product(_epsilons(module), (0.0, 1.0), GATED_CASTINGS, _groups(module, width)[1:])
+    ways = itertools.product(_epsilons(module).values(), (0.0, 1.0), GATED_CASTINGS, _groups(module, width)[1:])
     for eps, offset, casting, groups in ways:
         form = GatedNormForm(eps, offset, ORDERS[0], ACTIVATIONS[0], casting, groups, False, False)
         yield form, reference(form)
@@ -240,25 +288,53 @@ def _gated_norms(module: nn.Module, names: list[str], width: int) -> Iterator[tu
         return
     groups = _groups(module, width)
     for eps, order, activation, casting, n in itertools.product(
-        _epsilons(module), ORDERS, ACTIVATIONS, GATED_CASTINGS, groups
+        _epsilons(module).values(), ORDERS, ACTIVATIONS, GATED_CASTINGS, groups
     ):
         form = GatedNormForm(eps, 0.0, order, activation, casting, n, True, True)
         yield form, reference(form)
 
 
-def recognise_norm(module: nn.Module) -> Form | str:
-    """What a candidate computes, or why it is left alone."""
+Known = dict[Any, "Form | str"]
+"""What modules compute, by all that they have but the numbers in their parameters: layers repeat each other."""
+
+
+def recognise_norm(module: nn.Module, known: Known | None = None) -> Form | str:
+    """What a candidate computes, or why it is left alone; `known`: what was found before, which is added to."""
+    looks = None if known is None else _looks(module)
+    if known is None or looks is None:
+        return _recognise(module)
+    if looks not in known:
+        known[looks] = _recognise(module)
+    return known[looks]
+
+
+def _looks(module: nn.Module) -> Any:
+    """All that a leaf has but the numbers in its parameters; None where that may be anything."""
+    own = [(name, type(v), v) for name, v in vars(module).items() if name not in _OF_EVERY_MODULE]
+    if any(not isinstance(v, int | float | str | None) for _, _, v in own):
+        return None
+    kind: Any = original_class(module)
+    shapes = [(name, full_shape(p)) for name, p in module._parameters.items() if p is not None]
+    return kind, kind.forward, module.training, tuple(shapes), tuple(own)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _recognise(module: nn.Module) -> Form | str:
     parameters = dict(module.named_parameters())
     names = list(parameters)
     width = full_shape(parameters["weight"])[0] if names else _own_width(module)
     # Dtype and device by name: a default device or dtype of the user's is nothing to a probe.
     generator = torch.Generator("cpu").manual_seed(0)
     given: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": _CPU}
-    # Small enough that epsilon counts, and a weight far from 0 and 1 so that offsets show.
-    x = 0.01 * torch.randn(_ROWS, width, **given)
+    # Small enough that epsilon counts, but for two rows where a clamp shows; and a weight far from 0 and 1, so that
+    # offsets show.
+    sizes = torch.tensor([0.01, 0.01, 0.01, 0.01, 1.0, 1e4], dtype=torch.float32, device=_CPU)
+    x = sizes.view(*_ROWS, 1) * torch.randn(*_ROWS, width, **given)
     values = {name: torch.rand(width, **given) + 0.25 for name in names}
     if is_gated(module):
-        gate = 2 * torch.randn(_ROWS, width, **given)
+        gate = 2 * torch.randn(*_ROWS, width, **given)
         found = _equal_forms(module, (_gated_norms,), width, x, values, gate)
         if isinstance(found, GatedNormForm):
             return _without_gate(module, found, x, values)
@@ -283,37 +359,75 @@ def _equal_forms(
     values: dict[str, torch.Tensor],
     *gate: torch.Tensor,
 ) -> Form | str | None:
-    """The first form that has the module's bits in both dtypes; None where none has; why it cannot be run."""
-    forms = [way for kind in kinds for way in kind(module, list(values), width)]
-    for dtype in (torch.float32, torch.bfloat16):
-        inputs = [t.to(dtype) for t in (x, *gate)]
+    """The first form that is what the module computes; None where none is; why it cannot be run."""
+    names, inputs = list(values), (x, *values.values(), *gate)
+    forms = [way for kind in kinds for way in kind(module, names, width)]
+    own = _own(module, names, module.training)
+    for dtype in _DTYPES:
+        given = [t.to(dtype) for t in inputs]
         try:
-            with torch.no_grad(), torch.device("cpu"):
-                expected = _twin(module, dtype, values)(*inputs)
+            with torch.no_grad(), torch.device("cpu"), repeatable():
+                expected = own(*given)
         except PROBE_ERRORS as error:
             return f"its forward does not take one tensor{' and a gate' if gate else ''} ({type(error).__name__})"
         if not isinstance(expected, torch.Tensor):
             return "its forward does not return one tensor"
-        own = [value.to(dtype) for value in values.values()]
-        forms = [(f, run) for f, run in forms if torch.equal(expected, run(inputs[0], *own, *inputs[1:]))]
-    return forms[0][0] if forms else None
+        forms = [(f, run) for f, run in forms if _same(expected, run(*given))]
+    forms = [(f, run) for f, run in forms if _agrees(module, names, run, *inputs)]
+    if not forms:
+        return None
+    # Forms that are the same in one dtype may differ where there are two.
+    mixed = (form for form, run in forms if _holds_mixed(own, run, inputs, len(names)))
+    found = next(mixed, None) or replace(forms[0][0], one_dtype=True)
+    return replace(found, eps_at=next((name for name, v in _epsilons(module).items() if v == found.eps), None))
+
+
+def _holds_mixed(
+    own: Callable[..., Any], run: Callable[..., Any], inputs: tuple[torch.Tensor, ...], parameters: int
+) -> bool:
+    """Whether a form holds whatever dtypes what is normed, the parameters and the gate have."""
+    for of_x, of_parameters, of_gate in itertools.product(_DTYPES, repeat=3):
+        dtypes = [of_x, *(of_parameters if i < parameters else of_gate for i in range(len(inputs) - 1))]
+        given = [t.to(dtype) for t, dtype in zip(inputs, dtypes, strict=True)]
+        try:
+            with torch.no_grad(), torch.device("cpu"), repeatable():
+                if len(set(dtypes)) > 1 and not _same(own(*given), run(*given)):
+                    return False
+        except PROBE_ERRORS:
+            return False
+    return True
+
+
+def _own(module: nn.Module, names: list[str], training: bool) -> Callable[..., Any]:
+    """The module as a function of its input, its parameters and its gate."""
+
+    def own(x: torch.Tensor, *given: torch.Tensor) -> Any:
+        count = len(names)
+        return _twin(module, dict(zip(names, given, strict=False)), training)(x, *given[count:])
+
+    return own
+
+
+def _agrees(module: nn.Module, names: list[str], run: Callable[..., Any], *inputs: torch.Tensor) -> bool:
+    with repeatable():
+        return all(agree(_own(module, names, training), run, *inputs) for training in MODES)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _without_gate(
     module: nn.Module, form: GatedNormForm, x: torch.Tensor, values: dict[str, torch.Tensor]
 ) -> GatedNormForm:
     """Whether the same form holds where no gate is given."""
-    alone = GatedNormForm(**{**vars(form), "needs_gate": False})
-    for dtype in (torch.float32, torch.bfloat16):
-        w = values["weight"].to(dtype)
-        try:
-            with torch.no_grad(), torch.device("cpu"):
-                expected = _twin(module, dtype, values)(x.to(dtype))
-        except PROBE_ERRORS:
-            return form
-        if not torch.equal(expected, gated_rms_norm_reference(x.to(dtype), None, w, form.eps, **form.options)):
-            return form
-    return alone
+    alone = replace(form, needs_gate=False)
+
+    def reference(form: GatedNormForm) -> Any:
+        return lambda x, w: gated_rms_norm_reference(x, None, w, form.eps, **form.options)
+
+    found = _equal_forms(module, (lambda module, names, width: iter([(alone, reference(alone))]),), 0, x, values)
+    return alone if found == alone else form
 
 
 def norms_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -325,6 +439,7 @@ def norms_of(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def forms_of(norms: dict[str, nn.Module]) -> dict[str, NormForm]:
+def forms_of(norms: dict[str, nn.Module], known: Known | None = None) -> dict[str, NormForm]:
     """What is recognised of them as RMSNorm."""
-    return {name: form for name, child in norms.items() if isinstance(form := recognise_norm(child), NormForm)}
+    found = {name: recognise_norm(child, known) for name, child in norms.items()}
+    return {name: form for name, form in found.items() if isinstance(form, NormForm)}

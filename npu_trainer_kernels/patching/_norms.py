@@ -13,9 +13,11 @@ from ._norm_forms import (
     GatedNormForm,
     LayerNormForm,
     NormForm,
+    changed,
     full_shape,
     is_candidate,
     is_gated,
+    of_other_dtypes,
     recognise_norm,
 )
 from ._parallel import plain_inside, serve_inside
@@ -42,18 +44,20 @@ class _NormPatch(Patch):
         if not home and not is_candidate(module):
             return None
         aside = None if plain_inside(module) else set_on_instance(module)
-        found = aside or recognise_norm(module)
+        found = aside or recognise_norm(module, scene.norms)
         if isinstance(found, str):
             return found if home else None
         return found if isinstance(found, self.form) else None
 
     def declines(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> str | None:
         if len(args) != 1 or kwargs:
-            return "more than one tensor is given"
+            return "it is given something else than one tensor"
         return self._declines(site, module, args[0])
 
     def _declines(self, site: Site, module: nn.Module, x: Any) -> str | None:
-        reason = no_float(x) or no_plain(module, *(name for name in ("weight", "bias") if name in module._parameters))
+        form = site.form
+        reason = no_float(x) or no_plain(module, *form.parameters) or changed(module, form)
+        reason = reason or of_other_dtypes(module, form, x)
         if reason is None and keeps_own_code(self.op, x, site.backend):
             return QUIET
         return reason
@@ -105,13 +109,9 @@ class LayerNormPatch(_NormPatch):
         return backends.keeps_plain(self.op, scene.where, scene.backend, fused=form.fused)
 
     def _declines(self, site: Site, module: nn.Module, x: Any) -> str | None:
-        reason = super()._declines(site, module, x)
-        if reason is None and site.form.fused:
-            if autocasts(x):
-                return "autocast runs torch.nn.functional.layer_norm in float32"
-            if any(p is not None and p.dtype != x.dtype for p in module._parameters.values()):
-                return "parameters of another dtype than what is normed"
-        return reason
+        if site.form.fused and no_float(x) is None and autocasts(x):
+            return "autocast runs torch.nn.functional.layer_norm in float32"
+        return super()._declines(site, module, x)
 
 
 class GatedRmsNormPatch(_NormPatch):
@@ -132,7 +132,7 @@ class GatedRmsNormPatch(_NormPatch):
         x, gate = args[0], _gate(args, kwargs)
         if gate is None:
             return "no gate is given" if form.needs_gate else self._declines(site, module, x)
-        reason = self._declines(site, module, x) or no_float(gate)
+        reason = self._declines(site, module, x) or no_float(gate) or of_other_dtypes(module, form, x, gate)
         return "x and gate of two shapes" if reason is None and gate.shape != x.shape else reason
 
     def run(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -196,7 +196,7 @@ class PaddingPatch(Patch):
     def detail(self, site: Site) -> str:
         return str(site.form)
 
-    def tokens(self, *args: Any) -> int:
+    def tokens(self, *args: Any, **kwargs: Any) -> int:
         return 0
 
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:

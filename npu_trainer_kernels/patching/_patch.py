@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from .. import backends
 from ..ops._checks import FLOATS
@@ -36,6 +37,7 @@ __all__ = [
     "Scene",
     "Site",
     "guarded",
+    "is_transformed",
     "keeps_own_code",
     "no_float",
     "no_plain",
@@ -77,6 +79,7 @@ class Scene:
         dtype: of its parameters.
         backend: the override of the choice of backends, or None.
         tiled_mlp: the most tokens that a gated MLP is to compute at once; 0: any number.
+        norms: what norms were found to compute (`_norm_forms`).
     """
 
     model: nn.Module
@@ -85,6 +88,7 @@ class Scene:
     dtype: torch.dtype
     backend: str | None
     tiled_mlp: int = 0
+    norms: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @functools.cached_property
     def checkpoints(self) -> bool:
@@ -138,6 +142,15 @@ class Site:
         return self.otherwise_own
 
 
+def is_transformed() -> bool:
+    """Whether a call is part of a transform of torch.func, or of a derivative in forward mode: autograd's functions,
+    which ops are made of, have none."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+_TRANSFORM = "a transform of torch.func, or a derivative in forward mode"
+
+
 def guarded(
     site: Site,
     declines: Callable[..., str | None],
@@ -153,9 +166,9 @@ def guarded(
         if torch.compiler.is_compiling():
             # Kernels are no part of compiled graphs. A count that is guarded on would compile anew at every call.
             return own(*args, **kwargs)
-        if site.switches and site.prefers_own(tokens(*args)):
+        if site.switches and site.prefers_own(tokens(*args, **kwargs)):
             return own(*args, **kwargs)
-        reason = declines(*args, **kwargs)
+        reason = _TRANSFORM if is_transformed() else declines(*args, **kwargs)
         if reason is None:
             result = run(*args, **kwargs)
             if type(result) is not Late:
@@ -217,10 +230,10 @@ class Patch:
         """Whether the report is to say in short, too, that all modules keep their own code on a device."""
         return False
 
-    def tokens(self, *args: Any) -> int:
-        """How many tokens a call has (of a module: the rows of its first argument)."""
-        x = args[1]
-        return x.numel() // x.shape[-1] if isinstance(x, torch.Tensor) and x.dim() else 0
+    def tokens(self, *args: Any, **kwargs: Any) -> int:
+        """How many tokens a call has (of a module: the rows of its first tensor)."""
+        x = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
+        return x.numel() // x.shape[-1] if x is not None and x.dim() else 0
 
     def served_by(self, site: Site, scene: Scene) -> tuple[str, str]:
         """The backend for a site, and why if that is not the op's own reason."""

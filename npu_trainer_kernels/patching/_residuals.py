@@ -19,9 +19,9 @@ from torch import nn
 
 from ..ops._checks import is_number
 from ..ops.add_rms_norm import add_rms_norm
-from ._classes import has_hooks, original_class, subclass_with_forward
-from ._norm_forms import NormForm, forms_of, norms_of
-from ._patch import QUIET, Patch, Scene, Site, guarded, keeps_own_code, no_float, no_plain, set_on_instance
+from ._classes import original_class, subclass_with_forward
+from ._norm_forms import NormForm, exchanged, forms_of, norms_of, of_other_dtypes
+from ._patch import QUIET, Patch, Scene, Site, guarded, keeps_own_code, no_float, set_on_instance
 from ._source import called_on_self, plain_forward, rewritten, source_of
 
 __all__ = ["AddRmsNormPatch"]
@@ -144,7 +144,7 @@ class AddRmsNormPatch(Patch):
             return None
         if all(isinstance(child, nn.Linear) or child in norms.values() for child in module.children()):
             return None
-        forms = forms_of(norms)
+        forms = forms_of(norms, scene.norms)
         if not forms:
             return None
         reason = set_on_instance(module)
@@ -162,12 +162,9 @@ class AddRmsNormPatch(Patch):
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
         norm, (name, first, second, *multiplier) = module, args
         cls, form = site.form.by_name[name]
-        if has_hooks(norm) or "forward" in norm.__dict__ or original_class(norm) is not cls:
-            return "a norm has hooks, or has been exchanged"
-        reason = no_float(first) or no_float(second)
-        if reason is None and form.weighted:
-            reason = no_plain(norm, "weight")
-        if multiplier and not is_number(multiplier[0]):
+        reason = exchanged(norm, cls, form) or no_float(first) or no_float(second)
+        reason = reason or of_other_dtypes(norm, form, first, second)
+        if reason is None and multiplier and not is_number(multiplier[0]):
             return "what the hidden states are multiplied by is no finite number"
         if reason is None and (first.shape != second.shape or not (first.is_contiguous() and second.is_contiguous())):
             # The sum's layout is that of its first term, and models view it.
@@ -189,7 +186,7 @@ class AddRmsNormPatch(Patch):
         weight: Any = module._modules[form.norms[0][0]]._parameters.get("weight")  # type: ignore[union-attr]
         return None if weight is None else (weight.dtype, tuple(getattr(weight, "ds_shape", weight.shape)))
 
-    def tokens(self, *args: Any) -> int:
+    def tokens(self, *args: Any, **kwargs: Any) -> int:
         return args[2].numel() // args[2].shape[-1]
 
     def patched_class(self, site: Site) -> type[nn.Module]:

@@ -21,10 +21,10 @@ from torch import nn
 
 from ..ops._checks import FLOATS
 from ..ops.linear_rms_norm import linear_rms_norm
-from ._classes import has_hooks, original_class, subclass_with_forward
+from ._classes import original_class, subclass_with_forward
 from ._mlps import is_bare_linear
-from ._norm_forms import NormForm, forms_of, norms_of
-from ._patch import PLAIN, Late, Patch, Scene, Site, guarded, no_float, set_on_instance
+from ._norm_forms import NormForm, exchanged, forms_of, norms_of
+from ._patch import PLAIN, Late, Patch, Scene, Site, guarded, is_transformed, no_float, set_on_instance
 from ._rotations import RopeForm, rope_form, rotate, rotation_call
 from ._source import called_on_self, plain_forward, rewritten, self_attribute, source_of
 
@@ -42,12 +42,12 @@ class AttentionForm:
 
     forward: types.FunctionType
     rotations: tuple[tuple[str, RopeForm], ...]
-    norms: tuple[tuple[str, NormForm], ...]
+    norms: tuple[tuple[str, type[nn.Module], NormForm], ...]
 
     def __str__(self) -> str:
         parts = [str(form) for _, form in self.rotations if str(form)]
         if self.norms:
-            parts.append(f"no product kept before {', '.join(name for name, _ in self.norms)}")
+            parts.append(f"no product kept before {', '.join(name for name, *_ in self.norms)}")
         return "; ".join(parts)
 
 
@@ -89,22 +89,27 @@ class _NormedProjection(ast.NodeTransformer):
         return ast.copy_location(ast.Call(self_attribute(_PROJECT), arguments, []), node)
 
 
-def _normed_projections(module: nn.Module, function: types.FunctionType) -> tuple[tuple[str, NormForm], ...]:
-    """The norms right after projections in an attention's forward, each with its form."""
-    forms = forms_of(norms_of(module))
+def _normed_projections(
+    module: nn.Module, function: types.FunctionType, scene: Scene
+) -> tuple[tuple[str, type[nn.Module], NormForm], ...]:
+    """The norms right after projections in an attention's forward, each with its class and form."""
+    norms = norms_of(module)
+    forms = forms_of(norms, scene.norms)
     rewrite = _NormedProjection({name for name, form in forms.items() if form.weighted})
     rewrite.visit(ast.parse(source_of(function) or ""))
-    return tuple((name, forms[name]) for name in dict.fromkeys(rewrite.found))
+    return tuple((name, original_class(norms[name]), forms[name]) for name in dict.fromkeys(rewrite.found))
 
 
-def _projecting(forms: dict[str, NormForm], backend: str | None) -> Callable[..., Any]:
+def _projecting(attention: AttentionForm, backend: str | None) -> Callable[..., Any]:
+    norms = {name: (kind, form) for name, kind, form in attention.norms}
+
     def project(norm: Any, name: str, projection: Any, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        plain = no_float(x) is None and not has_hooks(norm) and "forward" not in norm.__dict__
-        plain = plain and torch.is_grad_enabled() and is_bare_linear(projection)
-        if not plain or torch.compiler.is_compiling() or norm.weight.shape[0] != shape[-1]:
+        kind, form = norms[name]
+        plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
+        plain = plain and no_float(x) is None and is_bare_linear(projection) and exchanged(norm, kind, form) is None
+        if not plain or form.one_dtype or norm.weight.shape[0] != shape[-1]:
             normed: torch.Tensor = norm(projection(x).view(shape))
             return normed
-        form = forms[name]
         return linear_rms_norm(
             x, projection.weight, norm.weight, projection.bias, form.eps, offset=form.offset, casting=form.casting,
             backend=backend,
@@ -133,7 +138,7 @@ class RopePatch(Patch):
         forms = {name: form for name, each in functions.items() if (form := rope_form(each)) is not None}
         if not forms:
             return f"its {', '.join(functions)} is not a rotation that rope knows"
-        norms = _normed_projections(module, function) if scene.checkpoints and "rms_norm" in scene.ops else ()
+        norms = _normed_projections(module, function, scene) if scene.checkpoints and "rms_norm" in scene.ops else ()
         return AttentionForm(function, tuple(forms.items()), norms)
 
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
@@ -149,11 +154,7 @@ class RopePatch(Patch):
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: RopeForm = module
         call = rotation_call(form, args, kwargs)
-        return (
-            Late("other arguments, or other shapes, than its form has")
-            if call is None
-            else rotate(form, call, site.backend)
-        )
+        return _OTHER if call is None else rotate(form, call, site.backend)
 
     def sizes(self, module: Any, form: AttentionForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
         config = getattr(module, "config", None)
@@ -163,18 +164,18 @@ class RopePatch(Patch):
         sizes = tuple(size for size in found if type(size) is int)
         return None if dtype is None or len(sizes) < len(found) else (dtype, sizes)
 
-    def tokens(self, *args: Any) -> int:
-        q = args[0]
-        return q.numel() // (q.shape[1] * q.shape[-1]) if isinstance(q, torch.Tensor) and q.dim() == 4 else 0
+    def tokens(self, *args: Any, **kwargs: Any) -> int:
+        q = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
+        return q.numel() // (q.shape[1] * q.shape[-1]) if q is not None and q.dim() == 4 else 0
 
     def patched_class(self, site: Site) -> type[nn.Module]:
         bind = functools.partial
         attention: AttentionForm = site.form
-        helpers = [(_PROJECT, _projecting(dict(attention.norms), site.backend))]
+        helpers = [(_PROJECT, _projecting(attention, site.backend))]
         for name, form in attention.rotations:
             own = attention.forward.__globals__[name]
             guard, run = bind(self.declines, site, form), bind(self.run, site, form)
             helpers.append((_helper(name), guarded(site, guard, run, own, self.tokens)))
         rotation = _OtherRotation({name for name, _ in attention.rotations})
-        projection = _NormedProjection({name for name, _ in attention.norms})
+        projection = _NormedProjection({name for name, *_ in attention.norms})
         return subclass_with_forward(site.kind, rewritten(attention.forward, rotation, projection), tuple(helpers))

@@ -8,13 +8,16 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.utils import parametrize, prune
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as partial_rotation
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, handle_of
 from npu_trainer_kernels.patching._rotations import rope_form, rotate, rotation_call
-from tests.models import batch, loss_and_gradients, small_model
+from tests.models import assert_outcome_close, batch, loss_and_gradients, small_model
 
 
 def declined(kernels, op: str) -> dict[str, int]:
@@ -51,6 +54,17 @@ def test_the_report_counts_what_ran():
         assert "6 calls" in str(kernels.report())
 
 
+def test_tokens_are_counted_however_they_are_given():
+    model, ids = small_model("llama"), batch()["input_ids"]
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(5), 0)
+    with apply_npu_kernels(model) as kernels:
+        model(input_ids=ids, attention_mask=mask)
+        model(ids, mask)
+        model(ids)
+        model(inputs_embeds=model.model.embed_tokens(ids), attention_mask=mask)
+        assert (kernels.tokens, kernels.live_tokens) == (4 * 34, 3 * 24 + 34)
+
+
 def test_a_norm_that_is_given_more_than_one_tensor_runs_its_own_code():
     class Scaled(LlamaRMSNorm):
         def forward(self, hidden_states, scale=None):
@@ -62,7 +76,7 @@ def test_a_norm_that_is_given_more_than_one_tensor_runs_its_own_code():
     expected, plain = model(x, scale), model(x)
     with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
         assert torch.equal(model(x, scale), expected)
-        assert declined(kernels, "rms_norm") == {"more than one tensor is given": 1}
+        assert declined(kernels, "rms_norm") == {"it is given something else than one tensor": 1}
         assert torch.equal(model(x), plain)
         assert kernels.report().ran["rms_norm"] == 1
 
@@ -163,6 +177,96 @@ def test_norms_with_another_epsilon_each_have_their_own():
         each.model.layers[1].post_attention_layernorm.variance_epsilon = 0.02
     with apply_npu_kernels(model, ops=["rms_norm", "add_rms_norm"]):
         assert model(**batch()).loss.item() == plain(**batch()).loss.item()
+
+
+def test_an_epsilon_that_is_changed_later_counts():
+    model, plain = small_model("llama"), small_model("llama")
+    with apply_npu_kernels(model, ops=["rms_norm", "add_rms_norm"]) as kernels:
+        for each in (model, plain):
+            each.model.norm.variance_epsilon = 0.3
+            each.model.layers[0].post_attention_layernorm.variance_epsilon = 0.3
+        assert model(**batch()).loss.item() == plain(**batch()).loss.item()
+        for op, calls in (("rms_norm", 2), ("add_rms_norm", 1)):  # the add's norm is called itself
+            assert declined(kernels, op) == {"its epsilon has been changed": calls}
+
+
+def test_an_embedding_that_is_told_to_do_more_later_does_it():
+    model, plain = small_model("llama"), small_model("llama")
+    with apply_npu_kernels(model, ops=["embedding"]) as kernels:
+        for each in (model, plain):
+            each.model.embed_tokens.max_norm = 0.05
+        assert same(loss_and_gradients(model, batch()), loss_and_gradients(plain, batch()))
+        assert list(declined(kernels, "embedding").values()) == [1]
+
+
+class Grows(nn.Module):
+    """A parametrization that is another number at every use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses = 0
+
+    def forward(self, weight):
+        self.uses += 1
+        return weight * (1 + 0.1 * self.uses)
+
+
+CHANGES = {
+    "parametrized": lambda module: parametrize.register_parametrization(module, "weight", Grows()),
+    "pruned": lambda module: prune.l1_unstructured(module, "weight", 0.3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["model.norm", "model.layers.0.post_attention_layernorm", "lm_head"])
+def test_a_weight_that_is_computed_from_another_is_read_as_often_as_the_model_does(name, change):
+    def outcome(model):
+        CHANGES[change](model.get_submodule(name))
+        return loss_and_gradients(model, batch())
+
+    expected, truth = outcome(small_model("llama")), outcome(small_model("llama").double())
+    model = small_model("llama")
+    with apply_npu_kernels(model, ops=PATCHES) as kernels:
+        found = outcome(model)
+    assert_outcome_close(model, found, expected, truth)
+    assert kernels.report().ran["linear_cross_entropy"] == ((name, change) != ("lm_head", "parametrized"))
+
+
+def transformed(model, transform):
+    """A derivative of the model's loss by its norms, by a transform of torch.func or in forward mode."""
+    weights = {name: p.detach() for name, p in model.named_parameters() if "norm" in name}
+    inputs = {**batch(), "use_cache": False}
+
+    def loss_of(given):
+        return functional_call(model, given, (), inputs).loss
+
+    return transform(loss_of, weights)
+
+
+def by_duals(loss_of, weights):
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(w, w) for name, w in weights.items()}
+        return {"loss": forward_ad.unpack_dual(loss_of(duals)).tangent}
+
+
+TRANSFORMS = {
+    "grad": lambda loss_of, weights: grad(loss_of)(weights),
+    "jvp": lambda loss_of, weights: {"loss": jvp(loss_of, (weights,), (weights,))[1]},
+    "forward mode": by_duals,
+    "vmap": lambda loss_of, weights: {"loss": vmap(loss_of)({name: w.expand(2, -1) for name, w in weights.items()})},
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_torch_func_run_the_models_own_code(name):
+    model = small_model("qwen3", attn_implementation="eager")
+    expected = transformed(model, TRANSFORMS[name])
+    model.gradient_checkpointing = True  # as for an attention that keeps no product before its norms
+    with apply_npu_kernels(model, ops=PATCHES) as kernels:
+        found = transformed(model, TRANSFORMS[name])
+        assert set(kernels.report().ran.values()) == {0}
+        assert "a transform of torch.func, or a derivative in forward mode" in declined(kernels, "add_rms_norm")
+    assert same(found.values(), expected.values())
 
 
 def test_a_probe_of_a_foreign_embedding_leaves_it_alone():
