@@ -10,6 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from npu_trainer_kernels.ops import rms_norm, rms_norm_reference
 from tests.closeness import assert_op_close
+from tests.pairs import pairs
 
 # In the interpreter 11 rows are two tiles of four and a tail, 32 columns need no mask, 96 take one row at a time, 128
 # too, folded, 200 and 320 go in blocks of 64, and so do 256 unless they go in two halves.
@@ -48,9 +49,7 @@ def check(inputs, backend, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("shape", "options", "dtype"), pairs(SHAPES, OPTIONS, DTYPES), ids=str)
 def test_matches_reference(device, backend, dtype, shape, options):
     check(make(device, dtype, shape), backend, **options)
 
