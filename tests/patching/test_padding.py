@@ -13,6 +13,7 @@ from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
 from tests.closeness import assert_as_close
 from tests.models import FAMILIES, HAS_TRL_HEAD, SMALL, farthest, in_double, neighbour, small_model
+from tests.pairs import pairs
 
 OP = "varlen_attention"
 _WIDTH = 28
@@ -114,11 +115,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("family", "attention"), CASES)
-def test_a_padded_batch_is_the_models_own(family, attention, dtype, side, shared):
+@pytest.mark.parametrize(
+    ("case", "side", "dtype", "shared"),
+    pairs(CASES, list(SIDES), [torch.float32, torch.bfloat16], [False, True]),
+    ids=str,
+)
+def test_a_padded_batch_is_the_models_own(case, side, dtype, shared):
+    family, attention = case
     model, inputs = made(family, dtype, attention), padded(side, shared)
     live, distinct = live_and_distinct(inputs)
     assert (live > distinct) == shared
