@@ -58,7 +58,8 @@ def test_matches_reference(device, backend, dtype, chunk_rows, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"logit_scale": 0.25}, {"reduction": "sum"}], ids=str)
-@pytest.mark.parametrize("width", [32, 256])
+# Steps of 64 columns and a tail of two; a tail alone; lanes that see nothing.
+@pytest.mark.parametrize("width", [32, 256, 512])
 def test_statistics_and_gradient_in_one_kernel(device, monkeypatch, width, options):
     # What CUDA gets; elsewhere it would not be reached.
     monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, width, 3))
