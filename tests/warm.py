@@ -71,7 +71,7 @@ def _program(name: str, arguments: Sequence[str], environment: Mapping[str, str]
 def _started(
     name: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], folder: Path, output: Path
 ) -> Iterator[list[ForkServerProcess]]:
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     common["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     begin, started = context().Process, []
     for more in environments:
