@@ -90,12 +90,14 @@ def _started(
 def _ended(processes: Sequence[ForkServerProcess], output: Path, timeout: float) -> Ended:
     """When all have, or as soon as one has failed, or the time is over (a status of -9, as of a killed process)."""
     end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], end - time.monotonic())
+    while True:
         found = [process.exitcode for process in processes]
-        if None not in found or any(found):
-            return Ended(next((code for code in found if code), 0), output.read_text(errors="replace"))
-    return Ended(-9, output.read_text(errors="replace"))
+        left = end - time.monotonic()
+        if None not in found or any(found) or left <= 0:
+            status = next((code for code in found if code), 0 if None not in found else -9)
+            return Ended(status, output.read_text(errors="replace") if output.exists() else "")
+        running = [process.sentinel for process, code in zip(processes, found, strict=True) if code is None]
+        multiprocessing.connection.wait(running, left)
 
 
 def run(name: str, *arguments: str, folder: Path, output: Path, timeout: float = 300, **environment: str) -> Ended:
