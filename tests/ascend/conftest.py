@@ -21,10 +21,14 @@ from npu_trainer_kernels.ascend import launcher, toolchain  # noqa: F401  the la
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Asks for the tools, and uses a cache of this run's own: the tools are tested, not an earlier run's files."""
+    """Asks for the tools, and uses a cache of this run's own: the tools are tested, not an earlier run's files. Workers
+    of one run share it."""
     toolchain.require_all()
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(CACHE_VARIABLE, str(folder / "cache"))
         yield
 
 

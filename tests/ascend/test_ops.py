@@ -22,19 +22,34 @@ from npu_trainer_kernels.ops._launch import use_launcher
 from npu_trainer_kernels.ops._norm import CASTINGS
 from tests.closeness import assert_op_close
 from tests.ops.test_grpo_loss import FORMS, token_gradient, token_numbers
+from tests.pairs import pairs
 
 CHIP = "Ascend910B4"
 pytestmark = pytest.mark.usefixtures("kept_cache")
 
 
+def paired(**parameters):
+    """Parameters of a test, of which every two values meet, and each with every dtype and level; see `tests.pairs`."""
+
+    def keep(test):
+        test.paired = parameters
+        return test
+
+    return keep
+
+
 def pytest_generate_tests(metafunc):
     """Every dtype on the level that is nearer to the chip; on the one that it is made from, where the place of a fault
     shows, fp32 alone."""
+    if "launcher" not in metafunc.fixturenames:
+        return
+    names, cases = ["launcher"], [(level,) for level in LEVELS]
     if "tensors" in metafunc.fixturenames:
-        cases = [(LEVELS[0], "fp32"), *((LEVELS[1], dtype) for dtype in DTYPES)]
-        metafunc.parametrize(("launcher", "tensors"), cases, indirect=True)
-    elif "launcher" in metafunc.fixturenames:
-        metafunc.parametrize("launcher", LEVELS, indirect=True)
+        names, cases = ["launcher", "tensors"], [(LEVELS[0], "fp32"), *((LEVELS[1], dtype) for dtype in DTYPES)]
+    parameters = getattr(metafunc.function, "paired", {})
+    rows = [(*case, *values) for case, *values in pairs(cases, *parameters.values())]
+    ids = ["-".join(map(str, row)) for row in rows]
+    metafunc.parametrize([*names, *parameters], rows, indirect=names, ids=ids)
 
 
 @pytest.fixture
@@ -54,7 +69,8 @@ def weighted(outputs):
     """A gradient that differs from element to element, for every differentiable output."""
     total = torch.zeros((), dtype=torch.float64)
     for number, y in enumerate(y for y in outputs if y is not None and y.requires_grad):
-        g = (torch.arange(y.numel()) * 0.37 + number).sin().view(y.shape)
+        # A loss is one element, and the sine of nought is nought.
+        g = (torch.arange(y.numel()) * 0.37 + number).sin().view(y.shape) if y.dim() else torch.ones(())
         total = total + (y * g.to(y.dtype)).sum(dtype=torch.float64)
     return total
 
@@ -78,14 +94,26 @@ NORM_SHAPES = [(150, 200), (7, 1250), (3, 4500), (3, 5120), (3, 6144), (5, 9000)
 NORMS = [*({"casting": casting} for casting in CASTINGS), {"casting": "gemma", "offset": 1.0}]
 
 
-@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
-@pytest.mark.parametrize("options", NORMS, ids=str)
+@paired(shape=[shape for shape in NORM_SHAPES if shape[1] != 6144], options=NORMS)
 def test_rms_norm(launcher, tensors, shape, options):
     check(launcher, "rms_norm", [tensors.floats(*shape), tensors.floats(shape[1])], NORM, **options)
 
 
-@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
-@pytest.mark.parametrize("mode", ["pre", "post"])
+@paired(options=NORMS)
+def test_rms_norm_in_halves(launcher, tensors, options):
+    """Backward, of elements of two bytes: with every option."""
+    check(launcher, "rms_norm", [tensors.floats(3, 6144), tensors.floats(6144)], NORM, **options)
+
+
+# Halves, where there are any, are of elements of two bytes: forward if the sum is written, and backward.
+@pytest.mark.parametrize("shape", [(3, 5120), (3, 6144)], ids=str)
+@paired(mode=["pre", "post"])
+def test_add_rms_norm_in_halves(launcher, tensors, shape, mode):
+    inputs = [tensors.floats(*shape), tensors.floats(*shape), tensors.floats(shape[1])]
+    check(launcher, "add_rms_norm", inputs, NORM, mode=mode)
+
+
+@paired(shape=[shape for shape in NORM_SHAPES if shape[1] not in (5120, 6144)], mode=["pre", "post"])
 def test_add_rms_norm(launcher, tensors, shape, mode):
     inputs = [tensors.floats(*shape), tensors.floats(*shape), tensors.floats(shape[1])]
     check(launcher, "add_rms_norm", inputs, NORM, mode=mode)
@@ -97,8 +125,7 @@ def test_add_rms_norm_of_a_multiple(launcher, tensors, mode):
     check(launcher, "add_rms_norm", inputs, NORM, mode=mode, multiplier=0.22)
 
 
-@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
-@pytest.mark.parametrize("given", [1, 2, 3])
+@paired(shape=NORM_SHAPES, given=[1, 2, 3])
 def test_layer_norm(launcher, tensors, shape, given):
     inputs = [tensors.floats(*shape), tensors.floats(shape[1]), tensors.floats(shape[1])]
     check(launcher, "layer_norm", inputs[:given], NORM)
@@ -121,9 +148,9 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "groups"), GATED, ids=str)
-@pytest.mark.parametrize("options", ORDERS, ids=str)
-def test_gated_rms_norm(launcher, tensors, shape, groups, options):
+@paired(grouped=GATED, options=ORDERS)
+def test_gated_rms_norm(launcher, tensors, grouped, options):
+    shape, groups = grouped
     inputs = [tensors.floats(*shape), tensors.floats(*shape), tensors.floats(shape[1])]
     check(launcher, "gated_rms_norm", inputs, NORM, groups=groups, **options)
 
@@ -173,11 +200,10 @@ def test_other_gates(launcher, tensors, options):
     check(launcher, "swiglu", [gate, up], NORM, **options)
 
 
-@pytest.mark.parametrize("joined", ["halves", "interleaved"])
-@pytest.mark.parametrize("options", [{}, GATES[-1]], ids=str)
 # Rows of their own with a tail each; one long row; tiles of several rows, and one that fills none.
-@pytest.mark.parametrize(("rows", "width"), [(3, 9999), (3, 10000), (5, 704)])
-def test_joined(launcher, tensors, joined, options, rows, width):
+@paired(shape=[(3, 9999), (3, 10000), (5, 704)], options=[{}, GATES[-1]], joined=["halves", "interleaved"])
+def test_joined(launcher, tensors, joined, options, shape):
+    rows, width = shape
     both = (5 * tensors.floats(rows, 2 * width).detach()).requires_grad_()
     check(launcher, "swiglu", [both], NORM, joined=joined, **options)
 
@@ -196,8 +222,7 @@ ROTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", ROTATIONS, ids=str)
-@pytest.mark.parametrize("rest", [0, 24])
+@paired(options=ROTATIONS, rest=[0, 24])
 def test_rotations(launcher, tensors, options, rest):
     q, k = tensors.floats(2, 3, 130, 64 + rest), tensors.floats(2, 1, 130, 64 + rest)
     width = 32 if options.get("tables") == "pair" else 64
@@ -213,8 +238,7 @@ def test_rope(launcher, tensors, size):
 
 
 # One row at a time, since rows are no whole 32-byte units; several; column blocks.
-@pytest.mark.parametrize("columns", [200, 208, 9000])
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 4, "scale": 2.5}], ids=str)
+@paired(columns=[200, 208, 9000], options=[{}, {"padding_idx": 4, "scale": 2.5}])
 def test_embedding(launcher, tensors, columns, options):
     ids = tensors.ids(3, 50, below=17)
     check(launcher, "embedding", [ids, tensors.floats(19, columns)], ["_gather_kernel", "_scatter_kernel"], **options)
@@ -274,11 +298,9 @@ def head_inputs(tensors, vocabulary):
     return [x, weight, tensors.ids(5, below=vocabulary), bias]
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"softcap": 3.0, "logit_scale": 2.0}, {"label_smoothing": 0.1, "z_loss": 1e-2}, {"reduction": "none"}],
-    ids=str,
+@paired(
+    vocabulary=VOCABULARIES,
+    options=[{}, {"softcap": 3.0, "logit_scale": 2.0}, {"label_smoothing": 0.1, "z_loss": 1e-2}, {"reduction": "none"}],
 )
 def test_linear_cross_entropy(launcher, tensors, vocabulary, options):
     inputs = head_inputs(tensors, vocabulary)
@@ -302,14 +324,12 @@ def test_token_accuracy_and_predicted_ids(launcher, tensors):
     assert out.token_accuracy == (argmax == target).float().mean()
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize(
-    "options",
-    [
+@paired(
+    vocabulary=VOCABULARIES,
+    options=[
         {"outputs": ("entropy",), "temperature": 0.7},
         {"outputs": ("entropy", "is_top1", "mean_logit", "log_sum_sq_probs"), "softcap": 3.0},
     ],
-    ids=str,
 )
 def test_linear_logprob(launcher, tensors, vocabulary, options):
     check(launcher, "linear_logprob", head_inputs(tensors, vocabulary), HEAD, **options)
@@ -338,9 +358,7 @@ def test_grpo_loss(launcher, tensors, fused, options, kernels):
     assert set(launcher.traffic) == set(kernels if fused else HEAD)
 
 
-@pytest.mark.parametrize("times", [1, 100])
-@pytest.mark.parametrize("kl", [None, "plain", "corrected"])
-@pytest.mark.parametrize("options", FORMS, ids=str)
+@paired(options=FORMS, kl=[None, "plain", "corrected"], times=[1, 100])
 def test_the_arithmetic_of_grpo_loss(launcher, options, kl, times):
     """A tail alone; blocks of one core and a tail."""
     options = replace(options, beta=0.3 if kl else 0.0, bias_corrected_kl=kl == "corrected")

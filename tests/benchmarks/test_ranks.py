@@ -1,7 +1,5 @@
 """Steps on several ranks: what they are given, what is counted of them, and how a run goes on after a failure."""
 
-import os
-import subprocess
 import sys
 import threading
 import types
@@ -11,6 +9,7 @@ import torch
 
 from benchmarks import distributed, endtoend, models, ranks, report
 from benchmarks.results import environment, key_of, read
+from tests import warm
 
 CPU = torch.device("cpu")
 
@@ -43,15 +42,12 @@ def test_the_kernels_add_no_communication(wrapper, talks, lengths, one_rank):
 def test_two_ranks_of_every_wrapper(tmp_path):
     """One start of the ranks. Under tp they have one batch, and half of the experts' columns each."""
     output = tmp_path / "r.json"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", distributed.__name__, "--size", "tiny-qwen3-moe", "--batch", "2", "--length", "12", "--steps", "1",
+    arguments = [
+        "--size", "tiny-qwen3-moe", "--batch", "2", "--length", "12", "--steps", "1",
         "--only", "/plain", "--only", "/flag", "--skip", "padded", "--output", str(output),
     ]  # fmt: skip
-    settings = {**os.environ, "OMP_NUM_THREADS": "1"}
-    settings.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    done = warm.run_ranks(2, distributed.__name__, *arguments, output=tmp_path / "printed.txt")
+    assert done.returncode == 0, done.output[-6000:]
     meta, rows = read(output)
     found = {(r["op"].removeprefix("sft-"), r["provider"]): r for r in rows}
     assert sorted(found) == sorted((wrapper, v) for wrapper in ranks.WRAPPERS for v in ("plain", "flag"))

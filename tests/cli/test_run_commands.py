@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.cli.training import ROOT, check, history, make_model, run, write_rows
 
 STEPS = [
@@ -54,8 +55,17 @@ def test_trl(tmp_path, task):
     write_rows(tmp_path / "data" / "train.jsonl", rows)
     reward = "def total(completion_ids, **_):\n    return [sum(ids) % 7.0 for ids in completion_ids]\n"
     (tmp_path / "rewards.py").write_text(reward)
-    command = ["trl", task, "--model_name_or_path", model, "--dataset_name", "data", *STEPS, *options]
-    printed = check(tmp_path, command, "--output_dir", rel=1e-3 if task == "grpo" else 1e-5)
+    arguments = ["--model_name_or_path", model, "--dataset_name", "data", *STEPS, *options]
+
+    def plain_run(output):
+        given = (*arguments, "--output_dir", str(output))
+        done = warm.run(f"trl.scripts.{task}", *given, folder=tmp_path, output=tmp_path / "plain.txt")
+        assert done.returncode == 0, done.output[-6000:]
+        return done.output
+
+    rel = 1e-3 if task == "grpo" else 1e-5
+    # The switch is tried with the first; what it leaves out of a command is the same for all.
+    printed = check(tmp_path, ["trl", task, *arguments], "--output_dir", rel, plain_run if task != "sft" else None)
     assert "linear_logprob" in printed
     assert "not planned" not in printed
 
@@ -80,7 +90,14 @@ def script(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_ranks(tmp_path, script, launcher):
     """The numbers of both ranks together are the same, and rank 0 alone reports."""
-    check(tmp_path, [*LAUNCHERS[launcher], str(script), *STEPS], "--output_dir")
+
+    def plain_run(output):
+        done = warm.run_ranks(2, str(script), *STEPS, "--output_dir", str(output), output=tmp_path / "plain.txt")
+        assert done.returncode == 0, done.output[-6000:]
+        return done.output
+
+    command = [*LAUNCHERS[launcher], str(script), *STEPS]
+    check(tmp_path, command, "--output_dir", plain_run=plain_run if launcher != "torchrun" else None)
 
 
 def test_variables_alone(tmp_path, script):

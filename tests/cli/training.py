@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +60,24 @@ def history(output: Path) -> list[dict[str, float]]:
     return [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
 
 
-def check(folder: Path, command: list[str], option: str, rel: float = 1e-5) -> str:
-    """With the kernels and with the switch off: the same numbers, and only with them a report. Returns what was
-    printed with them.
+def check(
+    folder: Path, command: list[str], option: str, rel: float = 1e-5, plain_run: Callable[[Path], str] | None = None
+) -> str:
+    """With the kernels and without: the same numbers, and only with them a report. Returns what was printed with them.
 
     Args:
         option: of the command, that names the output folder: one word with it where it ends with "=".
         rel: how far apart losses and gradient norms may be.
+        plain_run: does what the command does, into a folder, and returns what it printed; None: the command itself,
+            with the switch off.
     """
-    on, off = (
-        run(
-            folder,
-            [*command, *([f"{option}{name}"] if option.endswith("=") else [option, name])],
-            NPU_KERNELS_RUN=value,
-        )
-        for name, value in (("with", "1"), ("without", "0"))
-    )
+
+    def switched(name: str, value: str) -> str:
+        output = [f"{option}{name}"] if option.endswith("=") else [option, name]
+        return run(folder, [*command, *output], NPU_KERNELS_RUN=value)
+
+    on = switched("with", "1")
+    off = switched("without", "0") if plain_run is None else plain_run(folder / "without")
     fused, plain = history(folder / "with"), history(folder / "without")
     assert len(plain) >= 2
     assert len({entry["loss"] for entry in plain}) > 1 or len({entry["grad_norm"] for entry in plain}) > 1
@@ -87,5 +90,6 @@ def check(folder: Path, command: list[str], option: str, rel: float = 1e-5) -> s
     assert all("tokens_per_second" in entry for entry in fused)
     assert "NPU kernels" not in off
     assert not any("tokens_per_second" in entry for entry in plain)
-    assert "npu-kernels run: NPU_KERNELS_RUN=0, so the command runs without the kernels" in off
+    says = "npu-kernels run: NPU_KERNELS_RUN=0, so the command runs without the kernels" in off
+    assert says == (plain_run is None)
     return on

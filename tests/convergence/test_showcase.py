@@ -17,6 +17,7 @@ from convergence.cases import CASES, SHOWCASE, Case, Text, WarmUp, find
 from convergence.runs import HELD_OUT, Workshop, run
 from convergence.suite import CaseResult, result_of, variants_of
 from npu_trainer_kernels.verify import Variant
+from tests import warm
 from tests.models import small_model
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -69,6 +70,7 @@ def test_another_process_plays_the_same_completions(tmp_path: Path, monkeypatch:
 
 def test_several_at_a_time_and_a_second_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "NOISE_RUNS", 2)
+    monkeypatch.setattr(pool, "get_context", lambda start: warm.context())
     wrong = replace(TINY_TEXT, name="wrong", options={**TINY_TEXT.options, "learning_rate": "much"})
     skipped = replace(find("llama-lm-ascend"), backend="triton")
 

@@ -7,15 +7,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 
-def on_two_ranks(module: str, target: Path, *cases: str) -> dict[str, Any]:
-    """Runs a module on two ranks and returns what it found, where nothing stood still or went another way."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-               "-m", f"tests.distributed.{module}", str(target), *cases]  # fmt: skip
+
+def by_torchrun(number: int, name: str, *arguments: str, output: Path) -> warm.Ended:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(number),
+        "-m",
+        name,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    with output.open("w") as file:
+        done = subprocess.run(
+            [*command, *arguments], stdout=file, stderr=file, env=environment, check=False, timeout=300
+        )
+    return warm.Ended(done.returncode, output.read_text(errors="replace"))
+
+
+def on_two_ranks(module: str, target: Path, *cases: str, interpreted: bool = False) -> dict[str, Any]:
+    """Runs a module on two ranks and returns what it found, where nothing stood still or went another way. A program
+    that asks for Triton's interpreter must be the first to import Triton."""
+    name, output = f"tests.distributed.{module}", target.with_suffix(".txt")
+    start = warm.run_ranks if not interpreted else by_torchrun
+    done = start(2, name, str(target), *cases, output=output)
+    assert done.returncode == 0, done.output[-6000:]
     found = json.loads(target.read_text())
     still = {name: case for name, case in found.items() if case["moved"] < 1e-3}
     wrong = {name: case for name, case in found.items() if not case["apart"] < 1e-3 * case["moved"]}

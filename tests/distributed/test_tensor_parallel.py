@@ -10,7 +10,7 @@ ROWS, SLICE, HIDDEN = 60, 166, 48
 
 def test_same_parameters_as_by_the_plans_alone(tmp_path):
     """All in one start of the ranks. Three steps, and one forward without gradients; two layers."""
-    found = on_two_ranks("tensor_parallel", tmp_path / "found.json")
+    found = on_two_ranks("tensor_parallel", tmp_path / "found.json", interpreted=True)
     assert json.loads((tmp_path / "unseen.json").read_text()) == []
     layers = {"rms_norm": 9, "add_rms_norm": 6, "swiglu": 8, "rope": 8, "varlen_attention": 3}
     with_head_norms = layers | {"rms_norm": 21}

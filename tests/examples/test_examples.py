@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
@@ -13,6 +11,8 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
+
+from tests import warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -32,18 +32,17 @@ def example(name: str) -> ModuleType:
 common, sft, grpo, demo = (example(name) for name in ("_common", "sft", "grpo", "demo"))
 
 
-def run(script: str, output_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(script: str, output_dir: Path, *options: str) -> warm.Ended:
     """Runs a script in its own process."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLES / script), "--output_dir", str(output_dir), *FEW_STEPS, *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    output_dir.mkdir(exist_ok=True)
+    arguments = ["--output_dir", str(output_dir), *FEW_STEPS, *options]
+    return warm.run(str(EXAMPLES / script), *arguments, folder=REPOSITORY, output=output_dir.with_suffix(".txt"))
 
 
 def metrics_of(script: str, output_dir: Path, *options: str) -> dict:
     """Runs a script that must succeed and returns its metrics."""
     result = run(script, output_dir, *options)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0, result.output
     return json.loads((output_dir / "metrics.json").read_text())
 
 
@@ -281,7 +280,7 @@ def test_trl_trainers_run_with_the_flag(script: str, tmp_path: Path) -> None:
 def test_a_failing_run_leaves_no_metrics(tmp_path: Path) -> None:
     result = run("sft.py", tmp_path, "--sequence_length", "999999", "--text_characters", "100000")
     assert result.returncode != 0
-    assert "sequence_length=999999 is more than" in result.stderr
+    assert "sequence_length=999999 is more than" in result.output
     assert not (tmp_path / "metrics.json").exists()
 
 

@@ -1,10 +1,14 @@
 """add_rms_norm against its reference: both modes, values and gradients of both outputs."""
 
+import itertools
+
 import pytest
 import torch
 
 from npu_trainer_kernels.ops import add_rms_norm, add_rms_norm_reference, rms_norm
 from tests.closeness import assert_as_close, assert_op_close
+from tests.ops.test_rms_norm import HALVES
+from tests.pairs import pairs
 
 # As for rms_norm: row tiles with a tail, columns with and without a mask, column blocks.
 SHAPES = [(11, 24), (11, 32), (3, 5, 96), (5, 200), (3, 256)]
@@ -39,18 +43,22 @@ def check(inputs, backend, upstream=upstream, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("mode", ["pre", "post"])
+MODES = ["pre", "post"]
+CASES = [
+    *pairs([shape for shape in SHAPES if shape != HALVES], OPTIONS, DTYPES, MODES),
+    *itertools.product([HALVES], OPTIONS, DTYPES, MODES),
+]
+
+
+@pytest.mark.parametrize(("shape", "options", "dtype", "mode"), CASES, ids=str)
 def test_matches_reference(device, backend, dtype, shape, options, mode):
     check(make(device, dtype, shape), backend, mode=mode, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(11, 24), (5, 200)], ids=str)
-@pytest.mark.parametrize("multiplier", [0.22, -3, 0.0])
-@pytest.mark.parametrize("mode", ["pre", "post"])
+@pytest.mark.parametrize(
+    ("dtype", "multiplier", "shape", "mode"),
+    pairs(DTYPES, [0.22, -3, 0.0], [(11, 24), (5, 200)], ["pre", "post"]), ids=str,
+)  # fmt: skip
 def test_multiplier(device, backend, dtype, shape, multiplier, mode):
     check(make(device, dtype, shape), backend, mode=mode, multiplier=multiplier)
 

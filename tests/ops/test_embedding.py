@@ -7,6 +7,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ops import embedding, embedding_reference
 from tests.closeness import assert_op_close
+from tests.pairs import pairs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 V = 13
@@ -32,10 +33,12 @@ def check(inputs, backend, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 # Tiles are of 2 x 32 in the interpreter: one block of columns and a tail, exactly two, less than one.
-@pytest.mark.parametrize("columns", [45, 64, 7])
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 4}, {"padding_idx": -5, "scale": 2.5}], ids=str)
+COLUMNS = [45, 64, 7]
+OPTIONS = [{}, {"padding_idx": 4}, {"padding_idx": -5, "scale": 2.5}]
+
+
+@pytest.mark.parametrize(("columns", "options", "dtype"), pairs(COLUMNS, OPTIONS, DTYPES), ids=str)
 def test_matches_reference(device, backend, dtype, columns, options):
     check(make(device, dtype, columns), backend, **options)
 

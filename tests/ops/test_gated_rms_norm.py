@@ -11,6 +11,7 @@ from npu_trainer_kernels.ops import gated_rms_norm, gated_rms_norm_reference
 from tests.closeness import assert_op_close
 from tests.models import since
 from tests.ops.test_rms_norm import DTYPES, VIEWS, upstream
+from tests.pairs import pairs
 
 # As for rms_norm; in groups of 12 and of 8 columns, of 100 (two blocks of 64 each, the last one short), of 128.
 SHAPES = [((11, 24), 1), ((3, 5, 96), 1), ((2, 37), 1), ((5, 200), 1), ((11, 24), 2), ((37, 32), 4), ((5, 400), 2),
@@ -40,10 +41,9 @@ def check(inputs, backend, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_matches_reference(device, backend, dtype, shape, groups, options):
+@pytest.mark.parametrize(("grouped", "options", "dtype"), pairs(SHAPES, OPTIONS, DTYPES), ids=str)
+def test_matches_reference(device, backend, dtype, grouped, options):
+    shape, groups = grouped
     check(make(device, dtype, shape), backend, groups=groups, **options)
 
 

@@ -14,6 +14,7 @@ from npu_trainer_kernels.ops._head_options import HeadOptions
 from npu_trainer_kernels.ops._head_reference import head_statistics_reference
 from npu_trainer_kernels.ops._launch import KernelError
 from tests.closeness import assert_op_close
+from tests.pairs import pairs
 
 N, H, V = 40, 16, 211
 OPTIONS = HeadOptions(entropy=True)
@@ -68,7 +69,7 @@ TRANSFORMS = [{}, {"temperature": 0.6}, {"softcap": 3.0, "temperature": 1.7}, {"
 @pytest.mark.parametrize("subset", [False, True])
 def test_gradient_formed_before_its_factor_is_known(device, monkeypatch, subset, transform):
     # What CUDA gets; elsewhere it would not be reached.
-    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 32, 3))
     seen = count_logits(monkeypatch)
     rows = torch.arange(1, N, 3, device=device) if subset else None
     objective = LogProbObjective(lambda log_prob, chunk: (log_prob * log_prob).sum())
@@ -133,11 +134,11 @@ def test_many_chunks_are_as_exact_as_one(device, monkeypatch, mode, backend, dty
     assert many <= 1.2 * one
 
 
-@pytest.mark.parametrize("subset", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("one", [True, False])
+@pytest.mark.parametrize(
+    ("subset", "dtype", "one"), pairs([False, True], [torch.float32, torch.bfloat16], [True, False]), ids=str
+)
 def test_first_chunk_lies_where_the_gradient_will(device, monkeypatch, subset, dtype, one):
-    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 32, 3))
     n = 13 if subset else N
     stops = (n,) if one else (n // 2, n)
     # 40 rows of 120 columns fit (499 - 120) x 16 numbers, and 40 x 16 sums fit 120 x 16 numbers of two bytes.
@@ -161,7 +162,7 @@ def test_first_chunk_lies_where_the_gradient_will(device, monkeypatch, subset, d
 
 @pytest.mark.parametrize("second", [False, True])
 def test_a_failing_kernel_hands_its_columns_to_torch(device, monkeypatch, second):
-    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 32, 3))
     if second:
         # 40 x 48 numbers of logits, 40 x 16 of dx.
         monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks((N,), 48))

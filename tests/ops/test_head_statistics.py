@@ -10,6 +10,7 @@ from npu_trainer_kernels.ops._head_options import HeadOptions
 from npu_trainer_kernels.ops._head_reference import logits_statistics_reference
 from npu_trainer_kernels.ops._head_statistics import row_statistics
 from tests.closeness import assert_op_close
+from tests.pairs import pairs
 
 EVERYTHING = {"entropy": True, "mean": True, "log_sum_sq": True, "argmax": True}
 # Of 64 lanes, two rows of which are a step (the interpreter's tile): fewer than the lanes, all of them, steps alone,
@@ -22,9 +23,12 @@ def statistics(logits, backend, **options):
     return row_statistics(logits, ids, None, HeadOptions(**options), backend)[0]
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES[1:])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "logit_scale": -0.5}, {"temperature": 0.7}], ids=str)
+OPTIONS = [{}, {"softcap": 3.0, "logit_scale": -0.5}, {"temperature": 0.7}]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "options", "weighted"), pairs(VOCABULARIES[1:], OPTIONS, [False, True]), ids=str
+)
 def test_every_column_counts_once(device, backend, vocabulary, weighted, options):
     options = HeadOptions(**EVERYTHING, **options)
     # None about 0: a mean of these would be a small difference of large sums.

@@ -10,6 +10,7 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from npu_trainer_kernels.ops import layer_norm, layer_norm_reference
 from tests.closeness import assert_as_close, assert_op_close
 from tests.ops.test_rms_norm import DTYPES, SHAPES, VIEWS, upstream
+from tests.pairs import pairs
 
 OPTIONS = [{}, {"offset": 1.0}, {"eps": 1e-2}]
 
@@ -31,9 +32,7 @@ def check(inputs, backend, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("shape", "options", "dtype"), pairs(SHAPES, OPTIONS, DTYPES), ids=str)
 def test_matches_reference(device, backend, dtype, shape, options):
     check(make(device, dtype, shape), backend, **options)
 

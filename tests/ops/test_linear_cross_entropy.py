@@ -8,6 +8,7 @@ import torch
 from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ops import _head_chunks, fused_linear_cross_entropy, linear_cross_entropy_reference
 from tests.closeness import assert_op_close
+from tests.pairs import pairs
 
 # Vocabulary and hidden size divide nothing; the interpreter's tiles are small, so a row takes several steps and a tail.
 N, H, V = 37, 24, 301
@@ -39,28 +40,26 @@ def check(inputs, backend, chunk_rows=None, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk_rows", [None, 8])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"softcap": 3.0},
-        {"logit_scale": 0.25},
-        {"softcap": 3.0, "logit_scale": 2.0, "label_smoothing": 0.1, "z_loss": 1e-2},
-        {"label_smoothing": 0.2},
-        {"z_loss": 1e-2, "num_items": 100},
-        {"reduction": "sum"},
-        {"reduction": "none", "label_smoothing": 0.1},
-    ],
-    ids=str,
-)
+OPTIONS = [
+    {},
+    {"softcap": 3.0},
+    {"logit_scale": 0.25},
+    {"softcap": 3.0, "logit_scale": 2.0, "label_smoothing": 0.1, "z_loss": 1e-2},
+    {"label_smoothing": 0.2},
+    {"z_loss": 1e-2, "num_items": 100},
+    {"reduction": "sum"},
+    {"reduction": "none", "label_smoothing": 0.1},
+]
+
+
+@pytest.mark.parametrize(("options", "dtype", "chunk_rows"), pairs(OPTIONS, DTYPES, [None, 8]), ids=str)
 def test_matches_reference(device, backend, dtype, chunk_rows, options):
     check(make(device, dtype), backend, chunk_rows, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"logit_scale": 0.25}, {"reduction": "sum"}], ids=str)
-@pytest.mark.parametrize("width", [16, 256])
+# Steps of 64 columns and a tail of two; a tail alone; lanes that see nothing.
+@pytest.mark.parametrize("width", [32, 256, 512])
 def test_statistics_and_gradient_in_one_kernel(device, monkeypatch, width, options):
     # What CUDA gets; elsewhere it would not be reached.
     monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, width, 3))
@@ -68,12 +67,14 @@ def test_statistics_and_gradient_in_one_kernel(device, monkeypatch, width, optio
     check(make(device), "triton", 8, class_weights=torch.rand(V, device=device) + 0.5, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("stops", "columns"), [((29,), 128), ((12, 20, 29), 128), ((12, 20, 29), 96)])
-def test_first_chunk_lies_where_the_gradient_will(device, monkeypatch, dtype, bias, stops, columns):
+PARTS = [((29,), 128), ((12, 20, 29), 128), ((12, 20, 29), 96)]
+
+
+@pytest.mark.parametrize(("parts", "dtype", "bias"), pairs(PARTS, DTYPES, [False, True]), ids=str)
+def test_first_chunk_lies_where_the_gradient_will(device, monkeypatch, parts, dtype, bias):
+    stops, columns = parts
     # What CUDA gets of sizes that are too large for a test.
-    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 32, 3))
     monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks(stops, columns))
     shapes, original = [], _head_chunks._project
 
@@ -100,7 +101,7 @@ def check_under_autocast(device, backend):
 
 
 def test_first_chunk_in_an_fp32_gradient_under_autocast(device, monkeypatch):
-    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 16, 3))
+    monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 32, 3))
     monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks((12, 29), 128))
 
     check_under_autocast(device, "triton")

@@ -6,6 +6,7 @@ import torch
 from npu_trainer_kernels.ops import linear_logprob, linear_logprob_reference
 from npu_trainer_kernels.ops.linear_logprob import OUTPUTS
 from tests.closeness import assert_op_close
+from tests.pairs import pairs
 
 N, H, V = 29, 20, 333
 
@@ -32,12 +33,12 @@ def weighted(*fields):
 LOG_PROB, ENTROPY, _, MEAN_LOGIT, _ = range(5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fields", [(LOG_PROB,), (ENTROPY,), (MEAN_LOGIT,), (LOG_PROB, ENTROPY, MEAN_LOGIT)], ids=str)
+FIELDS = [(LOG_PROB,), (ENTROPY,), (MEAN_LOGIT,), (LOG_PROB, ENTROPY, MEAN_LOGIT)]
+OPTIONS = [{}, {"temperature": 0.7}, {"softcap": 4.0, "temperature": 1.3}, {"logit_scale": 0.5, "softcap": 2.0}]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 0.7}, {"softcap": 4.0, "temperature": 1.3}, {"logit_scale": 0.5, "softcap": 2.0}],
-    ids=str,
+    ("fields", "options", "dtype"), pairs(FIELDS, OPTIONS, [torch.float32, torch.bfloat16, torch.float16]), ids=str
 )
 def test_matches_reference(device, backend, dtype, fields, options):
     assert_op_close(

@@ -7,6 +7,7 @@ from torch.nn.functional import linear
 from npu_trainer_kernels.ops import linear_rms_norm, linear_rms_norm_reference, rms_norm
 from tests.closeness import assert_op_close
 from tests.ops.test_rms_norm import OPTIONS, upstream
+from tests.pairs import pairs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS, SIZE = 3, 24
@@ -38,9 +39,7 @@ def gradients(y, inputs):
     return [y, *torch.autograd.grad(upstream([y]), [t for t in inputs if t is not None])]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "dtype", "has_bias"), pairs(OPTIONS, DTYPES, [False, True]), ids=str)
 def test_matches_reference(device, backend, dtype, has_bias, options):
     check(make(device, dtype, has_bias=has_bias), backend, **options)
 

@@ -11,6 +11,7 @@ from npu_trainer_kernels.device import GIB, KIB, DeviceSpec
 from npu_trainer_kernels.ops import rope, rope_reference
 from npu_trainer_kernels.ops._launch import use_launcher
 from tests.closeness import assert_as_close, assert_op_close
+from tests.pairs import pairs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Tiles are of four tokens in the interpreter: two and a tail.
@@ -46,9 +47,7 @@ def check(inputs, backend, upstream=upstream, **options):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [6, 64, 96, 128, 256])
-@pytest.mark.parametrize("tokens", [11, 4])
+@pytest.mark.parametrize(("size", "dtype", "tokens"), pairs([6, 64, 96, 128, 256], DTYPES, [11, 4]), ids=str)
 def test_matches_reference(device, backend, dtype, size, tokens):
     check(make(device, dtype, size, tokens), backend)
 
@@ -85,9 +84,7 @@ def test_the_usual_size_in_one_launch(device, in_one_launch):
     check(make(device, size=128, tokens=5), "triton")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("dtype", "batched", "transposed"), pairs(DTYPES, [False, True], [False, True]), ids=str)
 def test_layouts_in_one_launch(device, in_one_launch, dtype, batched, transposed):
     in_one_launch(2, 2)
     check(make(device, dtype, batched=batched, transposed=transposed, table_dtype=torch.float32), "triton")
@@ -169,11 +166,9 @@ def make_form(device, dtype=torch.float32, size=64, rotated=64, tables="each", *
 
 
 # At 12 of 24 there are masked columns and a rest.
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", FORMS, ids=str)
-@pytest.mark.parametrize(("size", "rotated"), [(128, 128), (24, 12)])
-def test_forms_match_reference(device, backend, dtype, options, size, rotated):
-    check(make_form(device, dtype, size, rotated, options.get("tables", "each")), backend, **options)
+@pytest.mark.parametrize(("options", "dtype", "sizes"), pairs(FORMS, DTYPES, [(128, 128), (24, 12)]), ids=str)
+def test_forms_match_reference(device, backend, dtype, options, sizes):
+    check(make_form(device, dtype, *sizes, options.get("tables", "each")), backend, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,12 +190,12 @@ def test_what_does_not_rotate_passes_through(device, backend, options):
         assert not torch.equal(y[..., :12], x[..., :12])
 
 
-@pytest.mark.parametrize("options", [{}, *FORMS], ids=str)
-@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (24, 12)])
-@pytest.mark.parametrize(("heads", "ahead"), [(1, 1), (2, 5)])
-def test_forms_in_one_launch(device, in_one_launch, options, size, rotated, heads, ahead):
-    in_one_launch(heads, ahead)
-    check(make_form(device, torch.bfloat16, size, rotated, options.get("tables", "each")), "triton", **options)
+@pytest.mark.parametrize(
+    ("options", "sizes", "groups"), pairs([{}, *FORMS], [(64, 64), (24, 12)], [(1, 1), (2, 5)]), ids=str
+)
+def test_forms_in_one_launch(device, in_one_launch, options, sizes, groups):
+    in_one_launch(*groups)
+    check(make_form(device, torch.bfloat16, *sizes, options.get("tables", "each")), "triton", **options)
 
 
 @pytest.mark.parametrize("options", [{}, *FORMS], ids=str)

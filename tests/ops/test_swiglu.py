@@ -7,6 +7,7 @@ import torch
 
 from npu_trainer_kernels.ops import swiglu, swiglu_linear, swiglu_linear_reference, swiglu_reference
 from tests.closeness import assert_op_close
+from tests.pairs import pairs
 
 # In the interpreter, of gates far out.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -134,10 +135,9 @@ def test_other_gates_match_reference(device, backend, dtype, options):
     check([gate, up], backend, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("joined", ["halves", "interleaved"])
-@pytest.mark.parametrize("options", [{}, GPT_OSS], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "joined", "options"), pairs(SHAPES, DTYPES, ["halves", "interleaved"], [{}, GPT_OSS]), ids=str
+)
 def test_joined_matches_reference(device, backend, dtype, shape, joined, options):
     check([make_joined(device, dtype, shape, joined)], backend, joined=joined, **options)
 

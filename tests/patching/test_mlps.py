@@ -9,6 +9,7 @@ from npu_trainer_kernels.patching._mlps import is_bare_linear
 from tests.closeness import assert_as_close
 from tests.conftest import DEVICE
 from tests.models import batch, small_model
+from tests.pairs import pairs
 
 BACKENDS = ["swiglu=torch", "swiglu=triton"]
 
@@ -74,9 +75,11 @@ def changed(change, projection):
     return model
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    ("change", "projection", "backend"),
+    pairs(CHANGES, ["gate_proj", "up_proj", "down_proj"], BACKENDS),
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 def test_what_is_done_to_a_projection_after_the_patch_is_done(change, projection, backend):
     expected = gradients(changed(change, projection))
     truth = gradients(changed(change, projection).double())

@@ -13,6 +13,7 @@ from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
 from tests.closeness import assert_as_close
 from tests.models import FAMILIES, HAS_TRL_HEAD, SMALL, farthest, in_double, neighbour, small_model
+from tests.pairs import pairs
 
 OP = "varlen_attention"
 _WIDTH = 28
@@ -22,10 +23,11 @@ SIDES: dict[str, tuple[tuple[int, int], ...]] = {
     "right": ((0, 28), (0, 17), (0, 21), (0, 1), (0, 0), (0, 24)),
     "both": ((4, 28), (4, 23), (4, 17), (9, 10), (3, 3), (0, 25)),
 }
-# What differs from the defaults: a window that is shorter than the rows; the auxiliary loss looks at the mask.
+# What differs from the defaults: a window that is shorter than the rows, a cap that scores reach; the auxiliary loss
+# looks at the mask.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
-    "gemma2": {"sliding_window": 9},
+    "gemma2": {"sliding_window": 9, "attn_logit_softcapping": 0.5},
     "gemma3": {"sliding_window": 9},
     "qwen3-moe": {"output_router_logits": False},
 }
@@ -114,11 +116,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("family", "attention"), CASES)
-def test_a_padded_batch_is_the_models_own(family, attention, dtype, side, shared):
+@pytest.mark.parametrize(
+    ("case", "side", "dtype", "shared"),
+    pairs(CASES, list(SIDES), [torch.float32, torch.bfloat16], [False, True]),
+    ids=str,
+)
+def test_a_padded_batch_is_the_models_own(case, side, dtype, shared):
+    family, attention = case
     model, inputs = made(family, dtype, attention), padded(side, shared)
     live, distinct = live_and_distinct(inputs)
     assert (live > distinct) == shared

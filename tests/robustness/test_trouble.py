@@ -1,6 +1,5 @@
 """Runs that go wrong, or side by side: killed, broken by a kernel, interleaved, with workers."""
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from trl import GRPOConfig, SFTConfig, SFTTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments, NpuKernelsCallback
 from npu_trainer_kernels.ops import _head, _head_chunks
+from tests import warm
 from tests.models import small_model
 from tests.patching.test_apply import state_of
 from tests.test_callback import losses, make_trainer
@@ -47,7 +47,7 @@ def saving() -> dict:
 
 
 def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path):
-    process = multiprocessing.get_context("spawn").Process(target=run_to_be_killed, args=(tmp_path / "killed",))
+    process = warm.context().Process(target=run_to_be_killed, args=(tmp_path / "killed",))
     process.start()
     process.join(timeout=300)
     assert process.exitcode == -signal.SIGKILL
@@ -193,8 +193,10 @@ def test_interleaved_trainers_do_not_disturb_each_other(tmp_path, make):
     assert not all(map(torch.equal, *(alone[name].model.parameters() for name in kernels)))
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", "forkserver"])
 def test_dataloader_workers(tmp_path, start):
+    """What the second is given it is given pickled, as workers by "spawn" are."""
+    warm.context()
     few = {"train_sampling_strategy": "sequential"}
     callback = NpuKernelsCallback()
     alone = make_trainer(tmp_path, **few)
