@@ -34,7 +34,7 @@ from npu_trainer_kernels import device as devices
 
 from .results import environment
 
-__all__ = ["CASES", "WARM_UP", "Counter", "gpu_that_does_nothing", "main", "measure"]
+__all__ = ["CASES", "WARM_UP", "Counter", "Driver", "gpu_that_does_nothing", "main", "measure"]
 
 PROGRAM = "python -m benchmarks.host"
 _H200 = devices.DeviceSpec("cuda", "NVIDIA H200", 132, 256 << 10, 140 << 30)
@@ -77,7 +77,7 @@ class Counter:
         return found
 
 
-class _Driver:
+class Driver:
     """Triton's, of a GPU that does nothing."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class _Driver:
 def gpu_that_does_nothing() -> Iterator[None]:
     """Inside the `with` block CPU tensors are served as an H200's would be, up to a kernel's launch."""
     with (
-        mock.patch.object(triton.runtime.driver, "_active", _Driver()),
+        mock.patch.object(triton.runtime.driver, "_active", Driver()),
         mock.patch.object(devices, "keeps_compiled", return_value=True),
         devices.stand_in(_H200),
     ):

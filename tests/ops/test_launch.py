@@ -12,11 +12,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks import host
 from npu_trainer_kernels import device
 from npu_trainer_kernels._triton import jit
 from npu_trainer_kernels.ops import _launch
@@ -31,32 +31,20 @@ def _add_kernel(x, y, n, stride, scale, HAS_SCALE: tl.constexpr, BLOCK: tl.const
     tl.store(y + at, value, mask=at < n)
 
 
-class Driver:
+class Driver(host.Driver):
     """Of two GPUs; `launches` has what was launched."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.launches: list[tuple[Any, ...]] = []
         self.device, self.stream = 0, 7
         self.launcher_cls = lambda source, metadata: lambda *args: self.launches.append(args)
-        self.utils = self
 
     def get_current_device(self) -> int:
         return self.device
 
     def get_current_stream(self, index: int) -> int:
         return 10 * index + self.stream
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_device_properties(self, index: int) -> dict[str, int]:
-        return {"max_shared_mem": 1 << 17}
-
-    def load_binary(self, *args: Any) -> tuple[int, ...]:
-        return 1, 1, 32, 0, 1024
-
-    def unload_module(self, module: int) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
