@@ -151,8 +151,8 @@ def advice(rows: Sequence[Row], batch: int) -> str:
     how_many = f"{first['largest_batch']} and more" if first["more_may_fit"] else f"up to {first['largest_batch']}"
     text = f"Fits: {_named(first)}, at micro-batches of {how_many}."
     if best["largest_batch"] > first["largest_batch"]:
-        least = "at least " if best["more_may_fit"] else ""
-        text += f" The most is {least}{best['largest_batch']}, {_named(best)}."
+        end = "at least " if best["more_may_fit"] else ""
+        text += f" The most is {end}{best['largest_batch']}, {_named(best)}."
     return text
 
 
