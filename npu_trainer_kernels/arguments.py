@@ -72,7 +72,7 @@ class NpuKernelsArguments:
         if ops is not None and not (
             isinstance(ops, list) and ops and all(isinstance(op, str) and op in PATCHES for op in ops)
         ):
-            raise ValueError(f"npu_kernels_ops must be a list of {', '.join(PATCHES)}; got {ops!r}")
+            raise ValueError(f"npu_kernels_ops must be a list of {', '.join(PATCHES)}, one at least; got {ops!r}")
         if self.npu_kernels_report not in FORMS:
             raise ValueError(f"npu_kernels_report must be one of {', '.join(FORMS)}; got {self.npu_kernels_report!r}")
         if backend is not None and not (isinstance(backend, str) and backend):

@@ -243,6 +243,8 @@ def choose(
     Raises:
         ValueError: unknown op or backend, or a backend that was asked for cannot run there or does not cover the call.
     """
+    if override is not None and not isinstance(override, str):
+        parse_override(override)  # says what is allowed; below it would be the key of a cache
     environment = os.environ.get(ENVIRONMENT, "")
     if torch.compiler.is_compiling():
         # A wrong name is an error here too. Dynamo traces the function below the cache, and warns of caches.

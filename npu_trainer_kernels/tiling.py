@@ -65,15 +65,17 @@ _asked: set[tuple[str, tuple[Any, ...]]] = set()
 _tried: dict[tuple[str, tuple[Any, ...]], Variation] = {}
 
 
-def _tunable(fn: Callable[..., _Tile]) -> Callable[..., _Tile]:
-    """`cache`, and beyond it what was measured on the device."""
+def _tunable(fn: Callable[..., _Tile], on: Callable[[DeviceSpec], bool] = lambda spec: True) -> Callable[..., _Tile]:
+    """`cache`, and beyond it what was measured on the device, where it is one that `on` is true of."""
 
     @cache
     @wraps(fn)
     def tile(*args: Any) -> Any:
+        *sizes, spec = args
+        if not on(spec):
+            return fn(*args)
         key = fn.__name__, args
         _asked.add(key)
-        *sizes, spec = args
         measured = tuned.variation(fn.__name__, tuple(sizes), spec.name)
         return varied(fn(*args), _tried.get(key, measured))
 
@@ -81,14 +83,19 @@ def _tunable(fn: Callable[..., _Tile]) -> Callable[..., _Tile]:
     return tile
 
 
+def _tunable_on_npus(fn: Callable[..., _Tile]) -> Callable[..., _Tile]:
+    """As `_tunable`, on NPUs alone: elsewhere these tiles are settled, and `tune` would only take longer."""
+    return _tunable(fn, lambda spec: spec.has_buffer)
+
+
 def varied(tile: Any, by: Variation | None) -> Any:
-    """A tile with its rows, size or fold halved or doubled, and its warps; None, and what does not exist, stay.
+    """A tile with its rows, size, fold or block halved or doubled, and its warps; None, and what does not exist, stay.
 
     Whether a larger one fits an NPU, its compiler says.
     """
     if tile is None or by is None:
         return tile
-    name = next(name for name in ("rows", "size", "fold") if hasattr(tile, name))
+    name = next(name for name in ("rows", "size", "fold", "block") if hasattr(tile, name))
     # A row in halves is on the chip alone: its kernel takes one at a time.
     size = 0 if isinstance(tile, RowTile) and tile.halves else by.size
     changes: dict[str, Any] = {name: max(1, _shifted(getattr(tile, name), size))}
@@ -184,19 +191,16 @@ class GradientTile:
 _ONE_PER_ROW = 1 << 30
 
 
-@cache
-def statistics_tile(n_cols: int, itemsize: int, spec: DeviceSpec, *, entropy: bool = False,
-                    mean: bool = False, squares: bool = False, argmax: bool = False,
-                    weights: bool = False, softcap: bool = False) -> StatisticsTile:  # fmt: skip
+@_tunable_on_npus
+def statistics_tile(n_cols: int, itemsize: int, extras: int, spec: DeviceSpec) -> StatisticsTile:
     """Tile of the row-statistics kernel.
 
     Args:
         n_cols: vocabulary size.
         itemsize: bytes of a logit.
+        extras: what the kernel forms beyond the maximum and the sum of exponentials (entropy, mean, squares, argmax),
+            and class weights that it reads and a softcap: how many of these.
         spec: the device.
-        entropy, mean, squares, argmax: which sums the kernel forms beyond the maximum and the sum of exponentials.
-        weights: class weights are read beside the logits.
-        softcap: the logits are capped.
     """
     if spec.has_warps:
         # 1024 lanes over 4 warps: 16-byte loads of bf16; four of them in flight hide HBM latency (H200).
@@ -204,8 +208,7 @@ def statistics_tile(n_cols: int, itemsize: int, spec: DeviceSpec, *, entropy: bo
     if spec.has_buffer:
         # Narrow lanes, a tall fold: accumulators stay small, transfers reach 20 KiB, the lanes are rescaled once per
         # fold. What is formed beyond the maximum and the sum of exponentials needs room of its own.
-        extras = min(3, entropy + mean + squares + argmax + weights + softcap)
-        largest = tile_limit(f"head._row_statistics_kernel {extras} extras", itemsize, spec)
+        largest = tile_limit(f"head._row_statistics_kernel {min(3, extras)} extras", itemsize, spec)
         width = min(256, n_cols)
         return StatisticsTile(_fold(n_cols, width, largest), width, spec.vector_cores)
     # The interpreter: small, so that short rows take several steps and a tail.
@@ -227,7 +230,7 @@ def _fold(n_cols: int, width: int, largest: int) -> int:
     return min(folds, key=costs)
 
 
-@cache
+@_tunable_on_npus
 def gradient_tile(n_cols: int, itemsize: int, has_weights: bool, spec: DeviceSpec) -> GradientTile:
     """Tile of the in-place gradient kernel; arguments as for `statistics_tile`."""
     if spec.has_warps:
@@ -750,7 +753,7 @@ class TokensTile:
     options: dict[str, int] = field(default_factory=dict, hash=False)
 
 
-@cache
+@_tunable_on_npus
 def rope_tile(half: int, rest: int, itemsize: int, by_turns: bool, spec: DeviceSpec) -> TokensTile:
     """Tile of the rotary kernel.
 
@@ -820,7 +823,7 @@ def vocabulary_tile(cols: int, spec: DeviceSpec) -> RowTile | None:
     return RowTile(2, cols, blocks, launch_options(spec, max(1, min(8, cols // 512))))
 
 
-@cache
+@_tunable_on_npus
 def embedding_tile(cols: int, spec: DeviceSpec) -> RowTile:
     """Tile of the embedding's kernels: `rows` rows of `cols` columns, or of a block of them.
 

@@ -1,6 +1,7 @@
 """The choice of backend: order, overrides, errors, and the evidence that the order rests on."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +63,15 @@ def test_environment_overrides_and_the_argument_wins(interpreted, monkeypatch):
 def test_bad_overrides(text, message):
     with pytest.raises(ValueError, match=message):
         backends.choose("rms_norm", CPU, text)
+
+
+@pytest.mark.parametrize("value", [["torch"], [], {}, 3], ids=repr)
+@pytest.mark.parametrize("op", workloads.OPS)
+def test_an_op_refuses_a_backend_that_is_no_text(op, value):
+    shapes = workloads.ModelShapes(16, 32, 67, heads=2, kv_heads=1, head_dim=8, experts=4, slots=2)
+    (work,) = (work for work in workloads.of_model(shapes, 8, "float32") if work.op == op)
+    with pytest.raises(ValueError, match=rf"backend must be 'torch' or 'op=backend,...'; got {re.escape(repr(value))}"):
+        work.ours(value)(work.inputs(CPU).tensors)
 
 
 def test_every_op_ends_with_torch_on_every_device():

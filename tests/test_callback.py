@@ -184,6 +184,7 @@ def test_the_report_is_short_unless_asked_for_in_full(tmp_path, capsys, form):
         ({"ops": ["foo"]}, r"ops must be a sequence of rms_norm, .*; got \['foo'\]"),
         ({"ops": "rms_norm"}, "ops must be a sequence of"),
         ({"ops": 3}, "ops must be a sequence of rms_norm, .*; got 3"),
+        ({"ops": []}, r"ops must be a sequence of rms_norm, .*, one at least; got \[\]"),
         ({"backend": "cudnn"}, "backend must be one of"),
         ({"backend": ["torch"]}, r"backend must be 'torch' or 'op=backend,...'; got \['torch'\]"),
         ({"strict": "no"}, "strict must be true or false; got 'no'"),

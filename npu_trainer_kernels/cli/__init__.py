@@ -46,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         _run.NAME, help=_run.HELP, description=_run.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _run.add_arguments(launcher)
+    launcher.set_defaults(refuse=launcher.error)
     for module in _COMMANDS:
         command = commands.add_parser(
             module.NAME, help=module.HELP, description=module.__doc__,
@@ -53,10 +54,18 @@ def make_parser() -> argparse.ArgumentParser:
         )  # fmt: skip
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, refuse=command.error)
     # Its options are the benchmark runner's own, see `main`.
     commands.add_parser(_bench.NAME, help=_bench.HELP, add_help=False)
     return parser
+
+
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    """`parse_args`, but an option that does not exist is refused with the usage of the command that it was given to."""
+    args, unknown = make_parser().parse_known_args(arguments)
+    if unknown:
+        args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,10 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _bench.run(arguments[1:])
     if arguments[:1] == [_run.NAME]:
         ours, command = _run.split(arguments[1:])
-        args = make_parser().parse_args([_run.NAME, *ours])
+        args = _parsed([_run.NAME, *ours])
         args.json, args.run = False, lambda args, _: _run.run(args, command)
     else:
-        args = make_parser().parse_args(arguments)
+        args = _parsed(arguments)
     with Output(args.json) as output:
         try:
             code: int = args.run(args, output)

@@ -1,6 +1,7 @@
 """Will it fit, and what must be switched on? The peak memory of a training step and its parts, plain, with the kernels
 and with MLPs over slices of the tokens besides (tiled_mlp=8192), each with checkpointing on and off, and the largest
-micro-batch of each, before anything is rented or started.
+micro-batch of each, before anything is rented or started. Of a small model no more rows are tried than make half a
+million tokens (at most 1024, at least 16): a + behind their number says that more may fit.
 
 It runs a step on tensors without memory, and needs neither an accelerator nor weights. Every row of a batch is taken to
 be as long as --seq.
@@ -121,17 +122,19 @@ def _setups(args: argparse.Namespace) -> "list[Setup]":
 def _row(config: Any, setup: "Setup", usable: int) -> Row:
     from dataclasses import replace
 
-    from ..fit import largest_batch, predict
+    from ..fit import largest_batch, most_tried, predict
 
     @functools.cache
     def at(batch: int) -> Any:
         return predict(config, replace(setup, batch=batch))
 
     found = at(setup.batch)
+    most = max(most_tried(setup.rows // setup.batch * setup.length), setup.batch)
+    largest = largest_batch(lambda batch: at(batch).peak_bytes, usable, most)
     return {
         "variant": setup.variant, "checkpointing": setup.checkpointing, "sharding": setup.sharding,
         "parts": found.parts, "peak_bytes": found.peak_bytes, "fits": found.peak_bytes <= usable,
-        "largest_batch": largest_batch(lambda batch: at(batch).peak_bytes, usable),
+        "largest_batch": largest, "more_may_fit": largest == most,
     }  # fmt: skip
 
 
@@ -145,10 +148,16 @@ def advice(rows: Sequence[Row], batch: int) -> str:
             f"({_named(least)}); the largest that fits has {max(row['largest_batch'] for row in rows)} rows."
         )
     first, best = fitting[0], max(fitting, key=lambda row: row["largest_batch"])
-    text = f"Fits: {_named(first)}, at micro-batches of up to {first['largest_batch']}."
+    how_many = f"{first['largest_batch']} and more" if first["more_may_fit"] else f"up to {first['largest_batch']}"
+    text = f"Fits: {_named(first)}, at micro-batches of {how_many}."
     if best["largest_batch"] > first["largest_batch"]:
-        text += f" The most is {best['largest_batch']}, {_named(best)}."
+        end = "at least " if best["more_may_fit"] else ""
+        text += f" The most is {end}{best['largest_batch']}, {_named(best)}."
     return text
+
+
+def _largest(row: Row) -> str:
+    return f"{row['largest_batch']}{'+' if row['more_may_fit'] else ''}"
 
 
 def _named(row: Row) -> str:
@@ -209,7 +218,7 @@ def _show(rows: Sequence[Row], args: argparse.Namespace, parts: Sequence[str], o
             row["variant"], "on" if row["checkpointing"] else "off",
             *([_CALLED[row["sharding"]]] if several else []),
             *(f"{row['parts'][part] / GIB:.2f}" for part in parts), f"{row['peak_bytes'] / GIB:.2f}",
-            "yes" if row["fits"] else "no", str(row["largest_batch"]),
+            "yes" if row["fits"] else "no", _largest(row),
         )  # fmt: skip
     output.show(table)
 
@@ -222,7 +231,7 @@ def _draw(rows: Sequence[Row], args: argparse.Namespace, parts: Sequence[str]) -
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(8.0, 1.6 + 0.45 * len(rows)), layout="constrained")
-    names = [f"{_named(row)}\n(up to {row['largest_batch']})" for row in rows]
+    names = [f"{_named(row)}\n(up to {_largest(row)})" for row in rows]
     ends = [0.0] * len(rows)
     for part in parts:
         sizes = [row["parts"][part] / GIB for row in rows]

@@ -347,13 +347,16 @@ def _table(items: Items) -> None:
     checked = {work.op: work for work in of_model(CHECKED, CHECKED_TOKENS, dtype)}
     # The first form of an op decides.
     forms = {op.forms[0]: name for name, op in TABLE.items()}
+    settled: dict[tuned.TileKey, tuned.Variation] = {}
     with tuned.ignored():
         works = [work for work in _tune.pairs(shapes, tokens, dtype) if work.op in forms]
         for name in items.each(list(TABLE)):
             of_op = [work for work in works if forms[work.op] == name]
-            outcomes = [_tune.tune_op(work, checked[work.op], where, settings) for work in of_op]
-            tiles = {key: by for outcome in outcomes for key, by in outcome.tiles.items()}
-            machine = tuned.machine_of(_tune.results(outcomes), tiles)
+            outcomes: list[_tune.Outcome] = []
+            for work in of_op:
+                outcomes.append(_tune.tune_op(work, checked[work.op], where, settings, settled))
+                settled |= outcomes[-1].tiles
+            machine = tuned.machine_of(_tune.results(outcomes), _tune.tiles_of(outcomes))
             wrong = {f"{o.work.tokens} tokens, {who}": what for o in outcomes for who, what in o.problems.items()
                      if who in ("torch", "triton")}  # fmt: skip
             items.record(

@@ -11,7 +11,8 @@ memory, which a time does not show.
 
 On an accelerator some tiles (`tiling.TUNABLE`) are tried at half and twice the size that the formula gives, with half
 and twice the warps where there are any. One that does not fit, which on an NPU the larger may not, is passed over and
-named.
+named. The tiles of the head's statistics and gradient, of rotation and of the embedding are tried on NPUs alone, and
+those of experts nowhere.
 
 The winners are in a JSON file in your cache folder (NPU_KERNELS_CACHE, or ~/.cache/npu_trainer_kernels), by chip and by
 the versions of torch, Triton and this package. Ctrl-C keeps what was measured until then. NPU_KERNELS_TUNED=0 ignores
@@ -21,7 +22,7 @@ Exit codes: 0 done, 1 a backend is wrong or failed, or nothing could be stored, 
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ __all__ = [
     "pairs",
     "results",
     "run",
+    "tiles_of",
     "tune_op",
     "tune_tiles",
 ]
@@ -138,8 +140,9 @@ def candidates(work: "Workload", where: "torch.device") -> list[str]:
 
 
 def tune_op(
-    work: "Workload", checked: "Workload", where: "torch.device", settings: "Settings | None" = None
-) -> Outcome:
+    work: "Workload", checked: "Workload", where: "torch.device", settings: "Settings | None" = None,
+    settled: "Collection[TileKey]" = (),
+) -> Outcome:  # fmt: skip
     """Checks and times an op's backends.
 
     Args:
@@ -147,6 +150,7 @@ def tune_op(
         checked: the same op, small, held against its reference.
         where: the device.
         settings: how long each is timed; None: as `npu-kernels tune` does.
+        settled: tiles that are not tried again, but stay as they are.
     """
     import torch
 
@@ -174,7 +178,7 @@ def tune_op(
             # The vendor's operators cover some calls (ValueError); logits of plain PyTorch may not fit.
             found.problems[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if "triton" in found.times and is_accelerator(where):
-        tried = tune_tiles(found.times["triton"], lambda: time("triton"), where)
+        tried = tune_tiles(found.times["triton"], lambda: time("triton"), where, settled)
         found.tiles, found.times["triton"], found.too_large = tried
     return found
 
@@ -197,7 +201,7 @@ def _timer(work: "Workload", where: "torch.device", settings: "Settings") -> "Ca
 
 
 def tune_tiles(
-    best: "Summary", time: "Callable[[], Summary]", where: "torch.device"
+    best: "Summary", time: "Callable[[], Summary]", where: "torch.device", settled: "Collection[TileKey]" = ()
 ) -> "tuple[dict[TileKey, Variation], Summary, list[str]]":
     """Tries each tile that an op asks for, one after the other; keeps what is faster beyond the spread.
 
@@ -207,6 +211,7 @@ def tune_tiles(
         best: the op's time by the formula.
         time: times the op.
         where: the device.
+        settled: tiles that are not tried again, but stay as they are.
     """
     import torch
 
@@ -219,6 +224,8 @@ def tune_tiles(
     tiling.forget_tiles()
     time()  # asks for the tiles
     for name, args in sorted(tiling.asked_tiles(), key=str):
+        if (name, args[:-1]) in settled:
+            continue
         formula = tiling.TUNABLE[name](*args)
         tried = {str(formula)}
         chosen = Variation()
@@ -238,8 +245,13 @@ def tune_tiles(
                 best, chosen = now, by
         tiling.try_variation(name, args, chosen)
         # Also where it is the formula's: an earlier measurement may have said otherwise.
-        kept[name, tuple(args[:-1])] = chosen
+        kept[name, args[:-1]] = chosen
     return kept, best, too_large
+
+
+def tiles_of(outcomes: list[Outcome]) -> "dict[TileKey, Variation]":
+    """The tiles that were tried so far: what several ops, or numbers of tokens, ask for alike the first has settled."""
+    return {key: by for outcome in outcomes for key, by in outcome.tiles.items()}
 
 
 def pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
@@ -303,7 +315,7 @@ def _measure(works: "list[Workload]", where: "torch.device", outcomes: list[Outc
     with tuned.ignored(), output.progress(len(works)) as progress:
         for work in works:
             progress.begin(f"tuning {work.op}, {work.tokens} tokens")
-            outcomes.append(tune_op(work, checked[work.op], where))
+            outcomes.append(tune_op(work, checked[work.op], where, None, tiles_of(outcomes)))
             progress.advance()
 
 
@@ -312,7 +324,7 @@ def _finish(outcomes: list[Outcome], kind: str, chip: str, stopped: bool, dry_ru
     from .. import tuned
 
     entries = results(outcomes)
-    tiles = {key: by for o in outcomes for key, by in o.tiles.items()}
+    tiles = tiles_of(outcomes)
     _show(outcomes, tiles, output)
     stored = problem = None
     if entries and not dry_run:

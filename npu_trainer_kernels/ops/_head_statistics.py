@@ -168,11 +168,9 @@ def _raw_statistics(
     n_rows, n_cols = logits.shape
     out = torch.empty(6, n_rows, dtype=torch.float32, device=logits.device)
     spec = device.spec(logits.device)
-    tile = tiling.statistics_tile(
-        n_cols, logits.element_size(), spec, entropy=options.entropy, mean=options.mean,
-        squares=options.log_sum_sq, argmax=options.argmax, weights=class_weights is not None,
-        softcap=options.softcap is not None,
-    )  # fmt: skip
+    extras = options.entropy + options.mean + options.log_sum_sq + options.argmax
+    extras += (class_weights is not None) + (options.softcap is not None)
+    tile = tiling.statistics_tile(n_cols, logits.element_size(), extras, spec)
     step = tile.fold * tile.width
     inner, outer = options.factors
     launch(

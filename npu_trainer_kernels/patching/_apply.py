@@ -203,10 +203,10 @@ class NpuKernels:
 
 
 def check_ops(ops: Sequence[str] | None) -> None:
-    """Raises ValueError for what is neither None nor names of `PATCHES`."""
-    named = isinstance(ops, Collection) and not isinstance(ops, str)
+    """Raises ValueError for what is neither None nor names of `PATCHES`, one at least."""
+    named = isinstance(ops, Collection) and not isinstance(ops, str) and len(ops) > 0
     if ops is not None and not (named and all(isinstance(op, str) and op in PATCHES for op in ops)):
-        raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}; got {ops!r}")
+        raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}, one at least; got {ops!r}")
 
 
 def check_tiled_mlp(name: str, tokens: int, ops: Sequence[str] | None) -> None:
@@ -243,7 +243,7 @@ def apply_npu_kernels(
 
     Args:
         model: a `transformers` model, or a PEFT model around one.
-        ops: which of `PATCHES`; None: all that are worth it on the model's device.
+        ops: which of `PATCHES`, one at least; None: all that are worth it on the model's device.
         backend: overrides the choice of backend, as `"torch"` or `"rms_norm=torch,linear_logprob=triton"`.
         strict: a kernel of this model that cannot be compiled or launched raises `KernelError`; otherwise torch takes
             over for its op, with a warning and a note in the report.
@@ -256,7 +256,7 @@ def apply_npu_kernels(
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: unknown op or backend, a backend that cannot run on the model's device, a `tiled_mlp` that is
+        ValueError: unknown op or backend, no op, a backend that cannot run on the model's device, a `tiled_mlp` that is
             negative or that `ops` leaves without its op, or the model is patched already with other options.
     """
     if not isinstance(model, nn.Module):

@@ -16,12 +16,21 @@ import transformers
 from benchmarks import fit_check
 from benchmarks.models import MODELS
 from benchmarks.results import read
-from npu_trainer_kernels import device
+from npu_trainer_kernels import device, fit
 from npu_trainer_kernels.cli import _fit, main
 from npu_trainer_kernels.cli._fit import advice
-from npu_trainer_kernels.fit import PARTS, SHARDINGS, TRAINERS, VARIANTS, Setup, largest_batch, predict
+from npu_trainer_kernels.fit import (
+    PARTS,
+    SHARDINGS,
+    TRAINERS,
+    VARIANTS,
+    Prediction,
+    Setup,
+    largest_batch,
+    most_tried,
+    predict,
+)
 from npu_trainer_kernels.fit._ledger import Ledger
-from npu_trainer_kernels.fit._search import MOST
 from npu_trainer_kernels.patching import PATCHES
 
 RESULTS = Path(fit_check.__file__).parent / "results"
@@ -349,16 +358,18 @@ def test_the_largest_batch(memory, bend):
         asked.append(batch)
         return max(100, 90 + 10 * batch + max(0, batch - bend) * 3)
 
-    found = largest_batch(peak, memory)
-    assert found == max((b for b in range(1, MOST + 1) if peak(b) <= memory), default=0)
-    del asked[-MOST:]
+    most = 4096
+    found = largest_batch(peak, memory, most)
+    assert found == max((b for b in range(1, most + 1) if peak(b) <= memory), default=0)
+    del asked[-most:]
     assert len(asked) == len(set(asked)) <= 12
+    assert max(asked) <= most
 
 
 def row(variant, checkpointing, gib, largest, sharding="none"):
     return {
         "variant": variant, "checkpointing": checkpointing, "sharding": sharding, "parts": {}, "fits": largest >= 2,
-        "peak_bytes": int(gib * GIB), "largest_batch": largest,
+        "peak_bytes": int(gib * GIB), "largest_batch": largest, "more_may_fit": largest == 512,
     }  # fmt: skip
 
 
@@ -372,6 +383,17 @@ def test_advice_is_the_least_effort_that_fits():
         "Does not fit: a micro-batch of 2 takes at least 30.0 GiB (plain without checkpointing); "
         "the largest that fits has 1 rows."
     )
+    assert advice([*rows, row("kernels", True, 9, 512)], 2).endswith(
+        "The most is at least 512, kernels with checkpointing."
+    )
+    assert advice([row("plain", False, 30, 512)], 2) == (
+        "Fits: plain without checkpointing, at micro-batches of 512 and more."
+    )
+
+
+def test_an_end_to_what_is_tried():
+    """Whatever fits: a step on tensors without memory takes the longer the more tokens it has."""
+    assert [most_tried(tokens) for tokens in (16, 1024, 4096, 1 << 17)] == [1024, 512, 128, 16]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -404,9 +426,31 @@ def test_json_and_figure(model, tmp_path, capsys):
         assert list(each["parts"]) == list(PARTS)
         assert sum(each["parts"].values()) == each["peak_bytes"]
         assert each["fits"] == (each["peak_bytes"] <= found["usable_bytes"]) == (each["largest_batch"] >= 1)
+        assert not each["more_may_fit"]
     assert found["fits"]
     assert found["verdict"].startswith("Fits: plain without checkpointing")
     assert "<svg" in figure.read_text()
+
+
+@pytest.mark.parametrize(("arguments", "most"), [([], 512), (["--batch", "600"], 600), (["--trainer", "dpo"], 256)])
+def test_a_small_model_on_a_large_card(model, capsys, monkeypatch, arguments, most):
+    asked = []
+
+    def small(config, setup):
+        asked.append(setup.batch)
+        return Prediction(dict.fromkeys(PARTS, setup.batch))
+
+    monkeypatch.setattr(fit, "predict", small)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["fit", "--model", model, "--memory", "80", *arguments]) == 0
+    assert max(asked) == most
+    assert len(asked) <= 8 * 6
+    out = capsys.readouterr().out
+    assert out.count(f" {most}+") == 6
+    assert f"Fits: plain without checkpointing, at micro-batches of {most} and more." in " ".join(out.split())
+    assert main(["fit", "--model", model, "--memory", "80", *arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {(row["largest_batch"], row["more_may_fit"]) for row in rows} == {(most, True)}
 
 
 def test_what_does_not_fit_is_exit_code_1(model, capsys):

@@ -144,6 +144,12 @@ def test_wrong_usage_is_refused_before_the_command_runs(capsys, monkeypatch, arg
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_an_option_that_does_not_exist_shows_the_usage_of_run(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--nonsense"])
+    assert capsys.readouterr().err.startswith("usage: npu-kernels run [options]")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The environment
 # ---------------------------------------------------------------------------------------------------------------------

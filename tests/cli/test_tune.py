@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from npu_trainer_kernels import apply_npu_kernels, backends, tiling, timing, tuned, workloads
 from npu_trainer_kernels.cli import _tune, main
-from npu_trainer_kernels.device import ASCEND_CHIPS, spec, use_spec
+from npu_trainer_kernels.device import ASCEND_CHIPS, DeviceSpec, spec, use_spec
 from npu_trainer_kernels.ops._launch import KernelError
 from npu_trainer_kernels.timing import Summary
 from npu_trainer_kernels.tuned import Variation
@@ -21,6 +21,7 @@ CONFIG = {
 CPU = torch.device("cpu")
 CPU_SPEC = spec(CPU)
 NPU = ASCEND_CHIPS["Ascend910B4"]
+H200 = DeviceSpec("cuda", "NVIDIA H200", 132, 256 << 10, 141 << 30)
 
 
 @pytest.fixture(autouse=True)
@@ -298,6 +299,54 @@ def test_on_an_npu_larger_and_smaller_tiles_are_tried_and_what_does_not_fit_is_p
     finally:
         for name, args in (("norm_forward_tile", forward), ("norm_backward_tile", backward)):
             tiling.try_variation(name, (*args, NPU), None)
+
+
+# A larger one fits, a smaller one is slower: rows, fold or block, by formula and doubled.
+ON_NPUS = {
+    "statistics_tile": ((128256, 2, 1), "fold"),
+    "gradient_tile": ((128256, 2, False), "block"),
+    "rope_tile": ((64, 0, 2, False), "rows"),
+    "embedding_tile": ((2048,), "rows"),
+}
+
+
+@pytest.mark.parametrize("name", ON_NPUS)
+def test_on_an_npu_alone_tiles_of_head_rotation_and_embedding_are_tried(name):
+    args, size = ON_NPUS[name]
+    asked = []
+
+    def time(spec):
+        asked.append(getattr(getattr(tiling, name)(*args, spec), size))
+        return Summary(1.0 / asked[-1], 1.0, 1.0 / asked[-1], 1.0 / asked[-1], 1)
+
+    try:
+        with use_spec(NPU):
+            kept, _, _ = _tune.tune_tiles(time(NPU), lambda: time(NPU), CPU)
+        formula = asked[0]
+        assert kept == {(name, args): Variation(size=1)}
+        assert asked[2:] == [formula // 2, 2 * formula]
+        assert getattr(getattr(tiling, name)(*args, NPU), size) == 2 * formula
+        assert _tune.tune_tiles(time(H200), lambda: time(H200), CPU)[0] == {}
+    finally:
+        tiling.try_variation(name, (*args, NPU), None)
+
+
+def test_what_was_kept_at_the_most_tokens_is_kept_at_the_least():
+    """Tiles are tried once: what two ops, or two numbers of tokens, ask for alike is settled by the first."""
+    args = (2, 3, NPU)
+
+    def time():
+        ms = 1.0 / tiling.swiglu_block(*args).size
+        return Summary(ms, ms, ms, ms, 1)
+
+    try:
+        with use_spec(NPU):
+            kept, best, _ = _tune.tune_tiles(time(), time, CPU)
+            assert kept == {("swiglu_block", args[:-1]): Variation(size=1)}
+            assert _tune.tune_tiles(time(), time, CPU, kept) == ({}, best, [])
+            assert time() == best
+    finally:
+        tiling.try_variation("swiglu_block", args, None)
 
 
 @pytest.mark.parametrize(

@@ -480,6 +480,9 @@ def test_bad_input():
         apply_npu_kernels(model, ops=["rms"])
     with pytest.raises(ValueError, match=r"ops must be a sequence of .*; got 3"):
         apply_npu_kernels(model, ops=3)
+    for none in ([], ()):
+        with pytest.raises(ValueError, match=r"ops must be a sequence of .*, one at least; got [(\[][)\]]$"):
+            apply_npu_kernels(model, ops=none)
     with pytest.raises(ValueError, match="backend must be one of triton, torch"):
         apply_npu_kernels(model, backend="cuda")
     with pytest.raises(ValueError, match=r"backend must be 'torch' or 'op=backend,...'; got \['torch'\]"):
