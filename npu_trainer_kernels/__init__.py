@@ -27,6 +27,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "GRPOTrainer",
     "KernelError",
     "MissingDependencyError",
     "NpuKernels",
@@ -35,9 +36,6 @@ __all__ = [
     "Report",
     "apply_npu_kernels",
 ]
-if TYPE_CHECKING:
-    # Public, too. `from npu_trainer_kernels import *` leaves it out, and so needs no TRL.
-    __all__ += ["GRPOTrainer"]
 
 
 def __getattr__(name: str) -> Any:
@@ -47,4 +45,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOMES)
+    return sorted(__all__)
