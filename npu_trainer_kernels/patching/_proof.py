@@ -143,9 +143,10 @@ def _compared(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
         with torch.no_grad(), torch.device("cpu"):
             plain = body(**given)
             hidden, routers = hidden_of(plain), routers_of(plain)
+            each = hidden.shape[:2] == ids.shape and all(r.shape[:-1].numel() == ids.numel() for r in routers)
     except PROBE_ERRORS as error:
         return f"no miniature of it can be made: {_line(error)}"
-    if hidden.shape[:2] != ids.shape or any(logits.shape[:-1].numel() != ids.numel() for logits in routers):
+    if not each:
         return "a miniature of it gives no hidden state for each token"
     if routed and not routers:
         return "a miniature of it gives no router_logits"
