@@ -231,7 +231,8 @@ class PaddingPatch(Patch):
         for name, value in given.items():
             numbers = value.dim() > 0 if isinstance(value, torch.Tensor) else isinstance(value, dict | list | tuple)
             if numbers and name not in _BATCH:
-                return f"it is given {name}"
+                # Of images the body for text inside is given less, and speaks for itself.
+                return QUIET if form.inner else f"it is given {name}"
         if getattr(module, "_is_replica", False):
             return "threads run copies of it, which share a configuration (DataParallel)"
         if form.longest is not None and mask.shape[-1] > form.longest:
