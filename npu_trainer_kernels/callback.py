@@ -255,8 +255,8 @@ class NpuKernelsCallback(TrainerCallback):
             # its parts.
             caches = getattr(trainer.args, "use_cache", False)
             self._in_trainer.set_attribute(self._handle.settings, "caches", caches)
+        self._arrange(trainer, report)  # before the plan, in whose way a loss of the user's would no longer be seen
         self._plan(trainer)
-        self._arrange(trainer, report)
         self._apply_to_held(trainer, report)
         self._add_to_logs(trainer)
 
