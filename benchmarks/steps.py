@@ -4,6 +4,7 @@ Every batch is counted on its way into a step: how many positions it has, and ho
 """
 
 import copy
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -218,6 +219,8 @@ def _grpo_trl(
     )  # fmt: skip
     prepare = trainer._prepare_inputs
 
+    # It wraps TRL's: a trainer with a preparation of its own keeps its rows as they come.
+    @functools.wraps(prepare)
     def prepared(generation_batch: Any) -> Any:
         with clock.prepare():
             inputs = prepare(generation_batch)
@@ -226,8 +229,7 @@ def _grpo_trl(
             trainer.accelerator.wait_for_everyone()
         return inputs
 
-    # On the instance: a class with a preparation of its own keeps its rows as they come. What the kernels do to
-    # arrange them is done around this, and is timed.
+    # What the kernels do to arrange rows is done around this, and is timed.
     trainer._prepare_inputs = prepared
     return trainer
 

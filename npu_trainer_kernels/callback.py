@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .trainers.held import held_models
 
 __all__ = ["NpuKernelsCallback", "calling_trainer"]
 
-_GUARD = "_npu_kernels_guarded"
+_WRAPPED = "_npu_kernels_wrapped"
 
 
 def calling_trainer() -> Trainer | None:
@@ -188,21 +188,29 @@ class NpuKernelsCallback(TrainerCallback):
             handle.report().unused = _unused_head(model)
             report.note(f"{name} ({type(model).__name__}): {handle.report().summary()}")
 
-    def _guard(self, trainer: Trainer, method: str) -> None:
-        """Wraps a method of one trainer, until the kernels are taken out, so that an exception in it restores all."""
+    def _wrap(self, trainer: Trainer, method: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+        """Puts what `make` makes of a method in its place, once, in one trainer and until the kernels are taken out."""
         original = getattr(trainer, method)
-        if getattr(original, _GUARD, None) is self:
+        if getattr(original, _WRAPPED, None) is self:
             return
+        wrapper = functools.wraps(original)(make(original))
+        setattr(wrapper, _WRAPPED, self)
+        self._in_trainer.set_attribute(trainer, method, wrapper)
 
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except BaseException:
-                self.restore()
-                raise
+    def _guard(self, trainer: Trainer, method: str) -> None:
+        """Has an exception in a method restore all."""
 
-        setattr(guarded, _GUARD, self)
-        self._in_trainer.set_attribute(trainer, method, guarded)
+        def make(original: Any) -> Callable[..., Any]:
+            def guarded(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return original(*args, **kwargs)
+                except BaseException:
+                    self.restore()
+                    raise
+
+            return guarded
+
+        self._wrap(trainer, method, make)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = calling_trainer()
@@ -236,7 +244,7 @@ class NpuKernelsCallback(TrainerCallback):
 
     def _serve(self, trainer: Trainer, report: Report) -> None:
         """What is done to the Trainer itself, for the length of this run."""
-        guards_train = getattr(trainer.train, _GUARD, None) is self
+        guards_train = getattr(trainer.train, _WRAPPED, None) is self
         self._in_trainer.restore()  # what an attempt that the Trainer repeats has left (auto_find_batch_size)
         # `train` runs already: one that the guard was taken off is guarded by what it calls from here on.
         for method in ("train",) if guards_train else ("training_step", "_maybe_log_save_evaluate"):
@@ -247,21 +255,23 @@ class NpuKernelsCallback(TrainerCallback):
             # its parts.
             caches = getattr(trainer.args, "use_cache", False)
             self._in_trainer.set_attribute(self._handle.settings, "caches", caches)
+        self._arrange(trainer, report)  # before the plan, in whose way a loss of the user's would no longer be seen
         self._plan(trainer)
-        self._arrange(trainer, report)
         self._apply_to_held(trainer, report)
         self._add_to_logs(trainer)
 
     def _show_labels(self, trainer: Trainer) -> None:
         """Has the body told which places a loss reads, also where the model is not given the labels: the Trainer keeps
         them for its label smoothing and for a loss function of the user's."""
-        original = trainer.compute_loss
 
-        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            with use_labels(inputs.get("labels") if isinstance(inputs, Mapping) else None):
-                return original(model, inputs, *args, **kwargs)
+        def make(original: Any) -> Callable[..., Any]:
+            def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                with use_labels(inputs.get("labels") if isinstance(inputs, Mapping) else None):
+                    return original(model, inputs, *args, **kwargs)
 
-        self._in_trainer.set_attribute(trainer, "compute_loss", compute_loss)
+            return compute_loss
+
+        self._wrap(trainer, "compute_loss", make)
 
     def _plan(self, trainer: Trainer) -> None:
         """Has the head told what GRPO's loss is going to send back, where the head is ours."""
@@ -322,18 +332,20 @@ class NpuKernelsCallback(TrainerCallback):
             )
 
     def _add_to_logs(self, trainer: Trainer) -> None:
-        original = trainer.log
+        def make(original: Any) -> Callable[..., Any]:
+            def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+                if "loss" in logs and self._handle is not None:
+                    before, *seen = self._since
+                    self._since = now, *tokens = (time.perf_counter(), self._handle.tokens, self._handle.live_tokens)
+                    names = ("tokens_per_second", "live_tokens_per_second")
+                    for name, new, old in zip(names, tokens, seen, strict=True):
+                        logs[name] = round((new - old) / max(now - before, 1e-9), 1)
+                    logs["peak_memory_gib"] = round(_peak_memory_gib(trainer.args.device), 3)
+                original(logs, *args, **kwargs)
 
-        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-            if "loss" in logs and self._handle is not None:
-                before, *seen = self._since
-                self._since = now, *tokens = (time.perf_counter(), self._handle.tokens, self._handle.live_tokens)
-                for name, new, old in zip(("tokens_per_second", "live_tokens_per_second"), tokens, seen, strict=True):
-                    logs[name] = round((new - old) / max(now - before, 1e-9), 1)
-                logs["peak_memory_gib"] = round(_peak_memory_gib(trainer.args.device), 3)
-            original(logs, *args, **kwargs)
+            return log
 
-        self._in_trainer.set_attribute(trainer, "log", log)
+        self._wrap(trainer, "log", make)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,5 +1,6 @@
 """NpuKernelsCallback in a real Trainer: when it patches, when it restores, what it logs."""
 
+import inspect
 from unittest import mock
 
 import pytest
@@ -253,6 +254,28 @@ def test_labels_that_the_model_is_not_given_are_looked_at(tmp_path, smoothing):
         report = callbacks[0].report() if callbacks else None
     assert runs[1] == runs[0]
     assert {each.reason for each in report.declined} == {"labels are to be predicted at places that are padding"}
+
+
+def test_methods_of_a_trainer_are_wrapped_once_and_keep_their_signatures(tmp_path):
+    """Also where the user has replaced one by then, whose own is there again when training is over."""
+    callback = NpuKernelsCallback(warm_up=False)
+    trainer = make_trainer(tmp_path, callbacks=[callback], max_steps=1)
+    callback.attach(trainer)
+    own = trainer.compute_loss.__wrapped__
+    assert own == Trainer.compute_loss.__get__(trainer)
+    assert inspect.signature(trainer.compute_loss) == inspect.signature(own)
+    assert inspect.signature(trainer.train) == inspect.signature(Trainer.train.__get__(trainer))
+    wrapped = []
+
+    def compute_loss(*args, **kwargs):
+        wrapped.append(trainer.compute_loss.__wrapped__)
+        return own(*args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    assert wrapped == [compute_loss]
+    assert trainer.compute_loss is compute_loss
+    assert not {"train", "training_step", "log"} & vars(trainer).keys()
 
 
 def test_a_loss_of_the_users_own_is_fused_where_it_is_a_cross_entropy(tmp_path, monkeypatch):

@@ -13,13 +13,18 @@ from ..ops._shared_rows import Shared, take, uploaded
 from ._layout import DEAD, PREDICTS, READ, Layout, layout
 from ._packed import Packing, Unserved, packed
 
-__all__ = ["Batch", "hidden_of"]
+__all__ = ["Batch", "hidden_of", "routers_of"]
 
 
 def hidden_of(out: Any) -> torch.Tensor:
     """Of a body's output."""
     hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out.last_hidden_state
     return hidden
+
+
+def routers_of(out: Any) -> tuple[torch.Tensor, ...]:
+    """The logits of every layer's router, where a body was asked for them."""
+    return getattr(out, "router_logits", None) or ()
 
 
 def _positions(where: Layout, shape: tuple[int, int], by_columns: bool) -> np.ndarray:
@@ -115,7 +120,8 @@ class Batch:
         packing = Packing(segments, backend)
         with packed((body.config.get_text_config(), body.get_submodule(inner).config), packing):
             out = kind.forward(body, **new)
-        others = () if isinstance(out, tuple) else (name for name in out if name != "last_hidden_state")
+        known = ("last_hidden_state", "router_logits")
+        others = () if isinstance(out, tuple) else (name for name in out if name not in known)
         if (isinstance(out, tuple) and any(o is not None for o in out[1:])) or (name := next(iter(others), None)):
             raise Unserved(f"it returns {'more than hidden states' if isinstance(out, tuple) else name}")
         hidden = hidden_of(out)
@@ -125,4 +131,15 @@ class Batch:
             out = (padded, *out[1:])
         else:
             out.last_hidden_state = padded
+            if routed := routers_of(out):
+                out.router_logits = tuple(_padded_logits(logits, tokens, self.shape) for logits in routed)
         return out, packing
+
+
+def _padded_logits(logits: torch.Tensor, tokens: Shared, shape: tuple[int, int]) -> torch.Tensor:
+    """A router's logits for the batch. The auxiliary loss, which reads them, leaves out what the mask does."""
+    if logits.dim() == 3 and logits.shape[:2] == (1, tokens.n):
+        return take(logits[0], tokens).unflatten(0, shape)
+    if logits.dim() != 2 or logits.shape[0] != tokens.n:
+        raise Unserved("its router_logits are not of its tokens")
+    return take(logits, tokens)

@@ -30,7 +30,7 @@ from ._classes import original_class
 from ._head import causal_lm
 from ._packed import Unserved, attend_by_segments, foreign_attention, under_way
 from ._patch import QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
-from ._proof import OUTPUTS, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
+from ._proof import OUTPUTS, ROUTED, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
 from ._undo import Undo
 
 __all__ = ["BodyForm", "PaddingPatch", "Savings"]
@@ -221,7 +221,9 @@ class PaddingPatch(Patch):
             return "a cache is asked for (use_cache)" if torch.is_grad_enabled() else QUIET
         for name in OUTPUTS:
             asked = given.get(name)
-            if asked or (asked is None and getattr(config, name, False)):
+            if asked is None:
+                asked = getattr(config, name, False)
+            if asked and not (name == ROUTED and form.proof.routed):
                 return f"its {name.removeprefix('output_')} are asked for"
         positions = given.get("position_ids")
         if positions is not None and (positions.dim() != 2 or positions.shape[-1] != mask.shape[-1]):
@@ -229,7 +231,8 @@ class PaddingPatch(Patch):
         for name, value in given.items():
             numbers = value.dim() > 0 if isinstance(value, torch.Tensor) else isinstance(value, dict | list | tuple)
             if numbers and name not in _BATCH:
-                return f"it is given {name}"
+                # Of images the body for text inside is given less, and speaks for itself.
+                return QUIET if form.inner else f"it is given {name}"
         if getattr(module, "_is_replica", False):
             return "threads run copies of it, which share a configuration (DataParallel)"
         if form.longest is not None and mask.shape[-1] > form.longest:

@@ -20,16 +20,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ._agreement import MODES, repeatable
-from ._batch import Batch, hidden_of
+from ._batch import Batch, hidden_of, routers_of
 from ._classes import original_class
 from ._miniature import VOCABULARY, miniature, miniature_around, small_config
 from ._packed import Asked, Unserved, foreign_attention, why_not
 from ._parallel import mixes_tokens
 from ._patch import PROBE_ERRORS
 
-__all__ = ["OUTPUTS", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
+__all__ = ["OUTPUTS", "ROUTED", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
 
-OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+ROUTED = "output_router_logits"
+OUTPUTS = ("output_hidden_states", "output_attentions", ROUTED)
 """What may be asked of a body that speaks of padded positions."""
 
 _TOLERANCE = 1e-4
@@ -46,12 +47,14 @@ class Proof:
         attention: the classes of the modules that attend.
         classes: of all of its modules, each with the forward that it had.
         asked: what its attention asked for.
+        routed: whether it gives its routers' logits, too, for an auxiliary loss.
     """
 
     by_columns: bool
     attention: frozenset[type[nn.Module]] = frozenset()
     classes: frozenset[tuple[type[nn.Module], Any]] = frozenset()
     asked: frozenset[Asked] = frozenset()
+    routed: bool = False
 
 
 def _probe() -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,29 +107,51 @@ def _shown(real: Any, inner: str, small: Any) -> Proof | str:
     for module in body.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # a packed row draws other numbers
+    found = _in_all_modes(body, original_class(real), inner, routed=False)
+    if isinstance(found, str) or ROUTED not in vars(small):
+        return found
+    routed = _in_all_modes(body, original_class(real), inner, routed=True)
+    return found if isinstance(routed, str) else routed
+
+
+def _in_all_modes(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
     found: Proof | str = ""
     for training in MODES:
         with repeatable():
-            found = _compared(body.train(training), original_class(real), inner)
+            found = _compared(body.train(training), kind, inner, routed)
         if isinstance(found, str):
             return found
     return found
 
 
-def _compared(body: Any, kind: Any, inner: str) -> Proof | str:
-    """What a miniature shows in one mode."""
+def _of_tokens(out: Any, live: torch.Tensor) -> list[torch.Tensor]:
+    """Hidden states of the live tokens and, where there are some, what routers made of them."""
+    return [values.flatten(0, -2)[live.flatten()] for values in (hidden_of(out), *routers_of(out))]
+
+
+def _compared(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
+    """What a miniature shows in one mode, asked for its routers' logits or not."""
     names = tuple(inspect.signature(kind.forward).parameters)[1:]
     ids, mask = _probe()
     live = mask.bool()
     given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     if "labels" in names:
         given["labels"] = ids.masked_fill(~live, -100)
+    if routed:
+        given[ROUTED] = True
     try:
         with torch.no_grad(), torch.device("cpu"):
-            wanted = hidden_of(body(**given))
+            plain = body(**given)
+            hidden, routers = hidden_of(plain), routers_of(plain)
+            each = hidden.shape[:2] == ids.shape and all(r.shape[:-1].numel() == ids.numel() for r in routers)
     except PROBE_ERRORS as error:
         return f"no miniature of it can be made: {_line(error)}"
-    if wanted.shape[:2] != ids.shape or not wanted[live].isfinite().all():
+    if not each:
+        return "a miniature of it gives no hidden state for each token"
+    if routed and not routers:
+        return "a miniature of it gives no router_logits"
+    wanted = _of_tokens(plain, live)
+    if not all(values.isfinite().all() for values in wanted):
         return "a miniature of it gives no hidden state for each token"
     reason = ""
     for by_columns in (True, False):
@@ -140,11 +165,12 @@ def _compared(body: Any, kind: Any, inner: str) -> Proof | str:
         out, packing = got
         if not packing.attended:
             return "its attention is not transformers' own"
-        far = (hidden_of(out)[live] - wanted[live]).abs().max() / wanted[live].abs().max()
+        pairs = zip(_of_tokens(out, live), wanted, strict=True)
+        far = torch.stack([(got - want).abs().max() / want.abs().max() for got, want in pairs]).max()
         if far <= _TOLERANCE:
             parts = map(original_class, body.get_submodule(inner).modules())
             classes = frozenset((kind, kind.forward) for kind in parts)
-            return Proof(by_columns, frozenset(packing.attended), classes, frozenset(packing.asked))
+            return Proof(by_columns, frozenset(packing.attended), classes, frozenset(packing.asked), routed)
         reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
     return reason
 

@@ -61,7 +61,11 @@ def stays_shuffled(trainer: Any, across: bool) -> str | None:
         "_prepare_inputs",
         "training_step",
     ):
-        if getattr(type(trainer), name) is not getattr(trl, name):
+        # On a trainer or on TRL's class itself somebody may have set another one. What says that it wraps TRL's
+        # (functools.wraps) looks on.
+        method = vars(trainer).get(name, getattr(trl, name))
+        theirs = method.__module__.partition(".")[0] in ("trl", "transformers")
+        if getattr(type(trainer), name) is not getattr(trl, name) or not theirs:
             return f"{type(trainer).__name__} has a {name} of its own"
     if args.use_liger_kernel:
         return "Liger's loss takes the place of TRL's in some versions"

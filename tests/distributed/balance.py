@@ -11,6 +11,7 @@ differs, what the report says of rows that stay, and whether the trainer is as i
 in rows of made-up batches that went from rank to rank.
 """
 
+import functools
 import itertools
 import json
 import random
@@ -70,6 +71,7 @@ class MadeUp:
 class Seen:
     """Keeps prompt, completion and advantage of the rows of every micro-batch whose loss is computed."""
 
+    @functools.wraps(TrlGRPOTrainer.compute_loss)
     def compute_loss(self, model, inputs, *args, **kwargs):
         live = (inputs[f"{part}_ids"].masked_fill(inputs[f"{part}_mask"] == 0, -1) for part in ("prompt", "completion"))
         parts = [[tuple(i for i in ids if i >= 0) for ids in each.tolist()] for each in live]
@@ -111,7 +113,6 @@ def train(folder: Path, wrapper: str, kernels: NpuKernelsArguments | None, optio
         processing_class=tokenizer(),
         **({} if kernels is None else {"npu_kernels": kernels}),
     )
-    # Beside what is looked for in a class, so that the trainer's own code is TRL's.
     trainer.compute_loss = Seen.compute_loss.__get__(trainer)
     SEEN.clear()
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ OPS = ("varlen_attention", "moe_experts")
 def made(wrapper: str) -> Any:
     """With experts a token routed by rounding alone would go another way: there are none in these steps."""
     if wrapper.endswith("experts"):
-        return small_model("qwen3-moe", output_router_logits=False, experts_implementation="grouped_mm")
+        return small_model("qwen3-moe", router_aux_loss_coef=1.0, experts_implementation="grouped_mm")
     return small_model("llama")
 
 

@@ -134,7 +134,7 @@ def models(folder: Path) -> dict[str, Any]:
         ("qwen3-moe", "labels", 2), ("gemma2", "logits", 1),
     ]  # fmt: skip
     for name, task, experts in cases:
-        options = {"output_router_logits": False, "experts_implementation": "grouped_mm"} if "moe" in name else {}
+        options = {"router_aux_loss_coef": 1.0, "experts_implementation": "grouped_mm"} if "moe" in name else {}
         path, start = saved(folder, name, **options)
         plain, _, before = by_hand(path, name, task, experts, False)
         ours, report, after = by_hand(path, name, task, experts, True)

@@ -72,6 +72,7 @@ STAYS: dict[str, tuple[dict[str, Any], str | None]] = {
     "a cache is asked for": ({**PLAIN, "use_cache": True}, "a cache is asked for (use_cache)"),
     "hidden states are asked for": ({**PLAIN, "output_hidden_states": True}, "its hidden_states are asked for"),
     "attentions are asked for": ({**PLAIN, "output_attentions": True}, "its attentions are asked for"),
+    "no routers": ({**PLAIN, "output_router_logits": True}, "its router_logits are asked for"),
     "labels at padding": ({**PLAIN, "labels": IDS}, "labels are to be predicted at places that are padding"),
 }
 
@@ -196,12 +197,6 @@ def test_generation_is_the_models_own(family):
         assert not reasons(kernels)
     assert torch.equal(found.sequences, expected.sequences)
     assert same(found.logits, expected.logits)
-
-
-def test_the_auxiliary_loss_of_experts_sees_the_mask():
-    model = small_model("qwen3-moe", attn_implementation="eager")
-    assert model.config.output_router_logits
-    stays(model, "its router_logits are asked for", **INPUTS, use_cache=False)
 
 
 def test_positions_in_several_dimensions():

@@ -2,6 +2,7 @@
 where it would not, the rows stay."""
 
 import dataclasses
+import functools
 import itertools
 import random
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ def seen(monkeypatch):
     batches = []
     compute_loss = TrlGRPOTrainer._compute_loss
 
+    @functools.wraps(compute_loss)
     def spy(self, model, inputs):
         rows = zip(*(inputs[name].tolist() for name in ("prompt_ids", "completion_ids", "advantages")), strict=True)
         batches.append([(tuple(p), tuple(c), a) for p, c, a in rows])
@@ -251,6 +253,27 @@ def test_a_subclass_with_code_of_its_own_keeps_its_rows(tmp_path, seen, name):
     ours, rows = trained(type("Own", (GRPOTrainer,), {name: same}), tmp_path, seen, ONLY)
     assert rows == shuffled
     assert f"stay spread over micro-batches: Own has a {name} of its own" in str(ours.npu_kernels_report())
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [("trainer", "compute_loss"), ("trainer", "training_step"), ("class", "_compute_loss")]
+)
+def test_code_that_somebody_has_set_keeps_the_rows(tmp_path, seen, monkeypatch, where, name):
+    original = getattr(TrlGRPOTrainer, name)
+
+    class Set(GRPOTrainer):
+        def train(self, *args, **kwargs):
+            if where == "trainer":
+                method = getattr(self, name)
+                monkeypatch.setattr(self, name, lambda *a, **k: method(*a, **k))
+            else:
+                monkeypatch.setattr(TrlGRPOTrainer, name, lambda *a, **k: original(*a, **k))
+            return super().train(*args, **kwargs)
+
+    _, shuffled = trained(TrlGRPOTrainer, tmp_path, seen)
+    ours, rows = trained(Set, tmp_path, seen, ONLY)
+    assert rows == shuffled
+    assert f"stay spread over micro-batches: Set has a {name} of its own" in str(ours.npu_kernels_report())
 
 
 def test_rows_with_pictures_are_left_alone():
