@@ -23,8 +23,8 @@ SIDES: dict[str, tuple[tuple[int, int], ...]] = {
     "right": ((0, 28), (0, 17), (0, 21), (0, 1), (0, 0), (0, 24)),
     "both": ((4, 28), (4, 23), (4, 17), (9, 10), (3, 3), (0, 25)),
 }
-# What differs from the defaults: a window that is shorter than the rows, a cap that scores reach, an auxiliary loss that
-# counts.
+# What differs from the defaults: a window that is shorter than the rows, a cap that scores reach, an auxiliary loss
+# that counts.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
     "gemma2": {"sliding_window": 9, "attn_logit_softcapping": 0.5},
