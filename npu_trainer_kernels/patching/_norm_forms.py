@@ -28,13 +28,13 @@ from ..ops.rms_norm import rms_norm_reference
 from ._agreement import MODES, agree, repeatable
 from ._classes import has_hooks, original_class
 from ._patch import PROBE_ERRORS, no_plain
+from ._settings import Settings, changed, settings_of
 
 __all__ = [
     "Form",
     "GatedNormForm",
     "LayerNormForm",
     "NormForm",
-    "changed",
     "exchanged",
     "forms_of",
     "full_shape",
@@ -61,7 +61,7 @@ class NormForm:
 
     Attributes, as in the other forms:
         one_dtype: it holds where parameters have the dtype of what is normed; otherwise the module does something else.
-        eps_at: the module's attribute that has epsilon; None: there is none.
+        settings: what the module's code reads, as it was.
     """
 
     eps: float
@@ -69,7 +69,7 @@ class NormForm:
     casting: str
     weighted: bool
     one_dtype: bool = False
-    eps_at: str | None = field(default=None, compare=False)
+    settings: Settings = field(default=(), repr=False)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class LayerNormForm:
     biased: bool
     fused: bool
     one_dtype: bool = False
-    eps_at: str | None = field(default=None, compare=False)
+    settings: Settings = field(default=(), repr=False)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class GatedNormForm:
     gated: bool
     needs_gate: bool
     one_dtype: bool = False
-    eps_at: str | None = field(default=None, compare=False)
+    settings: Settings = field(default=(), repr=False)
     parameters: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __str__(self) -> str:
@@ -198,11 +198,6 @@ def _epsilons(module: nn.Module) -> dict[str, float]:
     return {name: v for name, v in vars(module).items() if isinstance(v, float) and 0 < v < 1e-1}
 
 
-def changed(module: nn.Module, form: Form) -> str | None:
-    """What has become of a norm since it was recognised that leaves its form untrue, or None."""
-    return "its epsilon has been changed" if form.eps_at and vars(module).get(form.eps_at) != form.eps else None
-
-
 def of_other_dtypes(module: nn.Module, form: Form, *given: torch.Tensor) -> str | None:
     """Why a form does not hold for the dtypes of a call, or None."""
     parameters = (module._parameters[name] for name in form.parameters)
@@ -215,7 +210,7 @@ def exchanged(norm: nn.Module, kind: type[nn.Module], form: Form) -> str | None:
     """Why a norm has to be called itself, where it stands in the forward of another module, or None."""
     if has_hooks(norm) or "forward" in norm.__dict__ or original_class(norm) is not kind:
         return "a norm has hooks, or has been exchanged"
-    return no_plain(norm, *form.parameters) or changed(norm, form)
+    return no_plain(norm, *form.parameters) or changed(norm, form.settings)
 
 
 def _groups(module: nn.Module, width: int) -> list[int]:
@@ -369,7 +364,7 @@ def _equal_forms(
             with torch.no_grad(), torch.device("cpu"), repeatable():
                 expected = own(*given)
         except PROBE_ERRORS as error:
-            return f"its forward does not take one tensor{' and a gate' if gate else ''} ({type(error).__name__})"
+            return f"its forward cannot be probed ({type(error).__name__})"
         if not isinstance(expected, torch.Tensor):
             return "its forward does not return one tensor"
         forms = [(f, run) for f, run in forms if _same(expected, run(*given))]
@@ -379,7 +374,7 @@ def _equal_forms(
     # Forms that are the same in one dtype may differ where there are two.
     mixed = (form for form, run in forms if _holds_mixed(own, run, inputs, len(names)))
     found = next(mixed, None) or replace(forms[0][0], one_dtype=True)
-    return replace(found, eps_at=next((name for name, v in _epsilons(module).items() if v == found.eps), None))
+    return replace(found, settings=settings_of(module))
 
 
 def _holds_mixed(
