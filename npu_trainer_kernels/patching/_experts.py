@@ -103,7 +103,7 @@ class ExpertsForm:
         """Arguments of the op that are neither tensors nor code of the module's."""
         options: dict[str, Any] = {"gated": self.gated, "transposed": self.transposed}
         if self.gate is not None:
-            given = self.gate.options
+            given = dict(self.gate.options)
             options |= {"gate": given.pop("activation"), "interleaved": given.pop("joined") == "interleaved", **given}
         return options
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,14 @@ __all__ = ["HeadForm", "LmHeadPatch", "causal_lm", "promised_logits"]
 
 def causal_lm(model: nn.Module) -> tuple[str, Any]:
     """The module inside `model` (or itself) that owns the LM head and the loss, with its path; None where none does."""
+    return next(_owners(model), ("", None))
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         owns = hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function")
         if owns and module.get_output_embeddings() is not None:
-            return path, module
-    return "", None
+            yield path, module
 
 
 @dataclass(frozen=True)
@@ -81,15 +84,17 @@ class LmHeadPatch(Patch):
     counts_later = True
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
-        owner = causal_lm(scene.model)[1]
-        if owner is None:
-            return [("", scene.model)]
-        head = owner.get_output_embeddings()
-        return [(path, module) for path, module in scene.model.named_modules() if module is head]
+        # Also those that stay: a model may hold a second language model.
+        heads = [owner.get_output_embeddings() for _, owner in _owners(scene.model)]
+        found = [(path, module) for path, module in scene.model.named_modules() if any(module is h for h in heads)]
+        return found if heads else [("", scene.model)]
 
     def recognise(self, module: nn.Module, scene: Scene) -> HeadForm | str:
-        if module is scene.model and causal_lm(module)[1] is None:
+        path, owner = causal_lm(scene.model)
+        if owner is None:
             return Aside("no causal language model found")
+        if module is not owner.get_output_embeddings():
+            return f"it is the head of another language model than that at {path or 'the top'}, and one is served"
         if not isinstance(module, nn.Linear) or original_class(module).forward is not nn.Linear.forward:
             return f"its head is a {type(module).__name__}, not a plain nn.Linear"
         mesh = gathered_over(module)

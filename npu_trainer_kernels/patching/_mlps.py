@@ -92,12 +92,12 @@ def is_bare_linear(module: nn.Module) -> bool:
     """Whether calling a module is `functional.linear` of its parameters and nothing else: no subclass (adapters,
     quantisation, FSDP units, parametrisations), no hooks, no forward of its own, no tensor subclass as its weight but
     the fake one, which stands for the parameter that it was made of."""
-    return (
-        type(module) is nn.Linear
-        and not has_hooks(module)
-        and "forward" not in module.__dict__
-        and all(type(p) in PLAIN for p in module._parameters.values() if p is not None)
-    )
+    if type(module) is not nn.Linear or has_hooks(module) or "forward" in module.__dict__:
+        return False
+    for parameter in module._parameters.values():
+        if parameter is not None and type(parameter) not in PLAIN:
+            return False
+    return True
 
 
 def _children(module: nn.Module) -> tuple[list[str], list[str]] | None:
@@ -254,6 +254,13 @@ def gate_and_up(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
     return gate, up
 
 
+def _parameter(module: nn.Module, name: str) -> Any:
+    """`getattr(module, name)`, which takes several times as long; what shards a model may have put a plain tensor in a
+    parameter's place."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
 def _is_cast_for(down: Any, gate: torch.Tensor) -> bool:
     """Whether a model has to cast what it gives to the last projection, as T5 does, which keeps that one in fp32."""
     weight = down._parameters.get("weight")
@@ -343,7 +350,7 @@ class GatedMlpPatch(Patch):
             up = modules[form.up](x)
         elif form.swapped:
             up, gate = gate.chunk(2, dim=-1)
-        if no_float(gate) or (up is not None and (type(up) not in PLAIN or up.dtype != gate.dtype)):
+        if no_float(gate) or (up is not None and (type(up) not in PLAIN or up.dtype is not gate.dtype)):
             return Late("its projections return no plain tensors of one dtype")
         if _is_cast_for(down, gate):
             return Late("its last projection is of another dtype than the others")
@@ -352,7 +359,8 @@ class GatedMlpPatch(Patch):
             return down(swiglu(gate, up, **options))
         # What bare linear layers return nobody else has seen.
         ours = is_bare_linear(modules[form.gate]) and is_bare_linear(modules[form.up])
-        return swiglu_linear(gate, up, down.weight, down.bias, overwrite=ours, **options)
+        weight, bias = _parameter(down, "weight"), _parameter(down, "bias")
+        return swiglu_linear(gate, up, weight, bias, overwrite=ours, **options)
 
     def sizes(self, module: nn.Module, form: MlpForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
         down = module._modules[form.down]

@@ -8,6 +8,7 @@ alone.
 """
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ class NormForm:
     one_dtype: bool = False
     settings: Settings = field(default=(), repr=False)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters that the op is given."""
         return ("weight",) if self.weighted else ()
@@ -103,7 +104,7 @@ class LayerNormForm:
     one_dtype: bool = False
     settings: Settings = field(default=(), repr=False)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters that the op is given."""
         return tuple(name for name, has in (("weight", self.weighted), ("bias", self.biased)) if has)
@@ -149,7 +150,7 @@ class GatedNormForm:
         weight: Any = module._parameters["weight"]
         return gated_rms_norm(x, gate, weight, self.eps, backend=backend, **self.options)
 
-    @property
+    @functools.cached_property
     def options(self) -> dict[str, Any]:
         """Of the op, but for eps."""
         names = ("offset", "order", "activation", "casting", "groups")
@@ -200,9 +201,10 @@ def _epsilons(module: nn.Module) -> dict[str, float]:
 
 def of_other_dtypes(module: nn.Module, form: Form, *given: torch.Tensor) -> str | None:
     """Why a form does not hold for the dtypes of a call, or None."""
-    parameters = (module._parameters[name] for name in form.parameters)
-    if form.one_dtype and len({t.dtype for t in (*given, *parameters) if t is not None}) > 1:
-        return "parameters of another dtype than what is normed"
+    if form.one_dtype:
+        parameters = (module._parameters[name] for name in form.parameters)
+        if len({t.dtype for t in (*given, *parameters) if t is not None}) > 1:
+            return "parameters of another dtype than what is normed"
     return None
 
 
