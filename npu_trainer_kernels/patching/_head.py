@@ -84,17 +84,17 @@ class LmHeadPatch(Patch):
     counts_later = True
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
-        # Also those that stay: a model may hold a second language model.
-        heads = [owner.get_output_embeddings() for _, owner in _owners(scene.model)]
-        found = [(path, module) for path, module in scene.model.named_modules() if any(module is h for h in heads)]
-        return found if heads else [("", scene.model)]
+        # Also those that stay: a model may hold a second language model. Parts without a head name their embedding.
+        first, *others = [owner.get_output_embeddings() for _, owner in _owners(scene.model)] or [scene.model]
+        heads = [first, *(head for head in others if not isinstance(head, nn.Embedding))]
+        return [(path, module) for path, module in scene.model.named_modules() if any(module is h for h in heads)]
 
     def recognise(self, module: nn.Module, scene: Scene) -> HeadForm | str:
-        path, owner = causal_lm(scene.model)
+        owner = causal_lm(scene.model)[1]
         if owner is None:
             return Aside("no causal language model found")
         if module is not owner.get_output_embeddings():
-            return f"it is the head of another language model than that at {path or 'the top'}, and one is served"
+            return "it is the head of a second language model; that of the first is served"
         if not isinstance(module, nn.Linear) or original_class(module).forward is not nn.Linear.forward:
             return f"its head is a {type(module).__name__}, not a plain nn.Linear"
         mesh = gathered_over(module)

@@ -63,6 +63,7 @@ class NormForm:
     Attributes, as in the other forms:
         one_dtype: it holds where parameters have the dtype of what is normed; otherwise the module does something else.
         settings: what the module's code reads, as it was.
+        code: the forward of its class, as it was.
     """
 
     eps: float
@@ -71,6 +72,7 @@ class NormForm:
     weighted: bool
     one_dtype: bool = False
     settings: Settings = field(default=(), repr=False)
+    code: Any = field(default=None, repr=False, compare=False)
 
     @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -208,10 +210,12 @@ def of_other_dtypes(module: nn.Module, form: Form, *given: torch.Tensor) -> str 
     return None
 
 
-def exchanged(norm: nn.Module, kind: type[nn.Module], form: Form) -> str | None:
+def exchanged(norm: nn.Module, kind: Any, form: NormForm) -> str | None:
     """Why a norm has to be called itself, where it stands in the forward of another module, or None."""
     if has_hooks(norm) or "forward" in norm.__dict__ or original_class(norm) is not kind:
         return "a norm has hooks, or has been exchanged"
+    if kind.forward is not form.code:
+        return "the class of a norm has been given another forward"
     return no_plain(norm, *form.parameters) or changed(norm, form.settings)
 
 
@@ -238,7 +242,7 @@ def _rms_norms(module: nn.Module, names: list[str], width: int) -> Iterator[tupl
 
     offsets = (0.0, 1.0) if names else (0.0,)
     for eps, offset, casting in itertools.product(_epsilons(module).values(), offsets, CASTINGS):
-        form = NormForm(eps, offset, casting, bool(names))
+        form = NormForm(eps, offset, casting, bool(names), code=original_class(module).forward)
         yield form, reference(form)
 
 

@@ -103,7 +103,7 @@ def test_the_head_of_a_second_language_model_is_reported():
         report = kernels.report()
         assert [each.module for each in report.replaced] == ["first.lm_head"]
         assert [each.module for each in report.left_alone] == ["second.lm_head"]
-        assert "it is the head of another language model than that at first, and one is served" in str(report)
+        assert "it is the head of a second language model; that of the first is served" in str(report)
 
 
 def another_head(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama import modeling_llama
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
@@ -216,3 +217,22 @@ def test_what_is_set_later_counts_in_models(name):
     assert not torch.allclose(before, references[0]["loss"], rtol=1e-4)
     for name, reference in farthest(references, truth).items():
         assert_as_close(found[name], reference, truth[name], name)
+
+
+@pytest.mark.parametrize("name", ["LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer", "apply_rotary_pos_emb"])
+def test_code_that_somebody_exchanges_in_the_models_module_is_what_runs(monkeypatch, name):
+    """As libraries do that bring kernels of their own."""
+    model, plain, inputs = small_model("llama"), small_model("llama"), padded()
+    with apply_npu_kernels(model, ops=[op for op in PATCHES if op != "varlen_attention"]):
+        before = loss_of(model, inputs)
+        own = getattr(modeling_llama, name)
+        if name == "apply_rotary_pos_emb":
+            monkeypatch.setattr(
+                modeling_llama, name, lambda *args, **kwargs: tuple(9 * t for t in own(*args, **kwargs))
+            )
+        else:
+            forward = own.forward
+            monkeypatch.setattr(own, "forward", lambda *args, **kwargs: 2 * forward(*args, **kwargs))
+        found = loss_of(model, inputs)
+    assert not torch.allclose(before, found, rtol=1e-5)
+    torch.testing.assert_close(found, loss_of(plain, inputs))
