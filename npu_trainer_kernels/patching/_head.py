@@ -25,7 +25,7 @@ from ._patch import QUIET, Aside, Patch, Scene, Site, no_float, set_on_instance
 from ._promise import promise
 from ._undo import Undo
 
-__all__ = ["HeadForm", "LmHeadPatch", "causal_lm", "promised_logits"]
+__all__ = ["LmHeadPatch", "causal_lm"]
 
 
 def causal_lm(model: nn.Module) -> tuple[str, Any]:
@@ -54,27 +54,6 @@ class HeadForm:
 
     def __str__(self) -> str:
         return "" if self.mesh is None else f"{self.mesh.size()} ranks share its vocabulary out"
-
-
-def promised_logits(
-    head: nn.Linear, hidden: torch.Tensor, backend: str | None, *,
-    on_real: Callable[[str], None] | None = None, on_fused: Callable[[], None] | None = None,
-    within: weakref.ref[nn.Module] | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """What a head returns in training: its logits, promised.
-
-    Args:
-        head: whose call `declined` has let through.
-        hidden: its input.
-        backend: for the fused op; None: the device's own choice.
-        on_real: told why, whenever the logits have to be formed after all.
-        on_fused: told whenever the fused op forms a loss of them.
-        within: see `HeadForm`.
-    """
-    answered = answer_of(head)
-    if answered is not None:
-        return answered
-    return promise(HeadCall(head, hidden, backend, on_real, on_fused, within), hidden, head.weight, head.bias)
 
 
 class LmHeadPatch(Patch):
@@ -129,15 +108,19 @@ class LmHeadPatch(Patch):
         return None
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        answered = answer_of(module)
+        if answered is not None:
+            return answered
+        (hidden,) = args
+
         def on_real(reason: str) -> None:
             site.declined[f"logits that were {reason}"] += 1
 
         def on_fused() -> None:
             site.ran += 1
 
-        return promised_logits(
-            module, args[0], site.backend, on_real=on_real, on_fused=on_fused, within=site.form.within
-        )
+        call = HeadCall(module, hidden, site.backend, on_real, on_fused, site.form.within)
+        return promise(call, hidden, module.weight, module.bias)
 
     def own(self, site: Site) -> Callable[..., Any]:
         if site.form.mesh is None:
