@@ -64,6 +64,6 @@ def _names(method: Any) -> Iterator[str]:
 
 
 def _is_setting(value: Any) -> bool:
-    # Of these a copy of a model has the same ones.
+    # Of these functions a copy of a model has the same ones. Shapes are those of the parameters.
     functions = types.FunctionType | types.BuiltinFunctionType | type
-    return isinstance(value, int | float | str | tuple | torch.dtype | None | functions)
+    return isinstance(value, int | float | str | torch.dtype | None | functions)
