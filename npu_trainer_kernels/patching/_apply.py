@@ -1,7 +1,8 @@
 """`apply_npu_kernels`: from a model to its handle."""
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -44,6 +45,7 @@ class NpuKernels:
         self._report = Report()
         self.settings = CallSettings()
         self._tracked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._there: Counter[type[nn.Module]] = Counter()
         self._entered = 0
         # What is changed outside the model (TRL's names) ends with the model, whoever forgets to restore.
         weakref.finalize(model, self._undo.restore).atexit = False
@@ -83,7 +85,25 @@ class NpuKernels:
         stays after `restore`."""
         for op, reason in backends.failures().items():
             self._report.note(f"{op} runs in torch since a kernel failed: {reason}")
+        self._report.gone = [] if self._model() is None or not self.active else list(self._gone())
         return self._report
+
+    def _gone(self) -> Iterator[str]:
+        """What is said of modules that were patched and that somebody has taken out of the model since."""
+        classes = self._classes_now()
+        for site in self._report.sites:
+            there = classes[site.cls]
+            if there < self._there[site.cls]:
+                yield (
+                    f"{self._there[site.cls] - there} {site.kind.__name__} that {site.op} served "
+                    "is no longer in the model; what is in its place runs its own code until refresh() is called"
+                )
+
+    def _classes_now(self) -> "Counter[type[nn.Module]]":
+        """How many modules of the model are of each class, or of one derived from it."""
+        model = self._model()
+        modules = () if model is None else model.modules()
+        return Counter(cls for module in modules for cls in type(module).__mro__)
 
     def restore(self) -> None:
         """Puts everything back as it was: classes, attributes, hooks, TRL's names. Does nothing the second time.
@@ -156,6 +176,7 @@ class NpuKernels:
                 self._report.sites.append(site)
         if tiled_mlp and all(site.op != GatedMlpPatch.op for site in self._report.sites):
             self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
+        self._there = self._classes_now()
         _handles[model] = self
 
     def _apply(self, patch: Patch, scene: Scene) -> None:

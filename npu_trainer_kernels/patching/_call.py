@@ -82,11 +82,7 @@ class Call:
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
-
-
 _kept: contextvars.ContextVar[Any] = contextvars.ContextVar("npu_kernels_labels", default=None)
-
-
 _plan: contextvars.ContextVar[HeadPlan | None] = contextvars.ContextVar("npu_kernels_plan", default=None)
 
 

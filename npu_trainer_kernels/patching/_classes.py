@@ -49,8 +49,9 @@ def is_patched_class(cls: type[nn.Module]) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody, also a wrapper that shards, wants a module to be called, not just what it computes."""
+    own = module.__dict__
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     )
 
 

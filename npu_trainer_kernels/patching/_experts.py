@@ -34,6 +34,7 @@ from ._gates import GateForm, gate_of, joined_gate_form, numbers_of
 from ._norm_forms import full_shape
 from ._parallel import plain_inside, serve_inside
 from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_float, no_plain, set_on_instance
+from ._settings import Settings, changed, settings_of
 from ._undo import Undo
 
 # By name, the implementations that the op takes the place of beside the eager one. Transformers before 5 has no such
@@ -69,7 +70,8 @@ class ExpertsForm:
         biased: whether both products have a bias.
         normed: whether a norm follows each expert.
         code: the class's function for the gate.
-        activation: its activation: the class of a module, or a function.
+        activation: the class of its activation, where that is a module.
+        settings: what its code for the gate reads, as it was, and what that of such an activation does.
         refused: why a device does not serve products in a dtype, or None, by both.
         dispatching: what brings rows to these modules from other ranks and has been told of the op.
     """
@@ -82,6 +84,7 @@ class ExpertsForm:
     normed: bool
     code: Any = field(repr=False)
     activation: Any = field(repr=False)
+    settings: tuple[Settings, Settings] = field(repr=False)
     refused: dict[tuple[str, torch.dtype], str | None] = field(default_factory=dict, compare=False, repr=False)
     dispatching: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
 
@@ -100,7 +103,7 @@ class ExpertsForm:
         """Arguments of the op that are neither tensors nor code of the module's."""
         options: dict[str, Any] = {"gated": self.gated, "transposed": self.transposed}
         if self.gate is not None:
-            given = self.gate.options
+            given = dict(self.gate.options)
             options |= {"gate": given.pop("activation"), "interleaved": given.pop("joined") == "interleaved", **given}
         return options
 
@@ -155,10 +158,10 @@ def _implementation(module: Any) -> str | None:
     return f"its configuration asks for experts_implementation={name!r}, which stays"
 
 
-def _activation(module: Any) -> Any:
-    """The class of a module's activation, or the activation where it is a function."""
-    found = getattr(module, "act_fn", None)
-    return original_class(found) if isinstance(found, nn.Module) else found
+def _activation(module: Any) -> nn.Module | None:
+    """A module's activation, where that is a module."""
+    found: nn.Module | None = module._modules.get("act_fn")
+    return found
 
 
 def _gate(module: Any, kind: Any) -> GateForm | None:
@@ -174,16 +177,20 @@ def _recognise(module: Any) -> ExpertsForm | str:
     arguments = tuple(inspect.signature(kind.forward).parameters)[1:]
     if len(arguments) != 3:
         return f"its forward takes {', '.join(arguments)}"
-    gate = None if _own_gate(module) else _gate(module, kind)
+    activation = _activation(module)
     form = ExpertsForm(
         arguments=arguments,
-        gate=gate,
+        gate=None if "_apply_gate" in vars(module) else _gate(module, kind),
         gated=module.has_gate,
         transposed=module.is_transposed,
         biased=module.has_bias,
         normed=getattr(module, "has_post_expert_norm", False),
         code=getattr(kind, "_apply_gate", None),
-        activation=_activation(module),
+        activation=None if activation is None else original_class(activation),
+        settings=(
+            settings_of(module, "_apply_gate" if module.has_gate else "act_fn"),
+            () if activation is None else settings_of(activation),
+        ),
     )
     absent = [name for name in (*form.weights, *form.biases) if module._parameters.get(name) is None]
     if absent:
@@ -192,11 +199,6 @@ def _recognise(module: Any) -> ExpertsForm | str:
     if odd is not None:
         return f"its {odd} is quantised ({str(module._parameters[odd].dtype).removeprefix('torch.')})"
     return _unproven(module, kind, form) or form
-
-
-def _own_gate(module: Any) -> bool:
-    """Whether somebody has put another gate on the instance."""
-    return "_apply_gate" in vars(module)
 
 
 class _Squares(nn.Module):
@@ -373,11 +375,12 @@ def _exchanged(module: Any, form: ExpertsForm) -> str | None:
     """What of a gate that the op knows is no longer what was recognised, or None."""
     if form.gate is None:
         return None
-    if _own_gate(module) or getattr(type(module), "_apply_gate", None) is not form.code:
+    if getattr(type(module), "_apply_gate", None) is not form.code:
         return "its gate has been exchanged"
-    if _activation(module) is not form.activation:
-        return "its act_fn has been exchanged"
-    leaf = module._modules.get("act_fn")
-    if leaf is not None and (has_hooks(leaf) or "forward" in leaf.__dict__):
+    own, of_activation = form.settings
+    leaf = _activation(module)
+    if leaf is None:
+        return changed(module, own) if form.activation is None else "its act_fn has been exchanged"
+    if original_class(leaf) is not form.activation or has_hooks(leaf) or "forward" in leaf.__dict__:
         return "its act_fn has hooks, or has been exchanged"
-    return None
+    return changed(module, own) or changed(leaf, of_activation)

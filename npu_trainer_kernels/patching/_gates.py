@@ -12,7 +12,7 @@ module has, and each that could be a limit or a factor is tried.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +51,8 @@ class GateForm:
     offset: float = 0.0
     joined: str | None = None
 
-    @property
-    def options(self) -> dict[str, Any]:
+    @functools.cached_property
+    def options(self) -> Mapping[str, Any]:
         """Arguments of `ops.swiglu`."""
         return {
             "activation": self.activation,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +25,19 @@ from ._patch import QUIET, Aside, Patch, Scene, Site, no_float, set_on_instance
 from ._promise import promise
 from ._undo import Undo
 
-__all__ = ["HeadForm", "LmHeadPatch", "causal_lm", "promised_logits"]
+__all__ = ["LmHeadPatch", "causal_lm"]
 
 
 def causal_lm(model: nn.Module) -> tuple[str, Any]:
     """The module inside `model` (or itself) that owns the LM head and the loss, with its path; None where none does."""
+    return next(_owners(model), ("", None))
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         owns = hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function")
         if owns and module.get_output_embeddings() is not None:
-            return path, module
-    return "", None
+            yield path, module
 
 
 @dataclass(frozen=True)
@@ -53,27 +56,6 @@ class HeadForm:
         return "" if self.mesh is None else f"{self.mesh.size()} ranks share its vocabulary out"
 
 
-def promised_logits(
-    head: nn.Linear, hidden: torch.Tensor, backend: str | None, *,
-    on_real: Callable[[str], None] | None = None, on_fused: Callable[[], None] | None = None,
-    within: weakref.ref[nn.Module] | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """What a head returns in training: its logits, promised.
-
-    Args:
-        head: whose call `declined` has let through.
-        hidden: its input.
-        backend: for the fused op; None: the device's own choice.
-        on_real: told why, whenever the logits have to be formed after all.
-        on_fused: told whenever the fused op forms a loss of them.
-        within: see `HeadForm`.
-    """
-    answered = answer_of(head)
-    if answered is not None:
-        return answered
-    return promise(HeadCall(head, hidden, backend, on_real, on_fused, within), hidden, head.weight, head.bias)
-
-
 class LmHeadPatch(Patch):
     """The LM head, and with it the cross-entropy of its logits, by `ops.fused_linear_cross_entropy`."""
 
@@ -81,15 +63,17 @@ class LmHeadPatch(Patch):
     counts_later = True
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
-        owner = causal_lm(scene.model)[1]
-        if owner is None:
-            return [("", scene.model)]
-        head = owner.get_output_embeddings()
-        return [(path, module) for path, module in scene.model.named_modules() if module is head]
+        # Also those that stay: a model may hold a second language model. Parts without a head name their embedding.
+        first, *others = [owner.get_output_embeddings() for _, owner in _owners(scene.model)] or [scene.model]
+        heads = [first, *(head for head in others if not isinstance(head, nn.Embedding))]
+        return [(path, module) for path, module in scene.model.named_modules() if any(module is h for h in heads)]
 
     def recognise(self, module: nn.Module, scene: Scene) -> HeadForm | str:
-        if module is scene.model and causal_lm(module)[1] is None:
+        owner = causal_lm(scene.model)[1]
+        if owner is None:
             return Aside("no causal language model found")
+        if module is not owner.get_output_embeddings():
+            return "it is the head of a second language model; that of the first is served"
         if not isinstance(module, nn.Linear) or original_class(module).forward is not nn.Linear.forward:
             return f"its head is a {type(module).__name__}, not a plain nn.Linear"
         mesh = gathered_over(module)
@@ -124,15 +108,19 @@ class LmHeadPatch(Patch):
         return None
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        answered = answer_of(module)
+        if answered is not None:
+            return answered
+        (hidden,) = args
+
         def on_real(reason: str) -> None:
             site.declined[f"logits that were {reason}"] += 1
 
         def on_fused() -> None:
             site.ran += 1
 
-        return promised_logits(
-            module, args[0], site.backend, on_real=on_real, on_fused=on_fused, within=site.form.within
-        )
+        call = HeadCall(module, hidden, site.backend, on_real, on_fused, site.form.within)
+        return promise(call, hidden, module.weight, module.bias)
 
     def own(self, site: Site) -> Callable[..., Any]:
         if site.form.mesh is None:

@@ -23,7 +23,7 @@ from ..ops._host import autocasts, compute_dtype
 from ..ops.linear_cross_entropy import fused_linear_cross_entropy
 from ._call import current_call
 
-__all__ = ["HeadCall", "answer_of", "is_asked", "is_of_a_wrapper", "is_partitioned"]
+__all__ = ["HeadCall", "answer_of", "is_asked", "is_of_a_wrapper"]
 
 _T = TypeVar("_T")
 # What is to be done instead of a forward: (head, function), while a partitioned head is called for its hooks alone.

@@ -18,7 +18,6 @@ _WATCHED = 2
 # Of the largest gradient: rounding of a sum in fp32, far below what any real difference between tokens makes.
 _TOLERANCE = 1e-5
 
-
 _uniform = LogProbObjective(lambda log_prob, chunk: log_prob.sum())
 _probability = LogProbObjective(lambda log_prob, chunk: log_prob.exp().sum())
 

@@ -33,6 +33,7 @@ from ._call import CallSettings
 from ._classes import has_hooks, original_class
 from ._gates import GateForm, gate_form, gate_of, joined_gate_form, numbers_of
 from ._patch import PLAIN, PROBE_ERRORS, Late, Patch, Scene, Site, no_float, set_on_instance
+from ._settings import Settings, changed, settings_of
 from ._undo import Undo
 
 __all__ = ["GatedMlpPatch", "is_bare_linear"]
@@ -48,8 +49,9 @@ class MlpForm:
         gate, up: projections; the same one where both come in one tensor.
         down: the last projection.
         swapped: that tensor has up in its first half.
-        leaves: names and types of the other children, which the op stands for.
+        leaves: names and types of the other children, which the op stands for, and what their code reads.
         product: what is formed of gate and up.
+        settings: what the module's code reads, as it was.
         tokens: the most rows of a slice; 0: all rows at once.
     """
 
@@ -57,8 +59,9 @@ class MlpForm:
     up: str
     down: str
     swapped: bool
-    leaves: tuple[tuple[str, type[nn.Module]], ...]
+    leaves: tuple[tuple[str, type[nn.Module], Settings], ...]
     product: GateForm
+    settings: Settings
     tokens: int = 0
 
     def __str__(self) -> str:
@@ -89,12 +92,12 @@ def is_bare_linear(module: nn.Module) -> bool:
     """Whether calling a module is `functional.linear` of its parameters and nothing else: no subclass (adapters,
     quantisation, FSDP units, parametrisations), no hooks, no forward of its own, no tensor subclass as its weight but
     the fake one, which stands for the parameter that it was made of."""
-    return (
-        type(module) is nn.Linear
-        and not has_hooks(module)
-        and "forward" not in module.__dict__
-        and all(type(p) in PLAIN for p in module._parameters.values() if p is not None)
-    )
+    if type(module) is not nn.Linear or has_hooks(module) or "forward" in module.__dict__:
+        return False
+    for parameter in module._parameters.values():
+        if parameter is not None and type(parameter) not in PLAIN:
+            return False
+    return True
 
 
 def _children(module: nn.Module) -> tuple[list[str], list[str]] | None:
@@ -167,7 +170,8 @@ def _reached(
 def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> MlpForm | str:
     if any(isinstance(leaf := module._modules[name], nn.Dropout) and leaf.p > 0 for name in leaves):
         return "it drops out"
-    types = tuple((name, original_class(module._modules[name])) for name in leaves)  # type: ignore[arg-type]
+    others = [(name, module.get_submodule(name)) for name in leaves]
+    stands_for = tuple((name, original_class(leaf), settings_of(leaf)) for name, leaf in others)
     probe = torch.ones(*_ROWS, 2 * _COLS, device="cpu", dtype=torch.float32)
     try:
         with torch.no_grad():
@@ -182,11 +186,11 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
     def reaches(*constants: torch.Tensor, training: bool = module.training) -> Any:
         return _reached(module, projections, constants, training)[1]
 
-    known = [(gate, leaf) for name in leaves if (leaf := module._modules[name]) and (gate := gate_of(leaf)) is not None]
+    known = [(gate, leaf) for _, leaf in others if (gate := gate_of(leaf)) is not None]
     for gate, up, swapped, function, joined in _ways(calls, reaches):
         product = _product(function, joined, known, numbers_of(module))
         if product is not None and _agrees(function, product):
-            return MlpForm(gate, up, calls[-1], swapped, types, product)
+            return MlpForm(gate, up, calls[-1], swapped, stands_for, product, settings_of(module))
     return "it does not compute down(act(gate(x)) * up(x)) with an act that swiglu knows"
 
 
@@ -250,6 +254,13 @@ def gate_and_up(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
     return gate, up
 
 
+def _parameter(module: nn.Module, name: str) -> Any:
+    """`getattr(module, name)`, which takes several times as long; what shards a model may have put a plain tensor in a
+    parameter's place."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
 def _is_cast_for(down: Any, gate: torch.Tensor) -> bool:
     """Whether a model has to cast what it gives to the last projection, as T5 does, which keeps that one in fp32."""
     weight = down._parameters.get("weight")
@@ -296,11 +307,14 @@ class GatedMlpPatch(Patch):
     def declines(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> str | None:
         if len(args) != 1 or kwargs:
             return "more than one tensor is given"
-        for name, cls in site.form.leaves:
+        form: MlpForm = site.form
+        for name, cls, settings in form.leaves:
             leaf: Any = module._modules[name]
             if type(leaf) is not cls or has_hooks(leaf) or "forward" in leaf.__dict__:
                 return f"its {name} has hooks, or has been exchanged"
-        return no_float(args[0])
+            if (reason := changed(leaf, settings)) is not None:
+                return f"{reason} in its {name}"
+        return no_float(args[0]) or changed(module, form.settings)
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: MlpForm = site.form
@@ -336,7 +350,7 @@ class GatedMlpPatch(Patch):
             up = modules[form.up](x)
         elif form.swapped:
             up, gate = gate.chunk(2, dim=-1)
-        if no_float(gate) or (up is not None and (type(up) not in PLAIN or up.dtype != gate.dtype)):
+        if no_float(gate) or (up is not None and (type(up) not in PLAIN or up.dtype is not gate.dtype)):
             return Late("its projections return no plain tensors of one dtype")
         if _is_cast_for(down, gate):
             return Late("its last projection is of another dtype than the others")
@@ -345,7 +359,8 @@ class GatedMlpPatch(Patch):
             return down(swiglu(gate, up, **options))
         # What bare linear layers return nobody else has seen.
         ours = is_bare_linear(modules[form.gate]) and is_bare_linear(modules[form.up])
-        return swiglu_linear(gate, up, down.weight, down.bias, overwrite=ours, **options)
+        weight, bias = _parameter(down, "weight"), _parameter(down, "bias")
+        return swiglu_linear(gate, up, weight, bias, overwrite=ours, **options)
 
     def sizes(self, module: nn.Module, form: MlpForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
         down = module._modules[form.down]

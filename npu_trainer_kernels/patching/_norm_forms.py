@@ -8,6 +8,7 @@ alone.
 """
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -28,13 +29,13 @@ from ..ops.rms_norm import rms_norm_reference
 from ._agreement import MODES, agree, repeatable
 from ._classes import has_hooks, original_class
 from ._patch import PROBE_ERRORS, no_plain
+from ._settings import Settings, changed, settings_of
 
 __all__ = [
     "Form",
     "GatedNormForm",
     "LayerNormForm",
     "NormForm",
-    "changed",
     "exchanged",
     "forms_of",
     "full_shape",
@@ -61,7 +62,8 @@ class NormForm:
 
     Attributes, as in the other forms:
         one_dtype: it holds where parameters have the dtype of what is normed; otherwise the module does something else.
-        eps_at: the module's attribute that has epsilon; None: there is none.
+        settings: what the module's code reads, as it was.
+        code: the forward of its class, as it was.
     """
 
     eps: float
@@ -69,9 +71,10 @@ class NormForm:
     casting: str
     weighted: bool
     one_dtype: bool = False
-    eps_at: str | None = field(default=None, compare=False)
+    settings: Settings = field(default=(), repr=False)
+    code: Any = field(default=None, repr=False, compare=False)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters that the op is given."""
         return ("weight",) if self.weighted else ()
@@ -101,9 +104,9 @@ class LayerNormForm:
     biased: bool
     fused: bool
     one_dtype: bool = False
-    eps_at: str | None = field(default=None, compare=False)
+    settings: Settings = field(default=(), repr=False)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters that the op is given."""
         return tuple(name for name, has in (("weight", self.weighted), ("bias", self.biased)) if has)
@@ -135,7 +138,7 @@ class GatedNormForm:
     gated: bool
     needs_gate: bool
     one_dtype: bool = False
-    eps_at: str | None = field(default=None, compare=False)
+    settings: Settings = field(default=(), repr=False)
     parameters: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __str__(self) -> str:
@@ -149,7 +152,7 @@ class GatedNormForm:
         weight: Any = module._parameters["weight"]
         return gated_rms_norm(x, gate, weight, self.eps, backend=backend, **self.options)
 
-    @property
+    @functools.cached_property
     def options(self) -> dict[str, Any]:
         """Of the op, but for eps."""
         names = ("offset", "order", "activation", "casting", "groups")
@@ -198,24 +201,22 @@ def _epsilons(module: nn.Module) -> dict[str, float]:
     return {name: v for name, v in vars(module).items() if isinstance(v, float) and 0 < v < 1e-1}
 
 
-def changed(module: nn.Module, form: Form) -> str | None:
-    """What has become of a norm since it was recognised that leaves its form untrue, or None."""
-    return "its epsilon has been changed" if form.eps_at and vars(module).get(form.eps_at) != form.eps else None
-
-
 def of_other_dtypes(module: nn.Module, form: Form, *given: torch.Tensor) -> str | None:
     """Why a form does not hold for the dtypes of a call, or None."""
-    parameters = (module._parameters[name] for name in form.parameters)
-    if form.one_dtype and len({t.dtype for t in (*given, *parameters) if t is not None}) > 1:
-        return "parameters of another dtype than what is normed"
+    if form.one_dtype:
+        parameters = (module._parameters[name] for name in form.parameters)
+        if len({t.dtype for t in (*given, *parameters) if t is not None}) > 1:
+            return "parameters of another dtype than what is normed"
     return None
 
 
-def exchanged(norm: nn.Module, kind: type[nn.Module], form: Form) -> str | None:
+def exchanged(norm: nn.Module, kind: Any, form: NormForm) -> str | None:
     """Why a norm has to be called itself, where it stands in the forward of another module, or None."""
     if has_hooks(norm) or "forward" in norm.__dict__ or original_class(norm) is not kind:
         return "a norm has hooks, or has been exchanged"
-    return no_plain(norm, *form.parameters) or changed(norm, form)
+    if kind.forward is not form.code:
+        return "the class of a norm has been given another forward"
+    return no_plain(norm, *form.parameters) or changed(norm, form.settings)
 
 
 def _groups(module: nn.Module, width: int) -> list[int]:
@@ -241,7 +242,7 @@ def _rms_norms(module: nn.Module, names: list[str], width: int) -> Iterator[tupl
 
     offsets = (0.0, 1.0) if names else (0.0,)
     for eps, offset, casting in itertools.product(_epsilons(module).values(), offsets, CASTINGS):
-        form = NormForm(eps, offset, casting, bool(names))
+        form = NormForm(eps, offset, casting, bool(names), code=original_class(module).forward)
         yield form, reference(form)
 
 
@@ -369,7 +370,7 @@ def _equal_forms(
             with torch.no_grad(), torch.device("cpu"), repeatable():
                 expected = own(*given)
         except PROBE_ERRORS as error:
-            return f"its forward does not take one tensor{' and a gate' if gate else ''} ({type(error).__name__})"
+            return f"its forward cannot be probed ({type(error).__name__})"
         if not isinstance(expected, torch.Tensor):
             return "its forward does not return one tensor"
         forms = [(f, run) for f, run in forms if _same(expected, run(*given))]
@@ -379,7 +380,7 @@ def _equal_forms(
     # Forms that are the same in one dtype may differ where there are two.
     mixed = (form for form, run in forms if _holds_mixed(own, run, inputs, len(names)))
     found = next(mixed, None) or replace(forms[0][0], one_dtype=True)
-    return replace(found, eps_at=next((name for name, v in _epsilons(module).items() if v == found.eps), None))
+    return replace(found, settings=settings_of(module))
 
 
 def _holds_mixed(

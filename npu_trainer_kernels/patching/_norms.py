@@ -13,7 +13,6 @@ from ._norm_forms import (
     GatedNormForm,
     LayerNormForm,
     NormForm,
-    changed,
     full_shape,
     is_candidate,
     is_gated,
@@ -22,6 +21,7 @@ from ._norm_forms import (
 )
 from ._parallel import plain_inside, serve_inside
 from ._patch import QUIET, Patch, Scene, Site, keeps_own_code, no_float, no_plain, set_on_instance
+from ._settings import changed
 from ._undo import Undo
 
 __all__ = ["GatedRmsNormPatch", "LayerNormPatch", "RmsNormPatch"]
@@ -56,7 +56,7 @@ class _NormPatch(Patch):
 
     def _declines(self, site: Site, module: nn.Module, x: Any) -> str | None:
         form = site.form
-        reason = no_float(x) or no_plain(module, *form.parameters) or changed(module, form)
+        reason = no_float(x) or no_plain(module, *form.parameters) or changed(module, form.settings)
         reason = reason or of_other_dtypes(module, form, x)
         if reason is None and keeps_own_code(self.op, x, site.backend):
             return QUIET

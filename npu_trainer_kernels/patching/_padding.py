@@ -33,7 +33,7 @@ from ._patch import QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
 from ._proof import OUTPUTS, ROUTED, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
 from ._undo import Undo
 
-__all__ = ["BodyForm", "PaddingPatch", "Savings"]
+__all__ = ["PaddingPatch"]
 
 _BATCH = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")
 

@@ -2,8 +2,8 @@
 
 `recognise` finds, once, what a module computes: a *form*, a reason to leave it alone, or None where it is no candidate.
 What it finds was proven on a few numbers, so it is not enough: `declines` looks at every single call (arguments,
-dtypes, layout, hooks, weights) and says why the op must not serve it, or None. `run` serves it. What is declined is
-done by the class's own forward, as if nothing had been patched.
+dtypes, layout, hooks, weights, what else the module's code reads) and says why the op must not serve it, or None. `run`
+serves it. What is declined is done by the class's own forward, as if nothing had been patched.
 
 All modules of one class and one form share a *site*: their generated class, and the counts of what ran and what was
 declined, from which the report is made.
@@ -42,6 +42,7 @@ __all__ = [
     "no_float",
     "no_plain",
     "set_on_instance",
+    "while_recognised",
 ]
 
 # What foreign code may raise when it is given a probe. None of it is an error of ours: the module is left alone.
@@ -149,6 +150,7 @@ def is_transformed() -> bool:
 
 
 _TRANSFORM = "a transform of torch.func, or a derivative in forward mode"
+_EXCHANGED = "its class has been given another forward"
 
 
 def guarded(
@@ -161,6 +163,7 @@ def guarded(
 ) -> Callable[..., Any]:
     """The one forward: `run` where the call is accepted, else `own`; all take the same arguments. Without `counts` it
     is `run` that counts what the op serves, since that comes later."""
+    recognised = site.kind.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -168,7 +171,10 @@ def guarded(
             return own(*args, **kwargs)
         if site.switches and site.prefers_own(tokens(*args, **kwargs)):
             return own(*args, **kwargs)
-        reason = _TRANSFORM if is_transformed() else declines(*args, **kwargs)
+        if is_transformed():
+            reason: str | None = _TRANSFORM
+        else:
+            reason = declines(*args, **kwargs) if site.kind.forward is recognised else _EXCHANGED
         if reason is None:
             result = run(*args, **kwargs)
             if type(result) is not Late:
@@ -261,6 +267,17 @@ class Patch:
             site, bind(self.declines, site), bind(self.run, site), self.own(site), self.tokens, not self.counts_later
         )
         return subclass_with_forward(site.kind, functools.wraps(site.kind.forward)(forward))
+
+
+def while_recognised(kind: Any, rewritten: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward rewritten from that of a class, for as long as the class has that one."""
+    recognised = kind.forward
+
+    @functools.wraps(rewritten)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (rewritten if kind.forward is recognised else kind.forward)(*args, **kwargs)
+
+    return forward
 
 
 def set_on_instance(module: nn.Module) -> str | None:

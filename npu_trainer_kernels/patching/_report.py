@@ -77,6 +77,7 @@ class Report:
         notes: remarks; those of an op that the trainer does not use are not shown.
         note_ops: which op a remark is about, where it is about one.
         unused: ops that are in the model, but that its trainer does not call, each with the reason.
+        gone: replaced modules that are no longer in the model.
     """
 
     device: str = ""
@@ -86,6 +87,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     note_ops: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
 
     @property
     def replaced(self) -> list[Replaced]:
@@ -154,8 +156,8 @@ class Report:
             lines += ["left alone:", *left] if left else []
             lines += [_MORE] if self.left_alone else []
         lines += ["declined:", *self._declined_lines()] if self.declined else []
-        shown = (note for note in self.notes if self.note_ops.get(note) not in self.unused)
-        return "\n".join([*lines, *(f"note: {note}" for note in shown)])
+        shown = [note for note in self.notes if self.note_ops.get(note) not in self.unused]
+        return "\n".join([*lines, *(f"note: {note}" for note in (*shown, *self.gone))])
 
     def __str__(self) -> str:
         return self.text()

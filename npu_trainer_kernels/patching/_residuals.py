@@ -20,8 +20,8 @@ from torch import nn
 from ..ops._checks import is_number
 from ..ops.add_rms_norm import add_rms_norm
 from ._classes import original_class, subclass_with_forward
-from ._norm_forms import NormForm, exchanged, forms_of, norms_of, of_other_dtypes
-from ._patch import QUIET, Patch, Scene, Site, guarded, keeps_own_code, no_float, set_on_instance
+from ._norm_forms import NormForm, exchanged, forms_of, full_shape, norms_of, of_other_dtypes
+from ._patch import QUIET, Patch, Scene, Site, guarded, keeps_own_code, no_float, set_on_instance, while_recognised
 from ._source import called_on_self, plain_forward, rewritten, source_of
 
 __all__ = ["AddRmsNormPatch"]
@@ -184,7 +184,7 @@ class AddRmsNormPatch(Patch):
 
     def sizes(self, module: nn.Module, form: LayerForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
         weight: Any = module._modules[form.norms[0][0]]._parameters.get("weight")  # type: ignore[union-attr]
-        return None if weight is None else (weight.dtype, tuple(getattr(weight, "ds_shape", weight.shape)))
+        return None if weight is None else (weight.dtype, tuple(full_shape(weight)))
 
     def tokens(self, *args: Any, **kwargs: Any) -> int:
         return args[2].numel() // args[2].shape[-1]
@@ -193,4 +193,4 @@ class AddRmsNormPatch(Patch):
         bind = functools.partial
         fused = guarded(site, bind(self.declines, site), bind(self.run, site), _own, self.tokens)
         forward = rewritten(site.form.forward, _Rewrite(set(site.form.by_name)))
-        return subclass_with_forward(site.kind, forward, ((_FUSED, fused),))
+        return subclass_with_forward(site.kind, while_recognised(site.kind, forward), ((_FUSED, fused),))

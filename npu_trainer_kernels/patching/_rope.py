@@ -24,7 +24,18 @@ from ..ops.linear_rms_norm import linear_rms_norm
 from ._classes import original_class, subclass_with_forward
 from ._mlps import is_bare_linear
 from ._norm_forms import NormForm, exchanged, forms_of, norms_of
-from ._patch import PLAIN, Late, Patch, Scene, Site, guarded, is_transformed, no_float, set_on_instance
+from ._patch import (
+    PLAIN,
+    Late,
+    Patch,
+    Scene,
+    Site,
+    guarded,
+    is_transformed,
+    no_float,
+    set_on_instance,
+    while_recognised,
+)
 from ._rotations import RopeForm, rope_form, rotate, rotation_call
 from ._source import called_on_self, plain_forward, rewritten, self_attribute, source_of
 
@@ -100,6 +111,17 @@ def _normed_projections(
     return tuple((name, original_class(norms[name]), forms[name]) for name in dict.fromkeys(rewrite.found))
 
 
+def _while_named(name: str, names: dict[str, Any], served: Callable[..., Any]) -> Callable[..., Any]:
+    """A rotation, for as long as the model's code has the function that was recognised under that name."""
+    recognised = names[name]
+
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        now = names[name]
+        return (served if now is recognised else now)(*args, **kwargs)
+
+    return rotate
+
+
 def _projecting(attention: AttentionForm, backend: str | None) -> Callable[..., Any]:
     norms = {name: (kind, form) for name, kind, form in attention.norms}
 
@@ -173,9 +195,10 @@ class RopePatch(Patch):
         attention: AttentionForm = site.form
         helpers = [(_PROJECT, _projecting(attention, site.backend))]
         for name, form in attention.rotations:
-            own = attention.forward.__globals__[name]
             guard, run = bind(self.declines, site, form), bind(self.run, site, form)
-            helpers.append((_helper(name), guarded(site, guard, run, own, self.tokens)))
+            served = guarded(site, guard, run, attention.forward.__globals__[name], self.tokens)
+            helpers.append((_helper(name), _while_named(name, attention.forward.__globals__, served)))
         rotation = _OtherRotation({name for name, _ in attention.rotations})
         projection = _NormedProjection({name for name, *_ in attention.norms})
-        return subclass_with_forward(site.kind, rewritten(attention.forward, rotation, projection), tuple(helpers))
+        forward = while_recognised(site.kind, rewritten(attention.forward, rotation, projection))
+        return subclass_with_forward(site.kind, forward, tuple(helpers))

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..ops._checks import FLOATS
 from ..ops.rope import CASTINGS, PAIRS, TABLES, rope, rope_reference
 from ._patch import PROBE_ERRORS
 
@@ -29,7 +30,7 @@ __all__ = ["RopeForm", "RotationCall", "rope_form", "rotate", "rotation_call"]
 
 _QUERIES, _KEYS, _SINGLE = ("q", "xq"), ("k", "xk"), ("x", "tensor", "hidden_states")
 _COMPLEX = "freqs_cis"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = frozenset(FLOATS)
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,15 @@ class RopeForm:
     unsqueezes: bool = False
     partial: bool = False
 
-    @property
+    @functools.cached_property
     def options(self) -> dict[str, Any]:
         """Arguments of `ops.rope`."""
         return {"pairs": self.pairs, "tables": self.tables, "casting": self.casting}
+
+    @functools.cached_property
+    def heads_at(self) -> dict[int, int]:
+        """`layouts`, by the number of dimensions."""
+        return dict(self.layouts)
 
     def __str__(self) -> str:
         parts = [self.pairs, f"tables {self.tables}", f"casting {self.casting}"]
@@ -83,21 +89,25 @@ class RotationCall(NamedTuple):
 
 def rotation_call(form: RopeForm, args: tuple[Any, ...], named: Mapping[str, Any]) -> RotationCall | None:
     """The call `function(*args, **named)` of a function of this form, or None where it does not cover that."""
-    heads, given = None, dict(zip(form.names, args, strict=False))
-    if len(args) > len(form.names):
-        return None
-    for name, value in named.items():
-        if name in form.names and name not in given:
-            given[name] = value
-        elif name == "unsqueeze_dim" and form.unsqueezes and value in (1, 2):
-            heads = value
-        elif name != "position_ids" or value is not None:
+    heads = None
+    if named:
+        given = dict(zip(form.names, args, strict=False))
+        for name, value in named.items():
+            if name in form.names and name not in given:
+                given[name] = value
+            elif name == "unsqueeze_dim" and form.unsqueezes and value in (1, 2):
+                heads = value
+            elif name != "position_ids" or value is not None:
+                return None
+        if len(args) > len(form.names) or len(given) != len(form.names):
             return None
-    if len(given) != len(form.names):
+        args = tuple([given[name] for name in form.names])
+    if len(args) != len(form.roles):
         return None
-    tensors = {role: given[name] for role, name in zip(form.roles, form.names, strict=True)}
-    if not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        return None
+    for value in args:
+        if not isinstance(value, torch.Tensor):
+            return None
+    tensors = dict(zip(form.roles, args, strict=True))
     q, k = tensors["q"], tensors.get("k")
     if "freqs" in tensors:
         freqs = tensors["freqs"]
@@ -106,34 +116,38 @@ def rotation_call(form: RopeForm, args: tuple[Any, ...], named: Mapping[str, Any
         cos, sin = freqs.real, freqs.imag
     else:
         cos, sin = tensors["cos"], tensors["sin"]
+    rank = q.dim()
     if heads is None:
-        heads = dict(form.layouts).get(q.dim())
-    if q.dim() == 3:
+        heads = form.heads_at.get(rank)
+    if rank == 3:
         q, k, cos, sin = (None if t is None else t.unsqueeze(0) for t in (q, k, cos, sin))
     if heads is None or not _covers(form, q, k, cos, sin, heads):
         return None
-    return RotationCall(q, k, cos, sin, heads, tensors["q"].dim() == 3)
+    return RotationCall(q, k, cos, sin, heads, rank == 3)
 
 
 def _covers(
     form: RopeForm, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, heads: int
 ) -> bool:
     """Whether `ops.rope` takes these and returns what the function would."""
-    if q.dim() != 4 or cos.dim() != 3 or sin.shape != cos.shape or cos.requires_grad or sin.requires_grad:
+    of_q, of_cos = q.shape, cos.shape
+    if len(of_q) != 4 or len(of_cos) != 3 or sin.shape != of_cos or cos.requires_grad or sin.requires_grad:
         return False
-    if q.dtype not in _FLOATS or cos.dtype not in _FLOATS or sin.dtype != cos.dtype:
+    dtype = q.dtype
+    if dtype not in _FLOATS or cos.dtype not in _FLOATS or sin.dtype != cos.dtype:
         return False
-    batch, tokens, size, width = q.shape[0], q.shape[3 - heads], q.shape[3], cos.shape[2]
+    batch, tokens, size, width = of_q[0], of_q[3 - heads], of_q[3], of_cos[2]
     rotated = 2 * width if form.tables == "pair" else width
-    if cos.shape[0] not in (1, batch) or cos.shape[1] != tokens or rotated % 2 or not 0 < rotated <= size:
+    if of_cos[0] not in (1, batch) or of_cos[1] != tokens or rotated % 2 or not 0 < rotated <= size:
         return False
     if rotated < size and not form.partial:
         return False
     if k is None:
         return True
-    if k.dtype != q.dtype or k.dim() != 4:
+    of_k = k.shape
+    if k.dtype != dtype or len(of_k) != 4:
         return False
-    return k.shape[0] == batch and k.shape[3 - heads] == tokens and k.shape[3] == size
+    return of_k[0] == batch and of_k[3 - heads] == tokens and of_k[3] == size
 
 
 def rotate(form: RopeForm, call: RotationCall, backend: str | None = None) -> Any:

@@ -31,7 +31,7 @@ from ._parallel import gathered_over
 from ._patch import Patch, Scene, Site
 from ._undo import Undo
 
-__all__ = ["TrlHeadPatch", "TrlSeam", "seam"]
+__all__ = ["TrlHeadPatch", "seam"]
 
 _MODULE, _FUNCTION, _COMPACTS = "trl.trainer.utils", "_ChunkedLogProbFunction", "_use_triton"
 _SHARDED = "DTensor"

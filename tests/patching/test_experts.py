@@ -345,8 +345,8 @@ CHANGES = {
     special_rows: "a Special is no plain tensor",
     several_dtypes: "float64 values",
     hooked: "its act_fn has hooks, or has been exchanged",
-    exchanged: "its act_fn has been exchanged",
-    gated_otherwise: "its gate has been exchanged",
+    exchanged: "its act_fn has hooks, or has been exchanged",
+    gated_otherwise: "its _apply_gate has been changed",
 }
 
 

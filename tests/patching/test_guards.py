@@ -187,7 +187,7 @@ def test_an_epsilon_that_is_changed_later_counts():
             each.model.layers[0].post_attention_layernorm.variance_epsilon = 0.3
         assert model(**batch()).loss.item() == plain(**batch()).loss.item()
         for op, calls in (("rms_norm", 2), ("add_rms_norm", 1)):  # the add's norm is called itself
-            assert declined(kernels, op) == {"its epsilon has been changed": calls}
+            assert declined(kernels, op) == {"its variance_epsilon has been changed": calls}
 
 
 def test_an_embedding_that_is_told_to_do_more_later_does_it():

@@ -8,7 +8,7 @@ from torch import nn
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import LeftAlone, Report
 from npu_trainer_kernels.patching._patch import Site
-from tests.models import small_model
+from tests.models import batch, small_model
 
 
 def site(op: str, kind: str, paths: list[str], **more) -> Site:
@@ -88,3 +88,46 @@ def test_a_notebook_shows_the_handle_as_its_report():
     with apply_npu_kernels(small_model("llama")) as kernels:
         assert repr(kernels) == str(kernels.report())
         assert "rms_norm" in repr(kernels)
+
+
+class Two(nn.Module):
+    """Two language models in one, as a policy beside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = small_model("llama"), small_model("llama-tied")
+
+
+def test_the_head_of_a_second_language_model_is_reported():
+    with apply_npu_kernels(Two(), ops=["linear_cross_entropy"]) as kernels:
+        report = kernels.report()
+        assert [each.module for each in report.replaced] == ["first.lm_head"]
+        assert [each.module for each in report.left_alone] == ["second.lm_head"]
+        assert "it is the head of a second language model; that of the first is served" in str(report)
+
+
+def another_head(model: nn.Module) -> None:
+    model.set_output_embeddings(nn.Linear(48, 331, bias=False))
+
+
+def more_tokens(model: nn.Module) -> None:
+    model.resize_token_embeddings(340)
+
+
+@pytest.mark.parametrize("change", [another_head, more_tokens])
+def test_a_head_that_has_come_since_is_reported_until_the_refresh(change):
+    model = small_model("llama")
+    with apply_npu_kernels(model) as kernels:
+        assert "no longer" not in str(kernels.report())
+        change(model)
+        model(**batch())
+        assert (
+            "note: 1 Linear that linear_cross_entropy served is no longer in the model; what is in its place runs its "
+            "own code until refresh() is called"
+        ) in str(kernels.report())
+        assert kernels.report().ran["linear_cross_entropy"] == 0
+        kernels.refresh()
+        model(**batch())
+        assert "no longer" not in str(kernels.report())
+        assert kernels.report().ran["linear_cross_entropy"] == 1
+    assert "no longer" not in str(kernels.report())

@@ -1,0 +1,238 @@
+"""What a form was proven with may be set otherwise after the patch: then it counts, as it does in the model."""
+
+import copy
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama import modeling_llama
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
+
+from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.patching import PATCHES
+from tests.closeness import assert_as_close
+from tests.models import farthest, neighbour, small_model
+from tests.patching.padded import loss_of, padded, values
+
+SIZES = {"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "hidden_size": 16, "intermediate_size": 24,
+         "moe_intermediate_size": 24, "moe_latent_size": None, "_experts_implementation": "eager"}  # fmt: skip
+
+
+class Around(nn.Module):
+    """A model of one module, for rows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *given):
+        return self.inner(*given)
+
+
+class Mlp(nn.Module):
+    """With a function for its activation, a limit and a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.act, self.limit, self.alpha = F.silu, 0.5, 1.0
+
+    def product(self, gate, up):
+        return self.act(gate.clamp(max=self.limit) * self.alpha) * up.clamp(-self.limit, self.limit)
+
+    def forward(self, x):
+        return self.down_proj(self.product(self.gate_proj(x), self.up_proj(x)))
+
+
+class Maybe(Mlp):
+    """Which has a limit only where it is told one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = None
+
+    def product(self, gate, up):
+        return self.act(gate if self.limit is None else gate.clamp(max=self.limit)) * up
+
+
+class Plain(nn.Module):
+    """With modules for its activation and for a dropout that drops nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.act, self.drop = nn.GELU(), nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.down_proj(self.drop(self.act(self.gate_proj(x))) * self.up_proj(x))
+
+
+class Scaled(nn.Embedding):
+    """By a number of its own."""
+
+    scale = 3.0
+
+    def __init__(self) -> None:
+        super().__init__(7, 16)
+        self.scale = 4.0
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale
+
+
+def experts(cls: Any, **options: Any) -> nn.Module:
+    module = cls(SimpleNamespace(**SIZES, **options))
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module
+
+
+rows = functools.partial(torch.randn, 5, 16)
+
+
+def gated() -> tuple[torch.Tensor, ...]:
+    return rows(), rows()
+
+
+def routed() -> tuple[torch.Tensor, ...]:
+    return rows(), torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [0, 2]]), torch.rand(5, 2)
+
+
+def ids() -> torch.Tensor:
+    return torch.tensor([[3, 0, 6, 3]])
+
+
+def set_to(name: str, value: Any) -> Callable[[nn.Module], None]:
+    """Sets an attribute by its path."""
+
+    def change(module: nn.Module) -> None:
+        *path, last = name.split(".")
+        setattr(module.get_submodule(".".join(path)), last, value)
+
+    return change
+
+
+gpt_oss = functools.partial(experts, GptOssExperts, swiglu_limit=1.0, swiglu_alpha=1.702)
+relu2 = functools.partial(experts, NemotronHExperts, mlp_hidden_act="gelu")
+CASES: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], Any], Callable[[Any], Any]]] = {
+    "eps": ("rms_norm", lambda: nn.RMSNorm(16, eps=1e-6), rows, set_to("eps", 0.3)),
+    "eps of a layer norm": ("layer_norm", lambda: nn.LayerNorm(16), rows, set_to("eps", 0.3)),
+    "groups": ("gated_rms_norm", lambda: Zamba2RMSNormGated(16, 8), gated, set_to("group_size", 4)),
+    "limit": ("swiglu", Mlp, rows, set_to("limit", 0.1)),
+    "factor": ("swiglu", Mlp, rows, set_to("alpha", 3.0)),
+    "function": ("swiglu", Mlp, rows, set_to("act", F.relu)),
+    "method": ("swiglu", Mlp, rows, set_to("product", torch.add)),
+    "limit that was None": ("swiglu", Maybe, rows, set_to("limit", 0.1)),
+    "activation's number": ("swiglu", Plain, rows, set_to("act.approximate", "tanh")),
+    "activation": ("swiglu", Plain, rows, set_to("act", nn.ReLU())),
+    "dropout": ("swiglu", Plain, rows, set_to("drop.p", 1.0)),
+    "experts' limit": ("moe_experts", gpt_oss, routed, set_to("limit", 0.1)),
+    "experts' factor": ("moe_experts", gpt_oss, routed, set_to("alpha", 3.0)),
+    "experts' activation": ("moe_experts", relu2, routed, set_to("act_fn", nn.Tanh())),
+    "scale": ("embedding", Scaled, ids, set_to("scale", 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_set_later_counts(name):
+    op, make, inputs, change = CASES[name]
+
+    def made() -> Around:
+        torch.manual_seed(0)
+        return Around(make())
+
+    def outcome(model: Around) -> torch.Tensor:
+        torch.manual_seed(1)
+        given = inputs()
+        return model(*given) if isinstance(given, tuple) else model(given)
+
+    model, plain = made(), made()
+    with apply_npu_kernels(model, ops=[op]) as kernels:
+        before = outcome(model)
+        assert kernels.report().ran == {op: 1}
+        for each in (model, plain):
+            change(each.inner)
+        after = outcome(model)
+        assert not torch.allclose(before, after)
+        assert torch.equal(after, outcome(plain))
+        assert [each.op for each in kernels.report().declined] == [op]
+        kernels.refresh()
+        torch.testing.assert_close(outcome(model), after)
+
+
+def scale_in_place(model: Any) -> None:
+    model.model.embed_tokens.embed_scale.fill_(0.5)
+
+
+def another_scale(model: Any) -> None:
+    model.model.embed_tokens.embed_scale = torch.tensor(0.5)
+
+
+def in_each(path: str, name: str, value: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for layer in model.model.layers:
+            setattr(layer.get_submodule(path), name, value)
+
+    return change
+
+
+def other_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+MODELS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "a scale, in place": ("gemma3", scale_in_place),
+    "another scale": ("gemma3", another_scale),
+    "soft cap of the head": ("gemma2", lambda model: setattr(model.config, "final_logit_softcapping", 0.5)),
+    "scale of the head": ("cohere", set_to("logit_scale", 3.0)),
+    "divisor of the head": ("granite", lambda model: setattr(model.config, "logits_scaling", 0.5)),
+    "scale of attention": ("llama", in_each("self_attn", "scaling", 2.0)),
+    "soft cap of attention": ("gemma2", in_each("self_attn", "attn_logit_softcapping", 0.1)),
+    "multiplier of residuals": ("granite", in_each("", "residual_multiplier", 0.3)),
+    "scale of rotations": ("llama", set_to("model.rotary_emb.attention_scaling", 2.0)),
+    "frequencies": ("llama", other_frequencies),
+    "epsilons": ("llama", in_each("post_attention_layernorm", "variance_epsilon", 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_set_later_counts_in_models(name):
+    family, change = MODELS[name]
+    model, inputs = small_model(family, initializer_range=0.2), padded()
+    others = [copy.deepcopy(model), *(neighbour(model, seed) for seed in (0, 1)), copy.deepcopy(model).double()]
+    with apply_npu_kernels(model, ops=PATCHES):
+        before = loss_of(model, inputs)
+        change(model)
+        found = values(model, inputs, loss_of)
+    for other in others:
+        change(other)
+    *references, truth = (values(other, inputs, loss_of) for other in others)
+    assert not torch.allclose(before, references[0]["loss"], rtol=1e-4)
+    for name, reference in farthest(references, truth).items():
+        assert_as_close(found[name], reference, truth[name], name)
+
+
+@pytest.mark.parametrize("name", ["LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer", "apply_rotary_pos_emb"])
+def test_code_that_somebody_exchanges_in_the_models_module_is_what_runs(monkeypatch, name):
+    """As libraries do that bring kernels of their own."""
+    model, plain, inputs = small_model("llama"), small_model("llama"), padded()
+    with apply_npu_kernels(model, ops=[op for op in PATCHES if op != "varlen_attention"]):
+        before = loss_of(model, inputs)
+        own = getattr(modeling_llama, name)
+        if name == "apply_rotary_pos_emb":
+            monkeypatch.setattr(
+                modeling_llama, name, lambda *args, **kwargs: tuple(9 * t for t in own(*args, **kwargs))
+            )
+        else:
+            forward = own.forward
+            monkeypatch.setattr(own, "forward", lambda *args, **kwargs: 2 * forward(*args, **kwargs))
+        found = loss_of(model, inputs)
+    assert not torch.allclose(before, found, rtol=1e-5)
+    torch.testing.assert_close(found, loss_of(plain, inputs))
