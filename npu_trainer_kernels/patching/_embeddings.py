@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ops.embedding import embedding
@@ -97,6 +98,8 @@ _read: MutableMapping[torch.Tensor, tuple[int | None, float]] = WeakIdKeyDiction
 
 def _number(buffer: Any) -> float | None:
     """What a buffer of one number has, read once for as long as nobody writes to it; None: it cannot be read."""
+    if type(buffer) is FakeTensor and buffer.numel() == 1:
+        return 1.0  # nothing is computed: kernels are found that take any number
     if type(buffer) is not torch.Tensor or buffer.numel() != 1 or buffer.is_meta:
         return None
     known, version = _read.get(buffer), None if buffer.is_inference() else buffer._version
