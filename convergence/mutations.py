@@ -25,6 +25,7 @@ from npu_trainer_kernels.ops._expert_rows import Routing
 from npu_trainer_kernels.ops._head_options import HeadOptions
 from npu_trainer_kernels.ops._segments import Segments
 from npu_trainer_kernels.ops._shared_rows import Shared
+from npu_trainer_kernels.patching import _agreement
 from npu_trainer_kernels.patching._layout import Layout
 from npu_trainer_kernels.trainers._grpo_plan import Planner
 from npu_trainer_kernels.verify import Curves
@@ -131,17 +132,43 @@ def _in_place_of(original: Any, wrapper: Any, within: str = "npu_trainer_kernels
         yield
 
 
+@contextlib.contextmanager
+def _watched_probes() -> Iterator[Callable[[], bool]]:
+    """Says whether a model is being looked at before it is patched. There the package compares what it is going to put
+    in with the model's own code: it would notice some faults and leave the module alone, and nothing would train
+    with them. An op may be right in a probe, on the CPU, and wrong on a device."""
+    original, running = _agreement.repeatable, 0
+
+    @contextlib.contextmanager
+    def repeatable() -> Iterator[None]:
+        nonlocal running
+        running += 1
+        try:
+            with original():
+                yield
+        finally:
+            running -= 1
+
+    with _in_place_of(original, repeatable):
+        yield lambda: running > 0
+
+
 def _around(target: str, fault: Callable[..., Any], within: str = "npu_trainer_kernels") -> Plant:
     """`fault(original, *args, **kwargs)` in place of `original(*args, **kwargs)`; `target` is the original's path."""
 
-    def plant(fired: Fired) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def plant(fired: Fired) -> Iterator[None]:
         original = pkgutil.resolve_name(f"npu_trainer_kernels.{target}")
+        with _watched_probes() as probing:
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            fired()
-            return fault(original, *args, **kwargs)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                if probing():
+                    return original(*args, **kwargs)
+                fired()
+                return fault(original, *args, **kwargs)
 
-        return _in_place_of(original, wrapper, within)
+            with _in_place_of(original, wrapper, within):
+                yield
 
     return plant
 
@@ -149,20 +176,23 @@ def _around(target: str, fault: Callable[..., Any], within: str = "npu_trainer_k
 def _scaled_gradient(function: Any, last: bool) -> Plant:
     """The first or the last gradient that an autograd Function returns, off by one percent."""
 
-    def plant(fired: Fired) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def plant(fired: Fired) -> Iterator[None]:
         original = function.backward
+        with _watched_probes() as probing:
 
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            result = original(ctx, *gradients)
-            found = list(result) if isinstance(result, tuple) else [result]
-            places = [i for i, g in enumerate(found) if isinstance(g, torch.Tensor)]
-            if places:
-                fired()
-                at = places[-1 if last else 0]
-                found[at] = found[at] * SCALE
-            return tuple(found)
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                result = original(ctx, *gradients)
+                found = list(result) if isinstance(result, tuple) else [result]
+                places = [i for i, g in enumerate(found) if isinstance(g, torch.Tensor)]
+                if places and not probing():
+                    fired()
+                    at = places[-1 if last else 0]
+                    found[at] = found[at] * SCALE
+                return tuple(found)
 
-        return mock.patch.object(function, "backward", staticmethod(backward))
+            with mock.patch.object(function, "backward", staticmethod(backward)):
+                yield
 
     return plant
 
