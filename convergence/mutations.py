@@ -73,10 +73,10 @@ Plant = Callable[["Fired"], AbstractContextManager[Any]]
 
 
 class Fired:
-    """Counts how often a planted fault was reached."""
+    """Counts how often a planted fault was reached; `aside` says that it has to stand aside, see `_watched_probes`."""
 
-    def __init__(self) -> None:
-        self.times = 0
+    def __init__(self, aside: Callable[[], bool]) -> None:
+        self.times, self.aside = 0, aside
 
     def __call__(self) -> None:
         self.times += 1
@@ -89,7 +89,8 @@ class Mutation:
     Attributes:
         name: what is wrong.
         cases: keys of `CASES`, in which it is planted until one reaches it.
-        plant: puts it in for the length of a `with` block; it calls its argument whenever the fault is reached.
+        plant: puts it in for the length of a `with` block; it calls its argument whenever the fault is reached, and
+            does nothing where that says that it has to stand aside.
         required: whether it is an error that no case reaches it.
     """
 
@@ -97,6 +98,12 @@ class Mutation:
     cases: tuple[str, ...]
     plant: Plant
     required: bool = True
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator["Fired"]:
+        """Puts it in, out of the way of what looks at a model; yields what counts."""
+        with _watched_probes() as probing, self.plant(fired := Fired(probing)):
+            yield fired
 
 
 @dataclass
@@ -136,7 +143,8 @@ def _in_place_of(original: Any, wrapper: Any, within: str = "npu_trainer_kernels
 def _watched_probes() -> Iterator[Callable[[], bool]]:
     """Says whether a model is being looked at before it is patched. There the package compares what it is going to put
     in with the model's own code: it would notice some faults and leave the module alone, and nothing would train
-    with them. An op may be right in a probe, on the CPU, and wrong on a device."""
+    with them. An op may be right in a probe, on the CPU, and wrong on a device. What a look shows may be kept for a
+    process, so that one with a fault in it would also spoil the runs after it."""
     original, running = _agreement.repeatable, 0
 
     @contextlib.contextmanager
@@ -159,16 +167,15 @@ def _around(target: str, fault: Callable[..., Any], within: str = "npu_trainer_k
     @contextlib.contextmanager
     def plant(fired: Fired) -> Iterator[None]:
         original = pkgutil.resolve_name(f"npu_trainer_kernels.{target}")
-        with _watched_probes() as probing:
 
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                if probing():
-                    return original(*args, **kwargs)
-                fired()
-                return fault(original, *args, **kwargs)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if fired.aside():
+                return original(*args, **kwargs)
+            fired()
+            return fault(original, *args, **kwargs)
 
-            with _in_place_of(original, wrapper, within):
-                yield
+        with _in_place_of(original, wrapper, within):
+            yield
 
     return plant
 
@@ -176,23 +183,20 @@ def _around(target: str, fault: Callable[..., Any], within: str = "npu_trainer_k
 def _scaled_gradient(function: Any, last: bool) -> Plant:
     """The first or the last gradient that an autograd Function returns, off by one percent."""
 
-    @contextlib.contextmanager
-    def plant(fired: Fired) -> Iterator[None]:
+    def plant(fired: Fired) -> AbstractContextManager[Any]:
         original = function.backward
-        with _watched_probes() as probing:
 
-            def backward(ctx: Any, *gradients: Any) -> Any:
-                result = original(ctx, *gradients)
-                found = list(result) if isinstance(result, tuple) else [result]
-                places = [i for i, g in enumerate(found) if isinstance(g, torch.Tensor)]
-                if places and not probing():
-                    fired()
-                    at = places[-1 if last else 0]
-                    found[at] = found[at] * SCALE
-                return tuple(found)
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            result = original(ctx, *gradients)
+            found = list(result) if isinstance(result, tuple) else [result]
+            places = [i for i, g in enumerate(found) if isinstance(g, torch.Tensor)]
+            if places and not fired.aside():
+                fired()
+                at = places[-1 if last else 0]
+                found[at] = found[at] * SCALE
+            return tuple(found)
 
-            with mock.patch.object(function, "backward", staticmethod(backward)):
-                yield
+        return mock.patch.object(function, "backward", staticmethod(backward))
 
     return plant
 
@@ -240,6 +244,8 @@ def _temperature_twice(fired: "Fired") -> AbstractContextManager[Any]:
 
     def factors(self: HeadOptions) -> tuple[float, float]:
         inner, outer = original(self)
+        if fired.aside():
+            return inner, outer
         if self.temperature != 1.0:
             fired()
         return (inner / self.temperature, outer) if self.softcap is None else (inner, outer / self.temperature)
@@ -303,7 +309,7 @@ def _last_rows_dropped(original: Any, x: torch.Tensor, *args: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Faults of packed rows. None is seen by the proof that a body may be packed: the case without a fault has proven that.
+# Faults of packed rows
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +337,8 @@ def _seen_neighbour(fired: "Fired") -> AbstractContextManager[Any]:
     original = Segments.make
 
     def make(q_lengths: Any, device: Any, k_lengths: Any = None, keys: Shared | None = None) -> Segments:
+        if fired.aside():
+            return original(q_lengths, device, k_lengths, keys)
         fired()
         n = sum(q_lengths)
         index = np.arange(n) if keys is None else keys.index
@@ -354,7 +362,7 @@ def _counted_once(fired: "Fired") -> AbstractContextManager[Any]:
         first = np.full(len(self.index), -1)
         rows, places = np.unique(self.index, return_index=True)
         first[places] = rows
-        if (first >= 0).sum() == (self.index >= 0).sum():
+        if fired.aside() or (first >= 0).sum() == (self.index >= 0).sum():
             return original(self, dy)
         fired()
         return original(Shared.make(first, self.n, dy.device), dy)
@@ -544,8 +552,7 @@ def control(result: CaseResult) -> MutationResult:
 def plant(mutation: Mutation, workshop: Workshop, unpatched: Unpatched) -> MutationResult:
     """A fault, in the first of its cases that reaches it."""
     for case in cases_of([mutation]):
-        fired = Fired()
-        with mutation.plant(fired):
+        with mutation.planted() as fired:
             result = run_case(case, workshop, _silent, unpatched(case))
         if fired.times:
             break

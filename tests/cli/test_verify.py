@@ -36,7 +36,7 @@ def test_a_planted_fault_is_exit_code_1(model, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"words": f"row {i} of many, " * 20}) + "\n" for i in range(20)))
     fault = next(m for m in mutations.MUTATIONS if m.name == "logit gradient x 1.01")
-    with fault.plant(mutations.Fired()):
+    with fault.planted():
         code = main(["verify", "--model", model, "--dataset", str(rows), "--text-column", "words", *FEW])
     assert code == 1
     out = capsys.readouterr().out
