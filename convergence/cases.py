@@ -95,6 +95,11 @@ CASES: tuple[Case, ...] = (
     Case("llama-lm-tied", "llama", "lm", model=TIED),
     Case("llama-lm-bf16", "llama", "lm", "bf16", model=UNTIED),
     Case("llama-lm-autocast", "llama", "lm", "bf16-autocast", model=UNTIED),
+    # As long as it takes for runs to be apart: by then the losses of any two differ by percents.
+    Case(
+        "llama-lm-long", "llama", "lm", "bf16-autocast", steps=300, model={"num_hidden_layers": 6, **UNTIED},
+        options={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+    ),
     Case("mistral-lm", "mistral", "lm"),
     Case("qwen2-lm", "qwen2", "lm"),
     Case("qwen3-lm", "qwen3", "lm", model=TIED),

@@ -89,13 +89,14 @@ def _row(result: CaseResult) -> tuple[str, ...]:
     outcome = "skipped" if result.skipped else "pass" if result.passed else "FAIL"
     cells = (result.name, f"{case['family']} {case['task']}", case["precision"], case["backend"], str(case["steps"]))
     if not result.checks:
-        return (*cells, outcome, (result.skipped or "; ".join(result.problems)).splitlines()[0][:80], "", "")
+        return (*cells, outcome, (result.skipped or "; ".join(result.problems)).splitlines()[0][:80], "", "", "")
     worst = verdict.worst
-    return (*cells, outcome, worst.name, _ratio(worst), f"{result.seconds:.0f}")
+    unpatched = f"{max(result.unpatched):.2g}" if result.unpatched else ""
+    return (*cells, outcome, worst.name, _ratio(worst), unpatched, f"{result.seconds:.0f}")
 
 
 CASE_COLUMNS = ("case", "model, task", "precision", "backend", "steps", "verdict", "nearest to its limit",
-                "noise floors / allowed", "seconds")  # fmt: skip
+                "noise floors / allowed", "of an unpatched run", "seconds")  # fmt: skip
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], outcome: int) -> Table:
@@ -230,8 +231,9 @@ def _summary(
         "",
         f"Each case is trained without the kernels {NOISE_RUNS + 1} times, once as it is and {NOISE_RUNS} times with "
         "every product and sum added up in another order, and once with the kernels. Distances are in noise floors: "
-        f"the largest distance between two of the unpatched runs within {WINDOW} steps. Allowed: {allowed}. The rule "
-        "is in `npu_trainer_kernels/verify.py`.",
+        f"the largest distance between two of the unpatched runs within {WINDOW} steps. Allowed: {allowed}. Beside "
+        "it stands the most that an unpatched run has, judged in the same way against the others. The rule is in "
+        "`npu_trainer_kernels/verify.py`.",
         "",
     ]
     if results:

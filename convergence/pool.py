@@ -24,7 +24,16 @@ from npu_trainer_kernels.verify import Curves, Variant
 from .cases import Case
 from .mutations import Mutation, MutationResult, cases_of, chosen, control, plant
 from .runs import Workshop, run
-from .suite import CaseResult, Progress, in_own_process, is_in_own_process, result_of, unavailable, variants_of
+from .suite import (
+    CaseResult,
+    Progress,
+    in_own_process,
+    is_in_own_process,
+    result_of,
+    rule_itself,
+    unavailable,
+    variants_of,
+)
 
 __all__ = ["kept_in", "run_all"]
 
@@ -166,7 +175,9 @@ class _Cases:
         if case.name in self.problems:
             return CaseResult(asdict(case), problems=self.problems[case.name])
         runs = _runs(self._folder, case)
-        return result_of(case, runs, sum(curves.seconds for _, curves in runs))
+        result = result_of(case, runs, sum(curves.seconds for _, curves in runs))
+        result.unpatched = rule_itself(case, runs)
+        return result
 
     def _rest(self, case: Case) -> None:
         for variant in variants_of(case)[1:]:

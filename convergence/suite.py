@@ -25,6 +25,7 @@ __all__ = [
     "in_own_process",
     "is_in_own_process",
     "result_of",
+    "rule_itself",
     "run_case",
     "run_cases",
     "unavailable",
@@ -46,6 +47,8 @@ class CaseResult:
         checks: the verdict's, worst numbers and per-step distances and floors.
         curves: scalar name -> {"unpatched": one list per run, "patched": list}.
         replaced: op -> how many modules it serves, by the kernels' report.
+        unpatched: of each unpatched run, judged as if it had the kernels beside the others: the largest distance, in
+            what is its noise floor. The rule itself is wrong for a training where these exceed what is allowed.
         seconds: wall clock of the whole case.
         train_seconds: of the reference and of the patched run.
     """
@@ -56,6 +59,7 @@ class CaseResult:
     checks: list[Check] = field(default_factory=list)
     curves: dict[str, dict[str, Any]] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)
+    unpatched: list[float] = field(default_factory=list)
     seconds: float = 0.0
     train_seconds: tuple[float, float] = (0.0, 0.0)
 
@@ -117,6 +121,14 @@ def variants_of(case: Case) -> list[Variant]:
     ]
 
 
+def rule_itself(case: Case, runs: Sequence[tuple[Variant, Curves]]) -> list[float]:
+    """`CaseResult.unpatched`; nothing where runs sample for themselves, or too few would be left to judge by."""
+    curves = [curves for variant, curves in runs if not variant.patched]
+    if case.seeds or len(curves) < 4:
+        return []
+    return [judge([*curves[:i], *curves[i + 1 :]], run, case.precision).worst.ratio for i, run in enumerate(curves)]
+
+
 def result_of(case: Case, runs: Sequence[tuple[Variant, Curves]], seconds: float) -> CaseResult:
     """Judges all the runs of a case."""
     unpatched, patched = ([curves for variant, curves in runs if variant.patched == which] for which in (False, True))
@@ -148,9 +160,12 @@ def run_case(case: Case, workshop: Workshop, progress: Progress, unpatched: list
         progress(case.name, str(variant), i / len(todo))
         runs.append((variant, run(workshop, case, variant)))
     progress(case.name, "", 1.0)
+    result = result_of(case, runs, time.perf_counter() - start)
+    if not unpatched:
+        result.unpatched = rule_itself(case, runs)
     if unpatched is not None and not unpatched:
         unpatched.extend(curves for variant, curves in runs if not variant.patched)
-    return result_of(case, runs, time.perf_counter() - start)
+    return result
 
 
 def _result(case: Case, unpatched: Sequence[Curves], patched: Curves, verdict: Verdict, seconds: float) -> CaseResult:
@@ -161,13 +176,12 @@ def _result(case: Case, unpatched: Sequence[Curves], patched: Curves, verdict: V
     train_seconds = (round(unpatched[0].seconds, 3), round(patched.seconds, 3))
     return CaseResult(
         asdict(case),
-        "",
-        verdict.problems,
-        verdict.checks,
-        curves,
-        patched.replaced or {},
-        round(seconds, 1),
-        train_seconds,
+        problems=verdict.problems,
+        checks=verdict.checks,
+        curves=curves,
+        replaced=patched.replaced or {},
+        seconds=round(seconds, 1),
+        train_seconds=train_seconds,
     )
 
 

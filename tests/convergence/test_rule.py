@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,6 +121,24 @@ def test_a_wrong_gradient_of_one_small_parameter_fails_and_is_named() -> None:
     assert "at weight" in verdict.failures()[0]
     patched.gradient_norms[7] = math.nan
     assert not judge(UNPATCHED, patched, "fp32").passed
+
+
+def jumped(run: Curves, step: int, size: float) -> Curves:
+    """The same run, in which one gradient has jumped at one step by `size` times its noise at the end."""
+    norms = run.gradient_norms.clone()
+    norms[step] *= 1 + size * EPS * 30
+    return replace(run, gradient_norms=norms)
+
+
+def test_a_jump_of_one_gradient_is_noise_only_where_unpatched_runs_jump_too() -> None:
+    name = "gradient norm of each parameter"
+    assert name in failed(jumped(curves(7), 40, 20.0))
+    alike = [*UNPATCHED[:5], jumped(UNPATCHED[5], 20, 20.0)]
+    # The second time it is the reference that has jumped.
+    for runs in (alike, alike[::-1]):
+        for size, passes in ((20.0, True), (200.0, False)):
+            found = {check.name: check for check in judge(runs, jumped(curves(7), 40, size), "fp32").checks}
+            assert found[name].passed == passes, (size, str(found[name]))
 
 
 def test_missing_steps_and_parameters_fail() -> None:
