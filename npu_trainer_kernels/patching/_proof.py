@@ -235,7 +235,7 @@ def _unsharded(module: nn.Module) -> type[nn.Module]:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SHAPELESS = frozenset(("npu_trainer_kernels", "torch", "transformers", "accelerate", "deepspeed"))
+_SHAPELESS = frozenset(("npu_trainer_kernels", "torch", "transformers", "accelerate", "deepspeed", "trl"))
 """Packages whose hooks do with a packed row what they do with a batch; NEFTune's, in transformers, does not."""
 
 
