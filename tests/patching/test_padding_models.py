@@ -118,6 +118,14 @@ def test_adapters_that_know_of_rows(config, options, reason):
     assert reason in declined(kernels)
 
 
+def test_an_adapter_that_looks_at_all_tokens():
+    from peft import LilyConfig
+
+    kernels = compared(tuned(LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])))
+    assert ran(kernels) == 0
+    assert "looks at all tokens at once, padding among them" in str(kernels.report())
+
+
 def test_each_row_with_an_adapter_of_its_own():
     model = tuned(lora(target_modules=["q_proj"]))()
     model.add_adapter("other", lora(target_modules=["q_proj"]))
