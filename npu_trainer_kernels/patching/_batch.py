@@ -37,6 +37,14 @@ def _positions(where: Layout, shape: tuple[int, int], by_columns: bool) -> np.nd
     return columns - begins[where.places // width]
 
 
+def _read(ids: torch.Tensor, padding: int) -> torch.Tensor:
+    """Of each place, should it have no token, whether a classifier may read it: the last that has another id than
+    padding, and the first of a row without any."""
+    other = ids != padding
+    other[:, 0] |= ~other.any(1)
+    return torch.where(other, READ, DEAD)
+
+
 @dataclass(frozen=True)
 class Batch:
     """What a body was called with, and where its tokens go."""
@@ -64,8 +72,7 @@ class Batch:
         if ids is None:
             seen = alive.long() - 1
         else:
-            dead = DEAD if padding is None else torch.where(ids == padding, DEAD, READ)
-            seen = torch.where(alive, ids.long(), dead)
+            seen = torch.where(alive, ids.long(), DEAD if padding is None else _read(ids, padding))
         positions = given.get("position_ids")
         if share and ids is not None and positions is not None and len(positions) > 1:
             # Tokens are alike where they are told to stand at the same position.

@@ -17,7 +17,7 @@ __all__ = ["DEAD", "MIN_SAVED", "PREDICTS", "READ", "Layout", "layout"]
 
 DEAD, PREDICTS, READ = -1, -2, -3
 """In place of an id: a place without a token, one without a token whose label is to be predicted nevertheless, and one
-that may be read since its id is not that of padding."""
+that a classifier, which goes by ids, may read."""
 
 MIN_SAVED = 0.05
 """The share of live tokens that sharing must save to be used: keys and values of a shared beginning are copied for
@@ -107,7 +107,7 @@ def layout(ids: np.ndarray, *, share: bool) -> Layout | str:
     if (ids == PREDICTS).any():
         return "labels are to be predicted at places that are padding"
     if (ids == READ).any():
-        return "what is classified is found by ids, and places that are padding have others"
+        return "what is classified is found by ids, and may be a place that is padding"
     begin = alive.argmax(1)
     rows = np.flatnonzero(counts)
     first, last = begin.tolist(), (begin + counts).tolist()

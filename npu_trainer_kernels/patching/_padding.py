@@ -55,9 +55,9 @@ class Savings:
     def __str__(self) -> str:
         if not self.positions:
             return ""
-        shared = 1 - self.computed / self.live
+        saved = 1 - self.computed / self.live
         return f"{self.live / self.positions:.0%} of the positions were live" + (
-            f", {shared:.0%} of their tokens in a shared beginning" if shared else ""
+            f", {saved:.0%} of their tokens saved by shared beginnings" if saved else ""
         )
 
 

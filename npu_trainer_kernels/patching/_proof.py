@@ -197,10 +197,14 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
 
+_MIXING = "peft.tuners.lily."
+"""Adapters whose experts are weighed by the mean over all tokens, padding among them."""
+
+
 def unproven(body: nn.Module, proof: Proof) -> str | None:
     """What a body has that its miniature has not, as a reason; None where there is nothing.
 
-    Linear layers are that in whatever form (quantised, with adapters): they mix no tokens.
+    Linear layers are that in whatever form (quantised, with adapters): they mix no tokens, those of `_MIXING` apart.
     """
     adapters: tuple[type, ...] = ()
     around: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
@@ -221,6 +225,8 @@ def unproven(body: nn.Module, proof: Proof) -> str | None:
             return f"{path}: {reason}"
         if module in inside or isinstance(module, around):
             continue
+        if isinstance(module, adapters) and kind.__module__.startswith(_MIXING):
+            return f"the adapter of its {path} looks at all tokens at once, padding among them"
         if isinstance(module, adapters) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
             inside.update(module.modules())
         elif base is None or kind.forward is not proven[base]:
@@ -235,7 +241,7 @@ def _unsharded(module: nn.Module) -> type[nn.Module]:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SHAPELESS = frozenset(("npu_trainer_kernels", "torch", "transformers", "accelerate", "deepspeed"))
+_SHAPELESS = frozenset(("npu_trainer_kernels", "torch", "transformers", "accelerate", "deepspeed", "trl"))
 """Packages whose hooks do with a packed row what they do with a batch; NEFTune's, in transformers, does not."""
 
 

@@ -349,5 +349,5 @@ def test_what_the_report_says():
         text = str(kernels.report())
         assert kernels.live_tokens == 2 * live
     share = f"{live / inputs['input_ids'].numel():.0%} of the positions were live"
-    assert f"{share}, {1 - distinct / live:.0%} of their tokens in a shared beginning" in text
+    assert f"{share}, {1 - distinct / live:.0%} of their tokens saved by shared beginnings" in text
     assert "2 calls" in text

@@ -118,6 +118,14 @@ def test_adapters_that_know_of_rows(config, options, reason):
     assert reason in declined(kernels)
 
 
+def test_an_adapter_that_looks_at_all_tokens():
+    from peft import LilyConfig
+
+    kernels = compared(tuned(LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])))
+    assert ran(kernels) == 0
+    assert "looks at all tokens at once, padding among them" in str(kernels.report())
+
+
 def test_each_row_with_an_adapter_of_its_own():
     model = tuned(lora(target_modules=["q_proj"]))()
     model.add_adapter("other", lora(target_modules=["q_proj"]))
@@ -159,12 +167,20 @@ def test_classifiers_and_reward_models(name):
     def make() -> Any:
         torch.manual_seed(0)
         config = getattr(transformers, name.replace("ForSequenceClassification", "Config"))
-        return getattr(transformers, name)(config(**SMALL, num_labels=2)).train()
+        model = getattr(transformers, name)(config(**SMALL, num_labels=2)).train()
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0] = 1.0  # as where another token's id is that of padding
+        return model
 
     batch = {**padded(), "labels": torch.tensor([0, 1, 1, 0])}
     assert ran(compared(make, batch=batch)) == 1
     # The classified token is the last one that is no padding by its id, whatever the mask says.
     kernels = compared(make, batch={**batch, "input_ids": batch["input_ids"] + 1})
+    assert ran(kernels) == 0
+    assert "found by ids" in declined(kernels)
+    # Of an empty text it is the first place of all.
+    empty = padded(((3, 21), (3, 15), (3, 19), (0, 0)))
+    kernels = compared(make, batch={**batch, **{name: empty[name] for name in ("input_ids", "attention_mask")}})
     assert ran(kernels) == 0
     assert "found by ids" in declined(kernels)
 
