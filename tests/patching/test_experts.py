@@ -390,6 +390,7 @@ def test_grouped_products_know_of_no_autocast(kind):
     assert_served(made(kind, "grouped_mm"), *routed(), autocast=True)
     assert_served(made(kind, "grouped_mm"), *routed(torch.bfloat16), autocast=True)
     assert_served(made(kind, "grouped_mm").to(torch.bfloat16), *routed())
+    assert_served(made(kind, "grouped_mm").to(torch.bfloat16), *routed(), autocast=True)
 
 
 def test_eager_experts_of_another_dtype_than_their_rows_raise_as_they_did():
@@ -398,6 +399,24 @@ def test_eager_experts_of_another_dtype_than_their_rows_raise_as_they_did():
         with pytest.raises(RuntimeError):
             model(x, ids, weights)
         assert declined(kernels) == {"its weights and its rows are of two dtypes": 1}
+
+
+def test_a_call_reads_the_configuration_once():
+    """One of transformers looks every name up in Python, which takes half as long as a kernel's launch."""
+
+    class Counted:
+        reads = 0
+
+        @property
+        def _experts_implementation(self):
+            self.reads += 1
+            return "grouped_mm"
+
+    model, given = made("silu", "grouped_mm").to(torch.bfloat16), routed(torch.bfloat16)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        model.experts.config = config = Counted()
+        model(*given)
+        assert (config.reads, kernels.report().ran) == (1, {OP: 1})
 
 
 def test_compiled_models_run_their_own_code():
