@@ -471,7 +471,8 @@ def test_adapters_on_expert_parameters():
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         found = outcome(model)
         assert kernels.report().ran == {OP: 0}
-        assert declined(kernels) == {"its gate_up_proj is no plain float32, bfloat16 or float16 parameter": 2}
+        ((said, calls),) = declined(kernels).items()
+        assert said.startswith("it has no parameter gate_up_proj (adapters and parametrisations") and calls == 2
     assert found.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
     # Switched off, the weights are the module's own again.
