@@ -5,9 +5,10 @@
 
 A small model's step waits for Python. Times of it differ by a factor of two from host to host and from run to run;
 instructions are the same again within a hundredth. Triton compiles for a GPU and its driver is one that launches
-nothing, so that all is counted that happens before a launch. Tensors are on the CPU and tiny: what PyTorch's own
-operators compute of them is in the figures, and is little. A decoder layer of transformers stands beside the ops, as it
-is and with the kernels. Needs Linux and its hardware counters (`perf_event_open`).
+nothing, so that all is counted that happens before a launch; the grouped product of experts multiplies nothing either.
+Tensors are on the CPU and tiny: what PyTorch's other operators compute of them is in the figures, and is little. A
+decoder layer of transformers stands beside the ops, as it is and with the kernels. Needs Linux and its hardware
+counters (`perf_event_open`).
 """
 
 import argparse
@@ -24,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 import triton
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +41,7 @@ __all__ = ["CASES", "WARM_UP", "Counter", "Driver", "gpu_that_does_nothing", "ma
 PROGRAM = "python -m benchmarks.host"
 _H200 = devices.DeviceSpec("cuda", "NVIDIA H200", 132, 256 << 10, 140 << 30)
 _DTYPE = torch.bfloat16
-_HIDDEN, _HEADS, _KEYS, _SIZE, _MLP = 64, 4, 2, 16, 128
+_HIDDEN, _HEADS, _KEYS, _SIZE, _MLP, _EXPERTS = 64, 4, 2, 16, 128, 4
 _TOKENS = (2, 16)
 WARM_UP = 10
 _SYSCALL = {"x86_64": 298, "aarch64": 241}
@@ -103,12 +105,18 @@ class Driver:
         pass
 
 
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """What PyTorch's returns, without values: on the host it is a loop over experts."""
+    return a.new_empty(a.shape[0], b.shape[2]) if b.dim() == 3 else a.new_empty(len(offs), a.shape[0], b.shape[1])
+
+
 @contextmanager
 def gpu_that_does_nothing() -> Iterator[None]:
     """Inside the `with` block CPU tensors are served as an H200's would be, up to a kernel's launch."""
     with (
         mock.patch.object(triton.runtime.driver, "_active", Driver()),
         mock.patch.object(devices, "keeps_compiled", return_value=True),
+        mock.patch.object(F, "grouped_mm", _grouped_mm, create=True),
         devices.stand_in(_H200),
     ):
         yield
@@ -149,6 +157,12 @@ def _embedding() -> Callable[[], Any]:
     return lambda: ops.embedding(ids, weight)
 
 
+def _moe_experts() -> Callable[[], Any]:
+    x, ids, weights = _tensor(16, _HIDDEN), torch.arange(32).view(16, 2) % _EXPERTS, _tensor(16, 2)
+    gate_up, down = _tensor(_EXPERTS, 2 * _SIZE, _HIDDEN), _tensor(_EXPERTS, _HIDDEN, _SIZE)
+    return lambda: ops.moe_experts(x, ids, weights, gate_up, down)
+
+
 def _layer(patched: bool) -> Callable[[], Any]:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -176,6 +190,7 @@ CASES: dict[str, Case] = {
     "swiglu": _swiglu,
     "rope": _rope,
     "embedding": _embedding,
+    "moe_experts": _moe_experts,
     "decoder layer, plain": lambda: _layer(False),
     "decoder layer, patched": lambda: _layer(True),
 }

@@ -331,10 +331,10 @@ class ExpertsPatch(Patch):
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         form: ExpertsForm = site.form
         x, ids, weights = _given(form, args, kwargs)
-        dtype, casts = module._parameters[form.weights[0]].dtype, autocasts(x)
-        if not _in_weights_dtype(module) or (x.dtype is dtype and not casts):
+        dtype = _dtype_of_products(module, form, x)
+        if dtype is compute_dtype(x):
             return form.serve(module, x, ids, weights, site.backend)
-        with torch.autocast(x.device.type, enabled=False) if casts else contextlib.nullcontext():
+        with torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext():
             return form.serve(module, x.to(dtype), ids, weights, site.backend).to(x.dtype)
 
 
@@ -347,14 +347,19 @@ def _given(form: ExpertsForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _in_weights_dtype(module: Any) -> bool:
     """Whether products run in the dtype of the weights, whatever that of the rows is: transformers' grouped ones know
-    of no autocast and cast the rows."""
+    of no autocast and cast the rows. Asked only where it matters: a configuration takes long to read."""
     return module.config._experts_implementation == "grouped_mm"
+
+
+def _dtype_of_products(module: Any, form: ExpertsForm, x: torch.Tensor) -> torch.dtype:
+    dtype, own = compute_dtype(x), module._parameters[form.weights[0]].dtype
+    return own if dtype is not own and _in_weights_dtype(module) else dtype
 
 
 def _unserved(site: Site, module: Any, x: torch.Tensor) -> str | None:
     """Why the device does not serve products in the dtype that these run in, or None; asked once for each."""
     form: ExpertsForm = site.form
-    dtype = module._parameters[form.weights[0]].dtype if _in_weights_dtype(module) else compute_dtype(x)
+    dtype = _dtype_of_products(module, form, x)
     key = x.device.type, dtype
     if key not in form.refused:
         form.refused[key] = unserved(x.device, dtype, *form.sizes(module), backend=site.backend)

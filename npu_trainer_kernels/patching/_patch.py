@@ -302,6 +302,8 @@ def no_plain(module: nn.Module, *names: str) -> str | None:
     for name in names:
         parameter = parameters.get(name, _MISSING)
         if parameter is not None and (type(parameter) not in PLAIN or parameter.dtype not in _FLOATS):
+            if parameter is _MISSING:
+                return f"it has no parameter {name} (adapters and parametrisations put theirs in the place of it)"
             return f"its {name} is no plain float32, bfloat16 or float16 parameter"
     return None
 
