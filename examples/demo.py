@@ -85,7 +85,8 @@ def execute(run: Run, output_dir: Path, seed: int, progress: Progress) -> dict[s
             stderr=subprocess.STDOUT,
             encoding="utf-8",
             errors="replace",
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # or a pipe shows progress only every few kilobytes
+            # Unbuffered, or a pipe shows progress only every few kilobytes; and what has the kernels is said here.
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "NPU_KERNELS_RUN": "0"},
         ) as process,
     ):
         assert process.stdout is not None

@@ -50,6 +50,7 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ._switch import RUN
 from .callback import NpuKernelsCallback
 from .patching import Report
 
@@ -246,7 +247,12 @@ def record(trainer: Trainer, held_out: torch.Tensor, variant: Variant) -> Curves
         trainer: ready to train, with `logging_steps=1`.
         held_out: `[rows, length]` token ids without padding, which are never trained on.
         variant: says whether the run is a noisy one.
+
+    Raises:
+        ValueError: a run without the kernels has them all the same.
     """
+    if not variant.patched and _report(trainer) is not None:
+        raise ValueError(f"trainer: the run without the kernels has them; under npu-kernels run, set {RUN}=0")
     recorder = _Recorder(held_out)
     trainer.add_callback(recorder)
     trainer.remove_callback(PrinterCallback)

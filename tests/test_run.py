@@ -7,6 +7,7 @@ from trl import GRPOTrainer as TrlGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments, NpuKernelsCallback, apply_npu_kernels
 from npu_trainer_kernels.run import RunCallback, put_into
+from npu_trainer_kernels.verify import Variant, record
 from tests.models import small_model
 from tests.test_callback import losses, make_trainer, patched
 from tests.trainers.conftest import recomputed  # noqa: F401
@@ -63,6 +64,11 @@ def test_same_losses_and_restored_after(tmp_path, monkeypatch):
     assert look.ops == [True] * 3
     assert losses(made) == pytest.approx(plain, rel=1e-5)
     assert not patched(made.model)
+
+
+def test_a_run_to_compare_with_that_has_the_kernels_is_refused(tmp_path, built):
+    with pytest.raises(ValueError, match="under npu-kernels run, set NPU_KERNELS_RUN=0"):
+        record(make_trainer(tmp_path), torch.zeros(1, 4, dtype=torch.long), Variant())
 
 
 def test_every_trainer_has_one_of_its_own(tmp_path, built):

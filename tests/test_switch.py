@@ -1,8 +1,9 @@
 """Environment variables that are on or off."""
 
 import pytest
+from torch import nn
 
-from npu_trainer_kernels import backends
+from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels._switch import switch
 
 
@@ -22,6 +23,7 @@ def test_not_set(monkeypatch, default):
 
 
 def test_anything_else_is_named(monkeypatch):
+    """Before a model is trained, and not where a kernel has failed."""
     monkeypatch.setenv("NPU_KERNELS_STRICT", "perhaps")
     with pytest.raises(ValueError, match=r"NPU_KERNELS_STRICT must be one of .*; got 'perhaps'"):
-        backends.is_strict()
+        apply_npu_kernels(nn.Linear(1, 1))

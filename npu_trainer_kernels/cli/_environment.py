@@ -34,6 +34,7 @@ IMPORTS = {
 # Those whose packages serve a run, by what is served: `npu` is one version of it. The others are for developers.
 _EXTRAS = ("cuda", "npu-any", "trl")
 _IMPORT_SECONDS = 180.0
+_SLOW = "it does not come back within"
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception)\b")
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _REINSTALL_TRITON = (
@@ -112,7 +113,7 @@ def _import_error(code: str, environment: Mapping[str, str]) -> str | None:
             timeout=_IMPORT_SECONDS, env=dict(environment),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"it does not come back within {_IMPORT_SECONDS:.0f} s"
+        return f"{_SLOW} {_IMPORT_SECONDS:.0f} s"
     if done.returncode == 0:
         return None
     if done.returncode < 0:
@@ -221,6 +222,8 @@ def _import_findings(broken: Mapping[str, str]) -> list[Finding]:
         if name not in broken:
             continue
         do = f"pip install --force-reinstall {name}"
+        if broken[name].startswith(_SLOW):
+            do = f"python -X importtime -c 'import {name}' shows what takes so long; on a busy machine try again"
         for cause in ("torch_npu", "triton", "torch", "transformers"):
             # The same first cause in the chain of exceptions.
             if cause != name and cause in broken and broken[cause].partition(" (")[0] in broken[name]:

@@ -136,9 +136,14 @@ class Output:
 
     def result(self, value: dict[str, Any]) -> None:
         """The command's result, written where `--json` was asked for. JSON has no NaN and no infinity: null."""
-        if self.as_json:
-            self._stdout.write(json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
+        if not self.as_json:
+            return
+        text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
+        try:
+            self._stdout.write(text)
             self._stdout.flush()
+        except OSError as error:  # a disk that is full, a pipe that nobody reads any more
+            raise SystemExit(f"the result could not be written to stdout: {error}") from error
 
     def fail(self, message: str) -> None:
         """An error that the user can mend."""

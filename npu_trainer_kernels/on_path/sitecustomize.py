@@ -87,6 +87,8 @@ def _call_after(loader: Any, action: Any) -> None:
 
 
 def _put_into(module: Any) -> None:
+    if not _is_on():  # switched off since, by a program that says itself which Trainer has the kernels
+        return
     _note("")
     try:
         from npu_trainer_kernels import run

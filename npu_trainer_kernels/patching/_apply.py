@@ -278,13 +278,15 @@ def apply_npu_kernels(
     Raises:
         TypeError: `model` is not a module.
         ValueError: unknown op or backend, no op, a backend that cannot run on the model's device, a `tiled_mlp` that is
-            negative or that `ops` leaves without its op, or the model is patched already with other options.
+            negative or that `ops` leaves without its op, an environment variable that says none of what it may, or the
+            model is patched already with other options.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     check_ops(ops)
     check_switch("strict", strict)
     backends.parse_override("" if backend is None else backend)
+    backends.is_strict()  # what its variable says wrongly is refused now, and not hours later, where a kernel fails
     chosen = tuple(PATCHES) if ops is None else tuple(ops)
     check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
     handle, options = _handles.get(model), (chosen, backend, strict, tiled_mlp)

@@ -100,6 +100,15 @@ def test_an_import_that_crashes_hangs_or_fails_is_a_finding(tmp_path, monkeypatc
     assert reason in broken["torch_npu"]
 
 
+def test_what_is_slow_is_not_installed_again():
+    """A busy machine, or packages on a slow disk."""
+    slow = "it does not come back within 180 s"
+    found = findings({"transformers": "5.0", "trl": "1.16"}, {"transformers": slow, "trl": slow})
+    advice = {f.code: f.do for f in found if f.code.endswith("-broken")}
+    assert advice["transformers-broken"].startswith("python -X importtime -c 'import transformers' shows what")
+    assert advice["trl-broken"] == "mend transformers (above), which it imports"
+
+
 def test_what_breaks_because_of_torch_npu_is_blamed_on_it(tmp_path):
     """torch loads torch_npu when it is imported, and transformers looks for it: three broken imports, one cause."""
     install(tmp_path, "torch_npu", "2.7.1", {"torch_npu/__init__.py": "raise ImportError('libhccl.so is not there')"})

@@ -1,6 +1,8 @@
 """Where commands write: with --json stdout holds the result and nothing else, whoever prints."""
 
+import io
 import json
+import sys
 from importlib import metadata
 
 import pytest
@@ -21,6 +23,16 @@ def test_stdout_holds_the_result_alone(capsys, as_json):
         assert captured.err == "a library\n[for] people\n"
     else:
         assert captured.out == "a library\n[for] people\n"
+
+
+def test_a_result_that_cannot_be_written_is_said_in_a_line(monkeypatch):
+    def full(text):
+        raise OSError("planted")
+
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "write", full)
+    with Output(True) as output, pytest.raises(SystemExit, match="the result could not be written to stdout: planted"):
+        output.result({})
 
 
 def shown(capsys, monkeypatch, columns):

@@ -299,9 +299,9 @@ def test_demo_shows_what_the_flag_changed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     stand_in = """
-import json, sys
+import json, os, sys
 from pathlib import Path
-flag = "--use_npu_kernels" in sys.argv
+flag = "--use_npu_kernels" in sys.argv or os.environ["NPU_KERNELS_RUN"] != "0"
 quality = {"first_loss": 9.0, "final_loss": 5.25, "eval_loss": 5.5, "first_reward": 0.4, "final_reward": 0.75}
 common = {"held_out_reward": 0.7, "peak_memory_bytes": (10 if flag else 80) << 20, "seconds": 2.0, "device": "cpu"}
 output = Path(sys.argv[sys.argv.index("--output_dir") + 1]) / "metrics.json"
@@ -312,6 +312,7 @@ output.write_text(json.dumps({**quality, **common, "tokens_per_second": 5.0, "ke
     monkeypatch.setattr(demo, "HERE", tmp_path)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--output_dir", str(tmp_path / "out")])
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NPU_KERNELS_RUN", "1")  # as `npu-kernels run --print-env` sets it for a shell
     assert demo.main() == 0
     printed = capsys.readouterr().out
     assert printed.count("loss 9.000 -> 5.250") == printed.count("reward 0.400 -> 0.750") == 2
