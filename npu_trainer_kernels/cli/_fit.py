@@ -83,6 +83,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--prompt must be less than --seq {args.seq}; got {args.prompt}")
     if args.figure is not None and args.figure.suffix not in FIGURES:
         raise UsageError(f"--figure must end with {', '.join(FIGURES)}; got {str(args.figure)!r}")
+    if args.figure is not None and not args.figure.parent.is_dir():
+        raise UsageError(f"--figure must be in a folder that is there; got {str(args.figure)!r}")
     from .. import _triton
     from .._optional import require
 

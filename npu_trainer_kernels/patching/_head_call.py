@@ -219,7 +219,8 @@ class HeadCall:
         try:
             return function()
         finally:
-            unit.reshard()  # in backward its hooks gather it again
+            if not torch.is_grad_enabled():
+                unit.reshard()  # with gradients, FSDP does after backward, which needs it next
 
     def _called_again(self, function: Callable[[], _T]) -> _T:
         results: list[_T] = []

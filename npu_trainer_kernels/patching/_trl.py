@@ -94,8 +94,9 @@ def _unsharded(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
     """The head's parameters, and the head itself where it is an FSDP2 unit of its own.
 
-    TRL reads such a head without calling it, so it hands over a full copy, of whose gradient FSDP would know nothing:
-    each rank's shard would get that rank's tokens alone. So the unit is unsharded, and its own parameters are used.
+    TRL reads such a head without calling it, and would hand over a full copy, of whose gradient FSDP would know
+    nothing: each rank's shard would get that rank's tokens alone. So the unit is unsharded, and its own parameters are
+    used.
     """
     head: Any = module.get_output_embeddings()
     own_unit = isinstance(head, FSDPModule)
@@ -189,25 +190,26 @@ def _dispatching_use_triton(original: Callable[[torch.device], bool]) -> Callabl
 
 def _dispatching_dtensor(original: type) -> type:
     class Gathered(type):
-        """Whose instances are DTensors, but the weight of a head that is served by the ranks that share it out: TRL
-        would gather that."""
+        """Whose instances are DTensors, but the weight of a head that is served as it is: TRL would gather a copy."""
 
         def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, original) and not _is_shared(instance)
+            return isinstance(instance, original) and not _is_served_sharded(instance)
 
     return Gathered(original.__name__, (), {})
 
 
-def _is_shared(weight: Any) -> bool:
+def _is_served_sharded(weight: Any) -> bool:
     call = current_call()
     if call is None or call.settings.trl is None:
         return False
     model: Any = call.module
     head = model.get_output_embeddings()
-    mesh = gathered_over(head)
-    if mesh is None or weight is not head.weight or weight.device_mesh != mesh or weight.dtype not in FLOATS:
+    if weight is not head.weight or weight.dtype not in FLOATS:
         return False
-    return unshared(weight, head.bias) is None
+    mesh = gathered_over(head)
+    if mesh is None:
+        return isinstance(head, FSDPModule)  # `_unsharded` gathers it
+    return weight.device_mesh == mesh and unshared(weight, head.bias) is None
 
 
 def _version() -> str:

@@ -230,6 +230,19 @@ def test_experts_are_the_kernels_on_a_card(monkeypatch):
     assert own.parts["activations"] - all_of_them.parts["activations"] > rows * hidden * 2 * layers
 
 
+def test_experts_in_fp32():
+    """Of fake tensors PyTorch knows grouped products in bf16 alone."""
+    family, arguments, _ = MODELS["qwen3-moe"]
+    experts = getattr(transformers, f"{family}Config")(
+        **{**arguments, "num_hidden_layers": 1, "num_experts": 8, "vocab_size": 512}
+    )
+    full = replace(SETUP, dtype=torch.float32)
+    plain, kernels = (predict(experts, replace(full, variant=variant)) for variant in ("plain", "kernels"))
+    half = predict(experts, SETUP)
+    assert plain.parts["weights"] == kernels.parts["weights"] == pytest.approx(2 * half.parts["weights"], rel=1e-3)
+    assert plain.parts["activations"] > kernels.parts["activations"] > half.parts["activations"]
+
+
 def test_a_model_that_asks_for_values_is_refused(monkeypatch):
     linear = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: linear(*args) * linear(*args).sum().item())
@@ -477,6 +490,7 @@ def test_memory_has_no_unit(model, capsys):
         (["--prompt", "8"], "--prompt does nothing with --trainer sft"),
         (["--trainer", "grpo", "--seq", "8", "--prompt", "8"], "--prompt must be less than --seq 8; got 8"),
         (["--figure", "fit.txt"], "--figure must end with .png, .svg, .pdf; got 'fit.txt'"),
+        (["--figure", "nowhere/fit.png"], "--figure must be in a folder that is there; got 'nowhere/fit.png'"),
         (["--model", "nowhere/model"], "nowhere/model"),
     ],
 )

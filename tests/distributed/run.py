@@ -3,7 +3,8 @@
 Usage: torchrun --nproc_per_node 2 -m tests.distributed.run FILE {ddp,fsdp2,zero3,by-hand}...
 
 Rank 0 writes to FILE, per case: how far the parameters have moved without the kernels, how far those with the kernels
-are from them, what wrapped the model, how often the fused head and loss ran, and what has formed logits all the same.
+are from them, what wrapped the model, how often the fused head and loss ran, what has formed logits all the same, and
+how often ranks have spoken in a step, and of how many bytes, without and with the kernels.
 """
 
 import contextlib
@@ -23,6 +24,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen3ForCausalLM, Trainer, TrainingArguments
 from trl import GRPOConfig
 from trl import GRPOTrainer as TrlGRPOTrainer
@@ -190,9 +193,26 @@ def loss_outside(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
 
 
-def loop(tied: bool, head: str, unit: str | None = None, patch: str | None = None) -> tuple[Parameters, list[str]]:
-    """A few steps: the parameters, and what has formed logits. `unit`: where the head is, sharded, or how DDP wraps;
-    None: the whole batch on every rank, nothing sharded. With tied weights the layers are checkpointed, too."""
+class Collectives(TorchDispatchMode):
+    """Counts the collectives inside the `with` block, and the bytes that they are handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self.calls += 1
+            self.bytes += sum(t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+        return function(*args, **(kwargs or {}))
+
+
+def loop(
+    tied: bool, head: str, unit: str | None = None, patch: str | None = None
+) -> tuple[Parameters, list[str], list[int]]:
+    """A few steps: the parameters, what has formed logits, and the collectives of the last step. `unit`: where the head
+    is, sharded, or how DDP wraps; None: the whole batch on every rank, nothing sharded. With tied weights the layers
+    are checkpointed, too."""
     model: Any = small_model("qwen3", tie_word_embeddings=tied)
     if tied:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -211,24 +231,25 @@ def loop(tied: bool, head: str, unit: str | None = None, patch: str | None = Non
         inputs = {name: value.chunk(2)[torch.distributed.get_rank()] for name, value in inputs.items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
-        if head == "trl":
-            with torch.no_grad():
-                model(**inputs, fused_lm_head=True)
-            if (unit, tied) == ("own", False):
-                assert isinstance(model.lm_head.weight, DTensor), "the head's own unit was left unsharded"
-            out = model(**inputs, fused_lm_head=True)
-            # Not uniform, so not learned: backward forms the logits a second time.
-            loss = -(out.log_probs * torch.linspace(0.5, 1.5, out.log_probs.shape[1])).sum() / out.label_mask.sum()
-        elif head == "outside":
-            loss = loss_outside(step(input_ids=inputs["input_ids"]).logits, inputs["labels"])
-        else:
-            loss = step(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with Collectives() as sent:
+            if head == "trl":
+                with torch.no_grad():
+                    model(**inputs, fused_lm_head=True)
+                if (unit, tied) == ("own", False):
+                    assert isinstance(model.lm_head.weight, DTensor), "the head's own unit was left unsharded"
+                out = model(**inputs, fused_lm_head=True)
+                # Not uniform, so not learned: backward forms the logits a second time.
+                loss = -(out.log_probs * torch.linspace(0.5, 1.5, out.log_probs.shape[1])).sum() / out.label_mask.sum()
+            elif head == "outside":
+                loss = loss_outside(step(input_ids=inputs["input_ids"]).logits, inputs["labels"])
+            else:
+                loss = step(**inputs).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
     if kernels is not None:
         kernels.restore()
-    return whole(model), formed(kernels)
+    return whole(model), formed(kernels), [sent.calls, sent.bytes]
 
 
 # What DDP has of its own to do with outputs: `nn.parallel.DistributedDataParallel(model, **{name: True})`.
@@ -249,11 +270,13 @@ def loops() -> dict[str, Any]:
                 continue  # DDP's hooks and checkpointed layers need each other's words
             name = f"{head} head, {'tied' if tied else 'untied'}, in {unit} unit, {patch}"
             FUSED.since()
-            kernels, notes = loop(tied, head, unit, patch)
+            kernels, notes, sent = loop(tied, head, unit, patch)
             found[name] = {
                 "moved": apart(plain[head], start), "apart": apart(plain[head], kernels),
                 "fused": FUSED.since(), "formed": notes,
             }  # fmt: skip
+            if patch == orders[0]:
+                found[name]["sent"] = [loop(tied, head, unit)[2], sent]
     return found
 
 

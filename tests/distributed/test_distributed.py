@@ -59,6 +59,10 @@ def test_same_parameters_as_without(tmp_path):
     """All in one start of the ranks, since starting takes longer than any case."""
     found = run_and_compare(tmp_path / "found.json", "ddp", "fsdp2", "by-hand")
     assert len(found) == 3 + 3 + 16 + 8
+    # Calls and bytes of collectives in a step: no more than without.
+    sent = {name: case["sent"] for name, case in found.items() if "sent" in case}
+    assert len(sent) == 4 + 4 + 8
+    assert not {name: both for name, both in sent.items() if any(o > p for p, o in zip(*both, strict=True))}
     for task in ("sft", "grpo", "grpo unplanned"):
         assert found[f"{task} ddp"]["wrapped"] == "DistributedDataParallel"
         assert found[f"{task} fsdp2"]["wrapped"].startswith("FSDP")
