@@ -33,7 +33,7 @@ from ._call import CallSettings
 from ._classes import has_hooks, original_class
 from ._gates import GateForm, gate_form, gate_of, joined_gate_form, numbers_of
 from ._patch import PLAIN, PROBE_ERRORS, Late, Patch, Scene, Site, no_float, set_on_instance
-from ._settings import Settings, changed, settings_of
+from ._settings import Settings, changed, settings_of, unseen
 from ._undo import Undo
 
 __all__ = ["GatedMlpPatch", "is_bare_linear"]
@@ -190,7 +190,8 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
     for gate, up, swapped, function, joined in _ways(calls, reaches):
         product = _product(function, joined, known, numbers_of(module))
         if product is not None and _agrees(function, product):
-            return MlpForm(gate, up, calls[-1], swapped, stands_for, product, settings_of(module))
+            reason = next(filter(None, map(unseen, (module, *(leaf for _, leaf in others)))), None)
+            return reason or MlpForm(gate, up, calls[-1], swapped, stands_for, product, settings_of(module))
     return "it does not compute down(act(gate(x)) * up(x)) with an act that swiglu knows"
 
 
