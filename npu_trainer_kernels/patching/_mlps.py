@@ -171,6 +171,8 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
     if any(isinstance(leaf := module._modules[name], nn.Dropout) and leaf.p > 0 for name in leaves):
         return "it drops out"
     others = [(name, module.get_submodule(name)) for name in leaves]
+    if reason := next(filter(None, map(unseen, (module, *(leaf for _, leaf in others)))), None):
+        return reason  # before a probe that would leave something on the module
     stands_for = tuple((name, original_class(leaf), settings_of(leaf)) for name, leaf in others)
     probe = torch.ones(*_ROWS, 2 * _COLS, device="cpu", dtype=torch.float32)
     try:
@@ -190,8 +192,7 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
     for gate, up, swapped, function, joined in _ways(calls, reaches):
         product = _product(function, joined, known, numbers_of(module))
         if product is not None and _agrees(function, product):
-            reason = next(filter(None, map(unseen, (module, *(leaf for _, leaf in others)))), None)
-            return reason or MlpForm(gate, up, calls[-1], swapped, stands_for, product, settings_of(module))
+            return MlpForm(gate, up, calls[-1], swapped, stands_for, product, settings_of(module))
     return "it does not compute down(act(gate(x)) * up(x)) with an act that swiglu knows"
 
 

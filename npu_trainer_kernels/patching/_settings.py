@@ -4,7 +4,8 @@ A form was proven with these as they were. They are found by the names in the co
 that changes nothing yet (a limit that is None, a method that nobody has set on the instance) is among them; so are
 those of an object that it holds, such as its configuration. They are compared at every call: whatever has been set
 otherwise since leaves the call to the module's own code. What can be written to in place (tensors, lists) would cost
-more to compare than it is worth: a module whose code reads such a thing is left alone.
+more to compare than it is worth: a module whose code reads such a thing is left alone, and so is one that no run on a
+few rows can show, because it keeps something on the side or goes by shapes or by gradients.
 """
 
 import inspect
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from ._classes import original_class
+from ._source import beyond_one_run
 
 __all__ = ["Settings", "changed", "settings_of", "unseen"]
 
@@ -36,12 +38,16 @@ def settings_of(module: nn.Module, method: str = "forward") -> Settings:
 
 
 def unseen(module: nn.Module, method: str = "forward", known: str | None = None) -> str | None:
-    """Why nobody would see a change of what a method reads, beside parameters and the buffer that is `known`, or
-    None."""
+    """Why what a method does may be another thing at another call, without a sign that `changed` would see, or None:
+    it reads what can be written to in place (but for parameters, and the buffer that is `known`), or goes by more than
+    the numbers it is given, or has an effect beside its result."""
+    kind = original_class(module)
     for holder, name, value in _values(module, method):
-        if (isinstance(value, _IN_PLACE) or name in module._buffers) and name != known:
+        in_place = isinstance(value, _IN_PLACE) or isinstance(getattr(kind, name, None), _IN_PLACE)
+        if (in_place or name in module._buffers) and name != known:
             return f"its code reads {f'{holder}.{name}'.lstrip('.')}, which can be written to in place"
-    return None
+    functions = _read(kind, {**module._buffers, **vars(module)}, method)[1]
+    return next(filter(None, map(beyond_one_run, functions)), None)
 
 
 def changed(module: nn.Module, settings: Settings) -> str | None:
@@ -56,7 +62,8 @@ def changed(module: nn.Module, settings: Settings) -> str | None:
 
 def _values(module: nn.Module, method: str) -> Iterator[tuple[str, str, Any]]:
     kind, own = original_class(module), {**module._buffers, **vars(module)}
-    read, said = map(dict.fromkeys, _read(kind, own, method))
+    read, functions = _read(kind, own, method)
+    said = dict.fromkeys(name for function in functions for name in _names(function))
     for name in read:
         if name not in _OF_EVERY_MODULE:
             value = own.get(name, _ABSENT)
@@ -67,23 +74,32 @@ def _values(module: nn.Module, method: str) -> Iterator[tuple[str, str, Any]]:
                 yield from ((name, each, getattr(value, each)) for each in held)
 
 
-def _read(kind: type[nn.Module], own: dict[str, Any], method: str) -> tuple[list[str], list[str]]:
-    """Names in the code of a method that are those of the instance or of its class, and in the code of those; and all
-    names there."""
-    found, said = [method], []
+def _read(kind: type[nn.Module], own: dict[str, Any], method: str) -> tuple[list[str], list[types.FunctionType]]:
+    """Names in the code of a method that are those of the instance or of its class, and in the code of those; and the
+    functions that have this code."""
+    found, functions = [method], []
     for name in found:
         for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-            for read in _names(vars(cls).get(name)):
-                said.append(read)
+            function = _function(vars(cls).get(name))
+            if function is None:
+                continue
+            functions.append(function)
+            for read in _names(function):
                 if read not in found and (read in own or hasattr(kind, read)):
                     found.append(read)
-    return found, said
+    return found, functions
 
 
-def _names(method: Any) -> Iterator[str]:
-    """The names in the code of a method, or of a property's, and in the code inside it."""
-    function: Any = method.fget if isinstance(method, property) else method
-    codes = [getattr(inspect.unwrap(function), "__code__", None)]
+def _function(method: Any) -> types.FunctionType | None:
+    """The function of a method, or of a property's, below what decorates it."""
+    found: Any = method.fget if isinstance(method, property) else method
+    found = inspect.unwrap(found)
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _names(function: types.FunctionType) -> Iterator[str]:
+    """The names in the code of a function, and in the code inside it."""
+    codes: list[Any] = [function.__code__]
     for code in codes:
         if isinstance(code, types.CodeType):
             yield from code.co_names

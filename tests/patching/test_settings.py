@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -244,6 +244,82 @@ def test_what_may_be_written_to_in_place_counts(name):
         assert any("written to in place" in left.reason for left in kernels.report().left_alone)
     assert not torch.allclose(before, after)
     assert torch.equal(after, model(x))
+
+
+class ByLength(Mlp):
+    """With another formula for many rows."""
+
+    def forward(self, x):
+        gate = self.gate_proj(x)
+        if x.shape[0] > 6:
+            gate = gate * 2
+        return self.down_proj(F.silu(gate) * self.up_proj(x))
+
+
+class ByNamedLength(Mlp):
+    """Likewise, with names for sizes."""
+
+    def forward(self, x):
+        count, _ = x.shape
+        gate = self.gate_proj(x) * (2 if count > 6 else 1)
+        return self.down_proj(F.silu(gate) * self.up_proj(x))
+
+
+class ByGradients(Mlp):
+    """Whose gate is not trained."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            gate = self.gate_proj(x)
+        return self.down_proj(F.silu(gate) * self.up_proj(x))
+
+
+class Penalized(Mlp):
+    """Which keeps something for a term of the loss."""
+
+    def forward(self, x):
+        product = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        self.penalty = product.square().mean()
+        return self.down_proj(product)
+
+
+class Logged(nn.RMSNorm):
+    """Which keeps something in a list of its class."""
+
+    log: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__(16, eps=1e-6)
+
+    def forward(self, x):
+        self.log.append(x.detach().mean())
+        return super().forward(x)
+
+
+def beside(module: Any) -> Any:
+    """What a module has kept."""
+    return module.__dict__.get("penalty", 0 * rows()) + sum(getattr(module, "log", ()))
+
+
+@pytest.mark.parametrize("make", [ByLength, ByNamedLength, ByGradients, Penalized, Logged])
+def test_what_no_run_on_a_few_rows_shows_runs_as_it_is(make):
+    op = "rms_norm" if make is Logged else "swiglu"
+
+    def outcome(model: Around) -> list[torch.Tensor]:
+        Logged.log.clear()
+        x = torch.randn(7, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out = model(x)
+        (out.square().mean() + beside(model.inner).mean()).backward()
+        return [out, x.grad]
+
+    torch.manual_seed(0)
+    model = Around(make())
+    there = set(vars(model.inner))
+    with apply_npu_kernels(model, ops=[op]) as kernels:
+        assert set(vars(model.inner)) == there
+        assert any("its code" in left.reason for left in kernels.report().left_alone)
+        found = outcome(model)
+    assert all(map(torch.equal, found, outcome(model)))
 
 
 def test_a_configuration_that_is_saved_is_none_that_is_changed():
