@@ -200,7 +200,9 @@ def _recognise(module: Any) -> ExpertsForm | str:
     odd = next((name for name in form.weights if module._parameters[name].dtype not in FLOATS), None)
     if odd is not None:
         return f"its {odd} is quantised ({str(module._parameters[odd].dtype).removeprefix('torch.')})"
-    return _unproven(module, kind, form) or form
+    # Who wraps a forward by the interface says that flags say all of it; who derives from such a class has not.
+    derived = None if hasattr(kind.forward, "__wrapped__") else unseen(module)
+    return _unproven(module, kind, form) or derived or form
 
 
 class _Squares(nn.Module):
