@@ -10,7 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 __all__ = ["has_hooks", "is_patched_class", "original_class", "subclass_with_forward"]
 
@@ -54,7 +59,7 @@ def has_hooks(module: nn.Module) -> bool:
     own = module.__dict__
     return bool(
         own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-        or _has_any_global_hook()
+        or _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks
     )  # fmt: skip
 
 
