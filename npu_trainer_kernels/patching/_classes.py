@@ -10,6 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 __all__ = ["has_hooks", "is_patched_class", "original_class", "subclass_with_forward"]
 
@@ -48,11 +54,13 @@ def is_patched_class(cls: type[nn.Module]) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody, also a wrapper that shards, wants a module to be called, not just what it computes."""
+    """Whether somebody wants a module to be called, not just what it computes: a wrapper that shards, or who has hooked
+    every module there is (a counter of operations)."""
     own = module.__dict__
     return bool(
         own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    )
+        or _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks
+    )  # fmt: skip
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -15,7 +15,7 @@ from ..ops.embedding import embedding
 from ._agreement import MODES, agree, repeatable
 from ._classes import original_class
 from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_plain, set_on_instance
-from ._settings import Settings, changed, settings_of
+from ._settings import Settings, changed, settings_of, unseen
 
 __all__ = ["EmbeddingPatch"]
 
@@ -79,7 +79,8 @@ def _recognise(module: nn.Embedding) -> EmbeddingForm | str:
                 found = functools.partial(_scaled, ids=ids, scale=scale)
                 if all(agree(functools.partial(own, training=mode), found, weight.float()) for mode in MODES):
                     buffer = numbers.get(scale)
-                    return EmbeddingForm(scale if buffer is None else None, buffer, settings_of(module))
+                    reason = unseen(module, known=buffer)
+                    return reason or EmbeddingForm(scale if buffer is None else None, buffer, settings_of(module))
     return "it is not an embedding times a scale"
 
 

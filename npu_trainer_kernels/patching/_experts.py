@@ -34,7 +34,7 @@ from ._gates import GateForm, gate_of, joined_gate_form, numbers_of
 from ._norm_forms import full_shape
 from ._parallel import plain_inside, serve_inside
 from ._patch import PLAIN, PROBE_ERRORS, Patch, Scene, Site, no_float, no_plain, set_on_instance
-from ._settings import Settings, changed, settings_of
+from ._settings import Settings, changed, settings_of, unseen
 from ._undo import Undo
 
 # By name, the implementations that the op takes the place of beside the eager one. Transformers before 5 has no such
@@ -166,6 +166,8 @@ def _activation(module: Any) -> nn.Module | None:
 
 def _gate(module: Any, kind: Any) -> GateForm | None:
     """What a module forms of its first product, where the op knows that."""
+    if unseen(module, "_apply_gate" if module.has_gate else "act_fn"):
+        return None
     if not module.has_gate:
         known = gate_of(module.act_fn)
         return None if known is None else GateForm(known)
@@ -198,7 +200,9 @@ def _recognise(module: Any) -> ExpertsForm | str:
     odd = next((name for name in form.weights if module._parameters[name].dtype not in FLOATS), None)
     if odd is not None:
         return f"its {odd} is quantised ({str(module._parameters[odd].dtype).removeprefix('torch.')})"
-    return _unproven(module, kind, form) or form
+    # Who wraps a forward by the interface says that flags say all of it; who derives from such a class has not.
+    derived = None if hasattr(kind.forward, "__wrapped__") else unseen(module)
+    return _unproven(module, kind, form) or derived or form
 
 
 class _Squares(nn.Module):

@@ -33,7 +33,7 @@ from ._call import CallSettings
 from ._classes import has_hooks, original_class
 from ._gates import GateForm, gate_form, gate_of, joined_gate_form, numbers_of
 from ._patch import PLAIN, PROBE_ERRORS, Late, Patch, Scene, Site, no_float, set_on_instance
-from ._settings import Settings, changed, settings_of
+from ._settings import Settings, changed, settings_of, unseen
 from ._undo import Undo
 
 __all__ = ["GatedMlpPatch", "is_bare_linear"]
@@ -171,6 +171,8 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
     if any(isinstance(leaf := module._modules[name], nn.Dropout) and leaf.p > 0 for name in leaves):
         return "it drops out"
     others = [(name, module.get_submodule(name)) for name in leaves]
+    if reason := next(filter(None, map(unseen, (module, *(leaf for _, leaf in others)))), None):
+        return reason  # before a probe that would leave something on the module
     stands_for = tuple((name, original_class(leaf), settings_of(leaf)) for name, leaf in others)
     probe = torch.ones(*_ROWS, 2 * _COLS, device="cpu", dtype=torch.float32)
     try:

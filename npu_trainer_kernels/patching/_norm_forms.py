@@ -29,7 +29,7 @@ from ..ops.rms_norm import rms_norm_reference
 from ._agreement import MODES, agree, repeatable
 from ._classes import has_hooks, original_class
 from ._patch import PROBE_ERRORS, no_plain
-from ._settings import Settings, changed, settings_of
+from ._settings import Settings, changed, settings_of, unseen
 
 __all__ = [
     "Form",
@@ -380,7 +380,7 @@ def _equal_forms(
     # Forms that are the same in one dtype may differ where there are two.
     mixed = (form for form, run in forms if _holds_mixed(own, run, inputs, len(names)))
     found = next(mixed, None) or replace(forms[0][0], one_dtype=True)
-    return replace(found, settings=settings_of(module))
+    return unseen(module) or replace(found, settings=settings_of(module))
 
 
 def _holds_mixed(

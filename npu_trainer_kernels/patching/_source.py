@@ -15,7 +15,7 @@ import textwrap
 import types
 from typing import Any
 
-__all__ = ["called_on_self", "plain_forward", "rewritten", "self_attribute", "source_of"]
+__all__ = ["beyond_one_run", "called_on_self", "plain_forward", "rewritten", "self_attribute", "source_of"]
 
 _CHECKPOINTING = "forward_with_checkpointing"
 
@@ -46,6 +46,44 @@ def source_of(function: types.FunctionType) -> str | None:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         return None
+
+
+_OF_GRADIENTS = frozenset(
+    ("autocast", "enable_grad", "inference_mode", "is_grad_enabled", "no_grad", "requires_grad", "set_grad_enabled")
+)
+
+
+@functools.cache
+def beyond_one_run(function: types.FunctionType) -> str | None:
+    """Why runs on a few rows do not show all that a function does, or None."""
+    try:
+        nodes = list(ast.walk(ast.parse(source_of(function) or "")))
+    except SyntaxError:  # of a function in the middle of a statement the source is whole lines
+        return None
+    named = [node for node in nodes if isinstance(node, ast.Assign)]
+    named = [node for node in named if _is_size(node.value) or _name(node.value) == "shape"]
+    sizes = {_name(part) for node in named for target in node.targets for part in ast.walk(target)} - {None}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            return f"its code sets {ast.unparse(node)}"
+        if isinstance(node, ast.Attribute | ast.Name) and _name(node) in _OF_GRADIENTS:
+            return f"its code goes by {_name(node)}"
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            checks = isinstance(node, ast.If) and all(isinstance(each, ast.Raise) for each in node.body)
+            parts = ast.walk(node.test)
+            if not checks and any(_is_size(part) or _name(part) in sizes for part in parts):
+                return f"its code asks whether {ast.unparse(node.test)}"
+    return None
+
+
+def _is_size(node: ast.AST) -> bool:
+    """Whether an expression is a number of a tensor's shape; how many dimensions it has is no size."""
+    of = node.value if isinstance(node, ast.Subscript) else node.func if isinstance(node, ast.Call) else node
+    return of is not node and _name(of) in ("shape", "size", "numel", "nelement")
+
+
+def _name(node: ast.AST) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
 
 
 def rewritten(function: types.FunctionType, *rewrites: ast.NodeTransformer) -> types.FunctionType:

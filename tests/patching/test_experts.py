@@ -241,6 +241,15 @@ class NoBias(GptOssExperts):
         return super().forward(hidden_states, router_indices, routing_weights)
 
 
+class HalfForMany(Qwen3MoeExperts):
+    """And keeps count."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        self.load = torch.bincount(top_k_index.flatten(), minlength=self.num_experts)
+        out = super().forward(hidden_states, top_k_index, top_k_weights)
+        return out / 2 if len(hidden_states) > TOKENS - 1 else out
+
+
 FAULTS = {"silu": (WeightedTwice, NextExpert, Normed, Scaled, Interleaved), "gpt-oss": (NoBias,)}
 
 
@@ -251,6 +260,16 @@ def test_what_computes_something_else_is_left_alone(kind, cls):
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         assert "computes something else than its flags say" in left_alone(kernels)
         assert all(torch.equal(v, expected[name]) for name, v in values(model, *given).items())
+
+
+def test_what_its_flags_do_not_say_is_left_alone():
+    model, given = made("silu", cls=HalfForMany), routed()
+    expected = values(model, *given)
+    load = model.experts.__dict__.pop("load")
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert "its code sets self.load" in left_alone(kernels)
+        assert all(torch.equal(v, expected[name]) for name, v in values(model, *given).items())
+    assert torch.equal(model.experts.load, load)
 
 
 def test_what_does_not_come_through_the_interface():

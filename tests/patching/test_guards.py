@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as partial_rotation
@@ -150,6 +151,19 @@ def test_the_order_of_a_sum_is_the_models():
         first, second = torch.randn(3, 5, 48)[:2].transpose(0, 1), torch.randn(5, 2, 48)
         _, total = fused(layer.post_attention_layernorm, "post_attention_layernorm", first, second)
         assert total.stride() == (first + second).stride()
+
+
+@pytest.mark.parametrize("op", ["swiglu", "add_rms_norm"])
+def test_modules_are_called_where_somebody_has_hooked_all_of_them(op):
+    """As what counts the operations of a model does."""
+    model, called = small_model("qwen3"), []
+    with apply_npu_kernels(model, ops=[op]):
+        handle = register_module_forward_hook(lambda module, args, out: called.append(module))
+        try:
+            model(**batch())
+        finally:
+            handle.remove()
+    assert set(called) == {module for module in model.modules() if not isinstance(module, nn.ModuleList)}
 
 
 def test_an_activation_that_has_hooks_or_was_exchanged_is_called():

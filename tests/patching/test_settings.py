@@ -2,9 +2,10 @@
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -60,6 +61,58 @@ class Maybe(Mlp):
 
     def product(self, gate, up):
         return self.act(gate if self.limit is None else gate.clamp(max=self.limit)) * up
+
+
+class Configured(Mlp):
+    """Which has a configuration, two bounds and a name for each, that say nothing yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.bounds = SimpleNamespace(limit=None, dtype="bfloat16"), (-math.inf, math.inf)
+
+    def product(self, gate, up):
+        gate = gate if self.config.limit is None else gate.clamp(max=self.config.limit)
+        return (self.act(gate) * up.clamp(*self.bounds)).to(gate.dtype)
+
+
+class Multiplied(Mlp):
+    """By something that can be written to in place."""
+
+    def __init__(self, factor: Any, name: str = "factor") -> None:
+        super().__init__()
+        setattr(self, name, factor)
+
+    def product(self, gate, up):
+        return self.act(gate) * up * (self.factor[0] if isinstance(self.factor, list) else self.factor)
+
+
+class Buffered(Multiplied):
+    """In a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(None, "unused")
+        self.register_buffer("factor", torch.tensor(1.0))
+
+
+class WithFactor(Multiplied):
+    """In an object that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(factor=torch.tensor(1.0)), "config")
+
+    def product(self, gate, up):
+        return self.act(gate) * up * self.config.factor
+
+
+class Louder(nn.RMSNorm):
+    """Whose factor is a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(16, eps=1e-6)
+        self.factor = torch.tensor(1.0)
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
 
 
 class Plain(nn.Module):
@@ -130,6 +183,9 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], Any], Callable
     "function": ("swiglu", Mlp, rows, set_to("act", F.relu)),
     "method": ("swiglu", Mlp, rows, set_to("product", torch.add)),
     "limit that was None": ("swiglu", Maybe, rows, set_to("limit", 0.1)),
+    "number of a configuration": ("swiglu", Configured, rows, lambda module: setattr(module.config, "limit", 0.1)),
+    "configuration": ("swiglu", Configured, rows, set_to("config", SimpleNamespace(limit=0.1))),
+    "bounds in a tuple": ("swiglu", Configured, rows, set_to("bounds", (-0.1, 0.1))),
     "activation's number": ("swiglu", Plain, rows, set_to("act.approximate", "tanh")),
     "activation": ("swiglu", Plain, rows, set_to("act", nn.ReLU())),
     "dropout": ("swiglu", Plain, rows, set_to("drop.p", 1.0)),
@@ -165,6 +221,114 @@ def test_what_is_set_later_counts(name):
         assert [each.op for each in kernels.report().declined] == [op]
         kernels.refresh()
         torch.testing.assert_close(outcome(model), after)
+
+
+IN_PLACE: dict[str, tuple[str, Callable[[], nn.Module], Callable[[Any], Any]]] = {
+    "tensor": ("swiglu", lambda: Multiplied(torch.tensor(1.0)), lambda module: module.factor.fill_(3.0)),
+    "list": ("swiglu", lambda: Multiplied([1.0]), lambda module: module.factor.__setitem__(0, 3.0)),
+    "buffer": ("swiglu", Buffered, lambda module: module.factor.fill_(3.0)),
+    "of a configuration": ("swiglu", WithFactor, lambda module: module.config.factor.fill_(3.0)),
+    "of a norm": ("rms_norm", Louder, lambda module: module.factor.fill_(3.0)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_may_be_written_to_in_place_counts(name):
+    op, make, change = IN_PLACE[name]
+    torch.manual_seed(0)
+    model, x = Around(make()), rows()
+    with apply_npu_kernels(model, ops=[op]) as kernels:
+        before = model(x)
+        change(model.inner)
+        after = model(x)
+        assert any("written to in place" in left.reason for left in kernels.report().left_alone)
+    assert not torch.allclose(before, after)
+    assert torch.equal(after, model(x))
+
+
+class ByLength(Mlp):
+    """With another formula for many rows."""
+
+    def forward(self, x):
+        gate = self.gate_proj(x)
+        if x.shape[0] > 6:
+            gate = gate * 2
+        return self.down_proj(F.silu(gate) * self.up_proj(x))
+
+
+class ByNamedLength(Mlp):
+    """Likewise, with names for sizes."""
+
+    def forward(self, x):
+        count, _ = x.shape
+        gate = self.gate_proj(x) * (2 if count > 6 else 1)
+        return self.down_proj(F.silu(gate) * self.up_proj(x))
+
+
+class ByGradients(Mlp):
+    """Whose gate is not trained."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            gate = self.gate_proj(x)
+        return self.down_proj(F.silu(gate) * self.up_proj(x))
+
+
+class Penalized(Mlp):
+    """Which keeps something for a term of the loss."""
+
+    def forward(self, x):
+        product = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        self.penalty = product.square().mean()
+        return self.down_proj(product)
+
+
+class Logged(nn.RMSNorm):
+    """Which keeps something in a list of its class."""
+
+    log: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__(16, eps=1e-6)
+
+    def forward(self, x):
+        self.log.append(x.detach().mean())
+        return super().forward(x)
+
+
+def beside(module: Any) -> Any:
+    """What a module has kept."""
+    return module.__dict__.get("penalty", 0 * rows()) + sum(getattr(module, "log", ()))
+
+
+@pytest.mark.parametrize("make", [ByLength, ByNamedLength, ByGradients, Penalized, Logged])
+def test_what_no_run_on_a_few_rows_shows_runs_as_it_is(make):
+    op = "rms_norm" if make is Logged else "swiglu"
+
+    def outcome(model: Around) -> list[torch.Tensor]:
+        Logged.log.clear()
+        x = torch.randn(7, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out = model(x)
+        (out.square().mean() + beside(model.inner).mean()).backward()
+        return [out, x.grad]
+
+    torch.manual_seed(0)
+    model = Around(make())
+    there = set(vars(model.inner))
+    with apply_npu_kernels(model, ops=[op]) as kernels:
+        assert set(vars(model.inner)) == there
+        assert any("its code" in left.reason for left in kernels.report().left_alone)
+        found = outcome(model)
+    assert all(map(torch.equal, found, outcome(model)))
+
+
+def test_a_configuration_that_is_saved_is_none_that_is_changed():
+    """Saving a model writes its dtype there."""
+    model = Around(Configured())
+    with apply_npu_kernels(model, ops=["swiglu"]) as kernels:
+        model.inner.config.dtype = "float32"
+        model(rows())
+        assert kernels.report().ran == {"swiglu": 1}
 
 
 def scale_in_place(model: Any) -> None:
