@@ -437,6 +437,17 @@ def test_a_variation_of_one_row_in_pieces():
     assert tiling.varied(halves, Variation(size=1)) == halves
 
 
+def test_a_variation_of_rows_one_by_one_has_no_block_beyond_the_row():
+    """A kernel without a tail has no mask: what it wrote there would be another row's."""
+    for width in (16, 328, 7168, 12288):
+        formula = tiling.expert_rows_tile(width, 2, NPU)
+        for by in (-1, 0, 1):
+            tile = tiling.varied(formula, Variation(size=by))
+            assert (tile.blocks - 1) * tile.cols < width <= tile.blocks * tile.cols
+            assert tile.cols <= width
+    assert tiling.varied(tiling.expert_rows_tile(7168, 2, NPU), Variation(size=-1)).blocks == 2
+
+
 def test_a_tile_is_computed_once(fresh_tiles):
     """The file and the formula are asked on a miss alone: a launch pays for a look-up."""
     first = tiling.swiglu_block(2, 5, H200)

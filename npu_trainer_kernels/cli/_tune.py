@@ -11,8 +11,8 @@ memory, which a time does not show.
 
 On an accelerator some tiles (`tiling.TUNABLE`) are tried at half and twice the size that the formula gives, with half
 and twice the warps where there are any. One that does not fit, which on an NPU the larger may not, is passed over and
-named. The tiles of the head's statistics and gradient, of rotation and of the embedding are tried on NPUs alone, and
-those of experts nowhere.
+named. The tiles of the head's statistics and gradient, of rotation, of the embedding and of experts are tried on NPUs
+alone.
 
 The winners are in a JSON file in your cache folder (NPU_KERNELS_CACHE, or ~/.cache/npu_trainer_kernels), by chip and by
 the versions of torch, Triton and this package. Ctrl-C keeps what was measured until then. NPU_KERNELS_TUNED=0 ignores

@@ -5,7 +5,16 @@ from dataclasses import dataclass, field
 
 from ..device import DeviceSpec
 
-__all__ = ["Block", "RowTile", "accumulating_programs", "cdiv", "launch_options", "next_power_of_2", "programs"]
+__all__ = [
+    "Block",
+    "ColumnsTile",
+    "RowTile",
+    "accumulating_programs",
+    "cdiv",
+    "launch_options",
+    "next_power_of_2",
+    "programs",
+]
 
 
 def cdiv(a: int, b: int) -> int:
@@ -69,3 +78,17 @@ class Block:
 
     size: int
     options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class ColumnsTile:
+    """Block of a kernel that takes rows one by one, wherever they lie: a step takes `cols` of the `width` columns."""
+
+    cols: int
+    width: int
+    options: dict[str, int] = field(default_factory=dict, hash=False)
+
+    @property
+    def blocks(self) -> int:
+        """Of a row."""
+        return cdiv(self.width, self.cols)

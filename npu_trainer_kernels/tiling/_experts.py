@@ -4,13 +4,14 @@ from functools import cache
 
 from ..device import DeviceSpec
 from ..tile_limits import tile_limit
-from ._common import Block, RowTile, cdiv, launch_options, next_power_of_2
+from ._common import Block, ColumnsTile, RowTile, cdiv, launch_options, next_power_of_2
+from ._tunable import tunable_on_npus
 
 __all__ = ["clearing_block", "clearing_grid", "expert_gate_tile", "expert_rows_tile", "expert_sums_tile"]
 
 
-@cache
-def expert_rows_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
+@tunable_on_npus
+def expert_rows_tile(cols: int, itemsize: int, spec: DeviceSpec) -> ColumnsTile:
     """Tile of the kernels that bring rows to their experts and back: one row of `cols` columns, or of a block of them.
 
     Args:
@@ -20,16 +21,15 @@ def expert_rows_tile(cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
     """
     if spec.has_warps:
         # 8 elements a thread, as many threads as a row of 1024 wants: not timed yet.
-        blocks = cdiv(cols, 2048)
-        cols = next_power_of_2(cdiv(cols, blocks))
-        return RowTile(1, cols, blocks, launch_options(spec, max(1, min(8, cols // 256))))
+        width = next_power_of_2(cdiv(cols, cdiv(cols, 2048)))
+        return ColumnsTile(width, cols, launch_options(spec, max(1, min(8, width // 256))))
     if spec.has_buffer:
         blocks = cdiv(cols, 8192)
-        return RowTile(1, cols if blocks == 1 else cdiv(cdiv(cols, blocks), 64) * 64, blocks)
-    return RowTile(1, min(64, next_power_of_2(cols)), cdiv(cols, 64))
+        return ColumnsTile(cols if blocks == 1 else cdiv(cdiv(cols, blocks), 64) * 64, cols)
+    return ColumnsTile(min(64, next_power_of_2(cols)), cols)
 
 
-@cache
+@tunable_on_npus
 def expert_gate_tile(cols: int, itemsize: int, up: int, by_turns: int, biased: int, backward: int,
                      spec: DeviceSpec) -> RowTile:  # fmt: skip
     """Tile of the kernels that gate the rows of experts.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from .. import tuned
 from ..device import DeviceSpec
 from ..tuned import Variation
-from ._common import RowTile
+from ._common import ColumnsTile, RowTile
 
 __all__ = ["TUNABLE", "asked_tiles", "forget_tiles", "try_variation", "tunable", "tunable_on_npus", "varied"]
 
@@ -41,21 +41,23 @@ def tunable(fn: Callable[..., _Tile], on: Callable[[DeviceSpec], bool] = lambda 
 
 
 def tunable_on_npus(fn: Callable[..., _Tile]) -> Callable[..., _Tile]:
-    """As `tunable`, on NPUs alone: elsewhere these tiles are settled, and `tune` would only take longer."""
+    """As `tunable`, on NPUs alone, where none was ever timed: elsewhere `tune` would only take longer."""
     return tunable(fn, lambda spec: spec.has_buffer)
 
 
 def varied(tile: Any, by: Variation | None) -> Any:
-    """A tile with its rows, size, fold or block halved or doubled, and its warps; None, and what does not exist, stay.
+    """A tile with its rows, size, fold, block or columns halved or doubled, and its warps; None, and what does not
+    exist, stay.
 
     Whether a larger one fits an NPU, its compiler says.
     """
     if tile is None or by is None:
         return tile
-    name = next(name for name in ("rows", "size", "fold", "block") if hasattr(tile, name))
+    name = next(name for name in ("rows", "size", "fold", "block", "cols") if hasattr(tile, name))
     # A row in halves is on the chip alone: its kernel takes one at a time.
     size = 0 if isinstance(tile, RowTile) and tile.halves else by.size
-    changes: dict[str, Any] = {name: max(1, _shifted(getattr(tile, name), size))}
+    value = max(1, _shifted(getattr(tile, name), size))
+    changes: dict[str, Any] = {name: min(value, tile.width) if isinstance(tile, ColumnsTile) else value}
     if "num_warps" in tile.options:
         warps = max(1, min(32, _shifted(tile.options["num_warps"], by.warps)))
         changes["options"] = {**tile.options, "num_warps": warps}

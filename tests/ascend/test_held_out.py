@@ -10,6 +10,7 @@ import pytest
 from npu_trainer_kernels import tile_limits, tiling
 from npu_trainer_kernels.ascend import gate
 from npu_trainer_kernels.ascend.cases import TABLE
+from npu_trainer_kernels.tiling import _norms
 
 pytestmark = pytest.mark.usefixtures("kept_cache")
 
@@ -66,5 +67,5 @@ def test_the_largest_tile_that_fits_would_wait():
 
 
 def test_a_row_that_is_not_in_pieces_would_stop_the_scalar_unit(monkeypatch):
-    monkeypatch.setattr(tiling, "_pieces", lambda cols: 1)
+    monkeypatch.setattr(_norms, "_pieces", lambda cols: 1)
     assert max(row.plan.vector_scalar_switches for row in planned("rms_norm", 4608)) > 0

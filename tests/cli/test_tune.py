@@ -301,17 +301,19 @@ def test_on_an_npu_larger_and_smaller_tiles_are_tried_and_what_does_not_fit_is_p
             tiling.try_variation(name, (*args, NPU), None)
 
 
-# A larger one fits, a smaller one is slower: rows, fold or block, by formula and doubled.
+# A larger one fits, a smaller one is slower: rows, fold, block or columns, by formula and doubled.
 ON_NPUS = {
     "statistics_tile": ((128256, 2, 1), "fold"),
     "gradient_tile": ((128256, 2, False), "block"),
     "rope_tile": ((64, 0, 2, False), "rows"),
     "embedding_tile": ((2048,), "rows"),
+    "expert_gate_tile": ((768, 2, 1, 0, 0, 0), "rows"),
+    "expert_rows_tile": ((12288, 2), "cols"),
 }
 
 
 @pytest.mark.parametrize("name", ON_NPUS)
-def test_on_an_npu_alone_tiles_of_head_rotation_and_embedding_are_tried(name):
+def test_on_an_npu_alone_tiles_of_head_rotation_embedding_and_experts_are_tried(name):
     args, size = ON_NPUS[name]
     asked = []
 
