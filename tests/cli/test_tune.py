@@ -169,6 +169,23 @@ def test_plain_pytorch_out_of_memory_is_no_failure(model, times, capsys, monkeyp
     assert "OutOfMemoryError" in found["ops"]["linear_logprob"][0]["problems"]["plain"]
 
 
+def test_inputs_that_do_not_fit_stop_no_other_op(model, times, capsys, monkeypatch):
+    """As all experts of a model that is trained on several devices."""
+    inputs = workloads.Workload.inputs
+
+    def too_large(work, where):
+        if work.op == "moe_experts" and work.sizes["H"] == 64:
+            raise torch.OutOfMemoryError("no room\nmore of it")
+        return inputs(work, where)
+
+    monkeypatch.setattr(workloads, "FORMS", ("moe_experts", "rope"))
+    monkeypatch.setattr(workloads.Workload, "inputs", too_large)
+    code, found = run(model, capsys)
+    assert code == 0
+    assert [op["problems"] for op in found["ops"]["moe_experts"]] == [{"inputs": "OutOfMemoryError: no room"}] * 2
+    assert (list(found["results"]), found["stopped"]) == (["rope"], False)
+
+
 def stop_at(monkeypatch, op, error):
     tune_op = _tune.tune_op
 
