@@ -81,11 +81,12 @@ def norm_forward_tile(cols: int, itemsize: int, rounds: bool, stores_sum: bool, 
         # With four tensors to move, 8 elements a thread (H200, 8192 x 4096: 68 us, with 16 elements 70).
         return RowTile(1, 4096, 1, launch_options(spec, 16))
     # One row: the widest for which no load waits for the vector unit by a fixed event (bishengir-compile 1.2.0, 910B4;
-    # of 4096 to 10240 columns, every casting). A row that is wider than two halves may be is read twice, in blocks:
-    # with a sum, 8192 columns in four pieces would take 1.04 times as many simulated cycles; without a residual 12288
-    # and 16384 columns 1.01 and 1.06 times.
+    # of 4096 to 10240 columns, every casting). What comes as fp32 needs no copy in fp32, and may be wider: 5376 columns
+    # backward take half of the simulated cycles of blocks. A row that is wider than two halves may be is read twice, in
+    # blocks: with a sum, 8192 columns in four pieces would take 1.04 times as many simulated cycles; without a residual
+    # 12288 and 16384 columns 1.01 and 1.06 times.
     if stores_sum:
-        widest, halves = 5120, 6144 if itemsize == 2 else 0
+        widest, halves = (5120, 6144) if itemsize == 2 else (5376, 0)
         return _row_tile(cols, "rms_norm._forward_kernel with residual", itemsize, widest, spec, halves)
     if has_residual:
         widest = 6144 if itemsize == 2 else 8192
@@ -114,7 +115,7 @@ def norm_backward_tile(cols: int, itemsize: int, has_residual: bool, has_ds: boo
     halves = 0 if itemsize == 4 else 6144 if has_ds else 5632 if has_residual else 7168
     if has_ds or has_residual:
         return _row_tile(cols, "rms_norm._backward_kernel of a sum", itemsize, 4608, spec, halves)
-    return _row_tile(cols, "rms_norm._backward_kernel", itemsize, 5120, spec, halves)
+    return _row_tile(cols, "rms_norm._backward_kernel", itemsize, 5120 if itemsize == 2 else 5376, spec, halves)
 
 
 @tunable
@@ -146,7 +147,8 @@ def general_norm_backward_tile(cols: int, itemsize: int, gated: bool, biased: bo
         return norm_backward_tile(cols, itemsize, False, False, spec)
     if gated:
         return _row_tile(cols, "gated_rms_norm._backward_kernel", itemsize, 3072, spec)
-    return _row_tile(cols, "layer_norm._backward_kernel", itemsize, 4096 if biased else 5120, spec)
+    widest = (4096, 5120) if itemsize == 2 else (4608, 5376)
+    return _row_tile(cols, "layer_norm._backward_kernel", itemsize, widest[0 if biased else 1], spec)
 
 
 @cache
