@@ -2,7 +2,7 @@
 
 The largest tile that fits is not the best one. The planner makes it fit by laying temporaries over the buffers that the
 next tile is loaded into, and then each load waits for the vector unit. So the limits were chosen from sweeps over tiles
-(`python -m npu_trainer_kernels.ascend.sweep`), and they are data: a formula of `tiling.py` asks for its limit here, and
+(`python -m npu_trainer_kernels.ascend.sweep`), and they are data: a formula of `tiling/` asks for its limit here, and
 makes of it a tile for any number of rows and columns. Nothing is looked up by shape.
 
 The file is part of the package. What is wrong in it is an error when it is read, never a default.
@@ -74,7 +74,7 @@ class Limit:
         kernel: a stable name, `"<op>.<kernel>"`, a variant behind a space: `"rms_norm._forward_kernel rounded"`.
         itemsize: bytes of an element of its tensors, 2 or 4.
         buffer_kib: the on-chip memory of a core that it was chosen for.
-        limit: the number that a formula of `tiling.py` uses.
+        limit: the number that a formula of `tiling/` uses.
         unit: what it counts, for example `"elements of a tile"`.
         evidence: the sweeps that it was chosen from.
     """

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import ops
+from ._configs import EXPERTS, SLOTS, setting
 from .ops._grpo_formula import GrpoTokens, token_losses
 from .table import FORMS, op_of
 
@@ -175,7 +176,7 @@ class ModelShapes:
 
     @classmethod
     def of_config(cls, config: Any) -> "ModelShapes":
-        """From a transformers config (of a model with several parts, its text part).
+        """From a transformers config (of a model with several parts, its text part; of layers that differ, the first).
 
         Raises:
             ValueError: the config has no such size, or one that is not a positive int.
@@ -183,7 +184,8 @@ class ModelShapes:
         text = config.get_text_config()
 
         def size(*names: str, default: int | None = None, least: int = 1) -> int:
-            value = next((v for name in names if (v := getattr(text, name, None)) is not None), default)
+            found = setting(text, *names)
+            value = default if found is None else found
             if type(value) is not int or value < least:
                 raise ValueError(
                     f"the config of {type(config).__name__} must have a positive {names[-1]}; got {value!r}"
@@ -198,8 +200,8 @@ class ModelShapes:
             heads=heads,
             kv_heads=size("num_key_value_heads", default=heads),
             head_dim=size("head_dim", default=hidden // heads),
-            experts=size("num_experts", "num_local_experts", "n_routed_experts", default=0, least=0),
-            slots=size("num_experts_per_tok", default=0, least=0),
+            experts=size(*EXPERTS, default=0, least=0),
+            slots=size(*SLOTS, default=0, least=0),
         )
 
 

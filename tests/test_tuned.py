@@ -213,6 +213,26 @@ def test_every_op_says_its_shape(monkeypatch):
         assert tokens == 16 or work.op == "varlen_attention"  # of which 9 are no padding
 
 
+def test_layers_that_differ_are_each_looked_up(monkeypatch):
+    """Gemma 4's larger models have other numbers of heads in some layers: transformers answers for a layer alone."""
+    from transformers import AriaTextConfig, Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        vocab_size=99, vocab_size_per_layer_input=99, hidden_size=32, hidden_size_per_layer_input=0,
+        intermediate_size=48, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_global_key_value_heads=1, global_head_dim=16, attention_k_eq_v=True, num_kv_shared_layers=0,
+        enable_moe_block=True, num_experts=4, top_k_experts=3, moe_intermediate_size=16,
+    )  # fmt: skip
+    shapes = workloads.ModelShapes.of_config(config)
+    assert (shapes.kv_heads, shapes.head_dim, shapes.experts, shapes.slots) == (2, 8, 4, 3)
+    assert workloads.ModelShapes.of_config(AriaTextConfig()).slots == 2
+    asked = set()
+    monkeypatch.setattr(backends, "keeps_plain", lambda *args: None)  # as on an accelerator
+    monkeypatch.setattr(backends, "measurements", lambda op, *args: asked.add((op, args[-1])) or ())
+    with apply_npu_kernels(Gemma4ForCausalLM(config)):
+        assert asked >= {("rope", (4, 2, 8)), ("rope", (4, 1, 16)), ("moe_experts", (32, 16, 4, 3))}
+
+
 def test_nothing_is_asked_for_where_nothing_was_measured():
     assert backends.choose("rms_norm", CPU, at=lambda: pytest.fail("asked")) == "torch"
     tuned.store("cpu", {"swiglu": [FAST]})
@@ -435,6 +455,17 @@ def test_a_variation_of_one_row_in_pieces():
     halves = tiling.norm_backward_tile(7168, 2, False, False, NPU)
     assert halves.halves
     assert tiling.varied(halves, Variation(size=1)) == halves
+
+
+def test_a_variation_of_rows_one_by_one_has_no_block_beyond_the_row():
+    """A kernel without a tail has no mask: what it wrote there would be another row's."""
+    for width in (16, 328, 7168, 12288):
+        formula = tiling.expert_rows_tile(width, 2, NPU)
+        for by in (-1, 0, 1):
+            tile = tiling.varied(formula, Variation(size=by))
+            assert (tile.blocks - 1) * tile.cols < width <= tile.blocks * tile.cols
+            assert tile.cols <= width
+    assert tiling.varied(tiling.expert_rows_tile(7168, 2, NPU), Variation(size=-1)).blocks == 2
 
 
 def test_a_tile_is_computed_once(fresh_tiles):

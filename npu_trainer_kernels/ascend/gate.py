@@ -1,7 +1,7 @@
 """The gate: every kernel that an op would launch, on every chip, against the rules; and the table that says so.
 
 A `Case` is an op at one production shape and dtype. Its host code runs on `meta` tensors as if on the chip, so that
-the grid and the block sizes are those that `tiling.py` chooses there; each launch is then planned by the real compiler.
+the grid and the block sizes are those that `tiling/` chooses there; each launch is then planned by the real compiler.
 Where the case can also be run small, the launches are executed and their HBM traffic is held against the least that
 would do.
 

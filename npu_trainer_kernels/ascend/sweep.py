@@ -1,4 +1,4 @@
-"""Tries tiles of a kernel and says which overlaps best: for whoever writes `tiling.py`, not for a user's machine.
+"""Tries tiles of a kernel and says which overlaps best: for whoever writes `tiling/`, not for a user's machine.
 
     python -m npu_trainer_kernels.ascend.sweep swiglu --kernel _forward_kernel --tile swiglu_block.size \\
         --values 10240,8192,6144 --sizes 14336,8192
@@ -12,7 +12,7 @@ the gate's rules for plans and has the fewest cycles.
     ... --name swiglu._forward_kernel --limit 8192 --unit "elements of a tile" --write
 
 writes the limit and what was found into `tiles.json`, from where `tile_limits.tile_limit` gives it to a formula of
-`tiling.py`. With `--limit-of swiglu._forward_kernel` in the place of `--tile` the values are limits of that formula.
+`tiling/`. With `--limit-of swiglu._forward_kernel` in the place of `--tile` the values are limits of that formula.
 """
 
 import argparse

@@ -72,11 +72,17 @@ def device_findings(line: dict[str, Any], installed: dict[str, str | None]) -> l
             "see what `npu-smi info` says, and whether ASCEND_RT_VISIBLE_DEVICES hides it",
         ))  # fmt: skip
     wanted = {"npu": "triton-ascend", "cuda": "triton"}.get(kind)
+    if wanted is None or installed[wanted]:
+        return found
     # triton-ascend imports pybind11, and does not ask for it.
-    packages = {"npu": "triton-ascend pybind11"}.get(kind, wanted)
-    if wanted is not None and not installed["triton"] and not installed["triton-ascend"]:
+    install = f"pip install {wanted}{' pybind11' if kind == 'npu' else ''}"
+    other = next((name for name in ("triton", "triton-ascend") if installed[name]), None)
+    if other is None:
+        found.append(Finding(WARNING, "no-triton", f"{wanted} is not installed: every op runs in torch", install))
+    else:
         found.append(Finding(
-            WARNING, "no-triton", f"{wanted} is not installed: every op runs in torch", f"pip install {packages}",
+            ERROR, "other-triton", f"{other} is installed in the place of {wanted}, and launches no kernel here",
+            f"pip uninstall -y {other}, then {install}",
         ))  # fmt: skip
     return found
 

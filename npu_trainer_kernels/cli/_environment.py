@@ -191,7 +191,13 @@ def _release(version: str) -> str:
 
 
 def _torch_npu_findings(installed: Mapping[str, str | None], broken: Mapping[str, str]) -> list[Finding]:
-    torch, torch_npu = installed.get("torch"), installed.get("torch_npu")
+    torch, torch_npu, driver = (installed.get(name) for name in ("torch", "torch_npu", "Ascend driver"))
+    if driver and not torch_npu:
+        return [Finding(
+            WARNING, "no-torch_npu",
+            f"there is an Ascend driver here ({driver}), but no torch_npu: nothing runs on the NPU",
+            "pip install '.[npu]' in a checkout, which takes the CPU build of torch, or the torch_npu of your torch",
+        )]  # fmt: skip
     if not torch or not torch_npu:
         return []
     found = []
@@ -203,7 +209,7 @@ def _torch_npu_findings(installed: Mapping[str, str | None], broken: Mapping[str
         ))  # fmt: skip
     if "torch_npu" in broken:
         reason = broken["torch_npu"]
-        if installed.get("Ascend driver") is None:
+        if driver is None:
             cause, do = "; there is no Ascend driver here", "install the Ascend driver and CANN"
         elif re.search(r"\.so", reason):
             cause, do = "", "run `source /usr/local/Ascend/ascend-toolkit/set_env.sh`, or install CANN"

@@ -11,8 +11,8 @@ memory, which a time does not show.
 
 On an accelerator some tiles (`tiling.TUNABLE`) are tried at half and twice the size that the formula gives, with half
 and twice the warps where there are any. One that does not fit, which on an NPU the larger may not, is passed over and
-named. The tiles of the head's statistics and gradient, of rotation and of the embedding are tried on NPUs alone, and
-those of experts nowhere.
+named. The tiles of the head's statistics and gradient, of rotation, of the embedding and of experts are tried on NPUs
+alone.
 
 The winners are in a JSON file in your cache folder (NPU_KERNELS_CACHE, or ~/.cache/npu_trainer_kernels), by chip and by
 the versions of torch, Triton and this package. Ctrl-C keeps what was measured until then. NPU_KERNELS_TUNED=0 ignores
@@ -160,7 +160,12 @@ def tune_op(
     from ._selfcheck import check
 
     found = Outcome(work)
-    time = _timer(work, where, settings or Settings(least=7))
+    try:
+        time = _timer(work, where, settings or Settings(least=7))
+    except torch.OutOfMemoryError as error:
+        # All experts of a large model, which training shares out to several devices.
+        found.problems["inputs"] = _first_line(error)
+        return found
     # Twice in turn, and the better of both counts: what else the machine does should hit all alike.
     for name in (*candidates(work, where), "plain") * 2:
         if name in found.problems:
@@ -176,11 +181,15 @@ def tune_op(
             found.times[name] = min(now, found.times.get(name, now), key=lambda t: t.median)
         except (KernelError, ValueError, torch.OutOfMemoryError) as error:
             # The vendor's operators cover some calls (ValueError); logits of plain PyTorch may not fit.
-            found.problems[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            found.problems[name] = _first_line(error)
     if "triton" in found.times and is_accelerator(where):
         tried = tune_tiles(found.times["triton"], lambda: time("triton"), where, settled)
         found.tiles, found.times["triton"], found.too_large = tried
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _timer(work: "Workload", where: "torch.device", settings: "Settings") -> "Callable[[str], Summary]":

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._configs import SLOTS, setting
 from ..ops._checks import FLOATS
 from ..ops._host import autocasts, compute_dtype
 from ..ops.moe_experts import moe_experts, unserved
@@ -306,7 +307,7 @@ class ExpertsPatch(Patch):
                 undo.set_attribute(dispatcher, "experts_forward", experts_forward)
 
     def sizes(self, module: Any, form: ExpertsForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        chosen = getattr(module.config, "num_experts_per_tok", None)
+        chosen = setting(module.config, *SLOTS)
         if type(chosen) is not int or not form.gated:
             return None
         weight = module._parameters["down_proj"]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._configs import setting
 from ..ops._checks import FLOATS
 from ..ops.linear_rms_norm import linear_rms_norm
 from ._classes import original_class, subclass_with_forward
@@ -179,9 +180,8 @@ class RopePatch(Patch):
         return _OTHER if call is None else rotate(form, call, site.backend)
 
     def sizes(self, module: Any, form: AttentionForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        config = getattr(module, "config", None)
-        names = ("num_attention_heads", "num_key_value_heads")
-        found = (*(getattr(config, name, None) for name in names), getattr(module, "head_dim", None))
+        of_layer = functools.partial(setting, getattr(module, "config", None), layer=getattr(module, "layer_idx", 0))
+        found = (of_layer("num_attention_heads"), of_layer("num_key_value_heads"), getattr(module, "head_dim", None))
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
         sizes = tuple(size for size in found if type(size) is int)
         return None if dtype is None or len(sizes) < len(found) else (dtype, sizes)

@@ -52,6 +52,11 @@ def test_a_torch_npu_for_another_torch():
     assert codes({"torch_npu": "2.6.0"}, {}) == ["torch_npu-mismatch"]
 
 
+def test_an_npu_that_nothing_would_use():
+    assert codes({}, {}) == ["no-torch_npu"]
+    assert codes({"Ascend driver": None}, {}) == []
+
+
 @pytest.mark.parametrize(
     ("driver", "reason", "advice"),
     [
@@ -220,7 +225,10 @@ for op in sys.argv[sys.argv.index("--ops") + 1].split(","):
         ("cpu", "torch_npu is installed, but finds no NPU", {}, ["no-npu"]),
         ("cuda", None, {}, ["no-triton"]),
         ("cuda", None, {"triton": "3.9.0"}, []),
+        ("cuda", None, {"triton-ascend": "3.2.0"}, ["other-triton"]),
         ("npu", None, {"triton-ascend": "3.2.0"}, []),
+        ("npu", None, {}, ["no-triton"]),
+        ("npu", None, {"triton": "3.8.0"}, ["other-triton"]),
     ],
 )
 def test_an_accelerator_that_is_not_used_in_full(kind, without_npu, tritons, expected):

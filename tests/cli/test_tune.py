@@ -169,6 +169,23 @@ def test_plain_pytorch_out_of_memory_is_no_failure(model, times, capsys, monkeyp
     assert "OutOfMemoryError" in found["ops"]["linear_logprob"][0]["problems"]["plain"]
 
 
+def test_inputs_that_do_not_fit_stop_no_other_op(model, times, capsys, monkeypatch):
+    """As all experts of a model that is trained on several devices."""
+    inputs = workloads.Workload.inputs
+
+    def too_large(work, where):
+        if work.op == "moe_experts" and work.sizes["H"] == 64:
+            raise torch.OutOfMemoryError("no room\nmore of it")
+        return inputs(work, where)
+
+    monkeypatch.setattr(workloads, "FORMS", ("moe_experts", "rope"))
+    monkeypatch.setattr(workloads.Workload, "inputs", too_large)
+    code, found = run(model, capsys)
+    assert code == 0
+    assert [op["problems"] for op in found["ops"]["moe_experts"]] == [{"inputs": "OutOfMemoryError: no room"}] * 2
+    assert (list(found["results"]), found["stopped"]) == (["rope"], False)
+
+
 def stop_at(monkeypatch, op, error):
     tune_op = _tune.tune_op
 
@@ -301,17 +318,19 @@ def test_on_an_npu_larger_and_smaller_tiles_are_tried_and_what_does_not_fit_is_p
             tiling.try_variation(name, (*args, NPU), None)
 
 
-# A larger one fits, a smaller one is slower: rows, fold or block, by formula and doubled.
+# A larger one fits, a smaller one is slower: rows, fold, block or columns, by formula and doubled.
 ON_NPUS = {
     "statistics_tile": ((128256, 2, 1), "fold"),
     "gradient_tile": ((128256, 2, False), "block"),
     "rope_tile": ((64, 0, 2, False), "rows"),
     "embedding_tile": ((2048,), "rows"),
+    "expert_gate_tile": ((768, 2, 1, 0, 0, 0), "rows"),
+    "expert_rows_tile": ((12288, 2), "cols"),
 }
 
 
 @pytest.mark.parametrize("name", ON_NPUS)
-def test_on_an_npu_alone_tiles_of_head_rotation_and_embedding_are_tried(name):
+def test_on_an_npu_alone_tiles_of_head_rotation_embedding_and_experts_are_tried(name):
     args, size = ON_NPUS[name]
     asked = []
 

@@ -1,0 +1,19 @@
+"""What transformers' configs say of a layer, under the names that they have for it."""
+
+from typing import Any
+
+__all__ = ["EXPERTS", "SLOTS", "setting"]
+
+# Aria says moe_..., Gemma 4 top_k_experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SLOTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+
+
+def setting(config: Any, *names: str, layer: int = 0) -> Any:
+    """The first of these that a config has for a layer; None: it has none of them.
+
+    Where layers differ, as Gemma 4's do, transformers raises when the whole config is asked.
+    """
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[layer]
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
