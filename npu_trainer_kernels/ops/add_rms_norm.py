@@ -132,7 +132,7 @@ def add_rms_norm(
         )
 
     chosen = backends.choose("add_rms_norm", x.device, backend, uncovered, at=lambda: backends.of_rows(x))
-    if torch.compiler.is_compiling():
+    if chosen == "torch" and torch.compiler.is_compiling():
         return add_rms_norm_reference(
             x, residual, weight, eps, offset=offset, casting=casting, mode=mode, multiplier=multiplier
         )

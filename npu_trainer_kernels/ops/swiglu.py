@@ -265,8 +265,9 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
         strides = [t.stride(0) for t in inputs]
     tasks = n_whole + n_tasks - n_whole * rows
     launch(
-        kernel, (tiling.programs(tasks, spec),), *inputs, *outputs, n_tasks, n_whole, blocks, n_cols, *strides,
-        **form.flags, **flags, ROWS=rows, COLS=cols, EXACT=exact, **block.options,
+        kernel, (tiling.programs(tasks, spec),),
+        (*inputs, *outputs, n_tasks, n_whole, blocks, n_cols, *strides),
+        {**form.flags, **flags, "ROWS": rows, "COLS": cols, "EXACT": exact, **block.options},
     )  # fmt: skip
 
 
@@ -274,7 +275,7 @@ def _product_like(gate: torch.Tensor, form: Gate) -> torch.Tensor:
     """Memory for y."""
     if form.joined is None:
         return contiguous_like(gate)
-    return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    return gate.new_empty(*gate.shape[:-1], gate.shape[-1] // 2)
 
 
 @falls_back("swiglu")
@@ -471,7 +472,7 @@ def swiglu(
     form = gate_options(activation, alpha, limit, offset, joined)
     _check(gate, up, joined)
     chosen = _chosen(gate, form, backend)
-    if torch.compiler.is_compiling():
+    if chosen == "torch" and torch.compiler.is_compiling():
         return form.product(*form.parts(gate, up))
     return _SwiGlu.apply(gate, up, form, chosen)
 
@@ -531,7 +532,7 @@ def swiglu_linear(
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != gate.dtype and not autocasts(gate):
             raise ValueError(f"{name} must have gate's dtype {gate.dtype} without autocast; got {t.dtype}")
-    if torch.compiler.is_compiling():
+    if chosen == "torch" and torch.compiler.is_compiling():
         return torch.nn.functional.linear(form.product(*form.parts(gate, up)), weight, bias)
     if dtype != gate.dtype:
         # Autocast rounds the product before the projection reads it: there are two tensors, and the second is kept.
