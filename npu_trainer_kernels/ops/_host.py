@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable as _once_differentiable
 
-__all__ = ["autocasts", "compute_dtype", "contiguous_like", "once_differentiable", "promoted"]
+__all__ = ["autocasts", "compute_dtype", "contiguous_like", "in_dtype", "once_differentiable", "promoted"]
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,6 +31,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     """`torch.promote_types`."""
     return a if a == b else torch.promote_types(a, b)
+
+
+def in_dtype(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`t.to(dtype)`, which takes as long as an allocation also where it has nothing to do."""
+    return t if t.dtype is dtype else t.to(dtype)
 
 
 def contiguous_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from .. import _vendor, backends
 from ._checks import check_choice, check_float, check_same_device, is_number
-from ._host import once_differentiable
+from ._host import in_dtype, once_differentiable
 from ._norm import check_norm, norm_backward, norm_forward, norm_reference
 
 __all__ = ["MODES", "add_rms_norm", "add_rms_norm_reference"]
@@ -74,8 +74,8 @@ class _AddRmsNorm(torch.autograd.Function):
         if d is None:
             return None, None, dw, None
         dtype, residual_dtype = ctx.dtypes
-        dx = (d if m == 1.0 else d * m).to(dtype) if needs_x else None
-        return dx, d.to(residual_dtype) if needs_residual else None, dw, None
+        dx = in_dtype(d if m == 1.0 else d * m, dtype) if needs_x else None
+        return dx, in_dtype(d, residual_dtype) if needs_residual else None, dw, None
 
 
 def add_rms_norm(

@@ -27,7 +27,7 @@ from ._blocks import load, load_fp32, store, tile_of
 from ._checks import check_float, check_same_device
 from ._fallback import falls_back
 from ._gates import Gate, activated, bounded_gate, bounded_up, gate_options, slope, within_limit
-from ._host import autocasts, compute_dtype, contiguous_like, once_differentiable
+from ._host import autocasts, compute_dtype, contiguous_like, in_dtype, once_differentiable
 from ._launch import launch
 
 __all__ = ["swiglu", "swiglu_linear", "swiglu_linear_reference", "swiglu_reference"]
@@ -419,11 +419,12 @@ def _check(gate: torch.Tensor, up: torch.Tensor | None, joined: str | None) -> i
         raise ValueError("up must be a tensor unless joined says how gate holds both; got None")
     check_float("up", up)
     check_same_device(gate=gate, up=up)
-    if up.shape != gate.shape:
-        raise ValueError(f"up must have gate's shape {list(gate.shape)}; got {list(up.shape)}")
+    shape = gate.shape
+    if up.shape != shape:
+        raise ValueError(f"up must have gate's shape {list(shape)}; got {list(up.shape)}")
     if up.dtype != gate.dtype:
         raise ValueError(f"up must have gate's dtype {gate.dtype}; got {up.dtype}")
-    return gate.shape[-1]
+    return shape[-1]
 
 
 def _chosen(gate: torch.Tensor, form: Gate, backend: str | None) -> str:
@@ -537,5 +538,5 @@ def swiglu_linear(
     if dtype != gate.dtype:
         # Autocast rounds the product before the projection reads it: there are two tensors, and the second is kept.
         return torch.nn.functional.linear(_SwiGlu.apply(gate, up, form, chosen), weight, bias)
-    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    weight, bias = in_dtype(weight, dtype), None if bias is None else in_dtype(bias, dtype)
     return _SwiGluLinear.apply(gate, up, weight, bias, overwrite, form, chosen)
