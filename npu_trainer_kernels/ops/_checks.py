@@ -68,7 +68,8 @@ def is_number(value: object) -> bool:
 
 
 def check_same_device(**tensors: torch.Tensor | None) -> None:
-    """All tensors that are given must be on one device."""
+    """All tensors that are given must be on one device. Ops that are small compare devices before they ask, since to
+    hand names over takes Python longer than that."""
     first = None
     for tensor in tensors.values():
         if tensor is None:

@@ -30,7 +30,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     """`torch.promote_types`."""
-    return a if a == b else torch.promote_types(a, b)
+    return a if a is b else torch.promote_types(a, b)
 
 
 def in_dtype(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

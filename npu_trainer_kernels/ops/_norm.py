@@ -567,7 +567,9 @@ def norm_forward(
         y, s, rstd = _vendor.norm_forward(x, residual, _gamma(weight, offset, casting), eps)
         return y, s if store_sum else None, rstd
     dtype = x.dtype if residual is None else promoted(x.dtype, residual.dtype)
-    y_dtype = promoted(dtype, weight.dtype) if casting == "llama" and weight is not None else dtype
+    rounds, y_dtype = False, dtype
+    if casting == "llama" and weight is not None:
+        rounds, y_dtype = True, promoted(dtype, weight.dtype)
     y = contiguous_like(x, y_dtype)
     s_out = contiguous_like(x, dtype) if store_sum else None
     hidden = x.shape[-1]
@@ -577,7 +579,6 @@ def norm_forward(
         return y, s_out, rstd
     w = None if weight is None else weight.contiguous()
     spec = device.spec(x.device)
-    rounds = casting == "llama" and weight is not None
     # No row that is read has a wider dtype than y.
     tile = tiling.norm_forward_tile(hidden, y_dtype.itemsize, rounds, store_sum, residual is not None, spec)
     if tile.blocks == 1:

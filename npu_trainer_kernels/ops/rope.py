@@ -633,12 +633,14 @@ def rope(
         )
     _check_table("cos", cos, batch, tokens, width)
     _check_table("sin", sin, batch, tokens, width)
-    check_same_device(q=q, k=k, cos=cos, sin=sin)
+    where = q.device
+    if cos.device != where or sin.device != where or (k is not None and k.device != where):
+        check_same_device(q=q, k=k, cos=cos, sin=sin)
 
     def at() -> backends.Shape:
         return q.dtype, batch * tokens, (q.shape[heads], 0 if k is None else k.shape[heads], size)
 
-    chosen = backends.choose("rope", q.device, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin, form), at=at)
+    chosen = backends.choose("rope", where, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin, form), at=at)
     if chosen == "torch" and torch.compiler.is_compiling():
         return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
     return _Rope.apply(q, k, cos, sin, form, chosen)
