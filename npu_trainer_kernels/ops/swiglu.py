@@ -250,7 +250,7 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     parts = 1 if form.joined is None else 2
     n_cols = inputs[0].shape[-1] // parts
     # As one long row, whose length is then a multiple of 16 whatever the number of tokens: a kernel is compiled once.
-    if n_cols % 16 == 0 and form.joined != "halves" and all([t.is_contiguous() for t in inputs]):
+    if n_cols % 16 == 0 and form.joined != "halves" and all(map(torch.Tensor.is_contiguous, inputs)):
         n_cols = inputs[0].numel() // parts
         rows, cols, blocks = 1, block.size, -(-n_cols // block.size)
         n_tasks, n_whole, exact = blocks, n_cols // cols, False
