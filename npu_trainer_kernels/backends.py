@@ -22,7 +22,7 @@ import torch
 
 from . import _triton, _vendor, tuned
 from . import device as devices
-from ._switch import switch
+from ._switch import switch, variable
 from .table import TABLE
 
 __all__ = [
@@ -139,14 +139,12 @@ def of_head(x: torch.Tensor, weight: torch.Tensor) -> Shape:
     return x.dtype, math.prod(x.shape[:-1]), (hidden, vocabulary)
 
 
-def _machine(device: torch.device) -> tuned.Machine | None:
-    return tuned.machine(devices.spec(device).name) if tuned.machines() else None
-
-
 def _measured(op: str, device: torch.device, at: Callable[[], Shape] | None) -> tuned.Entry | None:
     """What `npu-kernels tune` found for calls of this shape on the device."""
-    machine = None if at is None else _machine(device)
-    if machine is None or at is None or op not in machine.ops:
+    if at is None or not tuned.machines():
+        return None
+    machine = tuned.machine(devices.spec(device).name)
+    if machine is None or op not in machine.ops:
         return None
     dtype, tokens, sizes = at()
     return machine.at(op, str(dtype).removeprefix("torch."), tokens, sizes)
@@ -155,8 +153,9 @@ def _measured(op: str, device: torch.device, at: Callable[[], Shape] | None) -> 
 def every_measurement(op: str, device: torch.device, override: str | None = None) -> tuple[tuned.Entry, ...]:
     """What `npu-kernels tune` found for an op on this device, of whatever sizes; nothing where a backend is asked for
     by name."""
-    asked, _ = _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))
-    machine = _machine(device) if asked is None else None
+    if not tuned.machines() or asked_for(op, override):
+        return ()
+    machine = tuned.machine(devices.spec(device).name)
     return () if machine is None else machine.ops.get(op, ())
 
 
@@ -245,26 +244,26 @@ def choose(
     """
     if override is not None and not isinstance(override, str):
         parse_override(override)  # says what is allowed; below it would be the key of a cache
-    environment = os.environ.get(ENVIRONMENT, "")
     if torch.compiler.is_compiling():
         # A wrong name is an error here too. Dynamo traces the function below the cache, and warns of caches.
-        _asked_for.__wrapped__(op, override, environment)
+        _asked_for.__wrapped__(op, override, os.environ.get(ENVIRONMENT, ""))
         return "torch"
-    if override is not None and _asks_strict(override):
-        # What has failed for another model is tried again: for this one it is to raise.
-        return _strictly(_chosen(op, device, override, environment, uncovered, unwanted, at))
-    if has_failed(op, device):
+    environment = variable(ENVIRONMENT)
+    strict = override is not None and _asks_strict(override)
+    # What has failed for another model is tried again where it is to raise.
+    if not strict and has_failed(op, device):
         return "torch"
-    return _chosen(op, device, override, environment, uncovered, unwanted, at)
+    name = _choose(op, device, override, environment, at)[0]
+    if name == "vendor":
+        name = _covering(op, device, override, environment, uncovered, unwanted, at)
+    return _strictly(name) if strict else name
 
 
-def _chosen(
+def _covering(
     op: str, device: torch.device, override: str | None, environment: str, uncovered: Reason | None,
     unwanted: Reason | None, at: Callable[[], Shape] | None,
 ) -> str:  # fmt: skip
-    name = _choose(op, device, override, environment, at)[0]
-    if name != "vendor":
-        return name
+    """The vendor, which was chosen, or who serves the calls that it does not cover."""
     asked, source = _asked_for(op, override, environment)
     reason = uncovered() if uncovered is not None else None
     if asked is not None and reason is not None:
@@ -274,12 +273,14 @@ def _chosen(
         )
     if asked is None and reason is None and unwanted is not None:
         reason = unwanted()
-    return name if reason is None else _by_table(op, devices.kind_of(device), _measured(op, device, at), True)[0]
+    if reason is None:
+        return "vendor"
+    return _by_table(op, devices.kind_of(device), _measured(op, device, at), True)[0]
 
 
 def asked_for(op: str, override: str | None = None) -> bool:
     """Whether a backend is asked for by name."""
-    return _asked_for(op, override, os.environ.get(ENVIRONMENT, ""))[0] is not None
+    return _asked_for(op, override, variable(ENVIRONMENT))[0] is not None
 
 
 def keeps_plain(op: str, device: torch.device, override: str | None = None, *, fused: bool = False) -> str | None:
@@ -300,7 +301,7 @@ def explain(
         return choose(op, device, override, uncovered), f"the vendor's operator does not cover it: {uncovered()}"
     if has_failed(op, device):
         return "torch", f"its kernel failed here: {_failures[op, devices.kind_of(device)]}"
-    environment = os.environ.get(ENVIRONMENT, "")
+    environment = variable(ENVIRONMENT)
     name, reason = _choose(op, device, override, environment)
     asked, _ = _asked_for(op, override, environment)
     if name == "vendor":

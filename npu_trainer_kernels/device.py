@@ -10,12 +10,13 @@ import contextvars
 import functools
 import importlib
 import importlib.util
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+
+from ._switch import variable
 
 __all__ = [
     "ASCEND_CHIPS",
@@ -37,6 +38,7 @@ __all__ = [
     "stand_in",
     "synchronize",
     "try_fp32_output_product",
+    "type_of",
     "use_chip",
     "use_spec",
 ]
@@ -66,6 +68,10 @@ class DeviceSpec:
     vector_cores: int
     on_chip_bytes: int
     memory_bytes: int = 0
+
+    def __hash__(self) -> int:
+        # Tiles are looked up by it, and that of all fields takes Python four times as long.
+        return hash(self.name)
 
     @property
     def has_buffer(self) -> bool:
@@ -211,9 +217,15 @@ def _query(device: torch.device) -> DeviceSpec | None:
 _HOST = ("cpu", "meta")
 
 
+@functools.cache
+def type_of(device: torch.device) -> str:
+    """`device.type`, for which PyTorch writes a new string every time."""
+    return device.type
+
+
 def kind_of(device: torch.device) -> str:
     """Which of `KINDS` a torch device is of."""
-    kind = device.type
+    kind = type_of(device)
     if kind in _HOST:
         return _stood_in_for.get() or "cpu"
     return kind if kind in ("npu", "cuda") else "other"
@@ -227,7 +239,7 @@ def spec(device: torch.device) -> DeviceSpec:
     found = _query(device)
     if found is not None:
         return found
-    return _of_environment(os.environ.get("NPU_KERNELS_CHIP", ""), os.environ.get("NPU_KERNELS_BACKEND", ""))
+    return _of_environment(variable("NPU_KERNELS_CHIP"), variable("NPU_KERNELS_BACKEND"))
 
 
 def accelerator() -> str:
@@ -309,7 +321,8 @@ def _current_device(kind: str) -> Callable[[], int]:
 
 def is_current(device: torch.device) -> bool:
     """Whether what is launched now without naming a device runs on this one."""
-    return device.type == "cpu" or device.index is None or _current_device(device.type)() == device.index
+    kind = type_of(device)
+    return kind == "cpu" or device.index is None or _current_device(kind)() == device.index
 
 
 @functools.cache

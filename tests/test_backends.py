@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,8 +13,15 @@ from npu_trainer_kernels.device import KINDS
 from npu_trainer_kernels.table import FORMS, TABLE, Measured
 
 CPU = torch.device("cpu")
-# Without torch_npu torch does not know the word.
-NPU: torch.device = SimpleNamespace(type="npu")  # type: ignore[assignment]
+
+
+class Device(NamedTuple):
+    """Without torch_npu torch does not know the word."""
+
+    type: str
+
+
+NPU: Any = Device("npu")
 REPOSITORY = Path(__file__).parents[1]
 
 

@@ -1,7 +1,6 @@
 """What the code knows of devices: whether an NPU's products of bf16 factors give fp32 results is tried, not assumed."""
 
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -61,7 +60,12 @@ def test_an_npu_is_asked_once(monkeypatch):
     answers = [None, True]
     monkeypatch.setattr(devices, "_npu_products", {})
     monkeypatch.setattr(devices, "try_fp32_output_product", lambda where: answers.pop(0))
-    npu = SimpleNamespace(type="npu", index=0)
+
+    class Device(NamedTuple):
+        type: str
+        index: int
+
+    npu: Any = Device("npu", 0)
     # The first time it cannot be told.
-    assert [devices.has_fp32_output_product(npu) for _ in range(3)] == [False, True, True]  # type: ignore[arg-type]
+    assert [devices.has_fp32_output_product(npu) for _ in range(3)] == [False, True, True]
     assert answers == []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .._switch import switch
+from ..device import kind_of
 
 __all__ = [
     "FLOATS",
@@ -67,7 +68,8 @@ def is_number(value: object) -> bool:
 
 
 def check_same_device(**tensors: torch.Tensor | None) -> None:
-    """All tensors that are given must be on one device."""
+    """All tensors that are given must be on one device. Ops that are small compare devices before they ask, since to
+    hand names over takes Python longer than that."""
     first = None
     for tensor in tensors.values():
         if tensor is None:
@@ -109,13 +111,13 @@ def debug() -> bool:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether there are numbers behind the shape: on meta there are none, and in a fake tensor, which is a subclass."""
-    return tensor.device.type != "meta" and type(tensor) is torch.Tensor
+    return type(tensor) is torch.Tensor and tensor.device.type != "meta"
 
 
 def check_range(name: str, ids: torch.Tensor | Callable[[], torch.Tensor], where: torch.device, size: int) -> None:
     """Every id must lie in [0, size). Reads the values, so on an accelerator only in debug mode: there nothing is asked
     for its result before."""
-    if where.type != "cpu" and not debug():
+    if kind_of(where) != "cpu" and not debug():
         return
     ids = ids() if callable(ids) else ids
     if not has_values(ids) or ids.numel() == 0:

@@ -225,9 +225,10 @@ def _launch_gate(
     spec = device.spec(h.device)
     n_rows, n_cols = a.shape
     launch(
-        kernel, (tiling.programs(-(-n_rows // tile.rows), spec, tile.blocks), tile.blocks), h,
-        h if bias is None else bias.contiguous(), routing.experts, routing.ends, *given, routing.ends.shape[0],
-        N_COLS=n_cols, **form.flags, HAS_BIAS=bias is not None, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        kernel, (tiling.programs(-(-n_rows // tile.rows), spec, tile.blocks), tile.blocks),
+        (h, h if bias is None else bias.contiguous(), routing.experts, routing.ends, *given, routing.ends.shape[0]),
+        {"N_COLS": n_cols, **form.flags, "HAS_BIAS": bias is not None, "ROWS": tile.rows, "COLS": tile.cols,
+         **tile.options},
     )  # fmt: skip
 
 

@@ -274,9 +274,9 @@ def to_rows(x: torch.Tensor, routing: Routing, backend: str) -> torch.Tensor:
         spec = device.spec(x.device)
         tile = tiling.expert_rows_tile(n_cols, x.dtype.itemsize, spec)
         launch(
-            _to_rows_kernel, (tiling.programs(n, spec, tile.blocks), tile.blocks), x, routing.places, routing.ends,
-            rows, n, routing.ends.shape[0], x.stride(0), SLOTS=routing.slots, N_COLS=n_cols, COLS=tile.cols,
-            BRANCHES=spec.has_buffer, **tile.options,
+            _to_rows_kernel, (tiling.programs(n, spec, tile.blocks), tile.blocks),
+            (x, routing.places, routing.ends, rows, n, routing.ends.shape[0], x.stride(0)),
+            {"SLOTS": routing.slots, "N_COLS": n_cols, "COLS": tile.cols, "BRANCHES": spec.has_buffer, **tile.options},
         )  # fmt: skip
     return rows
 
@@ -301,10 +301,11 @@ def sums_of_rows(
         spec = device.spec(rows.device)
         tile = tiling.expert_rows_tile(n_cols, rows.dtype.itemsize, spec)
         launch(
-            _sums_kernel, (tiling.programs(n, spec, tile.blocks), tile.blocks), rows, routing.places, routing.ends,
-            out if weights is None else weights.contiguous(), out if base is None else base, out, n,
-            routing.ends.shape[0], HAS_WEIGHTS=weights is not None, HAS_BASE=base is not None, SLOTS=slots,
-            N_COLS=n_cols, COLS=tile.cols, BRANCHES=spec.has_buffer, **tile.options,
+            _sums_kernel, (tiling.programs(n, spec, tile.blocks), tile.blocks),
+            (rows, routing.places, routing.ends, out if weights is None else weights.contiguous(),
+             out if base is None else base, out, n, routing.ends.shape[0]),
+            {"HAS_WEIGHTS": weights is not None, "HAS_BASE": base is not None, "SLOTS": slots, "N_COLS": n_cols,
+             "COLS": tile.cols, "BRANCHES": spec.has_buffer, **tile.options},
         )  # fmt: skip
     return out
 
@@ -331,9 +332,10 @@ def sums_of_rows_backward(
     if n:
         dout = dout if dout.stride(1) == 1 else dout.contiguous()
         launch(
-            _sums_backward_kernel, (tiling.programs(n, spec, tile.blocks), tile.blocks), dout, rows, routing.places,
-            routing.ends, weights.contiguous(), drows, dots, n, routing.ends.shape[0], dout.stride(0), SLOTS=slots,
-            N_COLS=n_cols, COLS=tile.cols, **tile.options,
+            _sums_backward_kernel, (tiling.programs(n, spec, tile.blocks), tile.blocks),
+            (dout, rows, routing.places, routing.ends, weights.contiguous(), drows, dots, n, routing.ends.shape[0],
+             dout.stride(0)),
+            {"SLOTS": slots, "N_COLS": n_cols, "COLS": tile.cols, **tile.options},
         )  # fmt: skip
     return drows, dots.sum(0)
 
@@ -348,8 +350,9 @@ def without_tail(rows: torch.Tensor, routing: Routing, backend: str) -> torch.Te
         spec = device.spec(rows.device)
         tile = tiling.expert_rows_tile(n_cols, rows.dtype.itemsize, spec)
         launch(
-            _clear_tail_kernel, (tiling.programs(n_rows, spec, tile.blocks), tile.blocks), rows, routing.ends, n_rows,
-            routing.ends.shape[0], N_COLS=n_cols, COLS=tile.cols, **tile.options,
+            _clear_tail_kernel, (tiling.programs(n_rows, spec, tile.blocks), tile.blocks),
+            (rows, routing.ends, n_rows, routing.ends.shape[0]),
+            {"N_COLS": n_cols, "COLS": tile.cols, **tile.options},
         )  # fmt: skip
     return rows
 
@@ -367,7 +370,8 @@ def expert_sums(rows: torch.Tensor, routing: Routing, backend: str) -> torch.Ten
     spec = device.spec(rows.device)
     tile = tiling.expert_sums_tile(n_cols, spec)
     launch(
-        _expert_sums_kernel, (tiling.programs(n_experts, spec, tile.blocks), tile.blocks), rows, routing.ends, sums,
-        n_experts, N_COLS=n_cols, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        _expert_sums_kernel, (tiling.programs(n_experts, spec, tile.blocks), tile.blocks),
+        (rows, routing.ends, sums, n_experts),
+        {"N_COLS": n_cols, "ROWS": tile.rows, "COLS": tile.cols, **tile.options},
     )  # fmt: skip
     return sums

@@ -190,5 +190,8 @@ def _cleared(dw: torch.Tensor, ends: torch.Tensor, backend: str) -> torch.Tensor
         return dw.masked_fill_((before == ends).view(-1, 1, 1), 0)
     spec = devices.spec(dw.device)
     tile = tiling.clearing_block(dw.dtype.itemsize, spec)
-    launch(_clear_kernel, tiling.clearing_grid(groups, spec), dw, ends, groups, size, BLOCK=tile.size, **tile.options)
+    launch(
+        _clear_kernel, tiling.clearing_grid(groups, spec), (dw, ends, groups, size),
+        {"BLOCK": tile.size, **tile.options},
+    )  # fmt: skip
     return dw

@@ -390,14 +390,12 @@ def token_gradient(
         tile = tiling.token_block(spec)
         launch(
             _token_kernel, (tiling.programs(-(-n // tile.size), spec),),
-            *(log_prob if t is None else t.contiguous() for t in given), out[0], out[1],
-            n, *map(float, (
-                1 - o.epsilon_low, o.upper if o.loss_type == "cispo" else 1 + o.upper, o.delta or 0.0, o.beta,
-                o.sapo_temperature_pos, o.sapo_temperature_neg,
-            )),
-            FORM=_FORMS[o.loss_type], HAS_OLD=tokens.old is not None, HAS_REFERENCE=tokens.reference is not None,
-            HAS_POLICY_WEIGHT=tokens.policy_weight is not None, HAS_DELTA=o.delta is not None,
-            CORRECTED=o.bias_corrected_kl, BLOCK=tile.size, **tile.options,
+            (*(log_prob if t is None else t.contiguous() for t in given), out[0], out[1], n,
+             *map(float, (1 - o.epsilon_low, o.upper if o.loss_type == "cispo" else 1 + o.upper, o.delta or 0.0,
+                          o.beta, o.sapo_temperature_pos, o.sapo_temperature_neg))),
+            {"FORM": _FORMS[o.loss_type], "HAS_OLD": tokens.old is not None,
+             "HAS_REFERENCE": tokens.reference is not None, "HAS_POLICY_WEIGHT": tokens.policy_weight is not None,
+             "HAS_DELTA": o.delta is not None, "CORRECTED": o.bias_corrected_kl, "BLOCK": tile.size, **tile.options},
         )  # fmt: skip
         return out[0].sum(), out[1]
     with torch.enable_grad():

@@ -242,7 +242,7 @@ def _scale(t: torch.Tensor, factor: torch.Tensor, backend: str) -> None:
         t.mul_(factor)
     else:
         programs = tiling.accumulating_programs(-(-t.numel() // tile.size), spec, options=tile.options)
-        launch(_scale_kernel, (programs,), t, factor, t.numel(), BLOCK=tile.size, **tile.options)
+        launch(_scale_kernel, (programs,), (t, factor, t.numel()), {"BLOCK": tile.size, **tile.options})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

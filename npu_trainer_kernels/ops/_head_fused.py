@@ -195,10 +195,11 @@ def statistics_and_gradient(
     inner, outer = options.factors
     rest = logits if second is None else second
     launch(
-        _row_fused_kernel, (tile.programs,), logits, rest, ids, factor, out,
-        n_rows, n_first, rest.shape[1], logits.stride(0), rest.stride(0), inner, outer,
-        HAS_SECOND=second is not None, **kernel_flags(options, logits.device), HAS_ENTROPY=options.entropy,
-        LIBDEVICE=device.has_libdevice(logits.device), FOLD=tile.fold, WIDTH=tile.width, **tile.options,
+        _row_fused_kernel, (tile.programs,),
+        (logits, rest, ids, factor, out, n_rows, n_first, rest.shape[1], logits.stride(0), rest.stride(0), inner,
+         outer),
+        {"HAS_SECOND": second is not None, **kernel_flags(options, logits.device), "HAS_ENTROPY": options.entropy,
+         "LIBDEVICE": device.has_libdevice(logits.device), "FOLD": tile.fold, "WIDTH": tile.width, **tile.options},
     )  # fmt: skip
     log_prob, lse, row_max, inverse_s, shift = out.unbind(0)
     entropy = (lse - row_max) - shift if options.entropy else None

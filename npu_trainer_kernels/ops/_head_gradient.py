@@ -197,13 +197,12 @@ def _gradient_without_id(
     unused = k.a
     launch(
         _row_gradient_kernel, (min(n_rows, tile.programs),),
-        logits, grads, unused if class_weights is None else class_weights,
-        softmax.row_max, unused if softmax.shift is None else softmax.shift,
-        k.a * softmax.inverse_s, unused if k.c is None else k.c, unused if k.e is None else k.e * softmax.inverse_s,
-        n_rows, n_cols, n_cols // tile.block * tile.block, logits.stride(0), inner, outer,
-        **kernel_flags(options, logits.device),
-        HAS_MEAN=k.c is not None, HAS_WEIGHTS=has_weights, HAS_ENTROPY=k.e is not None,
-        BLOCK=tile.block, **tile.options,
+        (logits, grads, unused if class_weights is None else class_weights, softmax.row_max,
+         unused if softmax.shift is None else softmax.shift, k.a * softmax.inverse_s, unused if k.c is None else k.c,
+         unused if k.e is None else k.e * softmax.inverse_s, n_rows, n_cols, n_cols // tile.block * tile.block,
+         logits.stride(0), inner, outer),
+        {**kernel_flags(options, logits.device), "HAS_MEAN": k.c is not None, "HAS_WEIGHTS": has_weights,
+         "HAS_ENTROPY": k.e is not None, "BLOCK": tile.block, **tile.options},
     )  # fmt: skip
 
 

@@ -175,12 +175,11 @@ def _raw_statistics(
     inner, outer = options.factors
     launch(
         _row_statistics_kernel, (min(n_rows, tile.programs),),
-        logits, out if class_weights is None else class_weights, out,
-        n_rows, n_cols, n_cols // step * step, logits.stride(0), inner, outer,
-        **kernel_flags(options, logits.device),
-        HAS_ENTROPY=options.entropy, HAS_MEAN=options.mean, HAS_WEIGHTS=class_weights is not None,
-        HAS_SQUARES=options.log_sum_sq, HAS_ARGMAX=options.argmax,
-        FOLD=tile.fold, TAIL=tile.tail(n_cols, spec), WIDTH=tile.width, **tile.options,
+        (logits, out if class_weights is None else class_weights, out, n_rows, n_cols, n_cols // step * step,
+         logits.stride(0), inner, outer),
+        {**kernel_flags(options, logits.device), "HAS_ENTROPY": options.entropy, "HAS_MEAN": options.mean,
+         "HAS_WEIGHTS": class_weights is not None, "HAS_SQUARES": options.log_sum_sq, "HAS_ARGMAX": options.argmax,
+         "FOLD": tile.fold, "TAIL": tile.tail(n_cols, spec), "WIDTH": tile.width, **tile.options},
     )  # fmt: skip
     return out.unbind(0)
 

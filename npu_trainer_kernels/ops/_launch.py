@@ -1,6 +1,6 @@
 """The one place where kernels are launched.
 
-Every op calls `launch(kernel, grid, *args, **constexprs)`. By default that is `kernel[grid](*args, **constexprs)`, or,
+Every op calls `launch(kernel, grid, args, constexprs)`. By default that is `kernel[grid](*args, **constexprs)`, or,
 where that has been launched before, the `CompiledKernel` that it returned: most of a launch's time in Python is
 Triton's search for it. For CPU tensors without Triton's interpreter it is the kernel's Ascend lowering (backend
 "ascend-lowering": no other backend launches that). A launcher installed with `use_launcher` can record the launches
@@ -120,21 +120,22 @@ _kept: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
 _MOST_KEPT = 1 << 12
 
 
-_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 
 
 def _key(kernel: Any, args: tuple[Any, ...], constexprs: dict[str, Any]) -> tuple[Any, ...]:
     """Of every argument at least what Triton compiles for; and the device of the tensors beside the current one."""
     key = [id(kernel), args[0].get_device(), triton.runtime.driver.active.get_current_device()]
+    add = key.append
     for arg in args:
         kind = type(arg)
         if kind is int:
-            key.append(arg)
-        elif kind in _TENSORS or isinstance(arg, torch.Tensor):
-            key.append(arg.dtype)
-            key.append(arg.data_ptr() % 16)
+            add(arg)
+        elif kind is _TENSOR or kind is _PARAMETER or isinstance(arg, _TENSOR):
+            add(arg.dtype)
+            add(arg.data_ptr() % 16)
         else:
-            key.append(kind if kind is float else (kind, arg))
+            add(kind if kind is float else (kind, arg))
     return (*key, *constexprs, *constexprs.values())
 
 
@@ -150,8 +151,9 @@ def _describe(
 _launcher: contextvars.ContextVar[Launcher] = contextvars.ContextVar("npu_kernels_launcher", default=_run)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constexprs: Any) -> None:
-    """Launches `kernel` over `grid` (a tuple of at least one positive int) with positional arguments and constexprs."""
+def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+    """Launches `kernel` over `grid` (a tuple of at least one positive int) with positional arguments and constexprs.
+    These come as a tuple and a dict: as arguments of this function they would take Python several times as long."""
     _launcher.get()(kernel, grid, args, constexprs)
 
 

@@ -67,9 +67,10 @@ def check_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset:
         raise ValueError(f"x must have shape [..., H] with H >= 1; got {list(shape)}")
     if weight is not None:
         check_float("weight", weight)
-        if weight.shape != shape[-1:]:
+        if weight.dim() != 1 or weight.shape[0] != shape[-1]:
             raise ValueError(f"weight must have shape [{shape[-1]}], x's last dimension; got {list(weight.shape)}")
-        check_same_device(x=x, weight=weight)
+        if weight.device != x.device:
+            check_same_device(x=x, weight=weight)
     check_norm_options(eps, offset, casting)
     if weight is None and offset:
         raise ValueError(f"offset must be 0 without a weight; got {offset!r}")
@@ -542,13 +543,13 @@ def _launch_forward(
     programs = tiling.programs(-(-n_rows // tile.rows), spec, tile.blocks)
     launch(
         _forward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),
-        x, r, x if weight is None else weight, y if s_out is None else s_out, y, rstd,
-        n_rows, x_stride, r_stride, eps, offset,
-        HAS_RESIDUAL=residual is not None, STORE_SUM=s_out is not None,
-        ROUND_SUM=promoted(x.dtype, r.dtype) == x.dtype, HAS_WEIGHT=weight is not None, CASTING=casting,
-        CONTIGUOUS=x_stride == hidden == r_stride, REDUCE=reduce, APPLY=apply,
-        MULTIPLIER=float(multiplier), HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, FOLD=tile.pieces,
-        HALVES=tile.halves, **tile.options,
+        (x, r, x if weight is None else weight, y if s_out is None else s_out, y, rstd, n_rows, x_stride, r_stride,
+         eps, offset),
+        {"HAS_RESIDUAL": residual is not None, "STORE_SUM": s_out is not None,
+         "ROUND_SUM": r is x or promoted(x.dtype, r.dtype) == x.dtype, "HAS_WEIGHT": weight is not None,
+         "CASTING": casting, "CONTIGUOUS": x_stride == hidden == r_stride, "REDUCE": reduce, "APPLY": apply,
+         "MULTIPLIER": float(multiplier), "HIDDEN": hidden, "ROWS": tile.rows, "COLS": tile.cols, "FOLD": tile.pieces,
+         "HALVES": tile.halves, **tile.options},
     )  # fmt: skip
 
 
@@ -566,7 +567,9 @@ def norm_forward(
         y, s, rstd = _vendor.norm_forward(x, residual, _gamma(weight, offset, casting), eps)
         return y, s if store_sum else None, rstd
     dtype = x.dtype if residual is None else promoted(x.dtype, residual.dtype)
-    y_dtype = promoted(dtype, weight.dtype) if casting == "llama" and weight is not None else dtype
+    rounds, y_dtype = False, dtype
+    if casting == "llama" and weight is not None:
+        rounds, y_dtype = True, promoted(dtype, weight.dtype)
     y = contiguous_like(x, y_dtype)
     s_out = contiguous_like(x, dtype) if store_sum else None
     hidden = x.shape[-1]
@@ -576,7 +579,6 @@ def norm_forward(
         return y, s_out, rstd
     w = None if weight is None else weight.contiguous()
     spec = device.spec(x.device)
-    rounds = casting == "llama" and weight is not None
     # No row that is read has a wider dtype than y.
     tile = tiling.norm_forward_tile(hidden, y_dtype.itemsize, rounds, store_sum, residual is not None, spec)
     if tile.blocks == 1:
@@ -612,14 +614,14 @@ def _launch_backward(
     dw = x.new_empty(programs, hidden, dtype=torch.float32) if needs_dw else None
     launch(
         _backward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),
-        x, r, x if w is None else w, dy, s, rstd, dots, x if dx is None else dx, rstd if dw is None else dw,
-        n_rows, x_stride, r_stride, dy_stride, s_stride, offset,
-        HAS_RESIDUAL=residual is not None, HAS_DS=ds is not None, ROUND_SUM=promoted(x.dtype, r.dtype) == x.dtype,
-        HAS_WEIGHT=weight is not None, ROUND_WEIGHT=casting != "gemma", STORE_DX=dx is not None, STORE_DW=needs_dw,
-        CONTIGUOUS=x_stride == hidden == r_stride and dy_stride == hidden == s_stride,
-        REDUCE=reduce, APPLY=apply, MULTIPLIER=float(multiplier), HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols,
-        FOLD=tile.pieces,
-        HALVES=tile.halves, **tile.options,
+        (x, r, x if w is None else w, dy, s, rstd, dots, x if dx is None else dx, rstd if dw is None else dw, n_rows,
+         x_stride, r_stride, dy_stride, s_stride, offset),
+        {"HAS_RESIDUAL": residual is not None, "HAS_DS": ds is not None,
+         "ROUND_SUM": r is x or promoted(x.dtype, r.dtype) == x.dtype, "HAS_WEIGHT": weight is not None,
+         "ROUND_WEIGHT": casting != "gemma", "STORE_DX": dx is not None, "STORE_DW": needs_dw,
+         "CONTIGUOUS": x_stride == hidden == r_stride and dy_stride == hidden == s_stride, "REDUCE": reduce,
+         "APPLY": apply, "MULTIPLIER": float(multiplier), "HIDDEN": hidden, "ROWS": tile.rows, "COLS": tile.cols,
+         "FOLD": tile.pieces, "HALVES": tile.halves, **tile.options},
     )  # fmt: skip
     return None if dw is None or weight is None else sum_of_partials(dw, weight.dtype, spec)
 
@@ -631,8 +633,8 @@ def sum_of_partials(partials: torch.Tensor, dtype: torch.dtype, spec: device.Dev
     if tile is None:
         return partials.sum(0).to(dtype)
     total = partials.new_empty(hidden, dtype=dtype)
-    launch(_sum_kernel, (tile.blocks,), partials, total, n_rows,
-           HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, **tile.options)  # fmt: skip
+    launch(_sum_kernel, (tile.blocks,), (partials, total, n_rows),
+           {"HIDDEN": hidden, "ROWS": tile.rows, "COLS": tile.cols, **tile.options})  # fmt: skip
     return total
 
 

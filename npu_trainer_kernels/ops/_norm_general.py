@@ -487,13 +487,14 @@ def _launch_forward(
     columns = form.groups * tile.blocks
     launch(
         _forward_kernel, _grid(tiling.programs(-(-n_rows // tile.rows), spec, columns), columns),
-        x, z, x if weight is None else weight, x if bias is None else bias, y, mean, rstd,
-        n_rows, x_stride, z_stride, form.eps, form.offset,
-        CENTRED=form.centred, GATE=form.gate, ACTIVATION=form.activation, HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None, ROUND=form.casting == "llama",
-        ROUND_PRODUCT=form.casting == "llama" and (weight is None or promoted(x.dtype, weight.dtype) == x.dtype),
-        ROUND_WEIGHT=form.rounds_weight, CONTIGUOUS=x_stride == hidden == z_stride, REDUCE=reduce, APPLY=apply,
-        SIZE=hidden // form.groups, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, FOLD=tile.pieces, **tile.options,
+        (x, z, x if weight is None else weight, x if bias is None else bias, y, mean, rstd, n_rows, x_stride, z_stride,
+         form.eps, form.offset),
+        {"CENTRED": form.centred, "GATE": form.gate, "ACTIVATION": form.activation, "HAS_WEIGHT": weight is not None,
+         "HAS_BIAS": bias is not None, "ROUND": form.casting == "llama",
+         "ROUND_PRODUCT": form.casting == "llama" and (weight is None or promoted(x.dtype, weight.dtype) == x.dtype),
+         "ROUND_WEIGHT": form.rounds_weight, "CONTIGUOUS": x_stride == hidden == z_stride, "REDUCE": reduce,
+         "APPLY": apply, "SIZE": hidden // form.groups, "HIDDEN": hidden, "ROWS": tile.rows, "COLS": tile.cols,
+         "FOLD": tile.pieces, **tile.options},
     )  # fmt: skip
 
 
@@ -568,14 +569,15 @@ def _launch_backward(
     db = x.new_empty(programs, hidden, dtype=torch.float32) if needs_db else None
     launch(
         _backward_kernel, _grid(programs, columns),
-        x, z, x if weight is None else weight, x if bias is None else bias, dy, mean, rstd, dots, sums,
-        x if dx is None else dx, x if dgate is None else dgate, rstd if dw is None else dw, rstd if db is None else db,
-        n_rows, x_stride, z_stride, dy_stride, form.offset,
-        CENTRED=form.centred, GATE=form.gate, ACTIVATION=form.activation, HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None, ROUND_WEIGHT=form.rounds_weight, STORE_DX=dx is not None, STORE_DW=needs_dw,
-        STORE_DB=needs_db, CONTIGUOUS=x_stride == hidden == z_stride and dy_stride == hidden, REDUCE=reduce,
-        APPLY=apply, SIZE=hidden // form.groups, HIDDEN=hidden, ROWS=tile.rows, COLS=tile.cols, FOLD=tile.pieces,
-        **tile.options,
+        (x, z, x if weight is None else weight, x if bias is None else bias, dy, mean, rstd, dots, sums,
+         x if dx is None else dx, x if dgate is None else dgate, rstd if dw is None else dw,
+         rstd if db is None else db, n_rows, x_stride, z_stride, dy_stride, form.offset),
+        {"CENTRED": form.centred, "GATE": form.gate, "ACTIVATION": form.activation, "HAS_WEIGHT": weight is not None,
+         "HAS_BIAS": bias is not None, "ROUND_WEIGHT": form.rounds_weight, "STORE_DX": dx is not None,
+         "STORE_DW": needs_dw, "STORE_DB": needs_db,
+         "CONTIGUOUS": x_stride == hidden == z_stride and dy_stride == hidden, "REDUCE": reduce, "APPLY": apply,
+         "SIZE": hidden // form.groups, "HIDDEN": hidden, "ROWS": tile.rows, "COLS": tile.cols, "FOLD": tile.pieces,
+         **tile.options},
     )  # fmt: skip
     return (
         None if dw is None or weight is None else sum_of_partials(dw, weight.dtype, spec),

@@ -21,7 +21,7 @@ import torch
 
 from .. import _vendor, backends
 from ._checks import check_choice, check_float, check_same_device, is_number
-from ._host import once_differentiable
+from ._host import in_dtype, once_differentiable
 from ._norm import check_norm, norm_backward, norm_forward, norm_reference
 
 __all__ = ["MODES", "add_rms_norm", "add_rms_norm_reference"]
@@ -74,8 +74,8 @@ class _AddRmsNorm(torch.autograd.Function):
         if d is None:
             return None, None, dw, None
         dtype, residual_dtype = ctx.dtypes
-        dx = (d if m == 1.0 else d * m).to(dtype) if needs_x else None
-        return dx, d.to(residual_dtype) if needs_residual else None, dw, None
+        dx = in_dtype(d if m == 1.0 else d * m, dtype) if needs_x else None
+        return dx, in_dtype(d, residual_dtype) if needs_residual else None, dw, None
 
 
 def add_rms_norm(
@@ -119,7 +119,8 @@ def add_rms_norm(
     check_float("residual", residual)
     if residual.shape != x.shape:
         raise ValueError(f"residual must have x's shape {list(x.shape)}; got {list(residual.shape)}")
-    check_same_device(x=x, residual=residual)
+    if residual.device != x.device:
+        check_same_device(x=x, residual=residual)
 
     def uncovered() -> str | None:
         return _vendor.uncovered_norm(
@@ -132,7 +133,7 @@ def add_rms_norm(
         )
 
     chosen = backends.choose("add_rms_norm", x.device, backend, uncovered, at=lambda: backends.of_rows(x))
-    if torch.compiler.is_compiling():
+    if chosen == "torch" and torch.compiler.is_compiling():
         return add_rms_norm_reference(
             x, residual, weight, eps, offset=offset, casting=casting, mode=mode, multiplier=multiplier
         )

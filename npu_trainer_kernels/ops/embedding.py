@@ -167,8 +167,8 @@ def _forward(ids: torch.Tensor, weight: torch.Tensor, scale: float | None, backe
     n_rows = ids.numel()
     launch(
         _gather_kernel, (tiling.programs(-(-n_rows // tile.rows), spec, tile.blocks), tile.blocks),
-        _given_ids(ids, spec), weight.contiguous(), y, n_rows, 1.0 if scale is None else scale,
-        HAS_SCALE=scale is not None, N_COLS=n_cols, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        (_given_ids(ids, spec), weight.contiguous(), y, n_rows, 1.0 if scale is None else scale),
+        {"HAS_SCALE": scale is not None, "N_COLS": n_cols, "ROWS": tile.rows, "COLS": tile.cols, **tile.options},
     )  # fmt: skip
     return y
 
@@ -217,8 +217,9 @@ def _backward(ids: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, padding
     tile = tiling.embedding_tile(n_cols, spec)
     launch(
         _scatter_kernel, (tiling.programs(n_rows, spec, tile.blocks), tile.blocks),
-        in_order, order.int(), starts, rank[-1:].int(), rows, dw, rows.stride(0), 1.0 if scale is None else scale,
-        -1 if padding_idx is None else padding_idx, N_COLS=n_cols, COLS=tile.cols, **tile.options,
+        (in_order, order.int(), starts, rank[-1:].int(), rows, dw, rows.stride(0), 1.0 if scale is None else scale,
+         -1 if padding_idx is None else padding_idx),
+        {"N_COLS": n_cols, "COLS": tile.cols, **tile.options},
     )  # fmt: skip
     return dw
 
@@ -235,8 +236,10 @@ def _backward_by_vocabulary(
     every = torch.arange(size + 1, dtype=torch.int32, device=dw.device)
     starts = torch.searchsorted(in_order, every, out_int32=True)
     launch(
-        _vocabulary_kernel, (size, tile.blocks), order, starts, dy, dw, dy.stride(0), 1.0 if scale is None else scale,
-        -1 if padding_idx is None else padding_idx, N_COLS=n_cols, ROWS=tile.rows, COLS=tile.cols, **tile.options,
+        _vocabulary_kernel, (size, tile.blocks),
+        (order, starts, dy, dw, dy.stride(0), 1.0 if scale is None else scale,
+         -1 if padding_idx is None else padding_idx),
+        {"N_COLS": n_cols, "ROWS": tile.rows, "COLS": tile.cols, **tile.options},
     )  # fmt: skip
     return dw
 
@@ -295,7 +298,7 @@ def embedding(
     if scale is not None and not is_number(scale):
         raise ValueError(f"scale must be None or a finite number; got {scale!r}")
     chosen = backends.choose("embedding", weight.device, backend, at=lambda: (weight.dtype, ids.numel(), weight.shape))
-    if torch.compiler.is_compiling():
+    if chosen == "torch" and torch.compiler.is_compiling():
         return embedding_reference(ids, weight, padding_idx=padding_idx, scale=scale)
     check_range("ids", ids, ids.device, size)
     return _Embedding.apply(ids, weight, (padding_idx, scale, chosen))

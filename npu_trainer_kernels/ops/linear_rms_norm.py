@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ._checks import check_float, check_same_device
-from ._host import autocasts, compute_dtype, once_differentiable
+from ._host import autocasts, compute_dtype, in_dtype, once_differentiable
 from ._norm import check_norm_options, norm_backward, norm_forward, norm_reference
 from .rms_norm import norm_backends, rms_norm
 
@@ -139,6 +139,6 @@ def linear_rms_norm(
         # Autocast makes a copy of x for the linear layer, and that is what it would keep.
         return rms_norm(_heads(x, weight, bias, size), norm_weight, eps, offset=offset, casting=casting,
                         backend=backend)  # fmt: skip
-    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    weight, bias = in_dtype(weight, dtype), None if bias is None else in_dtype(bias, dtype)
     chosen, backward = norm_backends(x, norm_weight, casting, backend)
     return _LinearRmsNorm.apply(x, weight, norm_weight, bias, (eps, offset, casting, chosen, backward))

@@ -101,6 +101,6 @@ def rms_norm(
     """
     check_norm(x, weight, eps, offset, casting)
     chosen, backward = norm_backends(x, weight, casting, backend)
-    if torch.compiler.is_compiling():
+    if chosen == "torch" and torch.compiler.is_compiling():
         return rms_norm_reference(x, weight, eps, offset=offset, casting=casting)
     return _RmsNorm.apply(x, weight, (eps, offset, casting, chosen, backward))

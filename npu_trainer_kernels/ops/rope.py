@@ -433,7 +433,12 @@ def _rotate_pair_kernel(
 
 
 def _with_unit_stride(t: torch.Tensor) -> torch.Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
+    return t if t.stride()[-1] == 1 else t.contiguous()
+
+
+def _like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for t rotated, in the order of t's dimensions."""
+    return torch.empty_like(t) if t.dtype is dtype else torch.empty_like(t, dtype=dtype)
 
 
 def _table_strides(table: torch.Tensor) -> tuple[int, int]:
@@ -459,15 +464,14 @@ def _rotate_pair(
     if tile is None or n_batches > _MOST_BATCHES or not q.numel() or not k.numel():
         return _rotate(q, cos, sin, dtypes[0], form, inverse), _rotate(k, cos, sin, dtypes[1], form, inverse)
     q, k = _with_unit_stride(q), _with_unit_stride(k)
-    yq, yk = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
+    yq, yk = _like(q, dtypes[0]), _like(k, dtypes[1])
     of_q, of_k, of_yq, of_yk = form.strides(q), form.strides(k), form.strides(yq), form.strides(yk)
     launch(
         _rotate_pair_kernel, (n_tokens, n_batches),
-        q, k, yq, yk, cos, sin, *of_q, *of_k, *of_yq, *of_yk, *_table_strides(cos),
-        *_table_strides(sin),
-        INVERSE=inverse, **form.flags[inverse], HALF=half, REST=rest, Q_HEADS=q_heads, K_HEADS=k_heads,
-        GROUP=tile.heads, COLS=tile.cols, REST_COLS=tiling.next_power_of_2(rest) if rest else 1, AHEAD=tile.ahead,
-        PACKED=of_q[1] == of_k[1] == of_yq[1] == of_yk[1] == size, **tile.options,
+        (q, k, yq, yk, cos, sin, *of_q, *of_k, *of_yq, *of_yk, *_table_strides(cos), *_table_strides(sin)),
+        {"INVERSE": inverse, **form.flags[inverse], "HALF": half, "REST": rest, "Q_HEADS": q_heads, "K_HEADS": k_heads,
+         "GROUP": tile.heads, "COLS": tile.cols, "REST_COLS": tiling.next_power_of_2(rest) if rest else 1,
+         "AHEAD": tile.ahead, "PACKED": of_q[1] == of_k[1] == of_yq[1] == of_yk[1] == size, **tile.options},
     )  # fmt: skip
     return yq, yk
 
@@ -477,7 +481,7 @@ def _rotate(
 ) -> torch.Tensor:
     """x rotated, in `dtype`; keeps the order of x's dimensions in memory, as elementwise operations do."""
     x = _with_unit_stride(x)
-    y = torch.empty_like(x, dtype=dtype)
+    y = _like(x, dtype)
     if not x.numel():
         return y
     n_batches, n_heads, n_tokens, size = form.sizes(x)
@@ -487,10 +491,10 @@ def _rotate(
     tile = tiling.rope_tile(half, size - 2 * half, itemsize, form.pairs != "halves", spec)
     launch(
         _rotate_kernel, (tiling.programs(n_batches * -(-n_tokens // tile.rows), spec),),
-        x, y, cos, sin, n_batches, n_tokens, n_heads, *form.strides(x), *form.strides(y),
-        *_table_strides(cos), *_table_strides(sin),
-        INVERSE=inverse, **form.flags[inverse], HALF=half, REST=size - 2 * half, ROWS=tile.rows, COLS=tile.cols,
-        REST_COLS=tile.rest_cols, **tile.options,
+        (x, y, cos, sin, n_batches, n_tokens, n_heads, *form.strides(x), *form.strides(y), *_table_strides(cos),
+         *_table_strides(sin)),
+        {"INVERSE": inverse, **form.flags[inverse], "HALF": half, "REST": size - 2 * half, "ROWS": tile.rows,
+         "COLS": tile.cols, "REST_COLS": tile.rest_cols, **tile.options},
     )  # fmt: skip
     return y
 
@@ -560,9 +564,10 @@ class _Rope(torch.autograd.Function):
 
 def _check_table(name: str, table: torch.Tensor, batch: int, tokens: int, width: int) -> None:
     check_float(name, table)
-    if table.shape not in ((1, tokens, width), (batch, tokens, width)):
+    shape = table.shape
+    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] != tokens or shape[2] != width:
         raise ValueError(
-            f"{name} must have shape [{batch} or 1, {tokens}, {width}], as q and cos say; got {list(table.shape)}"
+            f"{name} must have shape [{batch} or 1, {tokens}, {width}], as q and cos say; got {list(shape)}"
         )
     if table.requires_grad:
         raise ValueError(f"{name} must not require a gradient: rope does not differentiate its tables")
@@ -610,14 +615,15 @@ def rope(
     form = _options(pairs, tables, casting, heads)
     check_float("q", q)
     layout = "[B, H, T, D]" if heads == 1 else "[B, T, H, D]"
-    if q.dim() != 4 or not q.shape[-1]:
-        raise ValueError(f"q must have shape {layout} with D at least 2; got {list(q.shape)}")
+    shape = q.shape
+    if len(shape) != 4 or not shape[-1]:
+        raise ValueError(f"q must have shape {layout} with D at least 2; got {list(shape)}")
     batch, _, tokens, size = form.sizes(q)
     if k is not None:
         check_float("k", k)
         n_keys, _, key_tokens, key_size = form.sizes(k) if k.dim() == 4 else (0, 0, 0, 0)
         if n_keys != batch or key_tokens != tokens or key_size != size:
-            raise ValueError(f"k must have q's shape {list(q.shape)} but for its heads, {layout}; got {list(k.shape)}")
+            raise ValueError(f"k must have q's shape {list(shape)} but for its heads, {layout}; got {list(k.shape)}")
     width = cos.shape[-1] if cos.dim() == 3 else 0
     rotated = form.rotated_size(width)
     if not 0 < rotated <= size or rotated % 2:
@@ -627,12 +633,14 @@ def rope(
         )
     _check_table("cos", cos, batch, tokens, width)
     _check_table("sin", sin, batch, tokens, width)
-    check_same_device(q=q, k=k, cos=cos, sin=sin)
+    where = q.device
+    if cos.device != where or sin.device != where or (k is not None and k.device != where):
+        check_same_device(q=q, k=k, cos=cos, sin=sin)
 
     def at() -> backends.Shape:
         return q.dtype, batch * tokens, (q.shape[heads], 0 if k is None else k.shape[heads], size)
 
-    chosen = backends.choose("rope", q.device, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin, form), at=at)
-    if torch.compiler.is_compiling():
+    chosen = backends.choose("rope", where, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin, form), at=at)
+    if chosen == "torch" and torch.compiler.is_compiling():
         return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
     return _Rope.apply(q, k, cos, sin, form, chosen)

@@ -27,7 +27,7 @@ from ._blocks import load, load_fp32, store, tile_of
 from ._checks import check_float, check_same_device
 from ._fallback import falls_back
 from ._gates import Gate, activated, bounded_gate, bounded_up, gate_options, slope, within_limit
-from ._host import autocasts, compute_dtype, contiguous_like, once_differentiable
+from ._host import autocasts, compute_dtype, contiguous_like, in_dtype, once_differentiable
 from ._launch import launch
 
 __all__ = ["swiglu", "swiglu_linear", "swiglu_linear_reference", "swiglu_reference"]
@@ -250,7 +250,7 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     parts = 1 if form.joined is None else 2
     n_cols = inputs[0].shape[-1] // parts
     # As one long row, whose length is then a multiple of 16 whatever the number of tokens: a kernel is compiled once.
-    if n_cols % 16 == 0 and form.joined != "halves" and all(t.is_contiguous() for t in inputs):
+    if n_cols % 16 == 0 and form.joined != "halves" and all(map(torch.Tensor.is_contiguous, inputs)):
         n_cols = inputs[0].numel() // parts
         rows, cols, blocks = 1, block.size, -(-n_cols // block.size)
         n_tasks, n_whole, exact = blocks, n_cols // cols, False
@@ -265,8 +265,9 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
         strides = [t.stride(0) for t in inputs]
     tasks = n_whole + n_tasks - n_whole * rows
     launch(
-        kernel, (tiling.programs(tasks, spec),), *inputs, *outputs, n_tasks, n_whole, blocks, n_cols, *strides,
-        **form.flags, **flags, ROWS=rows, COLS=cols, EXACT=exact, **block.options,
+        kernel, (tiling.programs(tasks, spec),),
+        (*inputs, *outputs, n_tasks, n_whole, blocks, n_cols, *strides),
+        {**form.flags, **flags, "ROWS": rows, "COLS": cols, "EXACT": exact, **block.options},
     )  # fmt: skip
 
 
@@ -274,7 +275,7 @@ def _product_like(gate: torch.Tensor, form: Gate) -> torch.Tensor:
     """Memory for y."""
     if form.joined is None:
         return contiguous_like(gate)
-    return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    return gate.new_empty(*gate.shape[:-1], gate.shape[-1] // 2)
 
 
 @falls_back("swiglu")
@@ -417,12 +418,14 @@ def _check(gate: torch.Tensor, up: torch.Tensor | None, joined: str | None) -> i
     if up is None:
         raise ValueError("up must be a tensor unless joined says how gate holds both; got None")
     check_float("up", up)
-    check_same_device(gate=gate, up=up)
-    if up.shape != gate.shape:
-        raise ValueError(f"up must have gate's shape {list(gate.shape)}; got {list(up.shape)}")
+    if up.device != gate.device:
+        check_same_device(gate=gate, up=up)
+    shape = gate.shape
+    if up.shape != shape:
+        raise ValueError(f"up must have gate's shape {list(shape)}; got {list(up.shape)}")
     if up.dtype != gate.dtype:
         raise ValueError(f"up must have gate's dtype {gate.dtype}; got {up.dtype}")
-    return gate.shape[-1]
+    return shape[-1]
 
 
 def _chosen(gate: torch.Tensor, form: Gate, backend: str | None) -> str:
@@ -471,7 +474,7 @@ def swiglu(
     form = gate_options(activation, alpha, limit, offset, joined)
     _check(gate, up, joined)
     chosen = _chosen(gate, form, backend)
-    if torch.compiler.is_compiling():
+    if chosen == "torch" and torch.compiler.is_compiling():
         return form.product(*form.parts(gate, up))
     return _SwiGlu.apply(gate, up, form, chosen)
 
@@ -531,10 +534,10 @@ def swiglu_linear(
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != gate.dtype and not autocasts(gate):
             raise ValueError(f"{name} must have gate's dtype {gate.dtype} without autocast; got {t.dtype}")
-    if torch.compiler.is_compiling():
+    if chosen == "torch" and torch.compiler.is_compiling():
         return torch.nn.functional.linear(form.product(*form.parts(gate, up)), weight, bias)
     if dtype != gate.dtype:
         # Autocast rounds the product before the projection reads it: there are two tensors, and the second is kept.
         return torch.nn.functional.linear(_SwiGlu.apply(gate, up, form, chosen), weight, bias)
-    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    weight, bias = in_dtype(weight, dtype), None if bias is None else in_dtype(bias, dtype)
     return _SwiGluLinear.apply(gate, up, weight, bias, overwrite, form, chosen)

@@ -123,6 +123,8 @@ def plain_inside(module: nn.Module) -> bool:
 def mixes_tokens(module: nn.Module) -> str | None:
     """Why what was set on a module may do something else to a row than to a batch of the same tokens, or None: plans
     split heads, columns, ids and experts, and one that splits sequences says so."""
+    if "forward" not in vars(module):
+        return None
     plan = _planned(module)
     if plan is None:
         return None if getattr(instead_of(module), "__module__", None) == _EXPERTS else set_on_instance(module)

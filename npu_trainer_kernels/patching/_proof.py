@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ._agreement import MODES, repeatable
 from ._batch import Batch, hidden_of, routers_of
-from ._classes import original_class
+from ._classes import has_hooks, original_class
 from ._miniature import VOCABULARY, miniature, miniature_around, small_config
 from ._packed import Asked, Unserved, foreign_attention, why_not
 from ._parallel import mixes_tokens
@@ -263,7 +263,7 @@ def in_the_way(body: nn.Module) -> str | None:
             return "its layers are compiled"
         if (reason := mixes_tokens(part)) is not None:
             return f"its {original_class(part).__name__}: {reason}"
-    for part in (*layers, *beside):
+    for part in filter(has_hooks, (*layers, *beside)):
         for name in _HOOKS:
             for hook in getattr(part, name).values():
                 function = getattr(hook, "func", hook)

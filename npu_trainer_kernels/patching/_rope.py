@@ -44,7 +44,7 @@ __all__ = ["RopePatch"]
 
 _PROJECT = "_npu_kernels_linear_rms_norm"
 _ROTATES = ("rotary", "rope")
-_DTYPES = (*FLOATS, torch.complex64)
+_DTYPES = frozenset((*FLOATS, torch.complex64))
 _OTHER = Late("other arguments, or other shapes, than its form has")
 
 
@@ -167,11 +167,11 @@ class RopePatch(Patch):
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
         # A function is served here, of which `module` is the form.
         for given in (*args, *kwargs.values()):
-            if isinstance(given, torch.Tensor):
-                if type(given) not in PLAIN:
-                    return f"a {type(given).__name__} is no plain tensor"
+            if type(given) in PLAIN:
                 if given.dtype not in _DTYPES:
                     return f"{str(given.dtype).removeprefix('torch.')} values"
+            elif isinstance(given, torch.Tensor):
+                return f"a {type(given).__name__} is no plain tensor"
         return None
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:

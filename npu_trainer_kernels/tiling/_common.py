@@ -34,7 +34,7 @@ def programs(tasks: int, spec: DeviceSpec, blocks: int = 1) -> int:
     """
     if spec.has_buffer:
         return max(1, min(tasks, spec.vector_cores // blocks))
-    return max(1, tasks)
+    return tasks if tasks > 0 else 1
 
 
 def launch_options(spec: DeviceSpec, num_warps: int) -> dict[str, int]:

@@ -122,7 +122,7 @@ def test_the_launcher_serves_the_launch_seam_and_adds_up(level):
     launcher = LoweringLauncher(level=level)
     with device.use_chip("Ascend910B4"), use_launcher(launcher):
         for _ in range(2):
-            launch(toys.scaled_rows, (4,), x, scale, y, ROWS, COLS, 1.0, BLOCK=1024)
+            launch(toys.scaled_rows, (4,), (x, scale, y, ROWS, COLS, 1.0), {"BLOCK": 1024})
     assert torch.equal(y, x * scale[:, None])
     assert launcher.traffic.keys() == {"scaled_rows"}
     assert launcher.total.transfers_in == 2 * ROWS
@@ -135,7 +135,7 @@ def test_the_recorder_runs_nothing(level):
     x = torch.empty(ROWS, COLS, device="meta")
     recorder = Recorder()
     with use_launcher(recorder):
-        launch(toys.scaled_rows, (4,), x, x, x, ROWS, COLS, 1.0, BLOCK=1024)
+        launch(toys.scaled_rows, (4,), (x, x, x, ROWS, COLS, 1.0), {"BLOCK": 1024})
     (recorded,) = recorder.launches
     assert (recorded.kernel, recorded.grid, recorded.constexprs) == (toys.scaled_rows, (4,), {"BLOCK": 1024})
     assert recorded.args[0] is x

@@ -16,7 +16,7 @@ from . import toys
 def _scale(x, scale, block):
     y = torch.empty_like(x)
     programs = min(x.shape[0], device.spec(x.device).vector_cores)
-    launch(toys.scaled_rows, (programs,), x, scale, y, x.shape[0], x.shape[1], 1.0, BLOCK=block)
+    launch(toys.scaled_rows, (programs,), (x, scale, y, x.shape[0], x.shape[1], 1.0), {"BLOCK": block})
     return y
 
 
@@ -46,7 +46,7 @@ def test_a_passing_gate():
 
 def test_each_failure_names_the_kernel_the_case_and_the_rule():
     def refused():
-        launch(toys.refused, (1,), torch.empty(64, device="meta"), torch.empty(64, device="meta"), BLOCK=64)
+        launch(toys.refused, (1,), (torch.empty(64, device="meta"), torch.empty(64, device="meta")), {"BLOCK": 64})
 
     cases = [_case(block=65536), _case(run_small=_small, max_traffic=1.0), Case("refused", "64", "fp32", refused)]
     found = failures(collect(cases, ["Ascend910B4"]))
@@ -67,7 +67,7 @@ def _toy(kernel, few=8, cols=98304, out=torch.bfloat16, minima=None, **constexpr
     def run(rows=4000):
         x = torch.empty(rows, cols, dtype=torch.bfloat16, device="meta")
         programs = min(rows, device.spec(x.device).vector_cores)
-        launch(kernel, (programs,), x, torch.empty(rows, cols, dtype=out, device="meta"), rows, cols, **constexprs)
+        launch(kernel, (programs,), (x, torch.empty(rows, cols, dtype=out, device="meta"), rows, cols), constexprs)
 
     shape = f"4000 x {cols} (columns)"
     return Case("toy", shape, "bf16", run, few=FewRows(lambda: run(few), few, few * cols), minima=minima or {})
@@ -127,7 +127,7 @@ def test_chips_that_the_compiler_knows_alike_share_a_plan(monkeypatch):
 def test_a_row_that_goes_in_blocks_may_be_read_twice():
     def run():
         x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
-        launch(toys.scaled_rows, (4, 2), x, x, x, 64, 4096, 1.0, BLOCK=4096)
+        launch(toys.scaled_rows, (4, 2), (x, x, x, 64, 4096, 1.0), {"BLOCK": 4096})
 
     case = Case("scale", "64 x 4096", "bf16", run, _small, 1.0)
     (row,) = collect([case], ["Ascend910B4"])

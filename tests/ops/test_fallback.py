@@ -181,7 +181,7 @@ def test_memory_that_has_run_out_is_no_fault_of_a_kernel(monkeypatch, device, ba
     @falls_back("swiglu")
     def step(x, backend):
         if backend == "triton":
-            launch(Kernel(), (1,), x)
+            launch(Kernel(), (1,), (x,), {})
         elif backend == "vendor":
             Kernel()[(1,)](x)
         return backend
@@ -218,7 +218,7 @@ def test_an_earlier_operators_failure_retires_no_kernel_and_says_how_to_find_it(
     @falls_back("swiglu")
     def step(x, backend):
         if backend == "triton":
-            launch(Kernel(), (1,), x)
+            launch(Kernel(), (1,), (x,), {})
         elif backend == "vendor":
             Kernel()[(1,)](x)
         return backend

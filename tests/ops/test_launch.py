@@ -91,8 +91,8 @@ USUAL = {"x": X, "y": Y, "n": 48, "stride": 32, "scale": 0.5, "HAS_SCALE": True,
 
 def launch(kernel: JITFunction, grid: tuple[int, ...] = (3,), **changes: Any) -> None:
     given = {**USUAL, **changes}
-    args = [given.pop(name) for name in ("x", "y", "n", "stride", "scale")]
-    _launch.launch(kernel, grid, *args, **given)
+    args = tuple(given.pop(name) for name in ("x", "y", "n", "stride", "scale"))
+    _launch.launch(kernel, grid, args, given)
 
 
 def test_the_second_launch_does_not_ask_triton(gpu, kernel):
@@ -175,7 +175,7 @@ def test_a_kernel_runs_where_its_tensors_are(monkeypatch):
             return lambda t: ran.append((t.device.index, cards.current))
 
     for index in (0, 1, 0):
-        _launch.launch(Kernel(), (1,), SimpleNamespace(device=torch.device("cuda", index)))
+        _launch.launch(Kernel(), (1,), (SimpleNamespace(device=torch.device("cuda", index)),), {})
     device._current_device.cache_clear()
     assert ran == [(0, 0), (1, 1), (0, 0)]
     assert cards.current == 0
