@@ -2,6 +2,7 @@
 
 import functools
 import os
+from typing import Any
 
 __all__ = ["RUN", "check_switch", "switch", "variable"]
 
@@ -9,16 +10,21 @@ __all__ = ["RUN", "check_switch", "switch", "variable"]
 RUN = "NPU_KERNELS_RUN"
 _ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 
-# The variables as `os.environ` keeps them. Ops ask for variables at every call, and `os.environ.get` raises and catches
-# two exceptions for one that is not set: twice that was a twelfth of a norm's forward.
-_kept = os.environ._data  # type: ignore[attr-defined]
 _as_kept = functools.cache(os.environ.encodekey)
 
 
 def variable(name: str) -> str:
-    """An environment variable; empty where it is not set."""
-    value = _kept.get(_as_kept(name))
-    return "" if value is None else os.environ.decodevalue(value)
+    """An environment variable; empty where it is not set.
+
+    Ops ask for variables at every call, and `os.environ.get` raises and catches two exceptions for one that is not set:
+    twice that was a twelfth of a norm's forward. So it is looked up where `os.environ` keeps it.
+    """
+    environment: Any = os.environ
+    kept = getattr(environment, "_data", None)
+    if kept is None:  # somebody has put a plain dict there
+        return str(environment.get(name, ""))
+    value = kept.get(_as_kept(name))
+    return "" if value is None else str(environment.decodevalue(value))
 
 
 def switch(name: str, default: bool = False) -> bool:
