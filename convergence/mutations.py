@@ -376,17 +376,16 @@ def _advantages_left_behind(original: Any, value: Any, order: list[int]) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Faults of experts. Where the kernels are applied a module is run on a few rows, without gradients, and left alone if
-# the op gives something else; so these come later, or hit an expert that has none of those rows.
+# Faults of experts
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def _weighted_twice(original: Any, x: Any, ids: Any, weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return original(x, ids, weights * weights if torch.is_grad_enabled() else weights, *args, **kwargs)
+    return original(x, ids, weights * weights, *args, **kwargs)
 
 
-def _concatenated(original: Any, *args: Any, interleaved: bool = False, **kwargs: Any) -> Any:
-    return original(*args, interleaved=interleaved and not torch.is_grad_enabled(), **kwargs)
+def _concatenated(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{**kwargs, "interleaved": False})
 
 
 def _one_experts_rows_shifted(original: Any, x: torch.Tensor, routing: Routing, *args: Any) -> torch.Tensor:
