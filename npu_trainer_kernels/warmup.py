@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from . import _triton, device
+from ._errors import one_line
 from .ops._launch import KernelError, build_launcher, compile_only, use_launcher
 from .patching import NpuKernels
 from .patching._call import HeadPlan, use_plan
@@ -151,7 +152,7 @@ def record(
                 with torch.no_grad():
                     step(each, each.model, planned=False, backward=False)
     except _ERRORS as error:
-        found.problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        found.problem = one_line(error)
     return found
 
 

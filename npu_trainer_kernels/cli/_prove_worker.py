@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .. import backends, device, tuned
+from .._errors import one_line
 from .._optional import require
 from .._triton import MissingDependencyError
 from ..ops._launch import KernelError
@@ -80,10 +81,6 @@ def _where() -> torch.device:
     return torch.device(device.accelerator())
 
 
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:400]
-
-
 # ------------------------------------------------------------------------------------------------------- device, checks
 def _device(items: Items) -> None:
     where = _where()
@@ -119,10 +116,10 @@ def _checks(items: Items) -> None:
         try:
             problem = check(work, where, backends.strict_override(backend))
         except (KernelError, torch.OutOfMemoryError) as error:
-            items.record(name, "failed", **row, reason=_said(error))
+            items.record(name, "failed", **row, reason=one_line(error))
         except ValueError as error:
             # The vendor's operators cover some calls.
-            items.record(name, "absent" if backend == "vendor" else "failed", **row, reason=_said(error))
+            items.record(name, "absent" if backend == "vendor" else "failed", **row, reason=one_line(error))
         else:
             items.record(name, "ok" if problem is None else "wrong", **row, reason=problem)
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from .._errors import one_line
 from ._model import DTYPES, shapes_of
 from ._model import HELP as MODEL_HELP
 from ._output import FINE, FOUND, STOPPED, Output, UsageError, new_table
@@ -164,7 +165,7 @@ def tune_op(
         time = _timer(work, where, settings or Settings(least=7))
     except torch.OutOfMemoryError as error:
         # All experts of a large model, which training shares out to several devices.
-        found.problems["inputs"] = _first_line(error)
+        found.problems["inputs"] = one_line(error)
         return found
     # Twice in turn, and the better of both counts: what else the machine does should hit all alike.
     for name in (*candidates(work, where), "plain") * 2:
@@ -181,15 +182,11 @@ def tune_op(
             found.times[name] = min(now, found.times.get(name, now), key=lambda t: t.median)
         except (KernelError, ValueError, torch.OutOfMemoryError) as error:
             # The vendor's operators cover some calls (ValueError); logits of plain PyTorch may not fit.
-            found.problems[name] = _first_line(error)
+            found.problems[name] = one_line(error)
     if "triton" in found.times and is_accelerator(where):
         tried = tune_tiles(found.times["triton"], lambda: time("triton"), where, settled)
         found.tiles, found.times["triton"], found.too_large = tried
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _timer(work: "Workload", where: "torch.device", settings: "Settings") -> "Callable[[str], Summary]":

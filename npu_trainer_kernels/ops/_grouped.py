@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from .. import _vendor, tiling
 from .. import device as devices
+from .._errors import one_line
 from .._triton import jit, tl
 from ._checks import has_values
 from ._fallback import falls_back
@@ -75,7 +76,7 @@ def trial(device: torch.device, dtype: torch.dtype, backend: str) -> str | None:
             got.append(outer_products(rows, upstream, ends, backend))
             return differs("the grouped product", got, wanted, dtype)
     except TRIAL_ERRORS as error:
-        return f"the grouped product raises there: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        return f"the grouped product raises there: {one_line(error, 120)}"
 
 
 def _kind(device: torch.device) -> str:

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 
 from .. import _vendor, backends
 from .. import device as devices
+from .._errors import one_line
 from .._opaque import opaque
 from ._checks import FLOATS, check_same_device, is_number
 from ._fallback import falls_back
@@ -254,7 +255,7 @@ def trial(
             wanted = outcome(varlen_attention_reference, wide, **options)
             return differs("attention by segments", got, wanted, dtype)
     except TRIAL_ERRORS as error:
-        return f"attention by segments raises there: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        return f"attention by segments raises there: {one_line(error, 120)}"
 
 
 def _check(

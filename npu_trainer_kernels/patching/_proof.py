@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from .._errors import one_line
 from ._agreement import MODES, repeatable
 from ._batch import Batch, hidden_of, routers_of
 from ._classes import has_hooks, original_class
@@ -103,7 +104,7 @@ def _shown(real: Any, inner: str, small: Any) -> Proof | str:
     try:
         body = _miniature(real, inner, small)
     except PROBE_ERRORS as error:
-        return f"no miniature of it can be made: {_line(error)}"
+        return f"no miniature of it can be made: {one_line(error, 120)}"
     for module in body.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # a packed row draws other numbers
@@ -145,7 +146,7 @@ def _compared(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
             hidden, routers = hidden_of(plain), routers_of(plain)
             each = hidden.shape[:2] == ids.shape and all(r.shape[:-1].numel() == ids.numel() for r in routers)
     except PROBE_ERRORS as error:
-        return f"no miniature of it can be made: {_line(error)}"
+        return f"no miniature of it can be made: {one_line(error, 120)}"
     if not each:
         return "a miniature of it gives no hidden state for each token"
     if routed and not routers:
@@ -161,7 +162,7 @@ def _compared(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
         except Unserved as error:
             return str(error)
         except PROBE_ERRORS as error:
-            return f"its code takes no packed row: {_line(error)}"
+            return f"its code takes no packed row: {one_line(error, 120)}"
         out, packing = got
         if not packing.attended:
             return "its attention is not transformers' own"
@@ -191,10 +192,6 @@ def unserved_layers(
         why_not(where, dtype, (size, value), 1 if window else None, softcap, sinks, dropout, backend)
         for window, softcap, sinks in proof.asked for size, value, dropout in layers
     )), None)  # fmt: skip
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
 
 _MIXING = "peft.tuners.lily."
