@@ -29,7 +29,7 @@ from .models import MODELS, build_model, model_class
 from .results import Row
 from .steps import build_trainer, kernels_of, patch_with_liger, ran
 
-__all__ = ["WAYS", "WRAPPERS", "batch_of", "collectives", "free", "time_head", "train"]
+__all__ = ["WAYS", "WRAPPERS", "Peak", "batch_of", "collectives", "free", "time_head", "train"]
 
 WRAPPERS = ("alone", "ddp", "fsdp2", "tp")
 WARMUP = 3
@@ -88,7 +88,7 @@ def collectives(step: Callable[[], object], device: torch.device) -> dict[str, i
     return _counts(profile, device)
 
 
-class _Peak:
+class Peak:
     """Of the allocator, from now on; 0 on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -229,7 +229,7 @@ def _loop(model: Any, workload: Workload, one_batch: bool, steps: int, device: t
         losses.append(loss.item())
         norms.append(norm.item())
 
-    peak = _Peak(device)
+    peak = Peak(device)
     for number in range(WARMUP + steps):
         start = time.perf_counter()
         step()
@@ -297,7 +297,7 @@ def time_head(sizes: dict[str, int], dtype: torch.dtype, way: str, device: torch
     del whole, found
     free(device)
     before = 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
-    peak, times = _Peak(device), []
+    peak, times = Peak(device), []
     for number in range(WARMUP + _CALLS):
         start = time.perf_counter()
         call(weight)
@@ -380,7 +380,7 @@ def _train_with_its_trainer(workload: Workload, wrapper: str, variant: str, step
         if wrapper == "alone":
             wrap = trainer.accelerator.prepare_model
             trainer.accelerator.prepare_model = lambda model, **given: wrap(model, **{**given, "evaluation_mode": True})
-        peak = _Peak(device)
+        peak = Peak(device)
         with _last_step_profiled(trainer, total, device) as counted:
             trainer.train()
         _check_wrapped(trainer.model_wrapped, wrapper)

@@ -17,7 +17,9 @@ from .models import MODELS, build_model
 if TYPE_CHECKING:
     from .endtoend import Clock, Variant, Workload
 
-__all__ = ["TRAINERS", "Positions", "build_trainer", "kernels_of", "patch_with_liger", "ran"]
+__all__ = [
+    "PACKING_OP", "TRAINERS", "Positions", "build_trainer", "kernels_of", "patch_with_liger", "ran", "sharing_from",
+]  # fmt: skip
 
 # The op that leaves padding out, and stores once what rows begin with alike.
 PACKING_OP = "varlen_attention"
@@ -106,6 +108,12 @@ def patch_with_liger(model: Any, own_head: bool) -> None:
     _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=own_head, cross_entropy=False)
 
 
+def sharing_from(share: float) -> Any:
+    """A patch of the share of its tokens that a batch has to save for its beginnings to be shared."""
+    layout = importlib.import_module("npu_trainer_kernels.patching._layout")
+    return mock.patch.object(layout, "MIN_SAVED", share)
+
+
 def kernels_of(variant: "Variant") -> Any:
     """The package's options of a variant."""
     import torch
@@ -118,8 +126,7 @@ def kernels_of(variant: "Variant") -> Any:
         return NpuKernelsArguments()
     if not variant.shares:
         # Nothing saves more than all tokens. For good: this process trains nothing else.
-        layout = importlib.import_module("npu_trainer_kernels.patching._layout")
-        mock.patch.object(layout, "MIN_SAVED", 2.0).start()
+        sharing_from(2.0).start()
     if variant.packs:
         return NpuKernelsArguments(use_npu_kernels=True, **dict(variant.options))
     # What is asked for by name is used even where a model had better keep its own code: so not all of the others.
