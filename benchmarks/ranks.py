@@ -29,7 +29,7 @@ from .models import MODELS, build_model, model_class
 from .results import Row
 from .steps import build_trainer, kernels_of, patch_with_liger, ran
 
-__all__ = ["WAYS", "WRAPPERS", "batch_of", "covered", "free", "time_head", "train"]
+__all__ = ["WAYS", "WRAPPERS", "batch_of", "covered", "free", "time_head", "train", "what_ran"]
 
 WRAPPERS = ("alone", "ddp", "fsdp2", "tp")
 WARMUP = 3
@@ -75,8 +75,33 @@ def covered(spans: Iterable[tuple[int, int]]) -> int:
     return total
 
 
+def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
+    """`collectives`, how often each of them ran on the device or was called on a CPU; on CUDA `profiled`, when it was
+    at work, in milliseconds.
+
+    Args:
+        events: Kineto's, of a profiled step.
+        on_cuda: the device's kernels are among them.
+    """
+    pattern = r"ncclDevKernel_([A-Za-z]+)" if on_cuda else r"c10d::(\w+)"
+    names, talk, other = collections.Counter[str](), list[tuple[int, int]](), list[tuple[int, int]]()
+    for event in events:
+        # A range that code has named is shown on the device, too, from its first kernel to its last.
+        if on_cuda and (event.device_type() != torch.autograd.DeviceType.CUDA or event.is_user_annotation()):
+            continue
+        match = re.match(pattern, event.name())
+        names.update([match[1]] if match else [])
+        (talk if match else other).append((event.start_ns(), event.start_ns() + event.duration_ns()))
+    found: Row = {"collectives": dict(sorted(names.items()))}
+    if on_cuda:
+        busy = covered([*talk, *other])
+        times = {"device_busy_ms": busy, "communication_ms": covered(talk), "exposed_ms": busy - covered(other)}
+        found["profiled"] = {name: nanoseconds / 1e6 for name, nanoseconds in times.items()}
+    return found
+
+
 class _StepProfile:
-    """Counts a step's collectives that ran on the device, or on a CPU were called; on CUDA, what the device did."""
+    """Of one step, from here on."""
 
     def __init__(self, device: torch.device) -> None:
         kinds = torch.profiler.ProfilerActivity
@@ -88,29 +113,15 @@ class _StepProfile:
         self._start = time.perf_counter()
 
     def stop(self) -> Row:
-        """What a row says of the step, in milliseconds: `collectives`, and on CUDA `profiled`."""
+        """What a row says of the step: see `what_ran`, and on CUDA its time and the host's share of it."""
         host = time.perf_counter() - self._start
         devices.synchronize(self._device)
         step = time.perf_counter() - self._start
         self._profile.stop()
         # Not `events()`, which takes seconds to build a tree of them.
-        events = self._profile.profiler.kineto_results.events()
-        on_cuda = self._device.type == "cuda"
-        pattern = r"ncclDevKernel_([A-Za-z]+)" if on_cuda else r"c10d::(\w+)"
-        talk, other, names = list[tuple[int, int]](), list[tuple[int, int]](), collections.Counter[str]()
-        for event in events:
-            if on_cuda and (event.device_type() != torch.autograd.DeviceType.CUDA or event.is_user_annotation()):
-                continue
-            match = re.match(pattern, event.name())
-            (talk if match else other).append((event.start_ns(), event.start_ns() + event.duration_ns()))
-            names.update([match[1]] if match else [])
-        found: Row = {"collectives": dict(sorted(names.items()))}
-        if on_cuda:
-            busy = covered([*talk, *other]) / 1e6
-            found["profiled"] = {
-                "step_ms": step * 1e3, "host_ms": host * 1e3, "device_busy_ms": busy,
-                "communication_ms": covered(talk) / 1e6, "exposed_ms": busy - covered(other) / 1e6,
-            }  # fmt: skip
+        found = what_ran(self._profile.profiler.kineto_results.events(), self._device.type == "cuda")
+        if "profiled" in found:
+            found["profiled"] |= {"step_ms": step * 1e3, "host_ms": host * 1e3}
         return found
 
 
