@@ -101,15 +101,21 @@ def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
 
 
 class _StepProfile:
-    """Of one step, from here on."""
+    """Of one step, from here on; all ranks begin together."""
 
     def __init__(self, device: torch.device) -> None:
         kinds = torch.profiler.ProfilerActivity
         self._device = device
-        # Nothing of the host on CUDA: to record its calls makes it twice as slow, and it may be what a step waits for.
-        self._profile: Any = torch.profiler.profile(activities=[kinds.CUDA if device.type == "cuda" else kinds.CPU])
+        # Nothing of the host on CUDA: to record its calls slows it down, and it may be what a step waits for.
+        self._profile: Any = torch.profiler.profile(
+            activities=[kinds.CUDA if device.type == "cuda" else kinds.CPU],
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=1),
+        )
+        # What takes long comes first, so that no rank waits in the step for another's profiler.
         self._profile.start()
+        distributed.barrier()
         devices.synchronize(device)
+        self._profile.step()
         self._start = time.perf_counter()
 
     def stop(self) -> Row:
@@ -258,7 +264,7 @@ def _train_in_a_loop(workload: Workload, wrapper: str, variant: str, steps: int,
 
 def _loop(model: Any, workload: Workload, one_batch: bool, steps: int, device: torch.device) -> Row:
     kinds = _by_kind(list(model.parameters()))
-    # The Trainer's default. Without `fused`, AdamW is some fifteen passes over memory, and as many calls of DTensor's.
+    # The Trainer's default. Without `fused`, AdamW goes over memory several times, and through DTensor as often.
     optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-5, fused=True)
     place = (0, 1) if one_batch else (distributed.get_rank(), distributed.get_world_size())
     batch = {name: t.to(device) for name, t in batch_of(workload, *place).items()}
