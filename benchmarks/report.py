@@ -299,7 +299,8 @@ _COLOURS = {
     "cut-cross-entropy-tuned": "#8c564b", "torch.compile-max-autotune-no-cudagraphs": "#aec7e8",
     "liger-chunked-eager": "#98df8a", "plain": "#7f7f7f", "flag": "#d62728", "flag-padded": "#ff9896",
     "flag-unshared": "#e377c2", "flag-tiled": "#ff7f0e", "flag-unbalanced": "#8c564b", "plain-flash": "#c7c7c7",
-    "liger-flash": "#98df8a", "plain-compiled": "#1f77b4", "flag-compiled": "#17becf",
+    "liger-flash": "#98df8a", "unsloth": "#bcbd22", "liger-wide": "#bcbd22", "plain-compiled": "#1f77b4",
+    "flag-compiled": "#17becf",
 }  # fmt: skip
 
 
