@@ -43,10 +43,10 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """`scaled_dot_product_attention` by the operators that PyTorch chooses on a card, in its order: cuDNN, flash, memory
-    efficient, plain. Without a mask flash stands for cuDNN's: the result of both lies in memory as the query does. That
-    of memory-efficient attention always has a token's heads together, as the next product reads them; the others' may
-    have to be copied for it."""
+    """`scaled_dot_product_attention` by the operators that PyTorch chooses on a card, in its order: cuDNN, flash,
+    memory-efficient, plain. Without a mask flash stands for cuDNN's: the result of both lies in memory as the query
+    does. That of memory-efficient attention always has a token's heads together, as the next product reads them; the
+    others' may have to be copied for it."""
     aten = torch.ops.aten
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
