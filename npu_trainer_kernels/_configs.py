@@ -24,5 +24,5 @@ def rotated_share(config: Any) -> float:
     rotation = setting(config, "rope_parameters") or {}
     kinds = setting(config, "layer_types") or [""]
     # By kinds of layers, where these differ; transformers 4 has no such dict.
-    share = rotation.get(kinds[0], rotation).get("partial_rotary_factor")
+    share = (rotation.get(kinds[0]) or rotation).get("partial_rotary_factor")
     return float(share or setting(config, "partial_rotary_factor", "rotary_pct") or 1.0)
