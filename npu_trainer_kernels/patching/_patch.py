@@ -144,12 +144,12 @@ class Site:
 
 
 def is_transformed() -> bool:
-    """Whether a call is part of a transform of torch.func, or of a derivative in forward mode: autograd's functions,
-    which ops are made of, have none."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether a call is part of a transform of torch.func, of a derivative in forward mode or of a trace: autograd's
+    functions, which ops are made of, have none."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._is_tracing()
 
 
-_TRANSFORM = "a transform of torch.func, or a derivative in forward mode"
+_TRANSFORM = "a transform of torch.func, a derivative in forward mode, or torch.jit.trace"
 _EXCHANGED = "its class has been given another forward"
 
 

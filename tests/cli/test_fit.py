@@ -396,8 +396,12 @@ def test_advice_is_the_least_effort_that_fits():
     )
     assert advice(rows[:1], 2) == (
         "Does not fit: a micro-batch of 2 takes at least 30.0 GiB (plain without checkpointing); "
-        "the largest that fits has 1 rows."
+        "the largest that fits is one of 1."
     )
+    nothing = [row("plain", False, 30, 0), row("kernels", True, 20, 0)]
+    says = "takes at least 20.0 GiB (kernels with checkpointing)"
+    assert advice(nothing, 1) == f"Does not fit: a micro-batch of 1 {says}."
+    assert advice(nothing, 2) == f"Does not fit: a micro-batch of 2 {says}, and one of 1 does not fit either."
     assert advice([*rows, row("kernels", True, 9, 512)], 2).endswith(
         "The most is at least 512, kernels with checkpointing."
     )
