@@ -89,10 +89,12 @@ def _cann(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def _drivers() -> dict[str, str | None]:
+def _drivers(root: Path = Path("/")) -> dict[str, str | None]:
+    # NVIDIA's open kernel module names the machine before its version: "Kernel Module for x86_64  580.159.04".
+    nvidia = r"Kernel Module(?:\s+for\s+\S+)?\s+([\d.]+)"
     return {
-        "Ascend driver": _found_in(r"^version\s*=\s*(.+)$", [Path("/usr/local/Ascend/driver/version.info")]),
-        "NVIDIA driver": _found_in(r"Kernel Module\D*([\d.]+)", [Path("/proc/driver/nvidia/version")]),
+        "Ascend driver": _found_in(r"^version\s*=\s*(.+)$", [root / "usr/local/Ascend/driver/version.info"]),
+        "NVIDIA driver": _found_in(nvidia, [root / "proc/driver/nvidia/version"]),
     }
 
 

@@ -152,21 +152,26 @@ def _columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
 
 def _head(found: Row) -> list[str]:
     device, packages = found["meta"]["device"], found["environment"].get("versions", {})
+    # Of a checkout that is not installed no version is known.
+    sources = found["meta"].get("sources")
     facts = [device["kind"]]
     facts += [f"{device['memory_bytes'] / _GIB:.1f} GiB"] if device["memory_bytes"] else []
     facts += [f"{found['meta']['devices']} of them"] if found["meta"]["devices"] > 1 else []
     return [
         "# npu-kernels prove", "", _paragraph(f"{device['name']} ({', '.join(facts)}); {found['written'][:10]}"), "",
         *(_item(f"{name} {version}") for name, version in packages.items() if version),
+        *([_item(f"this package's sources {sources}")] if sources else []),
     ]  # fmt: skip
 
 
 def _coverage(found: Row) -> list[str]:
     lines = ["## How far it came", ""]
     for part, state in found["parts"].items():
-        left = len(state["left"])
-        said = f"{state['done']} done" if state["begun"] else "not begun"
-        lines.append(_item(f"{TITLES[part]}: {said}" + (f", {left} left" if left else "")))
+        left, absent = len(state["left"]), sum(item["part"] == part for item in found["absent"])
+        said = [f"{state['done'] - absent} done" if state["begun"] else "not begun"]
+        said += [f"{absent} not possible here"] if absent else []
+        said += [f"{left} left for another run"] if left else []
+        lines.append(_item(f"{TITLES[part]}: {', '.join(said)}"))
     return lines
 
 

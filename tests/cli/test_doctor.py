@@ -168,6 +168,20 @@ def test_cann_is_found_where_its_environment_points(tmp_path):
     assert versions({"ASCEND_TOOLKIT_HOME": str(tmp_path)})["CANN"] == "8.2.RC1"
 
 
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [
+        ("NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (dvs-builder@U22)", "580.159.04"),
+    ],
+)
+def test_the_driver_of_both_kernel_modules_of_nvidia(tmp_path, said, version):
+    file = tmp_path / "proc" / "driver" / "nvidia" / "version"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"NVRM version: {said}\nGCC version:  gcc version 12.3.0\n")
+    assert _environment._drivers(tmp_path)["NVIDIA driver"] == version
+
+
 # ----------------------------------------------------------------------------------------------------------- self-check
 def plant(monkeypatch, fault):
     """Makes our rms_norm wrong."""
