@@ -327,20 +327,34 @@ def showcase_figure(results: Sequence[CaseResult], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    grid, axes = plt.subplots(3 * len(results), 1, figsize=(5, 8 * len(results)), layout="constrained", squeeze=False)
-    for place, result in enumerate(results):
-        checks = {check.name: check for check in result.checks}
-        top, middle, bottom = axes[3 * place : 3 * place + 3, 0]
-        learnt = "reward" if result.case["task"] == "grpo" else "loss"
-        _curves(top, "mean reward of a batch [1]" if learnt == "reward" else UNITS["loss"], result.curves[learnt])
-        _curves(middle, UNITS["held-out log-probability"], result.curves["held-out log-probability"])
-        name = "held-out log-probability"
-        _distance(bottom, f"difference of {name}", "[nats/token]", checks[name])
-        outcome = "passed" if result.passed else "FAILED"
-        top.set_title(f"{result.name}, {result.case['precision']}: {outcome}\n{top.get_title()}", loc="left")
+    panels = [(result, name) for result in results for name in _shown(result)]
+    grid, axes = plt.subplots(len(panels), 1, figsize=(5, 2.4 * len(panels)), layout="constrained", squeeze=False)
+    for axis, (result, name) in zip(axes[:, 0], panels, strict=True):
+        check = next((check for check in result.checks if f"difference of {check.name}" == name), None)
+        if check is not None:
+            _distance(axis, name, "[nats/token]", check)
+        else:
+            unit = _shown(result)[name]
+            curves = result.curves[name]
+            # A batch of completions is trained on in several steps, and has one reward.
+            _curves(axis, unit, curves, every=result.case["steps"] // len(curves["patched"]))
+        if name == next(iter(_shown(result))):
+            outcome = "passed" if result.passed else "FAILED"
+            axis.set_title(f"{result.name}, {result.case['precision']}: {outcome}\n{axis.get_title()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     grid.savefig(path, dpi=130)
     plt.close(grid)
+
+
+def _shown(result: CaseResult) -> dict[str, str]:
+    """What the showcase shows of a case, from above: curves and their titles, and a distance."""
+    is_grpo = result.case["task"] == "grpo"
+    rewards = {"reward": "mean reward of a batch, replayed in all runs [1]"} if is_grpo else {}
+    held_out = "held-out log-probability"
+    return {
+        **rewards, "loss": GRPO_LOSS if is_grpo else UNITS["loss"], held_out: UNITS[held_out],
+        f"difference of {held_out}": "",
+    }  # fmt: skip
 
 
 def _free_figure(result: CaseResult, path: Path, plt: Any) -> None:
@@ -372,8 +386,9 @@ def _free_figure(result: CaseResult, path: Path, plt: Any) -> None:
     plt.close(grid)
 
 
-def _curves(axis: Any, unit: str, curves: dict[str, Any]) -> None:
-    steps = range(1, len(curves["patched"]) + 1)
+def _curves(axis: Any, unit: str, curves: dict[str, Any], every: int = 1) -> None:
+    """`every`: steps from one number to the next."""
+    steps = [1 + every * i for i in range(len(curves["patched"]))]
     for i, run in enumerate(curves["unpatched"]):
         axis.plot(steps, run, color=UNPATCHED, linewidth=1.5, alpha=0.6, label="without the kernels" if not i else None)
     axis.plot(steps, curves["patched"], color=PATCHED, linewidth=1.5, linestyle=(0, (4, 3)), label="with the kernels")
