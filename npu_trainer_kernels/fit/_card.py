@@ -139,8 +139,8 @@ def standing_in(memory: int, kept: int) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
         # Which targets count is found by values, too; a sequence's last token has none.
         head = importlib.import_module("npu_trainer_kernels.ops.linear_cross_entropy")
-        rows = {"valid_rows": lambda target, ignored: torch.empty(kept, dtype=torch.int64, device="cpu")}
-        stack.enter_context(mock.patch.multiple(head, **rows))
+        rows = torch.empty(kept, dtype=torch.int64, device="cpu")
+        stack.enter_context(mock.patch.object(head, "valid_rows", lambda target, ignored: rows))
         # Rows of several sequences are found by values; here each row is one.
         masking = importlib.import_module("transformers.masking_utils")
         stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
