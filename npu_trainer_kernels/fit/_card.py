@@ -140,7 +140,7 @@ def standing_in(memory: int, kept: int) -> Iterator[None]:
         # Which targets count is found by values, too; a sequence's last token has none.
         head = importlib.import_module("npu_trainer_kernels.ops.linear_cross_entropy")
         rows = torch.empty(kept, dtype=torch.int64, device="cpu")
-        stack.enter_context(mock.patch.object(head, "valid_rows", lambda target, ignored: rows))
+        stack.enter_context(mock.patch.object(head, "valid_rows", return_value=rows))
         # Rows of several sequences are found by values; here each row is one.
         masking = importlib.import_module("transformers.masking_utils")
         stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
