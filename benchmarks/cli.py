@@ -48,8 +48,8 @@ def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.Argumen
     )
     parser.add_argument("--list", action="store_true", help="print the rows and who is measured, and stop")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN",
-                        help="rows whose path group/op/shape/dtype/provider contains this, or matches it where it has "
-                        "* or ?; may be repeated, any of them counts")  # fmt: skip
+                        help="rows whose path group/op/shape/dtype/provider contains this or, with a * or ? in it, "
+                        "ends as it says: */flag is not flag-tiled; may be repeated, any of them counts")  # fmt: skip
     parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="the opposite of --only")
     parser.add_argument(
         "--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}, in this order; default all"
@@ -77,7 +77,7 @@ def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.Argumen
 
 def matches(path: str, pattern: str) -> bool:
     """Whether a row's path is meant by a pattern of --only or --skip."""
-    return fnmatch.fnmatch(path, f"*{pattern}*") if set(pattern) & set("*?") else pattern in path
+    return fnmatch.fnmatch(path, f"*{pattern}") if set(pattern) & set("*?") else pattern in path
 
 
 def matcher(only: Sequence[str], skip: Sequence[str]) -> Callable[[str], bool]:
@@ -185,9 +185,11 @@ class _Run:
     def unknown(self) -> str | None:
         """What is wrong with --only and --skip, or None. A --skip that skips nothing does no harm."""
         found = self.paths()
+        beside = f" beside --skip {' '.join(self.args.skip)}" if self.args.skip else ""
         for pattern in self.args.only:
             if not any(matches(path, pattern) for path in found):
-                return f"--only {pattern!r} leaves no row on {self.device.type}; --list prints those that there are"
+                on = self.device.type
+                return f"--only {pattern!r} leaves no row{beside} on {on}; --list prints those that there are"
         return None if found else f"--skip {' '.join(self.args.skip)} leaves no row"
 
     def results(self, arguments: Sequence[str]) -> Results:
