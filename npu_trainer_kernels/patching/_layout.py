@@ -21,7 +21,7 @@ that a classifier, which goes by ids, may read."""
 
 MIN_SAVED = 0.1
 """The share of live tokens that sharing must save to be used: keys and values of a shared beginning are copied for
-each of its rows. Below it an H200 was not faster with sharing, above it was where the device's time counts
+each of its rows. With less to save an H200 was not faster by it, from here on it was where the device's time counts
 (`benchmarks/results/2026-11-22-nvidia-h200-seventh-round-sharing.json`)."""
 _MIN_NODE = 8
 
