@@ -32,10 +32,12 @@ from .measure import QUICK, Settings
 from .results import Results, Row, compare, default_name, environment, package_version
 from .runner import Budget, Cell, DeviceLostError, cells, measured_bandwidth, run_case
 
-__all__ = ["main", "make_parser"]
+__all__ = ["ONLY", "main", "make_parser", "matcher", "write_reports"]
 
 PROGRAM, RESULTS = "python -m benchmarks", Path(__file__).parent / "results"
 GROUPS = ("ops", "end-to-end", "scaling")
+ONLY = ("rows whose path group/op/shape/dtype/provider contains this or, with a * or ? in it, ends as it says: */flag "
+        "is not flag-tiled; may be repeated, any of them counts")  # fmt: skip
 EXIT_OK, EXIT_REGRESSION, EXIT_USAGE, EXIT_DEVICE_LOST = 0, 1, 2, 3
 # A child that builds a model and compiles kernels needs some time before its first step.
 LEAST_SECONDS_FOR_A_CHILD = 20.0
@@ -47,9 +49,7 @@ def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.Argumen
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="print the rows and who is measured, and stop")
-    parser.add_argument("--only", action="append", default=[], metavar="PATTERN",
-                        help="rows whose path group/op/shape/dtype/provider contains this, or matches it where it has "
-                        "* or ?; may be repeated, any of them counts")  # fmt: skip
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help=ONLY)
     parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="the opposite of --only")
     parser.add_argument(
         "--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}, in this order; default all"
@@ -77,7 +77,7 @@ def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.Argumen
 
 def matches(path: str, pattern: str) -> bool:
     """Whether a row's path is meant by a pattern of --only or --skip."""
-    return fnmatch.fnmatch(path, f"*{pattern}*") if set(pattern) & set("*?") else pattern in path
+    return fnmatch.fnmatch(path, f"*{pattern}") if set(pattern) & set("*?") else pattern in path
 
 
 def matcher(only: Sequence[str], skip: Sequence[str]) -> Callable[[str], bool]:
@@ -185,9 +185,11 @@ class _Run:
     def unknown(self) -> str | None:
         """What is wrong with --only and --skip, or None. A --skip that skips nothing does no harm."""
         found = self.paths()
+        beside = f" beside --skip {' '.join(self.args.skip)}" if self.args.skip else ""
         for pattern in self.args.only:
             if not any(matches(path, pattern) for path in found):
-                return f"--only {pattern!r} leaves no row on {self.device.type}; --list prints those that there are"
+                on = self.device.type
+                return f"--only {pattern!r} leaves no row{beside} on {on}; --list prints those that there are"
         return None if found else f"--skip {' '.join(self.args.skip)} leaves no row"
 
     def results(self, arguments: Sequence[str]) -> Results:

@@ -41,7 +41,7 @@ from torch.distributed.rendezvous import rendezvous
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.cli._output import Output
 
-from .cli import matcher, write_reports
+from .cli import ONLY, matcher, write_reports
 from .endtoend import VARIANTS, Workload
 from .lengths import DISTRIBUTIONS
 from .models import MODELS
@@ -159,9 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, help="with --size: tokens of the longest prompt (default: 0)")
     parser.add_argument("--lengths", choices=sorted(DISTRIBUTIONS), help="with --size (default: all are alike)")
     parser.add_argument("--group", type=int, help="with --size: rows of one prompt (default: 8)")
-    parser.add_argument("--only", action="append", default=[], metavar="PATTERN",
-                        help="rows whose path group/op/shape/dtype/provider contains this, or matches it where it has "
-                        "* or ?; may be repeated, any of them counts")  # fmt: skip
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help=ONLY)
     parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="the opposite of --only")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--budget-seconds", type=float, default=None,

@@ -8,6 +8,10 @@ allocator counts, the ledger of the prediction counts real tensors instead: that
 
 Rows are as long as can be, since that is what is predicted: no padding, no lengths that vary, and prompts so short that
 it is not worth it to compute them once for all rows.
+
+    python -m benchmarks.fit_check --again OLD --output NEW.json
+
+measures nothing: the peaks of an older file beside what is predicted now, for the device that they were measured on.
 """
 
 import argparse
@@ -188,6 +192,26 @@ def _one(given: Row, output: Path) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def again(old: Path, new: Path, meta: Row) -> list[Row]:
+    """Writes the peaks of a file with predictions made now, which is what `meta` is of; answers with its rows."""
+    from npu_trainer_kernels.fit import predict
+
+    from .results import read
+
+    measured, rows = read(old)
+    memory = measured["device"]["memory_bytes"]
+    known = {(c.workload.name, c.shape): c for c in configurations(measured["device"]["kind"])}
+    for row in rows:
+        configuration = known[row["op"], row["shape"]]
+        setup = replace(setup_of(configuration, row["provider"]), memory=memory)
+        found = predict(config_of(configuration.workload.size), setup)
+        row["predicted_when_measured_bytes"] = row["predicted_bytes"]
+        row.update(predicted_bytes=found.peak_bytes, parts=found.parts, error=found.peak_bytes / row["peak_bytes"] - 1)
+    meta = {**measured, "measured_in": old.name, "predicted": meta}
+    new.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
 def worst(rows: Sequence[Row]) -> float:
     """The largest relative error of the rows that were measured."""
     return max((abs(row["error"]) for row in rows if row["status"] == "ok"), default=float("inf"))
@@ -199,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_check", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--output", type=Path, required=True, help="results file (JSON)")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="predict anew beside the peaks of this results file")
     parser.add_argument("--commit", default=None, help="of the sources, where they are a copy without their history")
     parser.add_argument("--one", metavar="JSON", help="a configuration and its variant, in this process")
     args = parser.parse_args(arguments)
@@ -211,7 +236,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .results import Results, environment, key_of, package_version
 
     kind = devices.accelerator()
-    results = Results(args.output, environment(torch.device(kind), arguments, args.commit, "benchmarks.fit_check"))
+    meta = environment(torch.device(kind), arguments, args.commit, "benchmarks.fit_check")
+    if args.again is not None:
+        print(f"largest error {worst(again(args.again, args.output, meta)):.2%}")
+        return 0
+    results = Results(args.output, meta)
     for configuration in configurations(kind):
         for variant in STEPS_OF:
             workload = configuration.workload

@@ -19,9 +19,10 @@ DEAD, PREDICTS, READ = -1, -2, -3
 """In place of an id: a place without a token, one without a token whose label is to be predicted nevertheless, and one
 that a classifier, which goes by ids, may read."""
 
-MIN_SAVED = 0.05
+MIN_SAVED = 0.1
 """The share of live tokens that sharing must save to be used: keys and values of a shared beginning are copied for
-each of its rows."""
+each of its rows. With less to save an H200 was not faster by it, from here on it was where the device's time counts
+(`benchmarks/results/2026-11-22-nvidia-h200-seventh-round-sharing.json`)."""
 _MIN_NODE = 8
 
 

@@ -243,6 +243,16 @@ def test_patterns():
     assert wanted("end-to-end/sft-trainer/x/float32/flag")
     assert not wanted("ops/rms_norm/N=1 H=2/float32/liger")
     assert not wanted("ops/swiglu/N=1/float32/reference")
+    assert not wanted("end-to-end/sft-trainer/x/float32/flag-tiled"), "a pattern with * says how a path ends"
+
+
+def test_what_is_skipped_is_named_where_nothing_is_left(capsys):
+    asked = ["--list", "--device", "cuda", "--groups", "end-to-end", "--only", "1x131072"]
+    assert cli.main([*asked, "--skip", "*/plain", "--skip", "*/flag", "--skip", "*/liger"]) == 0
+    assert capsys.readouterr().out.split("/")[-1] == "flag-tiled\n"
+    with pytest.raises(SystemExit):
+        cli.main([*asked, "--skip", "llama"])
+    assert "--only '1x131072' leaves no row beside --skip llama on cuda" in capsys.readouterr().err
 
 
 def test_list_measures_nothing(tmp_path, capsys):

@@ -352,6 +352,20 @@ def test_the_comparison_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     assert fit_check.worst(read(output)[1]) == 0.03
 
 
+def test_predictions_are_made_again_beside_the_same_peaks(tmp_path, capsys):
+    (name,) = RESULTS.glob("*-h200-fit.json")
+    meta, rows = read(name)
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    gemma = next(row for row in rows if (row["shape"], row["provider"]) == ("gemma3-1b 4x2048", "flag"))
+    old.write_text(json.dumps({"meta": meta, "rows": [gemma]}))
+    assert fit_check.main(["--again", str(old), "--output", str(new), "--commit", "1234567"]) == 0
+    assert "largest error 0.45%" in capsys.readouterr().out
+    made, (row,) = read(new)
+    assert (row["peak_bytes"], row["predicted_when_measured_bytes"]) == (gemma["peak_bytes"], gemma["predicted_bytes"])
+    assert sum(row["parts"].values()) == row["predicted_bytes"]
+    assert (made["commit"], made["measured_in"], made["predicted"]["commit"]) == ("beee277", "old.json", "1234567")
+
+
 def test_a_real_trainer_under_the_same_ledger():
     configuration = fit_check.configurations("cpu")[0]
     measured = fit_check.measure_one(configuration, "plain")

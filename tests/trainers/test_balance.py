@@ -75,7 +75,7 @@ def test_the_longest_go_to_one_micro_batch_and_take_turns():
 def test_what_is_live():
     alike = [Row(1, 100, 5), Row(1, 100, 7)]
     assert live(alike) == 112
-    # Less than 5% would be saved, which the body does not do.
+    # Less than 10% would be saved, which the body does not do.
     assert live([Row(1, 4, 500), Row(1, 4, 500)]) == 1008
     assert live([Row(1, 100, 5), Row(2, 100, 7)]) == 212
 

@@ -141,7 +141,7 @@ def test_micro_batches_of_one_length(tmp_path, seen):
             prompts = [sum(i > 0 for i in prompt) for prompt, *_ in batch]
             whole = sum(prompts) + sum(i > 0 for _, completion, _ in batch for i in completion)
             saved = sum(prompts) - sum(sum(i > 0 for i in prompt) for prompt in {prompt for prompt, *_ in batch})
-            lengths.append(whole - saved if saved >= 0.05 * whole else whole)
+            lengths.append(whole - saved if saved >= 0.1 * whole else whole)
         return max(lengths) * len(lengths) / sum(lengths)
 
     logged = [log for log in ours.state.log_history if "imbalance/micro_batches" in log]
