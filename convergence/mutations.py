@@ -119,8 +119,8 @@ class Mutation:
 
 @dataclass
 class MutationResult:
-    """What became of a fault; `outcome` is "caught", "MISSED", "not reached", "not on this device" (`shown_in` then says
-    why, and nothing is held against it), or for the control "pass" or "FAIL"."""
+    """What became of a fault; `outcome` is "caught", "MISSED", "not reached", "not on this device" (nothing is held
+    against it; why is in `shown_in`), or for the control "pass" or "FAIL"."""
 
     name: str
     case: str
@@ -248,9 +248,7 @@ def _scaled_logit_gradient(original: Any, logits: torch.Tensor, *args: Any) -> N
     logits.mul_(SCALE)
 
 
-def _scaled_logit_gradient_at_once(
-    original: Any, logits: torch.Tensor, second: torch.Tensor | None, *args: Any
-) -> Any:
+def _scaled_logit_gradient_at_once(original: Any, logits: torch.Tensor, second: torch.Tensor | None, *args: Any) -> Any:
     result = original(logits, second, *args)
     for block in (logits, second):
         if block is not None:
