@@ -23,6 +23,7 @@ from npu_trainer_kernels.ops import _head_fused
 from npu_trainer_kernels.ops._launch import launch
 from npu_trainer_kernels.patching import _proof
 from npu_trainer_kernels.verify import PRECISIONS, Check, Variant, verify
+from tests.conftest import DEVICE
 from tests.models import FAMILIES, small_model
 
 
@@ -112,12 +113,12 @@ def test_a_fault_of_the_head_is_reached_in_the_kernels_of_a_gpu(name: str, monke
     (case,) = mutations.cases_of([fault])
     fused: list[Any] = []
     monkeypatch.setattr(_head_fused, "launch", lambda *given: fused.append(given) or launch(*given))
-    model = small_model(case.family).to(torch.bfloat16 if case.precision == "bf16" else torch.float32)
-    ids = torch.randint(3, 250, (2, 9))
+    model = small_model(case.family).to(DEVICE, torch.bfloat16 if case.precision == "bf16" else torch.float32)
+    ids = torch.randint(3, 250, (2, 9), device=DEVICE)
 
     def gradient() -> torch.Tensor:
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-autocast"):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=case.precision == "bf16-autocast"):
             model(input_ids=ids, labels=ids).loss.backward()
         return model.model.embed_tokens.weight.grad.float()
 
