@@ -56,7 +56,7 @@ CASES = {
         options={"loss_type": "dapo", "beta": 0.04, "temperature": 0.9, "gradient_checkpointing": True},
     ),
     "sft-ragged": replace(find("mistral-sft-ragged"), name="fault-mistral-sft-ragged", steps=6),
-    "sft-autocast": replace(find("qwen2-sft-autocast"), name="fault-qwen2-sft-autocast", steps=30),
+    "sft-autocast": replace(find("qwen2-sft-autocast"), name="fault-qwen2-sft-autocast"),
     "grpo-ragged": replace(find("qwen3-grpo-ragged"), name="fault-qwen3-grpo-ragged", steps=6),
     # Adapters take layers of their own path: a gated MLP's projection is not part of its op then.
     "grpo-lora": replace(find("qwen3-grpo-lora"), name="fault-qwen3-grpo-lora", steps=6),
