@@ -211,7 +211,7 @@ def run_all(
     mutations = chosen(names) if faults else []
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(folder, device, cards)) as pool:
         todo = _Cases(pool, folder, progress)
-        controls = cases_of(mutations)
+        controls = cases_of(mutations, device)
         for case in (*controls, *cases):
             todo.begin(case, device)
         while todo.pending:

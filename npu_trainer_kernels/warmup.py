@@ -139,7 +139,7 @@ def record(
         # on tensors without memory.
         one_thread = torch.autograd.set_multithreading_enabled(False)
         given = use_plan(plan if planned else None)
-        with _without_numbers(handle, planned), given, use_launcher(recorder), one_thread, fake, _NoSums():
+        with _without_numbers(handle, planned), given, use_launcher(recorder), one_thread, fake, _NoProducts():
             _run(_Step(model, context, backward), fake, rows, length, trl)
 
     try:
@@ -156,9 +156,10 @@ def record(
     return found
 
 
-class _NoSums(TorchDispatchMode):
-    """Leaves out `torch.addmm` with `out_dtype`, whose result has no numbers anyway: torch 2.11 takes the dtype for a
-    factor where its arguments are fake.
+class _NoProducts(TorchDispatchMode):
+    """Leaves out products that torch gets wrong where their arguments are fake; the results have no numbers anyway.
+    With `out_dtype`, 2.11 takes the dtype of `torch.addmm` for a factor; and 2.11 to 2.13 refuse a grouped product of
+    any dtype but bfloat16, although a card has those, too.
 
     It sees what is dispatched, below autograd: a mode for functions is not in force inside `backward()`, since that is
     a function itself, and heads whose gradient is not planned add such products there.
@@ -168,8 +169,15 @@ class _NoSums(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is torch.ops.aten.addmm.dtype_out:
+        # By name: of a torch that does not have the one or the other yet it could not be asked for.
+        name = function.name()
+        if name == "aten::addmm.dtype_out":
             return kwargs["out"]
+        if name == "aten::_grouped_mm":
+            a, b, ends = args[:3]
+            # Of two matrices the groups lie along what is summed.
+            groups = ends.shape if a.dim() == b.dim() == 2 else ()
+            return a.new_empty(*groups, *a.shape[:-1], b.shape[-1])
         return function(*args, **kwargs)
 
 

@@ -18,9 +18,12 @@ from convergence.cases import CASES, TASKS, find
 from convergence.data import tokenizer_for
 from convergence.runs import Workshop, _recording, _replaying
 from convergence.suite import CaseResult
-from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels import apply_npu_kernels, device
+from npu_trainer_kernels.ops import _head_fused
+from npu_trainer_kernels.ops._launch import launch
 from npu_trainer_kernels.patching import _proof
 from npu_trainer_kernels.verify import PRECISIONS, Check, Variant, verify
+from tests.conftest import DEVICE
 from tests.models import FAMILIES, small_model
 
 
@@ -98,6 +101,47 @@ def test_a_planted_fault_is_removed_again() -> None:
             pass
     for _, function in mutations._functions():
         assert "mutations" not in function.backward.__module__
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["logit gradient x 1.01", "logit gradient x 1.01, bf16 autocast", "logit gradient x 1.01, bf16",
+     "last partial block of the vocabulary dropped", "softcap without its derivative"],
+)  # fmt: skip
+def test_a_fault_of_the_head_is_reached_in_the_kernels_of_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fault,) = mutations.chosen([name])
+    (case,) = mutations.cases_of([fault])
+    fused: list[Any] = []
+    monkeypatch.setattr(_head_fused, "launch", lambda *given: fused.append(given) or launch(*given))
+    model = small_model(case.family).to(DEVICE, torch.bfloat16 if case.precision == "bf16" else torch.float32)
+    ids = torch.randint(3, 250, (2, 9), device=DEVICE)
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=case.precision == "bf16-autocast"):
+            model(input_ids=ids, labels=ids).loss.backward()
+        return model.model.embed_tokens.weight.grad.float()
+
+    gpu = device.DeviceSpec("cuda", "a card", 132, 256 << 10, 80 << 30)
+    with apply_npu_kernels(model, backend="triton", ops=("linear_cross_entropy",)), device.use_spec(gpu):
+        right = gradient()
+        with fault.planted() as fired:
+            wrong = gradient()
+    assert bool(fused) == (case.precision != "fp32")
+    assert fired.times
+    assert not torch.equal(wrong, right)
+
+
+def test_a_fault_that_a_device_has_no_place_for_says_so_and_others_have_to_be_reached(tmp_path: Path) -> None:
+    absent = mutations.Mutation("x", ("lm",), mutations._seen_neighbour, lambda device: f"no place on {device}")
+    result = mutations.plant(absent, Workshop(tmp_path, "cpu"), lambda case: pytest.fail("it was run"))
+    assert (result.outcome, result.caught, result.shown_in) == ("not on this device", True, "no place on cpu")
+    assert mutations.cases_of([absent], "cpu") == []
+    apart = {m.name.split(":")[0] for m in mutations.MUTATIONS if m.absent("cpu")}
+    assert apart == {"_segment_kernels.ByKernel", "_head._LogitsStatistics"}
+    unreached = mutations.Mutation("y", (), mutations._seen_neighbour)
+    result = mutations.plant(unreached, Workshop(tmp_path, "cpu"), lambda case: [])
+    assert (result.outcome, result.caught) == ("not reached", False)
 
 
 @pytest.mark.parametrize("key", mutations.CASES)
