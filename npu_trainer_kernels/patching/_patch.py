@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
 from .. import backends
 from ..ops._checks import FLOATS
+from ..ops._host import is_transformed
 from ..tuned import Entry
 from ._call import CallSettings
 from ._classes import is_patched_class, original_class, subclass_with_forward
@@ -37,7 +37,6 @@ __all__ = [
     "Scene",
     "Site",
     "guarded",
-    "is_transformed",
     "keeps_own_code",
     "no_float",
     "no_plain",
@@ -141,12 +140,6 @@ class Site:
             if low <= tokens <= high:
                 return entry.plain_wins
         return self.otherwise_own
-
-
-def is_transformed() -> bool:
-    """Whether a call is part of a transform of torch.func, or of a derivative in forward mode: autograd's functions,
-    which ops are made of, have none."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 _TRANSFORM = "a transform of torch.func, or a derivative in forward mode"

@@ -21,6 +21,7 @@ from torch import nn
 
 from .._configs import setting
 from ..ops._checks import FLOATS
+from ..ops._host import is_transformed
 from ..ops.linear_rms_norm import linear_rms_norm
 from ._classes import original_class, subclass_with_forward
 from ._mlps import is_bare_linear
@@ -32,7 +33,6 @@ from ._patch import (
     Scene,
     Site,
     guarded,
-    is_transformed,
     no_float,
     set_on_instance,
     while_recognised,
