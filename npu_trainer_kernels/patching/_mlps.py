@@ -290,6 +290,7 @@ class GatedMlpPatch(Patch):
     """Gated MLPs by `ops.swiglu` and `ops.swiglu_linear`, where asked for over slices of their rows."""
 
     op = "swiglu"
+    waits_in_generation = True
 
     def asked_for(self, scene: Scene) -> bool:
         return scene.tiled_mlp > 0

@@ -23,7 +23,7 @@ from .. import backends
 from ..ops._checks import FLOATS
 from ..ops._host import is_transformed
 from ..tuned import Entry
-from ._call import CallSettings
+from ._call import CallSettings, generates
 from ._classes import is_patched_class, original_class, subclass_with_forward
 from ._undo import Undo
 
@@ -153,14 +153,17 @@ def guarded(
     own: Callable[..., Any],
     tokens: Callable[..., int],
     counts: bool = True,
+    waits: bool = False,
 ) -> Callable[..., Any]:
     """The one forward: `run` where the call is accepted, else `own`; all take the same arguments. Without `counts` it
-    is `run` that counts what the op serves, since that comes later."""
+    is `run` that counts what the op serves, since that comes later. `waits`: `Patch.waits_in_generation`."""
     recognised = site.kind.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             # Kernels are no part of compiled graphs. A count that is guarded on would compile anew at every call.
+            return own(*args, **kwargs)
+        if (waits or site.served == "torch") and generates():
             return own(*args, **kwargs)
         if site.switches and site.prefers_own(tokens(*args, **kwargs)):
             return own(*args, **kwargs)
@@ -187,10 +190,13 @@ class Patch:
     Attributes:
         op: its name in `backends.OPS`.
         counts_later: a call that is served is counted by `run`, when the op runs.
+        waits_in_generation: one token of each row, without gradients, is for the modules' own code: such a forward
+            waits for Python, and the op's takes longer than what it leaves out. On the torch backend every op does.
     """
 
     op: ClassVar[str]
     counts_later: ClassVar[bool] = False
+    waits_in_generation: ClassVar[bool] = False
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
         """Modules to look at, by path."""
@@ -257,8 +263,9 @@ class Patch:
         """The class that the modules of a site are given."""
         bind = functools.partial
         forward = guarded(
-            site, bind(self.declines, site), bind(self.run, site), self.own(site), self.tokens, not self.counts_later
-        )
+            site, bind(self.declines, site), bind(self.run, site), self.own(site), self.tokens, not self.counts_later,
+            self.waits_in_generation,
+        )  # fmt: skip
         return subclass_with_forward(site.kind, functools.wraps(site.kind.forward)(forward))
 
 
