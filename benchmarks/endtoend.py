@@ -77,6 +77,8 @@ VARIANTS = {
     # Rows stay on the rank that generated them.
     "flag-unbalanced": Variant("npu_trainer_kernels", options=(("npu_kernels_balance", False),)),
     "liger": Variant("liger-kernel", module="liger_kernel"),
+    # A library of its own around TRL's trainer: it leaves padding out and computes a shared prompt once.
+    "unsloth": Variant("unsloth", module="unsloth"),
     # transformers' attention that leaves padding out, layer by layer, where somebody has installed it.
     "plain-flash": Variant("transformers", attention="flash_attention_2", module="flash_attn"),
     "liger-flash": Variant("liger-kernel", attention="flash_attention_2", module="flash_attn"),
@@ -156,6 +158,9 @@ def variants_of(workload: Workload) -> list[str]:
     if "num_experts" in MODELS[workload.size][1]:
         return list(_OF_EXPERTS)
     without = {"flag-tiled", "flag-unbalanced"}
+    # What its row is for; elsewhere it was not tried.
+    if (workload.name, workload.size, workload.lora) != ("grpo-trl", "qwen3-0.6b", 0):
+        without.add("unsloth")
     return [
         name for name in VARIANTS
         if name not in without and (name != "flag-unshared" or workload.name in ("grpo-trl", "dpo-trl"))

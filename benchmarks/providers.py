@@ -31,6 +31,10 @@ Function = Callable[[Tensors], Outputs]
 Make = Callable[[Case, torch.device], Function]
 # Rows of logits alive at once in the low-memory setting of linear cross-entropy.
 LOW_MEMORY_ROWS = 2048
+# Liger's logits, in times the memory of x: 0.5 and 1 GiB for 8192 and 16384 rows of 4096 columns, less than ours take.
+LIGER_WIDE = 8
+# Rows that Liger's chunked GRPO loss works on at once, if it is given as many.
+LIGER_ROWS = 2048
 # torch.compile chooses among tiles and products by timing them. Without CUDA graphs, which would keep outputs alive.
 TUNED_MODE = "max-autotune-no-cudagraphs"
 
@@ -210,6 +214,12 @@ def _liger_default(case: Case, device: torch.device) -> Function:
     return _liger_cross_entropy()
 
 
+@_peer("linear_cross_entropy", "liger-wide", "liger-kernel")
+def _liger_wide(case: Case, device: torch.device) -> Function:
+    # Its chunks are as short as memory allows unless it is told to spend more: 128 to 512 rows at V=128256, H=4096.
+    return _liger_cross_entropy(chunk_mem_const=LIGER_WIDE)
+
+
 @_peer("linear_cross_entropy", "liger-fp32-accum", "liger-kernel")
 def _liger_fp32(case: Case, device: torch.device) -> Function:
     return _liger_cross_entropy(accum_dtype=torch.float32)
@@ -275,12 +285,14 @@ def _liger_rope(case: Case, device: torch.device) -> Function:
     return lambda t: liger_rope(t["q"], t["k"], t["cos"], t["sin"])
 
 
-def _liger_chunked(**settings: Any) -> Function:
+def _liger_chunked(case: Case, **settings: Any) -> Function:
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
+    # Its default is one sequence a chunk, however short.
+    chunk = max(1, LIGER_ROWS // case.sizes["T"])
     loss = LigerFusedLinearGRPOLoss(
         beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON, loss_type="bnpo", use_ref_model=True,
-        **settings,
+        chunk_size=chunk, **settings,
     )  # fmt: skip
 
     def call(t: Tensors) -> Outputs:
@@ -295,13 +307,13 @@ def _liger_chunked(**settings: Any) -> Function:
 
 @_peer("fused_linear_grpo_loss", "liger-chunked", "liger-kernel")
 def _liger_chunked_grpo(case: Case, device: torch.device) -> Function:
-    return _liger_chunked()
+    return _liger_chunked(case)
 
 
 @_peer("fused_linear_grpo_loss", "liger-chunked-eager", "liger-kernel")
 def _liger_eager_grpo(case: Case, device: torch.device) -> Function:
     # Its loss is compiled by default, which fails at some shapes; the products never are.
-    return _liger_chunked(compiled=False)
+    return _liger_chunked(case, compiled=False)
 
 
 @_peer("fused_linear_grpo_loss", "liger-triton", "liger-kernel")

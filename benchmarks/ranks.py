@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -29,7 +29,7 @@ from .models import MODELS, build_model, model_class
 from .results import Row
 from .steps import build_trainer, kernels_of, patch_with_liger, ran
 
-__all__ = ["WAYS", "WRAPPERS", "batch_of", "collectives", "free", "time_head", "train"]
+__all__ = ["WAYS", "WRAPPERS", "Peak", "batch_of", "covered", "free", "time_head", "train", "what_ran"]
 
 WRAPPERS = ("alone", "ddp", "fsdp2", "tp")
 WARMUP = 3
@@ -66,29 +66,78 @@ def batch_of(workload: Workload, rank: int, world: int) -> dict[str, torch.Tenso
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _profile(device: torch.device) -> Any:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities)
+def covered(spans: Iterable[tuple[int, int]]) -> int:
+    """How much of the time lies in at least one of the spans, each from its begin to its end."""
+    total, until = 0, 0
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
-def _counts(profile: Any, device: torch.device) -> dict[str, int]:
-    """How often each collective ran on the device; on a CPU, was called."""
-    pattern = r"ncclDevKernel_([A-Za-z]+)" if device.type == "cuda" else r"c10d::(\w+)"
-    names = (match[1] for event in profile.events() if (match := re.match(pattern, event.name)))
-    return dict(sorted(collections.Counter(names).items()))
+def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
+    """`collectives`, how often each of them ran on the device or was called on a CPU; on CUDA `profiled`, when it was
+    at work, in milliseconds.
+
+    Args:
+        events: Kineto's, of a profiled step.
+        on_cuda: the device's kernels are among them.
+    """
+    pattern = r"ncclDevKernel_([A-Za-z]+)" if on_cuda else r"c10d::(\w+)"
+    names, talk, other = collections.Counter[str](), list[tuple[int, int]](), list[tuple[int, int]]()
+    for event in events:
+        # A range that code has named is shown on the device, too, from its first kernel to its last.
+        if on_cuda and (event.device_type() != torch.autograd.DeviceType.CUDA or event.is_user_annotation()):
+            continue
+        match = re.match(pattern, event.name())
+        names.update([match[1]] if match else [])
+        (talk if match else other).append((event.start_ns(), event.start_ns() + event.duration_ns()))
+    found: Row = {"collectives": dict(sorted(names.items()))}
+    if on_cuda:
+        busy = covered([*talk, *other])
+        times = {"device_busy_ms": busy, "communication_ms": covered(talk), "exposed_ms": busy - covered(other)}
+        found["profiled"] = {name: nanoseconds / 1e6 for name, nanoseconds in times.items()}
+    return found
 
 
-def collectives(step: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """How often each collective runs on the device during `step`; on a CPU, is called."""
-    with _profile(device) as profile:
-        step()
+class _StepProfile:
+    """Of one step, from here on; all ranks begin together."""
+
+    def __init__(self, device: torch.device) -> None:
+        kinds = torch.profiler.ProfilerActivity
+        self._device = device
+        # Nothing of the host on CUDA: to record its calls slows it down, and it may be what a step waits for.
+        self._profile: Any = torch.profiler.profile(
+            activities=[kinds.CUDA if device.type == "cuda" else kinds.CPU],
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=1),
+        )
+        # What takes long comes first, so that no rank waits in the step for another's profiler.
+        self._profile.start()
+        distributed.barrier()
         devices.synchronize(device)
-    return _counts(profile, device)
+        self._profile.step()
+        self._start = time.perf_counter()
+
+    def stop(self) -> Row:
+        """What a row says of the step: see `what_ran`, and on CUDA its time and the host's share of it."""
+        host = time.perf_counter() - self._start
+        devices.synchronize(self._device)
+        step = time.perf_counter() - self._start
+        self._profile.stop()
+        # Not `events()`, which takes seconds to build a tree of them.
+        found = what_ran(self._profile.profiler.kineto_results.events(), self._device.type == "cuda")
+        if "profiled" in found:
+            found["profiled"] |= {"step_ms": step * 1e3, "host_ms": host * 1e3}
+        return found
 
 
-class _Peak:
+def _profiled(step: Callable[[], object], device: torch.device) -> Row:
+    profile = _StepProfile(device)
+    step()
+    return profile.stop()
+
+
+class Peak:
     """Of the allocator, from now on; 0 on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -215,10 +264,11 @@ def _train_in_a_loop(workload: Workload, wrapper: str, variant: str, steps: int,
 
 def _loop(model: Any, workload: Workload, one_batch: bool, steps: int, device: torch.device) -> Row:
     kinds = _by_kind(list(model.parameters()))
-    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-5)
+    # The Trainer's default. Without `fused`, AdamW goes over memory several times, and through DTensor as often.
+    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-5, fused=True)
     place = (0, 1) if one_batch else (distributed.get_rank(), distributed.get_world_size())
     batch = {name: t.to(device) for name, t in batch_of(workload, *place).items()}
-    losses, norms, times = [], [], []
+    losses, norms, clock = list[torch.Tensor](), list[torch.Tensor](), Clock(device)
 
     def step() -> None:
         loss = model(**batch, use_cache=False).loss
@@ -226,20 +276,20 @@ def _loop(model: Any, workload: Workload, one_batch: bool, steps: int, device: t
         norm = _clip(kinds, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        norms.append(norm.item())
+        # Read when all steps have ended: a Trainer does not wait for the device after each of them either.
+        losses.append(loss.detach())
+        norms.append(norm)
 
-    peak = _Peak(device)
-    for number in range(WARMUP + steps):
-        start = time.perf_counter()
+    peak = Peak(device)
+    for _ in range(WARMUP + steps):
         step()
-        devices.synchronize(device)
-        if number >= WARMUP:
-            times.append((time.perf_counter() - start) * 1e3)
+        clock.tick()
+    times = [seconds * 1e3 for seconds in clock.seconds()[WARMUP - 1 :]]
     ids = batch["input_ids"]
     live = int(batch["attention_mask"].sum()) if "attention_mask" in batch else ids.numel()
     found = _of_all(summarise(times), peak.bytes(), live, ids.numel(), one_batch)
-    return {**found, "losses": losses, "grad_norms": norms, "collectives": collectives(step, device)}
+    told = {"losses": [t.item() for t in losses], "grad_norms": [t.item() for t in norms]}
+    return {**found, **told, **_profiled(step, device)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,7 +347,7 @@ def time_head(sizes: dict[str, int], dtype: torch.dtype, way: str, device: torch
     del whole, found
     free(device)
     before = 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
-    peak, times = _Peak(device), []
+    peak, times = Peak(device), []
     for number in range(WARMUP + _CALLS):
         start = time.perf_counter()
         call(weight)
@@ -312,7 +362,7 @@ def time_head(sizes: dict[str, int], dtype: torch.dtype, way: str, device: torch
         "ms": as_json(summary), "extra_bytes": max(one[1] for one in every), "errors": worst or None,
         "verdict": verdict(worst, None, str(dtype).removeprefix("torch.")) if worst else "unchecked",
         "tflops": 6e-9 * sizes["BT"] * sizes["H"] * sizes["V"] / summary.median,
-        "collectives": collectives(lambda: call(weight), device),
+        **_profiled(lambda: call(weight), device),
     }  # fmt: skip
 
 
@@ -344,23 +394,20 @@ def _check_wrapped(model: Any, wrapper: str) -> None:
 
 
 @contextlib.contextmanager
-def _last_step_profiled(trainer: Any, steps: int, device: torch.device) -> Iterator[dict[str, int]]:
-    """Counts the collectives of step number `steps`, which begins with the preparation of its batch."""
+def _last_step_profiled(trainer: Any, steps: int, device: torch.device) -> Iterator[Row]:
+    """Profiles step number `steps`, which begins with the preparation of its batch."""
     from transformers import TrainerCallback
 
-    found: dict[str, int] = {}
+    found: Row = {}
 
     class Profiled(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == steps - 1:
-                self.profile = _profile(device)
-                self.profile.start()
+                self.profile = _StepProfile(device)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == steps:
-                devices.synchronize(device)
-                self.profile.stop()
-                found.update(_counts(self.profile, device))
+                found.update(self.profile.stop())
 
     trainer.add_callback(Profiled())
     yield found
@@ -380,8 +427,8 @@ def _train_with_its_trainer(workload: Workload, wrapper: str, variant: str, step
         if wrapper == "alone":
             wrap = trainer.accelerator.prepare_model
             trainer.accelerator.prepare_model = lambda model, **given: wrap(model, **{**given, "evaluation_mode": True})
-        peak = _Peak(device)
-        with _last_step_profiled(trainer, total, device) as counted:
+        peak = Peak(device)
+        with _last_step_profiled(trainer, total, device) as profiled:
             trainer.train()
         _check_wrapped(trainer.model_wrapped, wrapper)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -391,7 +438,7 @@ def _train_with_its_trainer(workload: Workload, wrapper: str, variant: str, step
     )
     return {
         **found, "losses": [entry["loss"] for entry in logged],
-        "grad_norms": [float(entry["grad_norm"]) for entry in logged], "collectives": counted, "ran": ran(trainer),
+        "grad_norms": [float(entry["grad_norm"]) for entry in logged], "ran": ran(trainer), **profiled,
     }  # fmt: skip
 
 

@@ -182,6 +182,20 @@ def _kept_lines(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
+PROFILED_COLUMNS = ("workload", "shape", "variant", "step", "host", "device", "communication", "of it alone", "idle")
+
+
+def _profiled_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """What the device did in the step that was profiled, in milliseconds."""
+    lines = []
+    for row in rows:
+        if found := row.get("profiled"):
+            names = ("step_ms", "host_ms", "device_busy_ms", "communication_ms", "exposed_ms")
+            times = [*(found[name] for name in names), found["step_ms"] - found["device_busy_ms"]]
+            lines.append([row["op"], row["shape"], row["provider"], *(f"{ms:.1f}" for ms in times)])
+    return lines
+
+
 def _markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     rows = [columns, ["---"] * len(columns), *lines]
     return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
@@ -213,6 +227,11 @@ def markdown(meta: Row, rows: Sequence[Row]) -> str:
     if kept:
         text += ["", "What wrapping leaves of the gain that a variant has alone:", "",
                  *_markdown_table(KEPT_COLUMNS, kept)]  # fmt: skip
+    profiled = _profiled_lines(rows)
+    if profiled:
+        text += ["", "One more step, profiled on the first device; ms. Host: until Python had asked for all of it. "
+                 "Device: while any kernel ran. Communication has waiting for the other ranks in it.", "",
+                 *_markdown_table(PROFILED_COLUMNS, profiled)]  # fmt: skip
     text += _split_heads(rows)
     told = [f"{r['op']} {r['shape']} {r['provider']} {r['collectives']}" for r in rows if r.get("collectives")]
     if told:
@@ -280,7 +299,8 @@ _COLOURS = {
     "cut-cross-entropy-tuned": "#8c564b", "torch.compile-max-autotune-no-cudagraphs": "#aec7e8",
     "liger-chunked-eager": "#98df8a", "plain": "#7f7f7f", "flag": "#d62728", "flag-padded": "#ff9896",
     "flag-unshared": "#e377c2", "flag-tiled": "#ff7f0e", "flag-unbalanced": "#8c564b", "plain-flash": "#c7c7c7",
-    "liger-flash": "#98df8a", "plain-compiled": "#1f77b4", "flag-compiled": "#17becf",
+    "liger-flash": "#98df8a", "unsloth": "#bcbd22", "liger-wide": "#bcbd22", "plain-compiled": "#1f77b4",
+    "flag-compiled": "#17becf",
 }  # fmt: skip
 
 

@@ -6,8 +6,10 @@ Every batch is counted on its way into a step: how many positions it has, and ho
 import copy
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -17,7 +19,9 @@ from .models import MODELS, build_model
 if TYPE_CHECKING:
     from .endtoend import Clock, Variant, Workload
 
-__all__ = ["TRAINERS", "Positions", "build_trainer", "kernels_of", "patch_with_liger", "ran"]
+__all__ = [
+    "PACKING_OP", "TRAINERS", "Positions", "build_trainer", "kernels_of", "patch_with_liger", "ran", "sharing_from",
+]  # fmt: skip
 
 # The op that leaves padding out, and stores once what rows begin with alike.
 PACKING_OP = "varlen_attention"
@@ -106,6 +110,34 @@ def patch_with_liger(model: Any, own_head: bool) -> None:
     _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=own_head, cross_entropy=False)
 
 
+def sharing_from(share: float) -> Any:
+    """A patch of the share of its tokens that a batch has to save for its beginnings to be shared."""
+    layout = importlib.import_module("npu_trainer_kernels.patching._layout")
+    return mock.patch.object(layout, "MIN_SAVED", share)
+
+
+def _model_of_unsloth(workload: "Workload", folder: str) -> Any:
+    """The model as Unsloth loads it: from a folder, by a function that has changed TRL's trainers before.
+
+    Raises:
+        ImportError: Unsloth is not installed.
+    """
+    import torch
+
+    # It writes code there, by default into the current folder.
+    os.environ["UNSLOTH_COMPILE_LOCATION"] = str(Path(folder) / "unsloth")
+    from unsloth import FastLanguageModel
+
+    saved = str(Path(folder) / "model")
+    length = workload.prompt + workload.length
+    build_model(workload.size, None, length).save_pretrained(saved)
+    _tokenizer().save_pretrained(saved)
+    return FastLanguageModel.from_pretrained(
+        saved, max_seq_length=length, dtype=getattr(torch, MODELS[workload.size][2]), load_in_4bit=False,
+        full_finetuning=True, local_files_only=True,
+    )[0]  # fmt: skip
+
+
 def kernels_of(variant: "Variant") -> Any:
     """The package's options of a variant."""
     import torch
@@ -118,8 +150,7 @@ def kernels_of(variant: "Variant") -> Any:
         return NpuKernelsArguments()
     if not variant.shares:
         # Nothing saves more than all tokens. For good: this process trains nothing else.
-        layout = importlib.import_module("npu_trainer_kernels.patching._layout")
-        mock.patch.object(layout, "MIN_SAVED", 2.0).start()
+        sharing_from(2.0).start()
     if variant.packs:
         return NpuKernelsArguments(use_npu_kernels=True, **dict(variant.options))
     # What is asked for by name is used even where a model had better keep its own code: so not all of the others.
@@ -294,7 +325,13 @@ def build_trainer(
     Raises:
         ImportError: the variant's package is not installed.
     """
-    model, seen = build_model(workload.size, variant.attention, workload.prompt + workload.length), Positions()
+    if variant.package == "unsloth":
+        model = _model_of_unsloth(workload, folder)
+        # Its own defaults are two micro-batches a step and an optimiser in 8 bits.
+        options = {"gradient_accumulation_steps": 1, "optim": "adamw_torch_fused", **options}
+    else:
+        model = build_model(workload.size, variant.attention, workload.prompt + workload.length)
+    seen = Positions()
     if variant.package == "liger-kernel":
         patch_with_liger(model, own_head=workload.name == "sft-trainer")
     arguments = {**_arguments(variant, workload.batch, steps, folder), **options}

@@ -23,7 +23,8 @@ _MODELS = {"llama-1b": "Llama of 1B", "qwen3-0.6b": "Qwen3 of 0.6B", "qwen3-4b":
 # The README's columns, and those of the performance page.
 _SHORT = {"plain": "plain", "flag": "with the flag"}
 _LONG = {"plain": "plain", "flag": "with the flag", "flag-unshared": "prompt in every row",
-         "flag-padded": "padding computed", "flag-tiled": "MLP in tiles", "liger": "Liger-Kernel"}  # fmt: skip
+         "flag-padded": "padding computed", "flag-tiled": "MLP in tiles", "liger": "Liger-Kernel",
+         "unsloth": "Unsloth"}  # fmt: skip
 
 
 def _what(row: Row) -> str:

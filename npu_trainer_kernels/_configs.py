@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["EXPERTS", "SLOTS", "setting"]
+__all__ = ["EXPERTS", "SLOTS", "rotated_share", "setting"]
 
 # Aria says moe_..., Gemma 4 top_k_experts.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -17,3 +17,12 @@ def setting(config: Any, *names: str, layer: int = 0) -> Any:
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def rotated_share(config: Any) -> float:
+    """The share of a head that a config's first layer rotates."""
+    rotation = setting(config, "rope_parameters") or {}
+    kinds = setting(config, "layer_types") or [""]
+    # By kinds of layers, where these differ; transformers 4 has no such dict.
+    share = (rotation.get(kinds[0]) or rotation).get("partial_rotary_factor")
+    return float(share or setting(config, "partial_rotary_factor", "rotary_pct") or 1.0)

@@ -4,7 +4,7 @@ import functools
 import os
 from typing import Any
 
-__all__ = ["RUN", "check_switch", "switch", "variable"]
+__all__ = ["RUN", "check_switch", "switch", "switch_off_run", "variable"]
 
 # Whether `npu-kernels run` puts the kernels into the Trainers of a process.
 RUN = "NPU_KERNELS_RUN"
@@ -35,6 +35,13 @@ def switch(name: str, default: bool = False) -> bool:
     if value.lower() not in _ON + _OFF:
         raise ValueError(f"{name} must be one of {', '.join(_ON + _OFF)}; got {value!r}")
     return value.lower() in _ON
+
+
+def switch_off_run() -> None:
+    """For programs that say themselves which Trainer has the kernels: in a shell that has what `run --print-env`
+    prints, what they train without the kernels would have them, too."""
+    if RUN in os.environ:
+        os.environ[RUN] = "0"
 
 
 def check_switch(name: str, value: object) -> None:

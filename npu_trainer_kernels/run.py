@@ -86,7 +86,7 @@ class RunCallback(NpuKernelsCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._attempt(super().on_train_begin, args, state, control, **kwargs) and state.is_world_process_zero:
-            ops = ", ".join(dict.fromkeys(each.op for each in self.report().replaced))
+            ops = ", ".join(dict.fromkeys(each.op for each in self.report().used))
             said = f"npu-kernels run: {ops or 'no op'} put into {type(kwargs['model']).__name__}; {RUN}=0 leaves it out"
             if said != self._said:
                 self._said = said

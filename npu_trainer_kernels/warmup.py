@@ -94,15 +94,15 @@ def unsupported(model: nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def _without_numbers(handle: NpuKernels, planned: bool) -> Iterator[None]:
-    """Nothing asks for values, and what the handle has counted and learned stays as it was."""
+    """Nothing asks for values, and what the handle has learned stays as it was."""
     settings = handle.settings
-    before = settings.tokens, settings.learned
+    before = settings.learned
     settings.compacts, settings.learned = False, LearnedPlan.settled(planned)
     try:
         yield
     finally:
         settings.compacts = True
-        settings.tokens, settings.learned = before
+        settings.learned = before
 
 
 def record(

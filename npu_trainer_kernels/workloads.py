@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import ops
-from ._configs import EXPERTS, SLOTS, setting
+from ._configs import EXPERTS, SLOTS, rotated_share, setting
 from .ops._grpo_formula import GrpoTokens, token_losses
 from .table import FORMS, op_of
 
@@ -156,13 +156,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """What the ops' shapes need to know of a causal language model.
+    """What the ops' shapes need to know of a causal language model; 0 where it has nothing of the kind.
 
     Attributes:
         hidden, intermediate, vocabulary: sizes of the residual stream, of the MLP (of one expert where there are
             experts), and of the LM head.
         heads, kv_heads, head_dim: of attention.
-        experts, slots: how many experts a layer has, and how many of them a token goes to; 0 where there are none.
+        experts, slots: how many experts a layer has, and how many of them a token goes to.
+        rotated: the share of a head that rotates.
     """
 
     hidden: int
@@ -173,35 +174,38 @@ class ModelShapes:
     head_dim: int
     experts: int = 0
     slots: int = 0
+    rotated: float = 1.0
 
     @classmethod
     def of_config(cls, config: Any) -> "ModelShapes":
         """From a transformers config (of a model with several parts, its text part; of layers that differ, the first).
 
         Raises:
-            ValueError: the config has no such size, or one that is not a positive int.
+            ValueError: the config has no size of the residual stream or the LM head, or a size that is not a positive
+                int.
         """
         text = config.get_text_config()
 
-        def size(*names: str, default: int | None = None, least: int = 1) -> int:
+        def size(*names: str, default: int | None = 0, least: int = 0) -> int:
             found = setting(text, *names)
-            value = default if found is None else found
+            value = default if found is None else found[0] if isinstance(found, list) else found
             if type(value) is not int or value < least:
                 raise ValueError(
                     f"the config of {type(config).__name__} must have a positive {names[-1]}; got {value!r}"
                 )
             return value
 
-        hidden, heads = size("hidden_size"), size("num_attention_heads")
+        hidden, heads = size("hidden_size", default=None, least=1), size("num_attention_heads")
         return cls(
             hidden=hidden,
             intermediate=size("moe_intermediate_size", "intermediate_size"),
-            vocabulary=size("vocab_size"),
+            vocabulary=size("vocab_size", default=None, least=1),
             heads=heads,
             kv_heads=size("num_key_value_heads", default=heads),
-            head_dim=size("head_dim", default=hidden // heads),
-            experts=size(*EXPERTS, default=0, least=0),
-            slots=size(*SLOTS, default=0, least=0),
+            head_dim=size("head_dim", default=hidden // heads if heads else 0),
+            experts=size(*EXPERTS),
+            slots=size(*SLOTS),
+            rotated=rotated_share(text),
         )
 
 
@@ -213,13 +217,13 @@ class Op:
         build: inputs of a workload on a device.
         reference: plain PyTorch, from tensors to output(s); in fp64 where the inputs are.
         ours: the op by a backend.
-        sizes: of a `Workload` at a model's shapes, for so many tokens; None where the model has nothing of the kind.
+        sizes: of a `Workload` at a model's shapes, for so many tokens; one is 0 where the model has no such thing.
     """
 
     build: Callable[[Workload, torch.device], Inputs]
     reference: Function
     ours: Callable[[str | None], Function]
-    sizes: Callable[[ModelShapes, int], dict[str, int] | None]
+    sizes: Callable[[ModelShapes, int], dict[str, int]]
 
 
 def _randn(work: Workload, device: torch.device, *shape: int, scale: float = 1.0) -> Tensor:
@@ -638,9 +642,7 @@ def _experts(backend: str | None) -> Function:
     )
 
 
-def _experts_sizes(model: ModelShapes, tokens: int) -> dict[str, int] | None:
-    if not (model.experts and model.slots):
-        return None
+def _experts_sizes(model: ModelShapes, tokens: int) -> dict[str, int]:
     return {"N": tokens, "H": model.hidden, "I": model.intermediate, "E": model.experts, "k": model.slots}
 
 
@@ -699,4 +701,4 @@ def of_model(shapes: ModelShapes, tokens: int, dtype: str) -> list[Workload]:
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     every = ((form, OPS[form].sizes(shapes, tokens)) for form in FORMS)
-    return [Workload(form, sizes, dtype) for form, sizes in every if sizes is not None]
+    return [Workload(form, sizes, dtype) for form, sizes in every if all(sizes.values())]

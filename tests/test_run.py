@@ -45,8 +45,10 @@ def test_a_plain_trainer_gets_it(tmp_path, capsys, built):
     plain = losses(trained(make_trainer(tmp_path)))
     line = [text for text in capsys.readouterr().out.splitlines() if text.startswith("npu-kernels run: ")]
     (text,) = line
-    assert text.startswith("npu-kernels run: rms_norm, add_rms_norm, varlen_attention, linear_cross_entropy")
-    assert text.endswith("put into LlamaForCausalLM; NPU_KERNELS_RUN=0 leaves it out")
+    assert text == (
+        "npu-kernels run: rms_norm, add_rms_norm, varlen_attention, linear_cross_entropy put into LlamaForCausalLM; "
+        "NPU_KERNELS_RUN=0 leaves it out"
+    )
     assert built == [1]
     assert len(plain) == 3
 
@@ -115,7 +117,12 @@ def test_grpo_is_planned_once_with_and_without_our_subclass(tmp_path, capsys, re
     torch.manual_seed(0)
     made = train(cls, tmp_path)
     assert recomputed == []
-    assert capsys.readouterr().out.count("NPU kernels on") == 1
+    out = capsys.readouterr().out
+    assert out.count("NPU kernels on") == 1
+    # Of both heads the one that TRL calls.
+    says = [line.partition(" put into ")[0] for line in out.splitlines() if line.startswith("npu-kernels run: ")]
+    assert [("linear_logprob" in line, "linear_cross_entropy" in line) for line in says] == [(True, False)] * len(says)
+    assert len(says) == (cls is TrlGRPOTrainer)
     assert "_compute_loss" not in vars(made)
     torch.manual_seed(0)
     plain = train(TrlGRPOTrainer, tmp_path, extra={"callbacks": [Nothing()]})

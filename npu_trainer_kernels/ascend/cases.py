@@ -86,6 +86,7 @@ class Entry:
         max_traffic: the most bytes moved over the fewest possible; None: reported, not held against a limit.
         reads_values: the op's host code reads masks, so that its launches are recorded on CPU tensors, of few rows.
         follows_ids: how often its kernels' loops run is said by ids, so that a trace needs them.
+        part: the share of a head that rotates; less than all is for models that rotate so much.
     """
 
     op: str
@@ -98,6 +99,7 @@ class Entry:
     max_traffic: float | None = _ROW_LIMIT
     reads_values: bool = False
     follows_ids: bool = False
+    part: float = 1.0
 
     def cases(self) -> Iterator[Case]:
         """One case for each size and dtype."""
@@ -235,7 +237,7 @@ def _rope(part: float = 1.0, table: torch.dtype | None = None, **options: Any) -
         if options.get("heads", 1) == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         kind = options.get("tables", "each")
-        width = round(part * size) // (2 if kind == "pair" else 1)
+        width = int(part * size) // (2 if kind == "pair" else 1)
         cos, sin = (t.floats(1, rows, width, dtype=table, grad=False) for _ in range(2))
         _backward(*ops.rope(q, k, cos, sin, backend=_BACKEND, **options))
         # Forward and backward: every head of q and k is read and written, cos and sin are read once for all of them.
@@ -243,6 +245,11 @@ def _rope(part: float = 1.0, table: torch.dtype | None = None, **options: Any) -
         return {"_rotate_kernel": 2 * rows * (2 * (heads + kv_heads) * size * t.itemsize + 2 * read * cos.itemsize)}
 
     return call
+
+
+def _rope_of(part: float, sizes: tuple[int, ...], form: str = "rope", **options: Any) -> Entry:
+    words = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters"}.get(part, f"{part:g} of a head")
+    return Entry(f"{form}, {words}", sizes, "head", _rope(part, **options), part=part)
 
 
 def _embedding(scale: float | None) -> Call:
@@ -455,13 +462,13 @@ TABLE: tuple[Entry, ...] = (
     Entry("rope, of images", (64, 72, 80), "head", _rope(table=torch.float32, casting="fp32", heads=2),
           dtypes=("bf16",)),
     # Of Pythia and Qwen3-Next, of GLM-4.5, of Phi-4 mini.
-    Entry("rope, a quarter", (128, 256), "head", _rope(0.25)),
-    Entry("rope, half", (64, 128, 256), "head", _rope(0.5)),
-    Entry("rope, three quarters", (128,), "head", _rope(0.75)),
+    _rope_of(0.25, (128, 256)),
+    _rope_of(0.5, (64, 128, 256)),
+    _rope_of(0.75, (128,)),
     # Of GPT-OSS; of Cohere; of GLM-4; of Ernie 4.5; of DeepSeek-V3's part of a head that rotates.
     Entry("rope, tables of pairs", (64, 128), "head", _rope(tables="pair")),
     Entry("rope, by turns", (64, 128, 256), "head", _rope(pairs="interleaved", casting="fp32")),
-    Entry("rope, by turns, half", (128,), "head", _rope(0.5, pairs="interleaved", tables="first_half")),
+    _rope_of(0.5, (128,), "rope, by turns", pairs="interleaved", tables="first_half"),
     Entry("rope, by turns, tables of pairs", (64, 128), "head", _rope(pairs="interleaved", tables="first_half")),
     Entry("rope, regrouped", (64, 128), "head", _rope(pairs="regrouped", tables="first_half")),
     Entry("embedding", HIDDEN, "hidden", _embedding(None), follows_ids=True),
@@ -528,7 +535,8 @@ def cases() -> list[Case]:
 
 
 def model_cases(shapes: ModelShapes, dtype: str) -> list[Case]:
-    """The table's cases at a model's shapes instead of its own, to be compiled; traffic is not counted.
+    """The table's cases at a model's shapes instead of its own, to be compiled; traffic is not counted. Not those of
+    sizes that it does not have, or that rotate another share of a head.
 
     Args:
         shapes: the model.
@@ -540,5 +548,8 @@ def model_cases(shapes: ModelShapes, dtype: str) -> list[Case]:
         "intermediate": shapes.intermediate,
         "vocabulary": shapes.vocabulary,
     }
-    fitted = (replace(e, sizes=(sizes[e.label],), dtypes=(dtype,)) for e in TABLE if dtype in e.dtypes)
+    known = {entry.part for entry in TABLE}
+    table = TABLE if shapes.rotated in known else (*TABLE, _rope_of(shapes.rotated, ()))
+    entries = (e for e in table if dtype in e.dtypes and sizes[e.label] and e.part in (1.0, shapes.rotated))
+    fitted = (replace(e, sizes=(sizes[e.label],), dtypes=(dtype,)) for e in entries)
     return [replace(case, run_small=None, few=None) for entry in fitted for case in entry.cases()]

@@ -11,12 +11,11 @@ them, and `doctor` looks at them from outside first.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from .._switch import RUN
+from .._switch import switch_off_run
 from . import _bench, _compile, _doctor, _fit, _prove, _run, _tune, _verify
 from ._output import FINE, STOPPED, USAGE, Output, UsageError
 
@@ -73,9 +72,8 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if RUN in os.environ and arguments[:1] != [_run.NAME]:
-        # In a shell that has what `run --print-env` prints, what is trained without the kernels would have them, too.
-        os.environ[RUN] = "0"
+    if arguments[:1] != [_run.NAME]:
+        switch_off_run()
     if arguments[:1] == [_bench.NAME]:
         return _bench.run(arguments[1:])
     if arguments[:1] == [_run.NAME]:

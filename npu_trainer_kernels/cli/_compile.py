@@ -51,7 +51,7 @@ def _ready() -> None:
 def run(args: argparse.Namespace, output: Output) -> int:
     _ready()
     from ..ascend import gate
-    from ..ascend.cases import model_cases
+    from ..ascend.cases import TABLE, model_cases
     from ..device import ASCEND_CHIPS
 
     if args.target not in ASCEND_CHIPS:
@@ -61,6 +61,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     shapes = shapes_of(args.model)
     chips = gate.CHIPS if args.all_targets else (args.target,)
     cases = model_cases(shapes, args.dtype)
+    ops = {case.op for case in cases}
+    left_out = [entry.op for entry in TABLE if args.dtype in entry.dtypes and entry.op not in ops]
     rows: list[gate.Row] = []
     with output.progress(len(cases)) as progress:
         for case in cases:
@@ -71,6 +73,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     broken = [row for row in rows if row.broken]
     for row in broken:
         output.text(f"{row.op} {row.kernel} {row.chip}: {'; '.join(row.broken)}", style="red")
+    if left_out:
+        output.text(f"Left out, as the model has no such size or rotates another share of heads: {'; '.join(left_out)}")
     output.text(f"{len(rows) - len(broken)} of {len(rows)} pass")
     output.result({
         "model": args.model,
@@ -78,6 +82,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         "dtype": args.dtype,
         "targets": list(chips),
         "passed": not broken,
+        "left_out": left_out,
         "kernels": [_as_json(row) for row in rows],
     })  # fmt: skip
     return FOUND if broken else FINE

@@ -145,10 +145,10 @@ def advice(rows: Sequence[Row], batch: int) -> str:
     fitting = [row for row in rows if row["fits"]]
     if not fitting:
         least = min(rows, key=lambda row: row["peak_bytes"])
-        return (
-            f"Does not fit: a micro-batch of {batch} takes at least {least['peak_bytes'] / GIB:.1f} GiB "
-            f"({_named(least)}); the largest that fits has {max(row['largest_batch'] for row in rows)} rows."
-        )
+        text = f"a micro-batch of {batch} takes at least {least['peak_bytes'] / GIB:.1f} GiB ({_named(least)})"
+        if largest := max(row["largest_batch"] for row in rows):
+            return f"Does not fit: {text}; the largest that fits is one of {largest}."
+        return f"Does not fit: {text}" + ("." if batch == 1 else ", and one of 1 does not fit either.")
     first, best = fitting[0], max(fitting, key=lambda row: row["largest_batch"])
     how_many = f"{first['largest_batch']} and more" if first["more_may_fit"] else f"up to {first['largest_batch']}"
     text = f"Fits: {_named(first)}, at micro-batches of {how_many}."

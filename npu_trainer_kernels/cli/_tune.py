@@ -287,7 +287,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     shapes = None if args.model is None else shapes_of(args.model)
     import torch
 
-    from .. import device
+    from .. import device, workloads
     from ..timing import is_accelerator
     from ._selfcheck import TIMED
 
@@ -299,6 +299,9 @@ def run(args: argparse.Namespace, output: Output) -> int:
     for_shapes = shapes or usual
     output.text(f"Tuning for {', '.join(f'{name} {size}' for name, size in asdict(for_shapes).items())}, {dtype}")
     works = pairs(for_shapes, args.tokens or tokens, dtype)
+    left_out = [form for form in workloads.FORMS if all(work.op != form for work in works)]
+    if left_out:
+        output.text(f"Left out, as the model has no such sizes: {', '.join(left_out)}")
     outcomes: list[Outcome] = []
     stopped, code = False, FOUND
     try:
@@ -307,7 +310,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         stopped = True
     finally:
         # Whatever happens: what was measured is shown and stored.
-        code = _finish(outcomes, spec.kind, spec.name, stopped, args.dry_run, output)
+        code = _finish(outcomes, left_out, spec.kind, spec.name, stopped, args.dry_run, output)
     return STOPPED if stopped else code
 
 
@@ -325,7 +328,9 @@ def _measure(works: "list[Workload]", where: "torch.device", outcomes: list[Outc
             progress.advance()
 
 
-def _finish(outcomes: list[Outcome], kind: str, chip: str, stopped: bool, dry_run: bool, output: Output) -> int:
+def _finish(
+    outcomes: list[Outcome], left_out: list[str], kind: str, chip: str, stopped: bool, dry_run: bool, output: Output
+) -> int:
     """Shows and stores; the exit code."""
     from .. import tuned
 
@@ -348,6 +353,7 @@ def _finish(outcomes: list[Outcome], kind: str, chip: str, stopped: bool, dry_ru
         "stored": None if stored is None else str(stored),
         "problem": problem,
         "stopped": stopped,
+        "left_out": left_out,
         "ops": {op: [as_json(o) for o in outcomes if o.work.op == op] for op in {o.work.op: None for o in outcomes}},
         "results": {op: [entry.as_json() for entry in of_op] for op, of_op in entries.items()},
     })  # fmt: skip

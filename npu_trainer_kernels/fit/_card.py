@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import device as devices
@@ -27,7 +28,10 @@ LIBRARIES = 64 * MIB
 """What cuBLAS holds on Hopper: a workspace of 32 MiB (torch's `getChosenWorkspaceSize`) for the thread that runs
 forward, and one for that which runs backward."""
 
-_MOST_HEAD = 256  # flash attention's, in PyTorch
+_MOST_HEAD = 256  # flash attention's in PyTorch, and cuDNN's on Hopper
+
+# On Hopper PyTorch asks cuDNN first, if it is newer than 9.15, as that of the CUDA builds of torch 2.11 is.
+_CUDNN_FIRST = Version(torch.__version__) >= Version("2.11")
 
 
 def _h200(memory: int) -> devices.DeviceSpec:
@@ -39,8 +43,10 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """`scaled_dot_product_attention` by the operators that PyTorch chooses on a card, in its order: flash, memory
-    efficient, plain."""
+    """`scaled_dot_product_attention` by the operators that PyTorch chooses on a card, in its order: cuDNN, flash,
+    memory-efficient, plain. Without a mask flash stands for cuDNN's: the result of both lies in memory as the query
+    does. That of memory-efficient attention always has a token's heads together, as the next product reads them; the
+    others' may have to be copied for it."""
     aten = torch.ops.aten
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -55,6 +61,10 @@ def _attend(
         if bias is not None:
             bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         records = query.requires_grad or key.requires_grad or value.requires_grad
+        if _CUDNN_FIRST and half and query.shape[-1] == value.shape[-1] <= _MOST_HEAD:
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, records, dropout_p, is_causal, False, scale=scale
+            )[0]
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, records, dropout_p, is_causal, scale=scale
         )[0]
@@ -120,12 +130,17 @@ def deciding(memory: int) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def standing_in(memory: int) -> Iterator[None]:
-    """As `deciding`, and operators are those of the card; nothing is launched, and so nothing is computed."""
+def standing_in(memory: int, kept: int) -> Iterator[None]:
+    """As `deciding`, and operators are those of the card; nothing is launched, and so nothing is computed. `kept`: rows
+    whose target counts."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(deciding(memory))
         stack.enter_context(use_launcher(lambda kernel, grid, args, constexprs: None))
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
+        # Which targets count is found by values, too; a sequence's last token has none.
+        head = importlib.import_module("npu_trainer_kernels.ops.linear_cross_entropy")
+        rows = {"valid_rows": lambda target, ignored: torch.empty(kept, dtype=torch.int64, device="cpu")}
+        stack.enter_context(mock.patch.multiple(head, **rows))
         # Rows of several sequences are found by values; here each row is one.
         masking = importlib.import_module("transformers.masking_utils")
         stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))

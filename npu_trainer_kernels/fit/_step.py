@@ -196,7 +196,7 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
             # Modules are recognised by what they compute.
             for each in filter(None, (model, reference)):
                 stack.enter_context(_applied(each, setup))
-        stack.enter_context(standing_in(setup.memory))
+        stack.enter_context(standing_in(setup.memory, setup.scored))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(NoValues(setup.scored))

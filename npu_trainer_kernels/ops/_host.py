@@ -33,9 +33,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_transformed() -> bool:
-    """Whether a call is part of a transform of torch.func, or of a derivative in forward mode: autograd's functions,
-    which ops are made of, have none."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether a call is part of a transform of torch.func, of a derivative in forward mode or of a trace: autograd's
+    functions, which ops are made of, have none."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._is_tracing()
 
 
 class _Forgetful:

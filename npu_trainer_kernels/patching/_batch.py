@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops._segments import Segments
 from ..ops._shared_rows import Shared, take, uploaded
@@ -81,6 +82,8 @@ class Batch:
             predicting = slice(0, mask.shape[1] - ahead)
             lost = (labels[:, ahead:] != -100) & ~alive[:, predicting]
             seen[:, predicting].masked_fill_(lost, PREDICTS)
+        if isinstance(seen, FakeTensor):
+            return "its ids or mask have no numbers (FakeTensorMode)"
         found = layout(seen.cpu().numpy(), share=share and ids is not None)
         return found if isinstance(found, str) else cls(given, found, tuple(mask.shape))
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .._opaque import opaque
 from ..ops.grpo_loss import GrpoPlan
@@ -134,6 +135,8 @@ def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     ids, embedded = _given("input_ids", args, kwargs), kwargs.get("inputs_embeds")
+    if isinstance(ids, FakeTensor) or isinstance(embedded, FakeTensor):
+        return 0
     if isinstance(ids, torch.Tensor):
         return ids.numel()
     return embedded.shape[:-1].numel() if isinstance(embedded, torch.Tensor) else 0
@@ -152,8 +155,8 @@ def _untracked(*args: Any, **kwargs: Any) -> None:
 @functools.partial(opaque, in_full_graphs=_untracked)
 def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     outer = _current.get()
-    if outer is None and module.training and torch.is_grad_enabled():
-        tokens, mask = _tokens(args, kwargs), _given("attention_mask", args, kwargs)
+    if outer is None and module.training and torch.is_grad_enabled() and (tokens := _tokens(args, kwargs)):
+        mask = _given("attention_mask", args, kwargs)
         settings.tokens += tokens
         if type(mask) is torch.Tensor and mask.device.type != "meta" and mask.numel() == tokens:
             settings.live = settings.live + mask.count_nonzero()

@@ -68,10 +68,14 @@ def _tree(first: list[int], last: list[int], ids: np.ndarray) -> Iterator[_Node]
             end = min(last[a], last[b])
             differs = ids[a, first[a] : end] != ids[b, first[a] : end]
             alike[i] = first[a] + (int(differs.argmax()) if differs.any() else len(differs))
+    begins = [0, *(i for i in range(1, len(order)) if alike[i] <= first[order[i]]), len(order)]
+    # Of rows that begin alike: from which to which of the order, the column to go on from, and the nodes before it.
+    # The last is next, so that children follow their parents.
+    left: list[tuple[int, int, int, tuple[int, ...]]] = []
+    left += [(low, high, first[order[low]], ()) for high, low in itertools.pairwise(reversed(begins))]
     count = 0
-
-    def grown(low: int, high: int, begin: int, path: tuple[int, ...]) -> Iterator[_Node]:
-        nonlocal count
+    while left:
+        low, high, begin, path = left.pop()
         rows = tuple(order[low:high])
         end = last[rows[0]] if len(rows) == 1 else min(alike[low + 1 : high])
         worth = (len(rows) - 1) * (end - begin) >= _MIN_NODE
@@ -80,12 +84,7 @@ def _tree(first: list[int], last: list[int], ids: np.ndarray) -> Iterator[_Node]
             path, begin, count = (*path, count), end, count + 1
         if len(rows) > 1:
             cuts = [low, *(i for i in range(low + 1, high) if alike[i] <= end), high]
-            for a, b in itertools.pairwise(cuts):
-                yield from grown(a, b, begin, path)
-
-    begins = [0, *(i for i in range(1, len(order)) if alike[i] <= first[order[i]]), len(order)]
-    for low, high in itertools.pairwise(begins):
-        yield from grown(low, high, first[order[low]], ())
+            left += [(a, b, begin, path) for b, a in itertools.pairwise(reversed(cuts))]
 
 
 def layout(ids: np.ndarray, *, share: bool) -> Layout | str:

@@ -142,7 +142,7 @@ class Site:
         return self.otherwise_own
 
 
-_TRANSFORM = "a transform of torch.func, or a derivative in forward mode"
+_TRANSFORM = "a transform of torch.func, a derivative in forward mode, or torch.jit.trace"
 _EXCHANGED = "its class has been given another forward"
 
 

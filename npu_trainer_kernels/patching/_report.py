@@ -99,6 +99,11 @@ class Report:
         ]
 
     @property
+    def used(self) -> list[Replaced]:
+        """Those of `replaced` whose ops its trainer calls."""
+        return [each for each in self.replaced if each.op not in self.unused]
+
+    @property
     def ran(self) -> dict[str, int]:
         """How many calls each op has served so far."""
         counts: Counter[str] = Counter()
@@ -124,7 +129,7 @@ class Report:
 
     def summary(self) -> str:
         """In a few words, which ops serve how many modules."""
-        counts = Counter(r.op for r in self.replaced if r.op not in self.unused)
+        counts = Counter(r.op for r in self.used)
         return ", ".join(f"{op} {count}" for op, count in counts.items()) or "left as it is"
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,9 +172,8 @@ class Report:
 
     def _run_lines(self) -> Iterable[str]:
         groups: dict[tuple[str, str, str], list[str]] = {}
-        for r in self.replaced:
-            if r.op not in self.unused:
-                groups.setdefault((r.op, r.backend, r.measured), []).append(r.kind)
+        for r in self.used:
+            groups.setdefault((r.op, r.backend, r.measured), []).append(r.kind)
         width = max((len(op) for op, _, _ in groups), default=0)
         ran = self.ran
         begun = any(ran.values())

@@ -103,6 +103,12 @@ def test_only_rows_that_begin_alike_are_run_without_sharing():
     assert shared == {"grpo-trl", "dpo-trl"}
 
 
+def test_unsloth_is_run_where_a_whole_model_is_trained_by_grpo():
+    found = [w for kind in ("cuda", "cpu") for w in endtoend.workloads(kind) if "unsloth" in endtoend.variants_of(w)]
+    assert [(w.length, w.prompt) for w in found] == [(4096, 128)] * 3 + [(1024, 2048)]
+    assert {(w.name, w.size, w.lora) for w in found} == {("grpo-trl", "qwen3-0.6b", 0)}
+
+
 @pytest.mark.parametrize("group", [2, 4])
 def test_ranks_get_different_counts_of_tokens(group):
     workload = endtoend.Workload("sft", "tiny-llama", 4, 30, 12, lengths="exponential", group=group)

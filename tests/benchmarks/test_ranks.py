@@ -85,6 +85,47 @@ def test_a_trainers_step_on_ranks(one_rank):
         ranks.train(workload, "tp", "plain", 1, CPU)
 
 
+@pytest.mark.parametrize(
+    ("spans", "time"),
+    [
+        ([], 0),
+        ([(5, 9)], 4),
+        ([(1, 3), (3, 4), (6, 8)], 5),
+        # One in another, the same twice, one that reaches over two, and not in order.
+        ([(10, 20), (12, 14), (12, 14), (19, 25), (1, 2), (24, 26)], 17),
+    ],
+)
+def test_time_that_spans_cover(spans, time):
+    assert ranks.covered(spans) == time
+
+
+class _Event:
+    """As Kineto hands out what it has recorded."""
+
+    def __init__(self, name, begin, end, kind="CUDA", annotation=False):
+        self.name, self.start_ns, self.duration_ns = lambda: name, lambda: begin, lambda: end - begin
+        self.device_type, self.is_user_annotation = lambda: getattr(torch.autograd.DeviceType, kind), lambda: annotation
+
+
+def test_what_a_device_did_in_a_step():
+    """Communication beside a product, and longer than it; a range of the code's own covers all and is no work."""
+    events = [
+        _Event("cudaLaunchKernel", 0, 90_000_000, kind="CPU"),
+        _Event("Optimizer.step#AdamW.step", 0, 90_000_000, annotation=True),
+        _Event("nccl:all_gather", 0, 90_000_000, annotation=True),
+        _Event("gemm", 10_000_000, 30_000_000),
+        _Event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", 20_000_000, 45_000_000),
+        _Event("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 50_000_000, 51_000_000),
+        _Event("Memset (Device)", 60_000_000, 62_000_000),
+    ]
+    assert ranks.what_ran(events, on_cuda=True) == {
+        "collectives": {"AllGather": 1, "ReduceScatter": 1},
+        "profiled": {"device_busy_ms": 38.0, "communication_ms": 26.0, "exposed_ms": 16.0},
+    }
+    called = [_Event("c10d::allreduce_", 0, 9, kind="CPU"), _Event("aten::mm", 0, 9, kind="CPU")]
+    assert ranks.what_ran(called, on_cuda=False) == {"collectives": {"allreduce_": 1}}
+
+
 def test_clipping_is_torchs():
     parameters = [torch.nn.Parameter(torch.randn(5, 3)) for _ in range(3)]
     for p in parameters[:2]:
@@ -170,7 +211,9 @@ def test_a_head_on_one_device(one_rank):
     assert found["verdict"] == "unchecked"
     assert found["collectives"] == {}
     split = {**row, **found, "provider": "tp", "ms": {**found["ms"], "median": found["ms"]["median"] / 2}}
-    text = report.markdown(environment(CPU, []), [{**row, **found}, split])
+    did = {"step_ms": 90.0, "host_ms": 70.0, "device_busy_ms": 38.0, "communication_ms": 26.0, "exposed_ms": 16.0}
+    text = report.markdown(environment(CPU, []), [{**row, **found}, {**split, "profiled": did}])
+    assert text.count("| BT=8 H=8 V=30 | tp | 90.0 | 70.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
     assert "The head of BT=8 H=8 V=30, its vocabulary on 1 devices: 0.500 of one device's time." in text
 
 

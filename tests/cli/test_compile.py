@@ -47,13 +47,42 @@ def test_without_the_extra_it_says_what_to_install(model, capsys):
 def test_every_entry_of_the_table_at_the_models_sizes():
     shapes = ModelShapes(hidden=2304, intermediate=9216, vocabulary=256000, heads=8, kv_heads=4, head_dim=256)
     found = model_cases(shapes, "bf16")
-    assert [case.op for case in found] == [entry.op for entry in TABLE if "bf16" in entry.dtypes]
+    assert [case.op for case in found] == [entry.op for entry in TABLE if "bf16" in entry.dtypes and entry.part == 1]
     sizes = {case.op: case.shape.split(" x ")[1] for case in found}
     assert sizes["rms_norm"] == "2304 (hidden)"
     assert sizes["swiglu"] == "9216 (intermediate)"
     assert sizes["rope"] == sizes["rms_norm, of heads"] == "256 (head)"
     assert sizes["linear_cross_entropy"] == "256000 (vocabulary)"
     assert {case.dtype for case in model_cases(shapes, "fp32")} == {"fp32"}
+
+
+@pytest.mark.parametrize(
+    ("config", "rotated"),
+    [
+        (CONFIG, set()),
+        ({**CONFIG, "model_type": "gpt_neox", "rotary_pct": 0.25}, {"rope, a quarter"}),
+        ({**CONFIG, "model_type": "glm"}, {"rope, half", "rope, by turns, half"}),
+        ({**CONFIG, "model_type": "phi", "partial_rotary_factor": 0.4}, {"rope, 0.4 of a head"}),
+    ],
+    ids=["all", "a quarter", "half", "none of the table"],
+)
+def test_rotations_of_a_part_are_for_models_that_rotate_it(tmp_path, compiled, capsys, config, rotated):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["compile", "--model", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    parts = {entry.op for entry in TABLE if entry.part < 1}
+    assert {k["op"] for k in found["kernels"]} - {entry.op for entry in TABLE if entry.part == 1} == rotated
+    assert set(found["left_out"]) == parts - rotated
+
+
+def test_what_a_model_has_no_size_for_is_named(tmp_path, compiled, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_head": 2}))
+    assert main(["compile", "--model", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ops = {k["op"].partition(",")[0] for k in found["kernels"]}
+    assert {"rms_norm", "rope", "linear_logprob"} <= ops
+    assert not {"swiglu", "swiglu_linear"} & ops
+    assert {"swiglu", "swiglu_linear"} <= set(found["left_out"])
 
 
 def test_passing_and_failing_kernels(model, compiled, capsys):
@@ -102,8 +131,10 @@ def test_a_config_that_is_none(tmp_path, compiled, capsys, change, message):
 
 
 def test_a_model_of_several_parts_has_the_shapes_of_its_text(tmp_path):
-    from transformers import Gemma3Config
+    from transformers import Gemma3Config, Gemma3nTextConfig
 
     text = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 999}
     shapes = ModelShapes.of_config(Gemma3Config(text_config=text))
     assert (shapes.hidden, shapes.head_dim, shapes.vocabulary) == (96, 32, 999)
+    # A list of each layer's.
+    assert ModelShapes.of_config(Gemma3nTextConfig(intermediate_size=192)).intermediate == 192

@@ -36,6 +36,8 @@ from npu_trainer_kernels.patching import PATCHES
 RESULTS = Path(fit_check.__file__).parent / "results"
 MIB, GIB = 1 << 20, 1 << 30
 ALLOWED = 0.05
+# Of one device's steps, without the 64 MiB of cuBLAS, and without what its allocator rounds up.
+ALLOWED_ALONE = 0.01
 CONFIG = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 4096,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "max_position_embeddings": 512,
@@ -308,7 +310,7 @@ def test_committed_steps(op, shape, workload, variant):
     _, rows = read(RESULTS / "2026-11-22-nvidia-h200-fifth-round-steps.json")
     (row,) = (r for r in rows if (r["op"], r["shape"], r["provider"]) == (op, shape, variant))
     predicted = fit_check.predict_one(fit_check.Configuration(workload), variant).peak_bytes
-    assert abs(predicted / row["peak_bytes"] - 1) <= ALLOWED
+    assert abs(predicted / row["peak_bytes"] - 1) <= ALLOWED_ALONE
 
 
 @pytest.mark.parametrize("variant", fit_check.STEPS_OF)
@@ -394,8 +396,12 @@ def test_advice_is_the_least_effort_that_fits():
     )
     assert advice(rows[:1], 2) == (
         "Does not fit: a micro-batch of 2 takes at least 30.0 GiB (plain without checkpointing); "
-        "the largest that fits has 1 rows."
+        "the largest that fits is one of 1."
     )
+    nothing = [row("plain", False, 30, 0), row("kernels", True, 20, 0)]
+    says = "takes at least 20.0 GiB (kernels with checkpointing)"
+    assert advice(nothing, 1) == f"Does not fit: a micro-batch of 1 {says}."
+    assert advice(nothing, 2) == f"Does not fit: a micro-batch of 2 {says}, and one of 1 does not fit either."
     assert advice([*rows, row("kernels", True, 9, 512)], 2).endswith(
         "The most is at least 512, kernels with checkpointing."
     )

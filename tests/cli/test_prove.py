@@ -429,16 +429,22 @@ def _ends(pid: int, seconds: float = 60.0) -> bool:
     return False
 
 
-def test_whatever_a_child_started_ends_with_it(tmp_path):
+def test_whatever_a_child_started_ends_with_it():
     code = (
         "import os, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print('{\"pid\": %d}' % child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    lines = list(_process.read([sys.executable, "-c", code], 60.0, environment=os.environ, silence=3.0))
-    assert lines[1] == {"ended": "it did not come back within 3 s", "why": "silent"}
-    assert _ends(lines[0]["pid"])
+    lines = _process.read([sys.executable, "-c", code], 600.0, environment=os.environ)
+    pid = next(lines)["pid"]
+    lines.close()
+    assert _ends(pid)
+
+
+def test_a_child_that_is_silent_is_ended():
+    lines = list(_process.read(["sleep", "600"], 600.0, environment=os.environ, silence=1.0))
+    assert lines == [{"ended": "it did not come back within 1 s", "why": "silent"}]
 
 
 def test_a_child_that_does_not_end_before_the_time_is_over_is_out_of_time():

@@ -316,11 +316,20 @@ def test_variables_by_hand_are_switched_off(stand_in, value):
     assert (done.stdout, done.stderr) == ("callbacks []\n", "")
 
 
-def test_our_other_commands_say_themselves_which_trainer_has_the_kernels(fake):
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (
+            "from npu_trainer_kernels import cli; assert cli.main(['tune', '--tokens', '0']) == 2",
+            "npu-kernels tune: --tokens must be at least 8; got 0\n",
+        ),
+        ("import benchmarks", ""),
+    ],
+)
+def test_our_other_commands_say_themselves_which_trainer_has_the_kernels(fake, code, error):
     """In a shell with the variables set `verify` and `bench` would compare the kernels with themselves."""
-    code = f"from npu_trainer_kernels import cli; assert cli.main(['tune', '--tokens', '0']) == 2; {BUILD}"
-    done = with_sitecustomize(code, f"{FOLDER}:{ROOT}:{fake}")
-    assert (done.stdout, done.stderr) == ("callbacks []\n", "npu-kernels tune: --tokens must be at least 8; got 0\n")
+    done = with_sitecustomize(f"{code}; {BUILD}", f"{FOLDER}:{ROOT}:{fake}")
+    assert (done.stdout, done.stderr) == ("callbacks []\n", error)
 
 
 def test_a_switch_that_is_neither_is_a_warning(stand_in):

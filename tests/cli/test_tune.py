@@ -81,6 +81,28 @@ def test_winners_are_stored_for_the_models_shapes(model, times, capsys):
     assert found["results"]["linear_cross_entropy"] == [entry.as_json()]
 
 
+@pytest.mark.parametrize(
+    ("config", "left_out"),
+    [
+        (
+            {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "vocab_size": 97},
+            {"swiglu", "swiglu_linear", "geglu", "moe_experts"},
+        ),
+        (
+            {"model_type": "mamba", "hidden_size": 32, "vocab_size": 97},
+            {"moe_experts", "linear_rms_norm", "rope", "rope_by_turns", "varlen_attention"},
+        ),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
+)
+def test_what_a_model_has_no_sizes_for_is_left_out_and_named(tmp_path, monkeypatch, capsys, config, left_out):
+    monkeypatch.setattr(_tune, "tune_op", lambda work, *args: _tune.Outcome(work))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, found = run(str(tmp_path), capsys)
+    assert set(found["left_out"]) == left_out
+    assert set(found["ops"]) == set(workloads.OPS) - left_out
+
+
 def test_an_op_that_loses_is_left_to_the_model_with_both_times(model, times, two_ops, capsys):
     times["ours"] = 3.0
     _, found = run(model, capsys)

@@ -298,7 +298,8 @@ def test_transforms_of_torch_func_run_the_models_own_code(name):
     with apply_npu_kernels(model, ops=PATCHES) as kernels:
         found = transformed(model, TRANSFORMS[name])
         assert set(kernels.report().ran.values()) == {0}
-        assert "a transform of torch.func, or a derivative in forward mode" in declined(kernels, "add_rms_norm")
+        reason = "a transform of torch.func, a derivative in forward mode, or torch.jit.trace"
+        assert reason in declined(kernels, "add_rms_norm")
     assert same(found.values(), expected.values())
 
 

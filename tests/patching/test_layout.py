@@ -66,6 +66,14 @@ def distinct(ids: np.ndarray) -> int:
     return len(beginnings)
 
 
+def test_rows_that_each_go_on_from_the_one_before_are_no_depth():
+    """As deep as Python's stack is not."""
+    found = layout(np.where(np.tri(1050, dtype=bool), 7, DEAD), share=True)
+    assert isinstance(found, Layout)
+    assert max(found.key_lengths) == 1050
+    assert len(found.places) < 1100
+
+
 @st.composite
 def batches(draw) -> np.ndarray:
     """Rows that continue beginnings of other rows, of unequal lengths, each begun at one of a few columns."""

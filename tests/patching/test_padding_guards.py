@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -236,6 +237,39 @@ def test_a_model_that_is_compiled_as_a_whole():
         assert same(step(torch.compile(model, backend="eager"), **PLAIN), expected)
         assert kernels.report().ran[OP] == 0
     torch._dynamo.reset()
+
+
+def test_tensors_without_numbers_stay_padded():
+    """What estimates memory, or exports, has shapes alone: there are no lengths to read, and no tokens to count."""
+    model = made("llama", torch.float32, "sdpa")
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        model(**PLAIN)
+        counted = kernels.tokens, kernels.live_tokens
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            given = {name: mode.from_tensor(v) if torch.is_tensor(v) else v for name, v in PLAIN.items()}
+            model(**given).logits.sum().backward()
+        assert (kernels.tokens, kernels.live_tokens) == counted
+        assert reasons(kernels) == {"its ids or mask have no numbers (FakeTensorMode)": 1}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_trace_is_of_the_models_own_code(training):
+    """It is for batches whose tokens lie elsewhere."""
+    model = made("llama", torch.float32, "sdpa").train(training)
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+    ids, mask = PLAIN["input_ids"], PLAIN["attention_mask"]
+    with apply_npu_kernels(model):
+        traced = torch.jit.trace(Logits(), (ids, mask), check_trace=False)
+    other = mask.roll(1, 0)
+    assert torch.equal(traced(ids, other), Logits()(ids, other))
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
