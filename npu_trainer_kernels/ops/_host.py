@@ -8,13 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as _once_differentiable
 
-__all__ = [
-    "applied", "autocasts", "compute_dtype", "contiguous_like", "in_dtype", "is_transformed", "once_differentiable",
-    "promoted",
-]  # fmt: skip
+__all__ = ["autocasts", "compute_dtype", "contiguous_like", "in_dtype", "once_differentiable", "promoted"]
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,32 +26,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return guarded(ctx, *(None if g is None else g.detach().requires_grad_() for g in grads))
 
     return wrapper
-
-
-def is_transformed() -> bool:
-    """Whether a call is part of a transform of torch.func, of a derivative in forward mode or of a trace: autograd's
-    functions, which ops are made of, have none."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._is_tracing()
-
-
-class _Forgetful:
-    """In the place of autograd's context where no backward can follow: nothing is kept."""
-
-    needs_input_grad = (False,) * 16  # as many arguments as any function of ours may have
-
-    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        pass
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
-
-
-def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply`, or its forward alone without gradients, as in generation: autograd records nothing then, and
-    takes a fifth of a norm's Python for that. A transform is left to `apply`, which refuses what it cannot do."""
-    if torch.is_grad_enabled() or is_transformed():
-        return function.apply(*args)
-    return function.forward(_Forgetful(), *args)
 
 
 def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:

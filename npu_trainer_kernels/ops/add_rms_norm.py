@@ -21,7 +21,7 @@ import torch
 
 from .. import _vendor, backends
 from ._checks import check_choice, check_float, check_same_device, is_number
-from ._host import applied, in_dtype, once_differentiable
+from ._host import in_dtype, once_differentiable
 from ._norm import check_norm, norm_backward, norm_forward, norm_reference
 
 __all__ = ["MODES", "add_rms_norm", "add_rms_norm_reference"]
@@ -137,4 +137,4 @@ def add_rms_norm(
         return add_rms_norm_reference(
             x, residual, weight, eps, offset=offset, casting=casting, mode=mode, multiplier=multiplier
         )
-    return applied(_AddRmsNorm, x, residual, weight, (eps, offset, casting, mode, multiplier, chosen))
+    return _AddRmsNorm.apply(x, residual, weight, (eps, offset, casting, mode, multiplier, chosen))

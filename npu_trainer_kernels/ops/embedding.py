@@ -21,7 +21,7 @@ from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._checks import check_float, check_ids, check_range, check_same_device, is_number
 from ._fallback import falls_back
-from ._host import applied, contiguous_like, once_differentiable
+from ._host import contiguous_like, once_differentiable
 from ._launch import launch
 
 __all__ = ["embedding", "embedding_reference"]
@@ -301,4 +301,4 @@ def embedding(
     if chosen == "torch" and torch.compiler.is_compiling():
         return embedding_reference(ids, weight, padding_idx=padding_idx, scale=scale)
     check_range("ids", ids, ids.device, size)
-    return applied(_Embedding, ids, weight, (padding_idx, scale, chosen))
+    return _Embedding.apply(ids, weight, (padding_idx, scale, chosen))

@@ -26,7 +26,7 @@ import torch
 
 from .. import backends
 from ._checks import check_choice, check_float, check_same_device
-from ._host import applied, once_differentiable
+from ._host import once_differentiable
 from ._norm import check_norm
 from ._norm_general import ACTIVATIONS, Form, general_backward, general_forward, general_reference
 
@@ -131,4 +131,4 @@ def gated_rms_norm(
     chosen = backends.choose("gated_rms_norm", x.device, backend, at=lambda: backends.of_rows(x))
     if torch.compiler.is_compiling():
         return general_reference(x, gate, weight, None, form)
-    return applied(_GatedRmsNorm, x, gate, weight, form, chosen)
+    return _GatedRmsNorm.apply(x, gate, weight, form, chosen)

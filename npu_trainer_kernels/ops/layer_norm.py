@@ -18,7 +18,7 @@ import torch
 
 from .. import backends
 from ._checks import check_float, check_same_device
-from ._host import applied, once_differentiable
+from ._host import once_differentiable
 from ._norm import check_norm
 from ._norm_general import Form, general_backward, general_forward, general_reference
 
@@ -96,4 +96,4 @@ def layer_norm(
     chosen = backends.choose("layer_norm", x.device, backend, at=lambda: backends.of_rows(x))
     if torch.compiler.is_compiling():
         return layer_norm_reference(x, weight, bias, eps, offset=offset)
-    return applied(_LayerNorm, x, weight, bias, Form(eps, offset, centred=True), chosen)
+    return _LayerNorm.apply(x, weight, bias, Form(eps, offset, centred=True), chosen)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ._checks import check_float, check_same_device
-from ._host import applied, autocasts, compute_dtype, in_dtype, once_differentiable
+from ._host import autocasts, compute_dtype, in_dtype, once_differentiable
 from ._norm import check_norm_options, norm_backward, norm_forward, norm_reference
 from .rms_norm import norm_backends, rms_norm
 
@@ -141,4 +141,4 @@ def linear_rms_norm(
                         backend=backend)  # fmt: skip
     weight, bias = in_dtype(weight, dtype), None if bias is None else in_dtype(bias, dtype)
     chosen, backward = norm_backends(x, norm_weight, casting, backend)
-    return applied(_LinearRmsNorm, x, weight, norm_weight, bias, (eps, offset, casting, chosen, backward))
+    return _LinearRmsNorm.apply(x, weight, norm_weight, bias, (eps, offset, casting, chosen, backward))

@@ -41,7 +41,7 @@ from ._expert_gate import gated_rows, gated_rows_backward
 from ._expert_rows import Routing, expert_sums, fp32_product, sums_of_rows, to_rows
 from ._expert_steps import Function, activated, in_steps
 from ._gates import Gate, gate_options
-from ._host import applied, autocasts, compute_dtype, once_differentiable
+from ._host import autocasts, compute_dtype, once_differentiable
 
 __all__ = ["moe_experts", "moe_experts_reference", "unserved"]
 
@@ -320,7 +320,7 @@ def moe_experts(
         up_bias, last_bias = (None if t is None else t.to(dtype) for t in (up_bias, last_bias))
     given = rows, expert_ids, expert_weights, up, last, up_bias, last_bias, form
     if isinstance(form, Gate) and post_norm is None:
-        y = applied(_Experts, *given, transposed, chosen)
+        y = _Experts.apply(*given, transposed, chosen)
     else:
         y = in_steps(*given, gated, transposed, post_norm, chosen)
     return y if y.dtype is x.dtype else y.to(x.dtype)

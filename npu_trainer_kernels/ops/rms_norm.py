@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import _vendor, backends
-from ._host import applied, once_differentiable
+from ._host import once_differentiable
 from ._norm import check_norm, norm_backward, norm_forward, norm_reference
 
 __all__ = ["norm_backends", "rms_norm", "rms_norm_reference"]
@@ -103,4 +103,4 @@ def rms_norm(
     chosen, backward = norm_backends(x, weight, casting, backend)
     if chosen == "torch" and torch.compiler.is_compiling():
         return rms_norm_reference(x, weight, eps, offset=offset, casting=casting)
-    return applied(_RmsNorm, x, weight, (eps, offset, casting, chosen, backward))
+    return _RmsNorm.apply(x, weight, (eps, offset, casting, chosen, backward))

@@ -27,7 +27,7 @@ from .._triton import jit, tl
 from ._blocks import load, load_fp32, store
 from ._checks import check_choice, check_float, check_same_device
 from ._fallback import falls_back
-from ._host import applied, once_differentiable, promoted
+from ._host import once_differentiable, promoted
 from ._launch import launch
 
 __all__ = ["CASTINGS", "PAIRS", "TABLES", "rope", "rope_reference"]
@@ -643,4 +643,4 @@ def rope(
     chosen = backends.choose("rope", where, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin, form), at=at)
     if chosen == "torch" and torch.compiler.is_compiling():
         return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
-    return applied(_Rope, q, k, cos, sin, form, chosen)
+    return _Rope.apply(q, k, cos, sin, form, chosen)

@@ -27,7 +27,7 @@ from ._blocks import load, load_fp32, store, tile_of
 from ._checks import check_float, check_same_device
 from ._fallback import falls_back
 from ._gates import Gate, activated, bounded_gate, bounded_up, gate_options, slope, within_limit
-from ._host import applied, autocasts, compute_dtype, contiguous_like, in_dtype, once_differentiable
+from ._host import autocasts, compute_dtype, contiguous_like, in_dtype, once_differentiable
 from ._launch import launch
 
 __all__ = ["swiglu", "swiglu_linear", "swiglu_linear_reference", "swiglu_reference"]
@@ -476,7 +476,7 @@ def swiglu(
     chosen = _chosen(gate, form, backend)
     if chosen == "torch" and torch.compiler.is_compiling():
         return form.product(*form.parts(gate, up))
-    return applied(_SwiGlu, gate, up, form, chosen)
+    return _SwiGlu.apply(gate, up, form, chosen)
 
 
 def swiglu_linear(
@@ -538,6 +538,6 @@ def swiglu_linear(
         return torch.nn.functional.linear(form.product(*form.parts(gate, up)), weight, bias)
     if dtype != gate.dtype:
         # Autocast rounds the product before the projection reads it: there are two tensors, and the second is kept.
-        return torch.nn.functional.linear(applied(_SwiGlu, gate, up, form, chosen), weight, bias)
+        return torch.nn.functional.linear(_SwiGlu.apply(gate, up, form, chosen), weight, bias)
     weight, bias = in_dtype(weight, dtype), None if bias is None else in_dtype(bias, dtype)
-    return applied(_SwiGluLinear, gate, up, weight, bias, overwrite, form, chosen)
+    return _SwiGluLinear.apply(gate, up, weight, bias, overwrite, form, chosen)

@@ -121,10 +121,14 @@ def current_call() -> Call | None:
 
 
 def generates() -> bool:
-    """Whether the forward that is running on this thread has one token of each row, without gradients. A forward that
-    scores has more."""
+    """Whether the forward that is running on this thread has one token of each row, without gradients, as generation
+    with a cache has it."""
     call = _current.get()
     return call is not None and call.generates
+
+
+# Asked once a module and token. Traced it is a constant: in a graph every op stands aside.
+generates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -113,7 +113,6 @@ class EmbeddingPatch(Patch):
     """Token embeddings by `ops.embedding`."""
 
     op = "embedding"
-    waits_in_generation = True
 
     def recognise(self, module: nn.Module, scene: Scene) -> EmbeddingForm | str | None:
         if not isinstance(module, nn.Embedding):

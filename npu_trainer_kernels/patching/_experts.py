@@ -269,7 +269,6 @@ class ExpertsPatch(Patch):
     """Experts of transformers' interface by `ops.moe_experts`."""
 
     op = "moe_experts"
-    waits_in_generation = True
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
         # Of other experts, which are known by their place alone, the report has the reason why they stay.

@@ -290,7 +290,6 @@ class GatedMlpPatch(Patch):
     """Gated MLPs by `ops.swiglu` and `ops.swiglu_linear`, where asked for over slices of their rows."""
 
     op = "swiglu"
-    waits_in_generation = True
 
     def asked_for(self, scene: Scene) -> bool:
         return scene.tiled_mlp > 0
@@ -337,7 +336,7 @@ class GatedMlpPatch(Patch):
 
         def of_slice(rows: torch.Tensor) -> torch.Tensor:
             result = self._at_once(site, module, rows)
-            return self.own(site)(module, rows) if type(result) is Late else result
+            return site.kind.forward(module, rows) if type(result) is Late else result
 
         return in_slices(
             of_slice, x, lambda: [p for p in module.parameters() if p.requires_grad], tokens=form.tokens,

@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from .. import backends
 from ..ops._checks import FLOATS
-from ..ops._host import is_transformed
 from ..tuned import Entry
 from ._call import CallSettings, generates
 from ._classes import is_patched_class, original_class, subclass_with_forward
@@ -37,6 +37,7 @@ __all__ = [
     "Scene",
     "Site",
     "guarded",
+    "is_transformed",
     "keeps_own_code",
     "no_float",
     "no_plain",
@@ -141,6 +142,18 @@ class Site:
                 return entry.plain_wins
         return self.otherwise_own
 
+    def stands_aside(self) -> bool:
+        """Whether the forward that is running generates, one token of each row: it waits for the host and not for the
+        device, and an H200's took longer to launch a Triton kernel than the several of PyTorch's that it stands for. A
+        vendor's operator is launched as PyTorch's are, and replaces several of those: it stays."""
+        return self.served != "vendor" and generates()
+
+
+def is_transformed() -> bool:
+    """Whether a call is part of a transform of torch.func, of a derivative in forward mode or of a trace: autograd's
+    functions, which ops are made of, have none."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._is_tracing()
+
 
 _TRANSFORM = "a transform of torch.func, a derivative in forward mode, or torch.jit.trace"
 _EXCHANGED = "its class has been given another forward"
@@ -150,20 +163,19 @@ def guarded(
     site: Site,
     declines: Callable[..., str | None],
     run: Callable[..., Any],
-    own: Callable[..., Any],
+    instead: Callable[..., Any] | None,
     tokens: Callable[..., int],
     counts: bool = True,
-    waits: bool = False,
 ) -> Callable[..., Any]:
-    """The one forward: `run` where the call is accepted, else `own`; all take the same arguments. Without `counts` it
-    is `run` that counts what the op serves, since that comes later. `waits`: `Patch.waits_in_generation`."""
+    """The one forward: `run` where the call is accepted, else `instead`, or with None the class's own; all take the
+    same arguments. Without `counts` it is `run` that counts what the op serves, since that comes later."""
     recognised = site.kind.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            # Kernels are no part of compiled graphs. A count that is guarded on would compile anew at every call.
-            return own(*args, **kwargs)
-        if (waits or site.served == "torch") and generates():
+        # Looked up at the call: somebody may replace the class's forward after the patch.
+        own = instead or site.kind.forward
+        # Kernels are no part of compiled graphs. A count that is guarded on would compile anew at every call.
+        if site.stands_aside() or torch.compiler.is_compiling():
             return own(*args, **kwargs)
         if site.switches and site.prefers_own(tokens(*args, **kwargs)):
             return own(*args, **kwargs)
@@ -190,13 +202,10 @@ class Patch:
     Attributes:
         op: its name in `backends.OPS`.
         counts_later: a call that is served is counted by `run`, when the op runs.
-        waits_in_generation: one token of each row, without gradients, is for the modules' own code: such a forward
-            waits for Python, and the op's takes longer than what it leaves out. On the torch backend every op does.
     """
 
     op: ClassVar[str]
     counts_later: ClassVar[bool] = False
-    waits_in_generation: ClassVar[bool] = False
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
         """Modules to look at, by path."""
@@ -250,32 +259,28 @@ class Patch:
         if type(module) is original_class(module) or (is_patched_class(type(module)) and type(module) is not site.cls):
             undo.set_class(module, site.cls)
 
-    def own(self, site: Site) -> Callable[..., Any]:
-        """The modules' own forward."""
-
-        def own(module: Any, *args: Any, **kwargs: Any) -> Any:
-            # Looked up at the call: somebody may replace the class's forward after the patch.
-            return site.kind.forward(module, *args, **kwargs)
-
-        return own
+    def own(self, site: Site) -> Callable[..., Any] | None:
+        """What does the calls that the op does not; None: the class's own forward."""
+        return None
 
     def patched_class(self, site: Site) -> type[nn.Module]:
         """The class that the modules of a site are given."""
         bind = functools.partial
         forward = guarded(
-            site, bind(self.declines, site), bind(self.run, site), self.own(site), self.tokens, not self.counts_later,
-            self.waits_in_generation,
-        )  # fmt: skip
+            site, bind(self.declines, site), bind(self.run, site), self.own(site), self.tokens, not self.counts_later
+        )
         return subclass_with_forward(site.kind, functools.wraps(site.kind.forward)(forward))
 
 
-def while_recognised(kind: Any, rewritten: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward rewritten from that of a class, for as long as the class has that one."""
+def while_recognised(site: Site, rewritten: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward rewritten from that of a site's class, for as long as the class has that one, and the op is wanted."""
+    kind: Any = site.kind
     recognised = kind.forward
 
     @functools.wraps(rewritten)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return (rewritten if kind.forward is recognised else kind.forward)(*args, **kwargs)
+        own = kind.forward is not recognised or site.stands_aside()
+        return (kind.forward if own else rewritten)(*args, **kwargs)
 
     return forward
 

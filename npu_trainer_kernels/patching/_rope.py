@@ -21,7 +21,6 @@ from torch import nn
 
 from .._configs import setting
 from ..ops._checks import FLOATS
-from ..ops._host import is_transformed
 from ..ops.linear_rms_norm import linear_rms_norm
 from ._classes import original_class, subclass_with_forward
 from ._mlps import is_bare_linear
@@ -33,6 +32,7 @@ from ._patch import (
     Scene,
     Site,
     guarded,
+    is_transformed,
     no_float,
     set_on_instance,
     while_recognised,
@@ -200,5 +200,5 @@ class RopePatch(Patch):
             helpers.append((_helper(name), _while_named(name, attention.forward.__globals__, served)))
         rotation = _OtherRotation({name for name, _ in attention.rotations})
         projection = _NormedProjection({name for name, *_ in attention.norms})
-        forward = while_recognised(site.kind, rewritten(attention.forward, rotation, projection))
+        forward = while_recognised(site, rewritten(attention.forward, rotation, projection))
         return subclass_with_forward(site.kind, forward, tuple(helpers))

@@ -164,23 +164,6 @@ def test_inference_mode(device, backend, op, inside):
     assert_op_close(call(work.ours(backend)), call(work.reference), list(tensors.values()))
 
 
-# Attention inside segments is asked once a batch, and for more than a token of each row.
-@pytest.mark.parametrize("op", [op for op in OPS if op != "varlen_attention"])
-def test_without_gradients_autograd_is_not_asked(device, backend, monkeypatch, op):
-    def apply(*args):
-        raise AssertionError("it takes a fifth of a call's Python")
-
-    monkeypatch.setattr(torch.autograd.Function, "apply", apply)
-    with torch.no_grad():
-        call(WORKLOADS[op], backend, device)
-
-
-def test_a_transform_is_refused_also_without_gradients(device, backend):
-    x, weight = torch.randn(3, 2, 8, device=device), torch.ones(8, device=device)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="vmap"):
-        torch.func.vmap(lambda rows: ops.rms_norm(rows, weight, backend=backend))(x)
-
-
 HEAD_CALLS = {
     "linear_cross_entropy": lambda x, w, ids, b: fused_linear_cross_entropy(x, w, ids, backend=b),
     "linear_cross_entropy, smoothed": lambda x, w, ids, b: fused_linear_cross_entropy(

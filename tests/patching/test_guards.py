@@ -55,25 +55,6 @@ def test_the_report_counts_what_ran():
         assert "6 calls" in str(kernels.report())
 
 
-@pytest.mark.parametrize(("family", "waiting"), [("llama", "swiglu"), ("qwen3-moe", "moe_experts")])
-def test_in_generation_runs_what_takes_less_python(family, waiting):
-    def ran(columns: int, gradients: bool, backend: str) -> set[str]:
-        model, ids = small_model(family), batch()["input_ids"][:, :columns]
-        with apply_npu_kernels(model, ops=PATCHES, backend=backend) as kernels, torch.set_grad_enabled(gradients):
-            model(input_ids=ids, use_cache=not gradients)
-            assert not kernels.report().declined
-            return {op for op, calls in kernels.report().ran.items() if calls}
-
-    served = {"rms_norm", "add_rms_norm", "rope"}
-    assert ran(1, gradients=False, backend="triton") == served
-    # One that scores, and one that trains.
-    assert ran(2, gradients=False, backend="triton") == served | {waiting, "embedding"}
-    assert ran(1, gradients=True, backend="triton") == served | {waiting, "embedding"}
-    # In torch nothing saves anything without a backward.
-    assert ran(1, gradients=False, backend="torch") == set()
-    assert ran(2, gradients=False, backend="torch") == {"rope", waiting, "embedding"}
-
-
 def test_tokens_are_counted_however_they_are_given():
     model, ids = small_model("llama"), batch()["input_ids"]
     mask = torch.ones_like(ids).index_fill(1, torch.arange(5), 0)
