@@ -144,8 +144,8 @@ class Site:
 
     def stands_aside(self) -> bool:
         """Whether the forward that is running generates, one token of each row: it waits for the host and not for the
-        device, and an H200's took longer to launch a Triton kernel than the several of PyTorch's that it stands for. A
-        vendor's operator is launched as PyTorch's are, and replaces several of those: it stays."""
+        device, and beside an H200 an op with its Triton launch took longer than all that it stands for. A vendor's
+        operator is launched as PyTorch's are, and stands for several of those; nothing was measured there: it stays."""
         return self.served != "vendor" and generates()
 
 
