@@ -7,7 +7,8 @@ A small model's step waits for Python. Times of it differ by a factor of two fro
 instructions are the same again within a hundredth. Triton compiles for a GPU and its driver is one that launches
 nothing, so that all is counted that happens before a launch; the grouped product of experts multiplies nothing either.
 Tensors are on the CPU and tiny: what PyTorch's other operators compute of them is in the figures, and is little. A
-decoder layer of transformers stands beside the ops, as it is and with the kernels. Needs Linux and its hardware
+decoder layer of transformers stands beside the ops, as it is and with the kernels, and so does a model of two that is
+given one token of each row, as generation does. Needs Linux and its hardware
 counters (`perf_event_open`).
 """
 
@@ -163,7 +164,7 @@ def _moe_experts() -> Callable[[], Any]:
     return lambda: ops.moe_experts(x, ids, weights, gate_up, down)
 
 
-def _layer(patched: bool) -> Callable[[], Any]:
+def _model(patched: bool) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     model: Any = Qwen3ForCausalLM(
@@ -175,11 +176,26 @@ def _layer(patched: bool) -> Callable[[], Any]:
     model.to(_DTYPE)
     if patched:
         apply_npu_kernels(model.train())
+    return model
+
+
+def _layer(patched: bool) -> Callable[[], Any]:
+    model = _model(patched)
     layers, x = model.model.layers, _tensor(*_TOKENS, _HIDDEN)
     tables = _tensor(2, 16, _SIZE, grad=False), _tensor(2, 16, _SIZE, grad=False)
 
     def call(model: Any = model) -> Any:  # a patch ends with its model
         return layers[0](x, position_embeddings=tables, attention_mask=None)
+
+    return call
+
+
+def _token(patched: bool) -> Callable[[], Any]:
+    model, ids = _model(patched), torch.zeros(8, 1, dtype=torch.long)
+
+    def call() -> Any:
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=True)
 
     return call
 
@@ -193,6 +209,8 @@ CASES: dict[str, Case] = {
     "moe_experts": _moe_experts,
     "decoder layer, plain": lambda: _layer(False),
     "decoder layer, patched": lambda: _layer(True),
+    "a token through two layers, plain": lambda: _token(False),
+    "a token through two layers, patched": lambda: _token(True),
 }
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "HeadPlan",
     "current_call",
     "current_plan",
+    "generates",
     "track_calls",
     "use_labels",
     "use_plan",
@@ -73,6 +74,7 @@ class Call:
     Attributes:
         labels: that it was given, or that its trainer keeps for a loss of its own.
         divisor: what the loss is going to be divided by, as `transformers.Trainer` tells the model; None: not known.
+        generates: whether it has one token of each row, and no gradient is wanted.
     """
 
     settings: CallSettings
@@ -80,6 +82,7 @@ class Call:
     previous: "Call | None"
     labels: torch.Tensor | None = None
     divisor: int | float | torch.Tensor | None = None
+    generates: bool = False
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
@@ -117,6 +120,17 @@ def current_call() -> Call | None:
     return _current.get()
 
 
+def generates() -> bool:
+    """Whether the forward that is running on this thread has one token of each row, without gradients, as generation
+    with a cache has it."""
+    call = _current.get()
+    return call is not None and call.generates
+
+
+# Asked once a module and token. Traced it is a constant: in a graph every op stands aside.
+generates._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An argument of a model's forward; ids and mask come first in all of them."""
     place = ("input_ids", "attention_mask").index(name)
@@ -130,6 +144,12 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if isinstance(ids, torch.Tensor):
         return ids.numel()
     return embedded.shape[:-1].numel() if isinstance(embedded, torch.Tensor) else 0
+
+
+def _has_one_column(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    ids = _given("input_ids", args, kwargs)
+    rows = kwargs.get("inputs_embeds") if ids is None else ids
+    return isinstance(rows, torch.Tensor) and rows.dim() > 1 and rows.shape[1] == 1
 
 
 def _untracked(*args: Any, **kwargs: Any) -> None:
@@ -149,7 +169,8 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     # PEFT's model hands them on to the inner one by name.
     labels = kwargs.get("labels", _kept.get())
     labels = labels if isinstance(labels, torch.Tensor) else None
-    _current.set(Call(settings, module, outer, labels, kwargs.get("num_items_in_batch")))
+    one = not torch.is_grad_enabled() and _has_one_column(args, kwargs)
+    _current.set(Call(settings, module, outer, labels, kwargs.get("num_items_in_batch"), one))
 
 
 @functools.partial(opaque, in_full_graphs=_untracked)

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-__all__ = ["has_hooks", "is_patched_class", "original_class", "subclass_with_forward"]
+__all__ = ["forward_of", "has_hooks", "is_patched_class", "original_class", "subclass_with_forward"]
 
 
 def subclass_with_forward(
@@ -46,6 +46,15 @@ def subclass_with_forward(
         "_npu_kernels_original": cls,
     }
     return type(cls.__name__, (cls,), namespace)
+
+
+def forward_of(cls: Any) -> Callable[..., Any]:
+    """The forward that a class has when it is called: somebody may replace it after the patch."""
+
+    def own(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(module, *args, **kwargs)
+
+    return own
 
 
 def is_patched_class(cls: type[nn.Module]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .._opaque import opaque, starts_no_graph, traced
-from ._classes import original_class, subclass_with_forward
+from ._classes import forward_of, original_class, subclass_with_forward
 from ._undo import Undo
 
 __all__ = ["keep_out_of_graphs", "may_promise"]
@@ -24,9 +24,7 @@ _BY = "_npu_kernels_kept_out_by"
 
 
 def _untraced(kind: type[nn.Module]) -> Callable[..., Any]:
-    def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return kind.forward(module, *args, **kwargs)
-
+    own = forward_of(kind)
     called = opaque(own, in_full_graphs=own)
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -36,10 +34,7 @@ def _untraced(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _traced(kind: type[nn.Module]) -> Callable[..., Any]:
-    def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return kind.forward(module, *args, **kwargs)
-
-    return traced(own)
+    return traced(forward_of(kind))
 
 
 def may_promise(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from .._opaque import opaque
 from ..ops._head_slices import unshared
 from ._call import CallSettings
-from ._classes import original_class, subclass_with_forward
+from ._classes import forward_of, original_class, subclass_with_forward
 from ._compiled import keep_out_of_graphs, may_promise
 from ._head_call import HeadCall, answer_of, is_asked, is_of_a_wrapper
 from ._parallel import gathered_over, instead_of, serve_instead
@@ -124,7 +124,7 @@ class LmHeadPatch(Patch):
 
     def own(self, site: Site) -> Callable[..., Any]:
         if site.form.mesh is None:
-            return super().own(site)
+            return forward_of(site.kind)
         return lambda module, *args, **kwargs: instead_of(module)(*args, **kwargs)
 
     def patched_class(self, site: Site) -> type[nn.Module]:

@@ -336,7 +336,7 @@ class GatedMlpPatch(Patch):
 
         def of_slice(rows: torch.Tensor) -> torch.Tensor:
             result = self._at_once(site, module, rows)
-            return self.own(site)(module, rows) if type(result) is Late else result
+            return site.kind.forward(module, rows) if type(result) is Late else result
 
         return in_slices(
             of_slice, x, lambda: [p for p in module.parameters() if p.requires_grad], tokens=form.tokens,

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from .._opaque import paused, traced
 from ._batch import Batch
-from ._call import CallSettings, current_call
-from ._classes import original_class
+from ._call import CallSettings, current_call, generates
+from ._classes import forward_of, original_class
 from ._head import causal_lm
 from ._packed import Unserved, attend_by_segments, foreign_attention, under_way
 from ._patch import QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
@@ -191,7 +191,7 @@ class PaddingPatch(Patch):
 
     def own(self, site: Site) -> Callable[..., Any]:
         # In a compiled model the forward around a body is no part of its graphs (`_compiled`), and the body is one.
-        return traced(super().own(site))
+        return traced(forward_of(site.kind))
 
     def detail(self, site: Site) -> str:
         return str(site.form)
@@ -205,7 +205,7 @@ class PaddingPatch(Patch):
         mask, config = given.get("attention_mask"), module.config.get_text_config()
         if paused():
             return "it is compiled"
-        if mask is None or under_way():
+        if mask is None or under_way() or generates():
             return QUIET
         if (reason := foreign_attention(config._attn_implementation)) is not None:
             return reason

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from .. import backends
 from ..ops._checks import FLOATS
 from ..tuned import Entry
-from ._call import CallSettings
+from ._call import CallSettings, generates
 from ._classes import is_patched_class, original_class, subclass_with_forward
 from ._undo import Undo
 
@@ -142,6 +142,12 @@ class Site:
                 return entry.plain_wins
         return self.otherwise_own
 
+    def stands_aside(self) -> bool:
+        """Whether the forward that is running generates, one token of each row: it waits for the host and not for the
+        device, and beside an H200 an op with its Triton launch took longer than all that it stands for. A vendor's
+        operator is launched as PyTorch's are, and stands for several of those; nothing was measured there: it stays."""
+        return self.served != "vendor" and generates()
+
 
 def is_transformed() -> bool:
     """Whether a call is part of a transform of torch.func, of a derivative in forward mode or of a trace: autograd's
@@ -157,17 +163,19 @@ def guarded(
     site: Site,
     declines: Callable[..., str | None],
     run: Callable[..., Any],
-    own: Callable[..., Any],
+    instead: Callable[..., Any] | None,
     tokens: Callable[..., int],
     counts: bool = True,
 ) -> Callable[..., Any]:
-    """The one forward: `run` where the call is accepted, else `own`; all take the same arguments. Without `counts` it
-    is `run` that counts what the op serves, since that comes later."""
+    """The one forward: `run` where the call is accepted, else `instead`, or with None the class's own; all take the
+    same arguments. Without `counts` it is `run` that counts what the op serves, since that comes later."""
     recognised = site.kind.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            # Kernels are no part of compiled graphs. A count that is guarded on would compile anew at every call.
+        # Looked up at the call: somebody may replace the class's forward after the patch.
+        own = instead or site.kind.forward
+        # Kernels are no part of compiled graphs. A count that is guarded on would compile anew at every call.
+        if site.stands_aside() or torch.compiler.is_compiling():
             return own(*args, **kwargs)
         if site.switches and site.prefers_own(tokens(*args, **kwargs)):
             return own(*args, **kwargs)
@@ -251,14 +259,9 @@ class Patch:
         if type(module) is original_class(module) or (is_patched_class(type(module)) and type(module) is not site.cls):
             undo.set_class(module, site.cls)
 
-    def own(self, site: Site) -> Callable[..., Any]:
-        """The modules' own forward."""
-
-        def own(module: Any, *args: Any, **kwargs: Any) -> Any:
-            # Looked up at the call: somebody may replace the class's forward after the patch.
-            return site.kind.forward(module, *args, **kwargs)
-
-        return own
+    def own(self, site: Site) -> Callable[..., Any] | None:
+        """What does the calls that the op does not; None: the class's own forward."""
+        return None
 
     def patched_class(self, site: Site) -> type[nn.Module]:
         """The class that the modules of a site are given."""
@@ -269,13 +272,15 @@ class Patch:
         return subclass_with_forward(site.kind, functools.wraps(site.kind.forward)(forward))
 
 
-def while_recognised(kind: Any, rewritten: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward rewritten from that of a class, for as long as the class has that one."""
+def while_recognised(site: Site, rewritten: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward rewritten from that of a site's class, for as long as the class has that one, and the op is wanted."""
+    kind: Any = site.kind
     recognised = kind.forward
 
     @functools.wraps(rewritten)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return (rewritten if kind.forward is recognised else kind.forward)(*args, **kwargs)
+        own = kind.forward is not recognised or site.stands_aside()
+        return (kind.forward if own else rewritten)(*args, **kwargs)
 
     return forward
 

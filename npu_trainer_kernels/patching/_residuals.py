@@ -193,4 +193,4 @@ class AddRmsNormPatch(Patch):
         bind = functools.partial
         fused = guarded(site, bind(self.declines, site), bind(self.run, site), _own, self.tokens)
         forward = rewritten(site.form.forward, _Rewrite(set(site.form.by_name)))
-        return subclass_with_forward(site.kind, while_recognised(site.kind, forward), ((_FUSED, fused),))
+        return subclass_with_forward(site.kind, while_recognised(site, forward), ((_FUSED, fused),))

@@ -200,5 +200,5 @@ class RopePatch(Patch):
             helpers.append((_helper(name), _while_named(name, attention.forward.__globals__, served)))
         rotation = _OtherRotation({name for name, _ in attention.rotations})
         projection = _NormedProjection({name for name, *_ in attention.norms})
-        forward = while_recognised(site.kind, rewritten(attention.forward, rotation, projection))
+        forward = while_recognised(site, rewritten(attention.forward, rotation, projection))
         return subclass_with_forward(site.kind, forward, tuple(helpers))
