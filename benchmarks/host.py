@@ -8,8 +8,7 @@ instructions are the same again within a hundredth. Triton compiles for a GPU an
 nothing, so that all is counted that happens before a launch; the grouped product of experts multiplies nothing either.
 Tensors are on the CPU and tiny: what PyTorch's other operators compute of them is in the figures, and is little. A
 decoder layer of transformers stands beside the ops, as it is and with the kernels, and so does a model of two that is
-given one token of each row, as generation does. Needs Linux and its hardware
-counters (`perf_event_open`).
+given one token of each row, as generation does. Needs Linux and its hardware counters (`perf_event_open`).
 """
 
 import argparse
