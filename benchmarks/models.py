@@ -4,6 +4,12 @@ from typing import Any
 
 __all__ = ["MODELS", "build_model", "model_class"]
 
+_QWEN3_4B = {
+    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+
 # (configuration class, its arguments, dtype of the weights)
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama-1b": (
@@ -40,24 +46,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
-    "qwen3-4b": (
-        "Qwen3",
-        {
-            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
-            "max_position_embeddings": 8192,
-        },
-        "bfloat16",
-    ),
-    "qwen3-4b-8-layers": (
-        "Qwen3",
-        {
-            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 8, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
-            "max_position_embeddings": 8192,
-        },
-        "bfloat16",
-    ),
+    "qwen3-4b": ("Qwen3", _QWEN3_4B, "bfloat16"),
+    "qwen3-4b-8-layers": ("Qwen3", {**_QWEN3_4B, "num_hidden_layers": 8}, "bfloat16"),
     "gemma3-1b": (
         "Gemma3Text",
         {
