@@ -327,18 +327,17 @@ def showcase_figure(results: Sequence[CaseResult], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    panels = [(result, name) for result in results for name in _shown(result)]
+    panels = [(result, *panel) for result in results for panel in enumerate(_shown(result).items())]
     grid, axes = plt.subplots(len(panels), 1, figsize=(5, 2.4 * len(panels)), layout="constrained", squeeze=False)
-    for axis, (result, name) in zip(axes[:, 0], panels, strict=True):
+    for axis, (result, place, (name, title)) in zip(axes[:, 0], panels, strict=True):
         check = next((check for check in result.checks if f"difference of {check.name}" == name), None)
         if check is not None:
             _distance(axis, name, "[nats/token]", check)
         else:
-            unit = _shown(result)[name]
             curves = result.curves[name]
             # A batch of completions is trained on in several steps, and has one reward.
-            _curves(axis, unit, curves, every=result.case["steps"] // len(curves["patched"]))
-        if name == next(iter(_shown(result))):
+            _curves(axis, title, curves, every=result.case["steps"] // len(curves["patched"]))
+        if place == 0:
             outcome = "passed" if result.passed else "FAILED"
             axis.set_title(f"{result.name}, {result.case['precision']}: {outcome}\n{axis.get_title()}")
     path.parent.mkdir(parents=True, exist_ok=True)
