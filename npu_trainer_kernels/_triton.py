@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
-    "COMPILED_TAKES_CONSTANTS",
     "IMPORT_ERROR",
     "INTERPRETED",
+    "LAUNCHES_COMPILED",
     "ON_ASCEND",
     "MissingDependencyError",
     "jit",
@@ -29,7 +29,7 @@ class MissingDependencyError(ImportError):
 
 
 IMPORT_ERROR: Exception | None = None
-COMPILED_TAKES_CONSTANTS = False
+LAUNCHES_COMPILED = False
 # For kernels: whether this is triton-ascend, where the best form of an expression may be another one.
 ON_ASCEND: Any = None
 try:
@@ -42,8 +42,8 @@ try:
 
     # A half-installed Triton (triton-ascend's files over Triton's, say) imports, but lacks parts of itself.
     triton.jit, tl.load, triton.runtime.JITFunction  # noqa: B018
-    # Before 3.3, and in triton-ascend 3.2, a compiled kernel is launched with its other arguments alone.
-    COMPILED_TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+    # Before 3.4, and in triton-ascend 3.2, what is given to a compiled kernel to launch it is something else.
+    LAUNCHES_COMPILED = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
     ON_ASCEND = tl.constexpr(importlib.util.find_spec("triton.backends.ascend") is not None)
 except (ImportError, OSError, AttributeError, RuntimeError, SyntaxError) as error:
     IMPORT_ERROR = error

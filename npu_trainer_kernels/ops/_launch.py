@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import device
-from .._triton import COMPILED_TAKES_CONSTANTS, INTERPRETED, triton
+from .._triton import INTERPRETED, LAUNCHES_COMPILED, triton
 
 __all__ = [
     "KernelError",
@@ -75,28 +75,46 @@ def _run_by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], co
         if _says_enough(error):
             raise
         raise _named(error, kernel, grid, args, constexprs) from error
-    if not (COMPILED_TAKES_CONSTANTS and device.keeps_compiled(args[0].device)):
+    if not (LAUNCHES_COMPILED and device.keeps_compiled(args[0].device)):
         return
     if isinstance(compiled, triton.compiler.CompiledKernel):
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
         constants = tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
-        _kept[_key(kernel, args, constexprs)] = kernel, compiled, constants
+        index = triton.runtime.driver.active.get_current_device()
+        _kept[_key(kernel, index, args, constexprs)[0]] = kernel, compiled, constants
 
 
 def _run_kept(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> bool:
     """Whether the same has been launched before, and so is launched again without Triton's search for it."""
-    kept = _kept.get(_key(kernel, args, constexprs))
+    active = triton.runtime.driver.active
+    index = active.get_current_device()
+    key, addresses = _key(kernel, index, args, constexprs)
+    kept = _kept.get(key)
     if kept is None:
         return False
     _, compiled, constants = kept
+    x, y, z = (*grid, 1, 1)[:3]
     try:
-        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+        if _is_watched():
+            compiled[x, y, z](*args, *constants)
+        else:
+            # As the line above, without a record for hooks and, for each tensor, a question to the driver.
+            compiled.run(x, y, z, active.get_current_stream(index), compiled.function, compiled.packed_metadata,
+                         None, None, None, *addresses, *constants)  # fmt: skip
     except Exception as error:
         if _says_enough(error):
             raise
         raise _named(error, kernel, grid, args, constexprs) from error
     return True
+
+
+def _is_watched() -> bool:
+    """Whether somebody, Triton's profiler for one, is told of launches."""
+    runtime = triton.knobs.runtime
+    # From Triton 3.5 on there is always a chain of hooks; before, a hook or None.
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _says_enough(error: Exception) -> bool:
@@ -115,7 +133,8 @@ def _named(
 
 # (kernel, what Triton compiled of it, its constants in the order of its parameters), by everything that Triton's own
 # key may depend on but for settings of the process (TRITON_DEBUG, say): those of the first launch count. Lengths are in
-# it, though no kernel is compiled for them: a new one takes Triton's way once. Empty where nothing may be kept.
+# it, though no kernel is compiled for them: a new one takes Triton's way once, and to tell them apart from the rest
+# would make every launch longer. Empty where nothing may be kept.
 _kept: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
 _MOST_KEPT = 1 << 12
 
@@ -123,20 +142,26 @@ _MOST_KEPT = 1 << 12
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 
 
-def _key(kernel: Any, args: tuple[Any, ...], constexprs: dict[str, Any]) -> tuple[Any, ...]:
-    """Of every argument at least what Triton compiles for; and the device of the tensors beside the current one."""
-    key = [id(kernel), args[0].get_device(), triton.runtime.driver.active.get_current_device()]
-    add = key.append
+def _key(
+    kernel: Any, index: int, args: tuple[Any, ...], constexprs: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """Of every argument at least what Triton compiles for, beside the current device and that of the tensors; and the
+    arguments with addresses in the place of tensors."""
+    key: list[Any] = [id(kernel), index, args[0].get_device()]
+    addresses: list[Any] = []
+    add, give = key.append, addresses.append
     for arg in args:
         kind = type(arg)
         if kind is int:
             add(arg)
         elif kind is _TENSOR or kind is _PARAMETER or isinstance(arg, _TENSOR):
             add(arg.dtype)
-            add(arg.data_ptr() % 16)
+            arg = arg.data_ptr()
+            add(arg % 16)
         else:
             add(kind if kind is float else (kind, arg))
-    return (*key, *constexprs, *constexprs.values())
+        give(arg)
+    return (*key, *constexprs, *constexprs.values()), addresses
 
 
 def _describe(

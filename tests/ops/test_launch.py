@@ -105,9 +105,9 @@ def test_the_second_launch_does_not_ask_triton(gpu, kernel):
     assert first[:4] == second[:4] == (3, 1, 1, 7)
     assert third[:4] == (5, 2, 1, 7)
     assert first[4:6] == second[4:6] == third[4:6]
-    assert [a for a in second[-7:] if not isinstance(a, torch.Tensor)] == [48, 32, 0.25, True, 16]
-    assert third[-7] is Y
-    assert third[-6] is X
+    # Nobody is to be told of it, and the driver is not asked about an address.
+    assert list(second[6:]) == [None, None, None, X.data_ptr(), Y.data_ptr(), 48, 32, 0.25, True, 16]
+    assert list(third[9:11]) == [Y.data_ptr(), X.data_ptr()]
 
 
 @pytest.mark.parametrize(
@@ -181,16 +181,28 @@ def test_a_kernel_runs_where_its_tensors_are(monkeypatch):
     assert cards.current == 0
 
 
-def test_hooks_are_called(gpu, kernel, monkeypatch):
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_called(gpu, kernel, monkeypatch, which):
     launch(kernel)
     hook = triton.knobs.HookChain()
     hook.add(lambda metadata: None)
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
+    monkeypatch.setattr(triton.knobs.runtime, which, hook)
     launch(kernel)
-    before, after = gpu.launches
-    assert after[7] is hook is not before[7]
-    assert after[6].get()["name"] == "_add_kernel"
+    hook.calls.clear()
+    launch(kernel)
+    _, told, untold = gpu.launches
+    assert told[7 if which == "launch_enter_hook" else 8] is hook
+    assert told[6].get()["name"] == "_add_kernel"
+    assert told[9] is X
+    assert list(untold[6:9]) == [None] * 3
     assert len(kernel.found) == 1
+
+
+@pytest.mark.parametrize("hook", [None, print])
+def test_a_hook_as_triton_3_4_has_it(monkeypatch, hook):
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", None)
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hook)
+    assert _launch._is_watched() is (hook is not None)
 
 
 @jit
@@ -238,7 +250,7 @@ def test_what_triton_does_not_return_is_not_kept(gpu):
 def test_triton_is_asked_every_time_where_more_may_count(gpu, kernel, monkeypatch):
     assert not KEEPS_COMPILED(torch.device("cpu"))
     for module, name, value in (
-        (_launch, "COMPILED_TAKES_CONSTANTS", False),
+        (_launch, "LAUNCHES_COMPILED", False),
         (device, "keeps_compiled", lambda _: False),
     ):
         with monkeypatch.context() as patch:
