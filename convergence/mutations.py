@@ -71,6 +71,8 @@ CASES = {
 }  # fmt: skip
 SCALE = 1.01
 BLOCK = 128
+# What tries an op on an accelerator before a model is given it.
+_TRIALS = ("npu_trainer_kernels.ops.varlen_attention:trial", "npu_trainer_kernels.ops._grouped:trial")
 
 Plant = Callable[["Fired"], AbstractContextManager[Any]]
 # Of a device ("cpu", "cuda" or "npu"): why nothing that runs there has the fault's place, or "".
@@ -151,23 +153,30 @@ def _in_place_of(original: Any, wrapper: Any, within: str = "npu_trainer_kernels
 
 @contextlib.contextmanager
 def _watched_probes() -> Iterator[Callable[[], bool]]:
-    """Says whether a model is being looked at before it is patched. There the package compares what it is going to put
-    in with the model's own code: it would notice some faults and leave the module alone, and nothing would train
-    with them. An op may be right in a probe, on the CPU, and wrong on a device. What a look shows may be kept for a
-    process, so that one with a fault in it would also spoil the runs after it."""
+    """Says whether a model is being looked at before it is patched, or an op is tried on a device. There the package
+    compares what it is going to put in with the model's own code: it would notice some faults and leave the module
+    alone, and nothing would train with them. An op may be right in a probe and wrong in a run. What a look shows may
+    be kept for a process, so that one with a fault in it would also spoil the runs after it."""
     original, running = _agreement.repeatable, 0
 
     @contextlib.contextmanager
-    def repeatable() -> Iterator[None]:
+    def looking() -> Iterator[None]:
         nonlocal running
         running += 1
         try:
-            with original():
-                yield
+            yield
         finally:
             running -= 1
 
-    with _in_place_of(original, repeatable):
+    @contextlib.contextmanager
+    def repeatable() -> Iterator[None]:
+        with looking(), original():
+            yield
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_in_place_of(original, repeatable))
+        for trial in map(pkgutil.resolve_name, _TRIALS):
+            stack.enter_context(_in_place_of(trial, looking()(trial)))
         yield lambda: running > 0
 
 

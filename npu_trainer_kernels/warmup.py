@@ -139,7 +139,7 @@ def record(
         # on tensors without memory.
         one_thread = torch.autograd.set_multithreading_enabled(False)
         given = use_plan(plan if planned else None)
-        with _without_numbers(handle, planned), given, use_launcher(recorder), one_thread, fake, _NoProducts():
+        with _without_numbers(handle, planned), given, use_launcher(recorder), one_thread, fake, _ShapesAlone():
             _run(_Step(model, context, backward), fake, rows, length, trl)
 
     try:
@@ -156,10 +156,11 @@ def record(
     return found
 
 
-class _NoProducts(TorchDispatchMode):
-    """Leaves out products that torch gets wrong where their arguments are fake; the results have no numbers anyway.
-    With `out_dtype`, 2.11 takes the dtype of `torch.addmm` for a factor; and 2.11 to 2.13 refuse a grouped product of
-    any dtype but bfloat16, although a card has those, too.
+class _ShapesAlone(TorchDispatchMode):
+    """Knows shapes that torch does not know where arguments are fake; the results have no numbers anyway. With
+    `out_dtype`, 2.11 takes the dtype of `torch.addmm` for a factor; 2.11 to 2.13 refuse a grouped product of any dtype
+    but bfloat16, although a card has those, too; and how many counts `torch.bincount` gives may depend on numbers. Who
+    says a least length has as many kinds: transformers' balancing of experts counts them so in 5.17.
 
     It sees what is dispatched, below autograd: a mode for functions is not in force inside `backward()`, since that is
     a function itself, and heads whose gradient is not planned add such products there.
@@ -178,6 +179,9 @@ class _NoProducts(TorchDispatchMode):
             # Of two matrices the groups lie along what is summed.
             groups = ends.shape if a.dim() == b.dim() == 2 else ()
             return a.new_empty(*groups, *a.shape[:-1], b.shape[-1])
+        if name == "aten::bincount" and len(args) == 3:
+            ids, weights, least = args
+            return ids.new_empty(least, dtype=torch.int64) if weights is None else weights.new_empty(least)
         return function(*args, **kwargs)
 
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, Trainer
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from npu_trainer_kernels import (
     NpuKernelsArguments,
@@ -144,6 +145,22 @@ def test_grouped_products_that_torch_does_not_know_without_numbers_are_left_out(
     found = record(family)
     assert found.problem is None
     assert found.names == expected
+
+
+def test_what_follows_counts_of_experts_is_recorded_too(monkeypatch):
+    """As transformers 5.17 balances them: how many counts there are would depend on ids, were their kinds not said."""
+    expected, counts = record("qwen3-moe").names, []
+
+    def balance(gates, experts, *rest):
+        counts.extend(torch.bincount(gate.topk(2).indices.reshape(-1), minlength=experts) for gate in gates)
+        return sum(count.float() @ gate.softmax(-1).sum(0) for count, gate in zip(counts, gates, strict=True))
+
+    monkeypatch.setattr(modeling_qwen3_moe, "load_balancing_loss_func", balance)
+    found = record("qwen3-moe")
+    assert found.problem is None
+    assert [count.shape for count in counts] == [(4,)] * 2
+    assert found.names == expected
+    assert "norm backward" in expected
 
 
 @contextlib.contextmanager

@@ -61,7 +61,8 @@ def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> 
 def _by_formula(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, options: Options
 ) -> torch.Tensor:
-    """A segment, operation for operation: q `[Lq, Hq, D]`, k `[Lk, Hk, D]`, v `[Lk, Hk, Dv]` -> `[Lq, Hq, Dv]`."""
+    """A segment, operation for operation: q `[Lq, Hq, D]`, k `[Lk, Hk, D]`, v `[Lk, Hk, Dv]`, sinks `[Lq, Hq]` in the
+    dtype of scores -> `[Lq, Hq, Dv]`."""
     (queries, heads, size), (keys, shared, _) = q.shape, k.shape
     group = heads // shared
     # The heads that one head of k serves are more rows of q.
@@ -74,7 +75,7 @@ def _by_formula(
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
-        sink = sinks.to(scores.dtype).view(shared, group, 1, 1).expand(-1, -1, queries, 1)
+        sink = sinks.view(queries, shared, group, 1).permute(1, 2, 0, 3)
         p = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
     else:
         p = scores.softmax(-1)
@@ -125,19 +126,16 @@ def _one_by_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: Segments,
     options: Options, by_formula: bool,
 ) -> torch.Tensor:  # fmt: skip
-    lengths = segments.lengths
+    of_q, of_k = ([pair[i] for pair in segments.lengths] for i in (0, 1))
     # One split instead of a slice for each segment: its backward is one concatenation.
-    parts = list(
-        zip(
-            q.split([length for length, _ in lengths]),
-            k.split([length for _, length in lengths]),
-            v.split([length for _, length in lengths]),
-            strict=True,
-        )
-    )
-    if by_formula:
-        return torch.cat([_by_formula(*part, sinks, options) for part in parts])
-    return torch.cat(_size_by_size(parts, options))
+    parts = list(zip(q.split(of_q), k.split(of_k), v.split(of_k), strict=True))
+    if not by_formula:
+        return torch.cat(_size_by_size(parts, options))
+    each: Sequence[torch.Tensor | None] = [None] * len(parts)
+    if sinks is not None:
+        # One for each query: the gradient is one sum over all of them and rounded once, not after every segment.
+        each = sinks.to(torch.promote_types(q.dtype, torch.float32)).expand(len(q), -1).split(of_q)
+    return torch.cat([_by_formula(*part, sink, options) for part, sink in zip(parts, each, strict=True)])
 
 
 def varlen_attention_reference(

@@ -120,7 +120,8 @@ def _in_single() -> Any:
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            # `torch.manual_seed` would seed every accelerator too, and a run would go on with other numbers there.
+            torch.default_generator.manual_seed(0)
             yield
     finally:
         torch.set_default_dtype(before)

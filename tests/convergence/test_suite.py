@@ -19,9 +19,9 @@ from convergence.data import tokenizer_for
 from convergence.runs import Workshop, _recording, _replaying
 from convergence.suite import CaseResult
 from npu_trainer_kernels import apply_npu_kernels, device
-from npu_trainer_kernels.ops import _head_fused
+from npu_trainer_kernels.ops import _grouped, _head_fused
 from npu_trainer_kernels.ops._launch import launch
-from npu_trainer_kernels.patching import _proof
+from npu_trainer_kernels.patching import _packed, _proof
 from npu_trainer_kernels.verify import PRECISIONS, Check, Variant, verify
 from tests.conftest import DEVICE
 from tests.models import FAMILIES, small_model
@@ -162,6 +162,23 @@ def test_what_looks_at_a_model_sees_no_planted_fault(key: str, monkeypatch: pyte
                 stack.enter_context(mutation.planted())
         assert looked_at() == expected
     assert any(module.op == "varlen_attention" for module in expected[0]) or "ragged" not in key
+
+
+@pytest.mark.parametrize(
+    ("module", "given"),
+    [(_packed, ((16, 16), True, 5.0, True, None)), (_packed, ((16, 16), False, None, False, None)),
+     (_grouped, ("triton",))],
+    ids=["attention by the formula", "attention", "grouped products"],
+)  # fmt: skip
+def test_what_is_tried_on_a_device_sees_no_planted_fault(module: Any, given: tuple[Any, ...]) -> None:
+    # A run in a process of its own is the first to try.
+    trial = module.trial
+    trial.cache_clear()
+    with contextlib.ExitStack() as stack:
+        fired = [stack.enter_context(mutation.planted()) for mutation in mutations.MUTATIONS]
+        assert module.trial(torch.device(DEVICE), torch.float32, *given) is None
+    assert trial.cache_info().misses == 1
+    assert not any(each.times for each in fired)
 
 
 def test_results_survive_json(tmp_path: Path) -> None:

@@ -354,8 +354,10 @@ def test_encoders_and_what_has_no_body():
     assert left_alone(nn.Sequential(nn.Linear(3, 3))) == "no body of a transformers model found"
 
 
-def test_a_miniature_leaves_random_numbers_and_defaults_as_they_are():
+def test_a_miniature_leaves_random_numbers_and_defaults_as_they_are(monkeypatch):
     state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    # What seeds the generators of all GPUs, as `torch.manual_seed` does; without one it is called, too.
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("an accelerator was seeded"))
     try:
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("meta"):
