@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable as _once_differentiable
 
-from ..device import type_of
-
 __all__ = ["autocasts", "compute_dtype", "contiguous_like", "in_dtype", "once_differentiable", "promoted"]
 
 
@@ -50,8 +48,7 @@ def contiguous_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
 
 def autocasts(x: torch.Tensor) -> bool:
     """Whether products with x run in autocast's dtype."""
-    # Dynamo, which traces this, warns of caches.
-    kind = x.device.type if torch.compiler.is_compiling() else type_of(x.device)
+    kind = x.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
