@@ -141,6 +141,11 @@ def _add_rms_norm() -> Callable[[], Any]:
     return lambda: ops.add_rms_norm(x, residual, weight)
 
 
+def _linear_rms_norm() -> Callable[[], Any]:
+    x, weight, norm_weight = _tensor(*_TOKENS, _HIDDEN), _tensor(_HEADS * _SIZE, _HIDDEN), _tensor(_SIZE)
+    return lambda: ops.linear_rms_norm(x, weight, norm_weight)
+
+
 def _swiglu() -> Callable[[], Any]:
     gate, up = _tensor(*_TOKENS, _MLP), _tensor(*_TOKENS, _MLP)
     return lambda: ops.swiglu(gate, up)
@@ -202,6 +207,7 @@ def _token(patched: bool) -> Callable[[], Any]:
 CASES: dict[str, Case] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
+    "linear_rms_norm": _linear_rms_norm,
     "swiglu": _swiglu,
     "rope": _rope,
     "embedding": _embedding,

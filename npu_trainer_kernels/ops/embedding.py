@@ -287,7 +287,8 @@ def embedding(
     """
     check_ids("ids", ids)
     check_float("weight", weight)
-    check_same_device(ids=ids, weight=weight)
+    if ids.device != weight.device:
+        check_same_device(ids=ids, weight=weight)
     if weight.dim() != 2 or not 1 <= weight.shape[0] < 1 << 31 or weight.shape[1] < 1:
         raise ValueError(f"weight must have shape [V, D] with V and D at least 1; got {list(weight.shape)}")
     size = weight.shape[0]

@@ -126,15 +126,17 @@ def linear_rms_norm(
         check_float("bias", bias)
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias must have shape [{weight.shape[0]}]; got {list(bias.shape)}")
-    check_same_device(x=x, weight=weight, norm_weight=norm_weight, bias=bias)
+    where = x.device
+    if weight.device != where or norm_weight.device != where or (bias is not None and bias.device != where):
+        check_same_device(x=x, weight=weight, norm_weight=norm_weight, bias=bias)
     check_norm_options(eps, offset, casting)
-    dtype = compute_dtype(x)
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype and not autocasts(x):
             raise ValueError(f"{name} must have x's dtype {x.dtype} without autocast; got {t.dtype}")
     if torch.compiler.is_compiling():
         norm_backends(x, norm_weight, casting, backend)  # refuses a wrong name
         return linear_rms_norm_reference(x, weight, norm_weight, bias, eps, offset=offset, casting=casting)
+    dtype = compute_dtype(x)
     if dtype != x.dtype:
         # Autocast makes a copy of x for the linear layer, and that is what it would keep.
         return rms_norm(_heads(x, weight, bias, size), norm_weight, eps, offset=offset, casting=casting,

@@ -17,6 +17,7 @@ cos and sin. Forms differ in which elements of a head are pairs, and in how much
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -30,16 +31,16 @@ from ._fallback import falls_back
 from ._host import once_differentiable, promoted
 from ._launch import launch
 
-__all__ = ["CASTINGS", "PAIRS", "TABLES", "rope", "rope_reference"]
+__all__ = ["CASTINGS", "PAIRS", "TABLES", "Rotation", "rope", "rope_reference", "rotated", "rotation"]
 
 PAIRS = ("halves", "interleaved", "regrouped")
 TABLES = ("each", "pair", "first_half")
 CASTINGS = ("promote", "back", "fp32")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rotation:
-    """The options of a rotation, checked.
+    """The options of a rotation, checked; outside of graphs the same object for the same options.
 
     Attributes:
         pairs: one of `PAIRS`.
@@ -53,7 +54,7 @@ class Rotation:
     tables: str
     casting: str
     heads: int
-    flags: tuple[dict[str, int], dict[str, int]] = field(compare=False, repr=False)
+    flags: tuple[dict[str, int], dict[str, int]] = field(repr=False)
 
     def rotated_size(self, width: int) -> int:
         """R of tables of so many columns."""
@@ -63,15 +64,13 @@ class Rotation:
         """What rotated x is returned in."""
         return promoted(x, table) if self.casting == "promote" else x
 
-    def strides(self, t: torch.Tensor) -> tuple[int, int, int]:
-        """From sequence to sequence, head to head, token to token."""
-        strides = t.stride()
-        return strides[:3] if self.heads == 1 else (strides[0], strides[2], strides[1])  # type: ignore[return-value]
+    def strides(self, of: tuple[int, ...]) -> tuple[int, int, int]:
+        """From sequence to sequence, head to head, token to token, of a tensor with these strides."""
+        return of[:3] if self.heads == 1 else (of[0], of[2], of[1])  # type: ignore[return-value]
 
-    def sizes(self, t: torch.Tensor) -> tuple[int, int, int, int]:
-        """Sequences, heads, tokens, elements of a head."""
-        shape = t.shape
-        return shape if self.heads == 1 else (shape[0], shape[2], shape[1], shape[3])  # type: ignore[return-value]
+    def sizes(self, of: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Sequences, heads, tokens, elements of a head, of a tensor of this shape."""
+        return of if self.heads == 1 else (of[0], of[2], of[1], of[3])  # type: ignore[return-value]
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotated x in plain PyTorch, with the bits of the models' own functions."""
@@ -123,11 +122,12 @@ def rope_reference(
     heads: int = 1,
 ) -> tuple[torch.Tensor, _Key]:
     """The op in plain PyTorch."""
-    form = _options(pairs, tables, casting, heads)
+    form = rotation(pairs, tables, casting, heads)
     return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
 
 
-def _options(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
+def rotation(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
+    """What `rope` is to do, by its options, which are checked."""
     key = pairs, tables, casting, heads
     try:
         form = _known.get(key)
@@ -441,14 +441,37 @@ def _like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(t) if t.dtype is dtype else torch.empty_like(t, dtype=dtype)
 
 
-def _table_strides(table: torch.Tensor) -> tuple[int, int]:
-    """From sequence to sequence, which may share one, and from token to token."""
-    batch, token, _ = table.stride()
-    return batch if table.shape[0] > 1 else 0, token
+def _table_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """From sequence to sequence, which may share one table, and from token to token."""
+    return strides[0] if shape[0] > 1 else 0, strides[1]
 
 
 # What CUDA takes in a grid's second dimension.
 _MOST_BATCHES = (1 << 16) - 1
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _pair_plan(
+    q: tuple[int, ...], k: tuple[int, ...], cos: tuple[int, ...], q_strides: tuple[int, ...],
+    k_strides: tuple[int, ...], cos_strides: tuple[int, ...], sin_strides: tuple[int, ...], form: Rotation,
+    inverse: bool, tile: tiling.HeadsTile,
+) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """How q and k of these shapes and strides are rotated in one launch: its grid, strides of q and k, strides of the
+    tables, and constants for results whose heads do not lie one after another, and for those whose do. All layers of a
+    model ask the same."""
+    n_batches, q_heads, n_tokens, size = form.sizes(q)
+    k_heads = k[form.heads]
+    half = form.rotated_size(cos[-1]) // 2
+    rest = size - 2 * half
+    of_q, of_k = form.strides(q_strides), form.strides(k_strides)
+    constants = {
+        "INVERSE": inverse, **form.flags[inverse], "HALF": half, "REST": rest, "Q_HEADS": q_heads, "K_HEADS": k_heads,
+        "GROUP": tile.heads, "COLS": tile.cols, "REST_COLS": tiling.next_power_of_2(rest) if rest else 1,
+        "AHEAD": tile.ahead, "PACKED": False, **tile.options,
+    }  # fmt: skip
+    packed = {**constants, "PACKED": of_q[1] == of_k[1] == size}
+    tables = (*_table_strides(cos, cos_strides), *_table_strides(cos, sin_strides))
+    return (n_tokens, n_batches), (*of_q, *of_k), tables, constants, packed
 
 
 def _rotate_pair(
@@ -456,22 +479,20 @@ def _rotate_pair(
     form: Rotation, inverse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """q and k rotated, each in its dtype of `dtypes`; in one launch where that pays."""
-    n_batches, q_heads, n_tokens, size = form.sizes(q)
-    k_heads = k.shape[form.heads]
-    half = form.rotated_size(cos.shape[-1]) // 2
-    rest = size - 2 * half
-    tile = tiling.rope_pair_tile(q_heads, k_heads, half, device.spec(q.device))
-    if tile is None or n_batches > _MOST_BATCHES or not q.numel() or not k.numel():
+    shape, k_shape, of_table, heads = q.shape, k.shape, cos.shape, form.heads
+    half = form.rotated_size(of_table[2]) // 2
+    tile = tiling.rope_pair_tile(shape[heads], k_shape[heads], half, device.spec(q.device))
+    if tile is None or shape[0] > _MOST_BATCHES or 0 in shape or 0 in k_shape:
         return _rotate(q, cos, sin, dtypes[0], form, inverse), _rotate(k, cos, sin, dtypes[1], form, inverse)
     q, k = _with_unit_stride(q), _with_unit_stride(k)
+    grid, strides, table_strides, constants, packed = _pair_plan(
+        shape, k_shape, of_table, q.stride(), k.stride(), cos.stride(), sin.stride(), form, inverse, tile
+    )
     yq, yk = _like(q, dtypes[0]), _like(k, dtypes[1])
-    of_q, of_k, of_yq, of_yk = form.strides(q), form.strides(k), form.strides(yq), form.strides(yk)
+    of_yq, of_yk = form.strides(yq.stride()), form.strides(yk.stride())
     launch(
-        _rotate_pair_kernel, (n_tokens, n_batches),
-        (q, k, yq, yk, cos, sin, *of_q, *of_k, *of_yq, *of_yk, *_table_strides(cos), *_table_strides(sin)),
-        {"INVERSE": inverse, **form.flags[inverse], "HALF": half, "REST": rest, "Q_HEADS": q_heads, "K_HEADS": k_heads,
-         "GROUP": tile.heads, "COLS": tile.cols, "REST_COLS": tiling.next_power_of_2(rest) if rest else 1,
-         "AHEAD": tile.ahead, "PACKED": of_q[1] == of_k[1] == of_yq[1] == of_yk[1] == size, **tile.options},
+        _rotate_pair_kernel, grid, (q, k, yq, yk, cos, sin, *strides, *of_yq, *of_yk, *table_strides),
+        packed if of_yq[1] == of_yk[1] == shape[3] else constants,
     )  # fmt: skip
     return yq, yk
 
@@ -484,15 +505,15 @@ def _rotate(
     y = _like(x, dtype)
     if not x.numel():
         return y
-    n_batches, n_heads, n_tokens, size = form.sizes(x)
+    n_batches, n_heads, n_tokens, size = form.sizes(x.shape)
     half = form.rotated_size(cos.shape[-1]) // 2
     spec = device.spec(x.device)
     itemsize = max(x.dtype.itemsize, cos.dtype.itemsize, sin.dtype.itemsize)
     tile = tiling.rope_tile(half, size - 2 * half, itemsize, form.pairs != "halves", spec)
     launch(
         _rotate_kernel, (tiling.programs(n_batches * -(-n_tokens // tile.rows), spec),),
-        (x, y, cos, sin, n_batches, n_tokens, n_heads, *form.strides(x), *form.strides(y), *_table_strides(cos),
-         *_table_strides(sin)),
+        (x, y, cos, sin, n_batches, n_tokens, n_heads, *form.strides(x.stride()), *form.strides(y.stride()),
+         *_table_strides(cos.shape, cos.stride()), *_table_strides(sin.shape, sin.stride())),
         {"INVERSE": inverse, **form.flags[inverse], "HALF": half, "REST": size - 2 * half, "ROWS": tile.rows,
          "COLS": tile.cols, "REST_COLS": tile.rest_cols, **tile.options},
     )  # fmt: skip
@@ -512,7 +533,8 @@ def _forward(
     dtype = form.out_dtype(q.dtype, table)
     if k is None:
         return _rotate(q, cos, sin, dtype, form, False), None
-    return _rotate_pair(q, k, cos, sin, (dtype, form.out_dtype(k.dtype, table)), form, False)
+    k_dtype = dtype if k.dtype is q.dtype else form.out_dtype(k.dtype, table)
+    return _rotate_pair(q, k, cos, sin, (dtype, k_dtype), form, False)
 
 
 @falls_back("rope")
@@ -548,7 +570,7 @@ class _Rope(torch.autograd.Function):
         if backend != "torch":
             cos, sin = _with_unit_stride(cos), _with_unit_stride(sin)
         ctx.save_for_backward(cos, sin)
-        ctx.form, ctx.backend, ctx.dtypes = form, backend, (q.dtype, None if k is None else k.dtype)
+        ctx.options = (q.dtype, None if k is None else k.dtype), form, backend
         ctx.set_materialize_grads(False)
         return _forward(q, k, cos, sin, form, backend)
 
@@ -558,7 +580,7 @@ class _Rope(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         needs_q, needs_k = ctx.needs_input_grad[:2]
         dq, dk = dq if needs_q else None, dk if needs_k else None
-        dq, dk = _backward(cos, sin, dq, dk, ctx.dtypes, ctx.form, ctx.backend)
+        dq, dk = _backward(cos, sin, dq, dk, *ctx.options)
         return dq, dk, None, None, None, None
 
 
@@ -612,33 +634,41 @@ def rope(
             option that is not allowed, an unknown backend, a call that backend `"vendor"` was asked to serve by name
             and does not cover.
     """
-    form = _options(pairs, tables, casting, heads)
+    form = rotation(pairs, tables, casting, heads)
     check_float("q", q)
     layout = "[B, H, T, D]" if heads == 1 else "[B, T, H, D]"
     shape = q.shape
     if len(shape) != 4 or not shape[-1]:
         raise ValueError(f"q must have shape {layout} with D at least 2; got {list(shape)}")
-    batch, _, tokens, size = form.sizes(q)
+    batch, _, tokens, size = form.sizes(shape)
     if k is not None:
         check_float("k", k)
-        n_keys, _, key_tokens, key_size = form.sizes(k) if k.dim() == 4 else (0, 0, 0, 0)
+        n_keys, _, key_tokens, key_size = form.sizes(k.shape) if k.dim() == 4 else (0, 0, 0, 0)
         if n_keys != batch or key_tokens != tokens or key_size != size:
             raise ValueError(f"k must have q's shape {list(shape)} but for its heads, {layout}; got {list(k.shape)}")
     width = cos.shape[-1] if cos.dim() == 3 else 0
-    rotated = form.rotated_size(width)
-    if not 0 < rotated <= size or rotated % 2:
+    size_rotated = form.rotated_size(width)
+    if not 0 < size_rotated <= size or size_rotated % 2:
         raise ValueError(
             f"cos must have shape [{batch} or 1, {tokens}, {'R / 2' if tables == 'pair' else 'R'}] with R even and at "
             f"most {size}, as q says; got {list(cos.shape)}"
         )
     _check_table("cos", cos, batch, tokens, width)
     _check_table("sin", sin, batch, tokens, width)
+    return rotated(q, k, cos, sin, form, backend)
+
+
+def rotated(
+    q: torch.Tensor, k: _Key, cos: torch.Tensor, sin: torch.Tensor, form: Rotation, backend: str | None
+) -> tuple[torch.Tensor, _Key]:
+    """`rope` of tensors whose dtypes and shapes have been checked."""
     where = q.device
     if cos.device != where or sin.device != where or (k is not None and k.device != where):
         check_same_device(q=q, k=k, cos=cos, sin=sin)
 
     def at() -> backends.Shape:
-        return q.dtype, batch * tokens, (q.shape[heads], 0 if k is None else k.shape[heads], size)
+        batch, n_heads, tokens, size = form.sizes(q.shape)
+        return q.dtype, batch * tokens, (n_heads, 0 if k is None else k.shape[form.heads], size)
 
     chosen = backends.choose("rope", where, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin, form), at=at)
     if chosen == "torch" and torch.compiler.is_compiling():

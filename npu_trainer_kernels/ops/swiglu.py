@@ -528,14 +528,15 @@ def swiglu_linear(
         check_float("bias", bias)
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias must have shape [{weight.shape[0]}]; got {list(bias.shape)}")
-    check_same_device(gate=gate, weight=weight, bias=bias)
+    if weight.device != gate.device or (bias is not None and bias.device != gate.device):
+        check_same_device(gate=gate, weight=weight, bias=bias)
     chosen = _chosen(gate, form, backend)
-    dtype = compute_dtype(gate)
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != gate.dtype and not autocasts(gate):
             raise ValueError(f"{name} must have gate's dtype {gate.dtype} without autocast; got {t.dtype}")
     if chosen == "torch" and torch.compiler.is_compiling():
         return torch.nn.functional.linear(form.product(*form.parts(gate, up)), weight, bias)
+    dtype = compute_dtype(gate)
     if dtype != gate.dtype:
         # Autocast rounds the product before the projection reads it: there are two tensors, and the second is kept.
         return torch.nn.functional.linear(_SwiGlu.apply(gate, up, form, chosen), weight, bias)

@@ -36,7 +36,7 @@ from ._patch import PLAIN, PROBE_ERRORS, Late, Patch, Scene, Site, no_float, set
 from ._settings import Settings, changed, settings_of, unseen
 from ._undo import Undo
 
-__all__ = ["GatedMlpPatch", "is_bare_linear"]
+__all__ = ["GatedMlpPatch", "is_bare_linear", "parameter_of"]
 
 _ROWS, _COLS = (2, 3), 8
 
@@ -256,7 +256,7 @@ def gate_and_up(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
     return gate, up
 
 
-def _parameter(module: nn.Module, name: str) -> Any:
+def parameter_of(module: nn.Module, name: str) -> Any:
     """`getattr(module, name)`, which takes several times as long; what shards a model may have put a plain tensor in a
     parameter's place."""
     parameters = module._parameters
@@ -361,7 +361,7 @@ class GatedMlpPatch(Patch):
             return down(swiglu(gate, up, **options))
         # What bare linear layers return nobody else has seen.
         ours = is_bare_linear(modules[form.gate]) and is_bare_linear(modules[form.up])
-        weight, bias = _parameter(down, "weight"), _parameter(down, "bias")
+        weight, bias = parameter_of(down, "weight"), parameter_of(down, "bias")
         return swiglu_linear(gate, up, weight, bias, overwrite=ours, **options)
 
     def sizes(self, module: nn.Module, form: MlpForm) -> tuple[torch.dtype, tuple[int, ...]] | None:

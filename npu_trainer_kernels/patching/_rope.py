@@ -23,7 +23,7 @@ from .._configs import setting
 from ..ops._checks import FLOATS
 from ..ops.linear_rms_norm import linear_rms_norm
 from ._classes import original_class, subclass_with_forward
-from ._mlps import is_bare_linear
+from ._mlps import is_bare_linear, parameter_of
 from ._norm_forms import NormForm, exchanged, forms_of, norms_of
 from ._patch import (
     PLAIN,
@@ -130,13 +130,16 @@ def _projecting(attention: AttentionForm, backend: str | None) -> Callable[..., 
         kind, form = norms[name]
         plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
         plain = plain and no_float(x) is None and is_bare_linear(projection) and exchanged(norm, kind, form) is None
-        if not plain or form.one_dtype or norm.weight.shape[0] != shape[-1]:
+        if not plain or form.one_dtype or norm._parameters["weight"].shape[0] != shape[-1]:
             normed: torch.Tensor = norm(projection(x).view(shape))
             return normed
-        return linear_rms_norm(
-            x, projection.weight, norm.weight, projection.bias, form.eps, offset=form.offset, casting=form.casting,
-            backend=backend,
-        ).view(shape)  # fmt: skip
+        y = linear_rms_norm(
+            x, parameter_of(projection, "weight"), norm._parameters["weight"], parameter_of(projection, "bias"),
+            form.eps, offset=form.offset, casting=form.casting, backend=backend,
+        )  # fmt: skip
+        # It has that shape unless the model joins or parts dimensions of x; a view would be a step of the graph.
+        same = y.shape[:-2] == shape[:-2] and shape[-2] in (-1, y.shape[-2])
+        return y if same else y.view(shape)
 
     return project
 

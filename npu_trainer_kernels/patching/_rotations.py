@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ops._checks import FLOATS
-from ..ops.rope import CASTINGS, PAIRS, TABLES, rope, rope_reference
+from ..ops.rope import CASTINGS, PAIRS, TABLES, rope_reference, rotated, rotation
 from ._patch import PROBE_ERRORS
 
 __all__ = ["RopeForm", "RotationCall", "rope_form", "rotate", "rotation_call"]
@@ -152,7 +152,8 @@ def _covers(
 
 def rotate(form: RopeForm, call: RotationCall, backend: str | None = None) -> Any:
     """What the function would return."""
-    q, k = rope(call.q, call.k, call.cos, call.sin, heads=call.heads, backend=backend, **form.options)
+    # What `rope` would check `rotation_call` has looked at.
+    q, k = rotated(call.q, call.k, call.cos, call.sin, rotation(heads=call.heads, **form.options), backend)
     if call.one_sequence:
         q, k = q.squeeze(0), None if k is None else k.squeeze(0)
     return (q, k) if "k" in form.roles else q
