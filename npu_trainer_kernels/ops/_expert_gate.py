@@ -195,7 +195,7 @@ def _gate_backward_kernel(
     row_weights,  # [n_rows]
     a,  # [n_rows, N_COLS], q; the memory of d may be given: every tile is read before it is written
     dh,  # as h
-    dots,  # [blocks, n_rows] fp32
+    dots,  # [blocks, n_rows] fp32, zeros
     n_rows,
     n_experts,
     N_COLS: tl.constexpr,
@@ -261,12 +261,12 @@ def gated_rows_backward(
     h: torch.Tensor, bias: torch.Tensor | None, d: torch.Tensor, row_weights: torch.Tensor, routing: Routing,
     form: Gate, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dh, q in the memory of d, dw of each row in fp32)."""
+    """(dh, q in the memory of d, dw of each row in fp32, zero for those without an expert here)."""
     if in_torch(backend):
         w, h = row_weights.float().unsqueeze(1), _biased(h, bias, routing)
         gate, up = (h, torch.ones_like(h)) if form.joined is None else form.parts(h, None)
         y = form.activate(h) if form.joined is None else form.product(gate, up)
-        dots = (d.float() * y.float()).sum(1)
+        dots = (d.float() * y.float()).sum(1).masked_fill_(routing.experts >= routing.ends.shape[0], 0)
         dgate, dup = form.gradients(gate, up, d.float() * w)
         if form.joined is None:
             dh = dgate.to(h.dtype)
@@ -278,7 +278,7 @@ def gated_rows_backward(
     dh = torch.empty_like(h)
     n_rows, n_cols = d.shape
     tile = _tile(h, bias, n_cols, form, True)
-    dots = torch.empty((tile.blocks, n_rows), dtype=torch.float32, device=h.device)
+    dots = h.new_zeros(tile.blocks * n_rows, dtype=torch.float32)
     if d.numel():
         _launch_gate(_gate_backward_kernel, h, bias, d, routing, form, tile, d, row_weights, d, dh, dots, n_rows)
-    return dh, d, dots[0] if tile.blocks == 1 else dots.sum(0)
+    return dh, d, dots if tile.blocks == 1 else dots.view(tile.blocks, n_rows).sum(0)

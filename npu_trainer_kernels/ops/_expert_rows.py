@@ -59,10 +59,11 @@ class Routing(NamedTuple):
     def make(cls, ids: torch.Tensor, n_experts: int) -> Routing:
         """Of ids `[N, k]`. The sort is stable, so that the same ids always give the same rows."""
         experts, order = torch.sort(ids.reshape(-1).int(), stable=True)
-        rows = torch.arange(experts.shape[0], dtype=torch.int32, device=ids.device)
-        places = torch.empty_like(rows).scatter_(0, order, rows).view(ids.shape)
-        bounds = torch.arange(1, n_experts + 1, dtype=torch.int32, device=ids.device)
-        return cls(experts, order, places, torch.searchsorted(experts, bounds, out_int32=True))
+        # The rows, and the experts: where one's rows end, all that precede have its number or a lower one.
+        numbers = torch.arange(max(experts.shape[0], n_experts), dtype=torch.int32, device=ids.device)
+        places = torch.empty_like(experts).scatter_(0, order, numbers[: experts.shape[0]]).view(ids.shape)
+        ends = torch.searchsorted(experts, numbers[:n_experts], out_int32=True, right=True)
+        return cls(experts, order, places, ends)
 
     @property
     def slots(self) -> int:

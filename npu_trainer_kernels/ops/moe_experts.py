@@ -41,7 +41,7 @@ from ._expert_gate import gated_rows, gated_rows_backward
 from ._expert_rows import Routing, expert_sums, fp32_product, sums_of_rows, to_rows
 from ._expert_steps import Function, activated, in_steps
 from ._gates import Gate, gate_options
-from ._host import autocasts, compute_dtype, once_differentiable
+from ._host import autocasts, compute_dtype, in_dtype, once_differentiable
 
 __all__ = ["moe_experts", "moe_experts_reference", "unserved"]
 
@@ -162,9 +162,9 @@ class _Experts(torch.autograd.Function):
             found = dots.index_select(0, routing.places.reshape(-1)).view(ids.shape)
             if down_bias is not None:
                 every = fp32_product(wide, down_bias.float().t())
-                found = found + every.gather(1, ids.clamp(max=down.shape[0] - 1).long())
-            # What no kernel wrote is no number to multiply by zero.
-            d_weights = found.masked_fill_(routing.away(), 0).to(weights.dtype)
+                every = every.gather(1, ids.clamp(max=down.shape[0] - 1).long())
+                found = found + every.masked_fill_(routing.away(), 0)
+            d_weights = in_dtype(found, weights.dtype)
         if needs_down_bias:
             d_down_bias = fp32_product(dense.t(), wide).to(down_bias.dtype)
         d_gate_up_bias = expert_sums(dh, routing, backend) if needs_gate_up_bias else None
@@ -314,13 +314,12 @@ def moe_experts(
     reason = _grouped.unavailable(x.device, dtype, (x.shape[1], size), chosen)
     if reason is not None:
         raise ValueError(f"moe_experts cannot run on {devices.kind_of(x.device)}: {reason}")
-    rows, up, last, up_bias, last_bias = x, gate_up, down, gate_up_bias, down_bias
-    if autocasts(x):
-        rows, up, last = (t.to(dtype) for t in (rows, up, last))
-        up_bias, last_bias = (None if t is None else t.to(dtype) for t in (up_bias, last_bias))
+    rows, up, last = in_dtype(x, dtype), in_dtype(gate_up, dtype), in_dtype(down, dtype)
+    up_bias = None if gate_up_bias is None else in_dtype(gate_up_bias, dtype)
+    last_bias = None if down_bias is None else in_dtype(down_bias, dtype)
     given = rows, expert_ids, expert_weights, up, last, up_bias, last_bias, form
     if isinstance(form, Gate) and post_norm is None:
         y = _Experts.apply(*given, transposed, chosen)
     else:
         y = in_steps(*given, gated, transposed, post_norm, chosen)
-    return y if y.dtype is x.dtype else y.to(x.dtype)
+    return in_dtype(y, x.dtype)
