@@ -73,8 +73,8 @@ def _line(row: Row) -> str:
         return f"{step}; what the device did is recorded on CUDA alone"
     found = row["profiled"]
     return (
-        f"{step}; in one with the profiler ({found['step_ms']:.1f} ms, {found['preparation_ms']:.1f} of them to prepare "
-        f"its batch) the host asks for work for {found['host_ms']:.1f} ms and the device is busy for "
+        f"{step}; in one with the profiler ({found['step_ms']:.1f} ms, {found['preparation_ms']:.1f} of them to "
+        f"prepare its batch) the host asks for work for {found['host_ms']:.1f} ms and the device is busy for "
         f"{found['device_busy_ms']:.1f}, with {found['events']} kernels and copies, {found['launches_of_ours']} of ours"
     )
 

@@ -140,8 +140,8 @@ def _model_of_unsloth(workload: "Workload", folder: str) -> Any:
     )[0]  # fmt: skip
     if workload.lora:
         return FastLanguageModel.get_peft_model(model, r=workload.lora, lora_alpha=2 * workload.lora)
-    # A whole model runs transformers' layers there. Its GRPO packs the rows, but only its SFT puts the attention in that
-    # knows them: without it they are attended to under a mask of all tokens by all tokens.
+    # A whole model runs transformers' layers there. Its GRPO packs the rows, but only its SFT puts the attention in
+    # that knows them: without it they are attended to under a mask of all tokens by all tokens.
     packed = importlib.import_module("unsloth.utils.hf_packed_attention")
     if not packed.enable_hf_packed_attention():
         raise RuntimeError("Unsloth does not put its attention for packed rows in")
