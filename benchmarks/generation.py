@@ -11,6 +11,7 @@ every model.
 """
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ PROGRAM = "python -m benchmarks.generation"
 VARIANTS = {"plain": "transformers", "flag": "npu_trainer_kernels"}
 SIZES = ("qwen3-0.6b", "llama-1b", "qwen3-moe", "gemma3-1b")
 CPU_SIZES = ("demo-qwen3", "demo-llama", "demo-qwen3-moe", "demo-gemma3")
-BATCH, WARM_UP = 8, 16
+BATCH, WARM_UP = 8, 2
 Row = dict[str, Any]
 
 
@@ -58,34 +59,41 @@ def measure(size: str, length: int, tokens: int, repetitions: int) -> dict[str, 
     device = torch.device(devices.accelerator())
     model = build_model(size, length=length + tokens).eval()
     given = prompts(size, length, device)
-    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    each_ms: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    first_ms: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     ids: dict[str, torch.Tensor] = {}
     ran: dict[str, int] = {}
 
-    def generate(count: int) -> torch.Tensor:
+    def generate(count: int) -> tuple[torch.Tensor, float]:
+        """The new ids, and the milliseconds they took."""
+        gc.collect()
+        devices.synchronize(device)
+        start = time.perf_counter()
         found: torch.Tensor = model.generate(
             **given, max_new_tokens=count, min_new_tokens=count, do_sample=False, use_cache=True, disable_compile=True
         )
-        return found[:, length:]
+        devices.synchronize(device)
+        return found[:, length:], (time.perf_counter() - start) * 1e3
 
-    # The first turn of each is not kept: kernels are compiled in it, and it is short.
-    for turn in range(repetitions + 1):
-        for variant in VARIANTS:
+    # The first two turns of each are not kept. They are as long as the others: what is prepared anew for each length of
+    # the cache would otherwise be prepared by whoever comes first.
+    for turn in range(-WARM_UP, repetitions):
+        # Both come first equally often.
+        for variant in list(VARIANTS)[:: 1 if turn % 2 == 0 else -1]:
             handle = apply_npu_kernels(model) if variant == "flag" else None
-            devices.synchronize(device)
-            start = time.perf_counter()
-            ids[variant] = generate(tokens if turn else WARM_UP)
-            devices.synchronize(device)
-            if turn:
-                seconds[variant].append(time.perf_counter() - start)
+            _, first = generate(1)
+            ids[variant], taken = generate(tokens)
+            if turn >= 0:
+                first_ms[variant].append(first)
+                each_ms[variant].append(taken)
             if handle is not None:
                 ran = handle.report().ran
                 handle.restore()
     rows: dict[str, Row] = {}
-    for variant, taken in seconds.items():
-        summary = summarise([each * 1e3 for each in taken])
+    for variant, found in each_ms.items():
+        summary = summarise(found)
         rows[variant] = {
-            "ms": as_json(summary), "each_ms": [each * 1e3 for each in taken],
+            "ms": as_json(summary), "each_ms": found, "first_token_ms": as_json(summarise(first_ms[variant])),
             "tokens_per_second": BATCH * tokens / summary.median * 1e3,
         }  # fmt: skip
     rows["flag"] |= {"ran": ran, **compared(ids["flag"], ids["plain"])}
@@ -94,9 +102,11 @@ def measure(size: str, length: int, tokens: int, repetitions: int) -> dict[str, 
 
 def _line(size: str, rows: dict[str, Row]) -> str:
     plain, flag = rows["plain"], rows["flag"]
+    first = [rows[variant]["first_token_ms"]["median"] for variant in VARIANTS]
     return (
         f"{size}: {plain['tokens_per_second']:.0f} tokens/s plain, {flag['tokens_per_second']:.0f} with the flag "
-        f"({plain['ms']['median'] / flag['ms']['median']:.2f} x); {flag['equal_share']:.0%} of the ids are equal, "
+        f"({plain['ms']['median'] / flag['ms']['median']:.2f} x); the first token after {first[0]:.1f} and "
+        f"{first[1]:.1f} ms; {flag['equal_share']:.0%} of the ids are equal, "
         f"rows part after {flag['equal_before']} tokens"
     )
 
@@ -113,9 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", choices=MODELS, default=sizes, metavar="SIZE", help=", ".join(MODELS))
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the longest prompt (%(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="that are generated (%(default)s)")
-    parser.add_argument("--repetitions", type=int, default=3, help="of each variant (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=8, help="of each variant (%(default)s)")
     parser.add_argument("--commit", default=None, help="of the sources, where they are a copy without their history")
     args = parser.parse_args(arguments)
+    if args.repetitions < 1:
+        parser.error(f"--repetitions must be at least 1; got {args.repetitions}")
     results = Results(args.output, environment(device, arguments, args.commit, "benchmarks.generation"))
     console, failed = Console(highlight=False, soft_wrap=True), 0
     for size in args.sizes:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels import device as devices
+from npu_trainer_kernels import ops as our_ops
 from npu_trainer_kernels.ops import fused_linear_cross_entropy
 
 from .endtoend import VARIANTS, Clock, Workload
@@ -29,11 +30,16 @@ from .models import MODELS, build_model, model_class
 from .results import Row
 from .steps import build_trainer, kernels_of, patch_with_liger, ran
 
-__all__ = ["WAYS", "WRAPPERS", "Peak", "batch_of", "covered", "free", "time_head", "train", "what_ran"]
+__all__ = [
+    "WAYS", "WRAPPERS", "Peak", "batch_of", "covered", "free", "last_step_profiled", "time_head", "train",
+    "what_ran",
+]  # fmt: skip
 
 WRAPPERS = ("alone", "ddp", "fsdp2", "tp")
 WARMUP = 3
 _IGNORED = -100
+# Kernels that a profile names.
+_LARGEST = 10
 
 
 def batch_of(workload: Workload, rank: int, world: int) -> dict[str, torch.Tensor]:
@@ -75,9 +81,15 @@ def covered(spans: Iterable[tuple[int, int]]) -> int:
     return total
 
 
+def _kernels_of_ours() -> set[str]:
+    """Their names, as a device's profile has them."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(f"{our_ops.__name__}.")]
+    return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+
+
 def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
     """`collectives`, how often each of them ran on the device or was called on a CPU; on CUDA `profiled`, when it was
-    at work, in milliseconds.
+    at work, in milliseconds, and with what: all that ran on it, launches of ours, and the kernels that took longest.
 
     Args:
         events: Kineto's, of a profiled step.
@@ -85,6 +97,7 @@ def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
     """
     pattern = r"ncclDevKernel_([A-Za-z]+)" if on_cuda else r"c10d::(\w+)"
     names, talk, other = collections.Counter[str](), list[tuple[int, int]](), list[tuple[int, int]]()
+    count, taken = collections.Counter[str](), collections.Counter[str]()
     for event in events:
         # A range that code has named is shown on the device, too, from its first kernel to its last.
         if on_cuda and (event.device_type() != torch.autograd.DeviceType.CUDA or event.is_user_annotation()):
@@ -92,16 +105,25 @@ def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
         match = re.match(pattern, event.name())
         names.update([match[1]] if match else [])
         (talk if match else other).append((event.start_ns(), event.start_ns() + event.duration_ns()))
+        count[event.name()] += 1
+        taken[event.name()] += event.duration_ns()
     found: Row = {"collectives": dict(sorted(names.items()))}
     if on_cuda:
         busy = covered([*talk, *other])
         times = {"device_busy_ms": busy, "communication_ms": covered(talk), "exposed_ms": busy - covered(other)}
-        found["profiled"] = {name: nanoseconds / 1e6 for name, nanoseconds in times.items()}
+        ours = _kernels_of_ours()
+        found["profiled"] = {name: nanoseconds / 1e6 for name, nanoseconds in times.items()} | {
+            "events": count.total(), "launches_of_ours": sum(n for name, n in count.items() if name in ours),
+            "largest": [
+                {"kernel": name[:120], "ms": nanoseconds / 1e6, "launches": count[name]}
+                for name, nanoseconds in taken.most_common(_LARGEST)
+            ],
+        }  # fmt: skip
     return found
 
 
 class _StepProfile:
-    """Of one step, from here on; all ranks begin together."""
+    """Of one step, from here on; all ranks, where there are several, begin together."""
 
     def __init__(self, device: torch.device) -> None:
         kinds = torch.profiler.ProfilerActivity
@@ -113,7 +135,8 @@ class _StepProfile:
         )
         # What takes long comes first, so that no rank waits in the step for another's profiler.
         self._profile.start()
-        distributed.barrier()
+        if distributed.is_initialized():
+            distributed.barrier()
         devices.synchronize(device)
         self._profile.step()
         self._start = time.perf_counter()
@@ -394,7 +417,7 @@ def _check_wrapped(model: Any, wrapper: str) -> None:
 
 
 @contextlib.contextmanager
-def _last_step_profiled(trainer: Any, steps: int, device: torch.device) -> Iterator[Row]:
+def last_step_profiled(trainer: Any, steps: int, device: torch.device) -> Iterator[Row]:
     """Profiles step number `steps`, which begins with the preparation of its batch."""
     from transformers import TrainerCallback
 
@@ -428,7 +451,7 @@ def _train_with_its_trainer(workload: Workload, wrapper: str, variant: str, step
             wrap = trainer.accelerator.prepare_model
             trainer.accelerator.prepare_model = lambda model, **given: wrap(model, **{**given, "evaluation_mode": True})
         peak = Peak(device)
-        with _last_step_profiled(trainer, total, device) as profiled:
+        with last_step_profiled(trainer, total, device) as profiled:
             trainer.train()
         _check_wrapped(trainer.model_wrapped, wrapper)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]

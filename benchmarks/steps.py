@@ -7,6 +7,7 @@ import copy
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,7 @@ def _model_of_unsloth(workload: "Workload", folder: str) -> Any:
 
     Raises:
         ImportError: Unsloth is not installed.
+        RuntimeError: it does not serve packed rows.
     """
     import torch
 
@@ -132,10 +134,18 @@ def _model_of_unsloth(workload: "Workload", folder: str) -> Any:
     length = workload.prompt + workload.length
     build_model(workload.size, None, length).save_pretrained(saved)
     _tokenizer().save_pretrained(saved)
-    return FastLanguageModel.from_pretrained(
+    model = FastLanguageModel.from_pretrained(
         saved, max_seq_length=length, dtype=getattr(torch, MODELS[workload.size][2]), load_in_4bit=False,
-        full_finetuning=True, local_files_only=True,
+        full_finetuning=not workload.lora, local_files_only=True,
     )[0]  # fmt: skip
+    if workload.lora:
+        return FastLanguageModel.get_peft_model(model, r=workload.lora, lora_alpha=2 * workload.lora)
+    # A whole model runs transformers' layers there. Its GRPO packs the rows, but only its SFT puts the attention in
+    # that knows them: without it they are attended to under a mask of all tokens by all tokens.
+    packed = importlib.import_module("unsloth.utils.hf_packed_attention")
+    if not packed.enable_hf_packed_attention():
+        raise RuntimeError("Unsloth does not put its attention for packed rows in")
+    return model
 
 
 def kernels_of(variant: "Variant") -> Any:
@@ -160,9 +170,12 @@ def kernels_of(variant: "Variant") -> Any:
 
 
 def ran(trainer: Any) -> dict[str, int]:
-    """How often each of our ops ran in a trainer's model."""
+    """How often each of our ops ran in a trainer's model; with Unsloth, how its attention served packed rows."""
     from npu_trainer_kernels import NpuKernelsCallback
 
+    packed = sys.modules.get("unsloth.utils.hf_packed_attention")
+    if packed is not None:
+        return dict(packed.HF_PACKED_ATTENTION_STATS)
     ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, NpuKernelsCallback)]
     return {op: calls for callback in ours for op, calls in callback.report().ran.items()}
 
@@ -246,7 +259,9 @@ def _grpo_trl(
     options = {"npu_kernels": kernels_of(variant)} if variant.is_ours else {}
     trainer = GivenRollouts(
         model, reward_funcs=reward, args=settings, train_dataset=Dataset.from_dict({"prompt": _prompts(workload)}),
-        processing_class=_tokenizer(), callbacks=[_clock_callback(clock)], peft_config=_adapter(workload), **options,
+        processing_class=_tokenizer(), callbacks=[_clock_callback(clock)],
+        # Unsloth has put its own in.
+        peft_config=None if variant.package == "unsloth" else _adapter(workload), **options,
     )  # fmt: skip
     prepare = trainer._prepare_inputs
 

@@ -16,7 +16,7 @@ def test_both_variants_generate_in_turns(tmp_path, monkeypatch):
         generate = model.generate
 
         def watched(**given):
-            patched.append(handle_of(model) is not None)
+            patched.append((handle_of(model) is not None, given["max_new_tokens"]))
             assert given["attention_mask"].sum(1).tolist() == [4, 4, 5, 5, 6, 6, 7, 8]
             assert given["attention_mask"][:, -1].all()
             return generate(**given)
@@ -29,10 +29,11 @@ def test_both_variants_generate_in_turns(tmp_path, monkeypatch):
     output = tmp_path / "rows.json"
     command = ["--output", str(output), "--sizes", "tiny-qwen3", "--prompt", "8", "--tokens", "3", "--repetitions", "2"]
     assert generation.main(command) == 0
-    assert patched == [False, True] * 3
+    plain, flag = [(False, 1), (False, 3)], [(True, 1), (True, 3)]
+    assert patched == [*plain, *flag, *flag, *plain] * 2
     plain, flag = json.loads(output.read_text())["rows"]
     assert (plain["provider"], flag["provider"]) == ("plain", "flag")
-    assert plain["ms"]["samples"] == flag["ms"]["samples"] == 2
+    assert plain["ms"]["samples"] == flag["ms"]["samples"] == flag["first_token_ms"]["samples"] == 2
     assert flag["equal_share"] == 1.0
     assert flag["equal_before"] == [3] * 8
 
@@ -41,7 +42,7 @@ def test_a_model_that_fails_leaves_the_others(tmp_path, monkeypatch):
     def measure(size, *args):
         if size == "tiny-llama":
             raise torch.OutOfMemoryError("out of memory")
-        timed = {"tokens_per_second": 1.0, "ms": {"median": 1.0}}
+        timed = {"tokens_per_second": 1.0, "ms": {"median": 1.0}, "first_token_ms": {"median": 1.0}}
         return {"plain": timed, "flag": {**timed, "equal_share": 1.0, "equal_before": [1]}}
 
     monkeypatch.setattr(generation, "measure", measure)

@@ -103,10 +103,10 @@ def test_only_rows_that_begin_alike_are_run_without_sharing():
     assert shared == {"grpo-trl", "dpo-trl"}
 
 
-def test_unsloth_is_run_where_a_whole_model_is_trained_by_grpo():
+def test_unsloth_is_run_where_grpo_trains_a_whole_model_and_an_adapter():
     found = [w for kind in ("cuda", "cpu") for w in endtoend.workloads(kind) if "unsloth" in endtoend.variants_of(w)]
-    assert [(w.length, w.prompt) for w in found] == [(4096, 128)] * 3 + [(1024, 2048)]
-    assert {(w.name, w.size, w.lora) for w in found} == {("grpo-trl", "qwen3-0.6b", 0)}
+    assert [(w.length, w.prompt) for w in found] == [(4096, 128)] * 3 + [(1024, 2048)] * 2
+    assert {(w.name, w.size, w.lora) for w in found} == {("grpo-trl", "qwen3-0.6b", 0), ("grpo-trl", "qwen3-4b", 16)}
 
 
 @pytest.mark.parametrize("group", [2, 4])

@@ -117,11 +117,20 @@ def test_what_a_device_did_in_a_step():
         _Event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", 20_000_000, 45_000_000),
         _Event("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 50_000_000, 51_000_000),
         _Event("Memset (Device)", 60_000_000, 62_000_000),
+        _Event("_gather_kernel", 70_000_000, 71_000_000),
+        _Event("_gather_kernel", 71_000_000, 72_000_000),
+        _Event("_kernel_of_others", 71_000_000, 72_000_000),
     ]
-    assert ranks.what_ran(events, on_cuda=True) == {
-        "collectives": {"AllGather": 1, "ReduceScatter": 1},
-        "profiled": {"device_busy_ms": 38.0, "communication_ms": 26.0, "exposed_ms": 16.0},
-    }
+    found = ranks.what_ran(events, on_cuda=True)
+    assert found["collectives"] == {"AllGather": 1, "ReduceScatter": 1}
+    largest = found["profiled"].pop("largest")
+    assert [(row["kernel"][:9], row["ms"], row["launches"]) for row in largest] == [
+        ("ncclDevKe", 25.0, 1), ("gemm", 20.0, 1), ("Memset (D", 2.0, 1), ("_gather_k", 2.0, 2), ("ncclDevKe", 1.0, 1),
+        ("_kernel_o", 1.0, 1),
+    ]  # fmt: skip
+    assert found["profiled"] == {
+        "device_busy_ms": 40.0, "communication_ms": 26.0, "exposed_ms": 16.0, "events": 7, "launches_of_ours": 2,
+    }  # fmt: skip
     called = [_Event("c10d::allreduce_", 0, 9, kind="CPU"), _Event("aten::mm", 0, 9, kind="CPU")]
     assert ranks.what_ran(called, on_cuda=False) == {"collectives": {"allreduce_": 1}}
 
