@@ -128,6 +128,35 @@ def _leave_the_language_as_it_was() -> None:
     executor.__call__ = call
 
 
+def _change_the_language_once_a_launch() -> None:
+    """Makes the interpreter change `triton.language` once for a launch, and not again for every function that a kernel
+    calls, `tl.sum` among them: looking through all names of the language takes milliseconds, which is more than what
+    such a function computes. A language that is not changed yet refuses each of its builtins, so none is missed."""
+    from triton.runtime import interpreter
+
+    executor = interpreter.GridExecutor
+    launch, change = executor.__call__, interpreter._patch_lang
+    changed: set[int] = set()
+
+    def change_once(fn: Any) -> Any:
+        languages = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if languages and languages <= changed:
+            return None
+        changed.update(languages)
+        return change(fn)
+
+    @functools.wraps(launch)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        changed.clear()
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            changed.clear()
+
+    executor.__call__, interpreter._patch_lang = call, change_once
+
+
 if INTERPRETED:
     _round_interpreted_casts()
     _leave_the_language_as_it_was()
+    _change_the_language_once_a_launch()
