@@ -144,7 +144,9 @@ def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
             if row["status"] != "ok":
                 lines.append([*start, f"{row['status']}: {row['reason']}", "", "", "", "", "", ""])
                 continue
-            speed, memory = (f"{x:.3f}" for x in compared.get(row["provider"], (1.0, 1.0)))
+            # Without a plain row there is nothing to be compared with.
+            found = compared.get(row["provider"], (1.0, 1.0) if row["provider"] == "plain" else ())
+            speed, memory = [f"{x:.3f}" for x in found] or ["", ""]
             lines.append([
                 *start, _ms(row), f"{row['tokens_per_second']:.0f}", _live(row), f"{row['peak_bytes'] / (1 << 30):.3f}",
                 speed, memory, _agreement(row, of_shape),

@@ -419,6 +419,9 @@ def test_an_end_to_end_step_in_a_process_of_its_own(workload, first_loss, tmp_pa
     assert workload.name in text
     assert "DIFFERS" not in text
     assert f"{rows[0]['live_share']:.1%} of" in text
+    assert f"{endtoend.ratios(rows)['flag'][0]:.3f} |" in text
+    # Without a plain row there is nothing to compare with.
+    assert f"| {rows[1]['peak_bytes'] / 2**30:.3f} |  |  |" in report.markdown(meta(), rows[1:])
     rows[1]["losses"][0] *= 1.1
     assert "DIFFERS" in report.markdown(meta(), rows)
 
