@@ -31,7 +31,7 @@ from ._fallback import falls_back
 from ._host import once_differentiable, promoted
 from ._launch import launch
 
-__all__ = ["CASTINGS", "PAIRS", "TABLES", "Rotation", "rope", "rope_reference", "rotated", "rotation"]
+__all__ = ["CASTINGS", "PAIRS", "TABLES", "Rotation", "rope", "rope_of_checked", "rope_reference", "rotation"]
 
 PAIRS = ("halves", "interleaved", "regrouped")
 TABLES = ("each", "pair", "first_half")
@@ -655,10 +655,10 @@ def rope(
         )
     _check_table("cos", cos, batch, tokens, width)
     _check_table("sin", sin, batch, tokens, width)
-    return rotated(q, k, cos, sin, form, backend)
+    return rope_of_checked(q, k, cos, sin, form, backend)
 
 
-def rotated(
+def rope_of_checked(
     q: torch.Tensor, k: _Key, cos: torch.Tensor, sin: torch.Tensor, form: Rotation, backend: str | None
 ) -> tuple[torch.Tensor, _Key]:
     """`rope` of tensors whose dtypes and shapes have been checked."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ops._checks import FLOATS
-from ..ops.rope import CASTINGS, PAIRS, TABLES, rope_reference, rotated, rotation
+from ..ops.rope import CASTINGS, PAIRS, TABLES, rope_of_checked, rope_reference, rotation
 from ._patch import PROBE_ERRORS
 
 __all__ = ["RopeForm", "RotationCall", "rope_form", "rotate", "rotation_call"]
@@ -153,7 +153,8 @@ def _covers(
 def rotate(form: RopeForm, call: RotationCall, backend: str | None = None) -> Any:
     """What the function would return."""
     # What `rope` would check `rotation_call` has looked at.
-    q, k = rotated(call.q, call.k, call.cos, call.sin, rotation(heads=call.heads, **form.options), backend)
+    form_of_call = rotation(heads=call.heads, **form.options)
+    q, k = rope_of_checked(call.q, call.k, call.cos, call.sin, form_of_call, backend)
     if call.one_sequence:
         q, k = q.squeeze(0), None if k is None else k.squeeze(0)
     return (q, k) if "k" in form.roles else q

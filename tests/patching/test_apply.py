@@ -130,13 +130,13 @@ def test_each_patch_is_what_runs(monkeypatch):
         monkeypatch.setattr(module, name, wrapped)
 
     spied = [(_embeddings, "embedding"), (_mlps, "swiglu_linear"), (_norm_forms, "rms_norm")]
-    for module, name in [*spied, (_rotations, "rope"), (_residuals, "add_rms_norm")]:
+    for module, name in [*spied, (_rotations, "rope_of_checked"), (_residuals, "add_rms_norm")]:
         spy(module, name)
     model = small_model("llama")
     with apply_npu_kernels(model, ops=PATCHES):
         model(**batch())
     # Two layers: the norm after attention is part of the fused add, the one before it and the last are their own.
-    assert calls == {"embedding": 1, "swiglu_linear": 2, "rope": 2, "add_rms_norm": 2, "rms_norm": 3}
+    assert calls == {"embedding": 1, "swiglu_linear": 2, "rope_of_checked": 2, "add_rms_norm": 2, "rms_norm": 3}
 
 
 def normed_products(monkeypatch, model: nn.Module, ops=PATCHES) -> tuple[int, list[torch.Tensor], list[str]]:
