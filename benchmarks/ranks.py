@@ -146,8 +146,8 @@ class _StepProfile:
         self._start = time.perf_counter()
 
     def stop(self) -> Row:
-        """What a row says of the step: see `what_ran`, and on CUDA its time, the host's share of it, and how many kernels
-        of ours were launched."""
+        """What a row says of the step: see `what_ran`, and on CUDA its time, the host's share of it, and how often
+        kernels of ours were launched."""
         host = time.perf_counter() - self._start
         devices.synchronize(self._device)
         step = time.perf_counter() - self._start

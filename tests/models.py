@@ -23,7 +23,7 @@ HAS_TRL_HEAD = TRL is not None and Version("1.15") <= TRL
 
 
 def module_of(family: str) -> Any:
-    """The family's modules; None where the installed transformers is from before it, by its own list. What such a module
+    """The family's modules; None where the installed transformers is from before it, by its own list. What a module
     imports in vain is an error."""
     if family not in transformers.CONFIG_MAPPING:
         return None

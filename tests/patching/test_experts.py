@@ -29,7 +29,6 @@ KINDS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "silu": (Qwen3MoeExperts, {}, "silu, joined=halves"),
     "gelu": (Qwen3MoeExperts, {"hidden_act": "gelu"}, "gelu, joined=halves"),
     "gelu_tanh": (Qwen3MoeExperts, {"hidden_act": "gelu_pytorch_tanh"}, "gelu_tanh, joined=halves"),
-    "transposed": (AriaExperts, {}, "silu, joined=halves, transposed"),
     "gpt-oss": (
         GptOssExperts, {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
         "silu, alpha=1.702, limit=7.0, offset=1.0, joined=interleaved, transposed, biases",
@@ -37,6 +36,9 @@ KINDS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "relu2": (NemotronHExperts, {"mlp_hidden_act": "relu2"}, "relu2, no gate"),
     "own activation": (NemotronHExperts, {"mlp_hidden_act": "tanh"}, "its own gate"),
 }  # fmt: skip
+# A decorator gives it that where its experts come through the interface, which they did not always.
+if hasattr(AriaExperts, "_apply_gate"):
+    KINDS["transposed"] = AriaExperts, {}, "silu, joined=halves, transposed"
 if muse_spark := module_of("muse_spark"):
     form = "silu, joined=halves, a norm behind each expert"
     KINDS["a norm"] = muse_spark.MuseSparkExperts, {"post_norm_eps": 1e-6}, form
@@ -45,7 +47,7 @@ if beam := module_of("beam"):
 
 
 def those(*kinds: str) -> list[str]:
-    """Without families that the installed transformers does not have."""
+    """Without those that the installed transformers does not have."""
     return [kind for kind in kinds if kind in KINDS]
 
 
@@ -182,10 +184,13 @@ def test_rows_without_a_home(kind):
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         found = values(model, x, ids, weights)
         assert kernels.report().ran == {OP: 1}
-    for name, value in found.items():
-        assert_as_close(value, expected[name], truth[name], name)
     assert not found["out"][4].any()
     assert not found["weights"][ids == EXPERTS].any()
+    # In transformers 5.17 the module's own code has a gradient there, for weights that are zeros to the model.
+    for each in (expected, truth):
+        each["weights"].masked_fill_(ids == EXPERTS, 0.0)
+    for name, value in found.items():
+        assert_as_close(value, expected[name], truth[name], name)
 
 
 def test_frozen_weights_get_no_gradient():
