@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import contextvars
 import gc
 import os
 import re
@@ -20,8 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels import device as devices
-from npu_trainer_kernels import ops as our_ops
-from npu_trainer_kernels.ops import fused_linear_cross_entropy
+from npu_trainer_kernels.ops import _launch, fused_linear_cross_entropy
 
 from .endtoend import VARIANTS, Clock, Workload
 from .lengths import lengths, prompt_lengths
@@ -81,15 +81,9 @@ def covered(spans: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def _kernels_of_ours() -> set[str]:
-    """Their names, as a device's profile has them."""
-    modules = [module for name, module in sys.modules.items() if name.startswith(f"{our_ops.__name__}.")]
-    return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-
-
 def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
     """`collectives`, how often each of them ran on the device or was called on a CPU; on CUDA `profiled`, when it was
-    at work, in milliseconds, and with what: all that ran on it, launches of ours, and the kernels that took longest.
+    at work, in milliseconds, and with what: all that ran on it, and the kernels that took longest.
 
     Args:
         events: Kineto's, of a profiled step.
@@ -111,9 +105,8 @@ def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
     if on_cuda:
         busy = covered([*talk, *other])
         times = {"device_busy_ms": busy, "communication_ms": covered(talk), "exposed_ms": busy - covered(other)}
-        ours = _kernels_of_ours()
         found["profiled"] = {name: nanoseconds / 1e6 for name, nanoseconds in times.items()} | {
-            "events": count.total(), "launches_of_ours": sum(n for name, n in count.items() if name in ours),
+            "events": count.total(),
             "largest": [
                 {"kernel": name[:120], "ms": nanoseconds / 1e6, "launches": count[name]}
                 for name, nanoseconds in taken.most_common(_LARGEST)
@@ -133,24 +126,37 @@ class _StepProfile:
             activities=[kinds.CUDA if device.type == "cuda" else kinds.CPU],
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=1),
         )
+        self._launches, run = 0, _launch._launcher.get()
+
+        def counted(*launch: Any) -> None:
+            self._launches += 1
+            run(*launch)
+
+        # Where they are launched: of the device's record only their names could tell, and TRL has kernels of the same
+        # names. A default, since backward has threads of its own.
+        launcher = contextvars.ContextVar("counted", default=counted)
+        self._counting = mock.patch.object(_launch, "_launcher", launcher)
         # What takes long comes first, so that no rank waits in the step for another's profiler.
         self._profile.start()
         if distributed.is_initialized():
             distributed.barrier()
         devices.synchronize(device)
         self._profile.step()
+        self._counting.start()
         self._start = time.perf_counter()
 
     def stop(self) -> Row:
-        """What a row says of the step: see `what_ran`, and on CUDA its time and the host's share of it."""
+        """What a row says of the step: see `what_ran`, and on CUDA its time, the host's share of it, and how often
+        kernels of ours were launched."""
         host = time.perf_counter() - self._start
         devices.synchronize(self._device)
         step = time.perf_counter() - self._start
+        self._counting.stop()
         self._profile.stop()
         # Not `events()`, which takes seconds to build a tree of them.
         found = what_ran(self._profile.profiler.kineto_results.events(), self._device.type == "cuda")
         if "profiled" in found:
-            found["profiled"] |= {"step_ms": step * 1e3, "host_ms": host * 1e3}
+            found["profiled"] |= {"step_ms": step * 1e3, "host_ms": host * 1e3, "launches_of_ours": self._launches}
         return found
 
 

@@ -21,6 +21,15 @@ from tests.closeness import assert_as_close
 TRL = next((Version(d.version) for d in metadata.distributions(name="trl")), None)
 HAS_TRL_HEAD = TRL is not None and Version("1.15") <= TRL
 
+
+def module_of(family: str) -> Any:
+    """The family's modules; None where the installed transformers is from before it, by its own list. What a module
+    imports in vain is an error."""
+    if family not in transformers.CONFIG_MAPPING:
+        return None
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
 SMALL: dict[str, Any] = {
     "vocab_size": 331,
     "hidden_size": 48,

@@ -224,7 +224,7 @@ def test_figures_of_the_readme_are_those_of_its_json():
 def test_the_first_table_of_the_readme_is_of_the_second():
     first, rest = text(ROOT / "README.md").split("## Install")
     shown = re.findall(r"\| ([\d.]+ x) \| ([\d.]+) and ([\d.]+) GiB \|", first)
-    assert len(shown) == 5
+    assert len(shown) == 6
     for speed, plain, flag in shown:
         assert re.search(rf", {plain} GiB \| .*, {flag} GiB \| {speed} \|\n", rest), speed
 

@@ -1,8 +1,10 @@
 """Steps on several ranks: what they are given, what is counted of them, and how a run goes on after a failure."""
 
+import contextvars
 import sys
 import threading
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -129,10 +131,30 @@ def test_what_a_device_did_in_a_step():
         ("_kernel_o", 1.0, 1),
     ]  # fmt: skip
     assert found["profiled"] == {
-        "device_busy_ms": 40.0, "communication_ms": 26.0, "exposed_ms": 16.0, "events": 7, "launches_of_ours": 2,
+        "device_busy_ms": 40.0, "communication_ms": 26.0, "exposed_ms": 16.0, "events": 7,
     }  # fmt: skip
     called = [_Event("c10d::allreduce_", 0, 9, kind="CPU"), _Event("aten::mm", 0, 9, kind="CPU")]
     assert ranks.what_ran(called, on_cuda=False) == {"collectives": {"allreduce_": 1}}
+
+
+def test_launches_of_ours_are_counted_where_they_are_launched(monkeypatch):
+    """In every thread, and not by their names: the kernel of this step is TRL's, and ours do not run on its device."""
+    launched: list[tuple[object, ...]] = []
+    before = contextvars.ContextVar("before", default=lambda *launch: launched.append(launch))
+    monkeypatch.setattr(ranks._launch, "_launcher", before)
+    what_ran, of_trl = ranks.what_ran, [_Event("_forward_kernel", 0, 1_000_000)]
+    monkeypatch.setattr(ranks, "what_ran", lambda events, on_cuda: what_ran(of_trl, True))
+    assert ranks._profiled(lambda: None, CPU)["profiled"]["launches_of_ours"] == 0
+    one = partial(ranks._launch.launch, "kernel", (1,), (), {})
+
+    def step():
+        one()
+        thread = threading.Thread(target=one)
+        thread.start()
+        thread.join()
+
+    assert ranks._profiled(step, CPU)["profiled"]["launches_of_ours"] == 2 == len(launched)
+    assert ranks._launch._launcher is before
 
 
 def test_clipping_is_torchs():

@@ -9,17 +9,15 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.aria.modeling_aria import AriaExperts
-from transformers.models.beam.modeling_beam import BeamExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
-from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from npu_trainer_kernels import apply_npu_kernels, backends
 from npu_trainer_kernels.patching import PATCHES, _experts
 from tests.closeness import assert_as_close
-from tests.models import assert_outcome_close, batch, loss_and_gradients, small_model
+from tests.models import assert_outcome_close, batch, loss_and_gradients, module_of, small_model
 from tests.patching.padded import padded
 
 OP = "moe_experts"
@@ -31,16 +29,26 @@ KINDS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "silu": (Qwen3MoeExperts, {}, "silu, joined=halves"),
     "gelu": (Qwen3MoeExperts, {"hidden_act": "gelu"}, "gelu, joined=halves"),
     "gelu_tanh": (Qwen3MoeExperts, {"hidden_act": "gelu_pytorch_tanh"}, "gelu_tanh, joined=halves"),
-    "transposed": (AriaExperts, {}, "silu, joined=halves, transposed"),
     "gpt-oss": (
         GptOssExperts, {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
         "silu, alpha=1.702, limit=7.0, offset=1.0, joined=interleaved, transposed, biases",
     ),
     "relu2": (NemotronHExperts, {"mlp_hidden_act": "relu2"}, "relu2, no gate"),
-    "a norm": (MuseSparkExperts, {"post_norm_eps": 1e-6}, "silu, joined=halves, a norm behind each expert"),
-    "own gate": (BeamExperts, {}, "its own gate"),
     "own activation": (NemotronHExperts, {"mlp_hidden_act": "tanh"}, "its own gate"),
 }  # fmt: skip
+# A decorator gives it that where its experts come through the interface, which they did not always.
+if hasattr(AriaExperts, "_apply_gate"):
+    KINDS["transposed"] = AriaExperts, {}, "silu, joined=halves, transposed"
+if muse_spark := module_of("muse_spark"):
+    form = "silu, joined=halves, a norm behind each expert"
+    KINDS["a norm"] = muse_spark.MuseSparkExperts, {"post_norm_eps": 1e-6}, form
+if beam := module_of("beam"):
+    KINDS["own gate"] = beam.BeamExperts, {}, "its own gate"
+
+
+def those(*kinds: str) -> list[str]:
+    """Without those that the installed transformers does not have."""
+    return [kind for kind in kinds if kind in KINDS]
 
 
 class Around(nn.Module):
@@ -140,19 +148,19 @@ def test_values_and_gradients_are_the_modules_own(kind, implementation, dtype):
     assert_served(made(kind, implementation).to(dtype), *routed(dtype))
 
 
-@pytest.mark.parametrize("kind", ["silu", "gpt-oss", "own gate"])
+@pytest.mark.parametrize("kind", those("silu", "gpt-oss", "own gate"))
 @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (1, 3), (7, 1)])
 def test_few_rows(kind, tokens, k):
     assert_served(made(kind), *routed(tokens=tokens, k=k))
 
 
-@pytest.mark.parametrize("kind", ["silu", "gpt-oss", "a norm"])
+@pytest.mark.parametrize("kind", those("silu", "gpt-oss", "a norm"))
 def test_one_expert_has_all_rows(kind):
     x, ids, weights = routed(k=1)
     assert_served(made(kind), x, torch.full_like(ids, 2), weights)
 
 
-@pytest.mark.parametrize("kind", ["silu", "gpt-oss", "own gate"])
+@pytest.mark.parametrize("kind", those("silu", "gpt-oss", "own gate"))
 def test_no_rows(kind):
     model, given = made(kind), routed(tokens=0)
     with apply_npu_kernels(model, ops=[OP]) as kernels:
@@ -162,7 +170,7 @@ def test_no_rows(kind):
     assert not any(value.any() for value in found.values())
 
 
-@pytest.mark.parametrize("kind", ["silu", "transposed", "gpt-oss", "relu2", "a norm", "own gate"])
+@pytest.mark.parametrize("kind", those("silu", "transposed", "gpt-oss", "relu2", "a norm", "own gate"))
 def test_rows_without_a_home(kind):
     """Under expert parallelism: ids beyond this rank's experts, of weight zero."""
     model, (x, ids, weights) = made(kind, "batched_mm"), routed()
@@ -176,10 +184,13 @@ def test_rows_without_a_home(kind):
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         found = values(model, x, ids, weights)
         assert kernels.report().ran == {OP: 1}
-    for name, value in found.items():
-        assert_as_close(value, expected[name], truth[name], name)
     assert not found["out"][4].any()
     assert not found["weights"][ids == EXPERTS].any()
+    # In transformers 5.17 the module's own code has a gradient there, for weights that are zeros to the model.
+    for each in (expected, truth):
+        each["weights"].masked_fill_(ids == EXPERTS, 0.0)
+    for name, value in found.items():
+        assert_as_close(value, expected[name], truth[name], name)
 
 
 def test_frozen_weights_get_no_gradient():
@@ -191,11 +202,12 @@ def test_frozen_weights_get_no_gradient():
     assert found.keys() == expected.keys() == {"out", "x", "weights"}
 
 
-def test_an_unknown_gate_is_the_models_own_code(monkeypatch):
-    seen = []
-    original = BeamExperts._apply_gate
-    monkeypatch.setattr(BeamExperts, "_apply_gate", lambda self, both: seen.append(len(both)) or original(self, both))
-    model, given = made("own gate"), routed()
+@pytest.mark.parametrize("kind", those("own gate"))
+def test_an_unknown_gate_is_the_models_own_code(monkeypatch, kind):
+    seen, cls = [], KINDS[kind][0]
+    original = cls._apply_gate
+    monkeypatch.setattr(cls, "_apply_gate", lambda self, both: seen.append(len(both)) or original(self, both))
+    model, given = made(kind), routed()
     with apply_npu_kernels(model, ops=[OP]):
         seen.clear()
         values(model, *given)
