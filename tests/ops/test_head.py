@@ -13,7 +13,7 @@ from npu_trainer_kernels.ops._head_objective import LogProbObjective
 from npu_trainer_kernels.ops._head_options import HeadOptions
 from npu_trainer_kernels.ops._head_reference import head_statistics_reference
 from npu_trainer_kernels.ops._launch import KernelError
-from tests.closeness import assert_op_close
+from tests.closeness import assert_as_close, assert_op_close
 from tests.pairs import pairs
 
 N, H, V = 40, 16, 211
@@ -306,6 +306,35 @@ def test_a_gradient_that_is_not_finite_is_no_reason_to_plan_no_more(device, back
     assert seen == []
     assert not grad[4].isfinite().all()
     assert grad[:4].isfinite().all() != everywhere
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ways", [1, 2], ids=["log_prob", "log_prob and entropy"])
+def test_a_plan_holds_where_what_arrives_is_rounded(device, backend, dtype, ways):
+    """As FSDP2 rounds what leaves a model. The gradient is that of the numbers before they were rounded."""
+    seen = []
+    x, w, ids = make(device)
+    weights = torch.linspace(0.3, 1.7, N, device=device)
+
+    def objective(s, chunk):
+        rows = weights[chunk]
+        return (s.log_prob * rows).sum() + (ways - 1) * (s.entropy * rows).sum()
+
+    _, s = head_statistics(
+        x, w, ids, None, OPTIONS, objective=objective, on_mismatch=seen.append, backend=backend, chunk_rows=16
+    )
+    rounded = weights.to(dtype).float()
+    assert not torch.equal(rounded, weights)
+    found = torch.autograd.grad([s.log_prob, s.entropy][:ways], [x, w], [rounded] * ways)
+    assert seen == []
+
+    def by_reference(kind):
+        inputs = [t.detach().to(kind).requires_grad_() for t in (x, w)]
+        r = head_statistics_reference(*inputs, ids, None, OPTIONS)
+        return torch.autograd.grad([r.log_prob, r.entropy][:ways], inputs, [weights.to(kind)] * ways)
+
+    for ours, same, truth in zip(found, by_reference(torch.float32), by_reference(torch.float64), strict=True):
+        assert_as_close(ours, same, truth, "gradient")
 
 
 # Of log_prob and entropy, and whether the head is trained: what backward makes of each.
