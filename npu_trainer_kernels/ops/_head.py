@@ -72,7 +72,7 @@ from ._checks import has_values
 from ._head_chunks import Chunks, Gradients, Ids, Rows
 from ._head_fused import statistics_and_gradient
 from ._head_gradient import coefficients, gradient_in_place, gradient_of_logits
-from ._head_objective import LinearObjective, Objective, may_fuse, objective_gradient
+from ._head_objective import GIVE_UP, LinearObjective, Objective, may_fuse, objective_gradient
 from ._head_options import HeadOptions
 from ._head_reference import logits_statistics_reference
 from ._head_slices import VocabSlice
@@ -272,8 +272,6 @@ def _backward(ctx: Any, d_total: torch.Tensor | None, d_rows: list[torch.Tensor 
 # A row's gradient is the plan's when they differ by less than this part of the largest gradient: fp32 rounding of two
 # ways to write the same formula. What is waived so is as small as the rounding of an fp32 sum.
 _PLAN_TOLERANCE = 1e-5
-# Where more of the rows than this are not as planned, the plan is no help.
-_GIVE_UP = 0.5
 
 
 def _from_plan(ctx: Any, saved: _Saved, plan: _Plan, d_rows: list[torch.Tensor | None]) -> Gradients | None:
@@ -288,13 +286,13 @@ def _from_plan(ctx: Any, saved: _Saved, plan: _Plan, d_rows: list[torch.Tensor |
         return grads.scaled(factor.unsqueeze(-1), call.backend)
     count = saved.ids.shape[0]
     scale, wrong = _compare(plan.d_rows, d_rows)
-    if wrong.numel() > _GIVE_UP * count:
+    if wrong.numel() > GIVE_UP * count:
         # What leaves the model may be rounded (by FSDP2's `output_dtype`), and then what arrives for it is, too: once
         # more, with the plan rounded as well. The gradients are those of the plan as it was.
         for dtype in (torch.bfloat16, torch.float16):
             rounded = [None if p is None else p.to(dtype).float() for p in plan.d_rows]
             found = _compare(rounded, d_rows)
-            if found[1].numel() <= _GIVE_UP * count:
+            if found[1].numel() <= GIVE_UP * count:
                 scale, wrong = found
                 break
     if wrong.numel():
@@ -302,7 +300,7 @@ def _from_plan(ctx: Any, saved: _Saved, plan: _Plan, d_rows: list[torch.Tensor |
         # A gradient that is not finite, as of a step that overflowed, is no row's plan, and no reason to plan no more.
         if call.on_mismatch is not None and all(bool(d.isfinite().all()) for d in d_rows if d is not None):
             call.on_mismatch(share)
-        if share > _GIVE_UP:
+        if share > GIVE_UP:
             return None
     grads = grads.scaled(scale, call.backend)
     if wrong.numel():

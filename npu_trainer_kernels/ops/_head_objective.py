@@ -12,7 +12,11 @@ import torch
 from ._head_options import HeadOptions
 from ._head_statistics import HeadStatistics
 
-__all__ = ["LinearObjective", "LogProbObjective", "Objective", "may_fuse", "objective_gradient"]
+__all__ = ["GIVE_UP", "LinearObjective", "LogProbObjective", "Objective", "may_fuse", "objective_gradient"]
+
+# Where the real gradients of a larger share of the rows are not the plan's, the formula is another one, rather than a
+# ratio on the edge of its clip.
+GIVE_UP = 0.5
 
 # From a chunk's statistics, and which rows these are, to a scalar whose gradient is wanted.
 Objective = Callable[[HeadStatistics, slice], torch.Tensor]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops._head_objective import LogProbObjective, Objective
+from ..ops._head_objective import GIVE_UP, LogProbObjective, Objective
 
 __all__ = ["LearnedPlan"]
 
@@ -71,5 +71,5 @@ class LearnedPlan:
 
     def mismatch(self, share: float) -> None:
         """Gives up when most rows were not as planned."""
-        if share > 0.5:
+        if share > GIVE_UP:
             self.objective = None

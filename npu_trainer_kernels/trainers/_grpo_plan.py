@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..ops._grpo_formula import GrpoOptions, GrpoTokens, batch_tokens
+from ..ops._head_objective import GIVE_UP
 from ..ops.grpo_loss import GrpoPlan, planned
 from ..patching._call import use_plan
 from ..patching._undo import Undo
@@ -20,9 +21,6 @@ from ..patching._undo import Undo
 __all__ = ["TRL_MODULE", "BatchPlan", "Planner", "Rehearsal", "is_grpo"]
 
 TRL_MODULE = "trl.trainer.grpo_trainer"
-
-# More rows than this not as planned: the formula is another one, rather than a ratio on the edge of its clip.
-_GIVE_UP = 0.5
 
 
 def is_grpo(trainer: Any) -> bool:
@@ -140,7 +138,7 @@ class BatchPlan:
 
     def mismatch(self, share: float) -> None:
         """A few rows are ratios on the edge of a clip; many are another formula."""
-        if share > _GIVE_UP:
+        if share > GIVE_UP:
             self._planner.give_up(share)
 
     def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int) -> GrpoPlan | None:
