@@ -30,6 +30,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,11 @@ def plan(kind: str) -> list[Part]:
     completions = [Workload("sft", w.size, w.batch, w.length, w.prompt, lengths=w.lengths, group=w.group)
                    for w in updates.values()]  # fmt: skip
     whole_rows, experts = Workload("sft", "llama-1b", 4, 2048), Workload("sft", "qwen3-moe", 8, 2048)
+    as_they_are = Workload("sft", "llama-1b", 4, 2048, lengths="exponential")
+    # One prompt for all rows of a rank.
+    one_prompt = Workload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential")
+    # With rows for the memory that the kernels leave, a step takes the device longer than the host.
+    with_more_rows = (replace(w, batch=4 * w.batch) for w in (as_they_are, updates["exponential"], one_prompt))
     return [
         (whole_rows, WRAPPERS[:3], _PEERS),
         (whole_rows, WRAPPERS[3:], _PEERS[:2]),
@@ -91,11 +97,13 @@ def plan(kind: str) -> list[Part]:
         (experts, WRAPPERS, _PEERS[:2]),
         (updates["even"], WRAPPERS[:3], _PEERS),
         *((workload, WRAPPERS[3:], _PEERS[:2]) for workload in completions),
-        (Workload("sft", "llama-1b", 4, 2048, lengths="exponential"), WRAPPERS[:3], WITH_SIZE),
+        (as_they_are, WRAPPERS[:3], WITH_SIZE),
         (updates["exponential"], WRAPPERS[1:3], ("flag-unbalanced",)),
         (experts, WRAPPERS[:3], _PEERS[2:]),
-        # One prompt for all rows of a rank.
-        (Workload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential"), WRAPPERS[:3], _PEERS),
+        (one_prompt, WRAPPERS[:3], _PEERS),
+        *((workload, WRAPPERS[:3], _PEERS[:2]) for workload in with_more_rows),
+        # The largest whose optimiser one device has room for.
+        (Workload("sft", "llama-8b", 3, 2048, lengths="exponential"), WRAPPERS[:3], _PEERS[:2]),
         # Liger's kernels know of no weight in slices: what they do with one may cost the device.
         *((workload, WRAPPERS[3:], _PEERS[2:]) for workload in (whole_rows, experts)),
     ]
@@ -189,18 +197,19 @@ class _Together:
         self._store, self._rank, self._ranks = distributed.PrefixStore("rows", store), rank, ranks
         self._asked = 0
 
-    def _everybody(self, mine: Any) -> list[Any]:
+    def everybody(self, mine: Any) -> list[Any]:
+        """What the ranks say, in their order; anything that JSON knows."""
         self._asked += 1
         self._store.set(f"{self._asked}/{self._rank}", json.dumps(mine))
         return [json.loads(self._store.get(f"{self._asked}/{rank}")) for rank in range(self._ranks)]
 
     def first_says(self, value: bool) -> bool:
         """What the first rank says, on all."""
-        return bool(self._everybody(value)[0])
+        return bool(self.everybody(value)[0])
 
     def failures(self, mine: str) -> list[str]:
         """What the ranks say that is not empty."""
-        return [said for said in self._everybody(mine) if said]
+        return [said for said in self.everybody(mine) if said]
 
 
 def _measured(row: Row, together: _Together, step: Callable[[], Row]) -> Row:
@@ -213,7 +222,9 @@ def _measured(row: Row, together: _Together, step: Callable[[], Row]) -> Row:
         reason = f"{type(error).__name__}: {error}".strip().split("\n")[0][:400]
     failures = together.failures(reason)
     if not failures:
-        return {**row, **found}
+        # A step is over when the slowest has ended, and waiting for another rank looks like work on the device.
+        first, *others = together.everybody(found.get("profiled"))
+        return {**row, **found, **({"profiled": first, "profiled_others": others} if first else {})}
     return {**row, "status": "absent" if absent else "error", "reason": failures[0]}
 
 
