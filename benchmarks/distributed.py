@@ -7,6 +7,7 @@ alone   the same step on every device at once, without wrapping: what the device
         each other (a trainer's ranks still exchange what they log);
 ddp     `DistributedDataParallel`;
 fsdp2   `fully_shard`, a unit for each layer;
+fsdp2-gathered  the same, where a layer's weights stay gathered until its backward: fewer collectives, more memory;
 tp      transformers' tensor plan for the model: all ranks have one batch, and each a slice of the weights.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed --output benchmarks/results/two-gpus.json
@@ -61,6 +62,7 @@ Part = tuple[Workload, tuple[str, ...], tuple[str, ...]]
 # A rank that waits longer for the others waits for one that has failed.
 _TIMEOUT = timedelta(minutes=3)
 _PEERS = ("plain", "flag", "liger")
+_DATA, _TENSOR, _GATHERED = WRAPPERS[:3], WRAPPERS[3:4], WRAPPERS[4:]
 # LM heads, by the kind of device.
 HEADS = {
     "cpu": [{"BT": 128, "H": 64, "V": 1000}],
@@ -72,12 +74,12 @@ def plan(kind: str) -> list[Part]:
     """By the kind of device, the most wanted first. Workloads are of each rank; under tp, of all."""
     if kind == "cpu":
         return [
-            (Workload("sft", "demo-llama", 4, 128), WRAPPERS[:3], WITH_SIZE[:3]),
-            (Workload("sft", "demo-llama", 4, 128, lengths="exponential"), WRAPPERS[:3], WITH_SIZE[:3]),
+            (Workload("sft", "demo-llama", 4, 128), _DATA, WITH_SIZE[:3]),
+            (Workload("sft", "demo-llama", 4, 128, lengths="exponential"), _DATA, WITH_SIZE[:3]),
             # accelerate wraps no ranks on CPUs in FSDP.
-            (Workload("grpo-trl", "demo-qwen3", 4, 64, 32, lengths="exponential", group=2), WRAPPERS[:2], _PEERS[:2]),
+            (Workload("grpo-trl", "demo-qwen3", 4, 64, 32, lengths="exponential", group=2), _DATA[:2], _PEERS[:2]),
             (Workload("sft", "demo-qwen3", 4, 64, 128, lengths="exponential"), WRAPPERS, WITH_SIZE[:3]),
-            (Workload("sft", "demo-qwen3-moe", 4, 128), WRAPPERS, _PEERS[:2]),
+            (Workload("sft", "demo-qwen3-moe", 4, 128), (*_DATA, *_TENSOR), _PEERS[:2]),
         ]
     updates = {
         which: Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128, lengths=which, group=2) for which in DISTRIBUTIONS
@@ -89,23 +91,29 @@ def plan(kind: str) -> list[Part]:
     # One prompt for all rows of a rank.
     one_prompt = Workload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential")
     # With rows for the memory that the kernels leave, a step takes the device longer than the host.
-    with_more_rows = (replace(w, batch=4 * w.batch) for w in (as_they_are, updates["exponential"], one_prompt))
+    with_more_rows = [
+        replace(workload, batch=times * workload.batch) for workload, times in (
+            (as_they_are, 4), (updates["exponential"], 4), (updates["exponential"], 8), (updates["even"], 2),
+            (one_prompt, 4),
+        )
+    ]  # fmt: skip
     return [
-        (whole_rows, WRAPPERS[:3], _PEERS),
-        (whole_rows, WRAPPERS[3:], _PEERS[:2]),
-        (updates["exponential"], WRAPPERS[:3], _PEERS),
-        (experts, WRAPPERS, _PEERS[:2]),
-        (updates["even"], WRAPPERS[:3], _PEERS),
-        *((workload, WRAPPERS[3:], _PEERS[:2]) for workload in completions),
-        (as_they_are, WRAPPERS[:3], WITH_SIZE),
-        (updates["exponential"], WRAPPERS[1:3], ("flag-unbalanced",)),
-        (experts, WRAPPERS[:3], _PEERS[2:]),
-        (one_prompt, WRAPPERS[:3], _PEERS),
-        *((workload, WRAPPERS[:3], _PEERS[:2]) for workload in with_more_rows),
+        (whole_rows, _DATA, _PEERS),
+        (whole_rows, _TENSOR, _PEERS[:2]),
+        (updates["exponential"], _DATA, _PEERS),
+        (experts, (*_DATA, *_TENSOR), _PEERS[:2]),
+        (updates["even"], _DATA, _PEERS),
+        *((workload, _TENSOR, _PEERS[:2]) for workload in completions),
+        (as_they_are, _DATA, WITH_SIZE),
+        (updates["exponential"], _DATA[1:], ("flag-unbalanced",)),
+        (experts, _DATA, _PEERS[2:]),
+        (one_prompt, _DATA, _PEERS),
+        *((workload, _DATA, _PEERS[:2]) for workload in with_more_rows),
+        *((workload, _GATHERED, _PEERS[:2]) for workload in (as_they_are, updates["exponential"])),
         # The largest whose optimiser one device has room for.
-        (Workload("sft", "llama-8b", 3, 2048, lengths="exponential"), WRAPPERS[:3], _PEERS[:2]),
+        (Workload("sft", "llama-8b", 3, 2048, lengths="exponential"), _DATA, _PEERS[:2]),
         # Liger's kernels know of no weight in slices: what they do with one may cost the device.
-        *((workload, WRAPPERS[3:], _PEERS[2:]) for workload in (whole_rows, experts)),
+        *((workload, _TENSOR, _PEERS[2:]) for workload in (whole_rows, experts)),
     ]
 
 

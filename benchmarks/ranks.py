@@ -35,7 +35,9 @@ __all__ = [
     "what_ran",
 ]  # fmt: skip
 
-WRAPPERS = ("alone", "ddp", "fsdp2", "tp")
+WRAPPERS = ("alone", "ddp", "fsdp2", "tp", "fsdp2-gathered")
+# Whether FSDP2 gives a layer's weights away between its forward and its backward.
+_FSDP2 = {"fsdp2": True, "fsdp2-gathered": False}
 WARMUP = 3
 _IGNORED = -100
 # Kernels that a profile names.
@@ -250,12 +252,12 @@ def _wrap(model: Any, wrapper: str, device: torch.device) -> Any:
     if wrapper == "ddp":
         ids = None if device.type == "cpu" else [device.index]
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    if wrapper == "fsdp2":
+    if wrapper in _FSDP2:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
         for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=_FSDP2[wrapper])
         return fully_shard(model, mesh=mesh)
     return model
 
@@ -402,12 +404,12 @@ def time_head(sizes: dict[str, int], dtype: torch.dtype, way: str, device: torch
 
 def _for_accelerate(workload: Workload, wrapper: str) -> dict[str, str]:
     """The environment that `accelerate launch` sets."""
-    if wrapper != "fsdp2":
+    if wrapper not in _FSDP2:
         return {}
     family = MODELS[workload.size][0]
     return {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": f"{family}DecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": f"{family}DecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": str(_FSDP2[wrapper]),
         "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     }  # fmt: skip
 
@@ -418,8 +420,9 @@ def _check_wrapped(model: Any, wrapper: str) -> None:
 
     kinds = {"ddp": torch.nn.parallel.DistributedDataParallel, "fsdp2": FSDPModule}
     found = {name for name, kind in kinds.items() if isinstance(model, kind)} or {"alone"}
-    if found != {wrapper}:
-        raise RuntimeError(f"accelerate has wrapped the model as {', '.join(found)}, not {wrapper}")
+    asked = "fsdp2" if wrapper in _FSDP2 else wrapper
+    if found != {asked}:
+        raise RuntimeError(f"accelerate has wrapped the model as {', '.join(found)}, not {asked}")
 
 
 @contextlib.contextmanager
@@ -444,7 +447,8 @@ def last_step_profiled(trainer: Any, steps: int, device: torch.device) -> Iterat
 
 def _train_with_its_trainer(workload: Workload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
     if wrapper == "tp":
-        raise ValueError(f"{workload.name} is not run under 'tp', but under {', '.join(WRAPPERS[:-1])}")
+        others = ", ".join(other for other in WRAPPERS if other != wrapper)
+        raise ValueError(f"{workload.name} is not run under {wrapper!r}, but under {others}")
     clock = Clock(device)
     # One more, whose collectives are counted and whose time does not.
     total = WARMUP + steps + 1
