@@ -176,7 +176,7 @@ def _kept_lines(rows: Sequence[Row]) -> list[list[str]]:
     }
     lines = []
     for (op, shape), found in speeds.items():
-        name, _, wrapper = op.rpartition("-")
+        name, _, wrapper = op.removesuffix("-gathered").rpartition("-")
         alone = speeds.get((f"{name}-alone", shape), {}) if wrapper != "alone" else {}
         for variant in (v for v in found if v in alone):
             before, now = alone[variant][0], found[variant][0]
@@ -184,17 +184,20 @@ def _kept_lines(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-PROFILED_COLUMNS = ("workload", "shape", "variant", "step", "host", "device", "communication", "of it alone", "idle")
+PROFILED_COLUMNS = (
+    "workload", "shape", "variant", "rank", "step", "host", "device", "communication", "of it alone", "idle",
+)  # fmt: skip
 
 
 def _profiled_lines(rows: Sequence[Row]) -> list[list[str]]:
-    """What the device did in the step that was profiled, in milliseconds."""
+    """What each rank's device did in the step that was profiled, in milliseconds."""
     lines = []
     for row in rows:
-        if found := row.get("profiled"):
+        ranks = [row["profiled"], *row.get("profiled_others", [])] if row.get("profiled") else []
+        for rank, found in enumerate(ranks):
             names = ("step_ms", "host_ms", "device_busy_ms", "communication_ms", "exposed_ms")
             times = [*(found[name] for name in names), found["step_ms"] - found["device_busy_ms"]]
-            lines.append([row["op"], row["shape"], row["provider"], *(f"{ms:.1f}" for ms in times)])
+            lines.append([row["op"], row["shape"], row["provider"], str(rank), *(f"{ms:.1f}" for ms in times)])
     return lines
 
 
@@ -231,7 +234,7 @@ def markdown(meta: Row, rows: Sequence[Row]) -> str:
                  *_markdown_table(KEPT_COLUMNS, kept)]  # fmt: skip
     profiled = _profiled_lines(rows)
     if profiled:
-        text += ["", "One more step, profiled on the first device; ms. Host: until Python had asked for all of it. "
+        text += ["", "One more step, profiled; ms. Host: until Python had asked for all of it. "
                  "Device: while any kernel ran. Communication has waiting for the other ranks in it.", "",
                  *_markdown_table(PROFILED_COLUMNS, profiled)]  # fmt: skip
     text += _split_heads(rows)

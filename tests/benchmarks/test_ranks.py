@@ -67,9 +67,15 @@ def test_two_ranks_of_every_wrapper(tmp_path):
     assert found["fsdp2", "plain"]["grad_norms"][0] == pytest.approx(found["ddp", "plain"]["grad_norms"][0], rel=1e-4)
     # Slices: the norm of one batch's gradient, which is the first rank's.
     assert found["tp", "plain"]["grad_norms"][0] == pytest.approx(found["alone", "plain"]["grad_norms"][0], rel=1e-4)
-    assert (
-        "| sft-fsdp2 | tiny-qwen3-moe 2x2x12 | flag |" in report.markdown(meta, rows).partition("leaves of the gain")[2]
-    )
+    # A layer's weights are gathered once a step instead of twice.
+    gathers = {
+        w: sum(n for name, n in found[w, "flag"]["collectives"].items() if "gather" in name) for w in ranks.WRAPPERS
+    }
+    layers = models.MODELS["tiny-qwen3-moe"][1]["num_hidden_layers"]
+    assert gathers["fsdp2"] - gathers["fsdp2-gathered"] == layers, found["fsdp2", "flag"]["collectives"]
+    kept = report.markdown(meta, rows).partition("leaves of the gain")[2]
+    for wrapper in ("fsdp2", "fsdp2-gathered"):
+        assert f"| sft-{wrapper} | tiny-qwen3-moe 2x2x12 | flag |" in kept
 
 
 def test_a_trainers_step_on_ranks(one_rank):
@@ -182,6 +188,26 @@ def test_every_row_of_the_plan_is_named_once(kind, one_rank):
     assert {row[:2] for row in rows} == {row[:2] for row in rows if row[2] == "plain"}
 
 
+def _on_two_ranks(rank):
+    """Calls it with each rank's number, on threads of their own."""
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_every_ranks_profile_is_kept():
+    store, found = torch.distributed.HashStore(), [{}, {}]
+
+    def rank(number):
+        together = distributed._Together(store, number, 2)
+        found[number] = distributed._measured({}, together, lambda: {"profiled": {"host_ms": 10.0 + number}})
+
+    _on_two_ranks(rank)
+    assert found == [{"profiled": {"host_ms": 10.0}, "profiled_others": [{"host_ms": 11.0}]}] * 2
+
+
 def test_a_failure_of_one_rank_is_the_row_of_all():
     store, found = torch.distributed.HashStore(), [{}, {}]
 
@@ -197,11 +223,7 @@ def test_a_failure_of_one_rank_is_the_row_of_all():
         assert distributed._measured({"status": "ok"}, together, lambda: {"ms": 2.0}) == {"status": "ok", "ms": 2.0}
         found[number]["went on"] = True
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _on_two_ranks(rank)
     for row in found:
         assert row == {"op": "x", "status": "error", "reason": "RuntimeError: out of memory", "went on": True}
 
@@ -243,8 +265,11 @@ def test_a_head_on_one_device(one_rank):
     assert found["collectives"] == {}
     split = {**row, **found, "provider": "tp", "ms": {**found["ms"], "median": found["ms"]["median"] / 2}}
     did = {"step_ms": 90.0, "host_ms": 70.0, "device_busy_ms": 38.0, "communication_ms": 26.0, "exposed_ms": 16.0}
-    text = report.markdown(environment(CPU, []), [{**row, **found}, {**split, "profiled": did}])
-    assert text.count("| BT=8 H=8 V=30 | tp | 90.0 | 70.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
+    others = [{**did, "host_ms": 60.0}]
+    rows = [{**row, **found}, {**split, "profiled": did, "profiled_others": others}]
+    text = report.markdown(environment(CPU, []), rows)
+    assert text.count("| BT=8 H=8 V=30 | tp | 0 | 90.0 | 70.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
+    assert text.count("| BT=8 H=8 V=30 | tp | 1 | 90.0 | 60.0 | 38.0 | 26.0 | 16.0 | 52.0 |") == 1
     assert "The head of BT=8 H=8 V=30, its vocabulary on 1 devices: 0.500 of one device's time." in text
 
 
