@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import device as devices
 from ..ops._launch import use_launcher
 
-__all__ = ["LIBRARIES", "NoValues", "deciding", "scratch", "standing_in"]
+__all__ = ["LIBRARIES", "NoValues", "deciding", "fused_heads", "scratch", "standing_in"]
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
@@ -144,7 +144,7 @@ def standing_in(memory: int, kept: int) -> Iterator[None]:
         # Rows of several sequences are found by values; here each row is one.
         masking = importlib.import_module("transformers.masking_utils")
         stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
-        if importlib.util.find_spec("trl") is not None:
+        if _trl_has_a_head():
             for module, names in _of_trl():
                 for name, value in names.items():
                     if hasattr(module, name):
@@ -152,10 +152,21 @@ def standing_in(memory: int, kept: int) -> Iterator[None]:
         yield
 
 
+def fused_heads() -> list[type[torch.autograd.Function]]:
+    """Ours, and TRL's where it has one."""
+    found = [importlib.import_module("npu_trainer_kernels.ops._head")._Head]
+    if _trl_has_a_head():
+        found.append(importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction)
+    return found
+
+
+def _trl_has_a_head() -> bool:
+    """1.15 and later."""
+    return importlib.util.find_spec("trl") is not None and importlib.util.find_spec("trl.kernels") is not None
+
+
 def _of_trl() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """What TRL's head asks and calls on a card with Triton (1.15 and later)."""
-    if importlib.util.find_spec("trl.kernels") is None:
-        return
+    """What TRL's head asks and calls on a card with Triton."""
     yes = {"_use_triton": lambda device: True}
     yield importlib.import_module("trl.trainer.utils"), yes
     kernels = {name: _NoKernel() for name in ("_forward_kernel", "_backward_kernel")}
