@@ -60,8 +60,10 @@ def _attend(
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), -math.inf)
         if bias is not None:
             bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        records = query.requires_grad or key.requires_grad or value.requires_grad
-        if _CUDNN_FIRST and half and query.shape[-1] == value.shape[-1] <= _MOST_HEAD:
+        # A bias that is trained has a gradient in memory-efficient attention alone.
+        trained = bias is not None and bias.requires_grad
+        records = query.requires_grad or key.requires_grad or value.requires_grad or trained
+        if _CUDNN_FIRST and not trained and half and query.shape[-1] == value.shape[-1] <= _MOST_HEAD:
             return aten._scaled_dot_product_cudnn_attention(
                 query, key, value, bias, records, dropout_p, is_causal, False, scale=scale
             )[0]

@@ -303,6 +303,12 @@ def test_models_with_unused_weights_and_without_attention(family):
     assert found.parts["weights"] > 0
 
 
+def test_a_bias_of_attention_that_is_trained():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 128, "num_attention_heads": 4}
+    found = predict(transformers.DogeConfig(**sizes, intermediate_size=128, head_dim=16), Setup("trainer", 2, 64))
+    assert found.parts["weights"] > 0
+
+
 def test_the_host_is_itself_again():
     predict(config(num_hidden_layers=1), replace(SETUP, variant="kernels"))
     assert device.kind_of(torch.device("cpu")) == "cpu"
