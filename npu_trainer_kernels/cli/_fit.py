@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._model import DTYPES, config_of
 from ._model import HELP as MODEL_HELP
-from ._output import FINE, FOUND, Output, UsageError, new_table
+from ._output import FINE, FOUND, Output, UsageError, first_line, new_table
 
 if TYPE_CHECKING:
     from ..fit import Setup
@@ -184,7 +184,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             try:
                 rows.append(_row(config, setup, usable))
             except ValueError as error:
-                raise UsageError(f"--model {args.model!r}: {str(error).strip().splitlines()[0]}") from error
+                raise UsageError(f"--model {args.model!r}: {first_line(error)}") from error
             progress.advance()
     verdict = advice(rows, args.batch)
     _show(rows, args, PARTS, output)

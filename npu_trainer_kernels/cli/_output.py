@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["FINE", "FOUND", "STOPPED", "USAGE", "Output", "Steps", "UsageError", "new_table", "plain"]
+__all__ = ["FINE", "FOUND", "STOPPED", "USAGE", "Output", "Steps", "UsageError", "first_line", "new_table", "plain"]
 
 FINE, FOUND, USAGE = 0, 1, 2
 STOPPED = 130  # as shells have it for Ctrl-C
@@ -30,6 +30,11 @@ _COUNT, _TIME, _WHAT = MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{t
 
 class UsageError(Exception):
     """What the user can mend: an argument, or something to install. The message says how."""
+
+
+def first_line(error: Exception) -> str:
+    """Of what an error says; the name of its class where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def new_table() -> Table:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._model import config_of
-from ._output import FINE, FOUND, Output, UsageError, new_table
+from ._output import FINE, FOUND, Output, UsageError, first_line, new_table
 
 if TYPE_CHECKING:
     from ..verify import Variant, Verdict
@@ -71,7 +71,7 @@ def _texts(args: argparse.Namespace) -> Any:
         else:
             data = load_dataset(args.dataset, split=args.split or "train")
     except (OSError, ValueError, DatasetGenerationError) as error:
-        raise UsageError(f"--dataset {args.dataset!r}: {str(error).strip().splitlines()[0]}") from error
+        raise UsageError(f"--dataset {args.dataset!r}: {first_line(error)}") from error
     if args.text_column not in data.column_names:
         raise UsageError(f"--text-column must be one of {', '.join(data.column_names)}; got {args.text_column!r}")
     return data

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import device as devices
 from ..ops._launch import use_launcher
 
-__all__ = ["LIBRARIES", "NoValues", "deciding", "scratch", "standing_in"]
+__all__ = ["LIBRARIES", "NoValues", "deciding", "fused_heads", "scratch", "standing_in"]
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
@@ -60,8 +60,10 @@ def _attend(
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), -math.inf)
         if bias is not None:
             bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        records = query.requires_grad or key.requires_grad or value.requires_grad
-        if _CUDNN_FIRST and half and query.shape[-1] == value.shape[-1] <= _MOST_HEAD:
+        # A bias that is trained has a gradient in memory-efficient attention alone.
+        trained = bias is not None and bias.requires_grad
+        records = query.requires_grad or key.requires_grad or value.requires_grad or trained
+        if _CUDNN_FIRST and not trained and half and query.shape[-1] == value.shape[-1] <= _MOST_HEAD:
             return aten._scaled_dot_product_cudnn_attention(
                 query, key, value, bias, records, dropout_p, is_causal, False, scale=scale
             )[0]
@@ -144,7 +146,7 @@ def standing_in(memory: int, kept: int) -> Iterator[None]:
         # Rows of several sequences are found by values; here each row is one.
         masking = importlib.import_module("transformers.masking_utils")
         stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
-        if importlib.util.find_spec("trl") is not None:
+        if _trl_has_a_head():
             for module, names in _of_trl():
                 for name, value in names.items():
                     if hasattr(module, name):
@@ -152,10 +154,21 @@ def standing_in(memory: int, kept: int) -> Iterator[None]:
         yield
 
 
+def fused_heads() -> list[type[torch.autograd.Function]]:
+    """Ours, and TRL's where it has one."""
+    found = [importlib.import_module("npu_trainer_kernels.ops._head")._Head]
+    if _trl_has_a_head():
+        found.append(importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction)
+    return found
+
+
+def _trl_has_a_head() -> bool:
+    """1.15 and later."""
+    return importlib.util.find_spec("trl") is not None and importlib.util.find_spec("trl.kernels") is not None
+
+
 def _of_trl() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """What TRL's head asks and calls on a card with Triton (1.15 and later)."""
-    if importlib.util.find_spec("trl.kernels") is None:
-        return
+    """What TRL's head asks and calls on a card with Triton."""
     yes = {"_use_triton": lambda device: True}
     yield importlib.import_module("trl.trainer.utils"), yes
     kernels = {name: _NoKernel() for name in ("_forward_kernel", "_backward_kernel")}

@@ -9,6 +9,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -23,7 +24,7 @@ from ..patching import apply_npu_kernels
 from ..patching._call import use_plan
 from ..patching._classes import original_class
 from ..patching._learned import LearnedPlan
-from ._card import LIBRARIES, NoValues, deciding, scratch, standing_in
+from ._card import LIBRARIES, NoValues, deciding, fused_heads, scratch, standing_in
 from ._ledger import Ledger
 from ._setup import VARIANTS, Prediction, Setup
 from ._sharding import FIRST_BUCKET, beside, shares_of, units_of
@@ -32,6 +33,9 @@ __all__ = ["predict"]
 
 # What transformers calls it since 4.56, and before.
 _DTYPE = "dtype" if Version("4.56") <= Version(transformers.__version__) else "torch_dtype"
+
+# What models raise while they are made of a config with sizes that do not go together, or without a package they need.
+_NO_MODEL = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
 
 # What TRL's trainers ask of its head.
 _OUTPUTS = {
@@ -43,8 +47,11 @@ _OUTPUTS = {
 
 def _built(config: Any, setup: Setup) -> nn.Module:
     """The model, on no device."""
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = transformers.AutoModelForCausalLM.from_config(config, **{_DTYPE: setup.dtype})
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            model = transformers.AutoModelForCausalLM.from_config(config, **{_DTYPE: setup.dtype})
+    except _NO_MODEL as error:
+        raise ValueError(f"no model can be made of it: {type(error).__name__}: {error}") from error
     model.config.use_cache = False
     if setup.trainer != "trainer":
         from trl.trainer.utils import add_fused_lm_head
@@ -53,6 +60,8 @@ def _built(config: Any, setup: Setup) -> nn.Module:
     with warnings.catch_warnings():
         # Names of checkpointing change with transformers 6; PEFT asks for the old ones.
         warnings.simplefilter("ignore", FutureWarning)
+        # Of experts PEFT looks for modules first, warns that there are none, and adapts their parameters.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         if setup.lora:
             from peft import LoraConfig, get_peft_model
 
@@ -100,6 +109,25 @@ def _mark_attention(model: nn.Module, ledger: Ledger) -> None:
         if original_class(module).__name__.endswith("Attention"):
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(leave)
+
+
+@contextlib.contextmanager
+def _marking_head(ledger: Ledger) -> Iterator[None]:
+    """What a fused head makes is the head's: the memory of its logits need not have a dimension of the vocabulary's
+    size."""
+
+    def marked(call: Callable[..., Any]) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with ledger.within("head"):
+                return call(*args, **kwargs)
+
+        return staticmethod(run)
+
+    with contextlib.ExitStack() as stack:
+        for function in fused_heads():
+            for name in ("forward", "backward"):
+                stack.enter_context(mock.patch.object(function, name, marked(getattr(function, name))))
+        yield
 
 
 def _when_backward_reaches(layer: nn.Module, call: Callable[[], object]) -> None:
@@ -181,8 +209,8 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
         libraries: bytes that they hold.
 
     Raises:
-        ValueError: the model's code asks for values, its weights are quantised, or transformers has no causal language
-            model for the config.
+        ValueError: the model's code asks for values, its weights are quantised, transformers has no causal language
+            model for the config, or makes none of it.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("its weights are quantised (quantization_config), and what these take is not modelled")
@@ -200,6 +228,7 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(NoValues(setup.scored))
+        stack.enter_context(_marking_head(ledger))
         stack.enter_context(ledger)
         stack.enter_context(ledger.holding("other", libraries))
         try:

@@ -284,6 +284,8 @@ class ExpertsPatch(Patch):
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             return "its experts are modules of their own, each with its own products"
         if not _has_flags(module):
+            if any(map(_has_flags, module.modules())):
+                return "it wraps experts: while it puts adapted weights in the place of theirs, they run their own code"
             return "its code is its own: it does not come through transformers' experts interface"
         aside = None if _dispatchers(module) or plain_inside(module) else set_on_instance(module)
         found = aside or _implementation(module) or _recognise(module)

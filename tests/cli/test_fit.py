@@ -220,6 +220,16 @@ def test_trls_trainers(trainer):
     assert [p.parts["weights"] // (2 * numbers()) for p in found] == [models] * len(found)
 
 
+@pytest.mark.parametrize("variant", ["plain", "kernels"])
+def test_logits_in_tiles_and_chunks_are_the_heads(variant):
+    """Nothing else of a frozen head is: TRL's tiles have fewer columns than there are words, and a chunk of ours lies
+    in memory without a shape."""
+    setup = replace(SETUP, trainer="sft", autocast=True, lora=8, variant=variant)
+    found = predict(config(num_hidden_layers=1, vocab_size=1 << 16), setup)
+    assert found.parts["head"] > 2 * 1000 * (1 << 15)
+    assert found.parts["activations"] < found.parts["head"]
+
+
 def test_experts_are_the_kernels_on_a_card(monkeypatch):
     family, arguments, _ = MODELS["qwen3-moe"]
     experts = getattr(transformers, f"{family}Config")(**{**arguments, "num_hidden_layers": 6, "vocab_size": 512})
@@ -230,6 +240,20 @@ def test_experts_are_the_kernels_on_a_card(monkeypatch):
     # Of each row of the experts the op keeps 2 I numbers, where their own code keeps H and more beside them.
     rows, hidden, layers = 4 * 1024 * 8, 1024, 6
     assert own.parts["activations"] - all_of_them.parts["activations"] > rows * hidden * 2 * layers
+
+
+def test_adapters_on_experts(recwarn):
+    """`all-linear` has those, too: PEFT adapts their parameters, the product of two with twice the rank."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128}
+    experts = transformers.Qwen3MoeConfig(
+        **sizes, num_hidden_layers=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    found = [predict(experts, replace(SETUP, lora=8, variant=variant)) for variant in ("plain", "kernels")]
+    attention = 8 * ((64 + 64) + 2 * (64 + 32) + (64 + 64))
+    numbers = attention + 4 * (16 * (64 + 64) + 8 * (32 + 64))
+    # Two moments in fp32; each tensor is a multiple of 512 bytes, and has a count of steps.
+    assert [0 <= p.parts["optimiser"] - 2 * 4 * numbers <= 12 * 3 * 512 for p in found] == [True, True]
+    assert [str(w.message) for w in recwarn if issubclass(w.category, RuntimeWarning)] == []
 
 
 def test_experts_in_fp32():
@@ -252,6 +276,18 @@ def test_a_model_that_asks_for_values_is_refused(monkeypatch):
         predict(config(), SETUP)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
+        ({"pad_token_id": 5000}, "AssertionError: Padding_idx must be within num_embeddings"),
+    ],
+)
+def test_a_config_of_which_no_model_can_be_made(changes, message):
+    with pytest.raises(ValueError, match=f"^no model can be made of it: {message}"):
+        predict(config(**changes), SETUP)
+
+
 def test_quantised_weights_are_refused():
     quantised = config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     with pytest.raises(ValueError, match=r"its weights are quantised \(quantization_config\)"):
@@ -264,6 +300,12 @@ def test_models_with_unused_weights_and_without_attention(family):
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
     sizes |= {"num_attention_heads": 4, "intermediate_size": 128, "is_decoder": True} if family == "Bert" else {}
     found = predict(getattr(transformers, f"{family}Config")(**sizes), Setup("trainer", 1, 8))
+    assert found.parts["weights"] > 0
+
+
+def test_a_bias_of_attention_that_is_trained():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 128, "num_attention_heads": 4}
+    found = predict(transformers.DogeConfig(**sizes, intermediate_size=128, head_dim=16), Setup("trainer", 2, 64))
     assert found.parts["weights"] > 0
 
 
@@ -517,3 +559,13 @@ def test_memory_has_no_unit(model, capsys):
 def test_wrong_usage_is_exit_code_2(model, capsys, arguments, message):
     assert main(["fit", "--model", model, "--memory", "80", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("said", "shown"), [("", "ValueError"), ("\nfirst\nsecond", "first")])
+def test_a_refusal_is_one_line_whatever_it_says(model, capsys, monkeypatch, said, shown):
+    def refuse(config, setup):
+        raise ValueError(said)
+
+    monkeypatch.setattr(fit, "predict", refuse)
+    assert main(["fit", "--model", model, "--memory", "80"]) == 2
+    assert " ".join(capsys.readouterr().err.split()).endswith(f": {shown}")

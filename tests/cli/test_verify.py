@@ -62,6 +62,17 @@ def test_wrong_usage_is_exit_code_2(model, capsys, arguments, message):
     assert message in captured.err
 
 
+def test_a_data_set_that_says_nothing(model, tmp_path, capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ValueError
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("")
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    assert main(["verify", "--model", model, "--dataset", str(rows), *FEW, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"].endswith(": ValueError")
+
+
 def test_a_column_that_is_not_there(model, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"words": "a"}\n')

@@ -504,6 +504,8 @@ def test_adapters_on_expert_parameters():
         assert kernels.report().ran == {OP: 0}
         said = "it has no parameter gate_up_proj (adapters and parametrisations put theirs in the place of it)"
         assert declined(kernels) == {said: 2}
+        wrapped = "it wraps experts: while it puts adapted weights in the place of theirs, they run their own code"
+        assert kernels.report().text().count(f"2 ParamWrapper: {wrapped}") == 1
     assert found.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
     # Switched off, the weights are the module's own again.
