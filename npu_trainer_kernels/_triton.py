@@ -191,43 +191,7 @@ def _remember_numpy_types() -> None:
     interpreter._get_np_dtype = get_np_dtype
 
 
-def _make_types_once() -> None:
-    """Makes the interpreter build each type of a block, and what a tensor derives from its type, once, and not compare
-    the shapes of operands of one type: every operation does all of it, and it costs more than the arithmetic."""
-    from triton.runtime import interpreter
-
-    block, tensor, builder = tl.core.block_type, tl.core.tensor, interpreter.InterpreterBuilder
-    original = tensor.__init__
-    blocks: dict[tuple[Any, ...], Any] = {}
-    derived: dict[str, dict[str, Any]] = {}
-
-    def block_of(element: Any, shape: Any) -> Any:
-        # The name of a pointer's type leaves out where it points to.
-        key = element.name, element.address_space if element.is_ptr() else None, *shape
-        if key not in blocks:
-            blocks[key] = block(element, shape)
-        return blocks[key]
-
-    def init(self: Any, handle: Any, type: Any) -> None:
-        known = derived.get(type.name)
-        if known is None:
-            original(self, handle, type)
-            derived[type.name] = {name: vars(self)[name] for name in ("numel", "shape")}
-        else:
-            vars(self).update(known, handle=handle, type=type, dtype=type.scalar)
-
-    block.with_element_ty = lambda self, element: block_of(element, self.shape)
-    builder.get_block_ty = lambda self, element, shape: block_of(element, shape)
-    tensor.__init__ = init
-
-    if LAUNCHES_COMPILED:  # since 3.4, too, operations are methods of a class
-        semantic = tl.semantic.TritonSemantic
-        broadcast = semantic.broadcast_impl_value
-        semantic.broadcast_impl_value = lambda self, a, b: (a, b) if a.type is b.type else broadcast(self, a, b)
-
-
 if INTERPRETED:
-    _make_types_once()
     _round_interpreted_casts()
     _leave_out_unread_overflow_checks()
     _remember_numpy_types()
