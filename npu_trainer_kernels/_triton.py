@@ -5,6 +5,7 @@ Triton, triton-ascend and torch_npu are optional, and on real machines each of t
 is the one module that imports Triton; the others take `triton`, `tl` and `jit` from here.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -83,7 +84,8 @@ def jit(fn: Any = None, *, lengths: Sequence[str] = ()) -> Any:
 
 def _round_interpreted_casts() -> None:
     """Makes the interpreter round fp32 to bf16 to nearest even, as every device does; on its own it truncates
-    (triton 3.2 to 3.9), which no honest accuracy test of a bf16 kernel survives."""
+    (triton 3.2 to 3.9), which no honest accuracy test of a bf16 kernel survives. The way back is a shift of 16 bits:
+    the interpreter's own takes numbers apart, which is slower and wrong for subnormals."""
     import torch
     from triton.runtime import interpreter
 
@@ -91,7 +93,10 @@ def _round_interpreted_casts() -> None:
     original = builder.cast_impl
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+        pair = src.dtype.scalar, dst_type.scalar
+        if pair == (tl.bfloat16, tl.float32):
+            return handle((src.data.astype("uint32") << 16).view("float32"), tl.float32)
+        if pair != (tl.float32, tl.bfloat16):
             return original(self, src, dst_type)
         rounded = torch.as_tensor(src.data).to(torch.bfloat16).view(torch.int16).numpy()
         return handle(rounded.view("uint16"), tl.bfloat16)
@@ -138,8 +143,12 @@ def _change_the_language_once_a_launch() -> None:
     launch, change = executor.__call__, interpreter._patch_lang
     changed: set[int] = set()
 
+    @functools.cache  # a function is called by every program, and a module has hundreds of names
+    def languages_of(fn: Any) -> frozenset[int]:
+        return frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+
     def change_once(fn: Any) -> Any:
-        languages = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        languages = languages_of(fn)
         if languages and languages <= changed:
             return None
         changed.update(languages)
@@ -156,7 +165,35 @@ def _change_the_language_once_a_launch() -> None:
     executor.__call__, interpreter._patch_lang = call, change_once
 
 
+def _leave_out_unread_overflow_checks() -> None:
+    """Keeps the interpreter from computing, for every sum, difference and product of integers, whether it overflows:
+    five more operations, whose result it drops, since it asserts nothing outside of its debug mode."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _remember_numpy_types() -> None:
+    """Makes the interpreter look a type of numpy up once: it builds a table of all of them for every operation."""
+    from triton.runtime import interpreter
+
+    original = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def get_np_dtype(tt_dtype: Any) -> Any:
+        name = tt_dtype.name  # which names the whole type; types of pointers and blocks cannot be hashed
+        if name not in known:
+            known[name] = original(tt_dtype)
+        return known[name]
+
+    interpreter._get_np_dtype = get_np_dtype
+
+
 if INTERPRETED:
     _round_interpreted_casts()
+    _leave_out_unread_overflow_checks()
+    _remember_numpy_types()
     _leave_the_language_as_it_was()
     _change_the_language_once_a_launch()
