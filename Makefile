@@ -59,11 +59,12 @@ test-trl-oldest: $(TRL_OLDEST_DIR)  ## what depends on TRL, with the oldest whos
 # DeepSpeed changes what transformers and TRL import: it goes into an environment of its own on top of the first one.
 ZERO3 = $(VENV)/zero3
 
+# Without pip, with which Python 3.11 brings a setuptools that hides the lock's and builds no wheel of DeepSpeed.
 $(ZERO3)/bin/deepspeed: $(STAMP)
-	$(BIN)/python -m venv $(ZERO3)
+	$(BIN)/python -m venv --without-pip $(ZERO3)
 	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
 		> $$($(ZERO3)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
-	DS_BUILD_OPS=0 $(ZERO3)/bin/$(LOCKED) locks/zero3.txt --no-build-isolation
+	DS_BUILD_OPS=0 PIP_PYTHON=$(ZERO3)/bin/python $(BIN)/$(LOCKED) locks/zero3.txt --no-build-isolation
 
 test-zero3: $(ZERO3)/bin/deepspeed  ## DeepSpeed's ZeRO-3, and rows spread over ranks, on two CPU ranks
 	$(ZERO3)/bin/python -m pytest tests/zero3

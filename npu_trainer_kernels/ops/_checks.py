@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .._switch import switch
 from ..device import kind_of
@@ -16,6 +17,7 @@ __all__ = [
     "check_float",
     "check_head",
     "check_ids",
+    "check_plain",
     "check_range",
     "check_same_device",
     "debug",
@@ -45,6 +47,14 @@ def check_ids(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
     if tensor.dtype not in _IDS:
         raise TypeError(f"{name} must be int64 or int32; got {tensor.dtype}")
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """`tensor` must be no DTensor."""
+    if isinstance(tensor, DTensor):
+        raise ValueError(
+            f"{name} must be a plain tensor, the same on all ranks; got a DTensor placed {tensor.placements}"
+        )
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -84,10 +94,13 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
 def check_head(
     x: torch.Tensor, weight: torch.Tensor, ids_name: str, ids: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """Arguments of an op on the LM head: x `[..., H]`, weight `[V, H]`, ids of x's leading shape, bias `[V]`."""
+    """Arguments of an op on the LM head: x `[..., H]`, weight `[V, H]`, ids of x's leading shape, bias `[V]`. x and ids
+    are no DTensors."""
     check_float("x", x)
     check_float("weight", weight)
     check_ids(ids_name, ids)
+    check_plain("x", x)
+    check_plain(ids_name, ids)
     if weight.dim() != 2 or weight.shape[0] < 1:
         raise ValueError(f"weight must have shape [V, H] with V >= 1; got {list(weight.shape)}")
     if x.dim() < 1 or x.shape[-1] != weight.shape[1]:

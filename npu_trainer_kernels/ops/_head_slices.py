@@ -129,15 +129,13 @@ def unshared(weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
 
 
 def own_part(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, VocabSlice | None]:
     """The parameters of a head as plain tensors, this rank's rows of them where ranks share it out, and which rows.
 
     Raises:
-        ValueError: they are DTensors of another kind, or x is one.
+        ValueError: they are DTensors of another kind.
     """
-    if isinstance(x, DTensor):
-        raise ValueError(f"x must be a plain tensor, the same on all ranks; got a DTensor placed {x.placements}")
     if not isinstance(weight, DTensor):
         if isinstance(bias, DTensor):
             raise ValueError("bias must be a plain tensor where weight is one; got a DTensor")

@@ -384,7 +384,7 @@ def fused_linear_grpo_loss(
         lambda: batch.tokens, batch.options, batch.on_policy, batch.lengths, weight.shape[0],
         x.element_size(), x.device,
     )  # fmt: skip
-    weight, bias, part = own_part(x, weight, bias)
+    weight, bias, part = own_part(weight, bias)
     total, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, chosen, bias,
         _head_options(batch.options, temperature, softcap, logit_scale, entropy),

@@ -25,6 +25,7 @@ from ._checks import (
     check_choices,
     check_float,
     check_head,
+    check_plain,
     check_range,
     check_same_device,
     has_values,
@@ -131,6 +132,7 @@ def _check_options(
         raise ValueError(f"z_loss must be finite and not negative; got {z_loss!r}")
     if class_weights is not None:
         check_float("class_weights", class_weights)
+        check_plain("class_weights", class_weights)
         if class_weights.shape != weight.shape[:1]:
             raise ValueError(f"class_weights must have shape [{weight.shape[0]}]; got {list(class_weights.shape)}")
         check_same_device(x=x, class_weights=class_weights)
@@ -306,7 +308,7 @@ def fused_linear_cross_entropy(
     targets = _Targets(target.reshape(-1), ignore_index, rows, k)
     check_range("target", lambda: targets.ids, x.device, weight.shape[0])
     vocab = weight.shape[0]
-    weight, bias, part = own_part(x, weight, bias)
+    weight, bias, part = own_part(weight, bias)
     # fp16 gradients of a mean over many tokens would underflow: there the division waits until after the products.
     early = torch.float16 not in (x.dtype, compute_dtype(x))
     loss = _Loss(targets, reduction, num_items, label_smoothing, z_loss, vocab, early)

@@ -140,7 +140,7 @@ def planned_linear_logprob(
     check_head(x, weight, "ids", ids, bias)
     check_range("ids", ids, x.device, weight.shape[0])
     flat_ids = ids.reshape(-1)
-    weight, bias, part = own_part(x, weight, bias)
+    weight, bias, part = own_part(weight, bias)
     _, s = head_statistics(
         x.reshape(-1, x.shape[-1]), weight, flat_ids, bias, options,
         objective=objective, chunk_rows=chunk_rows, on_mismatch=on_mismatch, part=part,

@@ -29,5 +29,6 @@ def differing_seeds(model: Any) -> str | None:
         return None
     return (
         f"the ranks that share this model have different seeds ({', '.join(map(str, seeds))}), so that completions and "
-        "dropout differ between them; call accelerate.utils.set_seed(args.seed) on all of them before train()"
+        "dropout differ between them, and the run may stop in an error of a collective or wait forever; call "
+        "accelerate.utils.set_seed(args.seed) on all of them before train()"
     )

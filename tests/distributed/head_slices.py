@@ -4,14 +4,16 @@ see it. `tensor_parallel.py` runs it.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_trainer_kernels import tiling
@@ -239,6 +241,33 @@ def nothing_else_is_said(dtype: torch.dtype) -> None:
     assert said.products == 3 * rows * HIDDEN * (mine().stop - mine().start)
 
 
+def refused() -> None:
+    """What cannot be served says so before anything is exchanged; nothing is formed of it."""
+    given = inputs("mixed", torch.float32)
+    x, target, k = given["x"].detach(), given["target"].clamp(min=0), given["class_weights"]
+    weight, bias = given["weight"].detach(), given["bias"].detach()
+    ours = shared(weight[mine()])
+
+    def every(t: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(t, mesh(), [Replicate()], run_check=False)
+
+    plain = "must be a plain tensor, the same on all ranks; got a DTensor"
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        (f"x {plain}", lambda: fused_linear_cross_entropy(every(x), ours, target)),
+        (f"target {plain}", lambda: fused_linear_cross_entropy(x, ours, every(target))),
+        (f"ids {plain}", lambda: linear_logprob(x, ours, every(target))),
+        (f"class_weights {plain}", lambda: fused_linear_cross_entropy(x, ours, target, class_weights=every(k))),
+        ("must be sharded by rows", lambda: fused_linear_cross_entropy(x, every(weight), target)),
+        ("bias is not placed as weight is", lambda: fused_linear_cross_entropy(x, ours, target, bias)),
+        ("bias must be a plain tensor", lambda: fused_linear_cross_entropy(x, weight, target, shared(bias[mine()]))),
+        ("ranks have none of the weight's 1 rows", lambda: fused_linear_cross_entropy(
+            x, distribute_tensor(weight[:1], mesh(), [Shard(0)]), target * 0)),
+    ]  # fmt: skip
+    for expected, call in cases:
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            call()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Faults
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,6 +347,7 @@ def checked() -> list[str]:
     with mock.patch.object(tiling, "head_chunk", lambda n, *args, **kwargs: min(max(n, 1), CHUNK)):
         ops()
         predictions()
+        refused()
         for dtype in (torch.float32, torch.bfloat16):
             nothing_else_is_said(dtype)
         return unseen()
