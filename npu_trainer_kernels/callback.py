@@ -20,6 +20,7 @@ from .patching._undo import Undo
 from .trainers._exchange import agreed
 from .trainers._grpo_groups import Arranger, stays_on_rank, stays_shuffled
 from .trainers._grpo_plan import Planner, is_grpo
+from .trainers._loss_filter import LossFilter
 from .trainers._same_draws import differing_seeds
 from .trainers.held import held_models
 
@@ -120,6 +121,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._held: list[NpuKernels] = []  # to restore
         self._served_beside: list[NpuKernels] = []
         self._planner: Planner | None = None
+        self._loss_filter: LossFilter | None = None
         self._in_trainer = Undo()
         self._printed = ""
         self._since: tuple[float, int, int] = (0.0, 0, 0)
@@ -259,6 +261,9 @@ class NpuKernelsCallback(TrainerCallback):
         self._plan(trainer)
         self._apply_to_held(trainer, report)
         self._add_to_logs(trainer)
+        if LossFilter.applies_to(trainer):
+            self._loss_filter = LossFilter(trainer)
+            self._loss_filter.start(self._in_trainer)
 
     def _show_labels(self, trainer: Trainer) -> None:
         """Has the body told which places a loss reads, also where the model is not given the labels: the Trainer keeps
@@ -346,6 +351,20 @@ class NpuKernelsCallback(TrainerCallback):
             return log
 
         self._wrap(trainer, "log", make)
+
+    def _loss_is_added(self) -> None:
+        if self._loss_filter is not None:
+            self._loss_filter.ask_again()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._loss_is_added()
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._loss_is_added()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
