@@ -312,8 +312,12 @@ class Chunks:
                 weight, bias = self.weight[columns], None if self.bias is None else self.bias[columns]
                 width = weight.shape[0]
                 stride = self._stride(width)
-                out = memory[: x.shape[0] * stride].view(x.shape[0], stride)[:, :width]
-                logits.append(_project(x, weight, bias, out))
+                rows = memory[: x.shape[0] * stride].view(x.shape[0], stride)
+                if stride > width:
+                    # Products of oneDNN in bf16 on processors with AMX read on to the end of a row, times zero: what
+                    # is there must be a number.
+                    rows[:, width:].zero_()
+                logits.append(_project(x, weight, bias, rows[:, :width]))
             yield chunk, x, self.ids[chunk], tuple(logits)
 
     def _stride(self, width: int) -> int:

@@ -134,6 +134,35 @@ def test_many_chunks_are_as_exact_as_one(device, monkeypatch, mode, backend, dty
     assert many <= 1.2 * one
 
 
+@pytest.mark.parametrize("borrowed", [False, True])
+def test_what_rows_of_logits_are_padded_with_is_a_number(device, monkeypatch, borrowed):
+    """Some products read on to the end of a row, times zero, and memory that nobody has written to may hold NaN."""
+    padding, project = [], _head_chunks._project
+
+    def kept(x, weight, bias, out):
+        width, stride = out.shape[1], out.stride(0)
+        behind = out.as_strided((len(out), stride - width), out.stride(), out.storage_offset() + width)
+        padding.append(behind.clone())
+        return project(x, weight, bias, out)
+
+    def empty(*size, **options):
+        return torch.full(size, float("nan"), **options)
+
+    if borrowed:
+        monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks((N // 2, N), 120))
+    monkeypatch.setattr(_head_chunks, "_project", kept)
+    monkeypatch.setattr(_head_chunks.torch, "empty", empty)
+    objective = LogProbObjective(lambda log_prob, chunk: (log_prob * log_prob).sum())
+    x, w, ids = (
+        t.detach().bfloat16().requires_grad_() if t.is_floating_point() else t for t in make(device, vocab=499)
+    )
+    head_statistics(
+        x, w, ids, None, OPTIONS, objective=objective, backend="triton", chunk_rows=None if borrowed else 16
+    )
+    assert sum(part.numel() for part in padding) >= 5 * N
+    assert all(part.eq(0).all() for part in padding)
+
+
 @pytest.mark.parametrize(
     ("subset", "dtype", "one"), pairs([False, True], [torch.float32, torch.bfloat16], [True, False]), ids=str
 )
