@@ -4,7 +4,7 @@ import functools
 import os
 from typing import Any
 
-__all__ = ["RUN", "check_switch", "switch", "switch_off_run", "variable"]
+__all__ = ["RUN", "audit_steps", "check_switch", "switch", "switch_off_run", "variable"]
 
 # Whether `npu-kernels run` puts the kernels into the Trainers of a process.
 RUN = "NPU_KERNELS_RUN"
@@ -48,3 +48,14 @@ def check_switch(name: str, value: object) -> None:
     """Raises `ValueError` unless an argument is a bool: "no" would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false; got {value!r}")
+
+
+def audit_steps(name: str, value: object) -> int | None:
+    """After how many optimizer steps the model is compared with its own code again: 0 for the first batch alone, None
+    for never. Raises `ValueError` for what is neither "first", "off" nor a positive number."""
+    if isinstance(value, str) and value in ("first", "off"):
+        return 0 if value == "first" else None
+    steps = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"{name} must be 'first', 'off' or a positive number of steps; got {value!r}")
+    return steps

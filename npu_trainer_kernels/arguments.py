@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 from . import backends
-from ._switch import check_switch, switch
+from ._switch import audit_steps, check_switch, switch
 from .patching import FORMS, PATCHES, check_tiled_mlp
 
 if TYPE_CHECKING:
@@ -56,6 +56,14 @@ class NpuKernelsArguments:
         },
     )
 
+    npu_kernels_audit: str = field(
+        default="first",
+        metadata={
+            "help": "When what is served is compared with the model's own code, on a batch of the run: 'first' (before "
+            "its first step), 'off', or a number of steps after which it is again."
+        },
+    )
+
     npu_kernels_report: str = field(
         default="short",
         metadata={"help": "What is printed when training begins: 'short', or 'full' with every module and reason."},
@@ -73,6 +81,7 @@ class NpuKernelsArguments:
             isinstance(ops, list) and ops and all(isinstance(op, str) and op in PATCHES for op in ops)
         ):
             raise ValueError(f"npu_kernels_ops must be a list of {', '.join(PATCHES)}, one at least; got {ops!r}")
+        audit_steps("npu_kernels_audit", self.npu_kernels_audit)
         if self.npu_kernels_report not in FORMS:
             raise ValueError(f"npu_kernels_report must be one of {', '.join(FORMS)}; got {self.npu_kernels_report!r}")
         if backend is not None and not (isinstance(backend, str) and backend):
@@ -80,7 +89,9 @@ class NpuKernelsArguments:
         check_tiled_mlp("npu_kernels_tiled_mlp", self.npu_kernels_tiled_mlp, ops)
         given = [name for name in ("ops", "backend", "strict", "tiled_mlp") if getattr(self, f"npu_kernels_{name}")]
         given += [name for name in ("warm_up", "balance") if not getattr(self, f"npu_kernels_{name}")]
-        given += [] if self.npu_kernels_report == "short" else ["report"]
+        defaults = {option.name: option.default for option in fields(self)}
+        given += [name for name in ("audit", "report")
+                  if getattr(self, f"npu_kernels_{name}") != defaults[f"npu_kernels_{name}"]]  # fmt: skip
         if not self.use_npu_kernels and given:
             raise ValueError(f"npu_kernels_{given[0]} does nothing without --use_npu_kernels")
         if self.npu_kernels_backend is not None:

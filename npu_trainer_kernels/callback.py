@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import backends, device, warmup
-from ._switch import check_switch
+from ._switch import audit_steps, check_switch
 from .patching import FORMS, NpuKernels, Report, apply_npu_kernels, check_ops, check_tiled_mlp, handle_of
 from .patching._call import use_labels
 from .patching._undo import Undo
@@ -88,11 +88,14 @@ class NpuKernelsCallback(TrainerCallback):
             otherwise each is compiled when it is first used.
         balance: in TRL's GRPOTrainer, spread rows evenly over micro-batches and ranks, by their live tokens and where
             that leaves the optimizer's step as it is; otherwise no row changes its rank.
+        audit: when what is served is compared with the model's own code, on the run's own batch and before the
+            optimizer has moved (`NpuKernels.audit`): `"first"`, `"off"`, or a number of steps after which it is again.
+            What differs by more than rounding explains is taken out, with a warning that names it.
         report: what is printed when training begins: `"short"`, or `"full"` with every module and every reason.
 
     Raises:
-        ValueError: an unknown op or backend, another report than these, a switch that is neither True nor False, or a
-            `tiled_mlp` that cannot be.
+        ValueError: an unknown op or backend, another report or audit than these, a switch that is neither True nor
+            False, or a `tiled_mlp` that cannot be.
     """
 
     def __init__(
@@ -104,11 +107,13 @@ class NpuKernelsCallback(TrainerCallback):
         tiled_mlp: int = 0,
         warm_up: bool = True,
         balance: bool = True,
+        audit: str | int = "first",
         report: str = "short",
     ) -> None:
         check_ops(ops)
         for name, value in (("strict", strict), ("warm_up", warm_up), ("balance", balance)):
             check_switch(name, value)
+        self._audit_steps = audit_steps("audit", audit)
         if report not in FORMS:
             raise ValueError(f"report must be one of {', '.join(FORMS)}; got {report!r}")
         backends.parse_override("" if backend is None else backend)
@@ -236,6 +241,7 @@ class NpuKernelsCallback(TrainerCallback):
             report.note(problem)
         if trainer is not None:
             self._serve(trainer, report)
+        self._compare(args)
         if self._warm_up and warmup.unsupported(kwargs["model"]) is None:
             self._compile_ahead(kwargs["model"], trainer, state)
         text = report.text(full=self._full)
@@ -244,6 +250,18 @@ class NpuKernelsCallback(TrainerCallback):
             print(text, flush=True)
         assert self._handle is not None
         self._since = (time.perf_counter(), self._handle.tokens, self._handle.live_tokens)
+
+    def _compare(self, args: TrainingArguments) -> None:
+        """Has what is served compared with the models' own code, on the batches that come next."""
+        if self._audit_steps is None or self._handle is None or not self._handle.active:
+            return
+        if args.torch_compile:
+            self.report().note("torch_compile: what is served is not compared with the model's own code")
+            return
+        tell = functools.partial(warnings.warn, stacklevel=2)
+        self._handle.audit(tell)
+        for held in self._served_beside:
+            held.audit(tell, training=False)
 
     def _serve(self, trainer: Trainer, report: Report) -> None:
         """What is done to the Trainer itself, for the length of this run."""
@@ -356,6 +374,12 @@ class NpuKernelsCallback(TrainerCallback):
     def _loss_is_added(self) -> None:
         if self._loss_filter is not None:
             self._loss_filter.ask_again()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._audit_steps and state.global_step and state.global_step % self._audit_steps == 0:
+            self._compare(args)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, device
+from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, apply_npu_kernels, device
 from npu_trainer_kernels.patching import _head_call
 from npu_trainer_kernels.patching._classes import original_class
+from npu_trainer_kernels.patching._norms import RmsNormPatch
 from npu_trainer_kernels.verify import on_one_device
 from tests.models import batch, small_model
 
@@ -301,8 +302,55 @@ def test_a_loss_of_the_users_own_is_fused_where_it_is_a_cross_entropy(tmp_path, 
         trainer.train()
         found.append(losses(trainer))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert len(fused) == 3
+    assert len(fused) == 3 + len(callback.report().audits)  # which compares some rows
     assert not callback.report().declined
+
+
+def test_the_first_batch_is_compared(tmp_path):
+    plain, callback, off = make_trainer(tmp_path), NpuKernelsCallback(), NpuKernelsCallback(audit="off")
+    with_audit, without = make_trainer(tmp_path, callbacks=[callback]), make_trainer(tmp_path, callbacks=[off])
+    for trainer in (plain, with_audit, without):
+        trainer.train()
+    assert losses(with_audit) == losses(without) == pytest.approx(losses(plain), rel=1e-5)
+    (seen,) = callback.report().audits
+    assert not seen.differing
+    assert seen.rows == 2
+    assert "compared with the model's own code:\n  2 rows of 17 places" in str(callback.report())
+    assert not off.report().audits
+
+
+@pytest.mark.parametrize(("steps", "times"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+def test_it_is_compared_again_after_so_many_steps(tmp_path, steps, times):
+    callback = NpuKernelsCallback(audit=steps)
+    make_trainer(tmp_path, callbacks=[callback], max_steps=4).train()
+    assert len(callback.report().audits) == times
+
+
+def test_what_differs_on_the_first_batch_is_taken_out_before_the_first_step(tmp_path, monkeypatch):
+    plain = make_trainer(tmp_path)
+    plain.train()
+    run = RmsNormPatch.run
+    monkeypatch.setattr(RmsNormPatch, "run", lambda *args, **kwargs: run(*args, **kwargs) * 1.01)
+    callback = NpuKernelsCallback(ops=["rms_norm"])
+    patched = make_trainer(tmp_path, callbacks=[callback])
+    with pytest.warns(UserWarning, match="rms_norm in LlamaRMSNorm differs from the model's own code on this batch"):
+        patched.train()
+    assert losses(patched) == losses(plain)
+    assert callback.report().audits[0].differing
+
+
+@pytest.mark.parametrize("audit", ["never", 0, -1, 1.5, True, None, "1.5"])
+def test_an_audit_that_is_none_is_refused(audit):
+    with pytest.raises(ValueError, match="audit must be 'first', 'off' or a positive number of steps; got"):
+        NpuKernelsCallback(audit=audit)
+
+
+def test_a_compiled_run_is_not_compared(tmp_path):
+    callback = NpuKernelsCallback(ops=["rms_norm"])
+    callback._handle = apply_npu_kernels(small_model("llama"), ops=["rms_norm"])
+    callback._compare(mock.Mock(torch_compile=True))
+    assert "torch_compile: what is served is not compared" in str(callback.report())
+    assert not callback.report().audits
 
 
 def test_arguments_give_the_callback_only_with_the_flag():
@@ -315,6 +363,8 @@ def test_arguments_give_the_callback_only_with_the_flag():
         NpuKernelsArguments(npu_kernels_report="full")
     (callback,) = NpuKernelsArguments(use_npu_kernels=True, npu_kernels_report="full").callbacks()
     assert callback._full
+    with pytest.raises(ValueError, match="npu_kernels_audit does nothing without"):
+        NpuKernelsArguments(npu_kernels_audit="off")
     with pytest.raises(ValueError, match="npu_kernels_balance does nothing without"):
         NpuKernelsArguments(npu_kernels_balance=False)
     with pytest.raises(ValueError, match="npu_kernels_balance must be true or false; got 'no'"):

@@ -19,9 +19,11 @@ _TOLERANCE = 1e-4
 
 
 @contextlib.contextmanager
-def repeatable() -> Iterator[None]:
-    """Leaves the random state as it was, whatever a probe has drawn."""
-    with torch.random.fork_rng(devices=[]):
+def repeatable(where: torch.device | None = None) -> Iterator[None]:
+    """Leaves the random state as it was, that of a device as well, whatever a probe has drawn."""
+    kind = "cpu" if where is None else where.type
+    beside: dict[str, Any] = {"devices": []} if kind == "cpu" else {"devices": [where], "device_type": kind}
+    with torch.random.fork_rng(**beside):
         yield
 
 

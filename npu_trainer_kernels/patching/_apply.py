@@ -1,8 +1,9 @@
 """`apply_npu_kernels`: from a model to its handle."""
 
+import warnings
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,10 +12,12 @@ from torch import nn
 
 from .. import backends, device
 from .._switch import check_switch
+from ._audit import Audit
 from ._call import CallSettings, track_calls
 from ._classes import original_class
 from ._head import causal_lm
 from ._mlps import GatedMlpPatch
+from ._padding import PaddingPatch, outermost_body
 from ._patch import Aside, Patch, Scene, Site
 from ._report import LeftAlone, Report
 from ._undo import Undo
@@ -47,6 +50,7 @@ class NpuKernels:
         self._tracked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._there: Counter[type[nn.Module]] = Counter()
         self._entered = 0
+        self._audit: Audit | None = None
         # What is changed outside the model (TRL's names) ends with the model, whoever forgets to restore.
         weakref.finalize(model, self._undo.restore).atexit = False
 
@@ -88,6 +92,37 @@ class NpuKernels:
         self._report.gone = [] if self._model() is None or not self.active else list(self._gone())
         return self._report
 
+    def audit(self, tell: Callable[[str], None] = warnings.warn, *, training: bool = True) -> None:
+        """Has the next forward of the model compared with the model's own code, on its own batch, before it runs.
+
+        Without gradients, some rows of the batch go through the body three times: by the model's own code, where every
+        op is compared with the modules whose work it does, on what they are given; by the same code while the result of
+        every operator is moved within its rounding, which says what may differ; and as it is served, padding left out.
+        Heads are compared where their loss is formed. What differs by more than rounding explains (`patching._audit`)
+        is taken out; `report().audits` has what was seen. Forwards of a new kind (other arguments, another dtype, rows
+        more than twice as long) are compared likewise, and so is what `refresh` adds. Random numbers, buffers and
+        counts stay as they were.
+
+        Not compared: forwards that are compiled, or given a cache; models whose parameters DeepSpeed's ZeRO-3
+        partitions; with FSDP2, all but the first forward.
+
+        Args:
+            tell: called with a sentence for each thing that is taken out.
+            training: whether forwards in training mode with gradients alone are compared; otherwise all, but those of
+                generation.
+
+        Raises:
+            RuntimeError: nothing is patched.
+        """
+        model = self._model()
+        if model is None or not self.active:
+            raise RuntimeError("there is nothing to compare: this handle was restored, or its model is gone")
+        if self._audit is not None:
+            self._audit.again()
+            return
+        self._audit = Audit(lambda: self._report.sites, PaddingPatch.op, self._report.audits, tell, training)
+        self._audit.watch(outermost_body(model), self._undo)
+
     def _gone(self) -> Iterator[str]:
         """What is said of modules that were patched and that somebody has taken out of the model since."""
         classes = self._classes_now()
@@ -117,6 +152,9 @@ class NpuKernels:
         if model is not None and _handles.get(model) is self:
             del _handles[model]
         self._tracked.clear()
+        self._audit = None
+        for site in self._sites.values():
+            site.look = None
         self.settings.trl, self.settings.shares = None, False
         self._undo.restore()
 
@@ -156,10 +194,13 @@ class NpuKernels:
         scene = Scene(model, tuple(patch.op for patch in self._patches), where, dtype, self._backend, tiled_mlp)
         earlier = self._report
         self._report = Report(
-            device=device.spec(where).name, notes=earlier.notes, note_ops=earlier.note_ops, unused=earlier.unused
-        )
+            device=device.spec(where).name, notes=earlier.notes, note_ops=earlier.note_ops, unused=earlier.unused,
+            audits=earlier.audits,
+        )  # fmt: skip
         for site in self._sites.values():
             site.paths.clear()
+            if not self.active:
+                site.off = None
         try:
             for module in dict.fromkeys((model, causal_lm(model)[1] or model)):
                 # PEFT calls the inner model's forward directly, so that hooks on that alone would not run.
@@ -212,7 +253,9 @@ class NpuKernels:
         key = (patch.op, kind, form, entries)
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = Site(patch.op, kind, form, self._backend, entries, plain is not None)
+            site = self._sites[key] = Site(
+                patch.op, kind, form, self._backend, entries, plain is not None, late=patch.compared_later
+            )  # fmt: skip
             site.cls = patch.patched_class(site)
         site.served, why = patch.served_by(site, scene)
         site.detail = patch.detail(site)

@@ -61,6 +61,7 @@ class LmHeadPatch(Patch):
 
     op = "linear_cross_entropy"
     counts_later = True
+    compared_later = True
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
         # Also those that stay: a model may hold a second language model. Parts without a head name their embedding.
@@ -119,7 +120,13 @@ class LmHeadPatch(Patch):
         def on_fused() -> None:
             site.ran += 1
 
-        call = HeadCall(module, hidden, site.backend, on_real, on_fused, site.form.within)
+        def compare(own: Callable[[], Any], served: Callable[[], Any]) -> str | None:
+            if site.look is not None:
+                site.look(site, own, served)
+            return site.off
+
+        compared = None if site.look is None else compare
+        call = HeadCall(module, hidden, site.backend, on_real, on_fused, site.form.within, compared)
         return promise(call, hidden, module.weight, module.bias)
 
     def own(self, site: Site) -> Callable[..., Any]:

@@ -23,7 +23,9 @@ from ..ops._host import autocasts, compute_dtype
 from ..ops.linear_cross_entropy import fused_linear_cross_entropy
 from ._call import current_call
 
-__all__ = ["HeadCall", "answer_of", "is_asked", "is_of_a_wrapper"]
+__all__ = ["HeadCall", "answer_of", "is_asked", "is_of_a_wrapper", "is_partitioned", "labelled_rows"]
+
+_COMPARED = 256  # rows: each has as many logits as the vocabulary
 
 _T = TypeVar("_T")
 # What is to be done instead of a forward: (head, function), while a partitioned head is called for its hooks alone.
@@ -75,6 +77,14 @@ def _divisor(device: torch.device) -> torch.Tensor | None:
     return None
 
 
+def labelled_rows(hidden: torch.Tensor, target: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Some rows from all over a batch with a label each, and the labels; None where there are none."""
+    hidden, target = hidden.detach().reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    places = (target != ignored).nonzero().squeeze(1)
+    places = places[:: max(1, len(places) // _COMPARED)]
+    return (hidden[places], target[places]) if len(places) else None
+
+
 def _released(t: torch.Tensor) -> bool:
     if isinstance(t, DTensor):
         with torch.no_grad():
@@ -96,7 +106,9 @@ class HeadCall:
         self, head: nn.Linear, hidden: torch.Tensor, backend: str | None,
         on_real: Callable[[str], None] | None, on_fused: Callable[[], None] | None,
         within: weakref.ref[nn.Module] | None,
+        compare: Callable[[Callable[[], Any], Callable[[], Any]], str | None] | None = None,
     ) -> None:  # fmt: skip
+        self._compare = compare
         self._head, self._backend, self._within = head, backend, within
         self._on_real, self._on_fused = on_real, on_fused
         # As they are during this forward: FSDP2 puts its shards in their place afterwards.
@@ -160,6 +172,32 @@ class HeadCall:
             self._on_fused()
         # By the very number that the op has multiplied with: where the division follows, backward finds a one.
         return loss if divisor is None else loss / divisor.reciprocal()
+
+    def differs(
+        self, hidden: torch.Tensor, transformed: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor,
+        **options: Any,
+    ) -> str | None:  # fmt: skip
+        """Why the fused op's losses of some rows are not those of their logits, where that is to be found out, or None.
+
+        Args:
+            hidden, target, options: of `cross_entropy`.
+            transformed: what is done to the head's output before the loss.
+        """
+        rows = labelled_rows(hidden, target, options["ignore_index"]) if self._compare is not None else None
+        if rows is None:
+            return None
+        compare, self._compare = self._compare, None
+        assert compare is not None
+        (x, target), options = rows, {**options, "reduction": "none"}
+        names = {"class_weights": "weight", "ignore_index": "ignore_index", "label_smoothing": "label_smoothing"}
+        of_torch = {name: options[ours] for ours, name in names.items()}
+
+        def own() -> torch.Tensor:
+            with self._as_called():
+                logits = self._with_parameters(lambda: _product(x, *self.leaves[1:]))
+                return nn.functional.cross_entropy(transformed(logits.float()), target, reduction="none", **of_torch)
+
+        return compare(own, lambda: self.cross_entropy(x, target, **options).float())
 
     def gradients(self, of: torch.Tensor, upstream: torch.Tensor, keep: bool) -> list[torch.Tensor | None]:
         """Gradients for the leaves of something that was formed here; None for those that need none."""

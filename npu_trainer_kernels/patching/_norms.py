@@ -58,7 +58,7 @@ class _NormPatch(Patch):
         form = site.form
         reason = no_float(x) or no_plain(module, *form.parameters) or changed(module, form.settings)
         reason = reason or of_other_dtypes(module, form, x)
-        if reason is None and keeps_own_code(self.op, x, site.backend):
+        if reason is None and keeps_own_code(site, x):
             return QUIET
         return reason
 

@@ -33,7 +33,7 @@ from ._patch import QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
 from ._proof import OUTPUTS, ROUTED, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
 from ._undo import Undo
 
-__all__ = ["PaddingPatch"]
+__all__ = ["PaddingPatch", "draws_for_tokens", "outermost_body"]
 
 _BATCH = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")
 
@@ -118,6 +118,12 @@ def _wraps(module: nn.Module, body: Any) -> bool:
     return composite and module is not body and any(part is body for part in module.modules())
 
 
+def outermost_body(model: nn.Module) -> nn.Module:
+    """The module around all that reads a batch before its loss; the model itself where that is not known."""
+    body = body_of(model)
+    return next((part for part in model.modules() if part is body or _wraps(part, body)), model)
+
+
 def _longest(config: Any) -> int | None:
     """Columns beyond which a rotation depends on the longest position of a batch."""
     rotation = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -130,7 +136,7 @@ def _longest(config: Any) -> int | None:
     return min(lengths, default=0)
 
 
-def _drops(config: Any, modules: Iterable[nn.Module]) -> bool:
+def draws_for_tokens(config: Any, modules: Iterable[nn.Module]) -> bool:
     """Whether numbers are drawn for each token in training: what rows share would then have the same for all."""
     numbers = (v for name, v in vars(config).items() if ("drop" in name or "jitter" in name) and isinstance(v, float))
     return any(numbers) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in modules)
@@ -177,7 +183,7 @@ class PaddingPatch(Patch):
         )
         if answers:
             return "its head compares all places of a row, padding among them"
-        drops = _drops(body.config, body.modules())
+        drops = draws_for_tokens(body.config, body.modules())
         return BodyForm(proof, names, inner, classifies, int(not tokens), drops, _longest(body.config))
 
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
@@ -258,7 +264,9 @@ class PaddingPatch(Patch):
         labels = None if call is None else call.labels
         # Adapters may have come since, with a dropout of their own.
         config = module.config.get_text_config()
-        drops = module.training and (form.drops or _drops(config, parts_of(module.get_submodule(form.inner))[0]))
+        drops = module.training and (
+            form.drops or draws_for_tokens(config, parts_of(module.get_submodule(form.inner))[0])
+        )
         padding = config.pad_token_id if form.classifies else None
         batch = Batch.of(given, labels, share=not drops, padding=padding, ahead=form.ahead)
         if isinstance(batch, str):

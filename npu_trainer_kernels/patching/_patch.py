@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from .. import backends
 from ..ops._checks import FLOATS
@@ -113,6 +114,10 @@ class Site:
         ran: calls that the op served.
         declined: calls that it did not, by reason.
         progress: what the op has to say of the calls that it served, as a string; None: nothing.
+        late: its calls are compared where their results are used (`_audit`).
+        look: called with the site and two functions, one for what the modules' own code makes of a call and one for
+            what the op makes of it, while calls are compared; None: they are not.
+        off: why the op serves none of its calls any more; `QUIET` for as long as the modules' own code is asked for.
     """
 
     op: str
@@ -128,6 +133,9 @@ class Site:
     ran: int = 0
     declined: Counter[str] = field(default_factory=Counter)
     progress: Any = None
+    late: bool = False
+    look: Callable[["Site", Callable[[], Any], Callable[[], Any]], None] | None = None
+    off: str | None = None
 
     @functools.cached_property
     def switches(self) -> bool:
@@ -177,12 +185,16 @@ def guarded(
         # Kernels are no part of compiled graphs. A count that is guarded on would compile anew at every call.
         if site.stands_aside() or torch.compiler.is_compiling():
             return own(*args, **kwargs)
-        if site.switches and site.prefers_own(tokens(*args, **kwargs)):
+        if site.look is None and site.switches and site.prefers_own(tokens(*args, **kwargs)):
             return own(*args, **kwargs)
-        if is_transformed():
-            reason: str | None = _TRANSFORM
-        else:
+        reason = site.off
+        if reason is None and is_transformed():
+            reason = _TRANSFORM
+        if reason is None:
             reason = declines(*args, **kwargs) if site.kind.forward is recognised else _EXCHANGED
+        if reason is None and site.look is not None and not site.late:
+            site.look(site, _anew(own, args, kwargs), _anew(run, args, kwargs))
+            return own(*args, **kwargs)
         if reason is None:
             result = run(*args, **kwargs)
             if type(result) is not Late:
@@ -196,16 +208,28 @@ def guarded(
     return forward
 
 
+def _anew(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """Calls a function with copies of its tensors, which it may write to."""
+
+    def call() -> Any:
+        given, named = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+        return function(*given, **named)
+
+    return call
+
+
 class Patch:
     """How one op gets into models. Subclasses say what they recognise and serve; the table of them is `table.PATCHES`.
 
     Attributes:
         op: its name in `backends.OPS`.
         counts_later: a call that is served is counted by `run`, when the op runs.
+        compared_later: whether what it serves can be compared with the modules' own code only where it is used.
     """
 
     op: ClassVar[str]
     counts_later: ClassVar[bool] = False
+    compared_later: ClassVar[bool] = False
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
         """Modules to look at, by path."""
@@ -316,7 +340,9 @@ def no_plain(module: nn.Module, *names: str) -> str | None:
 _MISSING: Any = object()
 
 
-def keeps_own_code(op: str, x: torch.Tensor, backend: str | None) -> bool:
+def keeps_own_code(site: Site, x: torch.Tensor) -> bool:
     """Whether a module had better run its own code for this call: without gradients the torch backend saves nothing,
-    and generation calls every norm once a token."""
-    return not torch.is_grad_enabled() and backends.choose(op, x.device, backend) == "torch"
+    and generation calls every norm once a token. Not while the two are compared."""
+    if torch.is_grad_enabled() or site.look is not None:
+        return False
+    return backends.choose(site.op, x.device, site.backend) == "torch"

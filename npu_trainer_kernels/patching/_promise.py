@@ -46,6 +46,10 @@ class Transform:
         """With a hyperbolic tangent, of which there is none yet."""
         return Transform(self.inner, 1.0)
 
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of a head's output."""
+        return self.inner * logits if self.outer is None else self.outer * torch.tanh(self.inner * logits)
+
     @property
     def options(self) -> dict[str, float]:
         """As the fused op's arguments."""

@@ -341,10 +341,11 @@ def _cross_entropy(
         return "with targets of another shape"
     if weight is not None and (weight.device != device or weight.dtype != place.shadow.dtype):
         return "with class weights of another kind"
-    loss = input.cross_entropy(
-        place.hidden, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=float(label_smoothing),
-        class_weights=weight, **place.transform.options,
-    )  # fmt: skip
+    options = {"ignore_index": ignore_index, "label_smoothing": float(label_smoothing), "class_weights": weight,
+               **place.transform.options}  # fmt: skip
+    if (reason := place.call.differs(place.hidden, place.transform, target, **options)) is not None:
+        return reason
+    loss = input.cross_entropy(place.hidden, target, reduction=reduction, **options)
     return loss.to(torch.float32 if autocasts(target) else place.shadow.dtype)
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ..tuned import Entry
+from ._audit import Audited
 from ._patch import Site
 
 __all__ = ["FORMS", "Declined", "LeftAlone", "Replaced", "Report"]
@@ -78,6 +79,7 @@ class Report:
         note_ops: which op a remark is about, where it is about one.
         unused: ops that are in the model, but that its trainer does not call, each with the reason.
         gone: replaced modules that are no longer in the model.
+        audits: what comparisons with the model's own code saw, on batches of the run.
     """
 
     device: str = ""
@@ -88,6 +90,7 @@ class Report:
     note_ops: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
+    audits: list[Audited] = field(default_factory=list)
 
     @property
     def replaced(self) -> list[Replaced]:
@@ -134,13 +137,14 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain lists and dicts."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sites", "left_alone")}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sites", "left_alone", "audits")}
         return {
             **plain,
             "replaced": [asdict(each) for each in self.replaced],
             "left_alone": [asdict(each) for each in self.left_alone],
             "ran": self.ran,
             "declined": [asdict(each) for each in self.declined],
+            "audits": [asdict(each) for each in self.audits],
         }
 
     def text(self, *, full: bool = False) -> str:
@@ -161,6 +165,7 @@ class Report:
             lines += ["left alone:", *left] if left else []
             lines += [_MORE] if self.left_alone else []
         lines += ["declined:", *self._declined_lines()] if self.declined else []
+        lines += ["compared with the model's own code:", *(f"  {each}" for each in self.audits)] if self.audits else []
         shown = [note for note in self.notes if self.note_ops.get(note) not in self.unused]
         return "\n".join([*lines, *(f"note: {note}" for note in (*shown, *self.gone))])
 

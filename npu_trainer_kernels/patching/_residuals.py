@@ -169,7 +169,7 @@ class AddRmsNormPatch(Patch):
         if reason is None and (first.shape != second.shape or not (first.is_contiguous() and second.is_contiguous())):
             # The sum's layout is that of its first term, and models view it.
             reason = "hidden states that are not contiguous, or of two shapes"
-        if reason is None and keeps_own_code(self.op, first, site.backend):
+        if reason is None and keeps_own_code(site, first):
             return QUIET
         return reason
 

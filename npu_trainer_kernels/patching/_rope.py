@@ -123,7 +123,8 @@ def _while_named(name: str, names: dict[str, Any], served: Callable[..., Any]) -
     return rotate
 
 
-def _projecting(attention: AttentionForm, backend: str | None) -> Callable[..., Any]:
+def _projecting(site: Site) -> Callable[..., Any]:
+    attention: AttentionForm = site.form
     norms = {name: (kind, form) for name, kind, form in attention.norms}
 
     def project(norm: Any, name: str, projection: Any, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -135,7 +136,7 @@ def _projecting(attention: AttentionForm, backend: str | None) -> Callable[..., 
             return normed
         y = linear_rms_norm(
             x, parameter_of(projection, "weight"), norm._parameters["weight"], parameter_of(projection, "bias"),
-            form.eps, offset=form.offset, casting=form.casting, backend=backend,
+            form.eps, offset=form.offset, casting=form.casting, backend=site.backend,
         )  # fmt: skip
         # It has that shape unless the model joins or parts dimensions of x; a view would be a step of the graph.
         same = y.shape[:-2] == shape[:-2] and shape[-2] in (-1, y.shape[-2])
@@ -196,7 +197,7 @@ class RopePatch(Patch):
     def patched_class(self, site: Site) -> type[nn.Module]:
         bind = functools.partial
         attention: AttentionForm = site.form
-        helpers = [(_PROJECT, _projecting(attention, site.backend))]
+        helpers = [(_PROJECT, _projecting(site))]
         for name, form in attention.rotations:
             guard, run = bind(self.declines, site, form), bind(self.run, site, form)
             served = guarded(site, guard, run, attention.forward.__globals__[name], self.tokens)

@@ -23,10 +23,18 @@ from torch.distributed.tensor import DTensor
 from .._optional import INSTALL
 from .._triton import MissingDependencyError
 from ..ops._checks import FLOATS
+from ..ops._head_options import HeadOptions
 from ..ops._head_slices import unshared
-from ..ops.linear_logprob import OUTPUTS, logprob_options, planned_linear_logprob
+from ..ops.linear_logprob import (
+    OUTPUTS,
+    LinearLogProbOutput,
+    linear_logprob_reference,
+    logprob_options,
+    planned_linear_logprob,
+)
 from ._call import Call, CallSettings, current_call, current_plan
 from ._head import causal_lm
+from ._head_call import labelled_rows
 from ._parallel import gathered_over
 from ._patch import Patch, Scene, Site
 from ._undo import Undo
@@ -70,6 +78,11 @@ def _apply(
     options = logprob_options(temperature, final_logit_softcapping, logit_scale, wanted)
     objective = chunk_rows = on_mismatch = None
     weight, bias, sharded = _unsharded(call.module, weight, bias)
+    if site.look is not None and not isinstance(weight, DTensor):
+        _compare(site, hidden, weight, bias, targets, options)
+        if site.off is not None:
+            settings.trl = None  # from the next call on TRL's own answers
+            return _as_trls(_plain(hidden, weight, bias, targets, options, wanted))
     plan = current_plan()
     if torch.is_grad_enabled() and plan is not None:
         found = plan.for_rows(targets.shape[0], weight, hidden.element_size())
@@ -85,8 +98,38 @@ def _apply(
         sharded.reshard()  # with gradients, FSDP does after backward
     if plan is None:
         settings.learned.watch(out.log_prob)
+    return _as_trls(out)
+
+
+def _as_trls(out: LinearLogProbOutput) -> tuple[torch.Tensor | None, ...]:
+    """In the order in which TRL's function returns them."""
     monitored = (None if t is None else t.detach() for t in (out.log_sum_sq_probs, out.mean_logit, out.is_top1))
     return out.log_prob, out.entropy, *monitored
+
+
+def _plain(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: HeadOptions,
+    wanted: Sequence[str],
+) -> LinearLogProbOutput:  # fmt: skip
+    """By the definitions, on full logits."""
+    return linear_logprob_reference(
+        hidden, weight, targets, bias, temperature=options.temperature, softcap=options.softcap,
+        logit_scale=options.logit_scale, outputs=wanted,
+    )  # fmt: skip
+
+
+def _compare(
+    site: Site, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
+    options: HeadOptions,
+) -> None:  # fmt: skip
+    """Compares log-probabilities of some rows with those of their logits."""
+    x, ids = labelled_rows(hidden, targets, -100) or (hidden[:0], targets[:0])
+    assert site.look is not None
+    site.look(
+        site,
+        lambda: _plain(x, weight, bias, ids, options, ())[:1],
+        lambda: planned_linear_logprob(x, weight, ids, bias, options, backend=site.backend)[:1],
+    )
 
 
 def _unsharded(
@@ -223,6 +266,7 @@ class TrlHeadPatch(Patch):
     """The head that TRL's trainers add by `ops.linear_logprob`: no class is changed, TRL's seam is."""
 
     op = "linear_logprob"
+    compared_later = True
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
         path, module = causal_lm(scene.model)

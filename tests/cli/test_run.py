@@ -124,6 +124,8 @@ def test_what_cannot_be_executed_ends_as_in_a_shell(tmp_path):
         (["--backend", "fast", "true"], {}, "--backend must be one of"),
         (["true"], {"NPU_KERNELS_BACKEND": "fast"}, "NPU_KERNELS_BACKEND must be one of"),
         (["--report", "long", "true"], {}, "--report must be one of short, full; got 'long'"),
+        (["--audit", "never", "true"], {}, "--audit must be 'first', 'off' or a positive number of steps; got 'never'"),
+        (["true"], {"NPU_KERNELS_AUDIT": "0"}, "NPU_KERNELS_AUDIT must be 'first', 'off' or a positive number"),
         (["--nonsense", "true"], {}, "unrecognized arguments: --nonsense"),
         (["true"], {"NPU_KERNELS_RUN": "perhaps"}, "NPU_KERNELS_RUN must be one of"),
         (["true"], {"NPU_KERNELS_WARM_UP": "x"}, "NPU_KERNELS_WARM_UP must be one of"),
@@ -164,7 +166,7 @@ def test_python_path_is_put_in_front_of_and_kept():
 
 def test_options_are_variables():
     options = ["--ops", "rope,swiglu", "--backend", "torch", "--strict", "--no-warm-up", "--report", "full"]
-    options += ["--no-balance", "--tiled-mlp", "8192"]
+    options += ["--no-balance", "--tiled-mlp", "8192", "--audit", "off"]
     code = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('NPU_KERNELS_')}))"
     found = json.loads(python(code, *options).stdout)
     assert found.pop("NPU_KERNELS_RUN_PID").isdigit()
@@ -173,7 +175,7 @@ def test_options_are_variables():
         "NPU_KERNELS_RUN": "1", "NPU_KERNELS_OPS": "rope,swiglu", "NPU_KERNELS_BACKEND": "torch",
         "NPU_KERNELS_STRICT": "1", "NPU_KERNELS_WARM_UP": "0", "NPU_KERNELS_REPORT": "full",
         "NPU_KERNELS_BALANCE": "0",
-        "NPU_KERNELS_TILED_MLP": "8192",
+        "NPU_KERNELS_TILED_MLP": "8192", "NPU_KERNELS_AUDIT": "off",
     }  # fmt: skip
 
 

@@ -1,0 +1,303 @@
+"""The first batch decides: what differs from the model's own code there is taken out before the optimizer moves."""
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.patching import PATCHES, _audit, _head_call, _packed, _trl
+from npu_trainer_kernels.patching._norms import RmsNormPatch
+from tests.models import FAMILIES, HAS_TRL_HEAD, SMALL, small_model
+from tests.patching.padded import padded
+
+OPS = [op for op in PATCHES if op != "linear_logprob"]
+
+
+def gradients(model, inputs):
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def trained(model, inputs, *, audits=True, ops=OPS):
+    """Gradients of a patched model's first step, its handle, and what it said."""
+    said = []
+    kernels = apply_npu_kernels(model, ops=ops)
+    if audits:
+        kernels.audit(said.append)
+    found = gradients(model, inputs)
+    return found, kernels, said
+
+
+def apart(found, expected):
+    return max(((found[n] - e).norm() / e.norm().clamp(min=1e-9)).item() for n, e in expected.items())
+
+
+def off(kernels):
+    return {site.op for site in kernels.report().sites if site.off is not None}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is right stays
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_agrees_stays(name, dtype):
+    model = small_model(name).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernels = apply_npu_kernels(model, ops=OPS)
+        kernels.audit()
+        model(**padded()).loss.backward()
+    (seen,) = kernels.report().audits
+    assert not seen.differing
+    assert not off(kernels)
+    assert seen.calls > 0
+    assert seen.farthest < 0.5, "the limit is to leave room"
+
+
+@pytest.mark.parametrize("ops", [["varlen_attention"], ["moe_experts"]], ids=str)
+def test_a_body_of_experts_is_compared_as_its_own_rounding_allows(ops):
+    for seed in range(3):
+        model = small_model("qwen3-moe", seed=seed)
+        _, kernels, said = trained(model, padded(), ops=ops)
+        assert not said
+        assert kernels.report().audits[0].rows == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is wrong goes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def from_place_eighteen_on(run):
+    """An op that is another one beyond what any probe has."""
+
+    def wrong(self, site, module, x, *args, **kwargs):
+        y = run(self, site, module, x, *args, **kwargs)
+        return torch.cat((y[..., :18, :], 1.01 * y[..., 18:, :]), -2) if x.dim() == 3 and x.shape[1] > 18 else y
+
+    return wrong
+
+
+def test_an_op_that_differs_beyond_a_probe(monkeypatch):
+    model, inputs = small_model("llama"), padded()
+    expected = gradients(copy.deepcopy(model), inputs)
+    monkeypatch.setattr(RmsNormPatch, "run", from_place_eighteen_on(RmsNormPatch.run))
+    ops = ["rms_norm", "swiglu", "linear_cross_entropy"]
+    wrong, *_ = trained(copy.deepcopy(model), inputs, audits=False, ops=ops)
+    assert apart(wrong, expected) > 1e-3
+    found, kernels, said = trained(model, inputs, ops=ops)
+    assert apart(found, expected) < 1e-5
+    assert off(kernels) == {"rms_norm"}
+    assert len(said) == 1
+    assert "rms_norm in LlamaRMSNorm differs from the model's own code on this batch" in said[0]
+    report = kernels.report()
+    assert "rms_norm in LlamaRMSNorm" in str(report)
+    assert any("it differed from the model's own code" in each.reason for each in report.declined)
+    assert report.ran["rms_norm"] == 0
+    assert report.as_dict()["audits"][0]["differing"]
+
+
+def without_segments(original):
+    """Rows that see the rows before them."""
+
+    def wrong(q, k, v, segments, **options):
+        whole = _packed.Segments.make([q.shape[0]], q.device)
+        return original(q, k, v, whole, **options)
+
+    return wrong
+
+
+def test_padding_left_out_wrongly(monkeypatch):
+    model, inputs = small_model("qwen3"), padded()
+    expected = gradients(copy.deepcopy(model), inputs)
+    monkeypatch.setattr("npu_trainer_kernels.patching._proof._TOLERANCE", 1e9)
+    monkeypatch.setattr(_packed, "varlen_attention", without_segments(_packed.varlen_attention))
+    wrong, *_ = trained(copy.deepcopy(model), inputs, audits=False)
+    assert apart(wrong, expected) > 1e-3
+    found, kernels, said = trained(model, inputs)
+    assert apart(found, expected) < 1e-5
+    assert off(kernels) == {"varlen_attention"}
+    assert "padding left out differs" in said[0]
+
+
+@pytest.fixture(autouse=True)
+def _proofs_anew(monkeypatch):
+    monkeypatch.setattr("npu_trainer_kernels.patching._proof._proofs", {})
+
+
+def test_a_loss_that_differs(monkeypatch):
+    model, inputs = small_model("llama"), padded()
+    expected = gradients(copy.deepcopy(model), inputs)
+    original = _head_call.fused_linear_cross_entropy
+
+    monkeypatch.setattr(_head_call, "fused_linear_cross_entropy", lambda *a, **o: original(*a, **o) * 1.001)
+    found, kernels, said = trained(model, inputs)
+    assert apart(found, expected) < 1e-5
+    assert off(kernels) == {"linear_cross_entropy"}
+    assert len(said) == 1
+    assert apart(gradients(model, inputs), expected) < 1e-5, "and from then on"
+
+
+@pytest.mark.skipif(not HAS_TRL_HEAD, reason="this TRL has no fused head")
+def test_log_probabilities_that_differ(monkeypatch):
+    from trl.trainer.utils import add_fused_lm_head
+
+    model, inputs = small_model("llama"), padded()
+    add_fused_lm_head(model)
+    given = {**inputs, "fused_lm_head": True} if "fused_lm_head" in model.forward.__code__.co_varnames else inputs
+    original = _trl.planned_linear_logprob
+
+    def wrong(*args, **options):
+        out = original(*args, **options)
+        return out._replace(log_prob=out.log_prob * 1.001)
+
+    monkeypatch.setattr(_trl, "planned_linear_logprob", wrong)
+    said = []
+    kernels = apply_npu_kernels(model, ops=["linear_logprob"])
+    kernels.audit(said.append)
+    assert kernels.serves_trl
+    del given["labels"]
+    model(**given, labels=inputs["labels"])
+    assert len(said) == 1
+    assert not kernels.serves_trl
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How it looks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_of_it():
+    """Random numbers, buffers, counts and gradients are those of a run without it."""
+
+    class Counting(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.inner(x)
+
+    def model():
+        made = small_model("llama", attention_dropout=0.3)
+        made.model.layers[0].mlp.down_proj = Counting(made.model.layers[0].mlp.down_proj)
+        return made
+
+    def outcome(audits):
+        torch.manual_seed(3)
+        patched = model()
+        torch.manual_seed(4)
+        found, kernels, _ = trained(patched, padded(), audits=audits)
+        return found, kernels, patched, torch.rand(3)
+
+    (found, kernels, patched, drawn), (expected, plain, other, as_drawn) = outcome(True), outcome(False)
+    assert len(kernels.report().audits) == 1
+    assert torch.equal(drawn, as_drawn)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert patched.model.layers[0].mlp.down_proj.calls == other.model.layers[0].mlp.down_proj.calls
+    assert all(part.training for part in patched.modules())
+    assert kernels.report().ran == plain.report().ran
+    assert kernels.report().declined == plain.report().declined
+    assert kernels.tokens == plain.tokens
+
+
+def test_what_autocast_has_cast_keeps_its_graph():
+    """Without gradients autocast would keep copies of weights that lead nowhere."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, *_ = trained(small_model("llama"), padded())
+        expected, *_ = trained(small_model("llama"), padded(), audits=False)
+    assert all(gradient.abs().max() > 0 for gradient in found.values())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_forwards_of_a_new_kind_are_compared():
+    model = small_model("llama")
+    kernels = apply_npu_kernels(model, ops=OPS)
+    kernels.audit(pytest.fail)
+    audits = kernels.report().audits
+
+    def step(**given):
+        model(**given).loss.backward()
+        return len(audits)
+
+    assert [step(**padded()), step(**padded())] == [1, 1]
+    assert step(**padded(rows=((3, 41), (3, 15)), length=41)) == 1
+    assert step(**padded(rows=((3, 43), (3, 15)), length=43)) == 2, "rows of more than twice the places"
+    inputs = padded()
+    embedded = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    assert step(**inputs, inputs_embeds=embedded) == 3
+    kernels.audit()
+    assert step(**padded()) == 4
+    with torch.no_grad():
+        model(**padded())
+    model.eval()
+    assert step(**padded()) == 4
+    assert not off(kernels)
+
+
+def test_a_model_that_is_not_trained():
+    model = small_model("llama").eval()
+    kernels = apply_npu_kernels(model, ops=OPS)
+    kernels.audit(pytest.fail, training=False)
+    with torch.no_grad():
+        model.generate(padded()["input_ids"][:1], max_new_tokens=2, do_sample=False)
+        seen = len(kernels.report().audits)
+        model(**padded())
+    assert len(kernels.report().audits) == seen + 1
+
+
+def test_what_refresh_adds_is_compared():
+    model = small_model("llama")
+    kernels = apply_npu_kernels(model, ops=OPS)
+    kernels.audit(pytest.fail)
+    model(**padded()).loss.backward()
+    model.model.layers[0].input_layernorm = nn.RMSNorm(SMALL["hidden_size"], eps=1e-3)
+    kernels.refresh()
+    model(**padded()).loss.backward()
+    assert len(kernels.report().audits) == 2
+
+
+def test_some_rows_are_enough():
+    given = padded(rows=tuple((0, 5 + b) for b in range(12)))
+    chosen = _audit.some_rows(given)
+    assert chosen["attention_mask"].sum(1).tolist() == [5, 6, 15, 16]
+    assert chosen["labels"].shape == (4, 21)
+    assert _audit.some_rows({**given, "pixel_values": torch.ones(12, 3)})["input_ids"].shape == (12, 21)
+    assert _audit.some_rows({**given, "position_ids": torch.ones(3, 12, 21)})["input_ids"].shape == (12, 21)
+    assert _audit.some_rows({**given, "position_ids": torch.arange(21)[None]})["position_ids"].shape == (1, 21)
+
+
+def test_the_rule():
+    own = torch.randn(200, 16)
+    rounded = own * (1 + 1e-7 * torch.randn(200, 16))
+    limit = functools.partial(_audit.distance, own=own, rounded=rounded)
+    assert limit(own) == 0
+    assert limit(rounded) == pytest.approx(1 / _audit.FACTOR)
+    assert limit(own * (1 + 1e-5)) > 1
+    few = own.clone()
+    few[:5] += 1e-3
+    assert limit(few) > 1
+    assert limit(torch.full_like(own, torch.nan)) == float("inf")
+    assert limit(own[:100]) == float("inf")
+    assert limit(own.bfloat16()) == float("inf")
+    assert limit((own, own)) == float("inf")
+    blind = own.clone()
+    blind[3] = torch.nan  # some code gives a row that sees nothing no number
+    assert _audit.distance(own, blind, blind) == 0
+
+
+def test_a_handle_that_was_restored():
+    kernels = apply_npu_kernels(small_model("llama"), ops=OPS)
+    kernels.restore()
+    with pytest.raises(RuntimeError, match="nothing to compare"):
+        kernels.audit()
