@@ -346,8 +346,8 @@ def test_an_audit_that_is_none_is_refused(audit):
 
 
 def test_a_compiled_run_is_not_compared(tmp_path):
-    callback = NpuKernelsCallback(ops=["rms_norm"])
-    callback._handle = apply_npu_kernels(small_model("llama"), ops=["rms_norm"])
+    callback, model = NpuKernelsCallback(ops=["rms_norm"]), small_model("llama")
+    callback._handle = apply_npu_kernels(model, ops=["rms_norm"])
     callback._compare(mock.Mock(torch_compile=True))
     assert "torch_compile: what is served is not compared" in str(callback.report())
     assert not callback.report().audits
