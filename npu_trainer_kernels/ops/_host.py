@@ -4,28 +4,82 @@ What has a counterpart in torch does the same, without what that costs where not
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable as _once_differentiable
 
-__all__ = ["autocasts", "compute_dtype", "contiguous_like", "in_dtype", "once_differentiable", "promoted"]
+from .._anchor import Anchor
+
+__all__ = [
+    "autocasts",
+    "compute_dtype",
+    "contiguous_like",
+    "in_dtype",
+    "once_differentiable",
+    "promoted",
+    "refused",
+    "stands_on",
+]
+
+
+def stands_on(ctx: Any, *inputs: torch.Tensor | None) -> None:
+    """Inputs that a backward depends on without saving them: for `once_differentiable`."""
+    with torch.enable_grad():
+        ctx.anchor = Anchor.apply(*inputs)
+
+
+class _ReadOnce:
+    """A backward's context whose saved tensors are read once: a checkpoint gives them no second time."""
+
+    def __init__(self, ctx: Any) -> None:
+        vars(self)["ctx"] = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.ctx, name)
+        if name == "saved_tensors":
+            vars(self)[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.ctx, name, value)
+
+
+_REFUSED = (
+    b"the gradients of npu_trainer_kernels' ops cannot be differentiated (a second derivative); "
+    b"restore the model, or call the op's reference, for that"
+)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's, with two differences: that enters `torch.no_grad()` even in a backward that records nothing; and it
-    lets a second derivative pass as zero where no gradient that arrives requires one itself, as that of a loss does
-    not, although what backward has saved does."""
-    guarded = _once_differentiable(backward)
+    """For a backward whose gradients raise, in whatever way they are differentiated once more. They stand where they
+    would stand if they could be differentiated: on the gradients that arrive, on what was saved and on what
+    `stands_on` names. torch's stands on nothing, so that `autograd.grad` of its gradients finds no way to the inputs,
+    and takes that for zero."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        return guarded(ctx, *(None if g is None else g.detach().requires_grad_() for g in grads))
+        once = _ReadOnce(ctx)
+        with torch.no_grad():
+            outputs = backward(once, *grads)
+        below = (*grads, *once.saved_tensors, vars(ctx).get("anchor"))
+        if not isinstance(outputs, tuple):
+            return refused((outputs,), below)[0]
+        return refused(outputs, below)
 
     return wrapper
+
+
+def refused(outputs: tuple[torch.Tensor | None, ...], below: Iterable[Any]) -> tuple[torch.Tensor | None, ...]:
+    """Gradients that raise where they are differentiated, and stand in the graph on whatever of `below` is in it."""
+    below = [t for t in below if isinstance(t, torch.Tensor) and t.requires_grad]
+    # Leaves of their own beside that: what comes to stand on nothing would pass as a constant.
+    leaves = [None if t is None else t.detach().requires_grad_() for t in outputs]
+    given: Any = (*leaves, *below)
+    made = torch._C._functions.DelayedError(_REFUSED, len(given))(*given)
+    return tuple(made[: len(leaves)])
 
 
 def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:

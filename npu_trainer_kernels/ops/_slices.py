@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ._host import autocasts, compute_dtype, contiguous_like, once_differentiable, promoted
+from ._host import autocasts, compute_dtype, contiguous_like, once_differentiable, promoted, stands_on
 
 __all__ = ["in_slices"]
 
@@ -97,6 +97,7 @@ class _InSlices(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, width: int, work: _Work, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.work, ctx.parameters = work, parameters
+        stands_on(ctx, *parameters)
         return x.new_empty(*x.shape[:-1], width, dtype=compute_dtype(x))
 
     @staticmethod

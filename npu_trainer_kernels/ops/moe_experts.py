@@ -41,7 +41,7 @@ from ._expert_gate import gated_rows, gated_rows_backward
 from ._expert_rows import Routing, expert_sums, fp32_product, sums_of_rows, to_rows
 from ._expert_steps import Function, activated, in_steps
 from ._gates import Gate, gate_options
-from ._host import autocasts, compute_dtype, in_dtype, once_differentiable
+from ._host import autocasts, compute_dtype, in_dtype, once_differentiable, stands_on
 
 __all__ = ["moe_experts", "moe_experts_reference", "unserved"]
 
@@ -138,6 +138,8 @@ class _Experts(torch.autograd.Function):
             x if needs_gate_up else None, ids, weights, gate_up, down, gate_up_bias, down_bias, h,
             dense if needs_down_bias else None, *routing,
         )  # fmt: skip
+        if not needs_gate_up:
+            stands_on(ctx, x)
         ctx.form, ctx.transposed, ctx.backend = form, transposed, backend
         return sums_of_rows(y, weights, base, routing, backend)
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..ops._host import once_differentiable
+from ..ops._host import once_differentiable, stands_on
 from ._head_call import HeadCall
 
 __all__ = ["OwedGradient", "Place", "PromisedLogits", "Step", "Transform", "promise"]
@@ -334,14 +334,6 @@ def _taken(ctx: Any) -> Any:
     return kept
 
 
-def _once(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient that raises where it is differentiated once more."""
-    if gradient is None or not torch.is_grad_enabled():
-        return gradient
-    text = b"the gradients of a head whose logits are promised cannot be differentiated; restore the model for that"
-    return torch._C._functions.DelayedError(text, 1)(gradient.detach().requires_grad_())
-
-
 class _Head(torch.autograd.Function):
     """(hidden, weight, bias) -> the first promise."""
 
@@ -350,9 +342,11 @@ class _Head(torch.autograd.Function):
                 place: Place) -> torch.Tensor:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.kept = place
+        stands_on(ctx, hidden, weight, bias)
         return PromisedLogits(place)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if d is None:
             return None, None, None, None
@@ -366,7 +360,7 @@ class _Head(torch.autograd.Function):
         for formed, upstream in uses:
             new = call.gradients(formed, upstream, keep)
             found = [added(u, v) for u, v in zip(found, new, strict=True)]
-        return (*(_once(t) for t in found), None)
+        return *found, None
 
 
 class _Step(torch.autograd.Function):
@@ -376,6 +370,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, logits: PromisedLogits, place: Place) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.kept = (logits.place, place.steps[-1])
+        stands_on(ctx, logits)
         return PromisedLogits(place)
 
     @staticmethod
@@ -399,6 +394,7 @@ class _Loss(torch.autograd.Function):
     def forward(ctx: Any, logits: PromisedLogits, debt: _Debt) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.kept = debt
+        stands_on(ctx, logits)
         return debt.loss.detach()
 
     @staticmethod

@@ -19,7 +19,7 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_map_only
 
 from .._opaque import opaque
-from ..ops._host import autocasts
+from ..ops._host import autocasts, refused
 from ._head_call import is_of_a_wrapper
 from ._promise import OwedGradient, Place, PromisedLogits, Step, Transform
 
@@ -112,7 +112,19 @@ def _observed(logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwar
 
 
 def _look(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> Any:
-    return hook(gradient.formed() if isinstance(gradient, OwedGradient) else gradient)
+    return hook(_formed(gradient))
+
+
+def _formed(gradient: torch.Tensor) -> torch.Tensor:
+    """The values of a gradient, which raise where it does."""
+    if not isinstance(gradient, OwedGradient):
+        return gradient
+    values = gradient.formed()
+    if not (gradient.requires_grad and torch.is_grad_enabled()):
+        return values
+    made = refused((values,), (gradient,))[0]
+    assert made is not None
+    return made
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +138,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     outputs, inputs, args, kwargs = given
     with torch._C.DisableTorchFunctionSubclass():
         found = torch.autograd.grad(outputs, inputs, *args, **kwargs)
-    return tuple(d.formed() if isinstance(d, OwedGradient) else d for d in found)
+    return tuple(map(_formed, found))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

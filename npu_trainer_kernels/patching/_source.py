@@ -1,6 +1,9 @@
 """Parts of a module's own forward, exchanged: its source is parsed, one thing in it is replaced, and the result is
 bound per instance. Nothing of a model's code is copied into this package.
 
+A source is read from a file, which may have been edited since the code that runs was made of it: a source counts only
+where it compiles to that code.
+
 Forwards that are decorated or close over variables are left alone. The one decoration that is known is that of
 transformers' `GradientCheckpointingLayer`, which wraps the forward of every subclass when the subclass is made: ours is
 one.
@@ -11,8 +14,11 @@ import __future__
 import ast
 import functools
 import inspect
+import linecache
 import textwrap
+import tokenize
 import types
+from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["beyond_one_run", "called_on_self", "plain_forward", "rewritten", "self_attribute", "source_of"]
@@ -35,17 +41,71 @@ def plain_forward(cls: Any) -> types.FunctionType | str:
     if function.__closure__:
         return "its forward closes over variables"
     if source_of(function) is None:
-        return "its source is not at hand"
+        return _OTHER_SOURCE if _text_of(function) is not None else "its source is not at hand"
     return function
+
+
+_OTHER_SOURCE = "its source is not that of the code that runs (was its file edited after it was imported?)"
 
 
 @functools.cache
 def source_of(function: types.FunctionType) -> str | None:
-    """The source of a function, or None where there is none."""
+    """The source of a function, or None where there is none, or another one than the code that runs was made of."""
+    text = _text_of(function)
+    if not text:
+        return None
+    lines, _ = inspect.findsource(function)
+    code = function.__code__
+    file, flags = "".join(lines), code.co_flags & _FUTURE_FLAGS
+    found = (each for apart in (False, True) for unit in _units(file, flags, apart) for each in _codes(unit))
+    here = (each for each in found if each.co_firstlineno == code.co_firstlineno)
+    return text if any(_same_code(each, code) for each in here) else None
+
+
+def _text_of(function: types.FunctionType) -> str | None:
+    """What stands in a function's file where it was; None without such a file."""
     try:
         return textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
-        return None
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+        return "" if linecache.getlines(function.__code__.co_filename) else None
+
+
+@functools.lru_cache(maxsize=32)
+def _units(file: str, flags: int, apart: bool) -> tuple[types.CodeType, ...]:
+    """The code of a file (how a method is called depends on what the file imports), or of its statements, each apart,
+    as notebooks compile them."""
+    try:
+        tree = ast.parse(file)
+        parts = [ast.Module([node], []) for node in tree.body] if apart else [tree]
+        return tuple(compile(part, "", "exec", flags=flags, dont_inherit=True) for part in parts)
+    except (SyntaxError, ValueError):
+        return ()
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A code and those inside it."""
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            yield from _codes(value)
+
+
+_OF_CODE = (
+    "co_name", "co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_posonlyargcount",
+    "co_kwonlyargcount",
+)  # fmt: skip
+
+
+def _same_code(a: Any, b: Any) -> bool:
+    """Whether two constants of code are the same, wherever in a file they stand."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, types.CodeType):
+        return all(getattr(a, name) == getattr(b, name) for name in _OF_CODE) and _same_code(a.co_consts, b.co_consts)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_same_code, a, b))
+    # By their letters, since -0.0 equals 0.0; a set has no order.
+    return bool(a == b) if isinstance(a, frozenset) else repr(a) == repr(b)
 
 
 _OF_GRADIENTS = frozenset(
@@ -56,8 +116,11 @@ _OF_GRADIENTS = frozenset(
 @functools.cache
 def beyond_one_run(function: types.FunctionType) -> str | None:
     """Why runs on a few rows do not show all that a function does, or None."""
+    source = source_of(function)
+    if source is None:
+        return None if _text_of(function) is None else _OTHER_SOURCE
     try:
-        nodes = list(ast.walk(ast.parse(source_of(function) or "")))
+        nodes = list(ast.walk(ast.parse(source)))
     except SyntaxError:  # of a function in the middle of a statement the source is whole lines
         return None
     named = [node for node in nodes if isinstance(node, ast.Assign)]
@@ -94,9 +157,14 @@ def rewritten(function: types.FunctionType, *rewrites: ast.NodeTransformer) -> t
     for rewrite in rewrites:
         tree = ast.fix_missing_locations(rewrite.visit(tree))
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
+    # In a class of its class's name, by which names like `self.__x` are mangled.
+    *_, owner, _ = ("", *function.__qualname__.split("."))
+    if owner.isidentifier():
+        around: Any = ast.parse(f"class {owner}: pass").body[0]
+        around.body, tree.body = tree.body, [around]
     flags = function.__code__.co_flags & _FUTURE_FLAGS
-    module_code = compile(tree, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
-    code = next(c for c in module_code.co_consts if isinstance(c, types.CodeType) and c.co_name == function.__name__)
+    unit = compile(tree, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+    code = next(c for c in _codes(unit) if c.co_name == function.__code__.co_name)
     new = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     new.__kwdefaults__ = function.__kwdefaults__
     new.__module__, new.__qualname__, new.__doc__ = function.__module__, function.__qualname__, function.__doc__

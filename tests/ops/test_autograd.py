@@ -2,10 +2,14 @@
 
 import importlib
 import pkgutil
+import re
 from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad, functional
 from torch.utils.checkpoint import checkpoint
 
 from npu_trainer_kernels import ops
@@ -95,7 +99,7 @@ def check_refuses(loss: torch.Tensor, wanted: list[torch.Tensor]) -> None:
     # A penalty beside something that can be differentiated: as a constant, it would pass unnoticed.
     penalty = sum(g.square().sum() for g in found) + sum(t.square().sum() for t in wanted)
     # By ours, or by PyTorch's own attention.
-    with pytest.raises(RuntimeError, match=r"once_differentiable|attention\w*_backward is not implemented"):
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated|attention\w*_backward is not implemented"):
         penalty.backward()
 
 
@@ -114,7 +118,13 @@ def test_second_derivatives_raise_in_steps(device, backend):
 
 
 def test_second_derivatives_raise_in_slices(device):
-    check_refuses(*rows_in_slices(device))
+    loss, wanted = rows_in_slices(device)
+    check_refuses(loss, wanted)
+    # By way of a parameter, which the function has not saved.
+    loss, (rows, weight) = rows_in_slices(device)
+    (gradient,) = torch.autograd.grad(loss, rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        torch.autograd.grad(gradient.sum(), weight, allow_unused=True)
 
 
 def test_second_derivatives_were_asked_of_every_function(device):
@@ -123,8 +133,91 @@ def test_second_derivatives_were_asked_of_every_function(device):
     asked |= reached(rows_in_slices(device)[0])
     for work in WORKLOADS.values():
         asked |= reached(call(work, "torch", device)[0])
-    # The one for operators without an autograd of their own is asked where they have stand-ins (test_segment_kernels).
-    assert autograd_functions() - {"ByKernel"} <= asked
+    # The one for operators without an autograd of their own is asked where they have stand-ins (test_segment_kernels);
+    # an anchor is below gradients, and no op's.
+    assert autograd_functions() - {"ByKernel", "Anchor"} <= asked
+
+
+Objective = Callable[..., torch.Tensor]
+Leaves = tuple[torch.Tensor, ...]
+
+
+def directions(at: Leaves) -> Leaves:
+    return tuple(torch.linspace(-1, 1, t.numel(), device=t.device).view(t.shape) for t in at)
+
+
+def by_gradients_of_gradients(f: Objective, at: Leaves) -> Leaves:
+    at = tuple(t.detach().clone().requires_grad_() for t in at)
+    found = torch.autograd.grad(f(*at), at, create_graph=True)
+    # In the graph whatever the gradients are.
+    dots = sum((g * v).sum() + 0 * t.sum() for g, v, t in zip(found, directions(at), at, strict=True))
+    return torch.autograd.grad(dots, at, allow_unused=True, materialize_grads=True)
+
+
+def by_forward_mode(f: Objective, at: Leaves) -> Leaves:
+    with forward_ad.dual_level():
+        result = f(*(forward_ad.make_dual(t, v) for t, v in zip(at, directions(at), strict=True)))
+        tangent = forward_ad.unpack_dual(result).tangent
+        return (torch.zeros_like(result) if tangent is None else tangent,)
+
+
+def first(at: Leaves) -> tuple[int, ...]:
+    return tuple(range(len(at)))
+
+
+DERIVATIVES: dict[str, Callable[[Objective, Leaves], Leaves]] = {
+    "gradients of gradients": by_gradients_of_gradients,
+    "functional.hvp": lambda f, at: functional.hvp(f, at, directions(at))[1],
+    "functional.vhp": lambda f, at: functional.vhp(f, at, directions(at))[1],
+    "functional.jvp": lambda f, at: (functional.jvp(f, at, directions(at))[1],),
+    "func.jvp": lambda f, at: (torch.func.jvp(f, at, directions(at))[1],),
+    "func.jvp of func.grad": lambda f, at: torch.func.jvp(torch.func.grad(f, first(at)), at, directions(at))[1],
+    "func.vjp of func.grad": lambda f, at: torch.func.vjp(torch.func.grad(f, first(at)), *at)[1](directions(at)),
+    "forward mode": by_forward_mode,
+}
+
+
+def objective_of(
+    outputs_of: Callable[[dict[str, torch.Tensor]], Any], inputs: Inputs, names: Sequence[str], straight: bool
+) -> Objective:
+    """Of some of an op's leaves; the others are frozen."""
+
+    def objective(*at: torch.Tensor) -> torch.Tensor:
+        tensors = {name: t.detach() for name, t in inputs.tensors.items()} | dict(zip(names, at, strict=True))
+        outputs = [o for o in as_tuple(outputs_of(tensors)) if o.is_floating_point()]
+        grads = inputs.grads or (torch.ones(()),)
+        terms = (o * g for o, g in zip(outputs, grads, strict=False))
+        return sum(t.sum() if straight else t.square().sum() for t in terms)
+
+    return objective
+
+
+@pytest.mark.parametrize("straight", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("form", DERIVATIVES)
+@pytest.mark.parametrize("op", OPS)
+def test_derivatives_of_every_form_raise_or_are_right(device, op, form, frozen, straight):
+    """Of an objective that is linear in an op's outputs nothing that arrives for them depends on anything, so that what
+    the op has saved must: and where that does not either, a zero is right. An op saves less where leaves beside its
+    first are frozen."""
+    work = WORKLOADS[op]
+    inputs = work.inputs(device)
+    names = inputs.leaves[:1] if frozen else inputs.leaves
+    at = tuple(inputs.tensors[name].detach() for name in names)
+    try:
+        found = DERIVATIVES[form](objective_of(work.ours("torch"), inputs, names, straight), at)
+    except RuntimeError as error:
+        if re.search(REFUSALS, str(error)) is None:
+            raise
+        return
+    expected = DERIVATIVES[form](objective_of(work.reference, inputs, names, straight), at)
+    torch.testing.assert_close(tuple(found), tuple(expected))
+
+
+REFUSALS = (
+    r"cannot be differentiated|setup_context|forward (mode )?AD|functorch"
+    r"|attention\w*_backward is not implemented|jvp is not implemented"
+)
 
 
 @pytest.mark.parametrize("op", OPS)

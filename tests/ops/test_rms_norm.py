@@ -171,7 +171,7 @@ def test_same_bits_twice(device, backend):
 def test_gradient_of_first_order_only(device, backend):
     x, w = make(device)
     (g,) = torch.autograd.grad(rms_norm(x, w, backend=backend).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
         g.sum().backward()
 
 

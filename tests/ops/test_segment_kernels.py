@@ -137,7 +137,7 @@ def test_flash_attention_wants_heads_in_one_piece(flash, cpu):
 def test_a_second_derivative_of_flash_attention_raises(flash, cpu):
     given = tensors(PLAIN, cpu, torch.bfloat16)
     found = torch.autograd.grad(upstream([varlen_attention(*given, PLAIN.segments(cpu))]), given, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
         (sum(g.float().square().sum() for g in found) + given[0].float().sum()).backward()
 
 

@@ -1,8 +1,11 @@
 """Promised logits and autograd: their gradient, checkpoints, autocast, compiled losses."""
 
+import functools
+
 import pytest
 import torch
 from accelerate.utils.operations import convert_to_fp32
+from torch.autograd import functional
 from torch.utils.checkpoint import checkpoint
 
 from npu_trainer_kernels import apply_npu_kernels
@@ -105,14 +108,42 @@ def test_hooks_of_the_heads_weight_are_called_once(counted):
     assert [len(seen) for seen in calls] == [1, 1, 1]
 
 
-def test_second_derivatives_raise():
+@pytest.mark.parametrize(
+    ("use", "wanted"),
+    # The gradient that squares of logits send to logits is PyTorch's own.
+    [("loss", "weight"), ("squares", "weight"), ("a step", "weight"), ("loss", "logits"), ("a step", "logits")],
+)
+def test_second_derivatives_raise(use, wanted):
     model = small_model("llama")
     weight = model.lm_head.weight
     with apply_npu_kernels(model, ops=HEAD):
-        for loss in (model(**batch()).loss, model(**batch()).logits.square().mean()):
-            (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
-            with pytest.raises(RuntimeError, match="logits are promised cannot be differentiated"):
-                (gradient.sum() + weight.sum()).backward()
+        for whole in (True, False):
+            out = model(**batch())
+            made = out.logits.float() * 2
+            # A sum over a step of the second promise: what arrives for that depends on nothing.
+            loss = {"loss": out.loss, "squares": out.logits.square().mean(), "a step": shifted(made)}[use]
+            at = {"weight": weight, "logits": out.logits}[wanted]
+            (gradient,) = torch.autograd.grad(loss, at, create_graph=True)
+            if whole:
+                differentiate = (gradient.sum() + weight.sum()).backward
+            else:
+                dot = (gradient * gradient.detach()).sum() + 0 * at.sum()
+                differentiate = functools.partial(torch.autograd.grad, dot, at, allow_unused=True)
+            with pytest.raises(RuntimeError, match="cannot be differentiated"):
+                differentiate()
+
+
+@pytest.mark.parametrize("form", [functional.hvp, functional.vhp, functional.jvp])
+def test_products_with_second_derivatives_raise(form):
+    model = small_model("llama")
+    ids = batch()["input_ids"]
+
+    def loss(hidden):
+        return shifted(model.lm_head(hidden))
+
+    hidden = model.model(ids).last_hidden_state.detach()
+    with apply_npu_kernels(model, ops=HEAD), pytest.raises(RuntimeError, match="cannot be differentiated"):
+        form(loss, hidden, torch.ones_like(hidden))
 
 
 def test_a_second_backward_is_as_of_ordinary_logits():
