@@ -127,7 +127,7 @@ class Batch:
             new["position_ids"] = positions.expand(rows, width).reshape(-1).index_select(0, places).unsqueeze(0)
         keys = None if where.keys is None else Shared.make(where.keys, n, device)
         segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
-        packing = Packing(segments, backend)
+        packing = Packing(segments, backend, body.get_submodule(inner).config._attn_implementation)
         with packed((body.config.get_text_config(), body.get_submodule(inner).config), packing):
             out = kind.forward(body, **new)
         known = ("last_hidden_state", "router_logits")
@@ -135,6 +135,11 @@ class Batch:
         if (isinstance(out, tuple) and any(o is not None for o in out[1:])) or (name := next(iter(others), None)):
             raise Unserved(f"it returns {'more than hidden states' if isinstance(out, tuple) else name}")
         hidden = hidden_of(out)
+        if hidden.dim() != 3 or hidden.shape[:2] != (1, n):
+            # A module has added something that has the batch's rows: none of these here is the packed one.
+            raise Unserved(
+                f"of one packed row of {n} tokens its layers make a tensor of shape {list(hidden.shape)}", False
+            )
         tokens = Shared.make(where.tokens, n, hidden.device)
         padded = take(hidden[0], tokens).view(rows, width, -1)
         if isinstance(out, tuple):

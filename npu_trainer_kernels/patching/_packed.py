@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,12 @@ __all__ = [
 
 NAME = "npu_kernels_segments"
 _PYTORCHS = functional.scaled_dot_product_attention
+_ELSEWHERE = frozenset((
+    "position_ids", "cache_position", "num_items_in_batch", "sliding_window", "output_attentions",
+    "output_hidden_states", "output_router_logits", "use_cache", "return_dict", "logits_to_keep",
+))  # fmt: skip
+"""What models hand to every attention function, and what is known from elsewhere here: positions are in queries and
+keys, and a window is in the mask. Anything else may say which keys are seen."""
 
 
 # Whether there is a sliding window, the soft cap, whether there are sinks.
@@ -67,6 +74,7 @@ class Packing:
     Attributes:
         segments: of the row.
         backend: the override for the op.
+        named: the attention that the body's configuration names.
         attended: the classes of the modules that have attended.
         asked: what they asked for.
         before: what the configuration named before a layer that is being recomputed.
@@ -74,6 +82,7 @@ class Packing:
 
     segments: Segments
     backend: str | None
+    named: str
     attended: set[type[nn.Module]] = field(default_factory=set)
     asked: set[Asked] = field(default_factory=set)
     before: list[Any] = field(default_factory=list)
@@ -141,6 +150,13 @@ def why_not(
     return reason
 
 
+@functools.cache
+def _ignores(attention: Any, option: str) -> bool:
+    """Whether the code of an attention function never names an option that it may be given."""
+    code = inspect.unwrap(attention).__code__
+    return option not in (*code.co_varnames, *code.co_consts)
+
+
 def _attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
     dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None,
@@ -152,9 +168,15 @@ def _attention(
     packing, window = attention_mask.packing, attention_mask.window
     if is_causal is False or not getattr(module, "is_causal", True):
         raise Unserved("its attention is not causal")
-    for name in ("position_bias", "head_mask"):
-        if kwargs.get(name) is not None:
-            raise Unserved(f"its attention takes a {name}")
+    for name, given in kwargs.items():
+        if given is not None and type(given) is not bool and name not in _ELSEWHERE:
+            raise Unserved(f"its attention is given {name}")
+    # A row attends as its batch would: some versions of transformers ignore under this name what they are given. All
+    # other functions, and a model's own, do with these what they say.
+    if packing.named == "sdpa":
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        softcap = None if _ignores(sdpa, "softcap") else softcap
+        s_aux = None if _ignores(sdpa, "s_aux") else s_aux
     if query.shape[0] != 1 or query.shape[2] != packing.segments.q_ends[-1] or key.shape[2] != query.shape[2]:
         raise Unserved("its attention takes other rows than the body was given")
     kind = query.device.type

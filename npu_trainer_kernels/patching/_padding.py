@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from .._errors import one_line
 from .._opaque import paused, traced
 from ._batch import Batch
 from ._call import CallSettings, current_call, generates
@@ -281,6 +282,12 @@ class PaddingPatch(Patch):
             if error.lasts:
                 form.refused[_circumstances(module, given["input_ids"] if rows is None else rows)] = str(error)
             return Late(str(error))
+        except (RuntimeError, IndexError) as error:
+            # Tensors of the batch's shape that a module brings in do not go with a row. Memory that has run out, and
+            # what else has a class of its own, is no matter of shapes.
+            if type(error) not in (RuntimeError, IndexError):
+                raise
+            return Late(f"its code takes no packed row: {one_line(error, 120)}")
         savings = site.progress
         savings.positions += positions
         savings.live += batch.layout.live

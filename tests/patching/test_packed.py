@@ -9,7 +9,14 @@ import torch
 import transformers
 from torch import nn
 from transformers import masking_utils
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel, apply_rotary_pos_emb, repeat_kv
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaModel,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+    repeat_kv,
+)
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
@@ -246,6 +253,57 @@ def body_of(attention: type[nn.Module]) -> Any:
 ])  # fmt: skip
 def test_attention_of_ones_own(attention, why):
     assert why in left_alone(with_body(body_of(attention)))
+
+
+class Handing(LlamaAttention):
+    """Hands `more` to the function that attends, and has masks of its own where that is not known to read it."""
+
+    more: Any = None
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, **self.more)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("more", [
+    {"block_indices": torch.zeros(1, 1, 1, 1)}, {"sinks": torch.zeros(4)}, {"head_mask": torch.ones(4)},
+    {"indices": [torch.zeros(1)]}, {"logit_cap": 30.0},
+], ids=lambda more: next(iter(more)))  # fmt: skip
+def test_what_attention_is_given_and_we_do_not_know(more, attention):
+    """It may say which keys are seen, under some names of attention and not under others."""
+    kind = type("Handing", (Handing,), {"more": more})
+    config = transformers.LlamaConfig(**SMALL, attn_implementation=attention)
+    assert left_alone(with_body(body_of(kind), config)) == f"its attention is given {next(iter(more))}"
+
+
+def test_what_attention_is_given_and_everybody_knows():
+    more = {"position_bias": None, "position_ids": torch.zeros(1), "num_items_in_batch": torch.tensor(3), "flag": True}
+    kind = type("Handing", (Handing,), {"more": more})
+    model = with_body(body_of(kind))
+    assert compare(model, padded("both", True), (OP,), "known").ran[OP] == 1
+
+
+@pytest.mark.parametrize(("family", "owner"), [
+    ("gemma2", transformers.Gemma2PreTrainedModel), ("gpt-oss", transformers.GptOssPreTrainedModel),
+])  # fmt: skip
+def test_a_row_attends_as_the_named_function_does(monkeypatch, family, owner):
+    """In some versions of transformers sdpa takes no notice of a soft cap, and in all of sinks."""
+
+    def ignoring(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs):
+        return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal)
+
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ignoring.__module__ = own.__module__
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", ignoring)
+    monkeypatch.setattr(owner, "_supports_sdpa", True)
+    options = {"attn_logit_softcapping": 0.5} if family == "gemma2" else {}
+    model = small_model(family, attn_implementation="sdpa", **options)
+    assert compare(model, padded("both", True), (OP,), family).ran[OP] == 1
 
 
 def test_one_layer_of_many_that_attends_by_itself():

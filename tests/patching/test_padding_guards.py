@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, _packed
@@ -353,6 +354,51 @@ def test_a_layer_that_is_served_in_no_way_is_known_before_it_begins(monkeypatch)
         monkeypatch.setattr("npu_trainer_kernels.patching._batch.packed", None)  # no packed row sets out
         values(model, INPUTS)
         assert reasons(kernels) == {"planted": 1}
+
+
+class Sided(LlamaDecoderLayer):
+    """Adds, where there is one, a tensor that somebody has set for the batch."""
+
+    side: Any = None
+    gate: Any = None
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(hidden_states, *args, **kwargs)
+        out = out if self.side is None else out + self.side
+        return out if self.gate is None else out.masked_fill(self.gate.unsqueeze(-1), 0.0)
+
+
+class WithSides(LlamaModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList([Sided(config, i) for i in range(len(self.layers))])
+
+
+SIDE_INPUTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "of each row": ({"side": torch.randn(6, 1, SMALL["hidden_size"])}, "its layers make a tensor of shape [6, "),
+    "of each place": ({"side": torch.randn(6, 28, 1)}, "its code takes no packed row: RuntimeError: The size of"),
+    "a mask of places": ({"gate": MASK == 0}, "its code takes no packed row: RuntimeError: The size of"),
+}
+
+
+@pytest.mark.parametrize("name", SIDE_INPUTS)
+def test_what_a_layer_adds_of_the_batch_goes_with_the_batch(name):
+    """Only the last layer: in others attention would see that there are several rows."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, attn_implementation="eager"))
+    model.model = WithSides(copy.deepcopy(model.config))
+    model.train()
+    given, why = SIDE_INPUTS[name]
+    vars(model.model.layers[-1]).update(given)
+    expected = step(model, **PLAIN)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert same(step(model, **PLAIN), expected)
+        (reason,) = reasons(kernels)
+        assert why in reason
+        for each in given:
+            delattr(model.model.layers[-1], each)
+        step(model, **PLAIN)
+        assert kernels.report().ran[OP] == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
