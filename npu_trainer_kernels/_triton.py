@@ -43,9 +43,10 @@ try:
 
     # A half-installed Triton (triton-ascend's files over Triton's, say) imports, but lacks parts of itself.
     triton.jit, tl.load, triton.runtime.JITFunction  # noqa: B018
-    # Before 3.4, and in triton-ascend 3.2, what is given to a compiled kernel to launch it is something else.
-    LAUNCHES_COMPILED = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
     ON_ASCEND = tl.constexpr(importlib.util.find_spec("triton.backends.ascend") is not None)
+    # Triton before 3.4 is given something else to launch a compiled kernel. Of triton-ascend 3.2 is known.
+    _version = tuple(map(int, triton.__version__.split(".")[:2]))
+    LAUNCHES_COMPILED = _version == (3, 2) if ON_ASCEND.value else _version >= (3, 4)
 except (ImportError, OSError, AttributeError, RuntimeError, SyntaxError) as error:
     IMPORT_ERROR = error
     triton = tl = libdevice = None

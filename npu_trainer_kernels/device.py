@@ -10,9 +10,11 @@ import contextvars
 import functools
 import importlib
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -33,6 +35,7 @@ __all__ = [
     "is_out_of_memory",
     "keeps_compiled",
     "kind_of",
+    "npu_stream",
     "occupy",
     "spec",
     "stand_in",
@@ -329,7 +332,37 @@ def is_current(device: torch.device) -> bool:
 def keeps_compiled(device: torch.device) -> bool:
     """Whether Triton compiles a kernel there by no more than dtypes, alignment to 16 bytes, integers and constants, so
     that what was compiled can be launched again without asking it. On AMD it looks at a storage's size, too."""
-    return device.type == "cuda" and torch.version.hip is None
+    return device.type == "npu" or (device.type == "cuda" and torch.version.hip is None)
+
+
+@functools.cache
+def npu_stream() -> Callable[[int], int]:
+    """What answers, for the index of an NPU, which stream is the current one there: without waiting until torch_npu's
+    task queue is empty, where that can be had.
+
+    torch_npu's own `_npu_getCurrentRawStream`, which triton-ascend calls for every launch, waits for it, so that those
+    who launch past the queue keep the order of operators. triton-ascend launches through the queue, unless it is told
+    not to: then the wait is needed. torch_npu 2.13 has the same without the wait. Before, a stream's handle has to be
+    waited for, but its number has not, so that each handle is asked for once."""
+    bindings = importlib.import_module("torch_npu._C")
+    waiting: Callable[[int], int] = bindings._npu_getCurrentRawStream
+    # As triton-ascend reads it.
+    if os.environ.get("TRITON_ENABLE_TASKQUEUE", "true").lower() not in ("true", "1"):
+        return waiting
+    if hasattr(bindings, "_npu_getCurrentRawStreamNoWait"):
+        return cast(Callable[[int], int], bindings._npu_getCurrentRawStreamNoWait)
+    number = bindings._npu_getCurrentStream
+    handles: dict[tuple[int, ...], int] = {}
+
+    def known(index: int) -> int:
+        # Its number, its device and the kind of that; numbers of different devices may be equal.
+        stream = number(index)
+        handle = handles.get(stream)
+        if handle is None:
+            handle = handles[stream] = waiting(index)
+        return handle
+
+    return known
 
 
 def builds_launchers(device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import device
-from .._triton import INTERPRETED, LAUNCHES_COMPILED, triton
+from .._triton import INTERPRETED, LAUNCHES_COMPILED, ON_ASCEND, triton
 
 __all__ = [
     "KernelError",
@@ -45,6 +45,21 @@ def execute_on_host(launcher: Launcher) -> None:
     """From now on launches on CPU tensors go to `launcher` where Triton's interpreter is not on."""
     global _on_host
     _on_host = launcher
+
+
+# (kernel, what Triton compiled of it, its constants in the order of its parameters).
+_Kept = tuple[Any, Any, tuple[Any, ...]]
+# By everything that Triton's own key may depend on but for settings of the process (TRITON_DEBUG, say): those of the
+# first launch count. Lengths are in it, though no kernel is compiled for them, since to tell them apart from the rest
+# would make every launch longer. Empty where nothing may be kept.
+_kept: dict[tuple[Any, ...], _Kept] = {}
+# The same by a key without them, which is looked up where a length is new: Triton's search takes longer, and
+# triton-ascend's waits for torch_npu's task queue.
+_of_any_length: dict[tuple[Any, ...], _Kept] = {}
+_MOST_KEPT = 1 << 12
+_ASCEND = ON_ASCEND is not None and bool(ON_ASCEND.value)
+# More of them triton-ascend launches only where TRITON_ALL_BLOCKS_PARALLEL is set: it is asked.
+_MOST_PROGRAMS = 65535
 
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
@@ -78,11 +93,18 @@ def _run_by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], co
     if not (LAUNCHES_COMPILED and device.keeps_compiled(args[0].device)):
         return
     if isinstance(compiled, triton.compiler.CompiledKernel):
-        if len(_kept) >= _MOST_KEPT:
-            _kept.clear()
-        constants = tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
+        # triton-ascend 3.2 takes no constants.
+        constants = () if _ASCEND else tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
         index = triton.runtime.driver.active.get_current_device()
-        _kept[_key(kernel, index, args, constexprs)[0]] = kernel, compiled, constants
+        kept = kernel, compiled, constants
+        _keep(_kept, _key(kernel, index, args, constexprs)[0], kept)
+        _keep(_of_any_length, _key_of_any_length(kernel, index, args, constexprs), kept)
+
+
+def _keep(where: dict[tuple[Any, ...], _Kept], key: tuple[Any, ...], kept: _Kept) -> None:
+    if len(where) >= _MOST_KEPT:
+        where.clear()
+    where[key] = kept
 
 
 def _run_kept(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> bool:
@@ -92,14 +114,23 @@ def _run_kept(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constex
     key, addresses = _key(kernel, index, args, constexprs)
     kept = _kept.get(key)
     if kept is None:
-        return False
+        kept = _of_any_length.get(_key_of_any_length(kernel, index, args, constexprs))
+        if kept is None:
+            return False
+        _keep(_kept, key, kept)
     _, compiled, constants = kept
     x, y, z = (*grid, 1, 1)[:3]
+    if _ASCEND and x * y * z > _MOST_PROGRAMS:
+        return False
     try:
         if _is_watched():
             compiled[x, y, z](*args, *constants)
+        elif _ASCEND:
+            # triton-ascend's launcher asks what it is given for its shape while CANN's profiler is on: no addresses.
+            compiled.run(x, y, z, device.npu_stream()(index), compiled.function, compiled.packed_metadata,
+                         None, None, None, *args)  # fmt: skip
         else:
-            # As the line above, without a record for hooks and, for each tensor, a question to the driver.
+            # As the first, without a record for hooks and, for each tensor, a question to the driver.
             compiled.run(x, y, z, active.get_current_stream(index), compiled.function, compiled.packed_metadata,
                          None, None, None, *addresses, *constants)  # fmt: skip
     except Exception as error:
@@ -111,7 +142,8 @@ def _run_kept(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constex
 
 def _is_watched() -> bool:
     """Whether somebody, Triton's profiler for one, is told of launches."""
-    runtime = triton.knobs.runtime
+    # triton-ascend 3.2 is older than Triton's knobs.
+    runtime = triton.compiler.CompiledKernel if _ASCEND else triton.knobs.runtime
     # From Triton 3.5 on there is always a chain of hooks; before, a hook or None.
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -129,14 +161,6 @@ def _named(
     run out is no fault of the kernel's; Triton has no type for it, and who makes do with less knows PyTorch's."""
     kind = torch.OutOfMemoryError if device.is_out_of_memory(error) else KernelError
     return kind(_describe(kernel, grid, args, constexprs, error))
-
-
-# (kernel, what Triton compiled of it, its constants in the order of its parameters), by everything that Triton's own
-# key may depend on but for settings of the process (TRITON_DEBUG, say): those of the first launch count. Lengths are in
-# it, though no kernel is compiled for them: a new one takes Triton's way once, and to tell them apart from the rest
-# would make every launch longer. Empty where nothing may be kept.
-_kept: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
-_MOST_KEPT = 1 << 12
 
 
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
@@ -162,6 +186,22 @@ def _key(
             add(kind if kind is float else (kind, arg))
         give(arg)
     return (*key, *constexprs, *constexprs.values()), addresses
+
+
+def _key_of_any_length(
+    kernel: Any, index: int, args: tuple[Any, ...], constexprs: dict[str, Any]
+) -> tuple[tuple[Any, ...], ...]:
+    """As `_key`, with no more of each length than Triton compiles for: how wide it is."""
+    lengths = [
+        # Without these it compiles for 1 and multiples of 16.
+        (i, -(1 << 31) <= arg < 1 << 31, arg < 1 << 63)
+        for i, (arg, parameter) in enumerate(zip(args, kernel.params, strict=False))
+        if type(arg) is int and parameter.do_not_specialize
+    ]
+    others = list(args)
+    for i, *_ in lengths:
+        others[i] = None
+    return _key(kernel, index, tuple(others), constexprs)[0], *lengths
 
 
 def _describe(

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["load"]
+__all__ = ["compile_library", "load"]
 
 _TOOLS = ("gcc", "nm", "readelf")
 _NEEDED = re.compile(r"\(NEEDED\).*\[(.+)\]")
@@ -62,7 +62,8 @@ def _missing(libraries: list[Path], known: set[str]) -> set[str]:
     return missing
 
 
-def _compile(source: str, target: Path) -> None:
+def compile_library(source: str, target: Path) -> None:
+    """Makes a shared library of C source, found by the name of its file."""
     command = ["gcc", "-w", "-fno-builtin", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", "-o", str(target)]
     subprocess.run([*command, "-x", "c", "-"], check=True, input=source, text=True)
 
@@ -79,7 +80,7 @@ def _build(folder: Path) -> None:
     )
     missing = sorted(_missing(libraries, {path.name for path in libraries + torch_libraries}))
     for i, name in enumerate(missing):
-        _compile(source if i == 0 else "", folder / name)
+        compile_library(source if i == 0 else "", folder / name)
 
 
 @functools.cache

@@ -62,15 +62,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch, cache: str):
     # CPU tensors stand for a GPU's.
     monkeypatch.setattr(_launch, "INTERPRETED", True)
     monkeypatch.setattr(device, "keeps_compiled", lambda where: True)
-    _launch._kept.clear()
-    yield fake
-    _launch._kept.clear()
+    monkeypatch.setattr(_launch, "_kept", {})
+    monkeypatch.setattr(_launch, "_of_any_length", {})
+    return fake
 
 
-@pytest.fixture
-def kernel(gpu):
+@pytest.fixture(params=[()])
+def kernel(gpu, request):
     """A kernel that Triton compiles, with `found` for what it was asked for: one entry for each time."""
-    made = JITFunction(_add_kernel)
+    made = JITFunction(_add_kernel, do_not_specialize=list(request.param))
     made.found = []
     run = made.run
 
@@ -134,6 +134,35 @@ def test_what_triton_compiles_anew_it_is_asked_for(gpu, kernel, changes):
     usual, changed = kernel.found
     assert usual is not changed
     assert [launched[5] for launched in gpu.launches] == [usual.packed_metadata, changed.packed_metadata] * 2
+
+
+@pytest.mark.parametrize("kernel", [("n",)], indirect=True)
+def test_triton_is_not_asked_about_a_new_length(gpu, kernel):
+    """Lengths change with every batch, and Triton compiles nothing for them."""
+    for n in (48, 1, 47, 48, 0):
+        launch(kernel, n=n)
+    assert len(kernel.found) == 1
+    assert [launched[-5] for launched in gpu.launches] == [48, 1, 47, 48, 0]
+    assert len({launched[5] for launched in gpu.launches}) == 1
+
+
+@pytest.mark.parametrize("kernel", [("n",)], indirect=True)
+@pytest.mark.parametrize("changes", [{"n": 1 << 31}, {"n": 1 << 63}, {"n": 47, "stride": 33}, {"n": 47, "y": Y.half()}],
+                         ids=["wide", "wider", "stride", "dtype"])  # fmt: skip
+def test_a_new_length_is_not_all_that_is_new(gpu, kernel, changes):
+    launch(kernel)
+    launch(kernel, **changes)
+    launch(kernel, **changes)
+    usual, changed = kernel.found
+    assert [launched[5] for launched in gpu.launches] == [usual.packed_metadata, *[changed.packed_metadata] * 2]
+
+
+@pytest.mark.parametrize("kernel", [("n",)], indirect=True)
+def test_a_length_and_the_stride_of_another_launch(gpu, kernel):
+    """No number of one stands for the other."""
+    launch(kernel, n=32, stride=48)
+    launch(kernel, n=48, stride=32)
+    assert len(kernel.found) == 2
 
 
 def test_each_device_has_kernels_of_its_own_and_the_stream_is_the_current_one(gpu, kernel):
@@ -234,6 +263,7 @@ def test_no_more_than_so_many_are_kept(gpu, kernel, monkeypatch):
     for n in range(2, 12):
         launch(kernel, n=n)
         assert len(_launch._kept) <= 3
+        assert len(_launch._of_any_length) <= 3
 
 
 def test_what_triton_does_not_return_is_not_kept(gpu):
