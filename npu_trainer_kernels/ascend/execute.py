@@ -4,6 +4,10 @@ The compiler's MLIR is instrumented (a call beside each transfer), lowered to ma
 passes and LLVM 19, and linked with a small C program that loops over the grid. Tensors are passed as what the kernel
 was written for, raw pointers: a non-contiguous tensor or one with an offset is read and written as the chip would.
 
+Each launch is a process of its own, so that a kernel that is wrong ends that process and not the caller's. Its tensors
+lie in shared memory, the end of each storage at the end of a page, with a zone before and behind that nobody may read
+or write: the first byte past the end, which a missing mask reaches for, is named with its argument.
+
 There are two levels. `"ttadapter"` is what triton-ascend emits; `"hfusion"` has also been through bishengir's rewrites
 for the vector unit (bf16 arithmetic in fp32, division, tanh, rounding modes, NaN rules), so it is nearer to the chip;
 atomics cannot be run there. Programs of a grid run one after the other.
@@ -13,16 +17,20 @@ import ctypes
 import functools
 import itertools
 import math
+import mmap
+import os
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import toolchain
 from .lower import Specialization, lower
 from .plan import without_mix_mode
+from .toolchain import ToolchainError
 
 __all__ = ["LEVELS", "Traffic", "execute"]
 
@@ -75,32 +83,28 @@ def execute(spec: Specialization, grid: tuple[int, ...], args: Mapping[str, Any]
     Raises:
         ValueError: an unknown level, a grid that is not one to three positive ints, or a tensor that is not on the CPU.
         MissingDependencyError: a tool is not installed.
-        ToolchainError: the kernel cannot be built at this level.
+        ToolchainError: the kernel cannot be built at this level, reads or writes what is no argument's, or does not
+            end. Tensors are then as they were.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}; got {level!r}")
     if not 1 <= len(grid) <= 3 or min(grid) < 1:
         raise ValueError(f"grid must be one to three positive ints; got {grid!r}")
-    passed = [_argument(name, kind, args[name]) for name, kind in spec.runtime.items()]
-    pointers = (ctypes.c_void_p * max(1, len(passed)))(*(ctypes.addressof(argument) for argument in passed))
-    sizes = (ctypes.c_int32 * 3)(*(*grid, 1, 1)[:3])
-    counts = (ctypes.c_int64 * len(Traffic.__dataclass_fields__))()
-    _launcher_of(spec, level)(pointers, sizes, counts)
-    return Traffic(*counts)
+    program = _program_of(spec, level)
+    stage = f"running on the CPU ({level})"
+    with open(os.memfd_create(spec.name), "r+b") as file:
+        memory = _Memory(file.fileno(), spec, grid, args)
+        where = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        done = toolchain.invoke(spec.name, stage, [program, where], check=False)
+    fault = memory.fault()
+    if fault is None and done.returncode != 0:
+        fault = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+    if fault is not None:
+        raise ToolchainError(spec.name, stage, [fault, *toolchain.telling_lines(done.stderr)])
+    return memory.take_back()
 
 
-class _Buffer(ctypes.Structure):
-    """A one-dimensional memref descriptor: allocation, first element, offset, size and stride in elements."""
-
-    _fields_ = (
-        ("allocated", ctypes.c_void_p),
-        ("aligned", ctypes.c_void_p),
-        ("offset", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-    )
-
-
+# --------------------------------------------------------------------------------------------- memory of the two sides
 _C_TYPES: dict[str, tuple[str, Any]] = {
     "i1": ("int8_t", ctypes.c_int8),
     "i8": ("int8_t", ctypes.c_int8),
@@ -115,14 +119,89 @@ _C_TYPES: dict[str, tuple[str, Any]] = {
 }
 
 
-def _argument(name: str, kind: str, value: Any) -> Any:
-    if not kind.startswith("*"):
-        return _C_TYPES[kind][1](value)
-    if value.device.type != "cpu":
-        raise ValueError(f"{name} must be a CPU tensor; it is on {value.device}")
-    address = value.data_ptr()
-    elements = value.untyped_storage().nbytes() // value.element_size() - value.storage_offset()
-    return _Buffer(address, address, 0, elements, 1)
+# Numbers of eight bytes at the start of the memory: the grid, what is counted, the storage that was left (from 1 on;
+# -1: no storage of an argument) and how far from its start or past its end, how many storages there are; then three for
+# each argument and two for each storage.
+_GRID, _COUNTS, _FAULT, _STORAGES, _ARGUMENTS = 0, 3, 11, 13, 14
+_PER_ARGUMENT, _PER_STORAGE = 3, 2
+
+
+class _Memory:
+    """What a launch is given and gives back, in a file that both processes map.
+
+    A storage ends where its last page does. What is left of its first page is filled, and looked at afterwards.
+    """
+
+    def __init__(self, file: int, spec: Specialization, grid: tuple[int, ...], args: Mapping[str, Any]) -> None:
+        given = {name: args[name] for name, kind in spec.runtime.items() if kind.startswith("*")}
+        for name, tensor in given.items():
+            if tensor.device.type != "cpu":
+                raise ValueError(f"{name} must be a CPU tensor; it is on {tensor.device}")
+        # Arguments that share a storage, as the two halves of one tensor do, share it there too.
+        self._names: dict[int, list[str]] = {}
+        self._storages: list[torch.Tensor] = []
+        for name, tensor in given.items():
+            address = tensor.untyped_storage().data_ptr()
+            if address not in self._names:
+                self._storages.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+            self._names.setdefault(address, []).append(name)
+        first = _ARGUMENTS + _PER_ARGUMENT * len(spec.runtime)
+        ends = list(itertools.accumulate((_in_pages(s.numel()) for s in self._storages), initial=_in_pages(
+            8 * (first + _PER_STORAGE * len(self._storages)))))  # fmt: skip
+        os.ftruncate(file, ends[-1])
+        whole = torch.frombuffer(mmap.mmap(file, ends[-1]), dtype=torch.uint8)
+        self._words = whole[: ends[0]].view(torch.int64)
+        self._words[_GRID:_COUNTS] = torch.tensor((*grid, 1, 1)[:3])
+        self._words[_STORAGES] = len(self._storages)
+        self._copies, self._slacks = [], []
+        for number, (storage, start, end) in enumerate(zip(self._storages, ends, ends[1:], strict=False)):
+            at = first + _PER_STORAGE * number
+            self._words[at : at + _PER_STORAGE] = torch.tensor((start, storage.numel()))
+            self._slacks.append(whole[start : end - storage.numel()].fill_(_FILL))
+            self._copies.append(whole[end - storage.numel() : end].copy_(storage))
+        places = {name: number for number, names in enumerate(self._names.values()) for name in names}
+        for number, (name, kind) in enumerate(spec.runtime.items()):
+            at = _ARGUMENTS + _PER_ARGUMENT * number
+            if name in given:
+                self._words[at : at + _PER_ARGUMENT] = torch.tensor(_placed(places[name], given[name]))
+            else:
+                value = bytes(_C_TYPES[kind][1](args[name]))
+                whole[8 * at : 8 * at + len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+
+    def fault(self) -> str | None:
+        """What was read or written that is no argument's; None: nothing was seen."""
+        names = [" or ".join(names) for names in self._names.values()]
+        storage, distance = self._words[_FAULT:_STORAGES].tolist()
+        if storage > 0:
+            where = f"{distance} bytes past its end" if distance >= 0 else f"{-distance} bytes before its start"
+            return f"{names[storage - 1]} is read or written {where}"
+        if storage < 0:
+            return "memory that is no argument's is read or written"
+        for name, slack in zip(names, self._slacks, strict=True):
+            written = (slack != _FILL).nonzero()
+            if len(written):
+                return f"{name} is written {len(slack) - int(written[0])} bytes before its start"
+        return None
+
+    def take_back(self) -> "Traffic":
+        """Writes the tensors; what was counted."""
+        for storage, copy in zip(self._storages, self._copies, strict=True):
+            storage.copy_(copy)
+        return Traffic(*self._words[_COUNTS:_FAULT].tolist())
+
+
+_FILL = 0xA5
+
+
+def _in_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _placed(storage: int, tensor: torch.Tensor) -> tuple[int, int, int]:
+    """A tensor's storage, its first byte there, and the elements from there on."""
+    first = int(tensor.storage_offset())
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size() - first
+    return storage, first * tensor.element_size(), elements
 
 
 # ---------------------------------------------------------------------------------------------------------- building it
@@ -151,9 +230,14 @@ _PASSES = (
 
 # `__hmf_*` are the device library's functions, which the compiler's upstream conversion leaves as calls.
 _DRIVER = """
+#define _GNU_SOURCE
+#include <fcntl.h>
 #include <math.h>
+#include <signal.h>
 #include <stdint.h>
-#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 typedef struct {{ void *allocated, *aligned; int64_t offset, size, stride; }} Buffer;
 
@@ -166,9 +250,14 @@ float __hmf_recipf(float x) {{ return 1.0f / x; }}
 float __hmf_reluf(float x) {{ return x > 0.0f ? x : 0.0f; }}
 float __hmf_powf(float x, float y) {{ return powf(x, y); }}
 
-static int64_t counted[8];
+enum {{ GRID = {grid}, COUNTS = {counts}, FAULT = {fault}, STORAGES = {storages}, ARGUMENTS = {arguments},
+        PER_ARGUMENT = {per_argument}, PER_STORAGE = {per_storage}, N_ARGUMENTS = {n_arguments} }};
+static const int64_t zone = 1 << 30;
+static int64_t *words;
+static char *starts[N_ARGUMENTS + 1], *ends[N_ARGUMENTS + 1];
 
 void npuk_count(int32_t kind, int64_t elements, int32_t bytes) {{
+  int64_t *counted = words + COUNTS;
   switch (kind) {{
     case 0: case 1: counted[kind] += elements * bytes; counted[kind + 2]++; break;
     case 2: case 3: counted[kind + 2] += elements; counted[7] += elements * bytes; break;
@@ -176,17 +265,53 @@ void npuk_count(int32_t kind, int64_t elements, int32_t bytes) {{
   }}
 }}
 
+static void left(int number, siginfo_t *info, void *context) {{
+  char *at = info->si_addr;
+  words[FAULT] = -1;
+  for (int i = 0; i < words[STORAGES]; i++) {{
+    if (at >= ends[i] && at < ends[i] + zone) words[FAULT] = i + 1, words[FAULT + 1] = at - ends[i];
+    if (at < starts[i] && at >= starts[i] - zone) words[FAULT] = i + 1, words[FAULT + 1] = at - starts[i];
+  }}
+  _exit(1);
+}}
+
+static void map_storage(int file, int i) {{
+  const int64_t *storage = words + ARGUMENTS + PER_ARGUMENT * N_ARGUMENTS + PER_STORAGE * i;
+  int64_t page = sysconf(_SC_PAGESIZE), pages = (storage[1] + page - 1) / page * page;
+  char *place = mmap(0, zone + pages + zone, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (place == MAP_FAILED) _exit(2);
+  ends[i] = place + zone + pages, starts[i] = ends[i] - storage[1];
+  int flags = MAP_SHARED | MAP_FIXED;
+  if (pages && mmap(place + zone, pages, PROT_READ | PROT_WRITE, flags, file, storage[0]) == MAP_FAILED) _exit(2);
+}}
+
+static Buffer buffer(int i) {{
+  const int64_t *argument = words + ARGUMENTS + PER_ARGUMENT * i;
+  char *start = starts[argument[0]] + argument[1];
+  return (Buffer){{start, start, 0, argument[2], 1}};
+}}
+
 void _mlir_ciface_{kernel}({types});
 
-void npuk_launch(void **args, const int32_t *grid, int64_t *result) {{
+int main(int count, char **arguments) {{
   static int8_t scratch[65536];
   Buffer lock = {{scratch, scratch, 0, sizeof scratch, 1}}, workspace = lock;
-  memset(counted, 0, sizeof counted);
+  int file = open(arguments[1], O_RDWR);
+  struct stat whole;
+  if (file < 0 || fstat(file, &whole)) return 2;
+  words = mmap(0, whole.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (words == MAP_FAILED) return 2;
+  for (int i = 0; i < words[STORAGES]; i++) map_storage(file, i);
+  struct sigaction action = {{.sa_sigaction = left, .sa_flags = SA_SIGINFO}};
+  sigaction(SIGSEGV, &action, 0), sigaction(SIGBUS, &action, 0);
+  Buffer buffers[N_ARGUMENTS + 1];
+  {buffers}
+  int32_t grid[3] = {{words[GRID], words[GRID + 1], words[GRID + 2]}};
   for (int32_t z = 0; z < grid[2]; z++)
     for (int32_t y = 0; y < grid[1]; y++)
       for (int32_t x = 0; x < grid[0]; x++)
         _mlir_ciface_{kernel}({values});
-  memcpy(result, counted, sizeof counted);
+  return 0;
 }}
 """
 
@@ -194,7 +319,7 @@ void npuk_launch(void **args, const int32_t *grid, int64_t *result) {{
 @functools.cache
 def _host() -> tuple[str, str]:
     """The machine and CPU that LLVM compiles for, as flags; without the first it knows of no vector instructions. Part
-    of the key of a library, which may be on a disk that machines share."""
+    of the key of a program, which may be on a disk that machines share."""
     text = toolchain.invoke("llc", "ask for the host's CPU", [toolchain.host_tool("llc-19"), "--version"]).stdout
     machine, cpu = re.search(r"Default target: (\S+)", text), re.search(r"Host CPU: (\S+)", text)
     assert machine is not None, "llc names its default target"
@@ -203,34 +328,19 @@ def _host() -> tuple[str, str]:
 
 @functools.cache
 def _this_module() -> str:
-    """What is done to a kernel on its way to a library: part of the library's key, too."""
+    """What is done to a kernel on its way to a program: part of the program's key, too."""
     return Path(__file__).read_text()
 
 
-_libraries: dict[tuple[str, str], Callable[..., None]] = {}
-_running = threading.Lock()  # a library counts in static variables
+def _program_of(spec: Specialization, level: str) -> Path:
+    """The program that runs the kernel, from the disk or built now."""
+    text = lower(spec)
+    name = toolchain.digest(toolchain.versions(), text, level, _this_module(), *_host())
+    return toolchain.cached(f"host/{spec.name}-{name}", lambda made: _build(made, spec, text, level))
 
 
-def _launcher_of(spec: Specialization, level: str) -> Callable[..., None]:
-    """The launch function of the kernel's library, from this process's memory, the disk, or built now."""
-    key = (spec.content, level)
-    if key not in _libraries:
-        text = lower(spec)
-        name = toolchain.digest(toolchain.versions(), text, level, _this_module(), *_host())
-        path = toolchain.cached(f"host/{spec.name}-{name}.so", lambda made: _build(made, spec, text, level))
-        function = ctypes.CDLL(str(path)).npuk_launch
-        function.restype = None
-
-        def launch(*arguments: Any) -> None:
-            with _running:
-                function(*arguments)
-
-        _libraries[key] = launch
-    return _libraries[key]
-
-
-def _build(library: Path, spec: Specialization, lowered: str, level: str) -> None:
-    folder = library.parent
+def _build(program: Path, spec: Specialization, lowered: str, level: str) -> None:
+    folder = program.parent
     optimizer = toolchain.bishengir("bishengir-opt", "")
     work = [folder / f"kernel.{suffix}" for suffix in ("mlir", "llvm.mlir", "ll", "opt.ll", "o")]
     source, in_llvm, in_ir, optimized, machine = work
@@ -247,14 +357,12 @@ def _build(library: Path, spec: Specialization, lowered: str, level: str) -> Non
     # Loops of constant length unrolled into thousands of instructions would take seconds to compile.
     optimize_flags = ("-O2", "--disable-loop-unrolling", *_host())
     step("optimization", toolchain.host_tool("opt-19"), *optimize_flags, in_ir, "-o", optimized)
-    # What costs time is done to the IR, sums side by side among it; a library runs for less time than this step takes.
+    # What costs time is done to the IR, sums side by side among it; a program runs for less time than this step takes.
     compile_flags = ("-O0", *_host(), "-relocation-model=pic", "-filetype=obj")
     step("compilation", toolchain.host_tool("llc-19"), *compile_flags, optimized, "-o", machine)
     libraries = toolchain.llvm_libraries()
     linked = ("-lm", f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lmlir_c_runner_utils")
-    # -Bsymbolic: each library calls its own npuk_count, whichever was loaded first.
-    flags = ("-fPIC", "-shared", "-Wl,-Bsymbolic")
-    step("linking", toolchain.host_tool("gcc"), *flags, "-o", library, machine, driver, *linked)
+    step("linking", toolchain.host_tool("gcc"), "-O2", "-o", program, machine, driver, *linked)
 
 
 def _entry_name(lowered: str) -> str:
@@ -271,10 +379,19 @@ def _driver(spec: Specialization, entry: str, level: str) -> str:
         pointer = kind.startswith("*")
         c_type = "Buffer *" if pointer else _C_TYPES[kind][0]
         types.append(c_type)
-        values.append(f"(Buffer *)args[{place}]" if pointer else f"*({c_type} *)args[{place}]")
+        at = _ARGUMENTS + _PER_ARGUMENT * place
+        values.append(f"&buffers[{place}]" if pointer else f"*({c_type} *)&words[{at}]")
     types += ["int32_t"] * 6
     values += ["grid[0]", "grid[1]", "grid[2]", "x", "y", "z"]
-    return _DRIVER.format(kernel=entry, types=", ".join(types), values=", ".join(values))
+    pointers = [place for place, kind in enumerate(spec.runtime.values()) if kind.startswith("*")]
+    return _DRIVER.format(
+        kernel=entry,
+        types=", ".join(types),
+        values=", ".join(values),
+        buffers="".join(f"buffers[{place}] = buffer({place}); " for place in pointers),
+        grid=_GRID, counts=_COUNTS, fault=_FAULT, storages=_STORAGES, arguments=_ARGUMENTS,
+        per_argument=_PER_ARGUMENT, per_storage=_PER_STORAGE, n_arguments=len(spec.runtime),
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- bishengir's own rewrites

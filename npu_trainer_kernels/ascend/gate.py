@@ -301,7 +301,10 @@ def _row(
     try:
         traffic = measured.result().get(kernel)
     except ToolchainError as error:
-        broken.append(f"cannot be executed: {error.stage}: {' | '.join(error.diagnostics)}")
+        if error.kernel == kernel:
+            broken.append(f"cannot be executed: {error.stage}: {' | '.join(error.diagnostics)}")
+        else:
+            broken.append(f"traffic not counted: {error.kernel} of the same case cannot be executed")
     if isinstance(plan, ToolchainError):
         broken.insert(0, f"does not compile: {plan.stage}: {' | '.join(plan.diagnostics)}")
         return Row(case.op, kernel, case.shape, case.dtype, chip, None, traffic, in_blocks, tuple(broken))

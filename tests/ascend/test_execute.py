@@ -116,6 +116,29 @@ def test_arguments_that_cannot_be_run_raise(level):
         _run(level, toys.scaled_rows, (1,), x.to("meta"), *arguments[1:], BLOCK=1024)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "options", "fault"),
+    [
+        (toys.beyond_the_end, {"LOADS": False, "BLOCK": 64}, r"y is read or written \d+ bytes past its end"),
+        (toys.beyond_the_end, {"LOADS": True, "BLOCK": 64}, r"x is read or written \d+ bytes past its end"),
+        (toys.before_the_start, {"BLOCK": 32}, "y is written 12 bytes before its start"),
+        (toys.far_away, {"BLOCK": 32}, "memory that is no argument's is read or written"),
+    ],
+)
+def test_what_is_no_arguments_is_not_touched(level, kernel, options, fault):
+    x, y = torch.ones(3, 67), torch.full((3, 67), 7.0)
+    with pytest.raises(ToolchainError, match=fault) as error:
+        _run(level, kernel, (1,), x, y, 3, 67, **options)
+    assert (error.value.kernel, error.value.stage) == (kernel.__name__, f"running on the CPU ({level})")
+    assert y.eq(7.0).all()
+
+
+def test_arguments_of_one_storage_share_it(level):
+    storage = torch.cat([torch.ones(64), torch.zeros(64)])
+    _run(level, toys.beyond_the_end, (1,), storage[:64], storage[64:], 1, 64, LOADS=False, BLOCK=64)
+    assert torch.equal(storage, torch.ones(128))
+
+
 def test_the_launcher_serves_the_launch_seam_and_adds_up(level):
     x, scale = _input(torch.float32)
     y = torch.zeros_like(x)

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -59,6 +60,33 @@ def test_each_failure_names_the_kernel_the_case_and_the_rule():
     assert rules[0] == "buffer overflow: needs 393216 bytes of 196608"
     assert rules[1] == "traffic: 1.001 of the fewest bytes possible, at most 1.000"
     assert rules[2].startswith("does not compile: Triton frontend: ")
+
+
+def _faulty(kernel, **constexprs):
+    """A case of a right kernel and, after it, of one that leaves its tensors."""
+
+    def run(where="meta", rows=4000, cols=4096):
+        x, scale = torch.ones(rows, cols, device=where), torch.ones(rows, device=where)
+        y = _scale(x, scale, 4096)
+        launch(kernel, (1,), (y, torch.empty_like(y), rows, cols), constexprs)
+        return {}
+
+    return Case("faulty", "4000 x 4096", "fp32", run, partial(run, "cpu", 3, 67))
+
+
+def test_a_kernel_that_leaves_its_tensors_fails_by_name_and_the_next_is_looked_at():
+    unmasked = _faulty(toys.beyond_the_end, LOADS=False, BLOCK=4096)
+    cases = [unmasked, _faulty(toys.far_away, BLOCK=128), _case(run_small=_small)]
+    rows = collect(cases, ["Ascend910B4"])
+    assert rows[-1].traffic is not None
+    executed = [line for line in failures(rows) if "execute" in line]
+    stage = "running on the CPU (ttadapter)"
+    assert [line.partition(" 4000 x 4096 fp32 Ascend910B4: ")[::2] for line in executed] == [
+        ("faulty scaled_rows", "traffic not counted: beyond_the_end of the same case cannot be executed"),
+        ("faulty beyond_the_end", f"cannot be executed: {stage}: y is read or written 0 bytes past its end"),
+        ("faulty scaled_rows", "traffic not counted: far_away of the same case cannot be executed"),
+        ("faulty far_away", f"cannot be executed: {stage}: memory that is no argument's is read or written"),
+    ]
 
 
 def _toy(kernel, few=8, cols=98304, out=torch.bfloat16, minima=None, **constexprs):

@@ -48,6 +48,32 @@ def converted(x, y, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def beyond_the_end(x, y, n_rows, n_cols, LOADS: tl.constexpr, BLOCK: tl.constexpr):
+    """y = x by blocks of all elements, the last of them without its mask: of the load, or of the store."""
+    n = n_rows * n_cols
+    for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        if LOADS:
+            tl.store(y + at, tl.load(x + at), mask=at < n)
+        else:
+            tl.store(y + at, tl.load(x + at, mask=at < n, other=0.0))
+
+
+@triton.jit
+def before_the_start(x, y, n_rows, n_cols, BLOCK: tl.constexpr):
+    """y = x in one block, as many elements too early as there are rows."""
+    at = tl.arange(0, BLOCK)
+    tl.store(y - n_rows + at, tl.load(x + at))
+
+
+@triton.jit
+def far_away(x, y, n_rows, n_cols, BLOCK: tl.constexpr):
+    """y = x in one block, at an address that is nobody's."""
+    at = tl.arange(0, BLOCK)
+    tl.store(y + n_rows.to(tl.int64) * 1000000000000 + at, tl.load(x + at))
+
+
+@triton.jit
 def grid_of_three(y, X: tl.constexpr, Y: tl.constexpr):
     """Writes its program's number at its place: 32 copies of x + 10 y + 100 z."""
     x, z = tl.program_id(0), tl.program_id(2)
