@@ -1,44 +1,87 @@
-"""What rounding does to a computation: it runs once more while the result of every operator is moved."""
+"""What rounding does to a computation, asked for instead of hoped for.
 
-from typing import Any
+Which way one run's rounding goes is a matter of the processor's order of summation. Moved at random at every operator,
+by about as much as rounding moves it, a computation shows how far rounding may carry its results on any processor.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["Rounded"]
+__all__ = ["SEEDS", "Rounded", "rounded"]
+
+T = TypeVar("T")
+
+SEEDS = 4
+# Another stream of numbers than that which a small seed gives the tensors that are computed with.
+_STREAM = 0x526F756E64
+
+_aten = torch.ops.aten
+# What they return stands in an argument, bit by bit.
+_EXACT = {
+    _aten._unsafe_view, _aten.clone, _aten.copy_, _aten.cat, _aten.stack, _aten.index, _aten.index_select,
+    _aten.gather, _aten.embedding, _aten.masked_fill, _aten.masked_fill_, _aten.masked_select, _aten.where,
+    _aten.constant_pad_nd, _aten.repeat, _aten.roll, _aten.flip, _aten.neg, _aten.abs, _aten.relu, _aten.clamp,
+    _aten.clamp_min, _aten.max, _aten.min, _aten.amax, _aten.amin, _aten.maximum, _aten.minimum, _aten.topk, _aten.sort,
+    _aten.zero_, _aten.fill_, _aten.new_zeros, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_full,
+    _aten.empty_like, _aten.new_empty, _aten.slice_backward, _aten.select_backward, _aten.threshold_backward,
+    _aten._local_scalar_dense, _aten.index_put_, _aten.triu, _aten.tril,
+}  # fmt: skip
 
 
 class Rounded(TorchDispatchMode):
-    """While it is entered, a result r of any operator is r (1 + eps u), with u drawn evenly from [-1, 1].
+    """Moves every floating result of an operator, forward and backward, by a random part of a unit.
 
-    Results that share the memory of what an operator was given stay as they are: views, and what is written in place.
-    Nothing is drawn from torch's own random state.
+        x  ->  x (1 + eps u),    u uniform in [-1/2, 1/2), eps of the dtype of x, rounded to that dtype
+
+    A value that is exact in one run moves, too: a probability of one is one by the luck of its sum. What only takes
+    values from elsewhere (views, copies, gathers) does not. Works on any device and in any dtype, fp64 is not needed;
+    the random state of torch is not touched.
 
     Args:
-        seed: of what is drawn.
-        dtype: whose eps it is; None: that of each result.
+        seed: of the moves; the same on one device gives the same ones.
     """
 
-    def __init__(self, seed: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self._seed, self._dtype = seed, dtype
+        self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = function(*args, **(kwargs or {}))
-        if any(result.alias_info is not None for result in function._schema.returns):
-            return out
-        return tree_map_only(torch.Tensor, self._moved, out)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if not _rounds(func, given):
+            return result
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self._move(value)
+        return result
 
-    def _moved(self, t: torch.Tensor) -> torch.Tensor:
-        if type(t) is not torch.Tensor or not t.is_floating_point() or t.is_meta:
-            return t
-        generator = self._generators.get(t.device)
+    def _move(self, value: torch.Tensor) -> None:
+        generator = self._generators.get(value.device)
         if generator is None:
-            generator = self._generators[t.device] = torch.Generator(t.device).manual_seed(self._seed)
-        eps = torch.finfo(self._dtype or t.dtype).eps
-        u = torch.rand(t.shape, generator=generator, device=t.device, dtype=torch.promote_types(t.dtype, torch.float32))
-        return t.mul(u.mul_(2 * eps).add_(1 - eps)).to(t.dtype)
+            generator = self._generators[value.device] = torch.Generator(value.device).manual_seed(_STREAM + self._seed)
+        u = torch.rand(value.shape, generator=generator, device=value.device) - 0.5
+        # Added, not as a factor of 1 + eps u, of which nothing but 1 - eps / 2 and 1 would be left.
+        moved = value + value * (torch.finfo(value.dtype).eps * u).to(value.dtype)
+        value.copy_(torch.where(moved.isfinite(), moved, value))
+
+
+def _rounds(func: Any, given: Sequence[torch.Tensor]) -> bool:
+    """Whether what an operator returns has been computed, and is no argument's memory."""
+    if func.overloadpacket in _EXACT or not any(value.is_floating_point() for value in given):
+        return False
+    return not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def rounded(run: Callable[[], T]) -> list[T]:
+    """What `run` returns under each of `SEEDS` roundings."""
+    found = []
+    for seed in range(SEEDS):
+        with Rounded(seed):
+            found.append(run())
+    return found

@@ -7,7 +7,8 @@ from npu_trainer_kernels.closeness import (
     Tensors,
     assert_as_close,
     assert_op_close,
+    rounded,
     run,
 )
 
-__all__ = ["FACTOR", "ULPS_EACH", "ULPS_RMS", "Tensors", "assert_as_close", "assert_op_close", "run"]
+__all__ = ["FACTOR", "ULPS_EACH", "ULPS_RMS", "Tensors", "assert_as_close", "assert_op_close", "rounded", "run"]

@@ -134,12 +134,12 @@ def loss_and_gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) 
 
 def assert_outcome_close(
     model: torch.nn.Module, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor],
-    truth: Sequence[torch.Tensor],
+    truth: Sequence[torch.Tensor], moved: Sequence[Sequence[torch.Tensor]] = (),
 ) -> None:  # fmt: skip
     """Compares what `loss_and_gradients` returns of a model by the one accuracy rule."""
     names = ["loss", *(name for name, _ in model.named_parameters())]
-    for actual, reference, exact, name in zip(found, expected, truth, names, strict=True):
-        assert_as_close(actual, reference, exact, name)
+    for actual, reference, exact, name, *others in zip(found, expected, truth, names, *moved, strict=True):
+        assert_as_close(actual, reference, exact, name, others)
 
 
 def neighbour(model: torch.nn.Module, seed: int) -> torch.nn.Module:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.closeness import assert_op_close
+from npu_trainer_kernels._rounding import Rounded
+from tests.closeness import assert_op_close, rounded
 
 NUMBERS = [torch.tensor([value]) for value in (1.0, 2.0, 3.0, 4.0)]
 
@@ -40,3 +41,90 @@ def test_an_error_in_any_of_them_is_seen(where):
 def test_more_than_the_references_error_on_average_is_seen():
     with pytest.raises(AssertionError, match="rms error"):
         check([1.9e-3] * 4, [1e-3, 0.0, 0.0, 0.0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What rounding does
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reference_that_is_right_by_luck_does_not_count_alone():
+    """The gradient of a softmax of one score is zero, and a reference's may be so to the last bit."""
+    x = torch.randn(16, 1, requires_grad=True)
+    factors = torch.linspace(-3, 3, 16)[:, None]
+
+    def by_exponentials(x):
+        return (3 * x - 2 * x - x).exp()
+
+    def softmax(x):
+        return x.softmax(1)
+
+    assert not any(v.any() for v in torch.autograd.grad((softmax(x) * factors).sum(), x))
+    assert_op_close(by_exponentials, softmax, [x], lambda outputs: (outputs[0] * factors.to(outputs[0])).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_moved_is_moved_by_units(dtype):
+    x = (torch.rand(64, 64) + 0.5).to(dtype)
+    found = rounded(lambda: x * x.sin())
+    truth = x.double() * x.double().sin()
+    for value in found:
+        error = ((value - truth) / truth).abs() / torch.finfo(dtype).eps
+        # Of the sine and of the product each half a unit by its own rounding and a whole one by the move.
+        assert 0.25 <= error.mean() <= error.max() <= 3
+    assert len({tuple(value.flatten().tolist()) for value in found}) == len(found)
+
+
+def test_moves_are_without_bias():
+    x = torch.rand(1 << 16) + 0.5
+    plain = x * 3.0
+    for moved in rounded(lambda: x * 3.0):
+        units = (moved.double() - plain) / plain / torch.finfo(torch.float32).eps
+        assert 0.2 < units.square().mean().sqrt() < 0.5
+        # Five times what is left of so many.
+        assert units.mean().abs() < 5 * 0.5 / 256
+
+
+def test_gradients_are_moved_too():
+    x = torch.randn(64, requires_grad=True)
+    y = x.sin().sum()
+    (plain,) = torch.autograd.grad(y, x, retain_graph=True)
+    for (moved,) in rounded(lambda: torch.autograd.grad(y, x, retain_graph=True)):
+        assert not torch.equal(moved, plain)
+        torch.testing.assert_close(moved, plain, rtol=1e-6, atol=0)
+
+
+def test_what_is_only_taken_from_elsewhere_stays():
+    x = torch.randn(6, 8)
+    with Rounded(0):
+        found = [x.t().contiguous().t(), x[torch.arange(6)], torch.cat((x[:2], x[2:])), x.view(8, 6).view(6, 8)]
+    assert all(torch.equal(value, x) for value in found)
+
+
+def test_infinities_stay_and_the_random_state_of_torch_too():
+    x = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, torch.finfo(torch.float32).max])
+    state = torch.get_rng_state()
+    for value in rounded(lambda: x * 1.0):
+        torch.testing.assert_close(value, x, equal_nan=True)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_in_place_results_are_moved_in_place():
+    x = torch.ones(1000)
+    with Rounded(0):
+        y = x.mul_(3.0)
+    assert y is x
+    assert 0 < (x - 3.0).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_systematic_fault_is_seen(dtype):
+    x, weight = (torch.randn(*shape).to(dtype).requires_grad_() for shape in ((32, 48), (48,)))
+    fault = {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+
+    def norm(x, weight):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+    with pytest.raises(AssertionError):
+        assert_op_close(lambda x, w: norm(x, w) * (1 + fault), norm, [x, weight], lambda outputs: outputs[0].sum())
+    assert_op_close(norm, norm, [x, weight], lambda outputs: outputs[0].sum())

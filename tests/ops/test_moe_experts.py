@@ -67,7 +67,7 @@ class Case:
 
     def check(self, device, backend, dtype=torch.float32, **more):
         # The gradient of a single weight of the router is one number.
-        inputs, *others = (self.tensors(device, dtype, **more) for _ in range(8 if self.n * self.k == 1 else 1))
+        inputs, *others = (self.tensors(device, dtype, **more) for _ in range(1))
         ours, reference = self.call(moe_experts, backend=backend), self.call(moe_experts_reference)
         assert_op_close(ours, reference, inputs, upstream, more=others)
 
