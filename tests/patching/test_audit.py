@@ -7,6 +7,16 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaModel,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, _audit, _head_call, _packed, _trl
@@ -301,3 +311,92 @@ def test_a_handle_that_was_restored():
     kernels.restore()
     with pytest.raises(RuntimeError, match="nothing to compare"):
         kernels.audit()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What no probe shows, by the first batch alone: what else would have told is switched off
+# ---------------------------------------------------------------------------------------------------------------------
+
+ROWS = ((0, 170), (0, 40), (3, 61))
+
+
+class Blind(LlamaAttention):
+    """Sees 32 keys back, by a mask of its own where that is read, and else by an argument that says so."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        more = {}
+        if self.config._attn_implementation == "eager":
+            places = torch.arange(q.shape[2])
+            attention_mask = attention_mask.masked_fill(places[:, None] - places >= 32, -1e9)
+        else:
+            more = {"block_indices": torch.zeros(1)}
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, **more)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+class SlicedNorm(LlamaRMSNorm):
+    """Of another size from place 150 on."""
+
+    def forward(self, hidden_states):
+        out = super().forward(hidden_states)
+        return torch.cat((out[:, :150], 1.5 * out[:, 150:]), 1)
+
+
+class Sided(LlamaDecoderLayer):
+    """Adds what somebody has set for each row of the batch."""
+
+    side = None
+
+    def forward(self, hidden_states, *args, **kwargs):
+        out = super().forward(hidden_states, *args, **kwargs)
+        return out if self.side is None else out + self.side[torch.arange(len(out))]
+
+
+class OfBlind(LlamaModel):
+    def __init__(self, config):
+        super().__init__(config)
+        for i, layer in enumerate(self.layers):
+            layer.self_attn = Blind(config, i)
+
+
+class OfSlices(LlamaModel):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.layers:
+            layer.input_layernorm = SlicedNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class OfSides(LlamaModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers = nn.ModuleList([Sided(config, i) for i in range(len(self.layers))])
+
+
+class Everything(frozenset):
+    def __contains__(self, name):
+        return True
+
+
+@pytest.mark.parametrize("kind", [OfBlind, OfSlices, OfSides])
+def test_what_begins_beyond_a_probe(monkeypatch, kind):
+    monkeypatch.setattr(_packed, "_ELSEWHERE", Everything())
+    monkeypatch.setattr("npu_trainer_kernels.patching._settings.beyond_one_run", lambda function: None)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="eager"))
+    model.model = kind(model.config)
+    model.train()
+    inputs = padded(rows=ROWS, length=170)
+    if kind is OfSides:
+        model.model.layers[-1].side = torch.randn(3, 1, SMALL["hidden_size"])
+    expected = gradients(copy.deepcopy(model), inputs)
+    wrong, kernels, _ = trained(copy.deepcopy(model), inputs, audits=False)
+    assert kernels.report().ran["varlen_attention"] == 1
+    assert apart(wrong, expected) > 1e-2
+    found, kernels, said = trained(model, inputs)
+    assert apart(found, expected) < 1e-5
+    assert off(kernels) == {"varlen_attention"} | ({"rms_norm"} if kind is OfSlices else set())
+    assert said
