@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "npu_trainer_kernels"
 # From below to above: what imports what, also inside functions and for types alone. A module imports from its own line
 # where both are of one package, and from the lines below.
 LAYERS = (
-    ("_anchor", "_cache", "_configs", "_errors", "_opaque", "_summary", "_switch", "_triton", "table"),
+    ("_anchor", "_cache", "_configs", "_errors", "_opaque", "_rounding", "_summary", "_switch", "_triton", "table"),
     ("device",),
     ("_optional", "_vendor", "closeness", "tile_limits", "tuned"),
     ("backends", "tiling"),
