@@ -21,7 +21,7 @@ from .._triton import jit, tl
 from ._blocks import load_fp32, store
 from ._checks import check_float, check_ids, check_range, check_same_device, is_number
 from ._fallback import falls_back
-from ._host import contiguous_like, once_differentiable
+from ._host import once_differentiable
 from ._launch import launch
 
 __all__ = ["embedding", "embedding_reference"]
@@ -179,17 +179,18 @@ def _given_ids(ids: torch.Tensor, spec: device.DeviceSpec) -> torch.Tensor:
 
 
 @falls_back("embedding")
-def _backward(ids: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, padding_idx: int | None, scale: float | None,
-              backend: str) -> torch.Tensor:  # fmt: skip
-    n_cols = weight.shape[1]
+def _backward(ids: torch.Tensor, dy: torch.Tensor, shape: torch.Size, dtype: torch.dtype, padding_idx: int | None,
+              scale: float | None, backend: str) -> torch.Tensor:  # fmt: skip
+    n_cols = shape[1]
     flat = ids.reshape(-1)
     if not dy.numel():
-        return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-    spec = device.spec(weight.device)
+        return dy.new_zeros(shape, dtype=dtype)
+    spec = device.spec(dy.device)
     tile = tiling.vocabulary_tile(n_cols, spec)
     if backend != "torch" and tile is not None:
-        return _backward_by_vocabulary(flat, weight, dy.reshape(-1, n_cols), padding_idx, scale, tile)
-    dw = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        dw = dy.new_empty(shape, dtype=dtype)
+        return _backward_by_vocabulary(flat, dy.reshape(-1, n_cols), dw, padding_idx, scale, tile)
+    dw = dy.new_zeros(shape, dtype=dtype)
     rows = dy.reshape(-1, n_cols)
     if backend == "torch":
         distinct, place = torch.unique(flat, return_inverse=True)
@@ -225,11 +226,10 @@ def _backward(ids: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, padding
 
 
 def _backward_by_vocabulary(
-    ids: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, padding_idx: int | None, scale: float | None,
+    ids: torch.Tensor, dy: torch.Tensor, dw: torch.Tensor, padding_idx: int | None, scale: float | None,
     tile: tiling.RowTile,
 ) -> torch.Tensor:  # fmt: skip
-    size, n_cols = weight.shape
-    dw = contiguous_like(weight)
+    size, n_cols = dw.shape
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     # 32-bit keys: half the passes of the sort.
     in_order, order = torch.sort(ids.int(), stable=True)
@@ -248,15 +248,17 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor,
                 options: tuple[int | None, float | None, str]) -> torch.Tensor:  # fmt: skip
-        ctx.save_for_backward(ids, weight)
+        # The weight is not needed, and may be written to before backward.
+        ctx.save_for_backward(ids)
+        ctx.of_weight = weight.shape, weight.dtype
         _, scale, backend = ctx.options = options
         return _forward(ids, weight, scale, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        ids, weight = ctx.saved_tensors
-        return None, _backward(ids, weight, dy, *ctx.options), None
+        (ids,) = ctx.saved_tensors
+        return None, _backward(ids, dy, *ctx.of_weight, *ctx.options), None
 
 
 def embedding(

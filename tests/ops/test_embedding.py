@@ -118,6 +118,17 @@ def test_frozen_weight(device, backend):
     assert torch.equal(y, embedding_reference(ids, weight))
 
 
+def test_a_weight_that_is_written_to_before_backward(device, backend):
+    """As plain PyTorch's backward, this one does not read it."""
+    ids, weight = make(device)
+    y = embedding(ids, weight, scale=2.0, backend=backend)
+    (expected,) = torch.autograd.grad(upstream([y]), weight, retain_graph=True)
+    with torch.no_grad():
+        weight.zero_()
+    (found,) = torch.autograd.grad(upstream([y]), weight)
+    assert torch.equal(found, expected)
+
+
 def test_tied_weight_collects_both_gradients(device, backend):
     ids, weight = make(device)
     assert_op_close(

@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -104,6 +105,76 @@ class WithFactor(Multiplied):
         return self.act(gate) * up * self.config.factor
 
 
+FACTOR = 1.0
+OUTSIDE = SimpleNamespace(inner=SimpleNamespace(factor=1.0))
+FACTORS = [1.0]
+TABLE = {"one": 1.0, "other": 1.0}
+
+
+def multiplied(gate):
+    return gate * FACTOR
+
+
+class OfItsClass(Mlp):
+    """With a factor that all of its class have."""
+
+    shared = 1.0
+
+    def product(self, gate, up):
+        return F.silu(gate * self.shared) * up
+
+
+class OfItsFile(Mlp):
+    """With a factor that stands in its file."""
+
+    def product(self, gate, up):
+        return F.silu(gate * FACTOR) * up
+
+
+class OfAFunction(Mlp):
+    """With a factor in a function that it calls."""
+
+    def product(self, gate, up):
+        return F.silu(multiplied(gate)) * up
+
+
+class OfAnObject(Mlp):
+    """With a factor in what stands in its file."""
+
+    def product(self, gate, up):
+        return F.silu(gate * OUTSIDE.inner.factor) * up
+
+
+class ByDefault(Mlp):
+    """With a factor where it or its configuration is told one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(text=SimpleNamespace(depth=1))
+
+    def product(self, gate, up):
+        factor = getattr(self, "factor", 1.0) * getattr(self.config, "factor", 1.0)
+        return F.silu(gate * factor) * up / self.config.text.depth
+
+
+class ByAList(Mlp):
+    """With a factor in a list of its file."""
+
+    def product(self, gate, up):
+        return F.silu(gate * FACTORS[0]) * up
+
+
+class OfATable(Mlp):
+    """With a factor in a table of its file, as activations are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = "one"
+
+    def product(self, gate, up):
+        return F.silu(gate * TABLE[self.word]) * up
+
+
 class Louder(nn.RMSNorm):
     """Whose factor is a plain tensor."""
 
@@ -186,6 +257,9 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], Any], Callable
     "number of a configuration": ("swiglu", Configured, rows, lambda module: setattr(module.config, "limit", 0.1)),
     "configuration": ("swiglu", Configured, rows, set_to("config", SimpleNamespace(limit=0.1))),
     "bounds in a tuple": ("swiglu", Configured, rows, set_to("bounds", (-0.1, 0.1))),
+    "what getattr has a default for": ("swiglu", ByDefault, rows, set_to("factor", 3.0)),
+    "likewise of a configuration": ("swiglu", ByDefault, rows, lambda module: setattr(module.config, "factor", 3.0)),
+    "two levels down": ("swiglu", ByDefault, rows, lambda module: setattr(module.config.text, "depth", 2)),
     "activation's number": ("swiglu", Plain, rows, set_to("act.approximate", "tanh")),
     "activation": ("swiglu", Plain, rows, set_to("act", nn.ReLU())),
     "dropout": ("swiglu", Plain, rows, set_to("drop.p", 1.0)),
@@ -223,9 +297,56 @@ def test_what_is_set_later_counts(name):
         torch.testing.assert_close(outcome(model), after)
 
 
+HERE = sys.modules[__name__]
+# Of these there is one for all modules.
+SHARED: dict[str, tuple[Callable[[], nn.Module], Any, str, Any]] = {
+    "of a class": (OfItsClass, OfItsClass, "shared", 3.0),
+    "of a class derived from": (type("Derived", (OfItsClass,), {}), OfItsClass, "shared", 3.0),
+    "a class's method": (OfItsClass, Mlp, "forward", lambda self, x: self.down_proj(x.repeat(1, 2)[:, :24])),
+    "a method that forward calls": (OfItsClass, OfItsClass, "product", lambda self, gate, up: gate),
+    "of a file": (OfItsFile, HERE, "FACTOR", 3.0),
+    "of a function's file": (OfAFunction, HERE, "FACTOR", 3.0),
+    "a function": (OfAFunction, HERE, "multiplied", torch.tanh),
+    "of an object of a file": (OfAnObject, OUTSIDE.inner, "factor", 3.0),
+    "an object of a file": (OfAnObject, HERE, "OUTSIDE", SimpleNamespace(inner=SimpleNamespace(factor=3.0))),
+    "a class's default": (ByDefault, ByDefault, "factor", 3.0),
+}
+
+
+def test_an_entry_of_a_table_counts_and_others_do_not(monkeypatch):
+    torch.manual_seed(0)
+    model, x = Around(OfATable()), rows()
+    with apply_npu_kernels(model, ops=["swiglu"]) as kernels:
+        monkeypatch.setitem(TABLE, "other", 3.0)
+        before = model(x)
+        assert kernels.report().ran == {"swiglu": 1}
+        monkeypatch.setitem(TABLE, "one", 3.0)
+        found = model(x)
+        assert kernels.report().ran == {"swiglu": 1}
+    assert torch.equal(found, model(x))
+    assert not torch.allclose(found, before)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_is_set_later_outside_of_a_module_counts(monkeypatch, name):
+    make, holder, attribute, value = SHARED[name]
+    torch.manual_seed(0)
+    model = Around(make())
+    x = rows()
+    with apply_npu_kernels(model, ops=["swiglu"]) as kernels:
+        before = model(x)
+        assert kernels.report().ran == {"swiglu": 1}
+        monkeypatch.setattr(holder, attribute, value, raising=False)
+        found = model(x)
+        assert kernels.report().ran == {"swiglu": 1}
+    assert torch.equal(found, model(x))
+    assert not torch.allclose(found, before)
+
+
 IN_PLACE: dict[str, tuple[str, Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "tensor": ("swiglu", lambda: Multiplied(torch.tensor(1.0)), lambda module: module.factor.fill_(3.0)),
     "list": ("swiglu", lambda: Multiplied([1.0]), lambda module: module.factor.__setitem__(0, 3.0)),
+    "list of a file": ("swiglu", ByAList, lambda module: FACTORS.__setitem__(0, 3.0)),
     "buffer": ("swiglu", Buffered, lambda module: module.factor.fill_(3.0)),
     "of a configuration": ("swiglu", WithFactor, lambda module: module.config.factor.fill_(3.0)),
     "of a norm": ("rms_norm", Louder, lambda module: module.factor.fill_(3.0)),
@@ -236,6 +357,7 @@ IN_PLACE: dict[str, tuple[str, Callable[[], nn.Module], Callable[[Any], Any]]] =
 def test_what_may_be_written_to_in_place_counts(name):
     op, make, change = IN_PLACE[name]
     torch.manual_seed(0)
+    FACTORS[0] = 1.0
     model, x = Around(make()), rows()
     with apply_npu_kernels(model, ops=[op]) as kernels:
         before = model(x)
