@@ -185,6 +185,10 @@ class Audit:
         self._widest = 0
         self._busy = self._looking = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
+        # A copy of a patched model has the modules' classes, and with them the sites.
+        return self
+
     def again(self) -> None:
         """Has the next forward compared, whatever was compared before."""
         self._known.clear()

@@ -266,6 +266,15 @@ def test_a_model_that_is_not_trained():
     assert len(kernels.report().audits) == seen + 1
 
 
+def test_a_copy_of_a_model_that_is_compared():
+    model = small_model("llama")
+    kernels = apply_npu_kernels(model, ops=OPS)
+    kernels.audit(pytest.fail)
+    copied = copy.deepcopy(model)
+    copied(**padded()).loss.backward()
+    assert len(kernels.report().audits) == 1
+
+
 def test_what_refresh_adds_is_compared():
     model = small_model("llama")
     kernels = apply_npu_kernels(model, ops=OPS)
