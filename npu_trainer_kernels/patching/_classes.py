@@ -17,7 +17,10 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-__all__ = ["forward_of", "has_hooks", "is_patched_class", "original_class", "subclass_with_forward"]
+__all__ = ["GLOBAL_HOOKS", "forward_of", "has_hooks", "is_patched_class", "original_class", "subclass_with_forward"]
+
+GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
+"""Hooks of every module there is."""
 
 
 def subclass_with_forward(
@@ -68,7 +71,7 @@ def has_hooks(module: nn.Module) -> bool:
     own = module.__dict__
     return bool(
         own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-        or _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks
+        or any(GLOBAL_HOOKS)
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from .._errors import one_line
 from ._agreement import MODES, repeatable
 from ._batch import Batch, hidden_of, routers_of
-from ._classes import has_hooks, original_class
+from ._classes import GLOBAL_HOOKS, has_hooks, original_class
 from ._miniature import VOCABULARY, miniature, miniature_around, small_config
 from ._packed import Asked, Unserved, foreign_attention, why_not
 from ._parallel import mixes_tokens
@@ -260,11 +261,19 @@ def in_the_way(body: nn.Module) -> str | None:
             return "its layers are compiled"
         if (reason := mixes_tokens(part)) is not None:
             return f"its {original_class(part).__name__}: {reason}"
+    if (whose := _whose(hook for hooks in GLOBAL_HOOKS for hook in hooks.values())) is not None:
+        return f"a hook of {whose} on all modules may look at rows"
     for part in filter(has_hooks, (*layers, *beside)):
-        for name in _HOOKS:
-            for hook in getattr(part, name).values():
-                function = getattr(hook, "func", hook)
-                whose = (function.__module__ or "").partition(".")[0]
-                if whose not in _SHAPELESS or getattr(function, "__name__", "") == "neftune_post_forward_hook":
-                    return f"a hook of {whose} on its {original_class(part).__name__} may look at rows"
+        if (whose := _whose(hook for name in _HOOKS for hook in getattr(part, name).values())) is not None:
+            return f"a hook of {whose} on its {original_class(part).__name__} may look at rows"
+    return None
+
+
+def _whose(hooks: Iterable[Any]) -> str | None:
+    """Who has the first of some hooks that may look at rows."""
+    for hook in hooks:
+        function = getattr(hook, "func", hook)
+        whose = (getattr(function, "__module__", None) or "").partition(".")[0]
+        if whose not in _SHAPELESS or getattr(function, "__name__", "") == "neftune_post_forward_hook":
+            return whose
     return None

@@ -12,7 +12,15 @@ import transformers
 from accelerate.utils import compile_regions
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from npu_trainer_kernels import NpuKernelsCallback, apply_npu_kernels
 from npu_trainer_kernels.ops.varlen_attention import varlen_attention
@@ -228,6 +236,36 @@ def test_hooks_that_may_look_at_rows():
     kernels = compared(llama(), watched)
     assert ran(kernels) == 0
     assert "on its LlamaDecoderLayer may look at rows" in declined(kernels)
+
+
+EVERYWHERE = (
+    register_module_forward_hook, register_module_forward_pre_hook, register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("register", EVERYWHERE)
+def test_hooks_of_all_modules_may_look_at_rows(register):
+    seen: set[torch.Size] = set()
+
+    def hook(module, *given):
+        if isinstance(module, LlamaDecoderLayer):
+            seen.update(t.shape for t in tree_leaves(given) if isinstance(t, torch.Tensor) and t.dim() == 3)
+
+    model, batch = small_model("llama"), padded()
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        loss_of(model, batch).backward()
+        assert ran(kernels) == 1
+        handle = register(hook)
+        try:
+            loss_of(model, batch).backward()
+        finally:
+            handle.remove()
+        assert ran(kernels) == 1
+        assert "on all modules may look at rows" in declined(kernels)
+        assert {shape[:2] for shape in seen} == {batch["input_ids"].shape}
+        loss_of(model, batch).backward()
+        assert ran(kernels) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
