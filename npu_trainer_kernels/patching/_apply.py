@@ -14,7 +14,7 @@ from .. import backends, device
 from .._switch import check_switch
 from ._audit import Audit
 from ._call import CallSettings, track_calls
-from ._classes import original_class
+from ._classes import leaves_out_hooks, original_class
 from ._head import causal_lm
 from ._mlps import GatedMlpPatch
 from ._padding import PaddingPatch, outermost_body
@@ -209,6 +209,8 @@ class NpuKernels:
                     self._tracked.add(module)
             for patch in self._patches:
                 self._apply(patch, scene)
+            for module in self._tracked:
+                leaves_out_hooks(module, self._undo)
         except BaseException:
             self.restore()
             raise
@@ -240,7 +242,7 @@ class NpuKernels:
     ) -> str | None:
         """Puts a recognised module on its site; a sentence where it cannot be. `plain`: why its own code is as good on
         this device, unless something else was measured, or the op was asked for by name."""
-        other = next((s for s in self._sites.values() if s.cls is type(module) and s.op != patch.op), None)
+        other = next((s for s in self._sites.values() if s.cls in type(module).__mro__ and s.op != patch.op), None)
         if other is not None and other.paths:
             return f"{other.op} is in its forward already"
         if plain is None and not by_name:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..ops._segments import Segments
 from ..ops._shared_rows import Shared, take, uploaded
 from ._layout import DEAD, PREDICTS, READ, Layout, layout
-from ._packed import Packing, Unserved, packed
+from ._packed import Unserved, packed, packing_for
 
 __all__ = ["Batch", "hidden_of", "routers_of"]
 
@@ -127,8 +127,8 @@ class Batch:
             new["position_ids"] = positions.expand(rows, width).reshape(-1).index_select(0, places).unsqueeze(0)
         keys = None if where.keys is None else Shared.make(where.keys, n, device)
         segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
-        packing = Packing(segments, backend, body.get_submodule(inner).config._attn_implementation)
-        with packed((body.config.get_text_config(), body.get_submodule(inner).config), packing):
+        packing = packing_for(body, body.get_submodule(inner), segments, backend)
+        with packed(packing):
             out = kind.forward(body, **new)
         known = ("last_hidden_state", "router_logits")
         others = () if isinstance(out, tuple) else (name for name in out if name not in known)

@@ -1,4 +1,4 @@
-"""Subclasses that replace one method of a module's class and nothing else.
+"""Subclasses that replace a method or an attribute of a module's class and nothing else.
 
 An instance is moved to such a subclass by setting its `__class__`: parameters, buffers, hooks, `state_dict` keys, names
 and `isinstance` stay as they are, `deepcopy` carries it along, and undoing it is setting the class back.
@@ -6,6 +6,7 @@ and `isinstance` stay as they are, `deepcopy` carries it along, and undoing it i
 
 import copy
 import copyreg
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -17,38 +18,98 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-__all__ = ["GLOBAL_HOOKS", "forward_of", "has_hooks", "is_patched_class", "original_class", "subclass_with_forward"]
+__all__ = [
+    "GLOBAL_HOOKS",
+    "derived",
+    "forward_of",
+    "has_hooks",
+    "is_patched_class",
+    "leaves_out_hooks",
+    "original_class",
+    "subclass_with_forward",
+]
 
 GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
 """Hooks of every module there is."""
+
+
+class _Either:
+    """Something that is one thing in a pickle and another in a copy.
+
+    A class with a `__deepcopy__` of its own would not do: wrappers that hand on what they lack (PEFT's) would find that
+    of the module inside them, and be copied as that.
+    """
+
+    def __init__(self, pickled: Any, copied: Any) -> None:
+        self.pickled, self.copied = pickled, copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.copied, memo)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return operator.getitem, ((self.pickled,), 0)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_ABOUT_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_PACKAGE = __name__.partition(".")[0]
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """What an instance holds; in a pickle without our hooks, which could not be loaded where this package is absent."""
+    own = dict(module.__getstate__())
+    ours = {
+        key for name in _HOOKS for key, hook in own[name].items()
+        if (getattr(hook, "func", hook).__module__ or "").partition(".")[0] == _PACKAGE
+    }  # fmt: skip
+    for name in (*_HOOKS, *_ABOUT_HOOKS) if ours else ():
+        others = type(own[name])((key, value) for key, value in own[name].items() if key not in ours)
+        own[name] = _Either(others, own[name])
+    return own
+
+
+def derived(cls: Any, namespace: dict[str, Any]) -> type[nn.Module]:
+    """A subclass of `cls`, which may be a derived one itself, with some attributes of its own."""
+    original = getattr(cls, "_npu_kernels_original", cls)
+
+    def reduce(self: nn.Module, protocol: object) -> tuple[Any, ...]:
+        # A pickle names the original class, so that it loads as if nothing had been patched.
+        return copyreg._reconstructor, (_Either(original, type(self)), object, None), _state(self)  # type: ignore[attr-defined]
+
+    def shallow(self: nn.Module) -> nn.Module:
+        new: nn.Module = original.__new__(original)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    return type(cls.__name__, (cls,), {
+        **namespace,
+        "__copy__": shallow,
+        "__reduce_ex__": reduce,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_npu_kernels_original": original,
+    })  # fmt: skip
 
 
 def subclass_with_forward(
     cls: Any, forward: Callable[..., Any], helpers: tuple[tuple[str, Callable[..., Any]], ...] = ()
 ) -> type[nn.Module]:
     """A subclass of `cls` with another `forward` and static helpers."""
+    return derived(cls, {**{name: staticmethod(helper) for name, helper in helpers}, "forward": forward})
 
-    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        new = self.__class__.__new__(self.__class__)
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return new
 
-    def reduce(self: nn.Module, protocol: object) -> tuple[Any, ...]:
-        # A pickle names the original class, so that it loads as if nothing had been patched.
-        return copyreg._reconstructor, (cls, object, None), self.__dict__  # type: ignore[attr-defined]
+_HOOKED_BY = "_npu_kernels_hooked_by"
 
-    namespace: dict[str, Any] = {
-        **{name: staticmethod(helper) for name, helper in helpers},
-        "forward": forward,
-        "__deepcopy__": deepcopy,
-        "__reduce_ex__": reduce,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "_npu_kernels_original": cls,
-    }
-    return type(cls.__name__, (cls,), namespace)
+
+def leaves_out_hooks(module: nn.Module, undo: Any) -> None:
+    """Moves a module that has hooks of ours to a class whose pickles are without; not one that has a way of its own to
+    be pickled or copied."""
+    kind: Any = original_class(module)
+    own_ways = (hasattr(kind, "__deepcopy__"), kind.__reduce__ is not object.__reduce__,
+                kind.__reduce_ex__ is not object.__reduce_ex__)  # fmt: skip
+    if not any(own_ways) and getattr(type(module), _HOOKED_BY, None) is not undo:
+        undo.set_class(module, derived(type(module), {_HOOKED_BY: undo}))
 
 
 def forward_of(cls: Any) -> Callable[..., Any]:
@@ -61,7 +122,7 @@ def forward_of(cls: Any) -> Callable[..., Any]:
 
 
 def is_patched_class(cls: type[nn.Module]) -> bool:
-    """Whether `subclass_with_forward` made a class: not one that somebody has derived of it."""
+    """Whether `derived` made a class: not one that somebody has derived of it."""
     return "_npu_kernels_original" in vars(cls)
 
 

@@ -58,7 +58,7 @@ def keep_out_of_graphs(owner: nn.Module, head: nn.Module, undo: Undo) -> None:
     nothing that this `undo` has moved already, and nothing that has a forward of this package's."""
     for module, make in ((owner, _untraced), *((each, _traced) for each in _beside(owner, head))):
         kind, now = original_class(module), type(module)
-        if now is kind or getattr(now, _BY, undo) is not undo:
+        if now.forward is kind.forward or getattr(now, _BY, undo) is not undo:
             new = subclass_with_forward(kind, functools.wraps(kind.forward)(make(kind)))
             setattr(new, _BY, undo)
             undo.set_class(module, new)

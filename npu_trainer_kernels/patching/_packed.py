@@ -1,31 +1,34 @@
 """The way into transformers' attention: what a packed row carries in place of a mask, and what is done with it.
 
-While a packed row goes through a body, the body's configuration names our functions in transformers'
+While a packed row goes through a body, the configuration that its modules read names our functions in transformers'
 `AttentionMaskInterface` and `AttentionInterface`. The first makes a `PackedMask` of each mask that the model asks for;
 layers hand it on as they do every mask, also to the recomputation of a checkpointed layer, and the second attends by
-segments. At all other times the configuration is as it was: hooks on the attention modules name our function again
-where a layer is recomputed after the body's forward has returned.
+segments. The model's own configuration is never written to: modules are moved to classes whose `config` is a copy for
+the length of the call, on the thread that the call runs on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops._segments import Segments
 from ..ops.varlen_attention import trial, unserved, varlen_attention
+from ._classes import derived, original_class
+from ._parallel import serve_inside
 from ._undo import Undo
 
 __all__ = [
@@ -36,6 +39,7 @@ __all__ = [
     "attend_by_segments",
     "foreign_attention",
     "packed",
+    "packing_for",
     "under_way",
     "why_not",
     "window_of",
@@ -74,18 +78,32 @@ class Packing:
     Attributes:
         segments: of the row.
         backend: the override for the op.
+        by: what has prepared the body (`attend_by_segments`).
         named: the attention that the body's configuration names.
         attended: the classes of the modules that have attended.
         asked: what they asked for.
-        before: what the configuration named before a layer that is being recomputed.
+        configs: for each configuration that was asked for a copy that names our functions.
     """
 
     segments: Segments
     backend: str | None
+    by: Any
     named: str
     attended: set[type[nn.Module]] = field(default_factory=set)
     asked: set[Asked] = field(default_factory=set)
-    before: list[Any] = field(default_factory=list)
+    configs: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+    def naming(self, config: Any) -> Any:
+        """A configuration with our functions in place of its own, also in those inside of it."""
+        if id(config) not in self.configs:
+            new = copy.copy(config)
+            # With the one that it is of, which nothing else may keep alive for as long as its number counts.
+            self.configs[id(config)] = config, new
+            for name, value in vars(config).items():
+                if isinstance(value, PretrainedConfig):
+                    vars(new)[name] = self.naming(value)
+            vars(new)["_attn_implementation_internal"] = NAME
+        return self.configs[id(config)][1]
 
 
 class PackedMask:
@@ -192,7 +210,7 @@ def _attention(
         lasts = served(segments=1) is not None
     if reason is not None:
         raise Unserved(reason, lasts)
-    packing.attended.add(type(module))
+    packing.attended.add(original_class(module))
     packing.asked.add((window is not None, softcap, s_aux is not None))
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     out = varlen_attention(
@@ -227,19 +245,51 @@ def under_way() -> bool:
     return _packing.get() is not None
 
 
+def packing_for(body: Any, text: Any, segments: Segments, backend: str | None) -> Packing:
+    """A packed row for a body that was prepared.
+
+    Args:
+        body: that is given the row.
+        text: the body of text alone inside of it, or itself.
+        segments: of the row.
+        backend: the override for the op.
+    """
+    return Packing(segments, backend, getattr(body, _BY), text.config._attn_implementation)
+
+
 @contextlib.contextmanager
-def packed(configs: Iterable[Any], packing: Packing) -> Iterator[None]:
-    """While a packed row goes through the body that has these configurations."""
-    before = [(config, config._attn_implementation) for config in configs]
+def packed(packing: Packing) -> Iterator[None]:
+    """While a packed row is on its way on this thread."""
     token = _packing.set(packing)
-    for config, _ in before:
-        config._attn_implementation = NAME
     try:
         yield
     finally:
-        for config, name in before:
-            config._attn_implementation = name
         _packing.reset(token)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How a body and its attention come to our functions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+_BY = "_npu_kernels_packs_by"
+
+
+def _config_of_call(by: Undo) -> property:
+    """The `config` of a module through which packed rows go: what it is asked for it is asked by one thread in one
+    call, and nothing is written to a configuration, which other threads and models have too."""
+
+    def get(module: Any) -> Any:
+        config = module.__dict__["config"]
+        if torch.compiler.is_compiling():  # in a graph no packed row is on its way
+            return config
+        packing = _packing.get()
+        return config if packing is None or packing.by is not by else packing.naming(config)
+
+    def put(module: Any, config: Any) -> None:
+        module.__dict__["config"] = config
+
+    return property(get, put)
 
 
 def _mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMask | None:
@@ -250,28 +300,48 @@ def _mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMask | None
     return None
 
 
-# Functions of this module, not closures: a model is pickled with its hooks.
-def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    mask, config = _mask_in(args, kwargs), module.config
-    if mask is not None and config._attn_implementation != NAME:
-        mask.packing.before.append(config._attn_implementation)
-        config._attn_implementation = NAME
+def _attending(base: Any) -> Callable[..., Any]:
+    """The forward of an attention's class that knows of a packed row also where a layer is computed again later."""
+
+    @functools.wraps(base.forward)
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = _mask_in(args, kwargs)
+        if mask is None:
+            return base.forward(module, *args, **kwargs)
+        with packed(mask.packing):
+            return base.forward(module, *args, **kwargs)
+
+    return forward
 
 
-def _leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    mask = _mask_in(args, kwargs)
-    if mask is not None and mask.packing.before:
-        module.config._attn_implementation = mask.packing.before.pop()
+def _attends(kind: type[nn.Module]) -> bool:
+    """Whether a class asks transformers which function attends."""
+    methods = [inspect.unwrap(m) for cls in kind.__mro__ for m in vars(cls).values() if inspect.isfunction(m)]
+    return any("ALL_ATTENTION_FUNCTIONS" in getattr(m, "__code__", _attends.__code__).co_names for m in methods)
 
 
-def attend_by_segments(module: nn.Module, undo: Undo) -> None:
-    """Makes an attention module attend by segments whenever it is handed a `PackedMask`."""
-    # A copy of a patched model, and a model that was loaded, come with the hooks of that model.
-    hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
-    ours = [key for key, hook in (*hooks.items(), *pre_hooks.items()) if hook in (_enter, _leave)]
-    for key in ours:
-        for each in (hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called,
-                     pre_hooks, module._forward_pre_hooks_with_kwargs):  # fmt: skip
-            each.pop(key, None)
-    undo.add(module.register_forward_pre_hook(_enter, with_kwargs=True).remove)
-    undo.add(module.register_forward_hook(_leave, with_kwargs=True, always_call=True).remove)
+def attend_by_segments(body: nn.Module, inner: str, undo: Undo) -> None:
+    """Makes a body attend by segments while a packed row is on its way: itself, what is around the body of text alone
+    inside, and all of that body that makes masks or attends.
+
+    Args:
+        body: to prepare.
+        inner: path of the body of text alone.
+        undo: that takes it back. What it has prepared already stays.
+    """
+    config = _config_of_call(undo)
+    names = inner.split(".")[:-1] if inner else []
+    around = [body.get_submodule(".".join(names[:i])) for i in range(len(names) + 1)] if inner else []
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in dict.fromkeys((*around, *body.get_submodule(inner).modules())):
+        kind: Any = type(module)
+        is_model = isinstance(module, PreTrainedModel)
+        prepared = getattr(kind, _BY, None) is undo
+        if prepared or "config" not in vars(module) or not (is_model or _attends(kind)):
+            continue
+        if kind not in classes:
+            # A property of a class goes before what an instance has of that name.
+            forward = {} if is_model else {"forward": _attending(kind)}
+            classes[kind] = derived(kind, {"config": config, _BY: undo, **forward})
+        undo.set_class(module, classes[kind])
+        serve_inside(module, classes[kind], undo)

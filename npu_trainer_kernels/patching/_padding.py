@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +74,6 @@ class BodyForm:
         drops: whether numbers are drawn for each token in training (dropout).
         longest: columns beyond which its rotation depends on how far positions go; None: none.
         refused: reasons that a first call has shown, or None, by the circumstances of the call.
-        hooked: attention modules that attend by segments.
     """
 
     proof: Proof
@@ -86,7 +84,6 @@ class BodyForm:
     drops: bool
     longest: int | None
     refused: dict[Any, str | None] = field(default_factory=dict, compare=False)
-    hooked: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet, compare=False)
 
     def __str__(self) -> str:
         return f"positions count {'columns' if self.proof.by_columns else 'live tokens'}"
@@ -191,10 +188,7 @@ class PaddingPatch(Patch):
         super().install(site, module, undo, settings)
         site.progress = site.progress or Savings()
         settings.shares = not site.form.drops
-        for part in module.modules():
-            if original_class(part) in site.form.proof.attention and part not in site.form.hooked:
-                site.form.hooked.add(part)
-                attend_by_segments(part, undo)
+        attend_by_segments(module, site.form.inner, undo)
 
     def own(self, site: Site) -> Callable[..., Any]:
         # In a compiled model the forward around a body is no part of its graphs (`_compiled`), and the body is one.
@@ -246,7 +240,7 @@ class PaddingPatch(Patch):
             return "its rotation depends on the longest row"
         if form.classifies and (ids is None or config.pad_token_id is None):
             return "what is classified is found by ids, and here are none, or no padding"
-        if (reason := in_the_way(module.get_submodule(form.inner))) is not None:
+        if (reason := in_the_way(module.get_submodule(form.inner), form.proof)) is not None:
             return reason
         circumstances = _circumstances(module, rows)
         if circumstances not in form.refused:

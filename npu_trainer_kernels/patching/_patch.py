@@ -279,8 +279,9 @@ class Patch:
 
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         """Puts a module on its site, if it is not there."""
-        # What somebody has derived from ours stays: ours is below it.
-        if type(module) is original_class(module) or (is_patched_class(type(module)) and type(module) is not site.cls):
+        # What is derived from the site's class stays: that is below it.
+        now = type(module)
+        if (now is original_class(module) or is_patched_class(now)) and not issubclass(now, site.cls):
             undo.set_class(module, site.cls)
 
     def own(self, site: Site) -> Callable[..., Any] | None:

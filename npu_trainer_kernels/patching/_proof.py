@@ -25,9 +25,10 @@ from ._agreement import MODES, repeatable
 from ._batch import Batch, hidden_of, routers_of
 from ._classes import GLOBAL_HOOKS, has_hooks, original_class
 from ._miniature import VOCABULARY, miniature, miniature_around, small_config
-from ._packed import Asked, Unserved, foreign_attention, why_not
+from ._packed import Asked, Unserved, attend_by_segments, foreign_attention, why_not
 from ._parallel import mixes_tokens
 from ._patch import PROBE_ERRORS
+from ._undo import Undo
 
 __all__ = ["OUTPUTS", "ROUTED", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
 
@@ -109,6 +110,7 @@ def _shown(real: Any, inner: str, small: Any) -> Proof | str:
     for module in body.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # a packed row draws other numbers
+    attend_by_segments(body, inner, Undo())
     found = _in_all_modes(body, original_class(real), inner, routed=False)
     if isinstance(found, str) or ROUTED not in vars(small):
         return found
@@ -252,7 +254,7 @@ def parts_of(body: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     return [*(layers[0].modules() if layers else ()), *inner], beside
 
 
-def in_the_way(body: nn.Module) -> str | None:
+def in_the_way(body: nn.Module, proof: Proof) -> str | None:
     """What has been done to a body since it was proven that leaves no room for a packed row, or None."""
     layers, beside = parts_of(body)
     for part in layers:
@@ -261,6 +263,8 @@ def in_the_way(body: nn.Module) -> str | None:
             return "its layers are compiled"
         if (reason := mixes_tokens(part)) is not None:
             return f"its {original_class(part).__name__}: {reason}"
+        if type(part) in proof.attention:
+            return f"a {type(part).__name__} has come into it since"
     if (whose := _whose(hook for hooks in GLOBAL_HOOKS for hook in hooks.values())) is not None:
         return f"a hook of {whose} on all modules may look at rows"
     for part in filter(has_hooks, (*layers, *beside)):

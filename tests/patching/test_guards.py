@@ -3,10 +3,14 @@
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
@@ -336,6 +340,40 @@ def test_a_pickle_loads_as_if_nothing_had_been_patched(tmp_path):
         torch.save(model.model, tmp_path / "whole.pt")
         loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
     assert torch.equal(loaded.norm.weight, model.model.norm.weight)
+
+
+WITHOUT_US = """
+import sys
+sys.modules["npu_trainer_kernels"] = None  # importing it raises
+import torch
+model, ids = torch.load(sys.argv[1], weights_only=False)
+model.gradient_checkpointing_enable({"use_reentrant": False})
+out = model(input_ids=ids, attention_mask=(ids > 2).long(), labels=ids, use_cache=False)
+out.loss.backward()
+assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if type(m).__name__ != "Embedding")
+torch.save(out.loss.detach(), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(("family", "how"), [("qwen3-moe", "saved"), ("adapters", "saved"), ("adapters", "a copy")])
+def test_a_whole_model_that_is_saved_while_patched_needs_nothing_of_ours(family, how, tmp_path):
+    model: Any = small_model("llama" if family == "adapters" else family)
+    model.config.output_router_logits = False  # transformers' own hooks that collect these cannot be pickled
+    if family == "adapters":
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    before = classes(model)
+    ids = torch.randint(0, 40, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=(ids > 2).long(), labels=ids, use_cache=False).loss
+    with apply_npu_kernels(model, ops=PATCHES):
+        model(**batch()).loss.backward()
+        kept = copy.deepcopy(model) if how == "a copy" else model
+        torch.save((kept, ids), tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)[0]
+        assert classes(loaded) == before
+    assert classes(model) == before
+    subprocess.run([sys.executable, "-c", WITHOUT_US, tmp_path / "model.pt", tmp_path / "loss.pt"], check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "loss.pt"), expected)
 
 
 def test_a_handle_keeps_no_weights_alive():

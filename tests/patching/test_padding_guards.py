@@ -1,6 +1,7 @@
 """A batch that the body's patch does not serve stays padded: its numbers are the model's, and the report says why."""
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -477,7 +478,7 @@ def test_an_exception_on_the_way_leaves_the_configuration_as_it_was(monkeypatch,
     with apply_npu_kernels(model, ops=[OP]):
         calls.clear()
         expected = values(model, INPUTS)
-        assert calls == [_packed.NAME] * (4 if checkpointed else 2)
+        assert calls == ["eager"] * (4 if checkpointed else 2)  # nor is it written to on the way
         for when in range(1, len(calls) + 1):
             calls.clear()
             with pytest.raises(Planted):
@@ -490,6 +491,74 @@ def test_an_exception_on_the_way_leaves_the_configuration_as_it_was(monkeypatch,
             assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("other", ["another batch", "a batch without padding", "a model with the same configuration"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_another_thread_computes_in_the_midst_of_a_forward(monkeypatch, other, checkpointed):
+    """One thread is stopped at each attention, in backward too, until another one has done a step without gradients."""
+    model = made("gemma3", torch.float32, "eager")
+    beside = transformers.Gemma3ForCausalLM(model.config)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = {**PLAIN, **({"attention_mask": torch.ones_like(MASK)} if other == "a batch without padding" else {})}
+    batch["input_ids"] = IDS.flip(0) if other == "another batch" else IDS
+
+    def outside() -> torch.Tensor:
+        with torch.no_grad():
+            return (beside if other.startswith("a model") else model)(**batch).logits
+
+    attend, threads, found = _packed.varlen_attention, [], []
+
+    def stopped(*args: Any, **more: Any) -> torch.Tensor:
+        if threading.current_thread() is threading.main_thread():
+            threads.append(threading.Thread(target=lambda: found.append(outside())))
+            threads[-1].start()
+            threads[-1].join()
+        return attend(*args, **more)
+
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        expected, wanted = step(model, **PLAIN), outside()
+        ran = kernels.report().ran[OP]
+        monkeypatch.setattr(_packed, "varlen_attention", stopped)
+        assert same(step(model, **PLAIN), expected)
+        assert kernels.report().ran[OP] == ran + 1 + (len(threads) if other == "another batch" else 0)
+    assert len(found) == len(threads) == model.config.num_hidden_layers * (2 if checkpointed else 1)
+    assert all(torch.equal(each, wanted) for each in found)
+
+
+def test_another_patched_model_in_the_midst_of_a_forward(monkeypatch):
+    """On the same thread: the row that is on its way is none of its own."""
+    model, other = made("llama", torch.float32, "eager"), made("qwen3", torch.float32, "eager")
+    attend, found = _packed.varlen_attention, []
+
+    def inside(*args: Any, **more: Any) -> torch.Tensor:
+        with torch.no_grad():
+            found.append(other(**PLAIN).logits)
+        return attend(*args, **more)
+
+    with torch.no_grad():
+        wanted = other(**PLAIN).logits
+    with apply_npu_kernels(model, ops=[OP]), apply_npu_kernels(other, ops=[OP]):
+        expected = step(model, **PLAIN)
+        monkeypatch.setattr(_packed, "varlen_attention", inside)
+        assert same(step(model, **PLAIN), expected)
+    assert found
+    assert all(torch.equal(each, wanted) for each in found)
+
+
+def test_an_attention_that_came_later():
+    """It knows nothing of packed rows."""
+    model = made("llama", torch.float32, "eager")
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        new = type(made("llama", torch.float32, "eager").model.layers[1].self_attn)(model.config, 1)
+        new.load_state_dict(model.model.layers[1].self_attn.state_dict())
+        model.model.layers[1].self_attn = new
+        step(model, **PLAIN)
+        assert reasons(kernels) == {"a LlamaAttention has come into it since": 1}
+        kernels.refresh()
+        step(model, **PLAIN)
+        assert kernels.report().ran[OP] == 1
+
+
 def test_a_copy_is_patched_and_can_be_restored():
     model = made("llama", torch.float32, "eager")
     before, count = [type(m) for m in model.modules()], hooks_of(model)
@@ -498,7 +567,7 @@ def test_a_copy_is_patched_and_can_be_restored():
         expected, found = values(model, INPUTS), values(twin, INPUTS)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert kernels.report().ran[OP] == 2
-    apply_npu_kernels(twin.model, ops=[OP]).restore()
+    apply_npu_kernels(twin, ops=[OP]).restore()
     assert [type(m) for m in twin.modules()] == before
     assert hooks_of(twin.model) == hooks_of(model.model)
     assert hooks_of(model) == count
@@ -511,7 +580,6 @@ def test_a_loaded_model_computes_what_it_is_and_can_be_patched_anew(tmp_path):
     expected = model(**given).last_hidden_state
     with apply_npu_kernels(model, ops=[OP]):
         packed = model(**given).last_hidden_state
-        # The model's own hooks, which count tokens, are not to be written.
         torch.save(model.layers, tmp_path / "layers.pt")
     model.layers = torch.load(tmp_path / "layers.pt", weights_only=False)
     assert torch.equal(model(**given).last_hidden_state, expected)
