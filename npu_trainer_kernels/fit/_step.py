@@ -177,7 +177,7 @@ class _GrpoPlan:
     def mismatch(self, share: float) -> None:
         """Without numbers a plan holds."""
 
-    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int) -> GrpoPlan | None:
+    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int, scored: object) -> GrpoPlan | None:
         """See `HeadPlan`."""
         if not weight.requires_grad:
             return None

@@ -321,8 +321,9 @@ def _compare(
     r = torch.stack([torch.zeros_like(p) if r is None else r for p, r in pairs])  # type: ignore[arg-type]
     # The scalar is read off the largest planned gradient; should that row be one of the wrong ones, the others will
     # look wrong, and everything is formed again: slower, still right.
-    top = p.abs().argmax()
-    p_top, r_top = p.flatten()[top], r.flatten()[top]
+    top = p.abs().argmax().view(1)
+    # Not by `[top]`, for which the host waits.
+    p_top, r_top = (t.flatten().index_select(0, top).squeeze(0) for t in (p, r))
     scale = torch.where(p_top == 0, torch.ones_like(p_top), r_top / p_top)
     limit = _PLAN_TOLERANCE * (scale * p).abs().amax()
     # Not `>`: a NaN must not pass for a match.

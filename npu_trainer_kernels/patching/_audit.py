@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from .._rounding import Rounded
 from ._agreement import repeatable
 from ._call import generates
+from ._classes import is_patched_class, leaves_out_hooks
 from ._head_call import is_partitioned
 from ._packed import under_way
 from ._padding import draws_for_tokens
@@ -198,6 +199,8 @@ class Audit:
         """Compares before forwards of a body; of a model without one, before its own."""
         names = tuple(inspect.signature(module.forward).parameters)
         undo.add(module.register_forward_pre_hook(functools.partial(_before, self, names), with_kwargs=True).remove)
+        if not is_patched_class(type(module)):
+            leaves_out_hooks(module, undo)
 
     def before(self, module: Any, given: dict[str, Any]) -> None:
         """Compares, where a forward is of a new kind: other arguments, another dtype, other sites, or rows of more than

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops._segments import Segments
 from ..ops._shared_rows import Shared, take, uploaded
+from ._call import Scored
 from ._layout import DEAD, PREDICTS, READ, Layout, layout
 from ._packed import Unserved, packed, packing_for
 
@@ -57,7 +58,7 @@ class Batch:
     @classmethod
     def of(
         cls, given: dict[str, Any], labels: torch.Tensor | None, *, share: bool, padding: int | None = None,
-        ahead: int = 1,
+        ahead: int = 1, scored: Scored | None = None,
     ) -> Any:  # fmt: skip
         """Or why there is no layout, as a sentence; here the host waits for the device, once for a forward.
 
@@ -67,6 +68,7 @@ class Batch:
             share: whether beginnings may be shared.
             padding: the only id that a place without a token may have; None: any.
             ahead: how many places a label is behind the one that predicts it.
+            scored: the places that TRL's head scores, which are read with the layout; None: nobody asks.
         """
         mask, ids = given["attention_mask"], given.get("input_ids")
         alive = mask.bool()
@@ -84,7 +86,22 @@ class Batch:
             seen[:, predicting].masked_fill_(lost, PREDICTS)
         if isinstance(seen, FakeTensor):
             return "its ids or mask have no numbers (FakeTensorMode)"
-        found = layout(seen.cpu().numpy(), share=share and ids is not None)
+        if scored is not None and scored.labels.shape != mask.shape:
+            scored = None
+        if scored is not None:
+            # Above an id's 31 bits, and below those of its position.
+            wanted, live = scored.mask, alive[:, : scored.shape[1]]
+            seen[:, : scored.shape[1]] |= (wanted & live).long() << 31
+            if scored.labels is not labels:
+                seen[:, : scored.shape[1]].masked_fill_(wanted & ~live, PREDICTS)
+        read = seen.cpu().numpy()
+        if scored is not None:
+            marks = (read >= 0) & (read >> 31 & 1 > 0)
+            read = np.where(marks, read & ~(1 << 31), read)
+        found = layout(read, share=share and ids is not None)
+        if scored is not None and not isinstance(found, str):
+            # Elsewhere nothing is scored: a label to be predicted at padding has no layout.
+            scored.places = np.flatnonzero(marks[:, : scored.shape[1]])
         return found if isinstance(found, str) else cls(given, found, tuple(mask.shape))
 
     @property

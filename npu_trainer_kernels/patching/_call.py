@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._opaque import opaque
+from ..ops._checks import has_values
 from ..ops.grpo_loss import GrpoPlan
 from ._learned import LearnedPlan
 from ._undo import Undo
@@ -25,6 +27,7 @@ __all__ = [
     "Call",
     "CallSettings",
     "HeadPlan",
+    "Scored",
     "current_call",
     "current_plan",
     "generates",
@@ -37,8 +40,9 @@ __all__ = [
 class HeadPlan(Protocol):
     """What a trainer knows of the loss before the head has run."""
 
-    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int) -> GrpoPlan | None:
-        """The plan for a head of so many rows, or None where it is for other rows, or does not fit."""
+    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int, scored: "Scored | None") -> GrpoPlan | None:
+        """The plan for a head of so many rows, or None where it is for other rows, or does not fit. Which rows those
+        are `scored` says, where that is known."""
 
     def mismatch(self, share: float) -> None:
         """Told the share of rows whose real gradient was not the plan's."""
@@ -55,7 +59,7 @@ class CallSettings:
         caches: whether a training forward that is not told returns the cache that its configuration speaks of.
         learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
         shares: whether what rows begin with alike is computed once, in training.
-        compacts: whether TRL is to leave out the rows without a label; not where there are shapes without numbers.
+        compacts: whether TRL's head is given no rows without a label; not where there are shapes without numbers.
     """
 
     trl: Any = None
@@ -67,6 +71,39 @@ class CallSettings:
     learned: LearnedPlan = field(default_factory=LearnedPlan)
 
 
+class Scored:
+    """The places of a batch that TRL's head scores: those whose label is not -100. They are read from the device once
+    for a forward, with the layout of the batch where the body reads that.
+
+    Attributes:
+        labels: `[B, L]`, as the model was given them.
+        ahead: how many places a label is behind the one that predicts it: 0 where they were shifted before.
+        places: `[n]`, into the `[B, L - ahead]` places that the head is given; None: not read yet.
+        left_to_us: whether TRL hands over all places, so that those without a label are left out here.
+    """
+
+    def __init__(self, labels: torch.Tensor, ahead: int) -> None:
+        self.labels, self.ahead = labels, ahead
+        self.places: np.ndarray | None = None
+        self.left_to_us = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the places that the head is given."""
+        return self.labels.shape[0], self.labels.shape[1] - self.ahead
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """On the device, which of them are scored: bool."""
+        return self.labels[:, self.ahead :] != -100
+
+    def read(self) -> np.ndarray:
+        """`places`; the host waits for the device where they are not known."""
+        if self.places is None:
+            self.places = np.flatnonzero(self.mask.cpu().numpy())
+        return self.places
+
+
 @dataclass(frozen=True)
 class Call:
     """One forward of a patched model: whose it is, and the call that it is nested in.
@@ -75,6 +112,7 @@ class Call:
         labels: that it was given, or that its trainer keeps for a loss of its own.
         divisor: what the loss is going to be divided by, as `transformers.Trainer` tells the model; None: not known.
         generates: whether it has one token of each row, and no gradient is wanted.
+        scored: the places that TRL's head scores, where it was given the labels of a batch.
     """
 
     settings: CallSettings
@@ -83,6 +121,7 @@ class Call:
     labels: torch.Tensor | None = None
     divisor: int | float | torch.Tensor | None = None
     generates: bool = False
+    scored: Scored | None = None
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
@@ -152,6 +191,15 @@ def _has_one_column(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return isinstance(rows, torch.Tensor) and rows.dim() > 1 and rows.shape[1] == 1
 
 
+def _scored(kwargs: dict[str, Any]) -> Scored | None:
+    shifted = kwargs.get("shift_labels")
+    labels, ahead = (kwargs.get("labels"), 1) if shifted is None else (shifted, 0)
+    # Without numbers there is nothing to read.
+    return (
+        Scored(labels, ahead) if isinstance(labels, torch.Tensor) and labels.dim() == 2 and has_values(labels) else None
+    )
+
+
 def _untracked(*args: Any, **kwargs: Any) -> None:
     """In a graph that may not be broken there are no calls to know of: TRL's own head serves it."""
 
@@ -170,7 +218,8 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     labels = kwargs.get("labels", _kept.get())
     labels = labels if isinstance(labels, torch.Tensor) else None
     one = not torch.is_grad_enabled() and _has_one_column(args, kwargs)
-    _current.set(Call(settings, module, outer, labels, kwargs.get("num_items_in_batch"), one))
+    scored = _scored(kwargs) if settings.trl is not None and kwargs.get("fused_lm_head") else None
+    _current.set(Call(settings, module, outer, labels, kwargs.get("num_items_in_batch"), one, scored))
 
 
 @functools.partial(opaque, in_full_graphs=_untracked)

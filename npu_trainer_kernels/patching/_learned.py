@@ -23,7 +23,7 @@ _probability = LogProbObjective(lambda log_prob, chunk: log_prob.exp().sum())
 
 
 def _proportional(gradient: torch.Tensor, to: torch.Tensor) -> bool:
-    top = to.abs().argmax()
+    top = to.abs().argmax().view(1)  # the host would wait for an index without dimensions
     return bool(
         ((gradient * to[top] - gradient[top] * to).abs() <= _TOLERANCE * (gradient[top] * to).abs().max()).all()
     )

@@ -263,7 +263,8 @@ class PaddingPatch(Patch):
             form.drops or draws_for_tokens(config, parts_of(module.get_submodule(form.inner))[0])
         )
         padding = config.pad_token_id if form.classifies else None
-        batch = Batch.of(given, labels, share=not drops, padding=padding, ahead=form.ahead)
+        scored = None if call is None else call.scored
+        batch = Batch.of(given, labels, share=not drops, padding=padding, ahead=form.ahead, scored=scored)
         if isinstance(batch, str):
             return Late(batch)
         positions = batch.shape[0] * batch.shape[1]

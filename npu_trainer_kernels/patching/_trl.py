@@ -1,10 +1,10 @@
 """TRL's head seam: SFT, DPO, KTO, RLOO and GRPO compute log-probabilities through one function.
 
 TRL (1.15 and later) gives the model a fused head that looks up `trl.trainer.utils._ChunkedLogProbFunction` at each
-call, `_use_triton` to learn whether rows without a label may be left out, and `DTensor` to learn whether a weight has
-to be gathered first. These names are module-level, so what stands in their place decides call by call: inside the
-forward of a patched model (`_call`) ours answers, everywhere else TRL's own. The dispatchers are installed once,
-counted, and taken away with the last handle.
+call, `_use_triton` to learn whether it is to leave out the rows without a label, and `DTensor` to learn whether a
+weight has to be gathered first. These names are module-level, so what stands in their place decides call by call:
+inside the forward of a patched model (`_call`) ours answers, everywhere else TRL's own. The dispatchers are installed
+once, counted, and taken away with the last handle.
 """
 
 import importlib
@@ -25,6 +25,7 @@ from .._triton import MissingDependencyError
 from ..ops._checks import FLOATS
 from ..ops._head_options import HeadOptions
 from ..ops._head_slices import unshared
+from ..ops._shared_rows import Shared, take
 from ..ops.linear_logprob import (
     OUTPUTS,
     LinearLogProbOutput,
@@ -72,6 +73,13 @@ def _apply(
     site: Site,
 ) -> tuple[torch.Tensor | None, ...]:
     """TRL's function by ours: same arguments, same five outputs. `chunk_size` is TRL's tile width; ours needs none."""
+    scored, count, places = call.scored, targets.shape[0], None
+    if scored is not None and scored.left_to_us:
+        scored.left_to_us = False
+        # A forward of its own may have made other labels of those that the model was given: then all are computed.
+        if scored.shape[0] * scored.shape[1] == count and len(scored.read()) < count:
+            places = Shared.make(scored.read(), count, hidden.device)
+            hidden, targets = take(hidden, places), targets.index_select(0, places.gather.rows)
     wanted = tuple(_NAMES[o] for o in outputs if o in _NAMES)
     settings = call.settings
     site.ran += 1
@@ -82,10 +90,10 @@ def _apply(
         _compare(site, hidden, weight, bias, targets, options)
         if site.off is not None:
             settings.trl = None  # from the next call on TRL's own answers
-            return _as_trls(_plain(hidden, weight, bias, targets, options, wanted))
+            return _as_trls(_plain(hidden, weight, bias, targets, options, wanted), places, count)
     plan = current_plan()
     if torch.is_grad_enabled() and plan is not None:
-        found = plan.for_rows(targets.shape[0], weight, hidden.element_size())
+        found = plan.for_rows(targets.shape[0], weight, hidden.element_size(), scored)
         if found is not None:
             objective, chunk_rows, on_mismatch = found.objective, found.chunk_rows, plan.mismatch
     elif torch.is_grad_enabled() and settings.learned.usable is not None:
@@ -98,13 +106,18 @@ def _apply(
         sharded.reshard()  # with gradients, FSDP does after backward
     if plan is None:
         settings.learned.watch(out.log_prob)
-    return _as_trls(out)
+    return _as_trls(out, places, count)
 
 
-def _as_trls(out: LinearLogProbOutput) -> tuple[torch.Tensor | None, ...]:
-    """In the order in which TRL's function returns them."""
+def _as_trls(out: LinearLogProbOutput, places: Shared | None, count: int) -> tuple[torch.Tensor | None, ...]:
+    """In the order in which TRL's function returns them, of `count` rows where some of them were computed."""
     monitored = (None if t is None else t.detach() for t in (out.log_sum_sq_probs, out.mean_logit, out.is_top1))
-    return out.log_prob, out.entropy, *monitored
+    results = (out.log_prob, out.entropy, *monitored)
+    if places is None:
+        return results
+    # TRL makes zeros of the others by itself.
+    rows = places.gather.rows
+    return tuple(None if t is None else t.new_zeros(count).index_copy(0, rows, t) for t in results)
 
 
 def _plain(
@@ -224,9 +237,15 @@ def _dispatcher(original: Any) -> Any:
 
 def _dispatching_use_triton(original: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
     def use_triton(device: torch.device) -> bool:
-        # TRL asks in order to leave out the rows without a label. Ours can on every device.
+        # TRL asks in order to leave out the rows without a label. By its masks the host would wait for the device, once
+        # for each mask and once in backward. `_apply` leaves them out by what the host knows, on every device.
         call = current_call()
-        return call.settings.compacts if call is not None and call.settings.trl is not None else original(device)
+        if call is None or call.settings.trl is None:
+            return original(device)
+        if call.settings.compacts and call.scored is not None:
+            call.scored.left_to_us = True
+            return False
+        return call.settings.compacts
 
     return use_triton
 

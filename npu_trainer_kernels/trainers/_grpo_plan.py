@@ -10,12 +10,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..ops._grpo_formula import GrpoOptions, GrpoTokens, batch_tokens
 from ..ops._head_objective import GIVE_UP
+from ..ops._shared_rows import uploaded
 from ..ops.grpo_loss import GrpoPlan, planned
-from ..patching._call import use_plan
+from ..patching._call import Scored, use_plan
 from ..patching._undo import Undo
 
 __all__ = ["TRL_MODULE", "BatchPlan", "Planner", "Rehearsal", "is_grpo"]
@@ -141,20 +143,35 @@ class BatchPlan:
         if share > GIVE_UP:
             self._planner.give_up(share)
 
-    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int) -> GrpoPlan | None:
+    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int, scored: Scored | None) -> GrpoPlan | None:
         """See `HeadPlan`. TRL scores the tokens of `completion_mask`, completion by completion."""
         if not weight.requires_grad:
             # A frozen head needs no plan: two products whatever the loss.
             return None
-        keep = self._inputs["completion_mask"].bool()
-        # The one thing that waits for the device.
-        kept = torch.nonzero(keep.reshape(-1)).squeeze(1)
-        if kept.shape[0] != rows:
+        completions, length = self._inputs["completion_mask"].shape
+        if scored is None:
+            # This waits for the device.
+            places = np.flatnonzero(self._inputs["completion_mask"].cpu().numpy())
+        elif scored.shape[0] != completions or scored.shape[1] < length:
+            return None
+        else:
+            # A completion is what a row ends with.
+            row, column = np.divmod(scored.read(), scored.shape[1])
+            column -= scored.shape[1] - length
+            if (column < 0).any():
+                return None
+            places = row * length + column
+        if len(places) != rows:
             return None
         options = self._planner.options()
         on_policy = self._inputs.get("old_per_token_logps") is None
+
+        def lengths() -> list[int]:
+            counts: list[int] = np.bincount(places // length, minlength=completions).tolist()
+            return counts
+
         return planned(
-            lambda: self._tokens(kept, options), options, on_policy, lambda: keep.sum(1).tolist(),
+            lambda: self._tokens(uploaded(places, weight.device), options), options, on_policy, lengths,
             weight.shape[0], itemsize, weight.device,
         )  # fmt: skip
 
@@ -179,7 +196,7 @@ class BatchPlan:
 class Rehearsal(BatchPlan):
     """The plan for a batch of shapes without numbers: what it launches can be compiled before there is one."""
 
-    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int) -> GrpoPlan | None:
+    def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int, scored: Scored | None) -> GrpoPlan | None:
         """See `HeadPlan`; every row is a completion."""
         if not weight.requires_grad:
             return None

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 import warnings
 
 import pytest
@@ -273,6 +274,13 @@ def test_a_copy_of_a_model_that_is_compared():
     copied = copy.deepcopy(model)
     copied(**padded()).loss.backward()
     assert len(kernels.report().audits) == 1
+
+
+@pytest.mark.parametrize("ops", [["rms_norm"], OPS], ids=["no body", "all"])
+def test_a_pickle_has_nothing_of_a_comparison(ops):
+    model = small_model("llama")
+    apply_npu_kernels(model, ops=ops).audit()
+    assert b"npu_trainer_kernels" not in pickle.dumps(model)
 
 
 def test_what_refresh_adds_is_compared():

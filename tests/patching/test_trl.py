@@ -1,12 +1,17 @@
 """TRL's head seam on models that TRL has given its fused head: who answers there, and when."""
 
+import copy
+
 import pytest
+import torch
 import trl.trainer.utils as trl_utils
+from peft import PromptTuningConfig, TaskType, get_peft_model
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import _trl
 from tests.closeness import assert_as_close
 from tests.models import batch, loss_and_gradients, small_model
+from tests.patching.padded import padded
 
 
 def test_ours_answers_where_trl_has_no_function(monkeypatch):
@@ -50,6 +55,134 @@ def test_values_that_the_op_does_not_take_are_trls():
         assert "linear_logprob, 1 calls of Qwen3ForCausalLM: float64 values" in kernels.report().text()
     for actual, wanted in zip(found, expected, strict=True):
         assert actual.equal(wanted)
+
+
+def _without_cache():
+    given = padded()
+    del given["use_cache"]  # TRL's head says that itself
+    return given
+
+
+def _shifted():
+    given = _without_cache()
+    labels = given.pop("labels")
+    given["shift_labels"] = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), -100)], 1)
+    return given
+
+
+def _lone_label():
+    """Of one row alone, and a label at padding, which the body then computes."""
+    given = _without_cache()
+    given["labels"][1:] = -100
+    given["labels"][1, 18] = 5
+    return given
+
+
+def _relabelled(to):
+    given = batch()
+    given["labels"] = to(given["input_ids"])
+    return given
+
+
+LABELS = {
+    "padding": (_without_cache, 1),
+    "shifted": (_shifted, 1),
+    # The body is not packed.
+    "no padding": (batch, 1),
+    "a label at padding": (_lone_label, 2),
+    "none": (lambda: _relabelled(lambda ids: torch.full_like(ids, -100)), 1),
+    "all": (lambda: _relabelled(torch.clone), 1),
+}
+
+
+def _scored(model, inputs):
+    """Log-probabilities and entropies, and gradients of sums with another weight for each."""
+    model.zero_grad()
+    out = model(**inputs, fused_lm_head=True)
+    draws = torch.Generator().manual_seed(3)
+    parts = [out.log_probs, out.entropy]
+    weights = [torch.rand(part.shape, generator=draws).to(part.dtype) for part in parts]
+    sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True)).backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    return [*(part.detach() for part in parts), *(torch.zeros(()) if g is None else g.clone() for g in gradients)]
+
+
+@pytest.fixture
+def scored_rows(monkeypatch):
+    """Of each call of our head."""
+    seen, original = [], _trl.planned_linear_logprob
+    monkeypatch.setattr(_trl, "planned_linear_logprob", lambda x, *a, **k: seen.append(len(x)) or original(x, *a, **k))
+    return seen
+
+
+def _compared(model, inputs):
+    exact = copy.deepcopy(model).double()
+    for each in (model, exact):
+        trl_utils.add_fused_lm_head(each, outputs=("log_probs", "entropy"))
+    return model, _scored(model, inputs), _scored(exact, inputs)
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_rows_without_a_label_are_left_out_and_read_once(monkeypatch, scored_rows, name):
+    """TRL's masks would be waited for three times."""
+    make, reads = LABELS[name]
+    inputs = make()
+    model, expected, truth = _compared(small_model("qwen3"), inputs)
+    copies, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self, *a: copies.append(self.shape) or cpu(self, *a))
+    with apply_npu_kernels(model) as kernels:
+        copies.clear()
+        found = _scored(model, inputs)
+        if hasattr(trl_utils, "_use_triton"):  # TRL 1.15 always goes by its masks
+            assert len(copies) == reads
+        assert kernels.report().ran["linear_logprob"] == 1
+        assert kernels.report().ran.get("varlen_attention", 0) == (name in ("padding", "shifted"))
+    labels = inputs["labels"][:, 1:] if "labels" in inputs else inputs["shift_labels"]
+    assert scored_rows == [int((labels != -100).sum())]
+    for actual, reference, exact in zip(found, expected, truth, strict=True):
+        assert_as_close(actual, reference, exact, name)
+
+
+def test_prompt_tuning_makes_labels_longer(scored_rows):
+    config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3, token_dim=48, num_layers=2,
+                                num_attention_heads=4)  # fmt: skip
+    inner, inputs = small_model("qwen3"), batch()
+    exact = copy.deepcopy(inner).double()
+    for each in (inner, exact):
+        trl_utils.add_fused_lm_head(each, outputs=("log_probs", "entropy"))
+    model, exact = (get_peft_model(each, copy.deepcopy(config)) for each in (inner, exact))
+    exact.load_state_dict(model.state_dict())
+    expected, truth = _scored(model, inputs), _scored(exact.double(), inputs)
+    with apply_npu_kernels(model):
+        found = _scored(model, inputs)
+    assert scored_rows == [int((inputs["labels"] != -100).sum())]
+    for actual, reference, exact_value in zip(found, expected, truth, strict=True):
+        assert_as_close(actual, reference, exact_value, "prompt tuning")
+
+
+def test_labels_that_a_forward_of_its_own_makes_longer(scored_rows):
+    """The labels of the call are not those of the head: every row is scored."""
+    model, inputs = small_model("qwen3"), batch()
+
+    def longer(each):
+        fused = each.forward
+
+        def forward(input_ids, labels, **kwargs):
+            ids, ignored = input_ids[:, :2], labels.new_full((len(labels), 2), -100)
+            return fused(input_ids=torch.cat([ids, input_ids], 1), labels=torch.cat([ignored, labels], 1), **kwargs)
+
+        each.forward = forward
+
+    exact = copy.deepcopy(model).double()
+    for each in (model, exact):
+        trl_utils.add_fused_lm_head(each, outputs=("log_probs", "entropy"))
+        longer(each)
+    expected, truth = _scored(model, inputs), _scored(exact, inputs)
+    with apply_npu_kernels(model):
+        found = _scored(model, inputs)
+    assert scored_rows == [inputs["labels"].shape[0] * (inputs["labels"].shape[1] + 2 - 1)]
+    for actual, reference, exact_value in zip(found, expected, truth, strict=True):
+        assert_as_close(actual, reference, exact_value, "longer")
 
 
 class _Another:
