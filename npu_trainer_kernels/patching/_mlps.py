@@ -1,7 +1,8 @@
 """Gated MLPs: `down(act(gate(x)) * up(x))`, however they name and store their three projections.
 
 A candidate has two or three projections (children with parameters) and otherwise nothing but leaves without parameters,
-its activation among them (`_gates`). What it computes is found by running its forward with the projections replaced by
+its activation among them (`_gates`), which only one of three projections may do without: its code then calls a function
+of torch. What it computes is found by running its forward with the projections replaced by
 constants: the last one that is called is `down`, and what reaches it is compared bit for bit with the product of that
 activation's own result, for every way to store gate and up in what the others return.
 
@@ -113,18 +114,13 @@ def _children(module: nn.Module) -> tuple[list[str], list[str]] | None:
             return None
         else:
             leaves.append(name)
-    if len(projections) not in (2, 3):
-        return None
-    return (projections, leaves) if leaves or _known_by_name(projections) else None
+    # Two projections and nothing else are an adapter's, or an MLP without a gate.
+    return (projections, leaves) if len(projections) == 3 or (len(projections) == 2 and leaves) else None
 
 
 def _is_projection(child: nn.Module) -> bool:
     """A linear layer, whatever stores its weight, or adapters around one."""
     return isinstance(child, nn.Linear) or (hasattr(child, "in_features") and hasattr(child, "out_features"))
-
-
-def _known_by_name(names: list[str]) -> bool:
-    return {"gate_proj", "up_proj", "down_proj"} <= set(names)
 
 
 class _Otherwise(Exception):
