@@ -28,7 +28,7 @@ from ..ops._checks import FLOATS
 from ..ops._gates import JOINED
 from ..ops._host import autocasts
 from ..ops._slices import in_slices
-from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference
+from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference, unserved
 from ._agreement import MODES, agree, repeatable
 from ._call import CallSettings
 from ._classes import has_hooks, original_class
@@ -312,7 +312,11 @@ class GatedMlpPatch(Patch):
                 return f"its {name} has hooks, or has been exchanged"
             if (reason := changed(leaf, settings)) is not None:
                 return f"{reason} in its {name}"
-        return no_float(args[0]) or changed(module, form.settings)
+        reason = no_float(args[0]) or changed(module, form.settings)
+        if reason is None and form.product.joined == "interleaved":
+            down: Any = module._modules[form.down]
+            reason = unserved(args[0], down.in_features, site.backend)
+        return reason
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: MlpForm = site.form
