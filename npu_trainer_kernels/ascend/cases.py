@@ -6,19 +6,20 @@ host code and tiling choose what would be launched; on CPU tensors it makes one 
 of the chip's cores gets, or two rows of logits), so that the bytes moved can be counted.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from .. import device, ops
+from .. import device, ops, tiling
 from ..ops._gates import ACTIVATIONS
 from ..workloads import ModelShapes
 from .gate import Case, FewRows, Minimum
 
 __all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "MINIMA", "ROWS", "TABLE", "VOCABULARIES", "Entry", "Tensors", "cases",
-           "model_cases"]  # fmt: skip
+           "is_rotation", "model_cases", "rotation_entry"]  # fmt: skip
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 HIDDEN = (512, 896, 1024, 1536, 2048, 2560, 3584, 4096, 5120, 8192)
@@ -69,6 +70,8 @@ class Tensors:
 
 # Calls an op for a number of rows at one size; returns the fewest bytes that each kernel must move, by its name.
 Call = Callable[[Tensors, int, int], Mapping[str, int]]
+# Why the op leaves a size in elements of so many bytes to the model on a device, or None.
+Unserved = Callable[[int, int, device.DeviceSpec], str | None]
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class Entry:
         reads_values: the op's host code reads masks, so that its launches are recorded on CPU tensors, of few rows.
         follows_ids: how often its kernels' loops run is said by ids, so that a trace needs them.
         part: the share of a head that rotates; less than all is for models that rotate so much.
+        unserved: the op's rule of what it leaves to the model; None: nothing.
     """
 
     op: str
@@ -100,6 +104,7 @@ class Entry:
     reads_values: bool = False
     follows_ids: bool = False
     part: float = 1.0
+    unserved: Unserved | None = None
 
     def cases(self) -> Iterator[Case]:
         """One case for each size and dtype."""
@@ -128,8 +133,9 @@ class Entry:
         # fp16 moves what bf16 moves.
         measured = None if name == "fp16" else run_share
         minima = {kernel: minimum for (op, kernel), minimum in MINIMA.items() if op == self.op}
+        unserved = None if self.unserved is None else partial(self.unserved, size, dtype.itemsize)
         return Case(self.op, f"{self.rows} x {size} ({self.label})", name, run, measured, self.max_traffic,
-                    FewRows(run_few, few, few * size), minima)  # fmt: skip
+                    FewRows(run_few, few, few * size), minima, unserved)  # fmt: skip
 
 
 def _backward(*outputs: torch.Tensor | None) -> None:
@@ -247,9 +253,38 @@ def _rope(part: float = 1.0, table: torch.dtype | None = None, **options: Any) -
     return call
 
 
+def _share(part: float) -> str:
+    return {0.25: "a quarter", 0.5: "half", 0.75: "three quarters"}.get(part, f"{part:g} of a head")
+
+
 def _rope_of(part: float, sizes: tuple[int, ...], form: str = "rope", **options: Any) -> Entry:
-    words = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters"}.get(part, f"{part:g} of a head")
-    return Entry(f"{form}, {words}", sizes, "head", _rope(part, **options), part=part)
+    rule = _rope_rule(part, options.get("pairs", "halves"))
+    return Entry(f"{form}, {_share(part)}", sizes, "head", _rope(part, **options), part=part, unserved=rule)
+
+
+def _rope_rule(part: float, pairs: str) -> Unserved:
+    def unserved(size: int, itemsize: int, spec: device.DeviceSpec) -> str | None:
+        half = int(part * size) // 2
+        return tiling.rope_unserved(half, size - 2 * half, itemsize, pairs != "halves", spec)
+
+    return unserved
+
+
+_ONE_BY_ONE = {"halves": "", "interleaved": "by turns", "regrouped": "regrouped"}
+_OF_TABLES = {"each": "", "pair": "tables of pairs", "first_half": "tables of which half is read"}
+
+
+def rotation_entry(part: float, pairs: str, tables: str, casting: str) -> Entry:
+    """A rotation as a model has it, of any head; options as `ops.rope` has them.
+
+    Args:
+        part: the share of a head that rotates.
+        pairs, tables, casting: options of `ops.rope`.
+    """
+    words = (_ONE_BY_ONE[pairs], _OF_TABLES[tables])
+    op = ", ".join(["rope", *filter(None, words), *([] if part == 1 else [_share(part)])])
+    call = _rope(part, pairs=pairs, tables=tables, casting=casting)
+    return Entry(op, (), "head", call, part=part, unserved=_rope_rule(part, pairs))
 
 
 def _embedding(scale: float | None) -> Call:
@@ -446,15 +481,16 @@ TABLE: tuple[Entry, ...] = (
     # Of GPT-OSS 20B; of Phi-3 mini and GLM-4 9B.
     Entry("swiglu, alpha, limit, offset", (2880,), "intermediate", _swiglu(**_GPT_OSS)),
     Entry("swiglu, joined in halves", (8192, 13696), "intermediate", _swiglu(joined="halves")),
-    Entry("swiglu, joined by turns", (8192,), "intermediate", _swiglu(joined="interleaved")),
+    Entry("swiglu, joined by turns", (8192,), "intermediate", _swiglu(joined="interleaved"),
+          unserved=tiling.swiglu_unserved),
     Entry("swiglu, joined by turns, alpha, limit, offset", (2880,), "intermediate",
-          _swiglu(joined="interleaved", **_GPT_OSS)),
+          _swiglu(joined="interleaved", **_GPT_OSS), unserved=tiling.swiglu_unserved),
     Entry("swiglu_linear", (4864, 8192, 14336, 18944), "intermediate", _swiglu_linear()),
     Entry("swiglu_linear, gelu_tanh", (6912, 10240, 21504), "intermediate", _swiglu_linear(activation="gelu_tanh")),
     Entry("swiglu_linear, gelu", (14336,), "intermediate", _swiglu_linear(activation="gelu")),
     Entry("swiglu_linear, joined in halves", (8192, 13696), "intermediate", _swiglu_linear(joined="halves")),
     Entry("swiglu_linear, joined by turns, alpha, limit, offset", (2880,), "intermediate",
-          _swiglu_linear(joined="interleaved", **_GPT_OSS)),
+          _swiglu_linear(joined="interleaved", **_GPT_OSS), unserved=tiling.swiglu_unserved),
     Entry("rope", HEAD_DIMS, "head", _rope()),
     # Heads whose halves are no multiple of 32 bytes, too.
     Entry("rope, any head", _OTHER_HEAD_DIMS, "head", _rope(), share=64, dtypes=("bf16",)),
@@ -529,18 +565,25 @@ MINIMA: dict[tuple[str, str], Minimum] = {
 """By op of an entry and kernel."""
 
 
+def is_rotation(entry: Entry) -> bool:
+    """Whether an entry is one of `ops.rope`."""
+    return entry.op.partition(",")[0] == "rope"
+
+
 def cases() -> list[Case]:
     """All cases of the table."""
     return [case for entry in TABLE for case in entry.cases()]
 
 
-def model_cases(shapes: ModelShapes, dtype: str) -> list[Case]:
+def model_cases(shapes: ModelShapes, dtype: str, rotations: Sequence[Mapping[str, str]] = ()) -> list[Case]:
     """The table's cases at a model's shapes instead of its own, to be compiled; traffic is not counted. Not those of
-    sizes that it does not have, or that rotate another share of a head.
+    sizes that it does not have, or that rotate another share of a head, or otherwise.
 
     Args:
         shapes: the model.
         dtype: a key of `DTYPES`.
+        rotations: how its code rotates, each as options of `ops.rope` (`pairs`, `tables`, `casting`); none: nobody
+            knows, and every rotation of the table is looked at.
     """
     sizes = {
         "hidden": shapes.hidden,
@@ -549,7 +592,11 @@ def model_cases(shapes: ModelShapes, dtype: str) -> list[Case]:
         "vocabulary": shapes.vocabulary,
     }
     known = {entry.part for entry in TABLE}
-    table = TABLE if shapes.rotated in known else (*TABLE, _rope_of(shapes.rotated, ()))
+    if rotations:
+        own = [rotation_entry(shapes.rotated, **form) for form in rotations]
+        table = (*(entry for entry in TABLE if not is_rotation(entry)), *own)
+    else:
+        table = TABLE if shapes.rotated in known else (*TABLE, _rope_of(shapes.rotated, ()))
     entries = (e for e in table if dtype in e.dtypes and sizes[e.label] and e.part in (1.0, shapes.rotated))
     fitted = (replace(e, sizes=(sizes[e.label],), dtypes=(dtype,)) for e in entries)
     return [replace(case, run_small=None, few=None) for entry in fitted for case in entry.cases()]

@@ -96,6 +96,7 @@ class Case:
         max_traffic: the most bytes moved, over the fewest possible, that passes where rows fit on the chip; None: any.
         few: what is traced; None: nothing is.
         minima: of each kernel, by name, that has one.
+        unserved: why the op leaves such calls to the model on a device; None: it serves them, or always does.
     """
 
     op: str
@@ -106,6 +107,7 @@ class Case:
     max_traffic: float | None = 1.05
     few: FewRows | None = None
     minima: Mapping[str, Minimum] = field(default_factory=dict)
+    unserved: Callable[[device.DeviceSpec], str | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from ._model import DTYPES, shapes_of
+from ._model import DTYPES, config_of, shapes_of
 from ._model import HELP as MODEL_HELP
 from ._output import FINE, FOUND, Output, UsageError, new_table
 
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     _ready()
     from ..ascend import gate
     from ..ascend.cases import TABLE, model_cases
-    from ..device import ASCEND_CHIPS
+    from ..device import ASCEND_CHIPS, chip_spec
+    from ..patching._rotations import rotations_of
 
     if args.target not in ASCEND_CHIPS:
         raise UsageError(f"--target must be one of {', '.join(ASCEND_CHIPS)}; got {args.target!r}")
@@ -60,9 +61,14 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise UsageError(f"--workers must be at least 1; got {args.workers}")
     shapes = shapes_of(args.model)
     chips = gate.CHIPS if args.all_targets else (args.target,)
-    cases = model_cases(shapes, args.dtype)
+    cases = model_cases(shapes, args.dtype, [form.options for form in rotations_of(config_of(args.model))])
     ops = {case.op for case in cases}
     left_out = [entry.op for entry in TABLE if args.dtype in entry.dtypes and entry.op not in ops]
+    specs = [chip_spec(chip) for chip in chips]
+    # The op asks the same rule at a call, and has it done by the model's own code.
+    reasons = {case.op: reason for case in cases for spec in specs
+               if case.unserved is not None and (reason := case.unserved(spec)) is not None}  # fmt: skip
+    cases = [case for case in cases if case.op not in reasons]
     rows: list[gate.Row] = []
     with output.progress(len(cases)) as progress:
         for case in cases:
@@ -74,7 +80,9 @@ def run(args: argparse.Namespace, output: Output) -> int:
     for row in broken:
         output.text(f"{row.op} {row.kernel} {row.chip}: {'; '.join(row.broken)}", style="red")
     if left_out:
-        output.text(f"Left out, as the model has no such size or rotates another share of heads: {'; '.join(left_out)}")
+        output.text(f"Left out, as the model has no such size or rotates otherwise: {'; '.join(left_out)}")
+    for op, reason in reasons.items():
+        output.text(f"Left to the model's own code: {op}: {reason}")
     output.text(f"{len(rows) - len(broken)} of {len(rows)} pass")
     output.result({
         "model": args.model,
@@ -83,6 +91,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         "targets": list(chips),
         "passed": not broken,
         "left_out": left_out,
+        "left_to_the_model": reasons,
         "kernels": [_as_json(row) for row in rows],
     })  # fmt: skip
     return FOUND if broken else FINE

@@ -31,7 +31,8 @@ from ._fallback import falls_back
 from ._host import once_differentiable, promoted
 from ._launch import launch
 
-__all__ = ["CASTINGS", "PAIRS", "TABLES", "Rotation", "rope", "rope_of_checked", "rope_reference", "rotation"]
+__all__ = ["CASTINGS", "PAIRS", "TABLES", "Rotation", "rope", "rope_of_checked", "rope_reference", "rotation",
+           "unserved"]  # fmt: skip
 
 PAIRS = ("halves", "interleaved", "regrouped")
 TABLES = ("each", "pair", "first_half")
@@ -658,6 +659,16 @@ def rope(
     return rope_of_checked(q, k, cos, sin, form, backend)
 
 
+def unserved(q: torch.Tensor, cos: torch.Tensor, form: Rotation, backend: str | None) -> str | None:
+    """Why the kernel is not given heads like these on their device unless it is asked for by name; None: it is."""
+    spec = device.spec(q.device)
+    if not spec.has_buffer or backends.asked_for("rope", backend):
+        return None
+    half, size = form.rotated_size(cos.shape[-1]) // 2, q.shape[-1]
+    itemsize = min(q.dtype.itemsize, cos.dtype.itemsize)
+    return tiling.rope_unserved(half, size - 2 * half, itemsize, form.pairs != "halves", spec)
+
+
 def rope_of_checked(
     q: torch.Tensor, k: _Key, cos: torch.Tensor, sin: torch.Tensor, form: Rotation, backend: str | None
 ) -> tuple[torch.Tensor, _Key]:
@@ -671,6 +682,8 @@ def rope_of_checked(
         return q.dtype, batch * tokens, (n_heads, 0 if k is None else k.shape[form.heads], size)
 
     chosen = backends.choose("rope", where, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin, form), at=at)
+    if chosen == "triton" and unserved(q, cos, form, backend) is not None:
+        chosen = "torch"
     if chosen == "torch" and torch.compiler.is_compiling():
         return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
     return _Rope.apply(q, k, cos, sin, form, chosen)

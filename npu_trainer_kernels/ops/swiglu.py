@@ -30,7 +30,7 @@ from ._gates import Gate, activated, bounded_gate, bounded_up, gate_options, slo
 from ._host import autocasts, compute_dtype, contiguous_like, in_dtype, once_differentiable
 from ._launch import launch
 
-__all__ = ["swiglu", "swiglu_linear", "swiglu_linear_reference", "swiglu_reference"]
+__all__ = ["swiglu", "swiglu_linear", "swiglu_linear_reference", "swiglu_reference", "unserved"]
 
 
 def swiglu_reference(
@@ -435,7 +435,19 @@ def _chosen(gate: torch.Tensor, form: Gate, backend: str | None) -> str:
         dtype, tokens, (width,) = backends.of_rows(gate)
         return dtype, tokens, (width // 2 if form.joined else width,)
 
-    return backends.choose("swiglu", gate.device, backend, lambda: _vendor.uncovered_swiglu(form), at=at)
+    chosen = backends.choose("swiglu", gate.device, backend, lambda: _vendor.uncovered_swiglu(form), at=at)
+    if chosen == "triton" and form.joined == "interleaved" and unserved(gate, gate.shape[-1] // 2, backend) is not None:
+        chosen = "torch"
+    return chosen
+
+
+def unserved(like: torch.Tensor, cols: int, backend: str | None) -> str | None:
+    """Why the kernels are not given gate and up by turns of so many columns each on a tensor's device unless they are
+    asked for by name; None: they are."""
+    spec = device.spec(like.device)
+    if not spec.has_buffer or backends.asked_for("swiglu", backend):
+        return None
+    return tiling.swiglu_unserved(cols, like.dtype.itemsize, spec)
 
 
 def swiglu(

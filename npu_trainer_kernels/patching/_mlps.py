@@ -1,7 +1,8 @@
 """Gated MLPs: `down(act(gate(x)) * up(x))`, however they name and store their three projections.
 
 A candidate has two or three projections (children with parameters) and otherwise nothing but leaves without parameters,
-its activation among them (`_gates`). What it computes is found by running its forward with the projections replaced by
+its activation among them (`_gates`), which only one of three projections may do without: its code then calls a function
+of torch. What it computes is found by running its forward with the projections replaced by
 constants: the last one that is called is `down`, and what reaches it is compared bit for bit with the product of that
 activation's own result, for every way to store gate and up in what the others return.
 
@@ -27,7 +28,7 @@ from ..ops._checks import FLOATS
 from ..ops._gates import JOINED
 from ..ops._host import autocasts
 from ..ops._slices import in_slices
-from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference
+from ..ops.swiglu import swiglu, swiglu_linear, swiglu_reference, unserved
 from ._agreement import MODES, agree, repeatable
 from ._call import CallSettings
 from ._classes import has_hooks, original_class
@@ -113,18 +114,13 @@ def _children(module: nn.Module) -> tuple[list[str], list[str]] | None:
             return None
         else:
             leaves.append(name)
-    if len(projections) not in (2, 3):
-        return None
-    return (projections, leaves) if leaves or _known_by_name(projections) else None
+    # Two projections and nothing else are an adapter's, or an MLP without a gate.
+    return (projections, leaves) if len(projections) == 3 or (len(projections) == 2 and leaves) else None
 
 
 def _is_projection(child: nn.Module) -> bool:
     """A linear layer, whatever stores its weight, or adapters around one."""
     return isinstance(child, nn.Linear) or (hasattr(child, "in_features") and hasattr(child, "out_features"))
-
-
-def _known_by_name(names: list[str]) -> bool:
-    return {"gate_proj", "up_proj", "down_proj"} <= set(names)
 
 
 class _Otherwise(Exception):
@@ -316,7 +312,11 @@ class GatedMlpPatch(Patch):
                 return f"its {name} has hooks, or has been exchanged"
             if (reason := changed(leaf, settings)) is not None:
                 return f"{reason} in its {name}"
-        return no_float(args[0]) or changed(module, form.settings)
+        reason = no_float(args[0]) or changed(module, form.settings)
+        if reason is None and form.product.joined == "interleaved":
+            down: Any = module._modules[form.down]
+            reason = unserved(args[0], down.in_features, site.backend)
+        return reason
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: MlpForm = site.form

@@ -22,6 +22,7 @@ from torch import nn
 from .._configs import setting
 from ..ops._checks import FLOATS
 from ..ops.linear_rms_norm import linear_rms_norm
+from ..ops.rope import unserved
 from ._classes import original_class, subclass_with_forward
 from ._mlps import is_bare_linear, parameter_of
 from ._norm_forms import NormForm, exchanged, forms_of, norms_of
@@ -37,13 +38,12 @@ from ._patch import (
     set_on_instance,
     while_recognised,
 )
-from ._rotations import RopeForm, rope_form, rotate, rotation_call
+from ._rotations import RopeForm, form_of_call, rope_form, rotate, rotates, rotation_call
 from ._source import called_on_self, plain_forward, rewritten, self_attribute, source_of
 
 __all__ = ["RopePatch"]
 
 _PROJECT = "_npu_kernels_linear_rms_norm"
-_ROTATES = ("rotary", "rope")
 _DTYPES = frozenset((*FLOATS, torch.complex64))
 _OTHER = Late("other arguments, or other shapes, than its form has")
 
@@ -153,7 +153,7 @@ class RopePatch(Patch):
     def recognise(self, module: nn.Module, scene: Scene) -> AttentionForm | str | None:
         cls: Any = original_class(module)
         code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-        names = [name for name in getattr(code, "co_names", ()) if any(part in name for part in _ROTATES)]
+        names = [name for name in getattr(code, "co_names", ()) if rotates(name)]
         space = getattr(inspect.unwrap(cls.forward), "__globals__", {})
         functions = {name: space[name] for name in names if isinstance(space.get(name), types.FunctionType)}
         if not functions:
@@ -181,7 +181,10 @@ class RopePatch(Patch):
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: RopeForm = module
         call = rotation_call(form, args, kwargs)
-        return _OTHER if call is None else rotate(form, call, site.backend)
+        if call is None:
+            return _OTHER
+        reason = unserved(call.q, call.cos, form_of_call(form, call), site.backend)
+        return rotate(form, call, site.backend) if reason is None else Late(reason)
 
     def sizes(self, module: Any, form: AttentionForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
         of_layer = functools.partial(setting, getattr(module, "config", None), layer=getattr(module, "layer_idx", 0))

@@ -14,8 +14,10 @@ At a call `rotation_call` says whether the form covers it, and `rotate` does it.
 """
 
 import functools
+import importlib
 import inspect
 import itertools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,10 +25,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ops._checks import FLOATS
-from ..ops.rope import CASTINGS, PAIRS, TABLES, rope_of_checked, rope_reference, rotation
+from ..ops.rope import CASTINGS, PAIRS, TABLES, Rotation, rope_of_checked, rope_reference, rotation
 from ._patch import PROBE_ERRORS
 
-__all__ = ["RopeForm", "RotationCall", "rope_form", "rotate", "rotation_call"]
+__all__ = ["RopeForm", "RotationCall", "form_of_call", "rope_form", "rotate", "rotates", "rotation_call",
+           "rotations_of"]  # fmt: skip
 
 _QUERIES, _KEYS, _SINGLE = ("q", "xq"), ("k", "xk"), ("x", "tensor", "hidden_states")
 _COMPLEX = "freqs_cis"
@@ -150,11 +153,15 @@ def _covers(
     return of_k[0] == batch and of_k[3 - heads] == tokens and of_k[3] == size
 
 
+def form_of_call(form: RopeForm, call: RotationCall) -> Rotation:
+    """What `ops.rope` is to do."""
+    return rotation(heads=call.heads, **form.options)
+
+
 def rotate(form: RopeForm, call: RotationCall, backend: str | None = None) -> Any:
     """What the function would return."""
     # What `rope` would check `rotation_call` has looked at.
-    form_of_call = rotation(heads=call.heads, **form.options)
-    q, k = rope_of_checked(call.q, call.k, call.cos, call.sin, form_of_call, backend)
+    q, k = rope_of_checked(call.q, call.k, call.cos, call.sin, form_of_call(form, call), backend)
     if call.one_sequence:
         q, k = q.squeeze(0), None if k is None else k.squeeze(0)
     return (q, k) if "k" in form.roles else q
@@ -163,6 +170,28 @@ def rotate(form: RopeForm, call: RotationCall, backend: str | None = None) -> An
 # ---------------------------------------------------------------------------------------------------------------------
 # Recognition
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def rotations_of(config: Any) -> tuple[RopeForm, ...]:
+    """What the functions compute that rotate in the code of a config's causal language model, or of its text part; none
+    where transformers has no such code, or no form covers it."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    mappings: tuple[Any, ...] = AutoModelForCausalLM._model_mapping, AutoModel._model_mapping
+    for part, mapping in itertools.product((config, config.get_text_config()), mappings):
+        if type(part) in mapping:
+            kind = mapping[type(part)]  # several, where a config has a model for each of its sizes
+            space = vars(importlib.import_module((kind[0] if isinstance(kind, tuple) else kind).__module__))
+            named = [f for name, f in space.items() if rotates(name) and isinstance(f, types.FunctionType)]
+            found = tuple(form for f in named if "vision" not in f.__name__ and (form := rope_form(f)) is not None)
+            if found:
+                return tuple(dict.fromkeys(found))
+    return ()
+
+
+def rotates(name: str) -> bool:
+    """Whether a function may rotate, by its name."""
+    return any(part in name for part in ("rotary", "rope"))
 
 
 @functools.cache

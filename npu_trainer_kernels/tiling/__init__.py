@@ -11,7 +11,9 @@ from ._layers import (
     gate_block,
     rope_pair_tile,
     rope_tile,
+    rope_unserved,
     swiglu_block,
+    swiglu_unserved,
     vocabulary_tile,
     wants_int32_ids,
 )
@@ -29,5 +31,6 @@ __all__ = ["TUNABLE", "Block", "BorrowingChunks", "HeadsTile", "RowTile", "Stati
            "expert_gate_tile", "expert_rows_tile", "expert_sums_tile", "forget_tiles", "fused_tile", "gate_block",
            "general_norm_backward_tile", "general_norm_forward_tile", "gradient_tile", "head_chunk", "next_power_of_2",
            "norm_backward_tile", "norm_forward_tile", "partial_sums_tile", "programs", "rope_pair_tile", "rope_tile",
-           "rows_inside", "scale_block", "shortest_chunk", "statistics_tile", "swiglu_block", "token_block",
-           "try_variation", "varied", "vocabulary_tile", "wants_int32_ids"]  # fmt: skip
+           "rope_unserved", "rows_inside", "scale_block", "shortest_chunk", "statistics_tile", "swiglu_block",
+           "swiglu_unserved", "token_block", "try_variation", "varied", "vocabulary_tile",
+           "wants_int32_ids"]  # fmt: skip

@@ -16,7 +16,9 @@ __all__ = [
     "gate_block",
     "rope_pair_tile",
     "rope_tile",
+    "rope_unserved",
     "swiglu_block",
+    "swiglu_unserved",
     "vocabulary_tile",
     "wants_int32_ids",
 ]
@@ -57,6 +59,28 @@ def gate_block(itemsize: int, tensors: int, by_turns: int, spec: DeviceSpec) -> 
         return swiglu_block(itemsize, tensors, spec)
     variant = "by turns" if by_turns else "any gate"
     return Block(tile_limit(f"swiglu.{_GATE_KERNELS[tensors]} {variant}", itemsize, spec))
+
+
+# Of a row, at each of which the scalar unit waits for the vector unit once where gate and up are put by turns; as many
+# waits as the gate allows (`MAX_WAITS_PER_ROW` of `ascend/gate.py`).
+_MOST_BLOCKS_BY_TURNS = 8
+
+
+@cache
+def swiglu_unserved(cols: int, itemsize: int, spec: DeviceSpec) -> str | None:
+    """Why SwiGLU's kernels had better not be given gate and up by turns in one tensor; None: they serve it.
+
+    Args:
+        cols: of gate.
+        itemsize: bytes of an element.
+        spec: the device.
+    """
+    if not spec.has_buffer:
+        return None
+    most = _MOST_BLOCKS_BY_TURNS * gate_block(itemsize, 6, 1, spec).size
+    if cols <= most:
+        return None
+    return f"gate and up by turns, of {cols} columns each: above {most} the kernel waits too often on {spec.name}"
 
 
 def block_of_rows(size: int, cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
@@ -116,6 +140,33 @@ def rope_tile(half: int, rest: int, itemsize: int, by_turns: bool, spec: DeviceS
         rows = 6 * limit // (6 * cdiv(half, 16) * 16 + cdiv(rest, 16) * 16)
         return TokensTile(max(1, min(rows, 128)), half, rest)
     return TokensTile(4, next_power_of_2(half), next_power_of_2(rest))
+
+
+# What a transfer of the chip moves at least: less is moved one element at a time.
+_TRANSFER_BYTES = 32
+# Pairs by turns are taken apart in fp32: rows of 32 bytes' multiples on chip.
+_PAIRS_OF_A_UNIT = 8
+
+
+@cache
+def rope_unserved(half: int, rest: int, itemsize: int, by_turns: bool, spec: DeviceSpec) -> str | None:
+    """Why the rotary kernel had better not rotate these heads; None: it serves them.
+
+    Args:
+        half: pairs of a head.
+        rest: elements of a head that pass through.
+        itemsize: bytes of the narrowest element.
+        by_turns: the pairs lie next to each other in a head.
+        spec: the device.
+    """
+    if not spec.has_buffer:
+        return None
+    for count, what in ((half, "halves of"), (rest, "a rest of")):
+        if 0 < count * itemsize < _TRANSFER_BYTES:
+            return f"{what} {count} elements, less than the {_TRANSFER_BYTES} bytes of a transfer on {spec.name}"
+    if by_turns and half % _PAIRS_OF_A_UNIT:
+        return f"{half} pairs by turns, not a multiple of {_PAIRS_OF_A_UNIT}: the kernel waits for each on {spec.name}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from npu_trainer_kernels.ascend import gate
-from npu_trainer_kernels.ascend.cases import TABLE, model_cases
+from npu_trainer_kernels.ascend.cases import TABLE, is_rotation, model_cases
 from npu_trainer_kernels.cli import _compile, main
 from npu_trainer_kernels.workloads import ModelShapes
 
@@ -14,6 +14,9 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "vocab_size": 331, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
+
+
+ROTATIONS = {entry.op for entry in TABLE if is_rotation(entry)}
 
 
 @pytest.fixture
@@ -59,20 +62,37 @@ def test_every_entry_of_the_table_at_the_models_sizes():
 @pytest.mark.parametrize(
     ("config", "rotated"),
     [
-        (CONFIG, set()),
-        ({**CONFIG, "model_type": "gpt_neox", "rotary_pct": 0.25}, {"rope, a quarter"}),
-        ({**CONFIG, "model_type": "glm"}, {"rope, half", "rope, by turns, half"}),
-        ({**CONFIG, "model_type": "phi", "partial_rotary_factor": 0.4}, {"rope, 0.4 of a head"}),
+        (CONFIG, "rope"),
+        ({**CONFIG, "model_type": "gpt_neox", "rotary_pct": 0.25}, "rope, a quarter"),
+        ({**CONFIG, "model_type": "glm"}, "rope, by turns, tables of which half is read, half"),
+        ({**CONFIG, "model_type": "glm4_moe"}, "rope, half"),
+        ({**CONFIG, "model_type": "cohere"}, "rope, by turns"),
+        ({**CONFIG, "model_type": "gpt_oss"}, "rope, tables of pairs"),
+        ({**CONFIG, "model_type": "phi", "partial_rotary_factor": 0.4}, "rope, 0.4 of a head"),
     ],
-    ids=["all", "a quarter", "half", "none of the table"],
+    ids=lambda value: value if isinstance(value, str) else value["model_type"],
 )
-def test_rotations_of_a_part_are_for_models_that_rotate_it(tmp_path, compiled, capsys, config, rotated):
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_a_model_is_checked_as_its_own_code_rotates(tmp_path, compiled, capsys, config, rotated):
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 128, "hidden_size": 512}))
     assert main(["compile", "--model", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    parts = {entry.op for entry in TABLE if entry.part < 1}
-    assert {k["op"] for k in found["kernels"]} - {entry.op for entry in TABLE if entry.part == 1} == rotated
-    assert set(found["left_out"]) == parts - rotated
+    assert {op for k in found["kernels"] if (op := k["op"]).startswith("rope")} == {rotated}
+    assert {op for op in found["left_out"] if op.startswith("rope")} == ROTATIONS - {rotated}
+    assert found["left_to_the_model"] == {}
+
+
+def test_what_the_ops_leave_to_the_model_is_not_compiled_but_named(tmp_path, compiled, capsys):
+    sizes = {"hidden_size": 768, "num_attention_heads": 8, "head_dim": 96, "intermediate_size": 18432}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **sizes, "model_type": "gpt_neox"}))
+    assert main(["compile", "--model", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    left = found["left_to_the_model"]
+    assert left["rope, a quarter"] == "halves of 12 elements, less than the 32 bytes of a transfer on Ascend910B4"
+    assert left["swiglu, joined by turns"].startswith("gate and up by turns, of 18432 columns each: above 12288 ")
+    assert not {k["op"] for k in found["kernels"]} & left.keys()
+    assert main(["compile", "--model", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Left to the model's own code: rope, a quarter: {left['rope, a quarter']}" in said
 
 
 def test_what_a_model_has_no_size_for_is_named(tmp_path, compiled, capsys):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from npu_trainer_kernels import tiling
+from npu_trainer_kernels import backends, tiling
+from npu_trainer_kernels import device as device_of
 from npu_trainer_kernels.device import GIB, KIB, DeviceSpec
 from npu_trainer_kernels.ops import rope, rope_reference
 from npu_trainer_kernels.ops._launch import use_launcher
@@ -16,6 +17,7 @@ from tests.pairs import pairs
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Tiles are of four tokens in the interpreter: two and a tail.
 BATCH, HEADS, KV_HEADS, TOKENS = 2, 3, 2, 11
+BY_TURNS = {"pairs": "interleaved"}
 
 
 def make(device, dtype=torch.float32, size=64, tokens=TOKENS, table_dtype=None, batched=False, transposed=True):
@@ -125,6 +127,26 @@ def test_more_sequences_than_a_grid_takes(device, in_one_launch, monkeypatch):
 def test_few_enough_groups_of_heads_in_one_launch(heads, size, expected):
     tile = tiling.rope_pair_tile(*heads, size // 2, DeviceSpec("cuda", "a card", 132, 256 * KIB, 80 * GIB))
     assert (tile and tile.heads) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "rotated", "options", "served"),
+    [(96, 24, {}, False), (128, 32, {}, True), (88, 88, BY_TURNS, False), (80, 80, BY_TURNS, True)],
+)
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_what_reads_single_elements_on_an_npu_is_not_given_to_the_kernel_unless_asked_for(
+    monkeypatch, size, rotated, options, served, backend
+):
+    monkeypatch.setattr(backends, "choose", lambda *args, **options: "triton")
+    q, k = (torch.randn(1, heads, 5, size).bfloat16() for heads in (3, 2))
+    cos, sin = torch.randn(2, 1, 5, rotated).bfloat16()
+    launched = []
+    with device_of.use_chip("Ascend910B4"), use_launcher(lambda kernel, *rest: launched.append(kernel)):
+        found = rope(q, k, cos, sin, backend=backend, **options)
+    assert bool(launched) == (served or backend is not None)
+    if not launched:
+        expected = rope_reference(q, k, cos, sin, **options)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_tables_of_another_dtype(device, backend):

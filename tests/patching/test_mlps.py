@@ -1,11 +1,15 @@
 """Gated MLPs: when `down_proj` joins the op, and that nobody misses being called or finds his tensors overwritten."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
-from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching._mlps import is_bare_linear
+from npu_trainer_kernels import apply_npu_kernels, device
+from npu_trainer_kernels.patching._mlps import GatedMlpPatch, is_bare_linear
 from tests.closeness import assert_as_close
 from tests.conftest import DEVICE
 from tests.models import batch, small_model
@@ -135,3 +139,57 @@ def test_one_tensor_less_is_kept_for_backward():
     with apply_npu_kernels(model, ops=["swiglu"], backend="swiglu=triton"):
         assert kept_by(mlp, x) == 2
     assert kept_by(mlp, x) == 4
+
+
+class ByTurns(nn.Module):
+    """One projection makes gate and up, element by element."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.act = nn.SiLU()
+        self.gate_up, self.down = nn.Linear(8, 2 * width, bias=False), nn.Linear(width, 8, bias=False)
+
+    def forward(self, x):
+        both = self.gate_up(x)
+        return self.down(self.act(both[..., ::2]) * both[..., 1::2])
+
+
+@pytest.mark.parametrize(("width", "served"), [(12288, True), (18432, False)])
+def test_what_waits_too_often_on_an_npu_is_left_to_the_model_by_name(width, served):
+    patch, module = GatedMlpPatch(), ByTurns(width)
+    form = patch.recognise(module, SimpleNamespace(tiled_mlp=0))
+    assert form.product.joined == "interleaved"
+    with device.use_chip("Ascend910B4"):
+        reason, asked = (patch.declines(SimpleNamespace(form=form, backend=b), module, torch.ones(2, 8))
+                         for b in (None, "triton"))  # fmt: skip
+    expected = f"gate and up by turns, of {width} columns each: above 12288 the kernel waits too often on Ascend910B4"
+    assert (reason, asked) == (None if served else expected, None)
+
+
+class WithoutLeaf(nn.Module):
+    """As LFM2 has it: three projections, and a function of torch between them."""
+
+    def __init__(self, gated=True):
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False)
+        self.w2, self.gated = nn.Linear(12, 8, bias=False), gated
+
+    def forward(self, x):
+        return self.w2(functional.silu(self.w1(x)) * self.w3(x) if self.gated else self.w1(x) + self.w3(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_activation_needs_no_module_of_its_own(backend):
+    module, x = nn.Sequential(WithoutLeaf()).to(DEVICE), torch.randn(3, 5, 8, device=DEVICE)
+    expected, exact = module(x), copy.deepcopy(module).double()(x.double())
+    with apply_npu_kernels(module, backend=backend, ops=("swiglu",)) as kernels:
+        found = module(x)
+        assert [(site.op, site.ran) for site in kernels.report().sites] == [("swiglu", 1)]
+    assert_as_close(found, expected, exact, "y")
+
+
+def test_three_projections_that_are_no_gated_mlp_are_named():
+    module = nn.Sequential(WithoutLeaf(gated=False))
+    with apply_npu_kernels(module, ops=("swiglu",)) as kernels:
+        (left,) = kernels.report().left_alone
+    assert left.reason == "it does not compute down(act(gate(x)) * up(x)) with an act that swiglu knows"

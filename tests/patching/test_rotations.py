@@ -4,12 +4,16 @@ import ast
 import importlib
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
-from npu_trainer_kernels.patching._rotations import rope_form, rotate, rotation_call
+from npu_trainer_kernels import device
+from npu_trainer_kernels.patching._patch import Late
+from npu_trainer_kernels.patching._rope import RopePatch
+from npu_trainer_kernels.patching._rotations import rope_form, rotate, rotation_call, rotations_of
 from tests.closeness import assert_op_close
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -232,3 +236,28 @@ def test_planted_faults(fault):
 def test_what_is_no_rotation():
     for function in (len, dict, lambda q, k: (q, k), lambda *a: a, lambda q, k, cos, sin, scale: (q, k), object()):
         assert rope_form(function) is None
+
+
+def test_what_the_kernel_is_not_given_on_an_npu_is_left_to_the_model_by_name():
+    function = function_of("glm4.apply_rotary_pos_emb")
+    form, patch, site = rope_form(function), RopePatch(), SimpleNamespace(backend=None)
+
+    def run(size, rotated, site=site):
+        with device.use_chip("Ascend910B4"):
+            return patch.run(site, form, *arguments(form, torch.bfloat16, size, rotated))
+
+    left = run(88, 88)
+    assert isinstance(left, Late)
+    assert left.reason == "44 pairs by turns, not a multiple of 8: the kernel waits for each on Ascend910B4"
+    assert "a rest of 8 elements" in run(72, 64).reason
+    for served in (run(128, 64), run(88, 88, SimpleNamespace(backend="torch"))):
+        assert isinstance(served, tuple)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pairs"),
+    [("llama", "halves"), ("glm", "interleaved"), ("glm4_moe", "halves"), ("gpt_oss", "halves"), ("gpt2", None)],
+)
+def test_rotations_of_a_config_are_those_of_its_code(kind, pairs):
+    found = rotations_of(transformers.AutoConfig.for_model(kind))
+    assert [form.pairs for form in found] == ([] if pairs is None else [pairs])
