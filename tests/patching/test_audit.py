@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
+    LlamaMLP,
     LlamaModel,
     LlamaRMSNorm,
     apply_rotary_pos_emb,
@@ -416,4 +417,26 @@ def test_what_begins_beyond_a_probe(monkeypatch, kind):
     found, kernels, said = trained(model, inputs)
     assert apart(found, expected) < 1e-5
     assert off(kernels) == {"varlen_attention"} | ({"rms_norm"} if kind is OfSlices else set())
+    assert said
+
+
+def test_a_hook_of_all_modules_that_goes_by_places(monkeypatch):
+    monkeypatch.setattr("npu_trainer_kernels.patching._proof.GLOBAL_HOOKS", ())
+
+    def hook(module, args, out):
+        if isinstance(module, LlamaMLP):
+            out = out * (1 + torch.arange(out.shape[1]) / 10)[:, None]
+        return out
+
+    model, inputs = small_model("llama"), padded()
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        expected = gradients(copy.deepcopy(model), inputs)
+        wrong, *_ = trained(copy.deepcopy(model), inputs, audits=False)
+        assert apart(wrong, expected) > 1e-2
+        found, kernels, said = trained(model, inputs)
+    finally:
+        handle.remove()
+    assert apart(found, expected) < 1e-5
+    assert off(kernels) == {"varlen_attention"}
     assert said
