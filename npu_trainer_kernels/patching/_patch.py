@@ -312,9 +312,13 @@ def while_recognised(site: Site, rewritten: Callable[..., Any]) -> Callable[...,
 
 def set_on_instance(module: nn.Module) -> str | None:
     """Why a class's forward is not what runs when a module is called, or None."""
-    if "forward" in vars(module):
-        return "its forward was set on the instance (accelerate's hooks do, for device_map and offload, and tp_plan)"
-    return None
+    if "forward" not in vars(module):
+        return None
+    found: Any = vars(module)["forward"]
+    while isinstance(found, functools.partial):
+        found = found.func
+    whose = getattr(getattr(found, "__func__", found), "__module__", None) or type(found).__module__
+    return f"its forward was set on the instance, by {whose}"
 
 
 def no_float(x: Any) -> str | None:

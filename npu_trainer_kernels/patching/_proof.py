@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import types
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +21,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
 
 from .._errors import one_line
-from ._agreement import MODES, repeatable
+from ._agreement import MODES, agree, repeatable
 from ._batch import Batch, hidden_of, routers_of
 from ._classes import GLOBAL_HOOKS, has_hooks, original_class
 from ._miniature import VOCABULARY, miniature, miniature_around, small_config
 from ._packed import Asked, Unserved, attend_by_segments, foreign_attention, why_not
 from ._parallel import mixes_tokens
 from ._patch import PROBE_ERRORS
+from ._source import beyond_one_run
 from ._undo import Undo
 
 __all__ = ["OUTPUTS", "ROUTED", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
@@ -197,6 +201,46 @@ def unserved_layers(
     )), None)  # fmt: skip
 
 
+_linear: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The forwards that somebody has set on linear layers of adapters, and that were seen to be no more than a product."""
+
+
+def _mixes(module: nn.Module) -> str | None:
+    """`mixes_tokens`, but for a forward that was seen to do nothing of that kind."""
+    reason = mixes_tokens(module)
+    if reason is None or (module in _linear and _linear[module]() is vars(module)["forward"]):
+        return None
+    return reason
+
+
+def _still_linear(module: nn.Linear) -> bool:
+    """Whether a forward that was set on a linear layer is its product and nothing else, tried with other weights on the
+    CPU: those that it has may be zeros, or be sharded. ms-swift sets one that moves what it is given to a device."""
+    function = getattr(vars(module)["forward"], "__func__", vars(module)["forward"])
+    if not isinstance(function, types.FunctionType) or beyond_one_run(function) is not None:
+        return False
+    generator = torch.Generator("cpu").manual_seed(5)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu")
+
+    weight = nn.Parameter(drawn(module.out_features, module.in_features))
+    bias = None if module.bias is None else nn.Parameter(drawn(module.out_features))
+    undo = Undo()
+    try:
+        undo.set_attribute(module, "_parameters", {"weight": weight, "bias": bias})
+        for training in MODES:
+            undo.set_attribute(module, "training", training)
+            for shape in ((1, 12), (3, 4)):
+                with repeatable():
+                    x = drawn(*shape, module.in_features)
+                    if not agree(module.forward, lambda x: functional.linear(x, weight, bias), x):
+                        return False
+        return True
+    finally:
+        undo.restore()
+
+
 _MIXING = "peft.tuners.lily."
 """Adapters whose experts are weighed by the mean over all tokens, padding among them."""
 
@@ -218,15 +262,20 @@ def unproven(body: nn.Module, proof: Proof) -> str | None:
         pass
     proven = dict(proof.classes)
     inside: set[nn.Module] = set()
+    brought: set[nn.Module] = set()  # by adapters
     for path, module in body.named_modules():
         kind = _unsharded(module)
         base = next((cls for cls in kind.__mro__ if cls in proven), None)
-        if module is not body and (reason := mixes_tokens(module)) is not None:
+        if module in brought and type(module) is nn.Linear and "forward" in vars(module) and _still_linear(module):
+            _linear[module] = weakref.ref(vars(module)["forward"])
+        if module is not body and (reason := _mixes(module)) is not None:
             return f"{path}: {reason}"
         if module in inside or isinstance(module, around):
             continue
         if isinstance(module, adapters) and kind.__module__.startswith(_MIXING):
             return f"the adapter of its {path} looks at all tokens at once, padding among them"
+        if isinstance(module, adapters):
+            brought.update(part for part in module.modules() if part is not module.get_base_layer())  # type: ignore[attr-defined]
         if isinstance(module, adapters) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
             inside.update(module.modules())
         elif base is None or kind.forward is not proven[base]:
@@ -261,7 +310,7 @@ def in_the_way(body: nn.Module, proof: Proof) -> str | None:
         # A graph has no packed row in it: it would be compiled anew for each.
         if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
             return "its layers are compiled"
-        if (reason := mixes_tokens(part)) is not None:
+        if (reason := _mixes(part)) is not None:
             return f"its {original_class(part).__name__}: {reason}"
         if type(part) in proof.attention:
             return f"a {type(part).__name__} has come into it since"

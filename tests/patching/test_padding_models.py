@@ -1,6 +1,7 @@
 """A body that computes live tokens only, with every kind of adapter and model: exact, or left alone with the reason."""
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from npu_trainer_kernels import apply_npu_kernels
@@ -65,6 +67,64 @@ def test_adapters(config):
     kernels = compared(tuned(config))
     assert ran(kernels) == 1
     assert shared(kernels)
+
+
+def keep_device(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As ms-swift's."""
+    x = args[0]
+    weight = self.weight if hasattr(self, "weight") else self.weight0
+    if weight.device != x.device:
+        return self.forward_origin(x.to(weight.device), *args[1:], **kwargs)
+    return self.forward_origin(*args, **kwargs)
+
+
+def neighbours(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.forward_origin(x) + self.forward_origin(x.roll(1, -2))
+
+
+def long_rows(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.forward_origin(x) if x.shape[-2] < 16 else neighbours(self, x)
+
+
+def with_forwards(function: Any) -> Callable[..., Any]:
+    def make() -> Any:
+        model = tuned(lora())()
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                for linear in (*module.lora_A.values(), *module.lora_B.values()):
+                    linear.forward_origin = linear.forward
+                    linear.forward = types.MethodType(function, linear)
+        return model
+
+    return make
+
+
+def test_a_forward_that_was_set_on_an_adapters_layers():
+    kernels = compared(with_forwards(keep_device))
+    assert ran(kernels) == 1
+    assert not declined(kernels)
+
+
+@pytest.mark.parametrize("function", [neighbours, long_rows])
+def test_a_forward_that_was_set_on_an_adapters_layers_and_is_no_product(function):
+    """One of them would not be seen by a few tokens."""
+    kernels = compared(with_forwards(function))
+    assert ran(kernels) == 0
+    assert f"lora_A.default: its forward was set on the instance, by {__name__}" in str(kernels.report())
+
+
+def test_a_forward_that_is_set_on_an_adapters_layers_later():
+    model = tuned(lora())()
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        linear = model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"]
+        linear.forward_origin, weights = linear.forward, dict(linear._parameters)
+        linear.forward = types.MethodType(keep_device, linear)
+        loss_of(model, padded())
+        assert declined(kernels) == f"its Linear: its forward was set on the instance, by {__name__}"
+        kernels.refresh()
+        assert linear._parameters == weights
+        loss_of(model, padded())
+        assert ran(kernels) == 1
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
