@@ -350,7 +350,9 @@ def _without_cast_cache() -> Iterator[None]:
 def _undisturbed(module: nn.Module, sites: list[Site]) -> Iterator[None]:
     """Leaves no trace of forwards without gradients: no counts, and nothing written to buffers. Where numbers are drawn
     for each token they run in evaluation, since a packed row draws others."""
-    counts = [(site, site.ran, site.declined.copy(), copy.deepcopy(site.progress)) for site in sites]
+    counts = [
+        (site, site.ran, site.declined.copy(), copy.deepcopy(getattr(site.progress, "__dict__", {}))) for site in sites
+    ]
     buffers = [(part, name, b, b._version, b.clone()) for part in module.modules()
                for name, b in part._buffers.items() if b is not None and not b.is_inference()]  # fmt: skip
     config: Any = getattr(module, "config", None)
@@ -370,4 +372,6 @@ def _undisturbed(module: nn.Module, sites: list[Site]) -> Iterator[None]:
                     buffer.copy_(copied)
                 part._buffers[name] = buffer
         for site, ran, declined, progress in counts:
-            site.ran, site.declined, site.progress = ran, declined, progress
+            site.ran, site.declined = ran, declined
+            if progress:
+                vars(site.progress).update(progress)

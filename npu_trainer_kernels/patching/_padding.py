@@ -11,23 +11,29 @@ Which bodies may be handed one row is for `_proof` to say.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
+import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from .._errors import one_line
 from .._opaque import paused, traced
-from ._batch import Batch
+from ..ops._shared_rows import uploaded
+from ._batch import Batch, hidden_of
 from ._call import CallSettings, current_call, generates
 from ._classes import forward_of, original_class
 from ._head import causal_lm
+from ._layout import Layout
 from ._packed import Unserved, attend_by_segments, foreign_attention, under_way
 from ._patch import QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
 from ._proof import OUTPUTS, ROUTED, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
@@ -46,11 +52,15 @@ class Savings:
         positions: all of them.
         live: those with a token.
         computed: tokens that went through the body.
+        trained: calls whose gradient is wanted.
+        read: why padding is computed since, where a loss was found to read what becomes of it.
     """
 
     positions: int = 0
     live: int = 0
     computed: int = 0
+    trained: int = 0
+    read: str = ""
 
     def __str__(self) -> str:
         if not self.positions:
@@ -186,7 +196,9 @@ class PaddingPatch(Patch):
 
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         super().install(site, module, undo, settings)
-        site.progress = site.progress or Savings()
+        if site.progress is None:
+            site.progress = Savings()
+            _savings[:] = [*(ref for ref in _savings if ref() is not None), weakref.ref(site.progress)]
         settings.shares = not site.form.drops
         attend_by_segments(module, site.form.inner, undo)
 
@@ -202,6 +214,8 @@ class PaddingPatch(Patch):
 
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
         form: BodyForm = site.form
+        if site.progress.read:
+            return str(site.progress.read)
         given = dict(zip(form.names, args, strict=False), **kwargs)
         mask, config = given.get("attention_mask"), module.config.get_text_config()
         if paused():
@@ -287,7 +301,50 @@ class PaddingPatch(Patch):
         savings.positions += positions
         savings.live += batch.layout.live
         savings.computed += batch.computed
+        if hidden_of(out).requires_grad:
+            savings.trained += 1
+            if savings.trained <= _FIRST or savings.trained % _EVERY == 0:
+                return _watched(out, batch.layout)
         return out
+
+
+_READ = "the loss reads what becomes of padding (a gradient arrived at its places)"
+_FIRST, _EVERY = 2, 64
+"""Backward passes that are watched: the first ones, and one in so many. The host waits for each of these."""
+_savings: list[weakref.ref[Savings]] = []
+
+
+def _watched(out: Any, where: Layout) -> Any:
+    """The output, of which it is seen whether a gradient arrives at places of padding. They have the state of a token
+    then: between the zeros of two models there may be none."""
+    hidden = hidden_of(out)
+    empty = uploaded(where.tokens < 0, hidden.device).view(*hidden.shape[:-1], 1)
+    token = hidden.detach().flatten(0, -2)[int(where.places[0])]
+    hidden = torch.where(empty, token, hidden)
+    hidden.register_hook(functools.partial(_arrived, empty))
+    if isinstance(out, tuple):
+        return (hidden, *out[1:])
+    out.last_hidden_state = hidden
+    return out
+
+
+def _arrived(empty: torch.Tensor, gradient: torch.Tensor) -> None:
+    """What reads padding in one model compares it with what others have there (a reference, a teacher), so that all
+    bodies that are patched compute padding from then on."""
+    if isinstance(gradient, FakeTensor) or gradient.device.type == "meta":
+        return
+    # Of a step that overflowed a masked place has a NaN: 0 times infinity.
+    if not bool(((gradient != 0) & gradient.isfinite() & empty).any()):
+        return
+    for each in filter(None, (ref() for ref in _savings)):
+        each.read = _READ
+    warnings.warn(
+        f"{_READ}; it was left out so far, and this step's gradients have nothing of it. From the next forward on it "
+        "is computed, in every patched model of this process. Give the loss a mask, or leave varlen_attention out of "
+        "ops.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _caches(module: nn.Module, config: Any, asked: bool | None) -> bool:

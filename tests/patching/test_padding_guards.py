@@ -295,7 +295,7 @@ def test_what_is_dropped_out_is_not_shared():
     """Each row drops other probabilities; without dropout, in evaluation, they share their beginning."""
     model = small_model("llama", attn_implementation="sdpa", attention_dropout=0.2)
     with apply_npu_kernels(model, ops=[OP]) as kernels:
-        step(model, **PLAIN)
+        values(model, INPUTS)
         counted = progress(kernels.report())
         assert counted.computed == counted.live
         model.eval()

@@ -1,5 +1,6 @@
 """A body that computes live tokens only, in every mode that people train in: exact, or left alone with the reason."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from tests.patching.padded import (
     ran,
     same,
     shared,
+    values,
     with_images,
 )
 
@@ -266,6 +268,55 @@ def test_hooks_of_all_modules_may_look_at_rows(register):
         assert {shape[:2] for shape in seen} == {batch["input_ids"].shape}
         loss_of(model, batch).backward()
         assert ran(kernels) == 2
+
+
+def distilled(model: Any, batch: Batch, teacher: Any = None) -> torch.Tensor:
+    """A loss over all positions, padding among them."""
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        wanted = 0 if teacher is None else teacher(**given).logits
+    return (model(**given).logits - wanted).square().mean()
+
+
+def test_a_loss_that_reads_padding_has_it_computed_in_every_model():
+    batch, student, teacher = padded(), small_model("llama"), small_model("llama", seed=1)
+    expected = values(copy.deepcopy(student), batch, lambda m, b: distilled(m, b, teacher))
+    student_kernels, teacher_kernels = (apply_npu_kernels(m, ops=["varlen_attention"]) for m in (student, teacher))
+    with student_kernels, teacher_kernels:
+        with pytest.warns(RuntimeWarning, match="the loss reads what becomes of padding"):
+            distilled(student, batch, teacher).backward()
+        assert (ran(student_kernels), ran(teacher_kernels)) == (1, 1)
+        student.zero_grad()
+        found = values(student, batch, lambda m, b: distilled(m, b, teacher))
+        assert (ran(student_kernels), ran(teacher_kernels)) == (1, 1)
+        assert "the loss reads what becomes of padding" in declined(student_kernels)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    # Of a model that is patched later nothing is known.
+    later = small_model("llama")
+    with apply_npu_kernels(later, ops=["varlen_attention"]) as kernels:
+        loss_of(later, batch).backward()
+        assert ran(kernels) == 1
+
+
+def test_a_loss_that_begins_to_read_padding_is_found():
+    model, batch = small_model("llama"), padded()
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        for _ in range(2):
+            loss_of(model, batch).backward()
+        with pytest.warns(RuntimeWarning, match="the loss reads what becomes of padding"):
+            [distilled(model, batch).backward() for _ in range(65)]
+        assert 2 < ran(kernels) <= 64
+
+
+def test_a_gradient_that_overflows_is_none_that_reads_padding(recwarn):
+    model, batch = small_model("llama"), padded()
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        live = batch["attention_mask"].unsqueeze(-1)
+        (model.model(**{k: v for k, v in batch.items() if k != "labels"}).last_hidden_state * live * torch.inf).mean(
+        ).backward()  # fmt: skip
+        loss_of(model, batch).backward()
+        assert ran(kernels) == 2
+    assert not [w for w in recwarn if "padding" in str(w.message)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
