@@ -30,6 +30,7 @@ from .._errors import one_line
 from .._opaque import paused, traced
 from ..ops._shared_rows import uploaded
 from ._batch import Batch, hidden_of
+from ._caches import can_promise, promised_cache
 from ._call import CallSettings, current_call, generates
 from ._classes import forward_of, original_class
 from ._head import causal_lm
@@ -232,7 +233,7 @@ class PaddingPatch(Patch):
             return "its mask is none of tokens" if torch.is_grad_enabled() else QUIET
         if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
             return "its mask is not of the shape of its tokens"
-        if _caches(module, config, given.get("use_cache")):
+        if _caches(module, config, given.get("use_cache")) and not _may_promise(form, module, config, given):
             return "a cache is asked for (use_cache)" if torch.is_grad_enabled() else QUIET
         for name in OUTPUTS:
             asked = given.get(name)
@@ -297,6 +298,8 @@ class PaddingPatch(Patch):
             if type(error) not in (RuntimeError, IndexError):
                 raise
             return Late(f"its code takes no packed row: {one_line(error, 120)}")
+        if form.proof.cache is not None and _caches(module, config, given.get("use_cache")):
+            out = type(out)(**{**out, "past_key_values": promised_cache(site.kind, form.proof.cache, module, given)})
         savings = site.progress
         savings.positions += positions
         savings.live += batch.layout.live
@@ -354,6 +357,14 @@ def _caches(module: nn.Module, config: Any, asked: bool | None) -> bool:
     call = current_call()
     unread = getattr(module, "gradient_checkpointing", False) or (call is not None and not call.settings.caches)
     return not (module.training and unread)
+
+
+def _may_promise(form: BodyForm, module: nn.Module, config: Any, given: dict[str, Any]) -> bool:
+    """Whether keys and values that nobody has asked for by name may be computed when somebody reads them."""
+    asked = given.get("return_dict")
+    named = vars(module)["config"].return_dict if asked is None else bool(asked)
+    trains = module.training and torch.is_grad_enabled() and given.get("use_cache") is None
+    return bool(trains and named and form.proof.cache is not None and can_promise(module))
 
 
 def _circumstances(module: nn.Module, rows: torch.Tensor) -> tuple[Any, ...]:

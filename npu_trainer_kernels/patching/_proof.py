@@ -22,10 +22,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
+from transformers import Cache
 
 from .._errors import one_line
 from ._agreement import MODES, agree, repeatable
 from ._batch import Batch, hidden_of, routers_of
+from ._caches import cache_of
 from ._classes import GLOBAL_HOOKS, has_hooks, original_class
 from ._miniature import VOCABULARY, miniature, miniature_around, small_config
 from ._packed import Asked, Unserved, attend_by_segments, foreign_attention, why_not
@@ -55,6 +57,7 @@ class Proof:
         classes: of all of its modules, each with the forward that it had.
         asked: what its attention asked for.
         routed: whether it gives its routers' logits, too, for an auxiliary loss.
+        cache: the class of the keys and values that it returns when it is asked for them, or None.
     """
 
     by_columns: bool
@@ -62,6 +65,7 @@ class Proof:
     classes: frozenset[tuple[type[nn.Module], Any]] = frozenset()
     asked: frozenset[Asked] = frozenset()
     routed: bool = False
+    cache: type[Cache] | None = None
 
 
 def _probe() -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,9 +182,18 @@ def _compared(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
         if far <= _TOLERANCE:
             parts = map(original_class, body.get_submodule(inner).modules())
             classes = frozenset((kind, kind.forward) for kind in parts)
-            return Proof(by_columns, frozenset(packing.attended), classes, frozenset(packing.asked), routed)
+            attended, asked = frozenset(packing.attended), frozenset(packing.asked)
+            return Proof(by_columns, attended, classes, asked, routed, _cache(body, given))
         reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
     return reason
+
+
+def _cache(body: Any, given: dict[str, Any]) -> type[Cache] | None:
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            return cache_of(body(**{**given, "use_cache": True}))
+    except PROBE_ERRORS:
+        return None
 
 
 def unserved_layers(

@@ -156,15 +156,10 @@ def test_a_proof_asks_nobody_else(monkeypatch):
     assert not calls
 
 
-@pytest.mark.parametrize(("option", "reason"), [
-    ("use_cache", "a cache is asked for (use_cache)"),
-    ("output_hidden_states", "its hidden_states are asked for"),
-])  # fmt: skip
-def test_what_the_configuration_asks_for(option, reason):
+def test_what_the_configuration_asks_for():
     model = made("llama", torch.float32, "eager")
-    setattr(model.config, option, True)
-    given = {name: value for name, value in PLAIN.items() if name != option}
-    stays(model, reason, **given)
+    model.config.output_hidden_states = True
+    stays(model, "its hidden_states are asked for", **PLAIN)
 
 
 def test_checkpointed_layers_keep_no_cache_whatever_is_asked_for():

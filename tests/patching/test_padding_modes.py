@@ -354,12 +354,104 @@ def test_noise_that_depends_on_the_size_of_a_batch(tmp_path):
     ]
 
 
-def test_by_hand_a_cache_is_made_where_the_configuration_says_so():
+def without_use_cache() -> Batch:
     batch = padded()
     del batch["use_cache"]
-    kernels = compared(llama(), batch=batch)
-    assert declined(kernels) == "a cache is asked for (use_cache)"
-    assert ran(compared(llama(use_cache=False), batch=batch)) == 1
+    return batch
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+def test_by_hand_a_cache_that_the_configuration_asks_for_and_nobody_reads(family):
+    kernels = compared(lambda: small_model(family, sliding_window=6, use_cache=True), batch=without_use_cache())
+    assert ran(kernels) == 1
+    assert not declined(kernels)
+
+
+def caches_of(out: Any) -> list[torch.Tensor]:
+    return [tensor for layer in out.past_key_values.layers for tensor in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("make", [llama(use_cache=True), lambda: with_images("llava")], ids=["llama", "llava"])
+def test_a_cache_that_is_read_is_what_the_model_returns(make, autocast):
+    """With its class, its numbers and their gradients; read after backward."""
+    batch, found, names = without_use_cache(), {}, {}
+    for patched in (False, True):
+        model = make()
+        if patched:
+            kernels = apply_npu_kernels(model, ops=["varlen_attention"])
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = model(**batch)
+        assert isinstance(out.past_key_values, transformers.DynamicCache)
+        out.loss.backward(retain_graph=True)  # the model's own keys are part of it
+        model.zero_grad()
+        assert len(out.past_key_values) == 2
+        assert out.past_key_values.get_seq_length() == 21
+        tensors = caches_of(out)
+        assert type(out.past_key_values) is transformers.DynamicCache
+        sum(t.float().square().sum() for t in tensors).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        found[patched] = [*tensors, *grads]
+        names[patched] = list(out)
+    assert ran(kernels) == 1
+    assert names[True] == names[False]
+    assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
+
+
+READS: dict[str, Any] = {
+    "len": len,
+    "repr": repr,
+    "an attribute": lambda cache: cache.layers,
+    "a method": lambda cache: cache.get_seq_length(),
+    "all layers": list,
+    "a copy": copy.copy,
+    "set": lambda cache: setattr(cache, "mine", 1),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_cache_is_made_by_any_use(read):
+    model = llama(use_cache=True)()
+    with apply_npu_kernels(model, ops=["varlen_attention"]):
+        cache = model(**without_use_cache()).past_key_values
+        assert type(cache) is not transformers.DynamicCache
+        read(cache)
+        assert type(cache) is transformers.DynamicCache
+
+
+@pytest.mark.parametrize("change", ["weights", "arguments", "mode"])
+def test_a_cache_that_can_no_longer_be_computed(change):
+    model, batch = llama(use_cache=True)(), without_use_cache()
+    with apply_npu_kernels(model, ops=["varlen_attention"]):
+        out = model(**batch)
+        with torch.no_grad():
+            if change == "weights":
+                next(model.parameters()).mul_(2)
+            elif change == "arguments":
+                batch["input_ids"][0, 5] = 7
+            else:
+                model.eval()
+        with pytest.raises(RuntimeError, match="have changed since"):
+            len(out.past_key_values)
+
+
+def test_a_cache_in_a_tuple():
+    model, batch = llama(use_cache=True)(), without_use_cache()
+    expected = model(**batch, return_dict=False)
+    with apply_npu_kernels(model, ops=["varlen_attention"]):
+        found = model(**batch, return_dict=False)
+        assert len(found) == len(expected) == 3
+        assert torch.equal(found[2].layers[1].keys, expected[2].layers[1].keys)
+        cache = model.model(batch["input_ids"], batch["attention_mask"], return_dict=False)[1]
+        assert torch.equal(cache.layers[1].keys, expected[2].layers[1].keys)
+
+
+def test_a_cache_in_evaluation_is_the_models_own():
+    model = llama(use_cache=True)().eval()
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        out = model(**without_use_cache())
+        assert type(out.past_key_values) is transformers.DynamicCache
+        assert declined(kernels) == "a cache is asked for (use_cache)"
 
 
 def llava() -> Any:
