@@ -358,14 +358,14 @@ def uncovered_experts(dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Rows `[S, K]` in groups, each times its matrix of `[G, K, M]` (or a transposed view): M's axis in groups, by
-    where they end."""
+    where they end, `[G]` int64."""
     return torch.ops.npu.npu_grouped_matmul(
-        [x], [weight], group_list=ends.long(), split_item=3, group_type=0, group_list_type=0
+        [x], [weight], group_list=ends, split_item=3, group_type=0, group_list_type=0
     )[0]
 
 
 def outer_products(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """`[G, K, M]` from rows `[S, K]` and `[S, M]`: the axis that is summed over lies in groups."""
     return torch.ops.npu.npu_grouped_matmul(
-        [x.t()], [dy], group_list=ends.long(), split_item=3, group_type=2, group_list_type=0
+        [x.t()], [dy], group_list=ends, split_item=3, group_type=2, group_list_type=0
     )[0]

@@ -145,13 +145,18 @@ def _backward(*outputs: torch.Tensor | None) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms
+def _sums(hidden: int, itemsize: int, count: int = 1) -> dict[str, int]:
+    """The partial gradients of weights: one core's, where the traffic is measured, into those of the parameters."""
+    return {"_sum_kernel": count * hidden * (4 + itemsize)}
+
+
 def _rms_norm(**options: Any) -> Call:
     def call(t: Tensors, rows: int, hidden: int) -> Mapping[str, int]:
         weight = t.floats(hidden) if options.get("has_weight", True) else None
         given = {key: value for key, value in options.items() if key != "has_weight"}
         _backward(ops.rms_norm(t.floats(rows, hidden), weight, backend=_BACKEND, **given))
         row = rows * hidden * t.itemsize
-        return {"_forward_kernel": 2 * row, "_backward_kernel": 3 * row}
+        return {"_forward_kernel": 2 * row, "_backward_kernel": 3 * row, **_sums(hidden, t.itemsize)}
 
     return call
 
@@ -160,7 +165,8 @@ def _fp32_weight(t: Tensors, rows: int, hidden: int) -> Mapping[str, int]:
     """Llama's casting promotes: y and its gradient are fp32."""
     _backward(ops.rms_norm(t.floats(rows, hidden), t.floats(hidden, dtype=torch.float32), backend=_BACKEND))
     elements = rows * hidden
-    return {"_forward_kernel": elements * (t.itemsize + 4), "_backward_kernel": elements * (2 * t.itemsize + 4)}
+    least = {"_forward_kernel": elements * (t.itemsize + 4), "_backward_kernel": elements * (2 * t.itemsize + 4)}
+    return least | _sums(hidden, 4)
 
 
 def _add_rms_norm(**options: Any) -> Call:
@@ -171,7 +177,8 @@ def _add_rms_norm(**options: Any) -> Call:
         row = rows * hidden * t.itemsize
         # "pre" reads x and residual and writes y and S, then reads S, dy and dS and writes one gradient for both.
         # "post" does not write S, and reads x and residual again in its place.
-        return {"_forward_kernel": (3 if options.get("mode") == "post" else 4) * row, "_backward_kernel": 4 * row}
+        least = {"_forward_kernel": (3 if options.get("mode") == "post" else 4) * row, "_backward_kernel": 4 * row}
+        return least | _sums(hidden, t.itemsize)
 
     return call
 
@@ -182,7 +189,8 @@ def _layer_norm(weighted: bool = True, biased: bool = True) -> Call:
         bias = t.floats(hidden) if biased else None
         _backward(ops.layer_norm(t.floats(rows, hidden), weight, bias, backend=_BACKEND))
         row = rows * hidden * t.itemsize
-        return {"_forward_kernel": 2 * row, "_backward_kernel": 3 * row}
+        sums = _sums(hidden, t.itemsize, weighted + biased)
+        return {"_forward_kernel": 2 * row, "_backward_kernel": 3 * row, **sums}
 
     return call
 
@@ -192,7 +200,7 @@ def _gated_rms_norm(**options: Any) -> Call:
         x, gate, weight = t.floats(rows, hidden), t.floats(rows, hidden), t.floats(hidden)
         _backward(ops.gated_rms_norm(x, gate, weight, backend=_BACKEND, **options))
         row = rows * hidden * t.itemsize
-        return {"_forward_kernel": 3 * row, "_backward_kernel": 5 * row}
+        return {"_forward_kernel": 3 * row, "_backward_kernel": 5 * row, **_sums(hidden, t.itemsize)}
 
     return call
 

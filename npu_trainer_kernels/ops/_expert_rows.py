@@ -23,6 +23,7 @@ import torch
 
 from .. import device, tiling
 from .._triton import jit, tl
+from . import _grouped
 from ._blocks import load_fp32, store
 from ._fallback import falls_back
 from ._host import autocasts
@@ -48,22 +49,24 @@ class Routing(NamedTuple):
         order: `[S]` int64, where each row is in `[N, k]`.
         places: `[N, k]` int32.
         ends: `[E]` int32.
+        groups: the same as the grouped product takes them.
     """
 
     experts: torch.Tensor
     order: torch.Tensor
     places: torch.Tensor
     ends: torch.Tensor
+    groups: torch.Tensor
 
     @classmethod
-    def make(cls, ids: torch.Tensor, n_experts: int) -> Routing:
+    def make(cls, ids: torch.Tensor, n_experts: int, backend: str) -> Routing:
         """Of ids `[N, k]`. The sort is stable, so that the same ids always give the same rows."""
         experts, order = torch.sort(ids.reshape(-1).int(), stable=True)
         # The rows, and the experts: where one's rows end, all that precede have its number or a lower one.
         numbers = torch.arange(max(experts.shape[0], n_experts), dtype=torch.int32, device=ids.device)
         places = torch.empty_like(experts).scatter_(0, order, numbers[: experts.shape[0]]).view(ids.shape)
         ends = torch.searchsorted(experts, numbers[:n_experts], out_int32=True, right=True)
-        return cls(experts, order, places, ends)
+        return cls(experts, order, places, ends, _grouped.groups_of(ends, backend))
 
     @property
     def slots(self) -> int:

@@ -40,7 +40,7 @@ class _ToRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, drows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx = sums_of_rows(drows.contiguous(), None, None, Routing(*ctx.saved_tensors), ctx.backend)
-        return dx, *(None,) * 5
+        return dx, *(None,) * 6
 
 
 class _Product(torch.autograd.Function):
@@ -53,7 +53,7 @@ class _Product(torch.autograd.Function):
         routing = Routing(*routed)
         ctx.save_for_backward(rows, weight, *routed)
         ctx.transposed, ctx.backend = transposed, backend
-        y = _grouped.grouped_product(rows, _grouped.columns(weight, transposed), routing.ends, backend)
+        y = _grouped.grouped_product(rows, _grouped.columns(weight, transposed), routing.groups, backend)
         if bias is not None:
             y += bias.index_select(0, routing.experts.clamp(max=bias.shape[0] - 1))
         return without_tail(y, routing, backend)
@@ -67,10 +67,10 @@ class _Product(torch.autograd.Function):
         drows = dw = None
         if needs_rows:
             columns = _grouped.columns(weight, ctx.transposed).transpose(1, 2)
-            drows = without_tail(_grouped.grouped_product(dy, columns, routing.ends, backend), routing, backend)
+            drows = without_tail(_grouped.grouped_product(dy, columns, routing.groups, backend), routing, backend)
         if needs_weight:
-            dw = _grouped.weight_gradient(rows, dy, ctx.transposed, routing.ends, backend)
-        return drows, dw, expert_sums(dy, routing, backend) if needs_bias else None, *(None,) * 6
+            dw = _grouped.weight_gradient(rows, dy, ctx.transposed, routing.ends, routing.groups, backend)
+        return drows, dw, expert_sums(dy, routing, backend) if needs_bias else None, *(None,) * 7
 
 
 class _Sums(torch.autograd.Function):
@@ -88,7 +88,7 @@ class _Sums(torch.autograd.Function):
         rows, weights, *routed = ctx.saved_tensors
         routing = Routing(*routed)
         drows, dots = sums_of_rows_backward(dout, rows, weights, routing, ctx.backend)
-        return without_tail(drows, routing, ctx.backend), dots.to(weights.dtype), *(None,) * 5
+        return without_tail(drows, routing, ctx.backend), dots.to(weights.dtype), *(None,) * 6
 
 
 def in_steps(
@@ -97,7 +97,7 @@ def in_steps(
     transposed: bool, post_norm: Function | None, backend: str,
 ) -> torch.Tensor:  # fmt: skip
     """`[N, H]`, as `moe_experts` documents it."""
-    routed = Routing.make(ids, gate_up.shape[0])
+    routed = Routing.make(ids, gate_up.shape[0], backend)
     h = _Product.apply(_ToRows.apply(x, backend, *routed), gate_up, gate_up_bias, transposed, backend, *routed)
     a = _rows_of("gate", activated(h, form, gated), h.shape[0], down.shape[1 if transposed else 2])
     y = _Product.apply(a.to(h.dtype).contiguous(), down, down_bias, transposed, backend, *routed)

@@ -64,16 +64,17 @@ def trial(device: torch.device, dtype: torch.dtype, backend: str) -> str | None:
         return torch.randn(shape, generator=generator).to(dtype)
 
     x, dy, weight, stops = drawn(11, 32), drawn(11, 16), drawn(3, 32, 16), (5, 5, 9)
-    groups = [(0, 5), (5, 5), (5, 9)]
-    wanted = [torch.cat([x[a:b].float() @ w.float() for (a, b), w in zip(groups, weight, strict=True)])] * 2
-    wanted.append(torch.stack([x[a:b].float().t() @ dy[a:b].float() for a, b in groups]))
+    parts = [(0, 5), (5, 5), (5, 9)]
+    wanted = [torch.cat([x[a:b].float() @ w.float() for (a, b), w in zip(parts, weight, strict=True)])] * 2
+    wanted.append(torch.stack([x[a:b].float().t() @ dy[a:b].float() for a, b in parts]))
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             rows, upstream, matrices = x.to(device), dy.to(device), weight.to(device)
             ends = torch.tensor(stops, dtype=torch.int32, device=device)
+            groups = groups_of(ends, backend)
             turned = matrices.transpose(1, 2).contiguous().transpose(1, 2)
-            got = [grouped_product(rows, matrix, ends, backend)[:9] for matrix in (matrices, turned)]
-            got.append(outer_products(rows, upstream, ends, backend))
+            got = [grouped_product(rows, matrix, groups, backend)[:9] for matrix in (matrices, turned)]
+            got.append(outer_products(rows, upstream, ends, groups, backend))
             return differs("the grouped product", got, wanted, dtype)
     except TRIAL_ERRORS as error:
         return f"the grouped product raises there: {one_line(error, 120)}"
@@ -87,13 +88,18 @@ def _by_vendor(device: torch.device, backend: str) -> bool:
     return backend == "vendor" or (backend == "triton" and _kind(device) == "npu")
 
 
+def groups_of(ends: torch.Tensor, backend: str) -> torch.Tensor:
+    """The ends of groups as the device's product takes them: converted once for all products of a mixture."""
+    return ends.long() if _by_vendor(ends.device, backend) else ends
+
+
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, backend: str) -> torch.Tensor:
     """y `[S, M]` of the module's docstring.
 
     Args:
         x: `[S, K]` without gaps.
         weight: `[G, K, M]`, or a transposed view of `[G, M, K]`.
-        ends: `[G]` int32.
+        ends: `[G]`, of `groups_of`.
         backend: of the op.
     """
     if not x.shape[0]:
@@ -108,17 +114,20 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, b
     return y
 
 
-def outer_products(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, backend: str) -> torch.Tensor:
-    """dW `[G, K, M]` of the module's docstring, of x `[S, K]` and dy `[S, M]` without gaps."""
+def outer_products(
+    x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, groups: torch.Tensor, backend: str
+) -> torch.Tensor:
+    """dW `[G, K, M]` of the module's docstring, of x `[S, K]` and dy `[S, M]` without gaps; ends `[G]` int32, and
+    `groups_of` them."""
     shape = ends.shape[0], x.shape[1], dy.shape[1]
     if not x.shape[0]:
         return x.new_zeros(shape)
     if _by_vendor(x.device, backend):
-        return _cleared(_vendor.outer_products(x, dy, ends), ends, backend)
+        return _cleared(_vendor.outer_products(x, dy, groups), ends, backend)
     if _kind(x.device) == "cuda":
-        return _cleared(_grouped_mm(x.t(), dy, ends), ends, backend)
+        return _cleared(_grouped_mm(x.t(), dy, groups), ends, backend)
     dw = x.new_empty(shape)
-    for g, start, end in _groups(ends):
+    for g, start, end in _groups(groups):
         torch.mm(x[start:end].t(), dy[start:end], out=dw[g])
     return _cleared(dw, ends, backend)
 
@@ -129,11 +138,11 @@ def columns(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 
 def weight_gradient(
-    x: torch.Tensor, dy: torch.Tensor, transposed: bool, ends: torch.Tensor, backend: str
+    x: torch.Tensor, dy: torch.Tensor, transposed: bool, ends: torch.Tensor, groups: torch.Tensor, backend: str
 ) -> torch.Tensor:
     """The gradient of such a weight as it is stored, from the rows before and the gradient behind its product."""
     before, behind = (x, dy) if transposed else (dy, x)
-    return outer_products(before, behind, ends, backend)
+    return outer_products(before, behind, ends, groups, backend)
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -630,8 +630,6 @@ def sum_of_partials(partials: torch.Tensor, dtype: torch.dtype, spec: device.Dev
     """The programs' partial sums, added up."""
     n_rows, hidden = partials.shape
     tile = tiling.partial_sums_tile(hidden, spec)
-    if tile is None:
-        return partials.sum(0).to(dtype)
     total = partials.new_empty(hidden, dtype=dtype)
     launch(_sum_kernel, (tile.blocks,), (partials, total, n_rows),
            {"HIDDEN": hidden, "ROWS": tile.rows, "COLS": tile.cols, **tile.options})  # fmt: skip

@@ -121,12 +121,12 @@ class _Experts(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
         gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, form: Gate, transposed: bool, backend: str,
     ) -> torch.Tensor:  # fmt: skip
-        routing = Routing.make(ids, gate_up.shape[0])
+        routing = Routing.make(ids, gate_up.shape[0], backend)
         h = _grouped.grouped_product(
-            to_rows(x, routing, backend), _grouped.columns(gate_up, transposed), routing.ends, backend
+            to_rows(x, routing, backend), _grouped.columns(gate_up, transposed), routing.groups, backend
         )
         a = gated_rows(h, gate_up_bias, routing, form, backend)
-        y = _grouped.grouped_product(a, _grouped.columns(down, transposed), routing.ends, backend)
+        y = _grouped.grouped_product(a, _grouped.columns(down, transposed), routing.groups, backend)
         del a
         dense = base = None
         if down_bias is not None:
@@ -152,11 +152,12 @@ class _Experts(torch.autograd.Function):
             ctx.needs_input_grad[:7]
         )
         drows = to_rows(dout, routing, backend)
-        g = _grouped.grouped_product(drows, _grouped.columns(down, transposed).transpose(1, 2), routing.ends, backend)
+        g = _grouped.grouped_product(drows, _grouped.columns(down, transposed).transpose(1, 2), routing.groups, backend)
         row_weights = weights.reshape(-1).index_select(0, routing.order)
         dh, q, dots = gated_rows_backward(h, gate_up_bias, g, row_weights, routing, ctx.form, backend)
         del g
-        d_down = _grouped.weight_gradient(q, drows, transposed, routing.ends, backend) if needs_down else None
+        of_rows = routing.ends, routing.groups, backend
+        d_down = _grouped.weight_gradient(q, drows, transposed, *of_rows) if needs_down else None
         del q, drows
         d_weights = d_down_bias = None
         wide: Any = dout.float() if down_bias is not None and (needs_weights or needs_down_bias) else None
@@ -172,10 +173,10 @@ class _Experts(torch.autograd.Function):
         d_gate_up_bias = expert_sums(dh, routing, backend) if needs_gate_up_bias else None
         d_gate_up = dx = None
         if needs_gate_up:
-            d_gate_up = _grouped.weight_gradient(to_rows(x, routing, backend), dh, transposed, routing.ends, backend)
+            d_gate_up = _grouped.weight_gradient(to_rows(x, routing, backend), dh, transposed, *of_rows)
         if needs_x:
             dxs = _grouped.grouped_product(
-                dh, _grouped.columns(gate_up, transposed).transpose(1, 2), routing.ends, backend
+                dh, _grouped.columns(gate_up, transposed).transpose(1, 2), routing.groups, backend
             )
             dx = sums_of_rows(dxs, None, None, routing, backend)
         return dx, None, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias, None, None, None

@@ -152,10 +152,12 @@ def general_norm_backward_tile(cols: int, itemsize: int, gated: bool, biased: bo
 
 
 @cache
-def partial_sums_tile(cols: int, spec: DeviceSpec) -> RowTile | None:
-    """Tile of the kernel that adds up the programs' partial weight gradients; None: PyTorch does."""
+def partial_sums_tile(cols: int, spec: DeviceSpec) -> RowTile:
+    """Tile of the kernel that adds up the programs' partial weight gradients."""
     if spec.has_buffer:
-        return None
+        # As many columns as give most cores some, and rows for two loads of 16 KiB at once.
+        block = min(512, next_power_of_2(cols))
+        return RowTile(8, block, cdiv(cols, block))
     if spec.has_warps:
         # 128 bytes of each row: short columns, so that there are programs enough.
         return RowTile(64, 32, cdiv(cols, 32), launch_options(spec, 8))

@@ -88,6 +88,7 @@ def check(launcher, op, inputs, kernels, **options):
 
 
 NORM = ("_forward_kernel", "_backward_kernel")
+WEIGHTED = (*NORM, "_sum_kernel")
 # Tiles of many rows and a tail; of a few rows; one row each, whole and in pieces; two halves, where there are any;
 # column blocks whose last one is short.
 NORM_SHAPES = [(150, 200), (7, 1250), (3, 4500), (3, 5120), (3, 6144), (5, 9000)]
@@ -96,13 +97,13 @@ NORMS = [*({"casting": casting} for casting in CASTINGS), {"casting": "gemma", "
 
 @paired(shape=[shape for shape in NORM_SHAPES if shape[1] != 6144], options=NORMS)
 def test_rms_norm(launcher, tensors, shape, options):
-    check(launcher, "rms_norm", [tensors.floats(*shape), tensors.floats(shape[1])], NORM, **options)
+    check(launcher, "rms_norm", [tensors.floats(*shape), tensors.floats(shape[1])], WEIGHTED, **options)
 
 
 @paired(options=NORMS)
 def test_rms_norm_in_halves(launcher, tensors, options):
     """Backward, of elements of two bytes: with every option."""
-    check(launcher, "rms_norm", [tensors.floats(3, 6144), tensors.floats(6144)], NORM, **options)
+    check(launcher, "rms_norm", [tensors.floats(3, 6144), tensors.floats(6144)], WEIGHTED, **options)
 
 
 # Halves, where there are any, are of elements of two bytes: forward if the sum is written, and backward.
@@ -110,25 +111,25 @@ def test_rms_norm_in_halves(launcher, tensors, options):
 @paired(mode=["pre", "post"])
 def test_add_rms_norm_in_halves(launcher, tensors, shape, mode):
     inputs = [tensors.floats(*shape), tensors.floats(*shape), tensors.floats(shape[1])]
-    check(launcher, "add_rms_norm", inputs, NORM, mode=mode)
+    check(launcher, "add_rms_norm", inputs, WEIGHTED, mode=mode)
 
 
 @paired(shape=[shape for shape in NORM_SHAPES if shape[1] not in (5120, 6144)], mode=["pre", "post"])
 def test_add_rms_norm(launcher, tensors, shape, mode):
     inputs = [tensors.floats(*shape), tensors.floats(*shape), tensors.floats(shape[1])]
-    check(launcher, "add_rms_norm", inputs, NORM, mode=mode)
+    check(launcher, "add_rms_norm", inputs, WEIGHTED, mode=mode)
 
 
 @pytest.mark.parametrize("mode", ["pre", "post"])
 def test_add_rms_norm_of_a_multiple(launcher, tensors, mode):
     inputs = [tensors.floats(150, 200), tensors.floats(150, 200), tensors.floats(200)]
-    check(launcher, "add_rms_norm", inputs, NORM, mode=mode, multiplier=0.22)
+    check(launcher, "add_rms_norm", inputs, WEIGHTED, mode=mode, multiplier=0.22)
 
 
 @paired(shape=NORM_SHAPES, given=[1, 2, 3])
 def test_layer_norm(launcher, tensors, shape, given):
     inputs = [tensors.floats(*shape), tensors.floats(shape[1]), tensors.floats(shape[1])]
-    check(launcher, "layer_norm", inputs[:given], NORM)
+    check(launcher, "layer_norm", inputs[:given], NORM if given == 1 else WEIGHTED)
 
 
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
@@ -136,7 +137,7 @@ def test_layer_norm_of_a_large_mean(launcher, shape):
     """The mean's own rounding costs no digits of what is left."""
     tensors = Tensors(torch.float32, "cpu")
     x = (300 + tensors.floats(*shape)).detach().requires_grad_()
-    check(launcher, "layer_norm", [x, tensors.floats(shape[1]), tensors.floats(shape[1])], NORM)
+    check(launcher, "layer_norm", [x, tensors.floats(shape[1]), tensors.floats(shape[1])], WEIGHTED)
 
 
 # As above; then in groups, one and several column blocks each.
@@ -152,17 +153,19 @@ ORDERS = [
 def test_gated_rms_norm(launcher, tensors, grouped, options):
     shape, groups = grouped
     inputs = [tensors.floats(*shape), tensors.floats(*shape), tensors.floats(shape[1])]
-    check(launcher, "gated_rms_norm", inputs, NORM, groups=groups, **options)
+    check(launcher, "gated_rms_norm", inputs, WEIGHTED, groups=groups, **options)
 
 
 def test_grouped_rms_norm_without_gate(launcher, tensors):
     inputs = [tensors.floats(150, 400), None, tensors.floats(400)]
-    check(launcher, "gated_rms_norm", inputs, NORM, groups=2, casting="gemma", offset=1.0)
+    check(launcher, "gated_rms_norm", inputs, WEIGHTED, groups=2, casting="gemma", offset=1.0)
 
 
 def test_add_rms_norm_to_an_fp32_residual(launcher):
     t = Tensors(torch.bfloat16, "cpu")
-    check(launcher, "add_rms_norm", [t.floats(11, 200), t.floats(11, 200, dtype=torch.float32), t.floats(200)], NORM)
+    check(
+        launcher, "add_rms_norm", [t.floats(11, 200), t.floats(11, 200, dtype=torch.float32), t.floats(200)], WEIGHTED
+    )
 
 
 @pytest.mark.parametrize("strided", [False, True])

@@ -15,6 +15,7 @@ FAMILIES = ("llama", "qwen3")
 KERNELS = {
     "_forward_kernel",
     "_backward_kernel",
+    "_sum_kernel",
     "_rotate_kernel",
     "_gather_kernel",
     "_scatter_kernel",

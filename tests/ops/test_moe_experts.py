@@ -440,6 +440,36 @@ def test_by_pytorchs_grouped_product(device, backend, grouped_mm, name, dtype):
     assert len(grouped_mm) == 6
 
 
+@pytest.mark.parametrize("name", ["as it is", "post-norm, code of its own"])
+def test_the_vendors_products_are_told_the_groups_in_one_tensor(device, monkeypatch, name):
+    """They take int64, and our kernels int32: a conversion each would be six launches."""
+    told = []
+
+    def product(x, weight, groups):
+        told.append(groups)
+        return grouped(x, weight, groups.int(), "torch")
+
+    def outer(x, dy, groups):
+        told.append(groups)
+        return outer_products(x, dy, groups.int(), groups.int(), "torch")
+
+    grouped, outer_products, by_vendor = _grouped.grouped_product, _grouped.outer_products, _grouped._by_vendor
+
+    def unless_here(where, backend):
+        return backend != "torch" or by_vendor(where, backend)
+
+    monkeypatch.setattr(_grouped, "_by_vendor", unless_here)
+    monkeypatch.setattr(_grouped, "unavailable", lambda *args: None)
+    monkeypatch.setattr(_grouped._vendor, "grouped_product", product)
+    monkeypatch.setattr(_grouped._vendor, "outer_products", outer)
+    case = VARIANTS[name]
+    assert_op_close(case.call(moe_experts, backend="triton"), case.call(moe_experts_reference), case.tensors(device),
+                    upstream)  # fmt: skip
+    assert len(told) == 6
+    assert {groups.dtype for groups in told} == {torch.int64}
+    assert len({groups.data_ptr() for groups in told}) == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is tried on an accelerator
 # ---------------------------------------------------------------------------------------------------------------------
@@ -471,7 +501,7 @@ def garbage_in_the_last_row(right):
 
 
 def groups_by_start(right):
-    return lambda x, dy, ends, backend: right(x, dy, ends - ends[0], backend)
+    return lambda x, dy, ends, groups, backend: right(x, dy, ends, groups - groups[0], backend)
 
 
 def absent(right):
