@@ -37,6 +37,7 @@ __all__ = [
     "kind_of",
     "npu_stream",
     "occupy",
+    "sized_as",
     "spec",
     "stand_in",
     "synchronize",
@@ -104,18 +105,27 @@ ASCEND_CHIPS: dict[str, DeviceSpec] = {
         ("Ascend910B4", 40, 192),
         ("Ascend910B4-1", 40, 192),
         ("Ascend910_9362", 40, 192),
-        ("Ascend910_9372", 48, 192),
+        ("Ascend910_9372", 40, 192),
         ("Ascend910_9381", 48, 192),
         ("Ascend910_9382", 48, 192),
         ("Ascend910_9391", 48, 192),
         ("Ascend910_9392", 48, 192),
-        ("Ascend950PR_9589", 64, 248),
+        *((f"Ascend950{name}", 64, 248) for name in (
+            "DT_9581", "DT_9582", "DT_9583", "DT_9584", "DT_9585", "DT_9586", "DT_9587", "DT_9588", "PR_9589",
+            "PR_958b")),
+        *((f"Ascend950{name}", 56, 248) for name in (
+            "DT_9571", "DT_9572", "DT_9573", "DT_9574", "DT_9575", "DT_9576", "DT_9577", "DT_9578", "PR_9579",
+            "PR_957b", "PR_957c", "PR_957d")),
+        *((f"Ascend950{name}", 72, 248) for name in (
+            "DT_9591", "DT_9592", "DT_9595", "DT_9596", "DT_95A1", "DT_95A2", "PR_9599")),
+        *((f"Ascend950{name}", 16, 248) for name in ("DT_950x", "DT_950y")),
+        ("Ascend950PR_950z", 8, 248),
     )
-}
+}  # fmt: skip
 # 1 ms at 2 GHz: a backward takes Python up to half of that on a slow host.
 _HEAD_START_CYCLES = 2_000_000
-# The smallest of the family: what fits it fits the others.
-_UNKNOWN_ASCEND = ASCEND_CHIPS["Ascend910B4"]
+# The smallest of the family, and of the generation that has more memory: what fits it fits the others.
+_UNKNOWN_ASCEND, _UNKNOWN_950 = ASCEND_CHIPS["Ascend910B4"], ASCEND_CHIPS["Ascend950PR_9579"]
 _CPU = DeviceSpec("cpu", "cpu", vector_cores=1, on_chip_bytes=0)
 
 _override: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar("npu_kernels_chip", default=None)
@@ -127,6 +137,11 @@ def chip_spec(name: str) -> DeviceSpec:
     if name not in ASCEND_CHIPS:
         raise ValueError(f"chip must be one of {', '.join(ASCEND_CHIPS)}; got {name!r}")
     return ASCEND_CHIPS[name]
+
+
+def sized_as(name: str) -> DeviceSpec:
+    """The chip whose tiles an Ascend chip gets: its own, or one of its generation that what fits fits it, too."""
+    return ASCEND_CHIPS.get(name, _UNKNOWN_950 if name.startswith("Ascend950") else _UNKNOWN_ASCEND)
 
 
 @contextlib.contextmanager
@@ -206,13 +221,16 @@ def _query(device: torch.device) -> DeviceSpec | None:
         p = getattr(torch, kind).get_device_properties(index)  # torch_npu adds torch.npu
         known = ASCEND_CHIPS.get(p.name)
         if known is None:
+            like = sized_as(p.name)
             warnings.warn(
-                f"unknown Ascend chip {p.name!r}: tiles are sized as for {_UNKNOWN_ASCEND.name} "
+                f"unknown Ascend chip {p.name!r}: tiles are sized as for {like.name} "
                 f"(known: {', '.join(ASCEND_CHIPS)})",
                 stacklevel=2,
             )
-            known = replace(_UNKNOWN_ASCEND, name=p.name)
-        return replace(known, memory_bytes=p.total_memory)
+            known = replace(like, name=p.name)
+        # Of the card itself, of which some cores may be switched off; a torch_npu that does not say leaves the table's.
+        cores = getattr(p, "vector_core_num", 0)
+        return replace(known, vector_cores=cores if cores > 0 else known.vector_cores, memory_bytes=p.total_memory)
     return None if kind_of(device) == "cpu" else DeviceSpec("other", kind, vector_cores=1, on_chip_bytes=0)
 
 

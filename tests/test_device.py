@@ -1,5 +1,7 @@
 """What the code knows of devices: whether an NPU's products of bf16 factors give fp32 results is tried, not assumed."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -69,3 +71,28 @@ def test_an_npu_is_asked_once(monkeypatch):
     # The first time it cannot be told.
     assert [devices.has_fp32_output_product(npu) for _ in range(3)] == [False, True, True]
     assert answers == []
+
+
+def npu(monkeypatch, name, **properties):
+    """The spec of an NPU of that name, as torch_npu's properties have it."""
+    given = SimpleNamespace(name=name, total_memory=1 << 36, **properties)
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(get_device_properties=lambda index: given), raising=False)
+    return devices._query.__wrapped__(SimpleNamespace(type="npu", index=0))
+
+
+@pytest.mark.parametrize(
+    ("properties", "cores"), [({"vector_core_num": 36}, 36), ({"vector_core_num": 0}, 40), ({}, 40)]
+)
+def test_the_number_of_vector_cores_is_the_cards_own_where_torch_npu_says_it(monkeypatch, properties, cores):
+    spec = npu(monkeypatch, "Ascend910B4", **properties)
+    assert spec == replace(devices.ASCEND_CHIPS["Ascend910B4"], vector_cores=cores, memory_bytes=1 << 36)
+
+
+@pytest.mark.parametrize(
+    ("name", "like"), [("Ascend950DT_9582x", "Ascend950PR_9579"), ("Ascend910_9363", "Ascend910B4")]
+)
+def test_an_unknown_chip_gets_the_tiles_of_its_generation_and_a_warning(monkeypatch, name, like):
+    with pytest.warns(UserWarning, match=f"unknown Ascend chip '{name}': tiles are sized as for {like} "):
+        spec = npu(monkeypatch, name, vector_core_num=60)
+    known = devices.ASCEND_CHIPS[like]
+    assert (spec.name, spec.vector_cores, spec.on_chip_bytes) == (name, 60, known.on_chip_bytes)

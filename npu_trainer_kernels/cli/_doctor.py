@@ -71,6 +71,12 @@ def device_findings(line: dict[str, Any], installed: dict[str, str | None]) -> l
             WARNING, "no-npu", line["without_npu"],
             "see what `npu-smi info` says, and whether ASCEND_RT_VISIBLE_DEVICES hides it",
         ))  # fmt: skip
+    name, like = line["device"]["name"], line["sized_as"]
+    if kind == "npu" and like != name:
+        found.append(Finding(
+            WARNING, "chip", f"{name} is no chip that we know: tiles are sized as for {like}",
+            "please report the name; npu-kernels tune --model YOUR_MODEL tries others",
+        ))  # fmt: skip
     wanted = {"npu": "triton-ascend", "cuda": "triton"}.get(kind)
     if wanted is None or installed[wanted]:
         return found
@@ -226,7 +232,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
                                      "mend what is named above; else report it with this output"))  # fmt: skip
             found += device_findings(line, installed) if "device" in line else _check_findings(line)
     if device is not None:
-        output.text(f"\nDevice: {device['name']} ({device['kind']})")
+        cores = f", {device['vector_cores']} vector cores" if device["kind"] == "npu" else ""
+        output.text(f"\nDevice: {device['name']} ({device['kind']}{cores})")
         _show_ops(lines, output)
     found = list(dict.fromkeys(found))
     output.text("\nFindings" if found else f"\n{_nothing_found(lines)}", style="" if found else "green")

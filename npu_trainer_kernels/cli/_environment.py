@@ -12,9 +12,10 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
-__all__ = ["ERROR", "IMPORTS", "WARNING", "Finding", "broken_imports", "findings", "versions"]
+__all__ = ["ERROR", "IMPORTS", "TORCH_NPU_CANN", "TRITON_ASCEND", "WARNING", "Finding", "MadeFor", "broken_imports",
+           "findings", "versions"]  # fmt: skip
 
 ERROR, WARNING = "error", "warning"
 
@@ -40,6 +41,28 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _REINSTALL_TRITON = (
     "pip uninstall -y triton triton-ascend, then install one of them again: triton-ascend on an NPU, triton elsewhere"
 )
+
+
+@dataclass(frozen=True)
+class MadeFor:
+    """What a version of triton-ascend is made for.
+
+    Attributes:
+        cann: CANN's version.
+        pythons: the first and the last Python that the package index has a wheel for.
+    """
+
+    cann: str
+    pythons: tuple[str, str]
+
+
+# By its installation guide, and by the wheels on the package index.
+TRITON_ASCEND = {"3.2.0": MadeFor("8.5.0", ("3.9", "3.11"))}
+# CANN by torch_npu, as far as the table in the description of its wheels goes: 2.13 is not in it.
+TORCH_NPU_CANN = {
+    "2.7.1": "8.3.RC1", "2.7.1.post2": "8.5.0", "2.8.0": "8.3.RC1", "2.8.0.post2": "8.5.0", "2.9.0": "8.5.0",
+    "2.10.0rc2": "8.5.0", "2.11.0rc1": "8.5.0", "2.12.0rc1": "8.5.0",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -224,6 +247,43 @@ def _torch_npu_findings(installed: Mapping[str, str | None], broken: Mapping[str
     return found
 
 
+def _is_older(version: str, than: str) -> bool:
+    """Whether a version of CANN is older; not where it is no version that can be compared."""
+    try:
+        return Version(version) < Version(than)
+    except InvalidVersion:
+        return False
+
+
+def _platform_findings(installed: Mapping[str, str | None]) -> list[Finding]:
+    """Python and CANN, where there is an NPU, or torch_npu for one."""
+    if not installed.get("Ascend driver") and not installed.get("torch_npu"):
+        return []
+    python, triton_ascend, torch_npu, cann = (
+        installed.get(name) for name in ("python", "triton-ascend", "torch_npu", "CANN")
+    )
+    found = []
+    if python and not triton_ascend:
+        name, newest = max(TRITON_ASCEND.items(), key=lambda item: Version(item[0]))
+        first, last = newest.pythons
+        if not Version(first) <= Version(".".join(python.split(".")[:2])) <= Version(last):
+            found.append(Finding(
+                WARNING, "python",
+                f"triton-ascend {name} has wheels for Python {first} to {last}, and this is Python {python}: pip finds "
+                "none, and no kernel of ours runs on the NPU",
+                f"make an environment with Python {last}",
+            ))  # fmt: skip
+    wanted = {
+        f"triton-ascend {triton_ascend}": TRITON_ASCEND[triton_ascend].cann if triton_ascend in TRITON_ASCEND else None,
+        f"torch_npu {torch_npu}": TORCH_NPU_CANN.get(torch_npu or ""),
+    }
+    for who, version in wanted.items():
+        if cann and version and _is_older(cann, version):
+            found.append(Finding(WARNING, "cann", f"{who} is made for CANN {version}; here is CANN {cann}",
+                                 f"install CANN {version} or later, and source its set_env.sh"))  # fmt: skip
+    return found
+
+
 def _import_findings(broken: Mapping[str, str]) -> list[Finding]:
     found = []
     for name in ("torch", "transformers", "trl"):
@@ -274,6 +334,7 @@ def findings(installed: Mapping[str, str | None], broken: Mapping[str, str]) -> 
     return [
         *_requirement_findings(installed),
         *_torch_npu_findings(installed, broken),
+        *_platform_findings(installed),
         *_triton_findings(installed, broken),
         *_interpreter_findings(installed),
         *_import_findings(broken),

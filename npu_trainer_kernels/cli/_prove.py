@@ -255,7 +255,7 @@ def _measure(journal: _prove_archive.Journal, args: argparse.Namespace, output: 
     proof.do(_DEVICE, min(_DEVICE.silence, proof.left()))
     device = journal.of(_DEVICE.name).get(_DEVICE.name, {})
     if "meta" in device:
-        line = {"device": device["meta"]["device"], "without_npu": device["without_npu"]}
+        line = {"device": device["meta"]["device"], **{name: device[name] for name in ("sized_as", "without_npu")}}
         here["findings"] += [asdict(finding) for finding in _doctor.device_findings(line, here["versions"])]
         journal.add({"environment": here})
     before = -1

@@ -89,8 +89,9 @@ def _device(items: Items) -> None:
         count = torch.get_device_module(where).device_count() if is_accelerator(where) else 1
         # The command names folders, and the commit may be of a repository of the user's.
         del meta["command"], meta["commit"]
-        items.record(name, "ok", meta=meta, count=count, chip=facts(where)["device"]["name"],
-                     without_npu=facts(where)["without_npu"])  # fmt: skip
+        known = facts(where)
+        items.record(name, "ok", meta=meta, count=count, chip=known["device"]["name"], sized_as=known["sized_as"],
+                     without_npu=known["without_npu"])  # fmt: skip
 
 
 def _choice(op: str, where: torch.device) -> dict[str, Any]:

@@ -80,10 +80,16 @@ def time_op(work: Workload, where: torch.device, backend: str | None = None) -> 
 
 
 def facts(where: torch.device) -> dict[str, Any]:
-    """What is known of the device, and why it is no NPU although torch_npu is installed."""
+    """What is known of the device, whose tiles it gets, and why it is no NPU although torch_npu is installed."""
     spec = device.spec(where)
     return {
-        "device": {"kind": spec.kind, "name": spec.name, "memory_bytes": spec.memory_bytes},
+        "device": {
+            "kind": spec.kind,
+            "name": spec.name,
+            "memory_bytes": spec.memory_bytes,
+            "vector_cores": spec.vector_cores,
+        },
+        "sized_as": device.sized_as(spec.name).name if spec.kind == "npu" else spec.name,
         "without_npu": device.torch_npu_state(),
     }
 

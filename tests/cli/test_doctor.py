@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -247,8 +248,61 @@ for op in sys.argv[sys.argv.index("--ops") + 1].split(","):
 )
 def test_an_accelerator_that_is_not_used_in_full(kind, without_npu, tritons, expected):
     installed = {"triton": None, "triton-ascend": None, **tritons}
-    line = {"device": {"kind": kind}, "without_npu": without_npu}
+    line = {"device": {"kind": kind, "name": "a chip"}, "sized_as": "a chip", "without_npu": without_npu}
     assert [finding.code for finding in _doctor.device_findings(line, installed)] == expected
+
+
+def test_a_chip_that_gets_anothers_tiles_is_named():
+    device = {"kind": "npu", "name": "Ascend950DT_9582x"}
+    line = {"device": device, "sized_as": "Ascend950PR_9579", "without_npu": None}
+    (finding,) = _doctor.device_findings(line, {"triton": None, "triton-ascend": "3.2.0"})
+    assert (finding.level, finding.code) == ("warning", "chip")
+    assert finding.what == "Ascend950DT_9582x is no chip that we know: tiles are sized as for Ascend950PR_9579"
+
+
+def platform(**installed):
+    found = _environment._platform_findings({"torch_npu": "2.13.0", "python": "3.11.7", **installed})
+    return [(finding.code, finding.what) for finding in found]
+
+
+@pytest.mark.parametrize(("python", "named"), [("3.9.2", False), ("3.11.7", False), ("3.12.1", True), ("3.14.0", True)])
+def test_a_python_without_a_wheel_of_triton_ascend_is_named(python, named):
+    what = (
+        f"triton-ascend 3.2.0 has wheels for Python 3.9 to 3.11, and this is Python {python}: pip finds none, and no "
+        "kernel of ours runs on the NPU"
+    )
+    assert platform(python=python) == [("python", what)] * named
+    assert platform(python=python, **{"triton-ascend": "3.2.1"}) == [], "it is there, wherever it is from"
+    assert platform(python=python, torch_npu=None) == [], "there is nothing to run on"
+
+
+@pytest.mark.parametrize(
+    ("installed", "cann", "made_for"),
+    [
+        ({"triton-ascend": "3.2.0"}, "8.3.RC1", ["triton-ascend 3.2.0 is made for CANN 8.5.0"]),
+        ({"triton-ascend": "3.2.0"}, "8.5.0", []),
+        ({"triton-ascend": "3.2.0"}, "9.0.0", []),
+        ({"triton-ascend": "3.2.0"}, None, []),
+        ({"triton-ascend": "3.2.0"}, "of another naming", []),
+        ({"torch_npu": "2.7.1"}, "8.2.RC1", ["torch_npu 2.7.1 is made for CANN 8.3.RC1"]),
+        ({"torch_npu": "2.7.1"}, "8.3.RC1", []),
+        ({"torch_npu": "2.7.1.post2"}, "8.3.RC1", ["torch_npu 2.7.1.post2 is made for CANN 8.5.0"]),
+        ({"torch_npu": "2.13.0"}, "8.3.RC1", []),
+    ],
+)
+def test_a_cann_that_is_too_old_is_named(installed, cann, made_for):
+    assert platform(CANN=cann, **installed) == [("cann", f"{who}; here is CANN {cann}") for who in made_for]
+
+
+def test_the_documentation_says_the_same():
+    page = (Path(__file__).parents[2] / "docs" / "ascend.md").read_text()
+    rows = page.partition("## Versions that belong together")[2].partition("## ")[0].splitlines()
+    for name, made_for in _environment.TRITON_ASCEND.items():
+        assert any(f"| CANN | {made_for.cann} | triton-ascend {name}" in row for row in rows)
+        assert any(f"triton-ascend {name}" in row and "{} to {}".format(*made_for.pythons) in row for row in rows)
+    for name, cann in _environment.TORCH_NPU_CANN.items():
+        row = next(row for row in rows if f"| CANN | {cann} | torch_npu" in row)
+        assert re.search(rf"(?<![\d.]){re.escape(name)}(?![\w.]\w)", row), (name, cann)
 
 
 def test_doctor_writes_one_json_object_and_says_that_every_op_is_right(capsys):
@@ -269,7 +323,7 @@ def test_success_is_said_as_success(monkeypatch, capsys):
         "\nEverything checked passed: the installation; the ops were not checked.\n"
     )
     line = {"op": "swiglu", "dtype": "float32", "backend": "torch", "backend_op": "swiglu", "reason": "why not"}
-    device = {"device": {"kind": "cpu", "name": "cpu", "memory_bytes": 1}, "without_npu": None}
+    device = {"device": {"kind": "cpu", "name": "cpu", "memory_bytes": 1}, "sized_as": "cpu", "without_npu": None}
     lines = [device, line, {**line, "problem": None}, {"op": "swiglu", "plain": "as fast", "times": None}]
     lines[-1]["measured"] = ["measured here: torch 1 ms"]
     monkeypatch.setattr(_doctor, "self_check", lambda times, seconds: iter(lines))

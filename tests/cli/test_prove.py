@@ -43,7 +43,8 @@ META = {
     "device": {"kind": "npu", "name": "Ascend910B4", "memory_bytes": 1 << 35},
     "packages": {"torch": "2.13.0"}, "sources": "abc",
 }  # fmt: skip
-DEVICE = {"device": {"device": {"record": {"meta": META, "count": 2, "chip": "Ascend910B4", "without_npu": None}}}}
+RECORD = {"meta": META, "count": 2, "chip": "Ascend910B4", "sized_as": "Ascend910B4", "without_npu": None}
+DEVICE = {"device": {"device": {"record": RECORD}}}
 PARTS = [part.name for part in _prove.PARTS]
 
 
