@@ -131,12 +131,40 @@ def beyond_one_run(function: types.FunctionType) -> str | None:
             return f"its code sets {ast.unparse(node)}"
         if isinstance(node, ast.Attribute | ast.Name) and _name(node) in _OF_GRADIENTS:
             return f"its code goes by {_name(node)}"
+        if (part := _beyond_a_probe(node, function.__globals__)) is not None:
+            return f"its code goes by a place that no probe has: {part}"
         if isinstance(node, ast.If | ast.IfExp | ast.While):
             checks = isinstance(node, ast.If) and all(isinstance(each, ast.Raise) for each in node.body)
             parts = ast.walk(node.test)
             if not checks and any(_is_size(part) or _name(part) in sizes for part in parts):
                 return f"its code asks whether {ast.unparse(node.test)}"
     return None
+
+
+def _beyond_a_probe(node: ast.AST, space: dict[str, Any]) -> str | None:
+    """What in an expression depends on whether a tensor has more than so many elements along a dimension, or None.
+    Probes have two at least along each, so that a first or a last one shows."""
+    if isinstance(node, ast.Subscript) and _name(node.value) != "shape" and not _is_size(node.value):
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        bounds = [bound for part in parts if isinstance(part, ast.Slice) for bound in (part.lower, part.upper)]
+    elif isinstance(node, ast.Call) and _is_count(node.func):
+        bounds = [*node.args, *(word.value for word in node.keywords if word.arg != "dim")]
+    else:
+        return None
+    for bound in filter(None, bounds):
+        number = bound.operand if isinstance(bound, ast.UnaryOp) else bound
+        value = number.value if isinstance(number, ast.Constant) else space.get(_name(number) or "")
+        # An attribute may become any number.
+        if isinstance(number, ast.Attribute) or (type(value) is int and value > 1):
+            return ast.unparse(node)
+    return None
+
+
+def _is_count(function: ast.expr) -> bool:
+    """Whether a function takes so many elements of a tensor, or of two numbers the smaller or the larger one."""
+    if isinstance(function, ast.Name):
+        return function.id in ("max", "min")
+    return isinstance(function, ast.Attribute) and function.attr in ("kthvalue", "narrow", "topk")
 
 
 def _is_size(node: ast.AST) -> bool:

@@ -396,6 +396,40 @@ class ByGradients(Mlp):
         return self.down_proj(F.silu(gate) * self.up_proj(x))
 
 
+CUT = 6
+
+
+class ByPlace(Mlp):
+    """With another formula from a row on."""
+
+    def product(self, gate, up):
+        return F.silu(torch.cat((gate[:6], 2 * gate[6:]))) * up
+
+
+class ByNamedPlace(Mlp):
+    """Likewise, with a name for it in its file."""
+
+    def product(self, gate, up):
+        return F.silu(torch.cat((gate[:CUT], 2 * gate[CUT:]))) * up
+
+
+class ByItsPlace(Mlp):
+    """Likewise, with a name of its own."""
+
+    cut = 6
+
+    def product(self, gate, up):
+        return F.silu(torch.cat((gate[: self.cut], 2 * gate[self.cut :]))) * up
+
+
+class ByCount(Mlp):
+    """Which keeps the sixteen largest of a row."""
+
+    def product(self, gate, up):
+        least = gate.topk(min(16, gate.shape[-1])).values[..., -1:]
+        return F.silu(gate.masked_fill(gate < least, 0.0)) * up
+
+
 class Penalized(Mlp):
     """Which keeps something for a term of the loss."""
 
@@ -423,7 +457,9 @@ def beside(module: Any) -> Any:
     return module.__dict__.get("penalty", 0 * rows()) + sum(getattr(module, "log", ()))
 
 
-@pytest.mark.parametrize("make", [ByLength, ByNamedLength, ByGradients, Penalized, Logged])
+@pytest.mark.parametrize(
+    "make", [ByLength, ByNamedLength, ByGradients, ByPlace, ByNamedPlace, ByItsPlace, ByCount, Penalized, Logged]
+)
 def test_what_no_run_on_a_few_rows_shows_runs_as_it_is(make):
     op = "rms_norm" if make is Logged else "swiglu"
 
