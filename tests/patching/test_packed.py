@@ -483,13 +483,17 @@ class ByName(OwnAttention):
 
     what = ""
 
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.scaling = 1 / 64  # scores as small as Gemma 2's
+
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         if self.config._attn_implementation == "eager":
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         return LlamaAttention.forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
 
     def attended(self, q, k, v, mask):
-        scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
+        scores = q @ k.transpose(2, 3) * self.scaling
         if self.what == "cap":
             scores = self.config.attn_logit_softcapping * torch.tanh(scores / self.config.attn_logit_softcapping)
         if self.what == "blocks":
