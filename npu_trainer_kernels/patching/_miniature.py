@@ -16,31 +16,36 @@ from torch import nn
 __all__ = ["VOCABULARY", "kept_layers", "miniature", "miniature_around", "names_layers", "per_layer", "small_config"]
 
 VOCABULARY = 61
-_WINDOW, _HEAD = 8, 16
+_HEAD = 16
 # An attribute that matches is cut down to the value; the first pattern counts. What matches nothing stays.
 _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
     (re.compile(pattern), size)
     for pattern, size in (
         (r"vocab_size", VOCABULARY),
-        (r"(max_position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len)$", 64),
-        (r"(head_dim|headdim|head_size|d_head|d_kv|kv_channels|rotary_dim|v_dim)$", _HEAD),
-        (r"(^|_)rank$", 16),
-        (r"(key_value_heads|kv_heads|kv_n_heads|num_kv_heads)$", 2),
-        (r"heads$|^n_head$", 4),
-        (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$", 4),
-        (r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts|topk_group)$", 2),
-        (r"(n_group|num_expert_group)$", 2),
-        (r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index)$", 1),
-        (r"(sliding_window|window_size|attention_chunk_size|chunk_size)$", _WINDOW),
-        (r"(state_size|d_state)$", 8),
+        (
+            r"(max_position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len|hidden_size|d_model|n_embd"
+            r"|embedding_dim|hidden_size_per_layer_input|word_embed_proj_dim)$",
+            64,
+        ),
         (r"(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_size_mlp)$", 48),
-        (r"(hidden_size|d_model|n_embd|embedding_dim|hidden_size_per_layer_input|word_embed_proj_dim)$", 64),
+        (r"(head_dim|headdim|head_size|d_head|d_kv|kv_channels|rotary_dim|v_dim)$|(^|_)rank$", _HEAD),
+        (r"(sliding_window|window_size|attention_chunk_size|chunk_size|state_size|d_state)$", 8),
+        # Of what a token chooses from the probe's rows have more than it chooses: blocks, keys, experts.
+        (
+            r"(key_value_heads|kv_heads|kv_n_heads|num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k"
+            r"|top_k_experts|topk_group|n_group|num_expert_group|index_topk|index_topk_blocks)$",
+            2,
+        ),
+        (r"(heads|num_experts|num_local_experts|n_routed_experts|moe_num_experts|block_size)$|^n_head$", 4),
+        (r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index)$", 1),
     )
 )
+_CAP, _CAPPED = re.compile(r"softcap|logit_cap"), 0.5  # which scores reach
+_SHARED = re.compile(r"shared_layers$")  # of how many layers at the end earlier ones make the keys
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
 _DROPPED = re.compile(r"drop|jitter")
 _TOKEN = re.compile(r"_token_id$")
-_MOST_LAYERS = 6
+_MOST_LAYERS = 8
 
 
 def names_layers(name: str, value: Any, count: int) -> bool:
@@ -56,9 +61,17 @@ def per_layer(config: Any, count: int) -> dict[str, Any]:
     return {n: v for n, v in lists.items() if not names_layers(n, v, count)}
 
 
+def _shared(config: Any, count: int) -> list[tuple[str, int]]:
+    """How many layers at the end share what earlier ones make, by the attribute that says so."""
+    found = ((n, v) for n, v in vars(config).items() if _SHARED.search(n) and type(v) is int)
+    return [(name, value) for name, value in found if 0 < value < count]
+
+
 def kept_layers(config: Any, count: int, most: int = _MOST_LAYERS) -> list[int]:
-    """The layers to keep: the first of each kind, by every list that has one entry for each layer; at least two."""
-    lists = per_layer(config, count).values()
+    """The layers to keep: the first of each kind, by every list that has one entry for each layer, and by whether they
+    share what earlier ones make; at least two."""
+    own = count - sum(value for name, value in _shared(config, count))
+    lists = [*per_layer(config, count).values(), [i < own for i in range(count)]]
     seen, kept = set(), []
     for i in range(count):
         kind = tuple(str(v[i]) for v in lists)
@@ -98,6 +111,8 @@ def small_config(config: Any) -> Any:
             vars(small)[name] = type(value)([kept.index(v) for v in value if v in kept] or [len(kept) - 1])
         elif _DROPPED.search(name) and isinstance(value, float):
             vars(small)[name] = 0.0
+        elif _CAP.search(name) and isinstance(value, float):
+            vars(small)[name] = min(value, _CAPPED)
         elif type(value) is not int:
             continue
         elif _TOKEN.search(name):
@@ -107,6 +122,8 @@ def small_config(config: Any) -> Any:
         else:
             size = next((size for pattern, size in _SIZES if pattern.search(name)), value)
             vars(small)[name] = min(value, size)
+    for name, value in _shared(config, count):
+        vars(small)[name] = sum(i >= count - value for i in kept)
     # As many key heads as heads where that is so; then there may be no number of groups.
     heads, kv = (vars(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads == kv and heads is not None:

@@ -117,6 +117,13 @@ class PackedMask:
     def __init__(self, packing: Packing, window: int | None) -> None:
         self.packing, self.window = packing, window
 
+    def __getitem__(self, index: Any) -> PackedMask:
+        """All of it is itself: Gemma 4 cuts masks to the logits that are wanted, also where these are all."""
+        for part in index if isinstance(index, tuple) else (index,):
+            if type(part) is not slice or part not in (slice(None), slice(0, None)):
+                raise Unserved("it cuts its mask")
+        return self
+
 
 _packing: contextvars.ContextVar[Packing | None] = contextvars.ContextVar("npu_kernels_packing", default=None)
 

@@ -234,6 +234,14 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
     "ZambaConfig": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    # Layers that released checkpoints have, and the defaults do not.
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
+    "MiniMaxM3VLTextConfig": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 4, "index_topk_blocks": 2,
+    },
+    "Gemma4TextConfig": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    },
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import (
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.patching._miniature import miniature, small_config
-from npu_trainer_kernels.patching._packed import Unserved, window_of
+from npu_trainer_kernels.patching._packed import PackedMask, Unserved, window_of
 from tests.families.tiny import tiny_model
 from tests.models import SMALL, small_model
 
@@ -386,7 +386,7 @@ def test_linear_layers_in_whatever_form_mix_no_tokens():
     assert report.ran[OP] == 1
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "jamba", "qwen3_next", "falcon_h1", "lfm2_moe", "recurrent_gemma"])
+@pytest.mark.parametrize("kind", ["mamba2", "jamba", "qwen3_next", "falcon_h1", "lfm2", "lfm2_moe", "recurrent_gemma"])
 def test_bodies_with_a_state_are_left_alone(kind):
     """Mamba, a gated delta net, convolutions, a linear recurrence."""
     assert left_alone(tiny_model("causal", kind))
@@ -446,6 +446,83 @@ def test_a_small_configuration_keeps_a_layer_of_each_kind_and_changes_nothing_of
     assert small.num_hidden_layers == len(small.layer_types) < 7
     assert small.sliding_window == 8
     assert sum(p.numel() for p in miniature(transformers.Gemma3TextModel, small).parameters()) < 200_000
+
+
+@pytest.mark.parametrize(("config", "body"), [
+    (transformers.Gemma4TextConfig(num_kv_shared_layers=20), transformers.Gemma4TextModel),
+    (transformers.Gemma3nTextConfig(), transformers.Gemma3nTextModel),
+], ids=["gemma4", "gemma3n"])  # fmt: skip
+def test_layers_that_share_keys_are_of_a_kind_of_their_own(config, body):
+    small = small_config(config)
+    layers = miniature(body, small).layers
+    assert {layer.self_attn.is_kv_shared_layer for layer in layers} == {False, True}
+    assert {small.layer_types[i] for i in range(len(layers)) if layers[i].self_attn.is_kv_shared_layer} == {
+        "sliding_attention", "full_attention",
+    }  # fmt: skip
+    # As deep as it is, and of its size, without weights.
+    with torch.device("meta"):
+        model = with_body(lambda _: body(config))
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert [each.op for each in kernels.report().replaced] == [OP]
+
+
+def test_layers_whose_keys_earlier_ones_made():
+    batch = padded("both", True)
+    batch |= {name: batch[name].clamp(max=300) for name in ("input_ids", "labels")}
+    report = compare(tiny_model("causal", "gemma4_text").train(), batch, (OP,), "gemma4")
+    assert report.ran[OP] == 1
+
+
+def test_blocks_that_are_chosen_of():
+    """What released configurations have, and the defaults of the class do not."""
+    assert left_alone(tiny_model("causal", "minimax_m3_vl_text")) == "its attention is given block_indices"
+
+
+class ByName(OwnAttention):
+    """Attends by itself under the names that it knows, and leaves `what` to the function under others."""
+
+    what = ""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.scaling = 1 / 64  # scores as small as Gemma 2's
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        if self.config._attn_implementation == "eager":
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+        return LlamaAttention.forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+
+    def attended(self, q, k, v, mask):
+        scores = q @ k.transpose(2, 3) * self.scaling
+        if self.what == "cap":
+            scores = self.config.attn_logit_softcapping * torch.tanh(scores / self.config.attn_logit_softcapping)
+        if self.what == "blocks":
+            block = torch.arange(q.shape[2]) // self.config.index_block_size
+            scores = scores.masked_fill(block[:, None] != block, torch.finfo(scores.dtype).min)
+        return (scores + mask).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("what", "size"), [
+    ("cap", {"attn_logit_softcapping": 50.0}), ("blocks", {"index_block_size": 128}), ("", {}),
+])  # fmt: skip
+def test_what_only_large_scores_and_long_rows_show(what, size):
+    kind = type("ByName", (ByName,), {"what": what})
+    config = transformers.LlamaConfig(**SMALL, attn_implementation="eager", **size)
+    model = with_body(body_of(kind), config)
+    if what:
+        assert "not what they are in their own" in left_alone(model)
+    else:
+        with apply_npu_kernels(model, ops=[OP]) as kernels:
+            assert kernels.report().replaced
+
+
+@pytest.mark.parametrize("cut", [-1, slice(0, 4), (slice(None), slice(-3, None)), (Ellipsis, slice(None)),
+                                 torch.tensor([0])], ids=str)  # fmt: skip
+def test_a_mask_is_not_cut(cut):
+    mask = PackedMask(None, None)
+    assert mask[:, :, slice(-0, None), :] is mask
+    with pytest.raises(Unserved, match="cuts its mask"):
+        mask[cut]
 
 
 def test_one_proof_for_one_configuration(monkeypatch):
