@@ -56,6 +56,8 @@ _kept: dict[tuple[Any, ...], _Kept] = {}
 # The same by a key without them, which is looked up where a length is new: Triton's search takes longer, and
 # triton-ascend's waits for torch_npu's task queue.
 _of_any_length: dict[tuple[Any, ...], _Kept] = {}
+# Which arguments of a kernel are lengths.
+_lengths: dict[Any, tuple[int, ...]] = {}
 _MOST_KEPT = 1 << 12
 _ASCEND = ON_ASCEND is not None and bool(ON_ASCEND.value)
 # More of them triton-ascend launches only where TRITON_ALL_BLOCKS_PARALLEL is set: it is asked.
@@ -97,6 +99,7 @@ def _run_by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], co
         constants = () if _ASCEND else tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
         index = triton.runtime.driver.active.get_current_device()
         kept = kernel, compiled, constants
+        _lengths[kernel] = tuple(i for i, parameter in enumerate(kernel.params) if parameter.do_not_specialize)
         _keep(_kept, _key(kernel, index, args, constexprs)[0], kept)
         _keep(_of_any_length, _key_of_any_length(kernel, index, args, constexprs), kept)
 
@@ -192,11 +195,11 @@ def _key_of_any_length(
     kernel: Any, index: int, args: tuple[Any, ...], constexprs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], ...]:
     """As `_key`, with no more of each length than Triton compiles for: how wide it is."""
+    # Of other integers it also asks whether they are 1, or multiples of 16.
     lengths = [
-        # Without these it compiles for 1 and multiples of 16.
-        (i, -(1 << 31) <= arg < 1 << 31, arg < 1 << 63)
-        for i, (arg, parameter) in enumerate(zip(args, kernel.params, strict=False))
-        if type(arg) is int and parameter.do_not_specialize
+        (i, -(1 << 31) <= args[i] < 1 << 31, args[i] < 1 << 63)
+        for i in _lengths.get(kernel, ())
+        if type(args[i]) is int
     ]
     others = list(args)
     for i, *_ in lengths:
