@@ -358,3 +358,21 @@ def test_bad_input(change, message):
     rest = {k: v for k, v in change.items() if k != "options"}
     with pytest.raises(ValueError, match=message):
         fused_linear_grpo_loss(x, weight, ids, torch.ones(B), options=GrpoOptions(**change.get("options", {})), **rest)
+
+
+def test_vespo_reads_no_ratio_of_padding(device, backend):
+    """Its ratios are multiplied over a completion: what stands at padding is no part of that."""
+    logits = torch.randn(B, T, V, device=device).requires_grad_()
+    ids, advantages = torch.randint(0, V, (B, T), device=device), torch.randn(B, device=device)
+    mask = (torch.arange(T, device=device) < torch.tensor(LENGTHS, device=device).unsqueeze(1)).long()
+    ratio = torch.rand(B, T, device=device) + 0.5
+    runs = []
+    for at_padding in (1.0, 5.0):
+        given = torch.where(mask.bool(), ratio, torch.full_like(ratio, at_padding))
+        loss = grpo_loss(
+            logits, ids, advantages, completion_mask=mask, importance_ratio=given,
+            options=GrpoOptions(loss_type="vespo"), backend=backend,
+        ).loss  # fmt: skip
+        runs.append([loss, *torch.autograd.grad(loss, logits)])
+    assert runs[0][1].any()
+    assert all(map(torch.equal, *runs))

@@ -15,7 +15,7 @@ from trl import GRPOTrainer as TrlGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments
 from npu_trainer_kernels.trainers import _grpo_groups
-from npu_trainer_kernels.trainers._grpo_groups import Arranger
+from npu_trainer_kernels.trainers._grpo_groups import Arranger, stays_shuffled
 from tests.models import small_model
 from tests.trainers.test_grpo import difference, train
 from tests.trainers.test_grpo_plan import LOSS_TYPES
@@ -298,3 +298,9 @@ def test_rows_change_ranks_only_where_ranks_share_data_alone(kind, data_ranks):
         assert "parts of the same rows" in reason
     else:
         assert reason is None
+
+
+def test_ligers_loss_is_not_looked_into():
+    trainer = object.__new__(TrlGRPOTrainer)
+    trainer.args = SimpleNamespace(use_liger_kernel=True)
+    assert stays_shuffled(trainer, across=False) == "Liger's loss takes the place of TRL's in some versions"
