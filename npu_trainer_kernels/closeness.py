@@ -97,16 +97,8 @@ def assert_as_close(actual: torch.Tensor, reference: torch.Tensor, truth: torch.
     _require(found <= limit, f"{what}: rms error {found:.3e}, allowed {limit:.3e} (reference's {others[0]:.3e})")
 
 
-def _together(sets: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-    if len(sets) == 1:
-        return sets[0]
-    of_each = ([v for v in values if v is not None] for values in zip(*sets, strict=True))
-    return [torch.stack(present) if len(present) == len(sets) else None for present in of_each]
-
-
 def assert_op_close(op: Callable[..., object], reference: Callable[..., object], inputs: Sequence[object],
-                    upstream: Callable[[Tensors], torch.Tensor] | None = None, *,
-                    more: Sequence[Sequence[object]] = ()) -> None:  # fmt: skip
+                    upstream: Callable[[Tensors], torch.Tensor] | None = None) -> None:  # fmt: skip
     """Compares `op(*inputs)` and its gradients with the reference in the same dtype, plain and `rounded`, and in fp64.
 
     Args:
@@ -114,17 +106,12 @@ def assert_op_close(op: Callable[..., object], reference: Callable[..., object],
         reference: the op's reference; it must compute in fp64 when its inputs are fp64.
         inputs: arguments; gradients are compared for those that require one.
         upstream: maps the outputs to the scalar to differentiate; None compares outputs alone.
-        more: further inputs of the same shapes, whose results are held to the rule together with the first's. For
-            results of one number or two: their error in the reference, which may be small by chance, does not say how
-            large its errors are.
     """
     where = next((v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu"))
     exact = where if device.has_fp64(where) else torch.device("cpu")
-    sets = (inputs, *more)
-    actual = _together([run(op, each, upstream) for each in sets])
-    same = _together([run(reference, each, upstream) for each in sets])
-    moved = rounded(lambda: _together([run(reference, each, upstream) for each in sets]))
-    truth = _together([run(reference, each, upstream, torch.float64, exact) for each in sets])
+    actual, same = run(op, inputs, upstream), run(reference, inputs, upstream)
+    moved = rounded(lambda: run(reference, inputs, upstream))
+    truth = run(reference, inputs, upstream, torch.float64, exact)
     _require(len(actual) == len(same), f"{len(actual)} results, the reference gives {len(same)}")
     for i, (a, r, t, *others) in enumerate(zip(actual, same, truth, *moved, strict=True)):
         if r is None:

@@ -17,8 +17,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-# Two ranks of a test on two cores: one thread each, and the same summation order everywhere.
-torch.set_num_threads(1)
+# Two ranks of a test on two cores: one thread each, unless somebody asks how the sums of several threads fare.
+torch.set_num_threads(int(os.environ.get("NPU_KERNELS_TEST_THREADS", "1")))
 
 
 _APART = [Path(__file__).parent / name for name in ("ascend", "frameworks", "npu_contract", "oldest", "zero3")]

@@ -1,10 +1,9 @@
 """Small models of the families that the tests patch: every number odd where it may be, random weights, fp32."""
 
 import contextlib
-import copy
 import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -140,33 +139,6 @@ def assert_outcome_close(
     names = ["loss", *(name for name, _ in model.named_parameters())]
     for actual, reference, exact, name, *others in zip(found, expected, truth, names, *moved, strict=True):
         assert_as_close(actual, reference, exact, name, others)
-
-
-def neighbour(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """The model with every weight within half a unit in its last place: another draw of what rounding does to it."""
-    new = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in new.parameters():
-            noise = torch.rand(parameter.shape, generator=generator) - 0.5
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * noise)
-    return new
-
-
-Values = Mapping[str, torch.Tensor | None]
-
-
-def farthest(references: Sequence[Values], truth: Values) -> dict[str, torch.Tensor | None]:
-    """Of each value the reference that is farthest from the truth.
-
-    One gradient may be right to the last bit by luck, and the rule would then allow no error at all.
-    """
-
-    def error(values: Values, name: str) -> float:
-        value, exact = values[name], truth[name]
-        return 0.0 if value is None or exact is None else (value.double() - exact).abs().max().item()
-
-    return {name: max(references, key=lambda values: error(values, name))[name] for name in truth}
 
 
 class InDouble(TorchFunctionMode):

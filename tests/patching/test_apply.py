@@ -17,16 +17,14 @@ from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.ops import linear_rms_norm
 from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.patching._promise import PromisedLogits
-from tests.closeness import assert_as_close
+from tests.closeness import assert_as_close, rounded
 from tests.models import (
     FAMILIES,
     HAS_TRL_HEAD,
     TRL,
     assert_outcome_close,
     batch,
-    farthest,
     loss_and_gradients,
-    neighbour,
     small_model,
 )
 
@@ -56,18 +54,14 @@ def test_loss_and_gradients_are_the_models_own(family, num_items, ops):
         return dict(zip(names, loss_and_gradients(of, inputs), strict=True))
 
     truth = values(small_model(family).double())
-    # A router's bias has four numbers, of which one draw of rounding says little. With GPT-OSS, ten seeds and both sets
-    # of ops its relative error is 5.8e-7 and 4.7e-7 on average in the two layers, stock's 5.3e-7 and 4.2e-7; at the
-    # most it is 2.1e-6 and 1.0e-6, stock's 1.6e-6 and 0.7e-6.
-    others = (neighbour(model, seed) for seed in range(4))
-    expected = farthest([values(m) for m in (small_model(family), *others)], truth)
+    expected, moved = values(model), rounded(lambda: values(model))
     with apply_npu_kernels(model, ops=ops) as kernels:
         patched = values(model)
         assert {r.op for r in kernels.report().replaced} >= (
             FOUND.get(family, {"linear_cross_entropy"}) & HEAD
         ) | OF_TRL
     for name in names:
-        assert_as_close(patched[name], expected[name], truth[name], f"{family} {name}")
+        assert_as_close(patched[name], expected[name], truth[name], f"{family} {name}", [m[name] for m in moved])
 
 
 ROTATION = "halves, tables each, casting promote"
