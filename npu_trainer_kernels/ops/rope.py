@@ -656,11 +656,16 @@ def rope(
         )
     _check_table("cos", cos, batch, tokens, width)
     _check_table("sin", sin, batch, tokens, width)
+    if unserved(q, cos, form, backend) is not None:
+        backend = "torch"
     return rope_of_checked(q, k, cos, sin, form, backend)
 
 
 def unserved(q: torch.Tensor, cos: torch.Tensor, form: Rotation, backend: str | None) -> str | None:
-    """Why the kernel is not given heads like these on their device unless it is asked for by name; None: it is."""
+    """Why the kernel is not given heads like these on their device unless it is asked for by name; None: it is, or
+    `torch.compile` traces the call, where there are no kernels."""
+    if torch.compiler.is_compiling():
+        return None
     spec = device.spec(q.device)
     if not spec.has_buffer or backends.asked_for("rope", backend):
         return None
@@ -672,7 +677,7 @@ def unserved(q: torch.Tensor, cos: torch.Tensor, form: Rotation, backend: str | 
 def rope_of_checked(
     q: torch.Tensor, k: _Key, cos: torch.Tensor, sin: torch.Tensor, form: Rotation, backend: str | None
 ) -> tuple[torch.Tensor, _Key]:
-    """`rope` of tensors whose dtypes and shapes have been checked."""
+    """`rope` of tensors whose dtypes and shapes have been checked, and which `unserved` has been asked of."""
     where = q.device
     if cos.device != where or sin.device != where or (k is not None and k.device != where):
         check_same_device(q=q, k=k, cos=cos, sin=sin)
@@ -682,8 +687,6 @@ def rope_of_checked(
         return q.dtype, batch * tokens, (n_heads, 0 if k is None else k.shape[form.heads], size)
 
     chosen = backends.choose("rope", where, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin, form), at=at)
-    if chosen == "triton" and unserved(q, cos, form, backend) is not None:
-        chosen = "torch"
     if chosen == "torch" and torch.compiler.is_compiling():
         return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
     return _Rope.apply(q, k, cos, sin, form, chosen)

@@ -443,7 +443,9 @@ def _chosen(gate: torch.Tensor, form: Gate, backend: str | None) -> str:
 
 def unserved(like: torch.Tensor, cols: int, backend: str | None) -> str | None:
     """Why the kernels are not given gate and up by turns of so many columns each on a tensor's device unless they are
-    asked for by name; None: they are."""
+    asked for by name; None: they are, or `torch.compile` traces the call, where there are no kernels."""
+    if torch.compiler.is_compiling():
+        return None
     spec = device.spec(like.device)
     if not spec.has_buffer or backends.asked_for("swiglu", backend):
         return None

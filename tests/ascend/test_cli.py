@@ -16,7 +16,7 @@ CONFIG = {
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    """A model of sizes that the gate's own table does not have; norm and SwiGLU alone, for time."""
+    """A model of sizes that the gate's own table does not have; norm, SwiGLU and its rotation alone, for time."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(cases, "TABLE", [entry for entry in cases.TABLE if entry.op in ("rms_norm", "swiglu")])
     return str(tmp_path)
@@ -25,7 +25,8 @@ def model(tmp_path, monkeypatch):
 def test_kernels_at_a_models_shapes_pass(model, capsys):
     assert main(["compile", "--model", model, "--all-targets", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {k["shape"] for k in found["kernels"]} == {"4096 x 1152 (hidden)", "4096 x 3072 (intermediate)"}
+    shapes = {"rms_norm": "1152 (hidden)", "swiglu": "3072 (intermediate)", "rope": "128 (head)"}
+    assert {(k["op"], k["shape"]) for k in found["kernels"]} == {(op, f"4096 x {size}") for op, size in shapes.items()}
     assert len({k["target"] for k in found["kernels"]}) == len(found["targets"]) > 1
     assert all(0 < k["buffer_used_bytes"] <= k["buffer_bytes"] for k in found["kernels"])
 

@@ -137,7 +137,7 @@ def test_few_enough_groups_of_heads_in_one_launch(heads, size, expected):
 def test_what_reads_single_elements_on_an_npu_is_not_given_to_the_kernel_unless_asked_for(
     monkeypatch, size, rotated, options, served, backend
 ):
-    monkeypatch.setattr(backends, "choose", lambda *args, **options: "triton")
+    monkeypatch.setattr(backends, "choose", lambda op, device, asked, *rest, **options: asked or "triton")
     q, k = (torch.randn(1, heads, 5, size).bfloat16() for heads in (3, 2))
     cos, sin = torch.randn(2, 1, 5, rotated).bfloat16()
     launched = []
