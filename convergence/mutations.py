@@ -153,10 +153,10 @@ def _in_place_of(original: Any, wrapper: Any, within: str = "npu_trainer_kernels
 
 @contextlib.contextmanager
 def _watched_probes() -> Iterator[Callable[[], bool]]:
-    """Says whether a model is being looked at before it is patched, or an op is tried on a device. There the package
-    compares what it is going to put in with the model's own code: it would notice some faults and leave the module
-    alone, and nothing would train with them. An op may be right in a probe and wrong in a run. What a look shows may
-    be kept for a process, so that one with a fault in it would also spoil the runs after it."""
+    """Says whether a model is being looked at, before it is patched or before its first step, or an op is tried on a
+    device. There the package compares what it puts in with the model's own code: it would notice some faults and leave
+    the module alone, and nothing would train with them. An op may be right in a probe and wrong in a run. What a look
+    shows may be kept for a process, so that one with a fault in it would also spoil the runs after it."""
     original, running = _agreement.repeatable, 0
 
     @contextlib.contextmanager
@@ -169,8 +169,8 @@ def _watched_probes() -> Iterator[Callable[[], bool]]:
             running -= 1
 
     @contextlib.contextmanager
-    def repeatable() -> Iterator[None]:
-        with looking(), original():
+    def repeatable(*where: Any) -> Iterator[None]:
+        with looking(), original(*where):
             yield
 
     with contextlib.ExitStack() as stack:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["SEEDS", "Rounded", "rounded"]
 
@@ -30,12 +30,18 @@ _EXACT = {
     _aten.empty_like, _aten.new_empty, _aten.slice_backward, _aten.select_backward, _aten.threshold_backward,
     _aten._local_scalar_dense, _aten.index_put_, _aten.triu, _aten.tril,
 }  # fmt: skip
+# Of these each term is rounded where it is added. Terms of 16 bits are added in fp32, which is of no account there.
+_SUMS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.sum, _aten.mean}
+_ADDED = (torch.float32, torch.float64)
 
 
 class Rounded(TorchDispatchMode):
     """Moves every floating result of an operator, forward and backward, by a random part of a unit.
 
         x  ->  x (1 + eps u),    u uniform in [-1/2, 1/2), eps of the dtype of x, rounded to that dtype
+
+    What a product or a sum of fp32 is given moves likewise, since each of its terms is rounded: of terms that cancel
+    much more is left than a unit of the result, and how much depends on the order in which a processor adds.
 
     A value that is exact in one run moves, too: a probability of one is one by the luck of its sum. What only takes
     values from elsewhere (views, copies, gathers) does not. Works on any device and in any dtype, fp64 is not needed;
@@ -52,6 +58,8 @@ class Rounded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket in _SUMS:
+            args, kwargs = tree_map_only(torch.Tensor, self._moved, (args, kwargs))
         result = func(*args, **kwargs)
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if not _rounds(func, given):
@@ -60,6 +68,13 @@ class Rounded(TorchDispatchMode):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 self._move(value)
         return result
+
+    def _moved(self, value: torch.Tensor) -> torch.Tensor:
+        if value.dtype not in _ADDED:
+            return value
+        copied = value.clone()
+        self._move(copied)
+        return copied
 
     def _move(self, value: torch.Tensor) -> None:
         generator = self._generators.get(value.device)

@@ -83,6 +83,21 @@ def test_gradients_are_moved_too():
         torch.testing.assert_close(moved, plain, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_of_a_sum_every_term_is_rounded(dtype):
+    """Of fp32 alone: terms of 16 bits are added in fp32."""
+    x = torch.randn(1, 4096).to(dtype)
+    terms = torch.cat((x, -x), 1)
+    ones = torch.ones(8192, 1).to(dtype)
+    size = torch.finfo(dtype).eps * x.double().norm()
+    for found in rounded(lambda: torch.cat((terms @ ones, terms.sum(1, keepdim=True)))):
+        if dtype == torch.float32:
+            assert (found.abs() > 0.01 * size).all()
+            assert (found.abs() < 20 * size).all()
+        else:
+            assert (found.abs() < 1e-3 * size).all()
+
+
 def test_what_is_only_taken_from_elsewhere_stays():
     x = torch.randn(6, 8)
     with Rounded(0):
