@@ -197,6 +197,7 @@ def test_a_kernel_runs_where_its_tensors_are(monkeypatch):
     cards, ran = Cards(), []
     monkeypatch.setattr(torch, "get_device_module", lambda where: cards)
     monkeypatch.setattr(device, "keeps_compiled", lambda where: False)
+    monkeypatch.setattr(_launch, "_kept", {})  # what other tests have launched on a card
     device._current_device.cache_clear()
 
     class Kernel:
