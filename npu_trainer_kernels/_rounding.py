@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 # What they return stands in an argument, bit by bit.
 _EXACT = {
     _aten._unsafe_view, _aten.clone, _aten.copy_, _aten.cat, _aten.stack, _aten.index, _aten.index_select,
-    _aten.gather, _aten.embedding, _aten.masked_fill, _aten.masked_fill_, _aten.masked_select, _aten.where,
+    _aten.gather, _aten.scatter, _aten.embedding, _aten.masked_fill, _aten.masked_select, _aten.where,
     _aten.constant_pad_nd, _aten.repeat, _aten.roll, _aten.flip, _aten.neg, _aten.abs, _aten.relu, _aten.clamp,
     _aten.clamp_min, _aten.max, _aten.min, _aten.amax, _aten.amin, _aten.maximum, _aten.minimum, _aten.topk, _aten.sort,
     _aten.zero_, _aten.fill_, _aten.new_zeros, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_full,
@@ -33,6 +33,8 @@ _EXACT = {
 # Of these each term is rounded where it is added. Terms of 16 bits are added in fp32, which is of no account there.
 _SUMS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.sum, _aten.mean}
 _ADDED = (torch.float32, torch.float64)
+# What ranks share out (DTensor) stays as it is: each would move its part of a whole.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Rounded(TorchDispatchMode):
@@ -44,8 +46,8 @@ class Rounded(TorchDispatchMode):
     much more is left than a unit of the result, and how much depends on the order in which a processor adds.
 
     A value that is exact in one run moves, too: a probability of one is one by the luck of its sum. What only takes
-    values from elsewhere (views, copies, gathers) does not. Works on any device and in any dtype, fp64 is not needed;
-    the random state of torch is not touched.
+    values from elsewhere (views, copies, gathers) does not, nor what is written in place. Works on any device and in
+    any dtype, fp64 is not needed; the random state of torch is not touched.
 
     Args:
         seed: of the moves; the same on one device gives the same ones.
@@ -65,12 +67,12 @@ class Rounded(TorchDispatchMode):
         if not _rounds(func, given):
             return result
         for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if type(value) in _PLAIN and value.is_floating_point():
                 self._move(value)
         return result
 
     def _moved(self, value: torch.Tensor) -> torch.Tensor:
-        if value.dtype not in _ADDED:
+        if value.dtype not in _ADDED or type(value) not in _PLAIN:
             return value
         copied = value.clone()
         self._move(copied)
@@ -90,7 +92,8 @@ def _rounds(func: Any, given: Sequence[torch.Tensor]) -> bool:
     """Whether what an operator returns has been computed, and is no argument's memory."""
     if func.overloadpacket in _EXACT or not any(value.is_floating_point() for value in given):
         return False
-    return not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    # What is written in place stays, too: it may be a parameter, which some models clamp in their forward.
+    return not any(r.alias_info is not None for r in func._schema.returns)
 
 
 def rounded(run: Callable[[], T]) -> list[T]:

@@ -66,6 +66,11 @@ class Result:
     ran: set[tuple[str, str]] = field(default_factory=set)
 
 
+def _is_call(name: str) -> bool:
+    """Whether a function of an op's file computes: not what it is compared with, nor the question whether it serves."""
+    return "reference" not in name and name != "unserved"
+
+
 class Watch:
     """Which modules were entered, and which op's functions were called inside which of them, while it is on."""
 
@@ -96,7 +101,7 @@ class Watch:
                 self.entered.add(path)
             elif event == "return":
                 self._open.pop()
-        elif event == "call" and code.co_filename.startswith(str(_OPS)) and "reference" not in code.co_name:
+        elif event == "call" and code.co_filename.startswith(str(_OPS)) and _is_call(code.co_name):
             op = Path(code.co_filename).stem
             self.ran.update((op, path) for path in self._open)
             given = [id(value) for value in frame.f_locals.values() if isinstance(value, nn.Parameter)]

@@ -239,9 +239,6 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "MiniMaxM3VLTextConfig": {
         "layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 4, "index_topk_blocks": 2,
     },
-    "Gemma4TextConfig": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
-    },
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
@@ -310,6 +307,9 @@ LEFT_OUT = {
 }
 # Options that change the code which runs, beside the defaults: "model type option" -> what is set.
 VARIANTS: dict[str, dict[str, Any]] = {
+    "gemma4_text num_kv_shared_layers": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    },
     "falcon_h1 mamba_rms_norm": {"mamba_rms_norm": True},
     "mamba2 n_groups=1": {"n_groups": 1},
     "nemotron_h n_groups=1": {"n_groups": 1},

@@ -33,11 +33,15 @@ def same(a: Any, b: Any) -> bool:
 
 
 def step(model: Any, **given: Any) -> list[Any]:
-    """Logits or loss of a call, and every gradient."""
+    """Logits or loss of a call, and every gradient. A loss of logits reads those of live tokens."""
     torch.manual_seed(0)
     model.zero_grad(set_to_none=True)
-    out = model(**given)
-    (out.logits.square().mean() if out.loss is None else out.loss).backward()
+    out, mask = model(**given), given.get("attention_mask")
+    if out.loss is None:
+        read = out.logits if mask is None or mask.shape != out.logits.shape[:2] else out.logits[mask.bool()]
+        read.square().mean().backward()
+    else:
+        out.loss.backward()
     return [out.logits.detach() if out.loss is None else out.loss.detach(), *(p.grad for p in model.parameters())]
 
 
