@@ -115,8 +115,11 @@ def by_hand(folder: Path, name: str, task: str, experts: int, kernels: bool) -> 
                     loss = out.loss + 0.01 * out.entropy.sum()
                 else:
                     out = model(**given, use_cache=False)
-                    # Of logits that somebody reads: they are formed after all.
-                    loss = out.loss if task == "labels" else out.loss + 1e-3 * out.logits.square().mean()
+                    loss = out.loss
+                    if task == "logits":
+                        # Somebody reads them, those of live tokens: they are formed after all.
+                        live = given["attention_mask"].unsqueeze(-1)
+                        loss = loss + 1e-3 * (out.logits.square() * live).mean()
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
