@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
+from .._errors import one_line
 from .._rounding import Rounded
 from ._agreement import repeatable
 from ._call import generates
@@ -41,7 +42,7 @@ from ._classes import is_patched_class, leaves_out_hooks
 from ._head_call import is_partitioned
 from ._packed import under_way
 from ._padding import draws_for_tokens
-from ._patch import QUIET, Late, Site
+from ._patch import PROBE_ERRORS, QUIET, Late, Site
 from ._undo import Undo
 
 __all__ = ["FACTOR", "Audit", "Audited", "distance", "some_rows"]
@@ -63,6 +64,7 @@ class Audited:
         farthest: the greatest distance of what was left in, as a part of what is allowed.
         seconds: that it took.
         differing: what was taken out, each with how far it was off.
+        aside: why something was not compared, or empty.
     """
 
     rows: int = 0
@@ -71,9 +73,11 @@ class Audited:
     farthest: float = 0.0
     seconds: float = 0.0
     differing: list[str] = field(default_factory=list)
+    aside: str = ""
 
     def __str__(self) -> str:
         outcome = "; ".join(self.differing) or f"at most {self.farthest:.0%} of what rounding explains"
+        outcome = "; ".join(filter(None, (outcome, self.aside)))
         return f"{self.rows} rows of {self.longest} places, {self.calls} calls, {self.seconds:.2f} s: {outcome}"
 
 
@@ -245,12 +249,12 @@ class Audit:
         with _undisturbed(module, sites):
             with _set(bodies, "off", QUIET), _set(sites, "look", functools.partial(self.look, found)):
                 own = forward()
-            with _set(sites, "off", QUIET), Rounded(0):
-                rounded = forward()
+            with _set(sites, "off", QUIET):
+                rounded = _moved(found, forward)
             before = sum(site.ran for site in bodies)
             served = forward()
             packed = sum(site.ran for site in bodies) > before
-        if packed:
+        if packed and rounded is not None:
             far = distance(served, own, rounded)
             for site in bodies if far > 1 else ():
                 self._take_out(site, far, found)
@@ -267,9 +271,8 @@ class Audit:
             self._looking = True
             try:
                 given = served()
-                if type(given) is not Late:
-                    with Rounded(0):
-                        rounded = own()
+                rounded = None if type(given) is Late else _moved(found, own)
+                if rounded is not None:
                     far = distance(given, own(), rounded)
                     found.calls += 1
                     if far > 1:
@@ -297,6 +300,16 @@ class Audit:
             f"NPU kernels: {what} differs from the model's own code on this batch, by {by}; it is taken out, and the "
             "model's own code runs in its place"
         )
+
+
+def _moved(found: Audited, run: Callable[[], Any]) -> Any:
+    """What code makes while its rounding is moved; None where it does not bear that, as what counts with floats."""
+    try:
+        with Rounded(0):
+            return run()
+    except PROBE_ERRORS as error:
+        found.aside = f"some code does not bear moved numbers and was not compared ({one_line(error, 80)})"
+        return None
 
 
 def _before(

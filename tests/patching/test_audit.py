@@ -268,6 +268,28 @@ def test_a_model_that_is_not_trained():
     assert len(kernels.report().audits) == seen + 1
 
 
+def test_code_that_counts_with_floats(monkeypatch):
+    """Sizes that are sums of ones in fp32: with moved ones they are others, and the code raises."""
+
+    class Counting(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            ones = torch.ones(x.shape[1]) * 1.0
+            return self.inner(torch.cat(x.split([int(ones.long().sum())], 1), 1))
+
+    model = small_model("llama")
+    model.model.layers[0].mlp.down_proj = Counting(model.model.layers[0].mlp.down_proj)
+    inputs = padded(rows=((0, 90), (0, 50)), length=90)
+    expected = gradients(copy.deepcopy(model), inputs)
+    found, kernels, said = trained(model, inputs)
+    assert apart(found, expected) < 1e-5
+    assert not said
+    assert "some code does not bear moved numbers" in str(kernels.report())
+
+
 def test_a_copy_of_a_model_that_is_compared():
     model = small_model("llama")
     kernels = apply_npu_kernels(model, ops=OPS)
