@@ -188,8 +188,10 @@ class Report:
             yield "; ".join([f"  {op:{width}}  {backend}: {_counted(kinds)}", *filter(None, said)])
 
     def _declined_lines(self) -> Iterable[str]:
+        left_out = "; where padding was left out they are those of zeros" if self.ran.get("varlen_attention") else ""
         for each in self.declined:
-            yield f"  {each.op}, {each.calls} calls of {each.kind}: {each.reason}"
+            of_padding = left_out if each.reason.startswith("logits that were") else ""
+            yield f"  {each.op}, {each.calls} calls of {each.kind}: {each.reason}{of_padding}"
 
     def _counting_lines(self) -> Iterable[str]:
         groups: dict[tuple[str, str], list[str]] = {}

@@ -1,16 +1,23 @@
 """Guards of calls and modules: each leaves something to the model's own code, and says why."""
 
 import itertools
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import parametrize
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from npu_trainer_kernels import apply_npu_kernels, device
+from npu_trainer_kernels.ops import _head_slices
+from npu_trainer_kernels.ops._segments import Segments
+from npu_trainer_kernels.patching import _packed
 from tests.models import small_model
 
 from .padded import declined, padded, ran
@@ -183,3 +190,80 @@ def test_where_compiled_kernels_are_kept(monkeypatch, kind, hip):
     monkeypatch.setattr(torch.version, "hip", hip)
     where = torch.device("meta") if kind == "npu" else torch.device(kind)
     assert device.keeps_compiled.__wrapped__(where) == (kind == "cuda" and hip is None)
+
+
+def test_a_decoder_of_an_encoder():
+    model = small_model("llama")
+    model.model.config.is_encoder_decoder = True
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        assert left_alone(kernels, "varlen_attention") == "it has an encoder"
+
+
+class Stateful(transformers.LlamaModel):
+    _is_stateful = True
+
+
+def test_a_body_whose_state_runs_along_its_rows():
+    model = small_model("llama")
+    model.model = Stateful(model.config)
+    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
+        assert left_alone(kernels, "varlen_attention") == "state runs along its rows"
+
+
+@pytest.mark.parametrize("given", [(2, 5, 7), (1, 4, 5), (1, 5, 4)], ids=["rows", "queries", "keys"])
+def test_attention_to_other_rows_than_the_body_was_given(given):
+    rows, queries, keys = given
+    packing = _packed.Packing(Segments.make([3, 2], torch.device("cpu")), "torch", None, "eager")
+    q, k = torch.zeros(rows, 4, queries, 8), torch.zeros(rows, 4, keys, 8)
+    with pytest.raises(_packed.Unserved, match="its attention takes other rows than the body was given"):
+        _packed._attention(nn.Module(), q, k, k, _packed.PackedMask(packing, None))
+
+
+def test_a_gate_of_another_shape():
+    torch.manual_seed(0)
+    x, gate = torch.randn(2, 5, 16), torch.randn(1, 5, 16)
+
+    class Gated(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return self.inner(x, gate)
+
+    model, plain = (Gated(MambaRMSNormGated(16, 16)) for _ in range(2))
+    with apply_npu_kernels(model, ops=["gated_rms_norm"]) as kernels:
+        assert torch.equal(model(x.requires_grad_(), gate), plain(x, gate))
+        assert [each.reason for each in kernels.report().declined] == ["x and gate of two shapes"]
+        model(x, gate.expand(2, 5, 16).clone())
+        assert kernels.report().ran["gated_rms_norm"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights that ranks share
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Mesh:
+    """Of so many ranks in each dimension."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape, self.ndim = shape, len(shape)
+
+    def size(self) -> int:
+        return self.shape[0]
+
+
+@pytest.mark.parametrize(("rows", "mesh", "placements", "reason"), [
+    (331, Mesh(2), [Shard(1)], "weight is placed"),
+    (331, Mesh(2), [Replicate()], "weight is placed"),
+    (331, Mesh(2, 2), [Shard(0), Shard(0)], r"on a mesh of shape \(2, 2\)"),
+    (3, Mesh(4), [Shard(0)], "some of 4 ranks have none of the weight's 3 rows"),
+    (10, Mesh(4), [Shard(0)], None),
+    (5, Mesh(4), [Shard(0)], "some of 4 ranks have none of the weight's 5 rows"),
+])  # fmt: skip
+def test_heads_that_ranks_share_otherwise(monkeypatch, rows, mesh, placements, reason):
+    weight = SimpleNamespace(device_mesh=mesh, placements=placements, shape=(rows, 8))
+    monkeypatch.setattr(_head_slices, "DTensor", SimpleNamespace)
+    found = _head_slices.unshared(weight, None)
+    assert found is None if reason is None else re.search(reason, found)

@@ -9,6 +9,7 @@ from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import LeftAlone, Report
 from npu_trainer_kernels.patching._patch import Site
 from tests.models import batch, small_model
+from tests.patching.padded import padded
 
 
 def site(op: str, kind: str, paths: list[str], **more) -> Site:
@@ -73,6 +74,24 @@ def test_what_ran_is_counted_and_what_was_declined_is_named(report):
     assert "  linear_cross_entropy  triton: Model; 0 calls" in lines
     assert "  linear_cross_entropy, 2 calls of Model: logits that were given to torch.Tensor.argmax" in lines
     assert report.as_dict()["ran"] == {"swiglu": 6, "linear_cross_entropy": 0}
+
+
+def test_who_reads_logits_of_padding_that_was_left_out_is_told():
+    """Metrics of a trainer do (a mean over all places), and nothing arrives in backward that would tell."""
+    model = small_model("llama")
+    inputs = padded()
+    with apply_npu_kernels(model) as kernels:
+        outputs = model(**inputs)
+        outputs.logits.mean()
+        outputs.loss.backward()
+        told = "logits that were given to torch.Tensor.mean; where padding was left out they are those of zeros"
+        assert told in str(kernels.report())
+    model = small_model("llama")
+    with apply_npu_kernels(model, ops=["linear_cross_entropy"]) as kernels:
+        outputs = model(**inputs)
+        outputs.logits.mean()
+        assert "logits that were given to torch.Tensor.mean" in str(kernels.report())
+        assert "left out" not in str(kernels.report())
 
 
 def test_nothing_at_all():
