@@ -14,11 +14,13 @@ import contextvars
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
@@ -280,6 +282,9 @@ def packed(packing: Packing) -> Iterator[None]:
 
 
 _BY = "_npu_kernels_packs_by"
+# Before torch 2.8 Dynamo takes what a module's `__dict__` has under a property's name for the property: the
+# configuration is there a second time.
+_OWN, _RECURSES = "_npu_kernels_config", Version(torch.__version__) < Version("2.8")
 
 
 def _config_of_call(by: Undo) -> property:
@@ -287,16 +292,23 @@ def _config_of_call(by: Undo) -> property:
     call, and nothing is written to a configuration, which other threads and models have too."""
 
     def get(module: Any) -> Any:
-        config = module.__dict__["config"]
         if torch.compiler.is_compiling():  # in a graph no packed row is on its way
-            return config
+            return module._npu_kernels_config if _RECURSES else module.__dict__["config"]
+        config = module.__dict__["config"]
         packing = _packing.get()
         return config if packing is None or packing.by is not by else packing.naming(config)
 
     def put(module: Any, config: Any) -> None:
-        module.__dict__["config"] = config
+        for name in ("config", _OWN) if _RECURSES else ("config",):
+            module.__dict__[name] = config
 
     return property(get, put)
+
+
+def _without_own(there: weakref.ref[nn.Module]) -> None:
+    module = there()
+    if module is not None:
+        vars(module).pop(_OWN, None)
 
 
 def _mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMask | None:
@@ -350,5 +362,8 @@ def attend_by_segments(body: nn.Module, inner: str, undo: Undo) -> None:
             # A property of a class goes before what an instance has of that name.
             forward = {} if is_model else {"forward": _attending(kind)}
             classes[kind] = derived(kind, {"config": config, _BY: undo, **forward})
+        if _RECURSES:
+            undo.add(functools.partial(_without_own, weakref.ref(module)))
+            vars(module)[_OWN] = vars(module)["config"]
         undo.set_class(module, classes[kind])
         serve_inside(module, classes[kind], undo)
