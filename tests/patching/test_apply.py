@@ -85,20 +85,15 @@ FOUND = {
 if Version(transformers.__version__) < Version("5"):
     # There each expert is a gated MLP of its own.
     FOUND["qwen3-moe"] |= {"swiglu"}
-    # And PyTorch's attention is not told of the soft cap: attention by segments, which is, would not be the same.
-    WITHOUT_BODY = {"gemma2"}
 else:
     FOUND["qwen3-moe"] |= {"moe_experts"}
     FOUND["gpt-oss"] |= {"moe_experts"}
-    WITHOUT_BODY = set()
 
 
 @pytest.mark.parametrize("family", FOUND)
 def test_what_is_found(family):
     with apply_npu_kernels(small_model(family), ops=PATCHES) as kernels:
-        assert {r.op for r in kernels.report().replaced} == FOUND[family] | OF_TRL | (
-            set() if family in WITHOUT_BODY else BODY
-        )
+        assert {r.op for r in kernels.report().replaced} == FOUND[family] | OF_TRL | BODY
 
 
 def test_every_norm_of_a_llama_is_replaced_and_every_layer_rewritten():
