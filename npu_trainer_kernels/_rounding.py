@@ -28,7 +28,8 @@ _EXACT = {
     _aten.clamp_min, _aten.max, _aten.min, _aten.amax, _aten.amin, _aten.maximum, _aten.minimum, _aten.topk, _aten.sort,
     _aten.zero_, _aten.fill_, _aten.new_zeros, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_full,
     _aten.empty_like, _aten.new_empty, _aten.slice_backward, _aten.select_backward, _aten.threshold_backward,
-    _aten._local_scalar_dense, _aten.index_put_, _aten.triu, _aten.tril,
+    _aten._local_scalar_dense, _aten.index_put_, _aten.triu, _aten.tril, _aten.clamp_, _aten.clamp_min_, _aten.relu_,
+    _aten.neg_, _aten.abs_, _aten.masked_fill_, _aten.scatter_, _aten.index_copy_,
 }  # fmt: skip
 # Of these each term is rounded where it is added. Terms of 16 bits are added in fp32, which is of no account there.
 _SUMS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.sum, _aten.mean}
@@ -46,16 +47,17 @@ class Rounded(TorchDispatchMode):
     much more is left than a unit of the result, and how much depends on the order in which a processor adds.
 
     A value that is exact in one run moves, too: a probability of one is one by the luck of its sum. What only takes
-    values from elsewhere (views, copies, gathers) does not, nor what is written in place. Works on any device and in
-    any dtype, fp64 is not needed; the random state of torch is not touched.
+    values from elsewhere (views, copies, gathers) does not. Works on any device and in any dtype, fp64 is not needed;
+    the random state of torch is not touched.
 
     Args:
         seed: of the moves; the same on one device gives the same ones.
+        in_place: whether what an operator writes in place moves, too. It may be a parameter.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, in_place: bool = True) -> None:
         super().__init__()
-        self._seed = seed
+        self._seed, self._in_place = seed, in_place
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,7 +66,7 @@ class Rounded(TorchDispatchMode):
             args, kwargs = tree_map_only(torch.Tensor, self._moved, (args, kwargs))
         result = func(*args, **kwargs)
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        if not _rounds(func, given):
+        if not _rounds(func, given, self._in_place):
             return result
         for value in tree_leaves(result):
             if type(value) in _PLAIN and value.is_floating_point():
@@ -88,12 +90,11 @@ class Rounded(TorchDispatchMode):
         value.copy_(torch.where(moved.isfinite(), moved, value))
 
 
-def _rounds(func: Any, given: Sequence[torch.Tensor]) -> bool:
+def _rounds(func: Any, given: Sequence[torch.Tensor], in_place: bool) -> bool:
     """Whether what an operator returns has been computed, and is no argument's memory."""
     if func.overloadpacket in _EXACT or not any(value.is_floating_point() for value in given):
         return False
-    # What is written in place stays, too: it may be a parameter, which some models clamp in their forward.
-    return not any(r.alias_info is not None for r in func._schema.returns)
+    return all(r.alias_info is None or (in_place and r.alias_info.is_write) for r in func._schema.returns)
 
 
 def rounded(run: Callable[[], T]) -> list[T]:

@@ -305,7 +305,7 @@ class Audit:
 def _moved(found: Audited, run: Callable[[], Any]) -> Any:
     """What code makes while its rounding is moved; None where it does not bear that, as what counts with floats."""
     try:
-        with Rounded(0):
+        with Rounded(0, in_place=False):
             return run()
     except PROBE_ERRORS as error:
         found.aside = f"some code does not bear moved numbers and was not compared ({one_line(error, 80)})"
