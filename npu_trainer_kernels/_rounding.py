@@ -62,7 +62,7 @@ class Rounded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket in _SUMS:
+        if func.overloadpacket in _SUMS and not func._schema.is_mutable:  # a result is written to what is given
             args, kwargs = tree_map_only(torch.Tensor, self._moved, (args, kwargs))
         result = func(*args, **kwargs)
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]

@@ -98,6 +98,12 @@ def test_of_a_sum_every_term_is_rounded(dtype):
             assert (found.abs() < 1e-3 * size).all()
 
 
+def test_a_product_is_written_where_it_is_asked_for():
+    x = torch.randn(8, 8)
+    for out in rounded(lambda: torch.mm(x, x, out=torch.full((8, 8), torch.nan))):
+        torch.testing.assert_close(out, x @ x, rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_only_taken_from_elsewhere_stays():
     x = torch.randn(6, 8)
     with Rounded(0):
