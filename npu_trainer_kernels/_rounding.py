@@ -20,7 +20,7 @@ SEEDS = 4
 _STREAM = 0x526F756E64
 
 _aten = torch.ops.aten
-# What they return stands in an argument, bit by bit.
+# The values that these return stand in an argument, bit by bit.
 _EXACT = {
     _aten._unsafe_view, _aten.clone, _aten.copy_, _aten.cat, _aten.stack, _aten.index, _aten.index_select,
     _aten.gather, _aten.scatter, _aten.embedding, _aten.masked_fill, _aten.masked_select, _aten.where,
@@ -30,9 +30,11 @@ _EXACT = {
     _aten.empty_like, _aten.new_empty, _aten.slice_backward, _aten.select_backward, _aten.threshold_backward,
     _aten._local_scalar_dense, _aten.index_put_, _aten.triu, _aten.tril, _aten.clamp_, _aten.clamp_min_, _aten.relu_,
     _aten.neg_, _aten.abs_, _aten.masked_fill_, _aten.scatter_, _aten.index_copy_,
+    # These return places, which a moved argument would exchange.
+    _aten.argmax, _aten.argmin, _aten.argsort, _aten.nonzero, _aten.searchsorted, _aten.bucketize, _aten.multinomial,
 }  # fmt: skip
-# Of these each term is rounded where it is added. Terms of 16 bits are added in fp32, which is of no account there.
-_SUMS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.sum, _aten.mean}
+# An operator that is not pointwise adds: each term is rounded where it is added. Terms of 16 bits are added in fp32,
+# whose rounding does not count beside theirs.
 _ADDED = (torch.float32, torch.float64)
 # What ranks share out (DTensor) stays as it is: each would move its part of a whole.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -43,8 +45,9 @@ class Rounded(TorchDispatchMode):
 
         x  ->  x (1 + eps u),    u uniform in [-1/2, 1/2), eps of the dtype of x, rounded to that dtype
 
-    What a product or a sum of fp32 is given moves likewise, since each of its terms is rounded: of terms that cancel
-    much more is left than a unit of the result, and how much depends on the order in which a processor adds.
+    The fp32 arguments of an operator that adds (a product, a sum, a softmax and its backward) move likewise, since each
+    term is rounded: of terms that cancel much more is left than a unit of the result, and how much depends on the order
+    in which a processor adds. Integers stay: what counts in floats is exact.
 
     A value that is exact in one run moves, too: a probability of one is one by the luck of its sum. What only takes
     values from elsewhere (views, copies, gathers) does not. Works on any device and in any dtype, fp64 is not needed;
@@ -62,14 +65,17 @@ class Rounded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket in _SUMS and not func._schema.is_mutable:  # a result is written to what is given
-            args, kwargs = tree_map_only(torch.Tensor, self._moved, (args, kwargs))
-        result = func(*args, **kwargs)
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if not _rounds(func, given, self._in_place):
-            return result
-        for value in tree_leaves(result):
-            if type(value) in _PLAIN and value.is_floating_point():
+            return func(*args, **kwargs)
+        counts = _are_integers(given)
+        adds = torch.Tag.pointwise not in func.tags
+        if adds and not counts and not func._schema.is_mutable:  # it writes to what it is given
+            args, kwargs = tree_map_only(torch.Tensor, self._moved, (args, kwargs))
+        result = func(*args, **kwargs)
+        found = [v for v in tree_leaves(result) if type(v) in _PLAIN and v.is_floating_point()]
+        if not (counts and _are_integers(found)):
+            for value in found:
                 self._move(value)
         return result
 
@@ -95,6 +101,17 @@ def _rounds(func: Any, given: Sequence[torch.Tensor], in_place: bool) -> bool:
     if func.overloadpacket in _EXACT or not any(value.is_floating_point() for value in given):
         return False
     return all(r.alias_info is None or (in_place and r.alias_info.is_write) for r in func._schema.returns)
+
+
+def _are_integers(values: Sequence[torch.Tensor]) -> bool:
+    """Whether floats are all integers: what counts with floats (positions, of a mask) is exact on every processor. One
+    number of each is looked at first."""
+    floats = [value for value in values if value.is_floating_point() and value.numel()]
+    return all(_is_integer(v[(0,) * v.dim()]) for v in floats) and all(map(_is_integer, floats))
+
+
+def _is_integer(value: torch.Tensor) -> bool:
+    return bool((value == value.round()).all())
 
 
 def rounded(run: Callable[[], T]) -> list[T]:

@@ -122,12 +122,34 @@ def test_infinities_stay_and_the_random_state_of_torch_too():
 @pytest.mark.parametrize("in_place", [False, True])
 def test_in_place_results_are_moved_in_place_where_that_is_asked_for(in_place):
     """A model's parameters are not to be moved by a look at it."""
-    x = torch.ones(1000)
+    x = torch.full((1000,), 0.5)
     with Rounded(0, in_place=in_place):
         y = x.mul_(3.0).clamp_(min=0)
     assert y is x
-    assert ((x - 3.0).abs().max() > 0) == in_place
-    assert (x - 3.0).abs().max() < 1e-6
+    assert ((x - 1.5).abs().max() > 0) == in_place
+    assert (x - 1.5).abs().max() < 1e-6
+
+
+def test_what_counts_in_floats_stays():
+    """OPT makes positions of a mask in floats: one that is moved below an integer is another position."""
+    mask = torch.ones(4, 100)
+    expected = torch.arange(1, 101).expand(4, 100)
+    for positions in rounded(lambda: (mask.cumsum(1) * mask).long()):
+        assert torch.equal(positions, expected)
+    for share in rounded(lambda: torch.ones(1000) / 3):
+        assert share.unique().numel() > 1
+
+
+def test_what_is_summed_inside_of_an_operator_is_rounded():
+    """The gradient of a softmax's input sums to zero but for the rounding of a sum inside of the operator."""
+    y, upstream = torch.randn(64, 128).softmax(-1), 1e4 + torch.randn(64, 128)
+    size = torch.finfo(y.dtype).eps * 1e4
+
+    def backward():
+        return torch.ops.aten._softmax_backward_data(upstream, y, -1, y.dtype)
+
+    for found in rounded(backward):
+        assert (found - backward()).sum(1).abs().max() > 0.01 * size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

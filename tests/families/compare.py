@@ -196,15 +196,33 @@ def _different(actual: Values, reference: Values, truth: Values, moved: Sequence
         elif value is not None:
             try:
                 if _is_noise(name, truth):
-                    # The bias of keys moves all scores of a query alike: its gradient is zero, and what there is of it
-                    # are draws of rounding, of which only the size can be compared.
+                    # The bias of keys moves all scores of a query alike: its gradient is zero, and its values are draws
+                    # of rounding, of which only the size can be compared. The terms that cancel in it are as large as
+                    # those of the gradient of the same module's weight.
                     size, usual = value.norm().item(), max(m[name].norm().item() for m in (reference, *moved))
+                    usual = max(usual, torch.finfo(value.dtype).eps * _beside(name, truth))
                     assert size <= FACTOR * usual, f"{name}: noise of {size:.3e}, where plain PyTorch has {usual:.3e}"
                 else:
                     assert_as_close(value, reference[name], truth[name], name, [m[name] for m in moved])
             except AssertionError as error:
                 found.append(str(error))
     return f"{found[0]} ({len(found)} of {len(actual)} differ)" if found else None
+
+
+def _beside(name: str, truth: Values) -> float:
+    """The largest norm among the gradients of the module that a parameter belongs to."""
+    module = name.rpartition(".")[0]
+    return max(v.norm().item() for n, v in truth.items() if v is not None and n.rpartition(".")[0] == module)
+
+
+def _noise(truth: Values, moved: Sequence[Values]) -> float:
+    """How far rounding moves any value, as a part of that value, or of a millionth of the largest one."""
+    found, largest = [0.0], max(v.float().norm().item() for v in truth.values() if v is not None)
+    for name, exact in truth.items():
+        if exact is not None:
+            size = max(exact.norm().item(), 1e-3 * largest)
+            found += [(m[name] - exact).norm().item() / size for m in moved if exact.is_floating_point()]
+    return max(found)
 
 
 def _is_noise(name: str, truth: Values) -> bool:
@@ -294,6 +312,8 @@ class Plain:
         self._exact.config._experts_implementation = "eager"
         self._double = {name: v.double() if v.is_floating_point() else v for name, v in inputs.items()}
         self.watch = Watch(model)
+        # How far rounding alone carries any value, as a part of the value, and in which stage.
+        self.widest = (0.0, "")
         self.training = _train(model, inputs, self.watch)
         # What the family's own code raises there is a string.
         self.stages: dict[str, Expected | str] = {"training": self._held_to("training", self.training)}
@@ -317,6 +337,7 @@ class Plain:
         with in_double():
             truth = _STAGES[stage](self._exact, self._double)
         moved = rounded(lambda: _STAGES[stage](self._model, self._inputs))
+        self.widest = max(self.widest, (_noise(truth, moved), stage))
         return reference, truth, moved
 
 
@@ -331,6 +352,7 @@ def compare(task: str, kind: str, op_sets: dict[str, tuple[str, ...] | None] = O
         result = Result(task, kind, name)
         results.append(result)
         _compare_one(model, inputs, plain, before, ops, result)
+        print("WIDEST", task, kind, plain.widest)
     gc.collect()
     return results
 
