@@ -64,7 +64,7 @@ $(TRL_OLDEST_DIR): $(STAMP)
 
 test-trl-oldest: $(TRL_OLDEST_DIR)  ## what depends on TRL, with the oldest whose head is served
 	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -c "import trl; assert trl.__version__ == '$(TRL_OLDEST)', trl.__version__"
-	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -m pytest -n 2 --dist worksteal tests/patching/test_trl.py tests/trainers
+	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -m pytest -n 2 --dist worksteal tests/patching/test_trl.py tests/training
 
 # DeepSpeed changes what transformers and TRL import: it goes into an environment of its own on top of the first one.
 ZERO3 = $(VENV)/zero3

@@ -2,7 +2,7 @@
 
 import os
 
-from npu_trainer_kernels._switch import switch_off_run
+from npu_trainer_kernels.support.switch import switch_off_run
 
 # The profiler, which counts memory on a CPU, would log to the terminal; it reads this when torch is loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from npu_trainer_kernels import device as devices
-from npu_trainer_kernels.cli._output import Output
+from npu_trainer_kernels.cli.output import Output
 
 from . import endtoend, evidence, report, tables
 from .cases import table

@@ -41,7 +41,7 @@ from torch import distributed
 from torch.distributed.rendezvous import rendezvous
 
 from npu_trainer_kernels import device as devices
-from npu_trainer_kernels.cli._output import Output
+from npu_trainer_kernels.cli.output import Output
 
 from .cli import ONLY, matcher, write_reports
 from .endtoend import VARIANTS, Workload

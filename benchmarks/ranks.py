@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels import device as devices
-from npu_trainer_kernels.ops import _launch, fused_linear_cross_entropy
+from npu_trainer_kernels.ops import fused_linear_cross_entropy
+from npu_trainer_kernels.ops import launch as launch_module
 
 from .endtoend import VARIANTS, Clock, Workload
 from .lengths import lengths, prompt_lengths
@@ -128,7 +129,7 @@ class _StepProfile:
             activities=[kinds.CUDA if device.type == "cuda" else kinds.CPU],
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=1),
         )
-        self._launches, run = 0, _launch._launcher.get()
+        self._launches, run = 0, launch_module._launcher.get()
 
         def counted(*launch: Any) -> None:
             self._launches += 1
@@ -137,7 +138,7 @@ class _StepProfile:
         # Where they are launched: of the device's record only their names could tell, and TRL has kernels of the same
         # names. A default, since backward has threads of its own.
         launcher = contextvars.ContextVar("counted", default=counted)
-        self._counting = mock.patch.object(_launch, "_launcher", launcher)
+        self._counting = mock.patch.object(launch_module, "_launcher", launcher)
         # What takes long comes first, so that no rank waits in the step for another's profiler.
         self._profile.start()
         if distributed.is_initialized():

@@ -26,7 +26,7 @@ import torch
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels import device as devices
-from npu_trainer_kernels.patching._layout import DEAD, layout
+from npu_trainer_kernels.patching.body.layout import DEAD, layout
 
 from .endtoend import Clock, Workload
 from .measure import as_json, summarise

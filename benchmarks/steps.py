@@ -113,7 +113,7 @@ def patch_with_liger(model: Any, own_head: bool) -> None:
 
 def sharing_from(share: float) -> Any:
     """A patch of the share of its tokens that a batch has to save for its beginnings to be shared."""
-    layout = importlib.import_module("npu_trainer_kernels.patching._layout")
+    layout = importlib.import_module("npu_trainer_kernels.patching.body.layout")
     return mock.patch.object(layout, "MIN_SAVED", share)
 
 

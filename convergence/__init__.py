@@ -3,6 +3,6 @@
 `python -m convergence --help`. The rows are in `cases.py`, the faults that must be caught in `mutations.py`.
 """
 
-from npu_trainer_kernels._optional import require
+from npu_trainer_kernels.support.optional import require
 
 require("the convergence suite", "trl", "datasets", "peft")  # before its modules import them

@@ -22,14 +22,14 @@ import torch
 
 from npu_trainer_kernels import backends, ops, patching
 from npu_trainer_kernels import device as devices
-from npu_trainer_kernels.ops._expert_rows import Routing
-from npu_trainer_kernels.ops._head_options import HeadOptions
-from npu_trainer_kernels.ops._segment_kernels import widest_head
-from npu_trainer_kernels.ops._segments import Segments
-from npu_trainer_kernels.ops._shared_rows import Shared
-from npu_trainer_kernels.patching import _agreement
-from npu_trainer_kernels.patching._layout import Layout
-from npu_trainer_kernels.trainers._grpo_plan import Planner
+from npu_trainer_kernels.ops.attention.segment_kernels import widest_head
+from npu_trainer_kernels.ops.attention.segments import Segments
+from npu_trainer_kernels.ops.attention.shared_rows import Shared
+from npu_trainer_kernels.ops.experts.row_kernels import Routing
+from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.patching.body.layout import Layout
+from npu_trainer_kernels.patching.probe import agreement
+from npu_trainer_kernels.training.grpo_plan import Planner
 from npu_trainer_kernels.verify import Curves
 
 from .cases import Case, find
@@ -72,7 +72,7 @@ CASES = {
 SCALE = 1.01
 BLOCK = 128
 # What tries an op on an accelerator before a model is given it.
-_TRIALS = ("npu_trainer_kernels.ops.varlen_attention:trial", "npu_trainer_kernels.ops._grouped:trial")
+_TRIALS = ("npu_trainer_kernels.ops.attention.varlen_attention:trial", "npu_trainer_kernels.ops.experts.grouped:trial")
 
 Plant = Callable[["Fired"], AbstractContextManager[Any]]
 # Of a device ("cpu", "cuda" or "npu"): why nothing that runs there has the fault's place, or "".
@@ -157,7 +157,7 @@ def _watched_probes() -> Iterator[Callable[[], bool]]:
     device. There the package compares what it puts in with the model's own code: it would notice some faults and leave
     the module alone, and nothing would train with them. An op may be right in a probe and wrong in a run. What a look
     shows may be kept for a process, so that one with a fault in it would also spoil the runs after it."""
-    original, running = _agreement.repeatable, 0
+    original, running = agreement.repeatable, 0
 
     @contextlib.contextmanager
     def looking() -> Iterator[None]:
@@ -236,12 +236,12 @@ def _scaled_gradient(function: Any, last: bool, scale: float) -> Plant:
 def _functions() -> list[tuple[str, Any]]:
     """(name of the op's file, autograd Function), for every one in the package."""
     found = []
-    for info in pkgutil.iter_modules(ops.__path__):
-        module = importlib.import_module(f"{ops.__name__}.{info.name}")
+    for info in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        module = importlib.import_module(info.name)
         for value in vars(module).values():
             is_function = isinstance(value, type) and issubclass(value, torch.autograd.Function)
             if is_function and value.__module__ == module.__name__:
-                found.append((info.name, value))
+                found.append((info.name.rpartition(".")[2], value))
     return found
 
 

@@ -13,7 +13,8 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from npu_trainer_kernels import _triton, backends
+from npu_trainer_kernels import backends
+from npu_trainer_kernels.support import triton
 from npu_trainer_kernels.verify import Check, Curves, Variant, Verdict, judge, judge_samples, variants
 
 from .cases import NOISE_RUNS, Case
@@ -92,8 +93,8 @@ class CaseResult:
 
 def unavailable(case: Case, device: str) -> str:
     """Why a case cannot run on this machine, or ""."""
-    if case.backend == "triton" and _triton.IMPORT_ERROR is not None:
-        return f"Triton cannot be imported ({_triton.IMPORT_ERROR})"
+    if case.backend == "triton" and triton.IMPORT_ERROR is not None:
+        return f"Triton cannot be imported ({triton.IMPORT_ERROR})"
     if case.backend == "triton" and device != "cpu":
         return f"the interpreter is for the CPU; on {device} every case runs Triton"
     if case.backend == "ascend-lowering":
@@ -187,7 +188,7 @@ def _result(case: Case, unpatched: Sequence[Curves], patched: Curves, verdict: V
 
 def is_in_own_process(case: Case) -> bool:
     """Whether a case needs Triton's interpreter, and this process has none."""
-    return case.backend == "triton" and not _triton.INTERPRETED
+    return case.backend == "triton" and not triton.INTERPRETED
 
 
 def in_own_process(case: Case, folder: Path, progress: Progress) -> CaseResult:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npu_trainer_kernels._optional import require
+from npu_trainer_kernels.support.optional import require
 
 require("this example", "trl", "datasets")  # before what imports them
 

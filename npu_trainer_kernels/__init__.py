@@ -8,17 +8,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._triton import MissingDependencyError
     from .arguments import NpuKernelsArguments
     from .callback import NpuKernelsCallback
-    from .ops._launch import KernelError
+    from .grpo_trainer import GRPOTrainer
+    from .ops.launch import KernelError
     from .patching import NpuKernels, Report, apply_npu_kernels
-    from .trainers.grpo import GRPOTrainer
+    from .support.triton import MissingDependencyError
 
 _HOMES = {
-    "GRPOTrainer": ".trainers.grpo",
-    "KernelError": ".ops._launch",
-    "MissingDependencyError": "._triton",
+    "GRPOTrainer": ".grpo_trainer",
+    "KernelError": ".ops.launch",
+    "MissingDependencyError": ".support.triton",
     "NpuKernels": ".patching",
     "NpuKernelsArguments": ".arguments",
     "NpuKernelsCallback": ".callback",

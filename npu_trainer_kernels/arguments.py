@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 from . import backends
-from ._switch import audit_steps, check_switch, switch
 from .patching import FORMS, PATCHES, check_tiled_mlp
+from .support.switch import audit_steps, check_switch, switch
 
 if TYPE_CHECKING:
     from .callback import NpuKernelsCallback

@@ -20,9 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from . import _triton, _vendor, tuned
 from . import device as devices
-from ._switch import switch, variable
+from . import tuned, vendor
+from .support import triton
+from .support.switch import switch, variable
 from .table import TABLE
 
 __all__ = [
@@ -60,14 +61,14 @@ def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
     if backend in _KERNELS and op is not None and not _has_kernels(op):
         return "there is no kernel of ours for it"
     if backend == "triton":
-        if _triton.IMPORT_ERROR is not None:
+        if triton.IMPORT_ERROR is not None:
             return (
-                f"Triton cannot be imported ({type(_triton.IMPORT_ERROR).__name__}: {_triton.IMPORT_ERROR}); "
+                f"Triton cannot be imported ({type(triton.IMPORT_ERROR).__name__}: {triton.IMPORT_ERROR}); "
                 f"in a checkout of npu_trainer_kernels: pip install '.[{'npu-any' if kind == 'npu' else 'cuda'}]'"
             )
         if kind == "other":
             return "no kernel was made for this kind of device"
-        if kind == "cpu" and not _triton.INTERPRETED:
+        if kind == "cpu" and not triton.INTERPRETED:
             return "on a CPU Triton runs only in its interpreter (TRITON_INTERPRET=1, for tests)"
     if backend == "ascend-lowering" and kind != "cpu":
         return "it executes the Ascend compiler's output on CPU tensors"
@@ -76,7 +77,7 @@ def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
         if kind != "npu" and not devices.stands_for_npu():
             state = devices.torch_npu_state()
             return "it runs on Ascend NPUs" + (f", and {state}" if state else "")
-        return _vendor.unavailable(op) if op is not None else None
+        return vendor.unavailable(op) if op is not None else None
     return None
 
 
@@ -269,7 +270,7 @@ def _covering(
     if asked is not None and reason is not None:
         raise ValueError(
             f"{op}: backend 'vendor' (from {source}) does not cover this call: {reason}; "
-            f"it covers {_vendor.SERVED[op].covers}"
+            f"it covers {vendor.SERVED[op].covers}"
         )
     if asked is None and reason is None and unwanted is not None:
         reason = unwanted()
@@ -307,7 +308,7 @@ def explain(
     if name == "vendor":
         others = _by_table(op, devices.kind_of(device), None, True)[0]
         rest = f"goes to {others}" if asked is None else "raises"
-        served = _vendor.SERVED[op]
+        served = vendor.SERVED[op]
         reason += f". It covers {served.covers}; what it does not cover {rest}"
         if asked is None and served.not_repeatable is not None:
             reason += f", and so does {served.not_repeatable}"

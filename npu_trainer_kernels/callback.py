@@ -13,16 +13,16 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import backends, device, warmup
-from ._switch import audit_steps, check_switch
 from .patching import FORMS, NpuKernels, Report, apply_npu_kernels, check_ops, check_tiled_mlp, handle_of
-from .patching._call import use_labels
-from .patching._undo import Undo
-from .trainers._exchange import agreed
-from .trainers._grpo_groups import Arranger, stays_on_rank, stays_shuffled
-from .trainers._grpo_plan import Planner, is_grpo
-from .trainers._loss_filter import LossFilter
-from .trainers._same_draws import differing_seeds
-from .trainers.held import held_models
+from .patching.call import use_labels
+from .patching.undo import Undo
+from .support.switch import audit_steps, check_switch
+from .training.exchange import agreed
+from .training.grpo_groups import Arranger, stays_on_rank, stays_shuffled
+from .training.grpo_plan import Planner, is_grpo
+from .training.held_models import held_models
+from .training.loss_filter import LossFilter
+from .training.seeds import differing_seeds
 
 __all__ = ["NpuKernelsCallback", "calling_trainer"]
 

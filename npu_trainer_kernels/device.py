@@ -18,7 +18,7 @@ from typing import cast
 
 import torch
 
-from ._switch import variable
+from .support.switch import variable
 
 __all__ = [
     "ASCEND_CHIPS",

@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from ._switch import RUN
 from .arguments import NpuKernelsArguments
 from .callback import NpuKernelsCallback, calling_trainer
+from .support.switch import RUN
 
 __all__ = ["RunCallback", "put_into"]
 

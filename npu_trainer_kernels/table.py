@@ -70,7 +70,7 @@ class Vendor:
 
     Attributes:
         operators: their names in `torch.ops.npu`.
-        covers: the calls that they cover, in words; the functions `uncovered_*` of `_vendor` decide.
+        covers: the calls that they cover, in words; the functions `uncovered_*` of `vendor` decide.
         not_repeatable: what they do, but not with the same bits every time: done by the next backend unless they were
             asked for by name.
     """

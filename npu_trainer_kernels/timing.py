@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import device as devices
-from ._summary import Summary, summarise
+from .support.summary import Summary, summarise
 from .workloads import Inputs, Outputs
 
 __all__ = ["QUICK", "Settings", "Summary", "Timer", "is_accelerator", "measure", "rotation", "summarise"]

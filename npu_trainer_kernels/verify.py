@@ -50,9 +50,9 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ._switch import RUN
 from .callback import NpuKernelsCallback
 from .patching import Report
+from .support.switch import RUN
 
 __all__ = [
     "NOISE_RUNS",

@@ -28,13 +28,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from . import _triton, device
-from ._errors import one_line
-from .ops._launch import KernelError, build_launcher, compile_only, use_launcher
+from . import device
+from .ops.launch import KernelError, build_launcher, compile_only, use_launcher
 from .patching import NpuKernels
-from .patching._call import HeadPlan, use_plan
-from .patching._learned import LearnedPlan
-from .patching._packed import foreign_attention
+from .patching.body import foreign_attention
+from .patching.call import HeadPlan, use_plan
+from .patching.learned_plan import LearnedPlan
+from .support import triton
+from .support.errors import one_line
 
 __all__ = ["Launch", "Recorded", "compile_all", "record", "unsupported"]
 
@@ -58,9 +59,8 @@ class Launch:
     @property
     def name(self) -> str:
         """For people, for example `swiglu forward`."""
-        module = self.kernel.fn.__module__.rpartition(".")[2]
-        # A file of an engine that several ops share is named after the engine: `_norm`, `_head_fused`.
-        op = module.split("_")[1] if module.startswith("_") else module
+        # The folder of a family of ops, or the file of an op that has no family.
+        op = self.kernel.fn.__module__.partition(".ops.")[2].partition(".")[0]
         return f"{op} {self.kernel.__name__.strip('_').removesuffix('_kernel').replace('_', ' ')}"
 
 
@@ -85,7 +85,7 @@ def unsupported(model: nn.Module) -> str | None:
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     if where.type == "cpu":
         return "on a CPU nothing is compiled"
-    if _triton.IMPORT_ERROR is not None or _triton.INTERPRETED:
+    if triton.IMPORT_ERROR is not None or triton.INTERPRETED:
         return "there is no Triton that compiles"
     if any(isinstance(p, DTensor) or hasattr(p, "ds_id") or p.is_meta for p in model.parameters()):
         return "the parameters are sharded"

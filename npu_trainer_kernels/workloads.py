@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import ops
-from ._configs import EXPERTS, SLOTS, rotated_share, setting
-from .ops._grpo_formula import GrpoTokens, token_losses
+from .ops.head import GrpoTokens, token_losses
+from .support.configs import EXPERTS, SLOTS, rotated_share, setting
 from .table import FORMS, op_of
 
 __all__ = [

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from npu_trainer_kernels import _triton, _vendor, backends, workloads
+from npu_trainer_kernels import backends, workloads
+from npu_trainer_kernels import vendor as vendor_module
 from npu_trainer_kernels.device import KINDS
+from npu_trainer_kernels.support import triton
 from npu_trainer_kernels.table import FORMS, TABLE, Measured
 
 CPU = torch.device("cpu")
@@ -28,7 +30,7 @@ REPOSITORY = Path(__file__).parents[1]
 @pytest.fixture
 def interpreted(monkeypatch):
     """Triton runs on CPUs, as it does in these tests unless they are for an accelerator."""
-    monkeypatch.setattr(_triton, "INTERPRETED", True)
+    monkeypatch.setattr(triton, "INTERPRETED", True)
 
 
 def test_cpu_uses_torch_and_says_why():
@@ -157,7 +159,7 @@ def test_what_was_measured_is_said():
 @pytest.fixture
 def vendor(monkeypatch: pytest.MonkeyPatch):
     """An NPU with torch_npu's operators, as far as the choice is concerned."""
-    monkeypatch.setattr(_vendor, "unavailable", lambda op: None if op in _vendor.SERVED else "no operator")
+    monkeypatch.setattr(vendor_module, "unavailable", lambda op: None if op in vendor_module.SERVED else "no operator")
     backends._by_table.cache_clear()
     yield
     backends._by_table.cache_clear()
@@ -170,8 +172,8 @@ def test_what_the_vendor_does_not_cover_goes_to_the_next():
     assert backends.choose("rms_norm", NPU, None, lambda: "no weight") == "triton"
     assert backends.choose("rms_norm", NPU, None, lambda: None, lambda: "not repeatable") == "triton"
     reason = backends.explain("rms_norm", NPU)[1]
-    assert f"It covers {_vendor.SERVED['rms_norm'].covers}; what it does not cover goes to triton" in reason
-    assert _vendor.SERVED["rms_norm"].not_repeatable in reason
+    assert f"It covers {vendor_module.SERVED['rms_norm'].covers}; what it does not cover goes to triton" in reason
+    assert vendor_module.SERVED["rms_norm"].not_repeatable in reason
 
 
 @pytest.mark.usefixtures("vendor")

@@ -8,9 +8,9 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, apply_npu_kernels, device
-from npu_trainer_kernels.patching import _head_call
-from npu_trainer_kernels.patching._classes import original_class
-from npu_trainer_kernels.patching._norms import RmsNormPatch
+from npu_trainer_kernels.patching.classes import original_class
+from npu_trainer_kernels.patching.head import head_call
+from npu_trainer_kernels.patching.modules.norms import RmsNormPatch
 from npu_trainer_kernels.verify import on_one_device
 from tests.models import batch, small_model
 
@@ -281,9 +281,9 @@ def test_methods_of_a_trainer_are_wrapped_once_and_keep_their_signatures(tmp_pat
 
 def test_a_loss_of_the_users_own_is_fused_where_it_is_a_cross_entropy(tmp_path, monkeypatch):
     fused = []
-    original = _head_call.fused_linear_cross_entropy
+    original = head_call.fused_linear_cross_entropy
     monkeypatch.setattr(
-        _head_call,
+        head_call,
         "fused_linear_cross_entropy",
         lambda *args, **kwargs: (fused.append(1), original(*args, **kwargs))[1],
     )

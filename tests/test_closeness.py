@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from npu_trainer_kernels._rounding import Rounded
+from npu_trainer_kernels.support.rounding import Rounded
 from tests.closeness import assert_op_close, rounded
 
 ONES = torch.ones(4)

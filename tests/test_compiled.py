@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.ops import _launch
+from npu_trainer_kernels.ops import launch
 from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.workloads import ModelShapes, Workload, of_model
 from tests.closeness import assert_as_close
@@ -42,10 +42,10 @@ def launches() -> Iterator[set[str]]:
     files = set()
 
     def spy(kernel, grid, args, constexprs):
-        files.add(kernel.fn.__module__.rpartition(".")[2])
-        _launch._run(kernel, grid, args, constexprs)
+        files.add(kernel.fn.__module__.partition(".ops.")[2])
+        launch._run(kernel, grid, args, constexprs)
 
-    with _launch.use_launcher(spy):
+    with launch.use_launcher(spy):
         yield files
 
 
@@ -86,7 +86,7 @@ def test_of_a_compiled_model_trls_head_keeps_its_kernels():
         compiled = torch.compile(model, backend="aot_eager")
         compiled(input_ids=ids, labels=ids, fused_lm_head=True).loss.backward()
     assert files
-    assert all(file.startswith("_head") for file in files), files
+    assert all(file.startswith("head.") for file in files), files
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What is said of an error where it is a reason, and not raised."""
 
-from npu_trainer_kernels._errors import one_line
+from npu_trainer_kernels.support.errors import one_line
 
 
 def test_an_error_in_one_line():

@@ -10,8 +10,8 @@ from npu_trainer_kernels.run import RunCallback, put_into
 from npu_trainer_kernels.verify import Variant, record
 from tests.models import small_model
 from tests.test_callback import losses, make_trainer, patched
-from tests.trainers.conftest import recomputed  # noqa: F401
-from tests.trainers.test_grpo import difference, train
+from tests.training.conftest import recomputed  # noqa: F401
+from tests.training.test_grpo import difference, train
 
 
 @pytest.fixture

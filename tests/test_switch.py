@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels._switch import switch
+from npu_trainer_kernels.support.switch import switch
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("TRUE", True), ("off", False), ("0", False)])

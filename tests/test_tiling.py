@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from npu_trainer_kernels import tiling
 from npu_trainer_kernels.device import GIB, KIB, DeviceSpec
-from npu_trainer_kernels.tile_limits import tile_limit
+from npu_trainer_kernels.tiling.limits import tile_limit
 
 CUDA = DeviceSpec("cuda", "a card", 132, 256 * KIB, 80 * GIB)
 

@@ -11,10 +11,11 @@ import warnings
 import pytest
 import torch
 
-from npu_trainer_kernels import _triton, apply_npu_kernels, backends, tiling, tuned, workloads
+from npu_trainer_kernels import apply_npu_kernels, backends, tiling, tuned, workloads
 from npu_trainer_kernels.device import ASCEND_CHIPS, DeviceSpec
 from npu_trainer_kernels.ops import rms_norm
-from npu_trainer_kernels.patching import _mlps
+from npu_trainer_kernels.patching.modules import mlps
+from npu_trainer_kernels.support import triton
 from npu_trainer_kernels.tuned import Entry, Variation
 from tests.models import assert_outcome_close, small_model
 
@@ -139,8 +140,8 @@ def test_what_the_table_leaves_out_is_put_in_where_it_was_measured_to_pay(monkey
     inner = model.config.intermediate_size
     tuned.store("cpu", {"swiglu": [result(I=inner)], "rope": [result(Q=99, K=2, D=16)]})
     ran = []
-    original = _mlps.swiglu_linear
-    monkeypatch.setattr(_mlps, "swiglu_linear", lambda *args, **kwargs: ran.append(1) or original(*args, **kwargs))
+    original = mlps.swiglu_linear
+    monkeypatch.setattr(mlps, "swiglu_linear", lambda *args, **kwargs: ran.append(1) or original(*args, **kwargs))
     with apply_npu_kernels(model) as kernels:
         replaced = {r.op for r in kernels.report().replaced}
         model(input_ids=ids(tokens))
@@ -169,7 +170,7 @@ def step(model, tokens):
 
 
 def test_the_fastest_backend_serves_calls_of_its_range_alone(monkeypatch):
-    monkeypatch.setattr(_triton, "INTERPRETED", True)
+    monkeypatch.setattr(triton, "INTERPRETED", True)
     tuned.store("cpu", {"rms_norm": [result("triton")]})
 
     def chosen(tokens, hidden=16, dtype=torch.float32, override=None):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from npu_trainer_kernels import _vendor
-from npu_trainer_kernels.ops._gates import gate_options
+from npu_trainer_kernels import vendor as vendor_module
+from npu_trainer_kernels.ops.gates import gate_options
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -14,7 +14,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("casting", ["llama", "gemma"])
 def test_a_norm_in_one_dtype_is_covered(dtype: torch.dtype, casting: str):
-    assert _vendor.uncovered_norm(dtype, dtype, casting) is None
+    assert vendor_module.uncovered_norm(dtype, dtype, casting) is None
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_norm_in_one_dtype_is_covered(dtype: torch.dtype, casting: str):
     ],
 )
 def test_a_norm_that_is_not(arguments: tuple, why: str):
-    reason = _vendor.uncovered_norm(*arguments)
+    reason = vendor_module.uncovered_norm(*arguments)
     assert reason is not None
     assert why in reason
 
@@ -42,18 +42,18 @@ def test_a_norm_that_is_not(arguments: tuple, why: str):
     [(BF16, FP32, "gemma"), (FP32, FP32, "none"), (BF16, BF16, "llama", BF16), (FP32, FP32, "gemma", FP32)],
 )
 def test_a_norm_that_is(arguments: tuple):
-    assert _vendor.uncovered_norm(*arguments) is None
+    assert vendor_module.uncovered_norm(*arguments) is None
 
 
 def test_the_gradient_of_a_trained_weight_is_not_repeatable():
     weight = torch.ones(4)
-    assert _vendor.not_repeatable(None) is None
-    assert _vendor.not_repeatable(weight) is None
+    assert vendor_module.not_repeatable(None) is None
+    assert vendor_module.not_repeatable(weight) is None
     weight.requires_grad_()
-    assert "no fixed order" in (_vendor.not_repeatable(weight) or "")
+    assert "no fixed order" in (vendor_module.not_repeatable(weight) or "")
     torch.use_deterministic_algorithms(True)
     try:
-        assert _vendor.not_repeatable(weight) is None
+        assert vendor_module.not_repeatable(weight) is None
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -61,7 +61,7 @@ def test_the_gradient_of_a_trained_weight_is_not_repeatable():
 def _rope(batch=2, q_heads=4, k_heads=2, size=8, dtype=BF16, tables=BF16):
     q, k = (torch.empty(batch, heads, 3, size, dtype=dtype, device="meta") for heads in (q_heads, k_heads))
     cos, sin = (torch.empty(1, 3, size, dtype=tables, device="meta") for _ in range(2))
-    return _vendor.uncovered_rope(q, k, cos, sin, _rotation())
+    return vendor_module.uncovered_rope(q, k, cos, sin, _rotation())
 
 
 def _rotation(pairs="halves", tables="each", casting="promote", heads=1):
@@ -71,12 +71,12 @@ def _rotation(pairs="halves", tables="each", casting="promote", heads=1):
 def test_other_rotations_are_not_covered():
     q = torch.empty(2, 4, 3, 8, dtype=BF16, device="meta")
     table = torch.empty(1, 3, 8, dtype=BF16, device="meta")
-    assert _vendor.uncovered_rope(q, None, table, table, _rotation()) is None
-    assert _vendor.uncovered_rope(q, None, table, table, _rotation(casting="fp32")) is None
+    assert vendor_module.uncovered_rope(q, None, table, table, _rotation()) is None
+    assert vendor_module.uncovered_rope(q, None, table, table, _rotation(casting="fp32")) is None
     for options in ({"pairs": "interleaved"}, {"tables": "first_half"}, {"heads": 2}):
-        assert "pairs" in _vendor.uncovered_rope(q, None, table, table, _rotation(**options))
+        assert "pairs" in vendor_module.uncovered_rope(q, None, table, table, _rotation(**options))
     part = table[..., :4]
-    assert _vendor.uncovered_rope(q, None, part, part, _rotation()) == "4 of 8 elements of a head"
+    assert vendor_module.uncovered_rope(q, None, part, part, _rotation()) == "4 of 8 elements of a head"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_other_rotations_are_not_covered():
 )
 def test_gates(options, covered):
     defaults = {"activation": "silu", "alpha": 1.0, "limit": None, "offset": 0.0, "joined": None}
-    reason = _vendor.uncovered_swiglu(gate_options(**{**defaults, **options}))
+    reason = vendor_module.uncovered_swiglu(gate_options(**{**defaults, **options}))
     assert (reason is None) == covered
 
 
@@ -122,16 +122,16 @@ PLAIN = {"softcap": None, "logit_scale": 1.0, "label_smoothing": 0.0, "z_loss": 
     ],
 )
 def test_cross_entropy_options(option: str, value: object):
-    assert _vendor.uncovered_cross_entropy(10, **PLAIN) is None
-    reason = _vendor.uncovered_cross_entropy(10, **{**PLAIN, option: value})
+    assert vendor_module.uncovered_cross_entropy(10, **PLAIN) is None
+    reason = vendor_module.uncovered_cross_entropy(10, **{**PLAIN, option: value})
     assert reason is not None
     assert reason.startswith(f"{option}=")
 
 
 def test_cross_entropy_rows():
-    assert _vendor.uncovered_cross_entropy(200_000, **PLAIN) is None
-    assert _vendor.uncovered_cross_entropy(200_001, **PLAIN) == "200001 rows, of which 200000 are allowed"
+    assert vendor_module.uncovered_cross_entropy(200_000, **PLAIN) is None
+    assert vendor_module.uncovered_cross_entropy(200_001, **PLAIN) == "200001 rows, of which 200000 are allowed"
 
 
 def test_what_is_covered_is_said_of_every_op():
-    assert all(vendor.covers and vendor.operators for vendor in _vendor.SERVED.values())
+    assert all(vendor.covers and vendor.operators for vendor in vendor_module.SERVED.values())

@@ -23,16 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, Trainer
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from npu_trainer_kernels import (
-    NpuKernelsArguments,
-    NpuKernelsCallback,
-    _triton,
-    apply_npu_kernels,
-    device,
-    tiling,
-    warmup,
-)
-from npu_trainer_kernels.ops import _grouped, _launch, swiglu
+from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, apply_npu_kernels, device, tiling, warmup
+from npu_trainer_kernels.ops import launch as launch_module
+from npu_trainer_kernels.ops import swiglu
+from npu_trainer_kernels.ops.experts import grouped
+from npu_trainer_kernels.support import triton
 from tests.conftest import DEVICE
 from tests.models import FAMILIES, small_model
 from tests.test_callback import make_trainer
@@ -123,7 +118,7 @@ def test_both_forms_of_the_heads_kernel_are_recorded(monkeypatch, torch_2_11_on_
     assert found.problem is None
     fused = [dict(launch.constexprs) for launch in found.launches if launch.name == "head row fused"]
     assert {constants["HAS_SECOND"] for constants in fused} == {True, False}
-    assert "norm backward" in found.names
+    assert "norms backward" in found.names
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,8 +135,8 @@ def test_the_kernels_of_a_step_are_recorded_and_not_launched(family):
 def test_grouped_products_that_torch_does_not_know_without_numbers_are_left_out(monkeypatch, family):
     """Those of fp32: on a card there are some, and the function that gives a fake one its shape refuses them."""
     expected = record(family).names
-    monkeypatch.setattr(_grouped, "_kind", lambda where: "cuda")
-    monkeypatch.setattr(_grouped, "unavailable", lambda *args: None)
+    monkeypatch.setattr(grouped, "_kind", lambda where: "cuda")
+    monkeypatch.setattr(grouped, "unavailable", lambda *args: None)
     found = record(family)
     assert found.problem is None
     assert found.names == expected
@@ -160,7 +155,7 @@ def test_what_follows_counts_of_experts_is_recorded_too(monkeypatch):
     assert found.problem is None
     assert [count.shape for count in counts] == [(4,)] * 2
     assert found.names == expected
-    assert "norm backward" in expected
+    assert "norms backward" in expected
 
 
 @contextlib.contextmanager
@@ -173,10 +168,10 @@ def launched() -> Iterator[set[Variant]]:
         # Recorded is a dtype: Triton compiles another kernel for memory that is not aligned.
         assert all(t.data_ptr() % 16 == 0 for t in tensors), kernel.__name__
         found.add((kernel.__name__, tuple(t.dtype for t in tensors), tuple(constexprs.items())))
-        _launch._run(kernel, grid, args, constexprs)
+        launch_module._run(kernel, grid, args, constexprs)
 
     # The launcher is this thread's own, and an accelerator's backward has another.
-    with _launch.use_launcher(spy), torch.autograd.set_multithreading_enabled(False):
+    with launch_module.use_launcher(spy), torch.autograd.set_multithreading_enabled(False):
         yield found
 
 
@@ -235,12 +230,12 @@ def test_gradient_checkpointing_is_recorded_too():
     with apply_npu_kernels(model, ops=EVERY, backend="triton") as handle:
         found = warmup.record(handle, model, rows=2)
     assert found.problem is None
-    assert {"norm backward", "swiglu backward"} <= set(found.names)
+    assert {"norms backward", "swiglu backward"} <= set(found.names)
 
 
 def test_what_cannot_run_without_numbers_is_said_and_the_rest_kept():
     found = record("qwen3-moe", EVERY[:4])  # its own experts are chosen by value
-    assert "norm forward" in found.names
+    assert "norms forward" in found.names
     assert "nonzero" in found.problem
 
 
@@ -277,7 +272,7 @@ def test_what_follows_sums_in_backward_is_recorded_too(monkeypatch, torch_2_11_o
         found = warmup.record(handle, model, warmup.ROWS, trl=True)
     assert any(sums), "nothing was summed in backward"
     assert found.problem is None
-    assert set(found.names) >= {"head row gradient", "norm backward", "swiglu backward"}
+    assert set(found.names) >= {"head row gradient", "norms backward", "swiglu backward"}
     # On a GPU another kernel adds up the embedding's rows.
     assert len([name for name in found.names if name.startswith("embedding")]) > 1
 
@@ -329,7 +324,7 @@ class Launchers:
         self.two, self.another = threading.Barrier(2, timeout=60), threading.Event()
         active = types.SimpleNamespace(launcher_cls=self)
         driver = types.SimpleNamespace(runtime=types.SimpleNamespace(driver=types.SimpleNamespace(active=active)))
-        monkeypatch.setattr(_launch, "triton", driver)
+        monkeypatch.setattr(launch_module, "triton", driver)
         monkeypatch.setattr(device, "builds_launchers", lambda where: True)
         monkeypatch.setattr(warmup.os, "cpu_count", lambda: 4)
 
@@ -462,7 +457,7 @@ def test_warm_up_changes_no_bit_of_the_training(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_the_head_of_a_grpo_run_is_recorded_with_the_runs_own_loss(tmp_path, monkeypatch, options):
     from npu_trainer_kernels import GRPOTrainer
-    from tests.trainers.test_grpo import train
+    from tests.training.test_grpo import train
 
     ahead = Ahead(monkeypatch)
     kernels = NpuKernelsArguments(
@@ -483,7 +478,7 @@ def test_it_is_left_out_where_it_cannot_work(monkeypatch):
     model = small_model("llama")  # on the CPU, wherever the tests run
     assert warmup.unsupported(model) == "on a CPU nothing is compiled"
     assert warmup.unsupported(model.to("meta")) is not None
-    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    monkeypatch.setattr(triton, "INTERPRETED", False)
     assert warmup.unsupported(model) == "the parameters are sharded"
 
 

@@ -64,7 +64,7 @@ def chunked(tokens: int) -> list[Moment]:
     logits = max(sizes[0] * (VOCABULARY - borrowed), *(rows * VOCABULARY for rows in sizes[1:]), 0)
     lives = {"one chunk of logits, bf16": logits * BF16, **gradients(tokens)}
     if len(stops) > 1:
-        # `_WeightSum` in ops/_head_chunks.py: the other half lies in the memory of the result.
+        # `_WeightSum` in ops/head/chunks.py: the other half lies in the memory of the result.
         lives["half of the fp32 weight gradient"] = HIDDEN * (VOCABULARY - tiling.rows_inside(VOCABULARY)) * FP32
     named = [(f"chunk {i + 1}", lives) for i in range(len(stops))]
     return [*named, ("end of forward", gradients(tokens)), ("backward: scale", gradients(tokens))]

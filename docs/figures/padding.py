@@ -2,7 +2,7 @@
 
     python docs/figures/padding.py
 
-The layout is not drawn by hand: it is what `patching/_layout.py` makes of the batch.
+The layout is not drawn by hand: it is what `patching/body/layout.py` makes of the batch.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from npu_trainer_kernels.patching._layout import DEAD, layout
+from npu_trainer_kernels.patching.body.layout import DEAD, layout
 
 HERE = Path(__file__).resolve().parent
 PADDING, PROMPT = "#e8e8e8", "#4c72b0"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import device, ops, tiling
-from ..ops._gates import ACTIVATIONS
+from ..ops.gates import ACTIVATIONS
 from ..workloads import ModelShapes
 from .gate import Case, FewRows, Minimum
 

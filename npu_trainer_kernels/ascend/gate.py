@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from .. import device
-from ..ops._launch import use_launcher
+from ..ops.launch import use_launcher
 from .launcher import LoweringLauncher, Recorder
 from .listed import Listed, listed
 from .lower import Specialization, bind, lower

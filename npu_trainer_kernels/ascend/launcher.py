@@ -1,4 +1,4 @@
-"""Launchers for `ops._launch.use_launcher`: one records launches, one executes them on their real lowering."""
+"""Launchers for `ops.launch.use_launcher`: one records launches, one executes them on their real lowering."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .. import device
-from ..ops._launch import execute_on_host
+from ..ops.launch import execute_on_host
 from .execute import LEVELS, Traffic, execute
 from .lower import Specialization, bind
 

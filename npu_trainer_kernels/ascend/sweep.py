@@ -11,7 +11,7 @@ the gate's rules for plans and has the fewest cycles.
 
     ... --name swiglu._forward_kernel --limit 8192 --unit "elements of a tile" --write
 
-writes the limit and what was found into `tiles.json`, from where `tile_limits.tile_limit` gives it to a formula of
+writes the limit and what was found into `tiles.json`, from where `tiling.limits.tile_limit` gives it to a formula of
 `tiling/`. With `--limit-of swiglu._forward_kernel` in the place of `--tile` the values are limits of that formula.
 """
 
@@ -22,10 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import device, tile_limits, tiling
-from .._triton import MissingDependencyError
-from ..ops._launch import use_launcher
-from ..tile_limits import Evidence, Limit, Trial
+from .. import device, tiling
+from ..ops.launch import use_launcher
+from ..support.triton import MissingDependencyError
+from ..tiling import limits
+from ..tiling.limits import Evidence, Limit, Trial
 from . import cases, gate, toolchain
 from .launcher import Launch, Recorder
 from .lower import bind
@@ -112,7 +113,7 @@ def _with(what: Sweep, value: int | None) -> Iterator[None]:
     elif what.limit_of is not None:
         itemsize = cases.DTYPES[what.dtype].itemsize
         _forget()
-        with tile_limits.trying(what.limit_of, itemsize, value):
+        with limits.trying(what.limit_of, itemsize, value):
             yield
         _forget()
     else:
@@ -279,10 +280,10 @@ def _write(given: argparse.Namespace, what: Sweep, found: list[Found], bests: se
     itemsize = cases.DTYPES[what.dtype].itemsize
     kib = device.chip_spec(what.chip).on_chip_bytes // device.KIB
     new = Limit(name, itemsize, kib, chosen, given.unit, (_evidence(what, found),))
-    known = [limit for limit in tile_limits.limits() if limit.key == new.key]
+    known = [limit for limit in limits.limits() if limit.key == new.key]
     if given.add and known:
         new = replace(new, evidence=(*known[0].evidence, *new.evidence))
-    tile_limits.store(new)
+    limits.store(new)
     print(f"\ntiles.json: {name}, {itemsize} bytes, {kib} KiB: {chosen} {given.unit}")
 
 

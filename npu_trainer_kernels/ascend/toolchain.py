@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from .._cache import cache_dir
+from ..support.cache import cache_dir
 
 __all__ = [
     "INSTALL_PACKAGES",
@@ -68,8 +68,8 @@ def telling_lines(output: str, limit: int = 6) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------------ the tools
 def _missing(what: str, install: str) -> ImportError:
-    # Imported here because `_triton` imports Triton, which asking where a tool is must not do.
-    from .._triton import MissingDependencyError
+    # Imported here because `support.triton` imports Triton, which asking where a tool is must not do.
+    from ..support.triton import MissingDependencyError
 
     return MissingDependencyError(f"{what} is missing; install it with: {install}")
 

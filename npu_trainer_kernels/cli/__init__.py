@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from .._switch import switch_off_run
+from ..support.switch import switch_off_run
 from . import _bench, _compile, _doctor, _fit, _prove, _run, _tune, _verify
-from ._output import FINE, STOPPED, USAGE, Output, UsageError
+from .output import FINE, STOPPED, USAGE, Output, UsageError
 
 __all__ = ["main", "make_parser"]
 

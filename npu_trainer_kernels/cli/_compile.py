@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ._model import DTYPES, config_of, shapes_of
 from ._model import HELP as MODEL_HELP
-from ._output import FINE, FOUND, Output, UsageError, new_table
+from .output import FINE, FOUND, Output, UsageError, new_table
 
 if TYPE_CHECKING:
     from ..ascend.gate import Row
@@ -37,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _ready() -> None:
     """Raises `UsageError` where the compiler is missing or kernels are being interpreted."""
-    from .. import _triton
     from ..ascend import toolchain
+    from ..support import triton
 
     try:
         toolchain.versions()
-    except _triton.MissingDependencyError as error:
+    except triton.MissingDependencyError as error:
         raise UsageError(str(error)) from error
-    if _triton.INTERPRETED:
+    if triton.INTERPRETED:
         raise UsageError("TRITON_INTERPRET is set: what is interpreted is not compiled; unset it")
 
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     from ..ascend import gate
     from ..ascend.cases import TABLE, model_cases
     from ..device import ASCEND_CHIPS, chip_spec
-    from ..patching._rotations import rotations_of
+    from ..patching.modules import rotations_of
 
     if args.target not in ASCEND_CHIPS:
         raise UsageError(f"--target must be one of {', '.join(ASCEND_CHIPS)}; got {args.target!r}")

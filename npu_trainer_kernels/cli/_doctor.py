@@ -19,8 +19,8 @@ from rich.table import Table
 from ..table import FORMS
 from . import _launcher
 from ._environment import ERROR, WARNING, Finding, broken_imports, findings, versions
-from ._output import FINE, FOUND, Output, UsageError, new_table
 from ._process import ENDED, read
+from .output import FINE, FOUND, Output, UsageError, new_table
 
 __all__ = ["HELP", "NAME", "Installation", "add_arguments", "device_findings", "look", "run", "self_check"]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._model import DTYPES, config_of
 from ._model import HELP as MODEL_HELP
-from ._output import FINE, FOUND, Output, UsageError, first_line, new_table
+from .output import FINE, FOUND, Output, UsageError, first_line, new_table
 
 if TYPE_CHECKING:
     from ..fit import Setup
@@ -85,8 +85,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--figure must end with {', '.join(FIGURES)}; got {str(args.figure)!r}")
     if args.figure is not None and not args.figure.parent.is_dir():
         raise UsageError(f"--figure must be in a folder that is there; got {str(args.figure)!r}")
-    from .. import _triton
-    from .._optional import require
+    from ..support import triton
+    from ..support.optional import require
 
     try:
         if args.trainer != "trainer":
@@ -95,12 +95,12 @@ def _check(args: argparse.Namespace) -> None:
             require("--lora", "peft")
         if args.figure is not None:
             require("--figure", "matplotlib")
-    except _triton.MissingDependencyError as error:
+    except triton.MissingDependencyError as error:
         raise UsageError(str(error)) from error
-    if _triton.IMPORT_ERROR is not None:
+    if triton.IMPORT_ERROR is not None:
         raise UsageError(
             f"what the kernels take is asked of them, and they need Triton, which cannot be imported here "
-            f"({type(_triton.IMPORT_ERROR).__name__}: {_triton.IMPORT_ERROR}): pip install triton"
+            f"({type(triton.IMPORT_ERROR).__name__}: {triton.IMPORT_ERROR}): pip install triton"
         )
 
 

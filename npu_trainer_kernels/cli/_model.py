@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._output import UsageError
+from .output import UsageError
 
 if TYPE_CHECKING:
     from ..workloads import ModelShapes

@@ -27,11 +27,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .._cache import CACHE_VARIABLE
+from ..support.cache import CACHE_VARIABLE
 from . import _doctor, _prove_archive, _prove_report
 from ._environment import ERROR
-from ._output import FINE, FOUND, STOPPED, Output, UsageError
 from ._process import ENDED, OUT_OF_TIME, read
+from .output import FINE, FOUND, STOPPED, Output, UsageError
 
 __all__ = ["HELP", "NAME", "PARTS", "Part", "add_arguments", "run"]
 

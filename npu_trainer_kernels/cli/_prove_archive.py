@@ -20,7 +20,7 @@ from typing import Any
 
 from .. import tuned
 from ..table import FORMS, TABLE
-from ._output import plain
+from .output import plain
 
 __all__ = ["SCHEMA", "Journal", "Scrubber", "document", "write"]
 

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .._summary import Summary
+from ..support.summary import Summary
 from ..table import TABLE
 
 __all__ = ["WIDTH", "losses", "text"]

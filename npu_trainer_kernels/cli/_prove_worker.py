@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from .. import backends, device, tuned
-from .._errors import one_line
-from .._optional import require
-from .._triton import MissingDependencyError
-from ..ops._launch import KernelError
+from ..ops.launch import KernelError
+from ..support.errors import one_line
+from ..support.optional import require
+from ..support.triton import MissingDependencyError
 from ..table import TABLE
 from ..timing import QUICK, Settings, is_accelerator
 from ..verify import Curves, Variant, judge_runs, record

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from .._switch import RUN, switch
-from ._output import FINE, UsageError
+from ..support.switch import RUN, switch
+from .output import FINE, UsageError
 
 __all__ = ["HELP", "NAME", "OPTIONS", "add_arguments", "run", "split"]
 

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from .._errors import one_line
+from ..support.errors import one_line
 from ._model import DTYPES, shapes_of
 from ._model import HELP as MODEL_HELP
-from ._output import FINE, FOUND, STOPPED, Output, UsageError, new_table
+from .output import FINE, FOUND, STOPPED, Output, UsageError, new_table
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +156,7 @@ def tune_op(
     import torch
 
     from .. import backends
-    from ..ops._launch import KernelError
+    from ..ops.launch import KernelError
     from ..timing import Settings, is_accelerator
     from ._selfcheck import check
 
@@ -222,7 +222,7 @@ def tune_tiles(
     import torch
 
     from .. import tiling
-    from ..ops._launch import KernelError
+    from ..ops.launch import KernelError
     from ..tuned import Variation
 
     kept: dict[TileKey, Variation] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._model import config_of
-from ._output import FINE, FOUND, Output, UsageError, first_line, new_table
+from .output import FINE, FOUND, Output, UsageError, first_line, new_table
 
 if TYPE_CHECKING:
     from ..verify import Variant, Verdict
@@ -55,8 +55,8 @@ def _texts(args: argparse.Namespace) -> Any:
         return [path.read_text(encoding="utf-8", errors="replace")]
     if not path.is_file() and path.suffix in (*BUILDERS, ".txt"):
         raise UsageError(f"--dataset: there is no file {args.dataset!r}")
-    from .._optional import require
-    from .._triton import MissingDependencyError
+    from ..support.optional import require
+    from ..support.triton import MissingDependencyError
 
     try:
         require(f"--dataset {args.dataset}", "datasets")

@@ -18,7 +18,7 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import device as devices
-from ..ops._launch import use_launcher
+from ..ops.launch import use_launcher
 
 __all__ = ["LIBRARIES", "NoValues", "deciding", "fused_heads", "scratch", "standing_in"]
 
@@ -140,7 +140,7 @@ def standing_in(memory: int, kept: int) -> Iterator[None]:
         stack.enter_context(use_launcher(lambda kernel, grid, args, constexprs: None))
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
         # Which targets count is found by values, too; a sequence's last token has none.
-        head = importlib.import_module("npu_trainer_kernels.ops.linear_cross_entropy")
+        head = importlib.import_module("npu_trainer_kernels.ops.head.linear_cross_entropy")
         rows = torch.empty(kept, dtype=torch.int64, device="cpu")
         stack.enter_context(mock.patch.object(head, "valid_rows", return_value=rows))
         # Rows of several sequences are found by values; here each row is one.
@@ -156,7 +156,7 @@ def standing_in(memory: int, kept: int) -> Iterator[None]:
 
 def fused_heads() -> list[type[torch.autograd.Function]]:
     """Ours, and TRL's where it has one."""
-    found = [importlib.import_module("npu_trainer_kernels.ops._head")._Head]
+    found = [importlib.import_module("npu_trainer_kernels.ops.head.engine")._Head]
     if _trl_has_a_head():
         found.append(importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction)
     return found

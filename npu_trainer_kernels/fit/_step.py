@@ -18,12 +18,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from ..ops._grpo_formula import GrpoOptions, GrpoTokens
-from ..ops.grpo_loss import GrpoPlan, planned
+from ..ops.head import GrpoOptions, GrpoPlan, GrpoTokens, planned
 from ..patching import apply_npu_kernels
-from ..patching._call import use_plan
-from ..patching._classes import original_class
-from ..patching._learned import LearnedPlan
+from ..patching.call import use_plan
+from ..patching.classes import original_class
+from ..patching.learned_plan import LearnedPlan
 from ._card import LIBRARIES, NoValues, deciding, fused_heads, scratch, standing_in
 from ._ledger import Ledger
 from ._setup import VARIANTS, Prediction, Setup

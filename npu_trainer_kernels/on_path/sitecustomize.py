@@ -45,7 +45,7 @@ def _is_on() -> bool:
     if not os.environ.get("NPU_KERNELS_RUN"):
         return False
     try:
-        from npu_trainer_kernels._switch import switch
+        from npu_trainer_kernels.support.switch import switch
     except ImportError:
         # A Python without this package: said when it trains, and not by every tool of another environment.
         return True

@@ -1,29 +1,36 @@
 """The ops, as functions of tensors. See each one's docstring for formula, shapes, dtypes and errors."""
 
-from ._grpo_formula import GrpoOptions
-from .add_rms_norm import add_rms_norm, add_rms_norm_reference
+from .attention import Segments, Shared, take, varlen_attention, varlen_attention_reference
 from .embedding import embedding, embedding_reference
-from .gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
-from .grpo_loss import (
+from .experts import moe_experts, moe_experts_reference
+from .head import (
     GrpoLossOutput,
+    GrpoOptions,
+    LinearCrossEntropyOutput,
+    LinearLogProbOutput,
+    fused_linear_cross_entropy,
     fused_linear_grpo_loss,
     fused_linear_grpo_loss_reference,
     grpo_loss,
     grpo_loss_reference,
-)
-from .layer_norm import layer_norm, layer_norm_reference
-from .linear_cross_entropy import (
-    LinearCrossEntropyOutput,
-    fused_linear_cross_entropy,
     linear_cross_entropy_reference,
+    linear_logprob,
+    linear_logprob_reference,
 )
-from .linear_logprob import LinearLogProbOutput, linear_logprob, linear_logprob_reference
-from .linear_rms_norm import linear_rms_norm, linear_rms_norm_reference
-from .moe_experts import moe_experts, moe_experts_reference
-from .rms_norm import rms_norm, rms_norm_reference
+from .norms import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    gated_rms_norm,
+    gated_rms_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+    linear_rms_norm,
+    linear_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from .rope import rope, rope_reference
 from .swiglu import swiglu, swiglu_linear, swiglu_linear_reference, swiglu_reference
-from .varlen_attention import Segments, Shared, take, varlen_attention, varlen_attention_reference
 
 __all__ = [
     "GrpoLossOutput",

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from .. import backends, device, tiling
-from .._triton import jit, tl
-from ._blocks import load_fp32, store
-from ._checks import check_float, check_ids, check_range, check_same_device, is_number
-from ._fallback import falls_back
-from ._host import once_differentiable
-from ._launch import launch
+from ..support.triton import jit, tl
+from .blocks import load_fp32, store
+from .checks import check_float, check_ids, check_range, check_same_device, is_number
+from .fallback import falls_back
+from .host import once_differentiable
+from .launch import launch
 
 __all__ = ["embedding", "embedding_reference"]
 

@@ -23,13 +23,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from .. import _vendor, backends, device, tiling
-from .._triton import jit, tl
-from ._blocks import load, load_fp32, store
-from ._checks import check_choice, check_float, check_same_device
-from ._fallback import falls_back
-from ._host import once_differentiable, promoted
-from ._launch import launch
+from .. import backends, device, tiling, vendor
+from ..support.triton import jit, tl
+from .blocks import load, load_fp32, store
+from .checks import check_choice, check_float, check_same_device
+from .fallback import falls_back
+from .host import once_differentiable, promoted
+from .launch import launch
 
 __all__ = ["CASTINGS", "PAIRS", "TABLES", "Rotation", "rope", "rope_of_checked", "rope_reference", "rotation",
            "unserved"]  # fmt: skip
@@ -529,7 +529,7 @@ def _forward(
         return form.rotate(q, cos, sin), None if k is None else form.rotate(k, cos, sin)
     if backend == "vendor":
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return _vendor.rotate(q, cos, sin), None if k is None else _vendor.rotate(k, cos, sin)
+        return vendor.rotate(q, cos, sin), None if k is None else vendor.rotate(k, cos, sin)
     table = promoted(cos.dtype, sin.dtype)
     dtype = form.out_dtype(q.dtype, table)
     if k is None:
@@ -555,7 +555,7 @@ def _backward(
     elif backend == "vendor":
         c, (s1, s2) = cos.unsqueeze(1), sin.unsqueeze(1).chunk(2, -1)
         inverse = -torch.cat((s2, s1), -1)
-        q, k = (None if d is None else _vendor.rotate(d, c, inverse).to(dtype) for d, dtype in given)
+        q, k = (None if d is None else vendor.rotate(d, c, inverse).to(dtype) for d, dtype in given)
     elif dq is not None and dk is not None:
         assert dtypes[1] is not None
         return _rotate_pair(dq, dk, cos, sin, (dtypes[0], dtypes[1]), form, True)
@@ -686,7 +686,7 @@ def rope_of_checked(
         batch, n_heads, tokens, size = form.sizes(q.shape)
         return q.dtype, batch * tokens, (n_heads, 0 if k is None else k.shape[form.heads], size)
 
-    chosen = backends.choose("rope", where, backend, lambda: _vendor.uncovered_rope(q, k, cos, sin, form), at=at)
+    chosen = backends.choose("rope", where, backend, lambda: vendor.uncovered_rope(q, k, cos, sin, form), at=at)
     if chosen == "torch" and torch.compiler.is_compiling():
         return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
     return _Rope.apply(q, k, cos, sin, form, chosen)

@@ -3,7 +3,7 @@
 
     y = cast(a(gate)) up        dgate = dy up a'(gate)        dup = dy a(gate)        as `act_fn(gate) * up` rounds
 
-All in fp32 between loads and stores; a, a' and what may bound them are in `_gates.py`. Saved for backward: gate and up;
+All in fp32 between loads and stores; a, a' and what may bound them are in `gates.py`. Saved for backward: gate and up;
 a is formed again. Where one projection makes both, gate and up may lie in one tensor, side by side or by turns: then
 their gradients are written into one, too.
 
@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from .. import _vendor, backends, device, tiling
-from .._triton import jit, tl
-from ._blocks import load, load_fp32, store, tile_of
-from ._checks import check_float, check_same_device
-from ._fallback import falls_back
-from ._gates import Gate, activated, bounded_gate, bounded_up, gate_options, slope, within_limit
-from ._host import autocasts, compute_dtype, contiguous_like, in_dtype, once_differentiable
-from ._launch import launch
+from .. import backends, device, tiling, vendor
+from ..support.triton import jit, tl
+from .blocks import load, load_fp32, store, tile_of
+from .checks import check_float, check_same_device
+from .fallback import falls_back
+from .gates import Gate, activated, bounded_gate, bounded_up, gate_options, slope, within_limit
+from .host import autocasts, compute_dtype, contiguous_like, in_dtype, once_differentiable
+from .launch import launch
 
 __all__ = ["swiglu", "swiglu_linear", "swiglu_linear_reference", "swiglu_reference", "unserved"]
 
@@ -283,7 +283,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor | None, form: Gate, backend: s
     if backend == "torch":
         return form.product(*form.parts(gate, up))
     if backend == "vendor":
-        return _vendor.swiglu(gate, up)
+        return vendor.swiglu(gate, up)
     y = _product_like(gate, form)
     if y.numel():
         _launch(_forward_kernel, [gate, gate if up is None else up], [y], form)
@@ -298,7 +298,7 @@ def _backward(
     if backend == "torch":
         return _backward_torch(gate, up, dy, form)
     if backend == "vendor":
-        return _vendor.swiglu_backward(gate, up, dy)
+        return vendor.swiglu_backward(gate, up, dy)
     dgate = contiguous_like(gate)
     dup = None if up is None else contiguous_like(up)
     if dgate.numel():
@@ -315,7 +315,7 @@ def _backward_and_product(
     if backend == "torch":
         return *_backward_torch(gate, up, dy, form), dy.copy_(form.product(*form.parts(gate, up)))
     if backend == "vendor":
-        return *_vendor.swiglu_backward(gate, up, dy), dy.copy_(_vendor.swiglu(gate, up))
+        return *vendor.swiglu_backward(gate, up, dy), dy.copy_(vendor.swiglu(gate, up))
     dgate = _place(gate, overwrite)
     dup = None if up is None else _place(up, overwrite)
     if dgate.numel():
@@ -435,7 +435,7 @@ def _chosen(gate: torch.Tensor, form: Gate, backend: str | None) -> str:
         dtype, tokens, (width,) = backends.of_rows(gate)
         return dtype, tokens, (width // 2 if form.joined else width,)
 
-    chosen = backends.choose("swiglu", gate.device, backend, lambda: _vendor.uncovered_swiglu(form), at=at)
+    chosen = backends.choose("swiglu", gate.device, backend, lambda: vendor.uncovered_swiglu(form), at=at)
     if chosen == "triton" and form.joined == "interleaved" and unserved(gate, gate.shape[-1] // 2, backend) is not None:
         chosen = "torch"
     return chosen
@@ -463,12 +463,12 @@ def swiglu(
     joined: str | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """activation(gate) * up, SwiGLU by default; formulas in the module's docstring and in `_gates.py`.
+    """activation(gate) * up, SwiGLU by default; formulas in the module's docstring and in `gates.py`.
 
     Args:
         gate: `[..., I]`, fp32, bf16 or fp16; any strides.
         up: gate's shape and dtype; None with `joined`.
-        activation: the name of a formula in `_gates.py`: `"silu"`, `"gelu"` (by the error function), `"gelu_tanh"`
+        activation: the name of a formula in `gates.py`: `"silu"`, `"gelu"` (by the error function), `"gelu_tanh"`
             (its approximation) and others.
         alpha: silu's sigmoid is that of alpha * gate.
         limit: gate is clamped to at most this, up to between its negative and itself, before anything else; None: not.

@@ -1,10 +1,10 @@
 """From bytes to block sizes: pure integer functions that return frozen dataclasses (no torch, testable anywhere)."""
 
-from ._chunks import BorrowingChunks, borrowing_chunks, head_chunk, rows_inside, shortest_chunk
-from ._common import Block, RowTile, accumulating_programs, next_power_of_2, programs
-from ._experts import clearing_block, clearing_grid, expert_gate_tile, expert_rows_tile, expert_sums_tile
-from ._head import StatisticsTile, fused_tile, gradient_tile, scale_block, statistics_tile, token_block
-from ._layers import (
+from .chunk_rows import BorrowingChunks, borrowing_chunks, head_chunk, rows_inside, shortest_chunk
+from .common import Block, RowTile, accumulating_programs, next_power_of_2, programs
+from .expert_tiles import clearing_block, clearing_grid, expert_gate_tile, expert_rows_tile, expert_sums_tile
+from .head_tiles import StatisticsTile, fused_tile, gradient_tile, scale_block, statistics_tile, token_block
+from .layer_tiles import (
     HeadsTile,
     block_of_rows,
     embedding_tile,
@@ -17,14 +17,14 @@ from ._layers import (
     vocabulary_tile,
     wants_int32_ids,
 )
-from ._norms import (
+from .norm_tiles import (
     general_norm_backward_tile,
     general_norm_forward_tile,
     norm_backward_tile,
     norm_forward_tile,
     partial_sums_tile,
 )
-from ._tunable import TUNABLE, asked_tiles, forget_tiles, try_variation, varied
+from .tunable import TUNABLE, asked_tiles, forget_tiles, try_variation, varied
 
 __all__ = ["TUNABLE", "Block", "BorrowingChunks", "HeadsTile", "RowTile", "StatisticsTile", "accumulating_programs",
            "asked_tiles", "block_of_rows", "borrowing_chunks", "clearing_block", "clearing_grid", "embedding_tile",

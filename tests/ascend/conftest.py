@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 # The other tests run kernels in Triton's interpreter, which is decided when a kernel is decorated: before any import.
-if "npu_trainer_kernels._triton" in sys.modules:
+if "npu_trainer_kernels.support.triton" in sys.modules:
     raise pytest.UsageError("run tests/ascend on their own: other tests have set Triton's interpreter up already")
 os.environ["TRITON_INTERPRET"] = "0"
 
-from npu_trainer_kernels._cache import CACHE_VARIABLE
 from npu_trainer_kernels.ascend import launcher, toolchain  # noqa: F401  the launcher executes kernels on the CPU
+from npu_trainer_kernels.support.cache import CACHE_VARIABLE
 
 
 @pytest.fixture(scope="session", autouse=True)

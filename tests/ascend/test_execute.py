@@ -6,7 +6,7 @@ from npu_trainer_kernels.ascend.execute import LEVELS, Traffic, execute
 from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder, lowering_launcher
 from npu_trainer_kernels.ascend.lower import Specialization, bind
 from npu_trainer_kernels.ascend.toolchain import ToolchainError
-from npu_trainer_kernels.ops._launch import launch, use_launcher
+from npu_trainer_kernels.ops.launch import launch, use_launcher
 
 from . import toys
 

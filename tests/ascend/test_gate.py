@@ -9,7 +9,7 @@ from npu_trainer_kernels.ascend import gate
 from npu_trainer_kernels.ascend.gate import CHIPS, Case, FewRows, Minimum, collect, failures
 from npu_trainer_kernels.ascend.plan import plan_lowered
 from npu_trainer_kernels.ascend.report import render, report_is_current, write_report
-from npu_trainer_kernels.ops._launch import launch
+from npu_trainer_kernels.ops.launch import launch
 
 from . import toys
 

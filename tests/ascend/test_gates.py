@@ -8,12 +8,12 @@ from npu_trainer_kernels.ascend.launcher import Recorder
 from npu_trainer_kernels.ascend.lower import bind
 from npu_trainer_kernels.ascend.plan import plan
 from npu_trainer_kernels.ascend.trace import counts, trace
-from npu_trainer_kernels.ops._launch import use_launcher
+from npu_trainer_kernels.ops.launch import use_launcher
 
 CHIP = "Ascend910B4"
 pytestmark = pytest.mark.usefixtures("kept_cache")
 
-# Forward and backward, as counted by hand beside the kernels' formulas (ops/_gates.py).
+# Forward and backward, as counted by hand beside the kernels' formulas (ops/gates.py).
 MINIMA = {
     "silu": ({}, 10, 15),
     "gelu_tanh": ({"activation": "gelu_tanh"}, 13, 24),

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from npu_trainer_kernels import tile_limits, tiling
+from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ascend import gate
 from npu_trainer_kernels.ascend.cases import TABLE
-from npu_trainer_kernels.tiling import _norms
+from npu_trainer_kernels.tiling import limits, norm_tiles
 
 pytestmark = pytest.mark.usefixtures("kept_cache")
 
@@ -77,10 +77,10 @@ def test_fp32_on_the_950(op, size):
 
 
 def test_the_largest_tile_that_fits_would_wait():
-    with tile_limits.trying("rms_norm._forward_kernel", 2, 14336):
+    with limits.trying("rms_norm._forward_kernel", 2, 14336):
         assert max(row.plan.fixed_waits for row in planned("rms_norm", 2048)) > 0
 
 
 def test_a_row_that_is_not_in_pieces_would_stop_the_scalar_unit(monkeypatch):
-    monkeypatch.setattr(_norms, "_pieces", lambda cols: 1)
+    monkeypatch.setattr(norm_tiles, "_pieces", lambda cols: 1)
     assert max(row.plan.vector_scalar_switches for row in planned("rms_norm", 4608)) > 0

@@ -34,7 +34,7 @@ if sys.argv[1] == "2.13":
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from npu_trainer_kernels import device
-from npu_trainer_kernels._triton import jit, tl
+from npu_trainer_kernels.support.triton import jit, tl
 from npu_trainer_kernels.ops import _launch
 
 _launch.INTERPRETED = True

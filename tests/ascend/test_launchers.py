@@ -15,7 +15,7 @@ import torch, torch_npu
 os.cpu_count = lambda: 4  # one builds ahead of the others on a machine of one core, too
 
 from npu_trainer_kernels import warmup
-from npu_trainer_kernels.ops._launch import compile_only
+from npu_trainer_kernels.ops.launch import compile_only
 from tests.ascend import fake_cann, toys
 
 # Three signatures: of other dtypes, and of another number of arguments.

@@ -15,11 +15,11 @@ from npu_trainer_kernels.ascend.cases import DTYPES, TABLE, Tensors
 from npu_trainer_kernels.ascend.execute import LEVELS
 from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder
 from npu_trainer_kernels.ascend.plan import plan, violations
-from npu_trainer_kernels.ops._gates import ACTIVATIONS
-from npu_trainer_kernels.ops._head_options import HeadOptions
-from npu_trainer_kernels.ops._head_statistics import _raw_statistics
-from npu_trainer_kernels.ops._launch import use_launcher
-from npu_trainer_kernels.ops._norm import CASTINGS
+from npu_trainer_kernels.ops.gates import ACTIVATIONS
+from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.ops.head.statistics import _raw_statistics
+from npu_trainer_kernels.ops.launch import use_launcher
+from npu_trainer_kernels.ops.norms.rms_kernels import CASTINGS
 from tests.closeness import assert_op_close
 from tests.ops.test_grpo_loss import FORMS, token_gradient, token_numbers
 from tests.pairs import pairs

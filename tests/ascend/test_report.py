@@ -17,7 +17,7 @@ from npu_trainer_kernels.ascend.launcher import Recorder
 from npu_trainer_kernels.ascend.lower import lower
 from npu_trainer_kernels.ascend.plan import planned_code
 from npu_trainer_kernels.ascend.report import report_is_current, write_report
-from npu_trainer_kernels.ops._launch import use_launcher
+from npu_trainer_kernels.ops.launch import use_launcher
 
 REPORT = Path(__file__).parents[2] / "docs" / "ascend-report.md"
 

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from npu_trainer_kernels import tile_limits, tiling
+from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ascend.sweep import main
-from npu_trainer_kernels.tile_limits import parse
+from npu_trainer_kernels.tiling import limits as limits_module
+from npu_trainer_kernels.tiling.limits import parse
 
 SWIGLU = ["swiglu", "--kernel", "_forward_kernel", "--sizes", "8192"]
 
@@ -15,12 +16,12 @@ SWIGLU = ["swiglu", "--kernel", "_forward_kernel", "--sizes", "8192"]
 def file(tmp_path, monkeypatch):
     """A copy in the place of the package's own file."""
     path = tmp_path / "tiles.json"
-    path.write_text(tile_limits.FILE.read_text())
-    monkeypatch.setattr(tile_limits, "FILE", path)
-    monkeypatch.setattr(tile_limits.store, "__defaults__", (path,))
-    tile_limits.limits.cache_clear()
+    path.write_text(limits_module.FILE.read_text())
+    monkeypatch.setattr(limits_module, "FILE", path)
+    monkeypatch.setattr(limits_module.store, "__defaults__", (path,))
+    limits_module.limits.cache_clear()
     yield path
-    tile_limits.limits.cache_clear()
+    limits_module.limits.cache_clear()
 
 
 def test_the_best_is_marked_and_written_with_its_evidence(file, kept_cache, capsys):
@@ -43,11 +44,11 @@ def test_the_best_is_marked_and_written_with_its_evidence(file, kept_cache, caps
 
 def test_a_limit_of_a_formula_can_be_varied(file, kept_cache, monkeypatch, capsys):
     def block(itemsize, tensors, spec):
-        return tiling.Block(tile_limits.tile_limit("swiglu", itemsize, spec))
+        return tiling.Block(limits_module.tile_limit("swiglu", itemsize, spec))
 
     monkeypatch.setattr(tiling, "swiglu_block", block)
-    tile_limits.store(
-        tile_limits.Limit("swiglu", 2, 192, 6144, "elements", (tile_limits.Evidence("", "", "", "", "", ()),)), file
+    limits_module.store(
+        limits_module.Limit("swiglu", 2, 192, 6144, "elements", (limits_module.Evidence("", "", "", "", "", ()),)), file
     )
     file.write_text(file.read_text().replace('"trials": []', '"trials": [' + json.dumps({
         "shape": "", "tile": 0, "fixed_waits": 0, "waits_per_row": 0, "cycles_per_kib": 1.0}) + "]"))  # fmt: skip

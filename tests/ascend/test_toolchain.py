@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from npu_trainer_kernels._cache import CACHE_VARIABLE
-from npu_trainer_kernels._triton import MissingDependencyError
 from npu_trainer_kernels.ascend import toolchain
+from npu_trainer_kernels.support.cache import CACHE_VARIABLE
+from npu_trainer_kernels.support.triton import MissingDependencyError
 
 
 def test_a_missing_host_tool_says_how_to_install_it(monkeypatch):

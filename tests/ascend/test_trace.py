@@ -14,7 +14,7 @@ from npu_trainer_kernels.ascend.pipes import simulate
 from npu_trainer_kernels.ascend.plan import plan
 from npu_trainer_kernels.ascend.toolchain import ToolchainError
 from npu_trainer_kernels.ascend.trace import counts, trace
-from npu_trainer_kernels.ops._launch import use_launcher
+from npu_trainer_kernels.ops.launch import use_launcher
 
 from . import toys
 

@@ -3,7 +3,7 @@
 from benchmarks import audit
 from benchmarks.endtoend import Workload
 from benchmarks.results import read
-from npu_trainer_kernels.patching._norms import RmsNormPatch
+from npu_trainer_kernels.patching.modules.norms import RmsNormPatch
 
 
 def run(tmp_path, monkeypatch):

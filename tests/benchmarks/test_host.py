@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from benchmarks import host
-from npu_trainer_kernels.ops._launch import use_launcher
+from npu_trainer_kernels.ops.launch import use_launcher
 
 
 class Calls:

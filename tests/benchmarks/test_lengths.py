@@ -89,7 +89,7 @@ def test_what_today_means_is_all_ops_but_one(monkeypatch):
 
 
 def test_sharing_is_switched_off_where_it_is_decided(monkeypatch):
-    layout = types.ModuleType("npu_trainer_kernels.patching._layout")
+    layout = types.ModuleType("npu_trainer_kernels.patching.body.layout")
     monkeypatch.setitem(sys.modules, layout.__name__, layout)
     with pytest.raises(AttributeError, match="MIN_SAVED"):
         steps.kernels_of(endtoend.VARIANTS["flag-unshared"])

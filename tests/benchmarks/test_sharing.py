@@ -9,7 +9,7 @@ from benchmarks.endtoend import Workload
 from benchmarks.lengths import lengths, prompt_lengths
 from benchmarks.results import read
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching import _batch
+from npu_trainer_kernels.patching.body import batch
 
 TINY = Workload("sft", "tiny-qwen3", 8, 24, lengths="exponential", group=8)
 
@@ -34,12 +34,12 @@ def test_prompts_are_as_long_as_it_takes(kind, share):
 def test_both_ways_are_run_in_turns(tmp_path, monkeypatch, capsys):
     computed = []
 
-    def seen(*args, original=_batch.layout, **kwargs):
+    def seen(*args, original=batch.layout, **kwargs):
         found = original(*args, **kwargs)
         computed.append(len(found.places))
         return found
 
-    monkeypatch.setattr(_batch, "layout", seen)
+    monkeypatch.setattr(batch, "layout", seen)
     monkeypatch.setattr(sharing, "batches", lambda kind: [TINY])
     monkeypatch.setattr(sharing, "SHARES", (0.3,))
     output = tmp_path / "r.json"

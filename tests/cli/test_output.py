@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 
 from npu_trainer_kernels.cli import _model, main
-from npu_trainer_kernels.cli._output import Output, UsageError, new_table
+from npu_trainer_kernels.cli.output import Output, UsageError, new_table
 
 
 @pytest.mark.parametrize("as_json", [False, True])

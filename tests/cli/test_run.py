@@ -265,11 +265,12 @@ def put_into(module, built):
 @pytest.fixture
 def stand_in(fake):
     """In place of this package: what the sitecustomize calls, without torch."""
-    (fake / "npu_trainer_kernels").mkdir()
+    (fake / "npu_trainer_kernels" / "support").mkdir(parents=True)
     for name, text in (
         ("__init__", ""),
         ("run", STAND_IN),
-        ("_switch", (ROOT / "npu_trainer_kernels/_switch.py").read_text()),
+        ("support/__init__", ""),
+        ("support/switch", (ROOT / "npu_trainer_kernels/support/switch.py").read_text()),
     ):
         (fake / "npu_trainer_kernels" / f"{name}.py").write_text(text)
     return f"{FOLDER}:{fake}"
@@ -343,7 +344,7 @@ def test_a_switch_that_is_neither_is_a_warning(stand_in):
 
 @pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "AttributeError"])
 def test_a_python_that_cannot_use_the_package_trains_with_one_warning(fake, error):
-    (fake / "npu_trainer_kernels").mkdir()
+    (fake / "npu_trainer_kernels" / "support").mkdir(parents=True)
     (fake / "npu_trainer_kernels" / "__init__.py").touch()
     (fake / "npu_trainer_kernels" / "run.py").write_text(f"raise {error}('planted')")
     done = with_sitecustomize(BUILD, f"{FOLDER}:{fake}")

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from npu_trainer_kernels import apply_npu_kernels, backends, tiling, timing, tuned, workloads
 from npu_trainer_kernels.cli import _tune, main
 from npu_trainer_kernels.device import ASCEND_CHIPS, DeviceSpec, spec, use_spec
-from npu_trainer_kernels.ops._launch import KernelError
+from npu_trainer_kernels.ops.launch import KernelError
 from npu_trainer_kernels.timing import Summary
 from npu_trainer_kernels.tuned import Variation
 

@@ -19,9 +19,11 @@ from convergence.data import tokenizer_for
 from convergence.runs import Workshop, _recording, _replaying
 from convergence.suite import CaseResult
 from npu_trainer_kernels import apply_npu_kernels, device
-from npu_trainer_kernels.ops import _grouped, _head_fused
-from npu_trainer_kernels.ops._launch import launch
-from npu_trainer_kernels.patching import _packed, _proof
+from npu_trainer_kernels.ops.experts import grouped
+from npu_trainer_kernels.ops.head import fused as fused_module
+from npu_trainer_kernels.ops.launch import launch
+from npu_trainer_kernels.patching.body import packed as packed_module
+from npu_trainer_kernels.patching.body import proof
 from npu_trainer_kernels.verify import PRECISIONS, Check, Variant, verify
 from tests.conftest import DEVICE
 from tests.models import FAMILIES, small_model
@@ -112,7 +114,7 @@ def test_a_fault_of_the_head_is_reached_in_the_kernels_of_a_gpu(name: str, monke
     (fault,) = mutations.chosen([name])
     (case,) = mutations.cases_of([fault])
     fused: list[Any] = []
-    monkeypatch.setattr(_head_fused, "launch", lambda *given: fused.append(given) or launch(*given))
+    monkeypatch.setattr(fused_module, "launch", lambda *given: fused.append(given) or launch(*given))
     model = small_model(case.family).to(DEVICE, torch.bfloat16 if case.precision == "bf16" else torch.float32)
     ids = torch.randint(3, 250, (2, 9), device=DEVICE)
 
@@ -138,7 +140,7 @@ def test_a_fault_that_a_device_has_no_place_for_says_so_and_others_have_to_be_re
     assert (result.outcome, result.caught, result.shown_in) == ("not on this device", True, "no place on cpu")
     assert mutations.cases_of([absent], "cpu") == []
     apart = {m.name.split(":")[0] for m in mutations.MUTATIONS if m.absent("cpu")}
-    assert apart == {"_segment_kernels.ByKernel", "_head._LogitsStatistics"}
+    assert apart == {"segment_kernels.ByKernel", "engine._LogitsStatistics"}
     unreached = mutations.Mutation("y", (), mutations._seen_neighbour)
     result = mutations.plant(unreached, Workshop(tmp_path, "cpu"), lambda case: [])
     assert (result.outcome, result.caught) == ("not reached", False)
@@ -151,7 +153,7 @@ def test_what_looks_at_a_model_sees_no_planted_fault(key: str, monkeypatch: pyte
     model = small_model(case.family, **{"hidden_size": 64, **case.model})
 
     def looked_at() -> tuple[list[Any], list[Any]]:
-        monkeypatch.setattr(_proof, "_proofs", {})
+        monkeypatch.setattr(proof, "_proofs", {})
         with apply_npu_kernels(model, backend="torch") as kernels:
             return kernels.report().replaced, kernels.report().left_alone
 
@@ -166,8 +168,8 @@ def test_what_looks_at_a_model_sees_no_planted_fault(key: str, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("module", "given"),
-    [(_packed, ((16, 16), True, 5.0, True, None)), (_packed, ((16, 16), False, None, False, None)),
-     (_grouped, ("triton",))],
+    [(packed_module, ((16, 16), True, 5.0, True, None)), (packed_module, ((16, 16), False, None, False, None)),
+     (grouped, ("triton",))],
     ids=["attention by the formula", "attention", "grouped products"],
 )  # fmt: skip
 def test_what_is_tried_on_a_device_sees_no_planted_fault(module: Any, given: tuple[Any, ...]) -> None:

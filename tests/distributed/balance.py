@@ -28,15 +28,15 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as TrlGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments
-from npu_trainer_kernels.trainers._balance import Row
-from npu_trainer_kernels.trainers._exchange import Holding, agreed, exchanged, holdings, stays_here
-from npu_trainer_kernels.trainers._grpo_groups import Arranger
+from npu_trainer_kernels.training.balance import Row
+from npu_trainer_kernels.training.exchange import Holding, agreed, exchanged, holdings, stays_here
+from npu_trainer_kernels.training.grpo_groups import Arranger
 from tests.closeness import assert_as_close
 from tests.distributed.ranks import by_rank, end_ranks
 from tests.distributed.run import ZERO3, Parameters, apart, on_ranks, whole
 from tests.models import small_model
-from tests.trainers.test_grpo import reward, tokenizer
-from tests.trainers.test_grpo_runs import Both
+from tests.training.test_grpo import reward, tokenizer
+from tests.training.test_grpo_runs import Both
 
 # A prompt's rows on one rank, on both, and in numbers that do not divide a micro-batch; with prompts short enough that
 # sharing them is not worth while, and long enough; in steps of all that is generated at a time, and of parts of it.

@@ -25,10 +25,10 @@ from npu_trainer_kernels.ops import (
     linear_logprob,
     linear_logprob_reference,
 )
-from npu_trainer_kernels.ops._head import _Call
-from npu_trainer_kernels.ops._head_slices import VocabSlice
-from npu_trainer_kernels.ops.grpo_loss import fused_linear_grpo_loss_reference
-from npu_trainer_kernels.ops.linear_logprob import OUTPUTS
+from npu_trainer_kernels.ops.head.engine import _Call
+from npu_trainer_kernels.ops.head.grpo_loss import fused_linear_grpo_loss_reference
+from npu_trainer_kernels.ops.head.linear_logprob import OUTPUTS
+from npu_trainer_kernels.ops.head.vocabulary_slices import VocabSlice
 from tests.closeness import assert_as_close, run
 from tests.distributed.ranks import by_rank
 

@@ -31,10 +31,11 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as TrlGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernels, NpuKernelsCallback, apply_npu_kernels
-from npu_trainer_kernels.patching import PATCHES, _head_call
+from npu_trainer_kernels.patching import PATCHES
+from npu_trainer_kernels.patching.head import head_call
 from tests.distributed.ranks import end_ranks, without_compiled_operators
 from tests.models import batch, small_model
-from tests.trainers.test_grpo import reward, tokenizer
+from tests.training.test_grpo import reward, tokenizer
 
 # As `accelerate launch` sets it for `fsdp_version: 2`.
 FSDP2 = {
@@ -73,7 +74,7 @@ class Fused:
 
     def __init__(self) -> None:
         self.calls = 0
-        self.original = _head_call.fused_linear_cross_entropy
+        self.original = head_call.fused_linear_cross_entropy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += torch.is_grad_enabled()
@@ -85,7 +86,7 @@ class Fused:
 
 
 FUSED = Fused()
-_head_call.fused_linear_cross_entropy = FUSED
+head_call.fused_linear_cross_entropy = FUSED
 
 
 def formed(kernels: NpuKernels | None) -> list[str]:

@@ -34,14 +34,14 @@ from trl import GRPOTrainer as TrlGRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsCallback, apply_npu_kernels
-from npu_trainer_kernels.ops import _head
-from npu_trainer_kernels.trainers._same_draws import differing_seeds
+from npu_trainer_kernels.ops.head import engine
+from npu_trainer_kernels.training.seeds import differing_seeds
 from tests.closeness import assert_as_close
 from tests.distributed.head_slices import Said, checked
 from tests.distributed.ranks import by_rank, end_ranks
 from tests.distributed.run import apart
 from tests.models import batch, in_double, small_model
-from tests.trainers.test_grpo import reward, tokenizer
+from tests.training.test_grpo import reward, tokenizer
 
 
 def whole(t: Any) -> Any:
@@ -183,7 +183,7 @@ def trainers(folder: Path) -> dict[str, Any]:
     for task in ("sft", "grpo"):
         path, start = saved(folder, "qwen3")
         plain, _ = trained(path, task, False)
-        with mock.patch.object(_head, "_recomputed", wraps=_head._recomputed) as again:
+        with mock.patch.object(engine, "_recomputed", wraps=engine._recomputed) as again:
             ours, ran = trained(path, task, True)
         found[task] = {
             "moved": apart(plain, dict(start.named_parameters())), "apart": max(by_rank(apart(plain, ours))),

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from npu_trainer_kernels.patching._miniature import kept_layers, names_layers, per_layer
+from npu_trainer_kernels.patching.probe.miniature import kept_layers, names_layers, per_layer
 
 __all__ = [
     "LEFT_OUT",

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 import torch
 
-from npu_trainer_kernels.ops._head_options import HeadOptions
-from npu_trainer_kernels.ops._head_reference import logits_statistics_reference
-from npu_trainer_kernels.ops._norm import _normed, norm_backward
+from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.ops.head.reference import logits_statistics_reference
+from npu_trainer_kernels.ops.norms.rms_kernels import _normed, norm_backward
 from npu_trainer_kernels.ops.rope import rope_reference
 from npu_trainer_kernels.ops.swiglu import swiglu_reference
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from npu_trainer_kernels import _vendor, apply_npu_kernels, backends, device
+from npu_trainer_kernels import apply_npu_kernels, backends, device, vendor
 from tests import models
 
 CPU, NPU = torch.device("cpu"), torch.device("npu")
@@ -48,7 +48,7 @@ def test_on_an_npu_it_would_be_the_vendor():
 
 @pytest.mark.parametrize("op", backends.OPS)
 def test_every_op_by_name(op: str):
-    if op in _vendor.SERVED:
+    if op in vendor.SERVED:
         assert backends.explain(op, NPU, f"{op}=vendor")[1].endswith("what it does not cover raises")
     else:
         with pytest.raises(ValueError, match="torch_npu has no operator for it"):
@@ -56,16 +56,16 @@ def test_every_op_by_name(op: str):
 
 
 def test_a_torch_npu_without_an_operator(monkeypatch):
-    lacking = replace(_vendor.SERVED["rms_norm"], operators=("npu_rms_norm", "npu_no_such_operator"))
-    monkeypatch.setitem(_vendor.SERVED, "rms_norm", lacking)
-    assert _vendor.unavailable.__wrapped__("rms_norm") == "this torch_npu lacks npu_no_such_operator"
+    lacking = replace(vendor.SERVED["rms_norm"], operators=("npu_rms_norm", "npu_no_such_operator"))
+    monkeypatch.setitem(vendor.SERVED, "rms_norm", lacking)
+    assert vendor.unavailable.__wrapped__("rms_norm") == "this torch_npu lacks npu_no_such_operator"
 
 
 # On ops: transformers cannot be imported on such a machine (5.23: its `is_torch_npu_available` imports torch_npu).
 _WITHOUT_LIBRARIES = """
 import json
 import torch
-from npu_trainer_kernels import _vendor, backends, ops
+from npu_trainer_kernels import vendor, backends, ops
 
 torch.manual_seed(0)
 embeddings, norm, head = (torch.randn(*shape, requires_grad=True) for shape in ((33, 16), (16,), (33, 16)))
@@ -86,7 +86,7 @@ except ValueError as error:
 print(json.dumps({
     "losses": losses,
     "explain": backends.explain("rms_norm", torch.device("cpu")),
-    "vendor": _vendor.unavailable("rms_norm"),
+    "vendor": vendor.unavailable("rms_norm"),
     "refusal": refusal,
 }))
 """

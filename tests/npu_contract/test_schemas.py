@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from npu_trainer_kernels import _vendor
+from npu_trainer_kernels import vendor as vendor_module
 from tests import closeness
 from tests.npu_contract.calls import CASES, NAMES, Call, Recorder, upstream
 
@@ -60,7 +60,7 @@ def test_calls_and_shapes(call: Call, dtype: torch.dtype, vendor: str):
     inputs = _on_meta(call, dtype)
     with Recorder() as recorder:
         ours = closeness.run(lambda *given: call.op(*given, backend=vendor), inputs, upstream)
-    assert recorder.names <= set(_vendor.SERVED[call.name.split()[0]].operators)
+    assert recorder.names <= set(vendor_module.SERVED[call.name.split()[0]].operators)
     assert recorder.names or not inputs[0].numel(), "the vendor was not asked"
     expected = closeness.run(lambda *given: call.op(*given, backend="torch"), inputs, upstream)
     assert _shapes(ours) == _shapes(expected)
@@ -70,7 +70,11 @@ def test_exactly_the_declared_operators_are_called(vendor: str):
     with Recorder() as recorder:
         for call, dtype in CASES:
             closeness.run(lambda *given, op=call.op: op(*given, backend=vendor), _on_meta(call, dtype), upstream)
-    assert recorder.names == {name for vendor in _vendor.SERVED.values() for name in vendor.operators} == set(SCHEMAS)
+    assert (
+        recorder.names
+        == {name for vendor in vendor_module.SERVED.values() for name in vendor.operators}
+        == set(SCHEMAS)
+    )
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -79,7 +83,7 @@ def test_schema(name: str):
 
 
 def test_what_moves_rows_does_not_fit_around_the_products_of_experts():
-    """For the reasons that `_vendor` gives."""
+    """For the reasons that `vendor.py` gives."""
     schemas = {
         "npu_moe_token_permute": "(Tensor tokens, Tensor indices, int? num_out_tokens=None, bool padded_mode=False) -> "
         "(Tensor, Tensor)",

@@ -7,13 +7,14 @@ import pytest
 import torch
 import transformers
 
-from npu_trainer_kernels import _vendor, apply_npu_kernels, backends, ops
+from npu_trainer_kernels import apply_npu_kernels, backends, ops
 from npu_trainer_kernels import device as devices
+from npu_trainer_kernels import vendor as vendor_module
 from tests import closeness, models
 from tests.npu_contract import operators
 from tests.npu_contract.calls import CASES, NAMES, Call, Recorder, upstream
 
-FORWARD, BACKWARD = _vendor.SERVED["rms_norm"].operators
+FORWARD, BACKWARD = vendor_module.SERVED["rms_norm"].operators
 BY_NAME = ",".join(f"{op}=vendor" for op in ("rms_norm", "add_rms_norm", "swiglu", "rope", "linear_cross_entropy"))
 
 

@@ -8,8 +8,8 @@ from trl import GRPOTrainer as TrlGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer
 from tests.models import HAS_TRL_HEAD, TRL, small_model
-from tests.trainers.test_grpo import difference, train
-from tests.trainers.test_trl_trainers import ANSWERS, PROMPTS, SUMS, WRONG, both, compare
+from tests.training.test_grpo import difference, train
+from tests.training.test_trl_trainers import ANSWERS, PROMPTS, SUMS, WRONG, both, compare
 
 assert not HAS_TRL_HEAD
 LAYERS = {"rms_norm", "add_rms_norm"}

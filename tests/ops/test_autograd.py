@@ -13,8 +13,9 @@ from torch.autograd import forward_ad, functional
 from torch.utils.checkpoint import checkpoint
 
 from npu_trainer_kernels import ops
-from npu_trainer_kernels.ops import _head_chunks, fused_linear_cross_entropy, grpo_loss, linear_logprob
-from npu_trainer_kernels.ops._slices import in_slices
+from npu_trainer_kernels.ops import fused_linear_cross_entropy, grpo_loss, linear_logprob
+from npu_trainer_kernels.ops.head import chunks
+from npu_trainer_kernels.ops.slices import in_slices
 from npu_trainer_kernels.workloads import OPS, Inputs, ModelShapes, Workload, as_tuple, of_model
 from tests.closeness import assert_op_close
 
@@ -49,8 +50,8 @@ def call(work: Workload, backend: str, device: torch.device):
 def autograd_functions() -> set[str]:
     """The autograd functions of the package's ops, by name."""
     found = set()
-    for info in pkgutil.iter_modules(ops.__path__):
-        for value in vars(importlib.import_module(f"{ops.__name__}.{info.name}")).values():
+    for info in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
+        for value in vars(importlib.import_module(info.name)).values():
             if isinstance(value, type) and issubclass(value, torch.autograd.Function):
                 found.add(value.__name__)
     return found
@@ -280,7 +281,7 @@ def head_inputs(device, frozen=False):
 def test_nothing_is_formed_for_a_backward_that_will_not_come(device, backend, monkeypatch, name, mode):
     """One product, of x and the weight: no gradient of the weight, none of x, and none of the objective."""
     formed = []
-    monkeypatch.setattr(_head_chunks.Gradients, "empty", lambda *a, **k: formed.append(a))
+    monkeypatch.setattr(chunks.Gradients, "empty", lambda *a, **k: formed.append(a))
     products = Counter()
     for product in ("mm", "addmm"):
         original = getattr(torch, product)

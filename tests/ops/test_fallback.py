@@ -8,9 +8,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from npu_trainer_kernels import KernelError, NpuKernelsArguments, apply_npu_kernels, backends, ops
 from npu_trainer_kernels.device import is_out_of_memory
-from npu_trainer_kernels.ops import _fallback, _grpo_formula, _head_gradient, _head_statistics, _norm, _norm_general
-from npu_trainer_kernels.ops._fallback import falls_back
-from npu_trainer_kernels.ops._launch import launch
+from npu_trainer_kernels.ops import fallback
+from npu_trainer_kernels.ops.fallback import falls_back
+from npu_trainer_kernels.ops.head import gradient, grpo_formula, statistics
+from npu_trainer_kernels.ops.launch import launch
+from npu_trainer_kernels.ops.norms import general_kernels, rms_kernels
 
 
 def _norm_case(device, backend):
@@ -57,17 +59,17 @@ def _grpo_case(device, backend):
 # The package's names for these are the functions.
 embedding, rope, swiglu = (import_module(f"npu_trainer_kernels.ops.{n}") for n in ("embedding", "rope", "swiglu"))
 CASES = {
-    "norm forward": (_norm, "_forward_kernel", _norm_case, "add_rms_norm"),
-    "norm backward": (_norm, "_backward_kernel", _norm_case, "add_rms_norm"),
-    "general norm forward": (_norm_general, "_forward_kernel", _general_norm_case, "gated_rms_norm"),
-    "general norm backward": (_norm_general, "_backward_kernel", _general_norm_case, "gated_rms_norm"),
+    "norm forward": (rms_kernels, "_forward_kernel", _norm_case, "add_rms_norm"),
+    "norm backward": (rms_kernels, "_backward_kernel", _norm_case, "add_rms_norm"),
+    "general norm forward": (general_kernels, "_forward_kernel", _general_norm_case, "gated_rms_norm"),
+    "general norm backward": (general_kernels, "_backward_kernel", _general_norm_case, "gated_rms_norm"),
     "embedding forward": (embedding, "_gather_kernel", _embedding_case, "embedding"),
     "swiglu forward": (swiglu, "_forward_kernel", _swiglu_case, "swiglu"),
     "swiglu backward": (swiglu, "_backward_kernel", _swiglu_case, "swiglu"),
     "rope": (rope, "_rotate_pair_kernel", _rope_case, "rope"),
-    "head statistics": (_head_statistics, "_row_statistics_kernel", _head_case, "linear_logprob"),
-    "head gradient": (_head_gradient, "_row_gradient_kernel", _head_case, "linear_logprob"),
-    "arithmetic of grpo_loss": (_grpo_formula, "_token_kernel", _grpo_case, "grpo_loss"),
+    "head statistics": (statistics, "_row_statistics_kernel", _head_case, "linear_logprob"),
+    "head gradient": (gradient, "_row_gradient_kernel", _head_case, "linear_logprob"),
+    "arithmetic of grpo_loss": (grpo_formula, "_token_kernel", _grpo_case, "grpo_loss"),
 }
 
 
@@ -246,7 +248,7 @@ def _model():
 
 
 def test_report_names_it(monkeypatch, device):
-    monkeypatch.setattr(_norm, "_forward_kernel", Broken())
+    monkeypatch.setattr(rms_kernels, "_forward_kernel", Broken())
     model = _model().to(device)
     with apply_npu_kernels(model, backend="rms_norm=triton,add_rms_norm=triton") as handle:
         with pytest.warns(RuntimeWarning):
@@ -257,7 +259,7 @@ def test_report_names_it(monkeypatch, device):
 def test_each_model_has_its_own_strict(monkeypatch, device):
     """What one of them asked for is nothing to the other, also after the kernel has failed for that one."""
     monkeypatch.setenv("NPU_KERNELS_STRICT", "0")
-    monkeypatch.setattr(_norm, "_forward_kernel", Broken())
+    monkeypatch.setattr(rms_kernels, "_forward_kernel", Broken())
     ids = torch.zeros(1, 3, dtype=torch.int64, device=device)
     lenient, strict = _model().to(device), _model().to(device)
     override = "rms_norm=triton,add_rms_norm=triton"
@@ -282,7 +284,7 @@ def test_strict_by_argument():
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_debug_finds_a_number_that_is_not_finite(monkeypatch, device, in_place):
-    monkeypatch.setattr(_fallback, "debug", lambda: True)
+    monkeypatch.setattr(fallback, "debug", lambda: True)
 
     @falls_back("swiglu")
     def halve(x, ok, backend):

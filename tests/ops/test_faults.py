@@ -11,14 +11,17 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from npu_trainer_kernels import ops
-from npu_trainer_kernels.ops import _head, _head_chunks, _head_options, _head_statistics, _norm
-from npu_trainer_kernels.ops._head_options import HeadOptions
-from npu_trainer_kernels.ops.linear_logprob import OUTPUTS
+from npu_trainer_kernels.ops.head import chunks as chunks_module
+from npu_trainer_kernels.ops.head import engine, statistics
+from npu_trainer_kernels.ops.head import options as options_module
+from npu_trainer_kernels.ops.head.linear_logprob import OUTPUTS
+from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.ops.norms import rms_kernels
 from tests.ops import test_head, test_linear_cross_entropy, test_linear_logprob, test_rms_norm, test_rope
 
 # The package's names for these are the functions.
 cross_entropy, rms_norm, rope = (
-    import_module(f"npu_trainer_kernels.ops.{name}") for name in ("linear_cross_entropy", "rms_norm", "rope")
+    import_module(f"npu_trainer_kernels.ops.{name}") for name in ("head.linear_cross_entropy", "norms.rms_norm", "rope")
 )
 USUAL_SIZE = 128
 
@@ -29,19 +32,19 @@ USUAL_SIZE = 128
 
 
 def sum_in_16_bits(monkeypatch):
-    original = _head_chunks._accumulate
+    original = chunks_module._accumulate
 
     def accumulate(total, a, b):
         original(total, a, b)
         total.copy_(total.to(a.dtype))
 
-    monkeypatch.setattr(_head_chunks, "_accumulate", accumulate)
+    monkeypatch.setattr(chunks_module, "_accumulate", accumulate)
 
 
 def sum_in_the_result(monkeypatch):
-    original = _head_chunks._WeightSum.__init__
+    original = chunks_module._WeightSum.__init__
     monkeypatch.setattr(
-        _head_chunks._WeightSum, "__init__", lambda self, weight, in_result: original(self, weight, True)
+        chunks_module._WeightSum, "__init__", lambda self, weight, in_result: original(self, weight, True)
     )
 
 
@@ -77,18 +80,18 @@ def slope_without_temperature(monkeypatch):
 
         return step
 
-    monkeypatch.setattr(_head, "gradient_in_place", wrapped(_head.gradient_in_place, -3))
-    monkeypatch.setattr(_head, "statistics_and_gradient", wrapped(_head.statistics_and_gradient, -3))
+    monkeypatch.setattr(engine, "gradient_in_place", wrapped(engine.gradient_in_place, -3))
+    monkeypatch.setattr(engine, "statistics_and_gradient", wrapped(engine.statistics_and_gradient, -3))
 
 
 def smoothing_without_its_mean(monkeypatch):
-    original = _head.coefficients
-    monkeypatch.setattr(_head, "coefficients", lambda *args: original(*args)._replace(c=None))
+    original = engine.coefficients
+    monkeypatch.setattr(engine, "coefficients", lambda *args: original(*args)._replace(c=None))
 
 
 def smoothing_over_one_id_too_few(monkeypatch):
-    original = _head.coefficients
-    monkeypatch.setattr(_head, "coefficients", lambda d, like, u: original(d, like, u and 1 / (1 / u - 1)))
+    original = engine.coefficients
+    monkeypatch.setattr(engine, "coefficients", lambda d, like, u: original(d, like, u and 1 / (1 / u - 1)))
 
 
 def smoothing_halved(monkeypatch):
@@ -121,12 +124,12 @@ def shared_epsilon_in_bf16(factor):
     """In op and reference alike."""
 
     def plant(monkeypatch):
-        original = _norm._normed
+        original = rms_kernels._normed
 
         def normed(s, weight, eps, *args):
             return original(s, weight, eps * factor if s.dtype == torch.bfloat16 else eps, *args)
 
-        monkeypatch.setattr(_norm, "_normed", normed)
+        monkeypatch.setattr(rms_kernels, "_normed", normed)
 
     return plant
 
@@ -243,9 +246,9 @@ def test_references_of_the_head_share_nothing_with_it(monkeypatch):
         raise NotImplementedError
 
     monkeypatch.setattr(HeadOptions, "factors", property(gone))
-    for module in (_head, _head_options, _head_statistics):
+    for module in (engine, options_module, statistics):
         for name, value in list(vars(module).items()):
-            own = getattr(value, "__module__", "").startswith("npu_trainer_kernels.ops._head")
+            own = getattr(value, "__module__", "").startswith("npu_trainer_kernels.ops.head.engine")
             if callable(value) and own and not isinstance(value, type):
                 monkeypatch.setattr(module, name, gone)
     x, weight, ids = torch.randn(5, 8), torch.randn(19, 8), torch.arange(5)

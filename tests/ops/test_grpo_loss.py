@@ -1,6 +1,6 @@
 """grpo_loss and fused_linear_grpo_loss against their references: every loss type, level, option and mask.
 
-That the formula itself is TRL's is tested with TRL's own trainer, in tests/trainers.
+That the formula itself is TRL's is tested with TRL's own trainer, in tests/training.
 """
 
 import itertools
@@ -13,15 +13,15 @@ import torch
 from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ops import (
     GrpoOptions,
-    _grpo_formula,
     fused_linear_grpo_loss,
     fused_linear_grpo_loss_reference,
     grpo_loss,
     grpo_loss_reference,
     linear_logprob_reference,
 )
-from npu_trainer_kernels.ops._grpo_formula import LEVELS, LOSS_TYPES, GrpoTokens
-from npu_trainer_kernels.ops._launch import _run, use_launcher
+from npu_trainer_kernels.ops.head import grpo_formula
+from npu_trainer_kernels.ops.head.grpo_formula import LEVELS, LOSS_TYPES, GrpoTokens
+from npu_trainer_kernels.ops.launch import _run, use_launcher
 from tests.closeness import assert_op_close
 
 B, T, H, V = 4, 33, 20, 131
@@ -145,16 +145,16 @@ def test_masks_ratios_and_advantages_per_token(device, level, off_policy, loss_t
 
 
 def test_masked_tokens_are_not_projected(device, monkeypatch):
-    from npu_trainer_kernels.ops import _head_chunks
+    from npu_trainer_kernels.ops.head import chunks
 
     rows = []
-    original = _head_chunks._project
+    original = chunks._project
 
     def project(x, *args):
         rows.append(x.shape[0])
         return original(x, *args)
 
-    monkeypatch.setattr(_head_chunks, "_project", project)
+    monkeypatch.setattr(chunks, "_project", project)
     x, weight, ids = make(device)
     given = batch(device, (x, weight, ids))
     out = fused_linear_grpo_loss(x, weight, ids, torch.randn(B, device=device), **given)
@@ -166,17 +166,17 @@ def test_masked_tokens_are_not_projected(device, monkeypatch):
 @pytest.mark.parametrize("level", LEVELS)
 def test_on_policy_needs_no_second_projection_at_any_chunk_size(device, monkeypatch, loss_type, level):
     """The gradient is right although chunks end inside completions."""
-    from npu_trainer_kernels.ops import _head_chunks
+    from npu_trainer_kernels.ops.head import chunks
 
     rows = []
-    original = _head_chunks._project
+    original = chunks._project
 
     def project(x, *args):
         rows.append(x.shape[0])
         return original(x, *args)
 
     monkeypatch.setattr(tiling, "head_chunk", lambda *args: 20)
-    monkeypatch.setattr(_head_chunks, "_project", project)
+    monkeypatch.setattr(chunks, "_project", project)
     options = GrpoOptions(loss_type, level)
     x, weight, ids = make(device)
     advantages = torch.randn(B, T, device=device)
@@ -230,7 +230,7 @@ def token_gradient(options, backend):
             advantage, weight, torch.ones_like(weight), old, reference, policy_weight, None, None, nothing,
             nothing[:1] + len(nothing),
         )  # fmt: skip
-        return _grpo_formula.token_gradient(log_prob, tokens, options, backend)
+        return grpo_formula.token_gradient(log_prob, tokens, options, backend)
 
     return gradient
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from npu_trainer_kernels import backends, tiling
-from npu_trainer_kernels.ops import _head_chunks, _head_fused
-from npu_trainer_kernels.ops._head import head_statistics
-from npu_trainer_kernels.ops._head_objective import LogProbObjective
-from npu_trainer_kernels.ops._head_options import HeadOptions
-from npu_trainer_kernels.ops._head_reference import head_statistics_reference
-from npu_trainer_kernels.ops._launch import KernelError
+from npu_trainer_kernels.ops.head import chunks as chunks_module
+from npu_trainer_kernels.ops.head import fused
+from npu_trainer_kernels.ops.head.engine import head_statistics
+from npu_trainer_kernels.ops.head.objective import LogProbObjective
+from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.ops.head.reference import head_statistics_reference
+from npu_trainer_kernels.ops.launch import KernelError
 from tests.closeness import assert_as_close, assert_op_close
 from tests.pairs import pairs
 
@@ -34,13 +35,13 @@ def upstream(log_prob, entropy):
 def count_logits(monkeypatch) -> list[int]:
     """Notes the rows of every projection."""
     rows: list[int] = []
-    original = _head_chunks._project
+    original = chunks_module._project
 
     def project(x, *args):
         rows.append(x.shape[0])
         return original(x, *args)
 
-    monkeypatch.setattr(_head_chunks, "_project", project)
+    monkeypatch.setattr(chunks_module, "_project", project)
     return rows
 
 
@@ -137,7 +138,7 @@ def test_many_chunks_are_as_exact_as_one(device, monkeypatch, mode, backend, dty
 @pytest.mark.parametrize("borrowed", [False, True])
 def test_what_rows_of_logits_are_padded_with_is_a_number(device, monkeypatch, borrowed):
     """Some products read on to the end of a row, times zero, and memory that nobody has written to may hold NaN."""
-    padding, project = [], _head_chunks._project
+    padding, project = [], chunks_module._project
 
     def kept(x, weight, bias, out):
         width, stride = out.shape[1], out.stride(0)
@@ -150,8 +151,8 @@ def test_what_rows_of_logits_are_padded_with_is_a_number(device, monkeypatch, bo
 
     if borrowed:
         monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks((N // 2, N), 120))
-    monkeypatch.setattr(_head_chunks, "_project", kept)
-    monkeypatch.setattr(_head_chunks.torch, "empty", empty)
+    monkeypatch.setattr(chunks_module, "_project", kept)
+    monkeypatch.setattr(chunks_module.torch, "empty", empty)
     objective = LogProbObjective(lambda log_prob, chunk: (log_prob * log_prob).sum())
     x, w, ids = (
         t.detach().bfloat16().requires_grad_() if t.is_floating_point() else t for t in make(device, vocab=499)
@@ -200,7 +201,7 @@ def test_a_failing_kernel_hands_its_columns_to_torch(device, monkeypatch, second
         raise KernelError("planted")
 
     monkeypatch.setenv("NPU_KERNELS_STRICT", "0")
-    monkeypatch.setattr(_head_fused, "launch", fail)
+    monkeypatch.setattr(fused, "launch", fail)
     objective = LogProbObjective(lambda log_prob, chunk: (log_prob * log_prob).sum())
 
     def op(x, w, ids):
@@ -404,7 +405,7 @@ def test_what_backward_reads_it_reads_once(device, backend, name, subset):
 
 def test_a_failed_plan_makes_room_for_what_takes_its_place(device, backend, monkeypatch):
     """Its gradients, one of the size of the weight, are gone when those of the real ones are begun."""
-    begun, original = [], _head_chunks.Gradients.empty
+    begun, original = [], chunks_module.Gradients.empty
 
     def empty(*args):
         alive = [ref() is not None for ref in planned]
@@ -417,9 +418,9 @@ def test_a_failed_plan_makes_room_for_what_takes_its_place(device, backend, monk
         planned.extend(weakref.ref(t) for t in (made.x, made.weight))
         return made
 
-    planned, original_cast = [], _head_chunks.Gradients.cast
-    monkeypatch.setattr(_head_chunks.Gradients, "empty", empty)
-    monkeypatch.setattr(_head_chunks.Gradients, "cast", cast)
+    planned, original_cast = [], chunks_module.Gradients.cast
+    monkeypatch.setattr(chunks_module.Gradients, "empty", empty)
+    monkeypatch.setattr(chunks_module.Gradients, "cast", cast)
     x, w, ids = make(device)
     _, s = head_statistics(x, w, ids, None, OPTIONS, objective=lambda s, c: s.log_prob.sum(), backend=backend)
     assert [ref() is not None for ref in planned] == [True, True]

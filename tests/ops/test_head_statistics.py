@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from npu_trainer_kernels import tiling
-from npu_trainer_kernels.ops._head_options import HeadOptions
-from npu_trainer_kernels.ops._head_reference import logits_statistics_reference
-from npu_trainer_kernels.ops._head_statistics import row_statistics
+from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.ops.head.reference import logits_statistics_reference
+from npu_trainer_kernels.ops.head.statistics import row_statistics
 from tests.closeness import assert_op_close
 from tests.pairs import pairs
 

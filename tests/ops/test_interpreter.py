@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from npu_trainer_kernels._triton import jit
+from npu_trainer_kernels.support.triton import jit
 from tests.conftest import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="kernels are interpreted on the CPU alone")

@@ -18,8 +18,8 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks import host
 from npu_trainer_kernels import device
-from npu_trainer_kernels._triton import jit
-from npu_trainer_kernels.ops import _launch
+from npu_trainer_kernels.ops import launch as launch_module
+from npu_trainer_kernels.support.triton import jit
 from tests.conftest import DEVICE
 
 
@@ -60,10 +60,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, cache: str):
     # Its properties raise where there is no GPU.
     monkeypatch.setattr(driver, "_active", fake)
     # CPU tensors stand for a GPU's.
-    monkeypatch.setattr(_launch, "INTERPRETED", True)
+    monkeypatch.setattr(launch_module, "INTERPRETED", True)
     monkeypatch.setattr(device, "keeps_compiled", lambda where: True)
-    monkeypatch.setattr(_launch, "_kept", {})
-    monkeypatch.setattr(_launch, "_of_any_length", {})
+    monkeypatch.setattr(launch_module, "_kept", {})
+    monkeypatch.setattr(launch_module, "_of_any_length", {})
     return fake
 
 
@@ -92,7 +92,7 @@ USUAL = {"x": X, "y": Y, "n": 48, "stride": 32, "scale": 0.5, "HAS_SCALE": True,
 def launch(kernel: JITFunction, grid: tuple[int, ...] = (3,), **changes: Any) -> None:
     given = {**USUAL, **changes}
     args = tuple(given.pop(name) for name in ("x", "y", "n", "stride", "scale"))
-    _launch.launch(kernel, grid, args, given)
+    launch_module.launch(kernel, grid, args, given)
 
 
 def test_the_second_launch_does_not_ask_triton(gpu, kernel):
@@ -197,7 +197,7 @@ def test_a_kernel_runs_where_its_tensors_are(monkeypatch):
     cards, ran = Cards(), []
     monkeypatch.setattr(torch, "get_device_module", lambda where: cards)
     monkeypatch.setattr(device, "keeps_compiled", lambda where: False)
-    monkeypatch.setattr(_launch, "_kept", {})  # what other tests have launched on a card
+    monkeypatch.setattr(launch_module, "_kept", {})  # what other tests have launched on a card
     device._current_device.cache_clear()
 
     class Kernel:
@@ -205,7 +205,7 @@ def test_a_kernel_runs_where_its_tensors_are(monkeypatch):
             return lambda t: ran.append((t.device.index, cards.current))
 
     for index in (0, 1, 0):
-        _launch.launch(Kernel(), (1,), (SimpleNamespace(device=torch.device("cuda", index)),), {})
+        launch_module.launch(Kernel(), (1,), (SimpleNamespace(device=torch.device("cuda", index)),), {})
     device._current_device.cache_clear()
     assert ran == [(0, 0), (1, 1), (0, 0)]
     assert cards.current == 0
@@ -232,7 +232,7 @@ def test_hooks_are_called(gpu, kernel, monkeypatch, which):
 def test_a_hook_as_triton_3_4_has_it(monkeypatch, hook):
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", None)
     monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hook)
-    assert _launch._is_watched() is (hook is not None)
+    assert launch_module._is_watched() is (hook is not None)
 
 
 @jit
@@ -260,11 +260,11 @@ def test_an_interpreted_kernel_leaves_triton_as_it_was(gpu, kernel):
 
 
 def test_no_more_than_so_many_are_kept(gpu, kernel, monkeypatch):
-    monkeypatch.setattr(_launch, "_MOST_KEPT", 3)
+    monkeypatch.setattr(launch_module, "_MOST_KEPT", 3)
     for n in range(2, 12):
         launch(kernel, n=n)
-        assert len(_launch._kept) <= 3
-        assert len(_launch._of_any_length) <= 3
+        assert len(launch_module._kept) <= 3
+        assert len(launch_module._of_any_length) <= 3
 
 
 def test_what_triton_does_not_return_is_not_kept(gpu):
@@ -275,13 +275,13 @@ def test_what_triton_does_not_return_is_not_kept(gpu):
     for _ in range(2):
         launch(Interpreted())
     assert len(gpu.launches) == 2
-    assert not _launch._kept
+    assert not launch_module._kept
 
 
 def test_triton_is_asked_every_time_where_more_may_count(gpu, kernel, monkeypatch):
     assert not KEEPS_COMPILED(torch.device("cpu"))
     for module, name, value in (
-        (_launch, "LAUNCHES_COMPILED", False),
+        (launch_module, "LAUNCHES_COMPILED", False),
         (device, "keeps_compiled", lambda _: False),
     ):
         with monkeypatch.context() as patch:
@@ -289,4 +289,4 @@ def test_triton_is_asked_every_time_where_more_may_count(gpu, kernel, monkeypatc
             launch(kernel)
             launch(kernel)
     assert len(kernel.found) == 4
-    assert not _launch._kept
+    assert not launch_module._kept

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from npu_trainer_kernels import tiling
-from npu_trainer_kernels.ops import _head_chunks, fused_linear_cross_entropy, linear_cross_entropy_reference
+from npu_trainer_kernels.ops import fused_linear_cross_entropy, linear_cross_entropy_reference
+from npu_trainer_kernels.ops.head import chunks
 from tests.closeness import assert_op_close
 from tests.pairs import pairs
 
@@ -76,13 +77,13 @@ def test_first_chunk_lies_where_the_gradient_will(device, monkeypatch, parts, dt
     # What CUDA gets of sizes that are too large for a test.
     monkeypatch.setattr(tiling, "fused_tile", lambda *args: tiling.StatisticsTile(2, 32, 3))
     monkeypatch.setattr(tiling, "borrowing_chunks", lambda *args: tiling.BorrowingChunks(stops, columns))
-    shapes, original = [], _head_chunks._project
+    shapes, original = [], chunks._project
 
     def project(x, weight, *args):
         shapes.append((x.shape[0], weight.shape[0]))
         return original(x, weight, *args)
 
-    monkeypatch.setattr(_head_chunks, "_project", project)
+    monkeypatch.setattr(chunks, "_project", project)
     check(make(device, dtype, bias), "triton")
     later = [(b - a, V) for a, b in itertools.pairwise(stops)]
     assert shapes == [(stops[0], columns), (stops[0], V - columns), *later]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from npu_trainer_kernels.ops import linear_logprob, linear_logprob_reference
-from npu_trainer_kernels.ops.linear_logprob import OUTPUTS
+from npu_trainer_kernels.ops.head.linear_logprob import OUTPUTS
 from tests.closeness import assert_op_close
 from tests.pairs import pairs
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from npu_trainer_kernels.ops import _grouped, moe_experts, moe_experts_reference
-from npu_trainer_kernels.ops.moe_experts import unserved
+from npu_trainer_kernels.ops import moe_experts, moe_experts_reference
+from npu_trainer_kernels.ops.experts import grouped as grouped_module
+from npu_trainer_kernels.ops.experts.moe_experts import unserved
 from tests.closeness import assert_op_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -350,7 +351,7 @@ def test_a_device_without_a_grouped_product_is_told(monkeypatch):
     assert unserved(torch.device("cpu"), torch.bfloat16, 40, 24) is None
     assert unserved(torch.device("mps"), torch.bfloat16, 40, 24) == "no grouped product is known on this kind of device"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(_grouped, "trial", lambda *args: None)
+    monkeypatch.setattr(grouped_module, "trial", lambda *args: None)
     cuda = torch.device("cuda")
     assert unserved(cuda, torch.bfloat16, 40, 24) is None
     assert (
@@ -426,7 +427,7 @@ def grouped_mm(monkeypatch):
         return y
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", product)
-    monkeypatch.setattr(_grouped, "_kind", lambda device: "cuda")
+    monkeypatch.setattr(grouped_module, "_kind", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return calls
 
@@ -452,15 +453,19 @@ def test_the_vendors_products_are_told_the_groups_in_one_tensor(device, monkeypa
         told.append(groups)
         return outer_products(x, dy, groups.int(), groups.int(), "torch")
 
-    grouped, outer_products, by_vendor = _grouped.grouped_product, _grouped.outer_products, _grouped._by_vendor
+    grouped, outer_products, by_vendor = (
+        grouped_module.grouped_product,
+        grouped_module.outer_products,
+        grouped_module._by_vendor,
+    )
 
     def unless_here(where, backend):
         return backend != "torch" or by_vendor(where, backend)
 
-    monkeypatch.setattr(_grouped, "_by_vendor", unless_here)
-    monkeypatch.setattr(_grouped, "unavailable", lambda *args: None)
-    monkeypatch.setattr(_grouped._vendor, "grouped_product", product)
-    monkeypatch.setattr(_grouped._vendor, "outer_products", outer)
+    monkeypatch.setattr(grouped_module, "_by_vendor", unless_here)
+    monkeypatch.setattr(grouped_module, "unavailable", lambda *args: None)
+    monkeypatch.setattr(grouped_module._vendor, "grouped_product", product)
+    monkeypatch.setattr(grouped_module._vendor, "outer_products", outer)
     case = VARIANTS[name]
     assert_op_close(case.call(moe_experts, backend="triton"), case.call(moe_experts_reference), case.tensors(device),
                     upstream)  # fmt: skip
@@ -476,14 +481,14 @@ def test_the_vendors_products_are_told_the_groups_in_one_tensor(device, monkeypa
 
 @pytest.fixture
 def untried():
-    _grouped.trial.cache_clear()
+    grouped_module.trial.cache_clear()
     yield
-    _grouped.trial.cache_clear()
+    grouped_module.trial.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_right_products_pass_their_trial(untried, dtype):
-    assert _grouped.trial(torch.device("cpu"), dtype, "torch") is None
+    assert grouped_module.trial(torch.device("cpu"), dtype, "torch") is None
 
 
 def turned_matrices(right):
@@ -520,8 +525,8 @@ def absent(right):
     ],
 )
 def test_wrong_products_fail_their_trial(untried, monkeypatch, name, fault, said):
-    monkeypatch.setattr(_grouped, name, fault(getattr(_grouped, name)))
-    reason = _grouped.trial(torch.device("cpu"), torch.bfloat16, "torch")
+    monkeypatch.setattr(grouped_module, name, fault(getattr(grouped_module, name)))
+    reason = grouped_module.trial(torch.device("cpu"), torch.bfloat16, "torch")
     assert reason is not None
     assert said in reason
     assert "\n" not in reason
@@ -530,8 +535,8 @@ def test_wrong_products_fail_their_trial(untried, monkeypatch, name, fault, said
 def test_an_accelerator_tries_its_products_once(monkeypatch):
     """And the report has the reason; on the host nothing is tried."""
     asked = []
-    monkeypatch.setattr(_grouped, "unavailable", lambda *args: None)
-    monkeypatch.setattr(_grouped, "trial", lambda *args: asked.append(args) or "it is broken")
+    monkeypatch.setattr(grouped_module, "unavailable", lambda *args: None)
+    monkeypatch.setattr(grouped_module, "trial", lambda *args: asked.append(args) or "it is broken")
     assert unserved(torch.device("cpu"), torch.bfloat16, 64, 32) is None
     assert not asked
     cuda = torch.device("cuda", 0)

@@ -10,7 +10,7 @@ from npu_trainer_kernels import backends, tiling
 from npu_trainer_kernels import device as device_of
 from npu_trainer_kernels.device import GIB, KIB, DeviceSpec
 from npu_trainer_kernels.ops import rope, rope_reference
-from npu_trainer_kernels.ops._launch import use_launcher
+from npu_trainer_kernels.ops.launch import use_launcher
 from tests.closeness import assert_as_close, assert_op_close
 from tests.pairs import pairs
 

@@ -10,9 +10,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from npu_trainer_kernels import _vendor, backends, ops
+from npu_trainer_kernels import backends, ops
 from npu_trainer_kernels import device as devices
-from npu_trainer_kernels.ops import _segment_kernels, varlen_attention
+from npu_trainer_kernels import vendor as vendor_module
+from npu_trainer_kernels.ops import varlen_attention
+from npu_trainer_kernels.ops.attention import segment_kernels
 from tests.npu_contract import operators
 from tests.npu_contract.calls import Recorder
 from tests.npu_contract.test_schemas import SCHEMAS
@@ -20,7 +22,7 @@ from tests.ops.test_shared_rows import Waits
 from tests.ops.test_varlen_attention import HEADS, LAYOUTS, OPTIONS, PLAIN, SHARED, Layout, check, tensors, upstream
 
 # The package's name for it is the function.
-op = import_module("npu_trainer_kernels.ops.varlen_attention")
+op = import_module("npu_trainer_kernels.ops.attention.varlen_attention")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ def flash(monkeypatch) -> Iterator[list[str]]:
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("_flash_attention_forward", noted("forward", flash_forward))
     library.impl("_flash_attention_backward", noted("backward", flash_backward))
-    monkeypatch.setattr(_segment_kernels, "widest_head", lambda device: 256)
+    monkeypatch.setattr(segment_kernels, "widest_head", lambda device: 256)
     yield called
     library._destroy()
 
@@ -240,7 +242,7 @@ def package(monkeypatch):
     """Puts a function where `flash_attn` would have it."""
 
     def install(function):
-        monkeypatch.setattr(_segment_kernels, "_found", lambda: function)
+        monkeypatch.setattr(segment_kernels, "_found", lambda: function)
 
     return install
 
@@ -297,13 +299,13 @@ def test_what_they_do_not_take_goes_on(lacks, loaded, package, flash, cpu, monke
     varlen_attention(q[..., :12], k[..., :12], v[..., :12], segments)
     assert flash == ["forward"] * 2
     # A flash attention that the user has put in the place of PyTorch's has no dropout.
-    monkeypatch.setattr(_segment_kernels, "_is_replaced", lambda: True)
+    monkeypatch.setattr(segment_kernels, "_is_replaced", lambda: True)
     varlen_attention(q, k, v, segments, dropout=0.5)
     assert flash == ["forward"] * 2
 
 
 def test_which_chips_have_flash_attention(monkeypatch):
-    widest = _segment_kernels.widest_head.__wrapped__
+    widest = segment_kernels.widest_head.__wrapped__
     assert widest(torch.device("cpu")) == 0
     chips = {(7, 5): 0, (8, 0): 256, (8, 6): 192, (8, 9): 192, (9, 0): 256, (10, 0): 256, (12, 0): 192}
     for built, expected in ((True, chips), (False, dict.fromkeys(chips, 0))):
@@ -315,7 +317,7 @@ def test_which_chips_have_flash_attention(monkeypatch):
 
 def test_an_installed_package(monkeypatch, tmp_path):
     """FA3 before FA2; one that cannot be imported is said, and left alone."""
-    found = _segment_kernels._found.__wrapped__
+    found = segment_kernels._found.__wrapped__
     monkeypatch.syspath_prepend(tmp_path)
     assert found() is None
     (tmp_path / "flash_attn.py").write_text("def flash_attn_varlen_func(): ...")
@@ -342,7 +344,7 @@ def vendor(monkeypatch) -> Iterator[str]:
     """An NPU's chip, and the operators with torch_npu's schemas for CPU tensors (`tests/npu_contract` holds both to
     torch_npu)."""
     schemas = {name: SCHEMAS[name] for name in OPERATORS}
-    caches = _vendor.unavailable, _vendor._takes_sinks, backends._by_table
+    caches = vendor_module.unavailable, vendor_module._takes_sinks, backends._by_table
     monkeypatch.setattr(devices, "torch_npu_error", lambda: None)
     with operators.defined(schemas), operators.on_cpu(OPERATORS), devices.use_chip("Ascend910B4"):
         for cache in caches:
@@ -380,13 +382,13 @@ def test_the_vendors_operator_gets_the_hosts_lists_and_waits_for_nothing(npu, mo
     given = tensors(SHARED, npu, torch.bfloat16, size=16, sinks=True)
     segments = SHARED.segments(npu)
     seen = []
-    arguments = _vendor._attention_arguments
+    arguments = vendor_module._attention_arguments
 
     def noted(*args):
         seen.append(arguments(*args))
         return seen[-1]
 
-    monkeypatch.setattr(_vendor, "_attention_arguments", noted)
+    monkeypatch.setattr(vendor_module, "_attention_arguments", noted)
     q, k, v, sinks = given
     with Waits() as waits:
         out = varlen_attention(q, k, v, segments, sinks=sinks, window=3)
@@ -395,7 +397,7 @@ def test_the_vendors_operator_gets_the_hosts_lists_and_waits_for_nothing(npu, mo
     forward, backward = seen
     assert forward["actual_seq_qlen"] is backward["actual_seq_qlen"] is segments.q_ends
     assert forward["actual_seq_kvlen"] is backward["actual_seq_kvlen"] is segments.k_ends
-    assert forward["atten_mask"] is backward["atten_mask"] is _vendor._causal(q.device)
+    assert forward["atten_mask"] is backward["atten_mask"] is vendor_module._causal(q.device)
 
 
 UNCOVERED = {
@@ -422,9 +424,9 @@ def test_what_is_served(npu, monkeypatch):
     for given in ({}, {"window": 128}, {"dropout": 0.1}, {"sinks": True}, {"segments": 1024}):
         assert op.unserved(npu, torch.bfloat16, (128, 128), **given) is None
     # A version whose operators lack the argument.
-    monkeypatch.setattr(_vendor, "_takes_sinks", lambda: False)
+    monkeypatch.setattr(vendor_module, "_takes_sinks", lambda: False)
     assert "has no argument for them" in op.unserved(npu, torch.bfloat16, (128, 128), sinks=True)
-    monkeypatch.setattr(_vendor, "unavailable", lambda name: "this torch_npu lacks it")
+    monkeypatch.setattr(vendor_module, "unavailable", lambda name: "this torch_npu lacks it")
     backends._by_table.cache_clear()
     assert "not vendor: this torch_npu lacks it" in op.unserved(npu, torch.bfloat16, (128, 128))
 
@@ -453,37 +455,37 @@ def test_what_the_vendor_does_not_cover_goes_one_segment_after_another(npu):
 
 
 def test_sinks_that_are_ignored_are_seen(flash, cpu, monkeypatch):
-    forward = _segment_kernels._flash_forward
+    forward = segment_kernels._flash_forward
     monkeypatch.setitem(
-        _segment_kernels._KERNELS, "flash",
-        (lambda q, k, v, sinks, *rest: forward(q, k, v, None, *rest), _segment_kernels._flash_backward),
+        segment_kernels._KERNELS, "flash",
+        (lambda q, k, v, sinks, *rest: forward(q, k, v, None, *rest), segment_kernels._flash_backward),
     )  # fmt: skip
     with pytest.raises(AssertionError, match="result 0"):
         check(SHARED, tensors(SHARED, cpu, torch.bfloat16, size=16, sinks=True))
 
 
 def without_the_window_on_an_npu(monkeypatch):
-    original = _vendor._attention_arguments
+    original = vendor_module._attention_arguments
     monkeypatch.setattr(
-        _vendor, "_attention_arguments", lambda q, sinks, segments, options: original(
+        vendor_module, "_attention_arguments", lambda q, sinks, segments, options: original(
             q, sinks, segments, op.replace(options, window=None)
         ),
     )  # fmt: skip
 
 
 def a_window_one_too_wide_on_an_npu(monkeypatch):
-    original = _vendor._attention_arguments
+    original = vendor_module._attention_arguments
     monkeypatch.setattr(
-        _vendor, "_attention_arguments", lambda q, sinks, segments, options: original(
+        vendor_module, "_attention_arguments", lambda q, sinks, segments, options: original(
             q, sinks, segments, op.replace(options, window=options.window + 1)
         ),
     )  # fmt: skip
 
 
 def without_the_sinks_on_an_npu(monkeypatch):
-    forward, backward = _segment_kernels._KERNELS["vendor"]
+    forward, backward = segment_kernels._KERNELS["vendor"]
     monkeypatch.setitem(
-        _segment_kernels._KERNELS, "vendor", (lambda q, k, v, sinks, *rest: forward(q, k, v, None, *rest), backward)
+        segment_kernels._KERNELS, "vendor", (lambda q, k, v, sinks, *rest: forward(q, k, v, None, *rest), backward)
     )
 
 

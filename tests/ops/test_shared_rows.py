@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npu_trainer_kernels.ops import Shared, _shared_rows, take
+from npu_trainer_kernels.ops import Shared, take
+from npu_trainer_kernels.ops.attention import shared_rows
 from tests.closeness import assert_op_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -139,11 +140,11 @@ def test_another_number_of_rows():
 
 def counted_once(monkeypatch):
     """A shared row gets the gradient of its first use alone."""
-    monkeypatch.setattr(_shared_rows.Shared, "gradient", lambda self, dy: self._once.of(dy))
+    monkeypatch.setattr(shared_rows.Shared, "gradient", lambda self, dy: self._once.of(dy))
 
 
 def last_use_lost(monkeypatch):
-    original = _shared_rows.Shared.gradient
+    original = shared_rows.Shared.gradient
 
     def gradient(self, dy):
         if self._uses is None:
@@ -151,16 +152,16 @@ def last_use_lost(monkeypatch):
         plan, most = self._uses
         rows = plan.rows[: -len(self._several)]
         empty = None if plan.empty is None else plan.empty[: -len(self._several)]
-        less = _shared_rows.Shared(
-            self.index, self.n, self.gather, self._once, self._several, (_shared_rows._Plan(rows, empty), most - 1)
+        less = shared_rows.Shared(
+            self.index, self.n, self.gather, self._once, self._several, (shared_rows._Plan(rows, empty), most - 1)
         )
         return original(less, dy)
 
-    monkeypatch.setattr(_shared_rows.Shared, "gradient", gradient)
+    monkeypatch.setattr(shared_rows.Shared, "gradient", gradient)
 
 
 def padding_not_zero(monkeypatch):
-    monkeypatch.setattr(_shared_rows._Plan, "of", lambda self, x: x.index_select(0, self.rows))
+    monkeypatch.setattr(shared_rows._Plan, "of", lambda self, x: x.index_select(0, self.rows))
 
 
 FAULTS = {

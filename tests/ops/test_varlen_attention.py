@@ -19,7 +19,7 @@ from tests.conftest import DEVICE
 from tests.ops.test_shared_rows import Waits
 
 # The package's name for it is the function.
-op = import_module("npu_trainer_kernels.ops.varlen_attention")
+op = import_module("npu_trainer_kernels.ops.attention.varlen_attention")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching import _head_call
+from npu_trainer_kernels.patching.head import head_call
 from tests.models import assert_outcome_close, batch
 
 HEAD = ["linear_cross_entropy", "linear_logprob"]
@@ -21,13 +21,13 @@ class Counted:
 
     def __init__(self, monkeypatch):
         self.fused = 0
-        original = _head_call.fused_linear_cross_entropy
+        original = head_call.fused_linear_cross_entropy
 
         def fused(*args, **kwargs):
             self.fused += 1
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(_head_call, "fused_linear_cross_entropy", fused)
+        monkeypatch.setattr(head_call, "fused_linear_cross_entropy", fused)
 
 
 def formed(kernels) -> list[str]:

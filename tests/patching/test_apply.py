@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.ops import linear_rms_norm
 from npu_trainer_kernels.patching import PATCHES
-from npu_trainer_kernels.patching._promise import PromisedLogits
+from npu_trainer_kernels.patching.head.promise import PromisedLogits
 from tests.closeness import assert_as_close, rounded
 from tests.models import (
     FAMILIES,
@@ -105,7 +105,7 @@ def test_every_norm_of_a_llama_is_replaced_and_every_layer_rewritten():
 
 def test_each_patch_is_what_runs(monkeypatch):
     """Every op is called by the patched model as often as the model has places for it."""
-    from npu_trainer_kernels.patching import _embeddings, _mlps, _norm_forms, _residuals, _rotations
+    from npu_trainer_kernels.patching.modules import embeddings, mlps, norm_forms, residuals, rotation_forms
 
     calls = collections.Counter()
 
@@ -118,8 +118,8 @@ def test_each_patch_is_what_runs(monkeypatch):
 
         monkeypatch.setattr(module, name, wrapped)
 
-    spied = [(_embeddings, "embedding"), (_mlps, "swiglu_linear"), (_norm_forms, "rms_norm")]
-    for module, name in [*spied, (_rotations, "rope_of_checked"), (_residuals, "add_rms_norm")]:
+    spied = [(embeddings, "embedding"), (mlps, "swiglu_linear"), (norm_forms, "rms_norm")]
+    for module, name in [*spied, (rotation_forms, "rope_of_checked"), (residuals, "add_rms_norm")]:
         spy(module, name)
     model = small_model("llama")
     with apply_npu_kernels(model, ops=PATCHES):
@@ -130,7 +130,7 @@ def test_each_patch_is_what_runs(monkeypatch):
 
 def normed_products(monkeypatch, model: nn.Module, ops=PATCHES) -> tuple[int, list[torch.Tensor], list[str]]:
     """Patched: how often a step left out the product before a norm; its loss and gradients; what the report says."""
-    from npu_trainer_kernels.patching import _rope
+    from npu_trainer_kernels.patching.modules import rotations
 
     calls = []
 
@@ -138,7 +138,7 @@ def normed_products(monkeypatch, model: nn.Module, ops=PATCHES) -> tuple[int, li
         calls.append(args)
         return linear_rms_norm(*args, **kwargs)
 
-    monkeypatch.setattr(_rope, "linear_rms_norm", spy)
+    monkeypatch.setattr(rotations, "linear_rms_norm", spy)
     with apply_npu_kernels(model, ops=ops) as kernels:
         found = loss_and_gradients(model, batch())
         details = [r.detail for r in kernels.report().replaced if r.op == "rope"]
@@ -371,7 +371,7 @@ def test_all_labels_ignored_is_a_finite_zero():
 
 
 def test_exception_in_forward_leaves_no_call_behind():
-    from npu_trainer_kernels.patching._call import current_call
+    from npu_trainer_kernels.patching.call import current_call
 
     model = small_model("llama")
     with apply_npu_kernels(model):

@@ -21,8 +21,10 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching import PATCHES, _audit, _head_call, _packed, _trl
-from npu_trainer_kernels.patching._norms import RmsNormPatch
+from npu_trainer_kernels.patching import PATCHES, audit
+from npu_trainer_kernels.patching.body import packed
+from npu_trainer_kernels.patching.head import head_call, trl_seam
+from npu_trainer_kernels.patching.modules.norms import RmsNormPatch
 from tests.models import FAMILIES, HAS_TRL_HEAD, SMALL, small_model
 from tests.patching.padded import padded
 
@@ -121,7 +123,7 @@ def without_segments(original):
     """Rows that see the rows before them."""
 
     def wrong(q, k, v, segments, **options):
-        whole = _packed.Segments.make([q.shape[0]], q.device)
+        whole = packed.Segments.make([q.shape[0]], q.device)
         return original(q, k, v, whole, **options)
 
     return wrong
@@ -130,8 +132,8 @@ def without_segments(original):
 def test_padding_left_out_wrongly(monkeypatch):
     model, inputs = small_model("qwen3"), padded()
     expected = gradients(copy.deepcopy(model), inputs)
-    monkeypatch.setattr("npu_trainer_kernels.patching._proof._TOLERANCE", 1e9)
-    monkeypatch.setattr(_packed, "varlen_attention", without_segments(_packed.varlen_attention))
+    monkeypatch.setattr("npu_trainer_kernels.patching.body.proof._TOLERANCE", 1e9)
+    monkeypatch.setattr(packed, "varlen_attention", without_segments(packed.varlen_attention))
     wrong, *_ = trained(copy.deepcopy(model), inputs, audits=False)
     assert apart(wrong, expected) > 1e-3
     found, kernels, said = trained(model, inputs)
@@ -142,15 +144,15 @@ def test_padding_left_out_wrongly(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _proofs_anew(monkeypatch):
-    monkeypatch.setattr("npu_trainer_kernels.patching._proof._proofs", {})
+    monkeypatch.setattr("npu_trainer_kernels.patching.body.proof._proofs", {})
 
 
 def test_a_loss_that_differs(monkeypatch):
     model, inputs = small_model("llama"), padded()
     expected = gradients(copy.deepcopy(model), inputs)
-    original = _head_call.fused_linear_cross_entropy
+    original = head_call.fused_linear_cross_entropy
 
-    monkeypatch.setattr(_head_call, "fused_linear_cross_entropy", lambda *a, **o: original(*a, **o) * 1.001)
+    monkeypatch.setattr(head_call, "fused_linear_cross_entropy", lambda *a, **o: original(*a, **o) * 1.001)
     found, kernels, said = trained(model, inputs)
     assert apart(found, expected) < 1e-5
     assert off(kernels) == {"linear_cross_entropy"}
@@ -165,13 +167,13 @@ def test_log_probabilities_that_differ(monkeypatch):
     model, inputs = small_model("llama"), padded()
     add_fused_lm_head(model)
     given = {**inputs, "fused_lm_head": True} if "fused_lm_head" in model.forward.__code__.co_varnames else inputs
-    original = _trl.planned_linear_logprob
+    original = trl_seam.planned_linear_logprob
 
     def wrong(*args, **options):
         out = original(*args, **options)
         return out._replace(log_prob=out.log_prob * 1.001)
 
-    monkeypatch.setattr(_trl, "planned_linear_logprob", wrong)
+    monkeypatch.setattr(trl_seam, "planned_linear_logprob", wrong)
     said = []
     kernels = apply_npu_kernels(model, ops=["linear_logprob"])
     kernels.audit(said.append)
@@ -320,20 +322,20 @@ def test_what_refresh_adds_is_compared():
 
 def test_some_rows_are_enough():
     given = padded(rows=tuple((0, 5 + b) for b in range(12)))
-    chosen = _audit.some_rows(given)
+    chosen = audit.some_rows(given)
     assert chosen["attention_mask"].sum(1).tolist() == [5, 6, 15, 16]
     assert chosen["labels"].shape == (4, 21)
-    assert _audit.some_rows({**given, "pixel_values": torch.ones(12, 3)})["input_ids"].shape == (12, 21)
-    assert _audit.some_rows({**given, "position_ids": torch.ones(3, 12, 21)})["input_ids"].shape == (12, 21)
-    assert _audit.some_rows({**given, "position_ids": torch.arange(21)[None]})["position_ids"].shape == (1, 21)
+    assert audit.some_rows({**given, "pixel_values": torch.ones(12, 3)})["input_ids"].shape == (12, 21)
+    assert audit.some_rows({**given, "position_ids": torch.ones(3, 12, 21)})["input_ids"].shape == (12, 21)
+    assert audit.some_rows({**given, "position_ids": torch.arange(21)[None]})["position_ids"].shape == (1, 21)
 
 
 def test_the_rule():
     own = torch.randn(200, 16)
     rounded = own * (1 + 1e-7 * torch.randn(200, 16))
-    limit = functools.partial(_audit.distance, own=own, rounded=rounded)
+    limit = functools.partial(audit.distance, own=own, rounded=rounded)
     assert limit(own) == 0
-    assert limit(rounded) == pytest.approx(1 / _audit.FACTOR)
+    assert limit(rounded) == pytest.approx(1 / audit.FACTOR)
     assert limit(own * (1 + 1e-5)) > 1
     few = own.clone()
     few[:5] += 1e-3
@@ -344,7 +346,7 @@ def test_the_rule():
     assert limit((own, own)) == float("inf")
     blind = own.clone()
     blind[3] = torch.nan  # some code gives a row that sees nothing no number
-    assert _audit.distance(own, blind, blind) == 0
+    assert audit.distance(own, blind, blind) == 0
 
 
 def test_a_handle_that_was_restored():
@@ -424,8 +426,8 @@ class Everything(frozenset):
 
 @pytest.mark.parametrize("kind", [OfBlind, OfSlices, OfSides])
 def test_what_begins_beyond_a_probe(monkeypatch, kind):
-    monkeypatch.setattr(_packed, "_ELSEWHERE", Everything())
-    monkeypatch.setattr("npu_trainer_kernels.patching._settings.beyond_one_run", lambda function: None)
+    monkeypatch.setattr(packed, "_ELSEWHERE", Everything())
+    monkeypatch.setattr("npu_trainer_kernels.patching.probe.settings.beyond_one_run", lambda function: None)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="eager"))
     model.model = kind(model.config)
@@ -444,7 +446,7 @@ def test_what_begins_beyond_a_probe(monkeypatch, kind):
 
 
 def test_a_hook_of_all_modules_that_goes_by_places(monkeypatch):
-    monkeypatch.setattr("npu_trainer_kernels.patching._proof.GLOBAL_HOOKS", ())
+    monkeypatch.setattr("npu_trainer_kernels.patching.body.proof.GLOBAL_HOOKS", ())
 
     def hook(module, args, out):
         if isinstance(module, LlamaMLP):

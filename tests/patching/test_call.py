@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from npu_trainer_kernels.ops import linear_logprob
-from npu_trainer_kernels.ops._head import head_statistics
-from npu_trainer_kernels.ops._head_options import HeadOptions
-from npu_trainer_kernels.patching._call import CallSettings, current_call, track_calls
-from npu_trainer_kernels.patching._learned import LearnedPlan
-from npu_trainer_kernels.patching._undo import Undo
+from npu_trainer_kernels.ops.head.engine import head_statistics
+from npu_trainer_kernels.ops.head.options import HeadOptions
+from npu_trainer_kernels.patching.call import CallSettings, current_call, track_calls
+from npu_trainer_kernels.patching.learned_plan import LearnedPlan
+from npu_trainer_kernels.patching.undo import Undo
 
 
 class Outer(nn.Module):

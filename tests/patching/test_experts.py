@@ -15,7 +15,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from npu_trainer_kernels import apply_npu_kernels, backends
-from npu_trainer_kernels.patching import PATCHES, _experts
+from npu_trainer_kernels.patching import PATCHES
+from npu_trainer_kernels.patching.modules import experts as experts_module
 from tests.closeness import assert_as_close
 from tests.models import assert_outcome_close, batch, loss_and_gradients, module_of, small_model
 from tests.patching.padded import padded
@@ -534,8 +535,10 @@ def test_adapters_elsewhere_leave_frozen_experts_to_the_op():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_routing_is_the_same_when_layers_are_recomputed(monkeypatch, reentrant):
     seen: list[torch.Tensor] = []
-    original = _experts.moe_experts
-    monkeypatch.setattr(_experts, "moe_experts", lambda x, ids, *a, **k: seen.append(ids) or original(x, ids, *a, **k))
+    original = experts_module.moe_experts
+    monkeypatch.setattr(
+        experts_module, "moe_experts", lambda x, ids, *a, **k: seen.append(ids) or original(x, ids, *a, **k)
+    )
     # A reentrant checkpoint's first forward is without gradients, and so are the router's logits that a loss reads.
     model = small_model("qwen3-moe", output_router_logits=not reentrant)
     with apply_npu_kernels(model, ops=[OP]):

@@ -8,8 +8,8 @@ from torch.nn import functional
 from transformers.activations import ACT2CLS, ACT2FN
 
 from npu_trainer_kernels.ops import swiglu, swiglu_reference
-from npu_trainer_kernels.ops._gates import ACTIVATIONS
-from npu_trainer_kernels.patching._gates import GateForm, gate_form, gate_of, joined_gate_form, numbers_of
+from npu_trainer_kernels.ops.gates import ACTIVATIONS
+from npu_trainer_kernels.patching.modules.gate_forms import GateForm, gate_form, gate_of, joined_gate_form, numbers_of
 from tests.models import module_of
 
 

@@ -21,7 +21,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES, handle_of
-from npu_trainer_kernels.patching._rotations import rope_form, rotate, rotation_call
+from npu_trainer_kernels.patching.modules.rotation_forms import rope_form, rotate, rotation_call
 from tests.models import assert_outcome_close, batch, loss_and_gradients, small_model
 
 
@@ -412,12 +412,12 @@ def test_an_inner_with_leaves_the_outer_one_on():
 
 
 def test_restore_goes_on_whatever_fails(monkeypatch):
-    from npu_trainer_kernels.patching import _trl
+    from npu_trainer_kernels.patching.head import trl_seam
 
     model = small_model("llama")
     before = classes(model)
     kernels = apply_npu_kernels(model, ops=PATCHES)
-    release = _trl.seam.release
+    release = trl_seam.seam.release
 
     def broken() -> None:
         release()

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from npu_trainer_kernels import apply_npu_kernels, device
-from npu_trainer_kernels.ops import _grouped
-from npu_trainer_kernels.ops._launch import use_launcher
+from npu_trainer_kernels.ops.experts import grouped
+from npu_trainer_kernels.ops.launch import use_launcher
 from tests.models import small_model
 
 # Those that only look at memory in another way, or ask for some.
@@ -77,13 +77,13 @@ def launched(family: str, where: str) -> tuple[int, Counter[str], Counter[str]]:
         if where != "plain":
             stack.enter_context(device.stand_in(_SPECS[where]))
             for name, function in (("grouped_product", product), ("outer_products", outer)):
-                stack.enter_context(mock.patch.object(_grouped._vendor, name, function))
+                stack.enter_context(mock.patch.object(grouped._vendor, name, function))
             for name in ("unavailable", "trial"):
-                stack.enter_context(mock.patch.object(_grouped, name, return_value=None))
+                stack.enter_context(mock.patch.object(grouped, name, return_value=None))
             stack.enter_context(use_launcher(launcher))
             stack.enter_context(apply_npu_kernels(model, backend="triton"))
             # The experts have been recognised by what they compute.
-            stack.enter_context(mock.patch.object(_grouped, "_grouped_mm", grouped_mm))
+            stack.enter_context(mock.patch.object(grouped, "_grouped_mm", grouped_mm))
         launches.clear()
         with _Operators(launches, waits):
             out = model.model.layers[1](x, position_embeddings=tables, attention_mask=None)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_trainer_kernels.patching._layout import DEAD, MIN_SAVED, PREDICTS, Layout, layout
+from npu_trainer_kernels.patching.body.layout import DEAD, MIN_SAVED, PREDICTS, Layout, layout
 
 
 def batch_of(*rows: str) -> np.ndarray:

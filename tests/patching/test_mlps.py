@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from npu_trainer_kernels import apply_npu_kernels, device
-from npu_trainer_kernels.patching._mlps import GatedMlpPatch, is_bare_linear
+from npu_trainer_kernels.patching.modules.mlps import GatedMlpPatch, is_bare_linear
 from tests.closeness import assert_as_close
 from tests.conftest import DEVICE
 from tests.models import batch, small_model

@@ -139,10 +139,10 @@ def test_norms_of_two_dtypes(cls, of_input, of_weight):
 
 
 def test_layers_that_repeat_each_other_are_probed_once(monkeypatch):
-    from npu_trainer_kernels.patching import _norm_forms
+    from npu_trainer_kernels.patching.modules import norm_forms
 
-    probed, original = [], _norm_forms._recognise
-    monkeypatch.setattr(_norm_forms, "_recognise", lambda module: probed.append(module) or original(module))
+    probed, original = [], norm_forms._recognise
+    monkeypatch.setattr(norm_forms, "_recognise", lambda module: probed.append(module) or original(module))
     model = small_model("llama")
     model.model.layers[1].input_layernorm.variance_epsilon = 0.05
     with apply_npu_kernels(model, ops=["rms_norm", "layer_norm", "gated_rms_norm", "add_rms_norm"]) as kernels:

@@ -19,7 +19,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
-from npu_trainer_kernels.patching._norm_forms import GatedNormForm, LayerNormForm, NormForm, recognise_norm
+from npu_trainer_kernels.patching.modules.norm_forms import GatedNormForm, LayerNormForm, NormForm, recognise_norm
 from tests.closeness import assert_as_close
 from tests.models import SMALL, batch, since
 

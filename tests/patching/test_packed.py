@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import (
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
-from npu_trainer_kernels.patching._miniature import miniature, small_config
-from npu_trainer_kernels.patching._packed import PackedMask, Unserved, window_of
+from npu_trainer_kernels.patching.body.packed import PackedMask, Unserved, window_of
+from npu_trainer_kernels.patching.probe.miniature import miniature, small_config
 from tests.families.tiny import tiny_model
 from tests.models import SMALL, small_model
 
@@ -395,7 +395,7 @@ def test_bodies_with_a_state_are_left_alone(kind):
 def test_heads_of_several_sizes_are_each_asked_about(monkeypatch):
     """Gemma 4's layers that attend to everything have larger ones."""
     asked = set()
-    monkeypatch.setattr("npu_trainer_kernels.patching._packed.unserved", lambda *args, **more: asked.add(args[2]))
+    monkeypatch.setattr("npu_trainer_kernels.patching.body.packed.unserved", lambda *args, **more: asked.add(args[2]))
     model = tiny_model("causal", "gemma4_text")
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         ids = torch.arange(3, 15).view(2, 6)
@@ -527,12 +527,12 @@ def test_a_mask_is_not_cut(cut):
 
 def test_one_proof_for_one_configuration(monkeypatch):
     """Applying the kernels again costs no second one; another configuration has its own."""
-    from npu_trainer_kernels.patching import _proof
+    from npu_trainer_kernels.patching.body import proof
 
     made = []
-    own = _proof.miniature
-    monkeypatch.setattr(_proof, "_proofs", {})
-    monkeypatch.setattr(_proof, "miniature", lambda *args: made.append(args) or own(*args))
+    own = proof.miniature
+    monkeypatch.setattr(proof, "_proofs", {})
+    monkeypatch.setattr(proof, "miniature", lambda *args: made.append(args) or own(*args))
     for window in (None, None, 9, 9):
         options = {} if window is None else {"sliding_window": window}
         apply_npu_kernels(small_model("mistral", **options), ops=[OP]).restore()

@@ -14,7 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching import PATCHES, _packed
+from npu_trainer_kernels.patching import PATCHES
+from npu_trainer_kernels.patching.body import packed as packed_module
 from tests.models import SMALL, small_model
 
 from .test_padding import OP, made, padded, progress, values
@@ -318,7 +319,7 @@ def test_what_a_backend_cannot_serve_is_asked_once(monkeypatch):
         asked.append(dtype)
         return "planted" if dtype is torch.bfloat16 else None
 
-    monkeypatch.setattr("npu_trainer_kernels.patching._packed.unserved", unserved)
+    monkeypatch.setattr("npu_trainer_kernels.patching.body.packed.unserved", unserved)
     model = made("llama", torch.float32, "eager")
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         asked.clear()
@@ -336,7 +337,7 @@ def test_too_many_segments_refuse_one_batch_alone(monkeypatch):
     def unserved(*args: Any, segments: int = 1, **more: Any) -> str | None:
         return "too many" if segments > 5 else None
 
-    monkeypatch.setattr("npu_trainer_kernels.patching._packed.unserved", unserved)
+    monkeypatch.setattr("npu_trainer_kernels.patching.body.packed.unserved", unserved)
     model = made("llama", torch.float32, "eager")
     expected = step(model, **PLAIN)
     fewer = {**PLAIN, "input_ids": IDS[:2], "attention_mask": MASK[:2]}
@@ -348,10 +349,10 @@ def test_too_many_segments_refuse_one_batch_alone(monkeypatch):
 
 
 def test_a_layer_that_is_served_in_no_way_is_known_before_it_begins(monkeypatch):
-    monkeypatch.setattr("npu_trainer_kernels.patching._packed.unserved", lambda *args, **more: "planted")
+    monkeypatch.setattr("npu_trainer_kernels.patching.body.packed.unserved", lambda *args, **more: "planted")
     model = made("llama", torch.float32, "eager")
     with apply_npu_kernels(model, ops=[OP]) as kernels:
-        monkeypatch.setattr("npu_trainer_kernels.patching._batch.packed", None)  # no packed row sets out
+        monkeypatch.setattr("npu_trainer_kernels.patching.body.batch.packed", None)  # no packed row sets out
         values(model, INPUTS)
         assert reasons(kernels) == {"planted": 1}
 
@@ -465,7 +466,7 @@ def test_an_exception_on_the_way_leaves_the_configuration_as_it_was(monkeypatch,
     model = made("llama", torch.float32, "eager")
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    calls, when, attend = [], 0, _packed.varlen_attention
+    calls, when, attend = [], 0, packed_module.varlen_attention
 
     def raises(*args: Any, **more: Any) -> torch.Tensor:
         calls.append(model.config._attn_implementation)
@@ -473,7 +474,7 @@ def test_an_exception_on_the_way_leaves_the_configuration_as_it_was(monkeypatch,
             raise Planted
         return attend(*args, **more)
 
-    monkeypatch.setattr(_packed, "varlen_attention", raises)
+    monkeypatch.setattr(packed_module, "varlen_attention", raises)
     with apply_npu_kernels(model, ops=[OP]):
         calls.clear()
         expected = values(model, INPUTS)
@@ -505,7 +506,7 @@ def test_what_another_thread_computes_in_the_midst_of_a_forward(monkeypatch, oth
         with torch.no_grad():
             return (beside if other.startswith("a model") else model)(**batch).logits
 
-    attend, threads, found = _packed.varlen_attention, [], []
+    attend, threads, found = packed_module.varlen_attention, [], []
 
     def stopped(*args: Any, **more: Any) -> torch.Tensor:
         if threading.current_thread() is threading.main_thread():
@@ -517,7 +518,7 @@ def test_what_another_thread_computes_in_the_midst_of_a_forward(monkeypatch, oth
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         expected, wanted = step(model, **PLAIN), outside()
         ran = kernels.report().ran[OP]
-        monkeypatch.setattr(_packed, "varlen_attention", stopped)
+        monkeypatch.setattr(packed_module, "varlen_attention", stopped)
         assert same(step(model, **PLAIN), expected)
         assert kernels.report().ran[OP] == ran + 1 + (len(threads) if other == "another batch" else 0)
     assert len(found) == len(threads) == model.config.num_hidden_layers * (2 if checkpointed else 1)
@@ -527,7 +528,7 @@ def test_what_another_thread_computes_in_the_midst_of_a_forward(monkeypatch, oth
 def test_another_patched_model_in_the_midst_of_a_forward(monkeypatch):
     """On the same thread: the row that is on its way is none of its own."""
     model, other = made("llama", torch.float32, "eager"), made("qwen3", torch.float32, "eager")
-    attend, found = _packed.varlen_attention, []
+    attend, found = packed_module.varlen_attention, []
 
     def inside(*args: Any, **more: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -538,7 +539,7 @@ def test_another_patched_model_in_the_midst_of_a_forward(monkeypatch):
         wanted = other(**PLAIN).logits
     with apply_npu_kernels(model, ops=[OP]), apply_npu_kernels(other, ops=[OP]):
         expected = step(model, **PLAIN)
-        monkeypatch.setattr(_packed, "varlen_attention", inside)
+        monkeypatch.setattr(packed_module, "varlen_attention", inside)
         assert same(step(model, **PLAIN), expected)
     assert found
     assert all(torch.equal(each, wanted) for each in found)

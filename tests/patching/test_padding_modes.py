@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from npu_trainer_kernels import NpuKernelsCallback, apply_npu_kernels
-from npu_trainer_kernels.ops.varlen_attention import varlen_attention
-from npu_trainer_kernels.patching import _batch, _packed
+from npu_trainer_kernels.ops.attention.varlen_attention import varlen_attention
+from npu_trainer_kernels.patching.body import batch as batch_module
+from npu_trainer_kernels.patching.body import packed
 from tests.models import small_model
 from tests.patching.padded import (
     CHECKPOINTS,
@@ -61,7 +62,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(segments))
         return varlen_attention(q, k, v, segments, **kwargs)
 
-    monkeypatch.setattr(_packed, "varlen_attention", counted)
+    monkeypatch.setattr(packed, "varlen_attention", counted)
     return calls
 
 
@@ -474,7 +475,7 @@ def test_the_host_waits_once_for_a_forward_and_never_for_backward(make, prepare,
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     given = {name: mode.from_tensor(v) if torch.is_tensor(v) else v for name, v in batch.items()}
     monkeypatch.setattr(FakeTensor, "numpy", numpy, raising=False)
-    monkeypatch.setattr(_batch, "FakeTensor", ())  # which is declined
+    monkeypatch.setattr(batch_module, "FakeTensor", ())  # which is declined
     with mode:
         model = make()
         kernels = apply_npu_kernels(model, ops=["varlen_attention"])

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from transformers.distributed import tensor_parallel as plans
 
-from npu_trainer_kernels.patching._classes import subclass_with_forward
-from npu_trainer_kernels.patching._parallel import (
+from npu_trainer_kernels.patching.classes import subclass_with_forward
+from npu_trainer_kernels.patching.parallel import (
     gathered_over,
     instead_of,
     mixes_tokens,
@@ -19,7 +19,7 @@ from npu_trainer_kernels.patching._parallel import (
     serve_inside,
     serve_instead,
 )
-from npu_trainer_kernels.patching._undo import Undo
+from npu_trainer_kernels.patching.undo import Undo
 
 MESH = SimpleNamespace(ndim=1)
 

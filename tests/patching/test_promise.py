@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from npu_trainer_kernels import apply_npu_kernels, tiling
-from npu_trainer_kernels.ops import _head_chunks
+from npu_trainer_kernels.ops.head import chunks
 from tests.models import batch, small_model
 
 from .promised import FLAT, HEAD, IDS, LABELS, check, formed, of_logits, own_loss, shifted
@@ -262,13 +262,13 @@ def test_what_forms_logits_is_reported_once():
 def test_gradients_are_divided_before_they_are_rounded(monkeypatch, items, dtype):
     """What `transformers.Trainer` tells a model is planned for, so that nothing is left to scale in backward."""
     factors = []
-    original = _head_chunks.Gradients.scaled
+    original = chunks.Gradients.scaled
 
     def scaled(self, factor, backend):
         factors.append(float(factor))
         return original(self, factor, backend)
 
-    monkeypatch.setattr(_head_chunks.Gradients, "scaled", scaled)
+    monkeypatch.setattr(chunks.Gradients, "scaled", scaled)
     model = small_model("llama").to(dtype)
     with apply_npu_kernels(model, ops=HEAD):
         model(**batch(), num_items_in_batch=items).loss.backward()

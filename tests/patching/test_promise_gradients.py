@@ -9,7 +9,7 @@ from torch.autograd import functional
 from torch.utils.checkpoint import checkpoint
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching._promise import OwedGradient
+from npu_trainer_kernels.patching.head.promise import OwedGradient
 from tests.models import batch, small_model
 
 from .promised import HEAD, IDS, check, formed, of_logits, outcome, shifted

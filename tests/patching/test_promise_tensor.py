@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching._promise import OwedGradient, PromisedLogits
+from npu_trainer_kernels.patching.head.promise import OwedGradient, PromisedLogits
 from tests.models import batch, small_model
 
 from .promised import HEAD, IDS, formed

@@ -15,9 +15,9 @@ from torch.nn.utils import parametrize
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from npu_trainer_kernels import apply_npu_kernels, device
-from npu_trainer_kernels.ops import _head_slices
-from npu_trainer_kernels.ops._segments import Segments
-from npu_trainer_kernels.patching import _packed
+from npu_trainer_kernels.ops.attention.segments import Segments
+from npu_trainer_kernels.ops.head import vocabulary_slices
+from npu_trainer_kernels.patching.body import packed
 from tests.models import small_model
 
 from .padded import declined, padded, ran
@@ -213,10 +213,10 @@ def test_a_body_whose_state_runs_along_its_rows():
 @pytest.mark.parametrize("given", [(2, 5, 7), (1, 4, 5), (1, 5, 4)], ids=["rows", "queries", "keys"])
 def test_attention_to_other_rows_than_the_body_was_given(given):
     rows, queries, keys = given
-    packing = _packed.Packing(Segments.make([3, 2], torch.device("cpu")), "torch", None, "eager")
+    packing = packed.Packing(Segments.make([3, 2], torch.device("cpu")), "torch", None, "eager")
     q, k = torch.zeros(rows, 4, queries, 8), torch.zeros(rows, 4, keys, 8)
-    with pytest.raises(_packed.Unserved, match="its attention takes other rows than the body was given"):
-        _packed._attention(nn.Module(), q, k, k, _packed.PackedMask(packing, None))
+    with pytest.raises(packed.Unserved, match="its attention takes other rows than the body was given"):
+        packed._attention(nn.Module(), q, k, k, packed.PackedMask(packing, None))
 
 
 def test_a_gate_of_another_shape():
@@ -264,6 +264,6 @@ class Mesh:
 ])  # fmt: skip
 def test_heads_that_ranks_share_otherwise(monkeypatch, rows, mesh, placements, reason):
     weight = SimpleNamespace(device_mesh=mesh, placements=placements, shape=(rows, 8))
-    monkeypatch.setattr(_head_slices, "DTensor", SimpleNamespace)
-    found = _head_slices.unshared(weight, None)
+    monkeypatch.setattr(vocabulary_slices, "DTensor", SimpleNamespace)
+    found = vocabulary_slices.unshared(weight, None)
     assert found is None if reason is None else re.search(reason, found)

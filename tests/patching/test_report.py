@@ -7,7 +7,7 @@ from torch import nn
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import LeftAlone, Report
-from npu_trainer_kernels.patching._patch import Site
+from npu_trainer_kernels.patching.patch import Site
 from tests.models import batch, small_model
 from tests.patching.padded import padded
 

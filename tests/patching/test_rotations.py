@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from npu_trainer_kernels import device
-from npu_trainer_kernels.patching._patch import Late
-from npu_trainer_kernels.patching._rope import RopePatch
-from npu_trainer_kernels.patching._rotations import rope_form, rotate, rotation_call, rotations_of
+from npu_trainer_kernels.patching.modules.rotation_forms import rope_form, rotate, rotation_call, rotations_of
+from npu_trainer_kernels.patching.modules.rotations import RopePatch
+from npu_trainer_kernels.patching.patch import Late
 from tests.closeness import assert_op_close
 
 MODELS = Path(transformers.__file__).parent / "models"

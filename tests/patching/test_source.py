@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching._source import beyond_one_run, plain_forward, rewritten, source_of
+from npu_trainer_kernels.patching.probe.source import beyond_one_run, plain_forward, rewritten, source_of
 from tests.models import batch, loss_and_gradients, small_model
 
 LAYER = """

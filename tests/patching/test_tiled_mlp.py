@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, apply_npu_kernels
-from npu_trainer_kernels.ops._slices import in_slices
-from npu_trainer_kernels.patching import _mlps
+from npu_trainer_kernels.ops.slices import in_slices
+from npu_trainer_kernels.patching.modules import mlps
 from tests.closeness import assert_as_close, rounded
 from tests.models import assert_outcome_close, batch, in_double, loss_and_gradients, small_model
 
@@ -75,14 +75,14 @@ def test_left_padding(reentrant, monkeypatch):
     moved = rounded(lambda: loss_and_gradients(model, inputs))
     truth = loss_and_gradients(checkpointed(small_model("llama").double(), reentrant), inputs)
     lengths: list[int] = []
-    original = _mlps.swiglu_linear
+    original = mlps.swiglu_linear
 
     def swiglu_linear(gate: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         lengths.append(gate.shape[0])
         return original(gate, *args, **kwargs)
 
     # A hook would see rows, and the body would leave padding in.
-    monkeypatch.setattr(_mlps, "swiglu_linear", swiglu_linear)
+    monkeypatch.setattr(mlps, "swiglu_linear", swiglu_linear)
     with apply_npu_kernels(model, tiled_mlp=16) as kernels:
         found = loss_and_gradients(model, inputs)
         assert sliced(kernels) == (2, {})

@@ -8,7 +8,7 @@ import trl.trainer.utils as trl_utils
 from peft import PromptTuningConfig, TaskType, get_peft_model
 
 from npu_trainer_kernels import apply_npu_kernels
-from npu_trainer_kernels.patching import _trl
+from npu_trainer_kernels.patching.head import trl_seam
 from tests.closeness import assert_as_close
 from tests.models import batch, loss_and_gradients, small_model
 from tests.patching.padded import padded
@@ -31,8 +31,8 @@ def test_ours_answers_where_trl_has_no_function(monkeypatch):
 
 def test_only_inside_a_patched_models_forward(monkeypatch):
     calls = []
-    original = _trl.planned_linear_logprob
-    monkeypatch.setattr(_trl, "planned_linear_logprob", lambda *a, **k: calls.append(1) or original(*a, **k))
+    original = trl_seam.planned_linear_logprob
+    monkeypatch.setattr(trl_seam, "planned_linear_logprob", lambda *a, **k: calls.append(1) or original(*a, **k))
     inputs = {**batch(), "fused_lm_head": True}
     patched, other = small_model("qwen3"), small_model("qwen3")
     for model in (patched, other):
@@ -110,8 +110,10 @@ def _scored(model, inputs):
 @pytest.fixture
 def scored_rows(monkeypatch):
     """Of each call of our head."""
-    seen, original = [], _trl.planned_linear_logprob
-    monkeypatch.setattr(_trl, "planned_linear_logprob", lambda x, *a, **k: seen.append(len(x)) or original(x, *a, **k))
+    seen, original = [], trl_seam.planned_linear_logprob
+    monkeypatch.setattr(
+        trl_seam, "planned_linear_logprob", lambda x, *a, **k: seen.append(len(x)) or original(x, *a, **k)
+    )
     return seen
 
 
@@ -196,7 +198,7 @@ class _Another:
     [
         (lambda m: m.setattr(trl_utils, "_ChunkedLogProbFunction", _Another), "takes hidden, weight, labels; expected"),
         (lambda m: m.delattr(trl_utils, "_ChunkedLogProbFunction"), "has no fused head to serve"),
-        (lambda m: m.setattr(_trl.importlib.util, "find_spec", lambda name: None), "TRL is not installed"),
+        (lambda m: m.setattr(trl_seam.importlib.util, "find_spec", lambda name: None), "TRL is not installed"),
     ],
 )
 def test_a_trl_that_cannot_be_served_is_left_alone_and_named(monkeypatch, change, reason):

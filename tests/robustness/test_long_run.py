@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import npu_trainer_kernels
 from npu_trainer_kernels import NpuKernelsCallback
-from npu_trainer_kernels.patching import PATCHES, _apply
+from npu_trainer_kernels.patching import PATCHES, apply
 
 FIRST, WINDOW, LAST = 500, 250, 2000
 LEAK_LAST = FIRST + WINDOW
@@ -45,7 +45,7 @@ SMALLEST = {
 
 def cached() -> int:
     """Entries of every `functools.cache` of the package, of the handles, and kernels compiled."""
-    entries = len(_apply._handles)
+    entries = len(apply._handles)
     for name, module in list(sys.modules.items()):
         if not name.startswith(npu_trainer_kernels.__name__):
             continue

@@ -12,12 +12,12 @@ from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, SFTConfig, SFTTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments, NpuKernelsCallback
-from npu_trainer_kernels.ops import _head, _head_chunks
+from npu_trainer_kernels.ops.head import chunks, engine
 from tests import warm
 from tests.models import small_model
 from tests.patching.test_apply import state_of
 from tests.test_callback import losses, make_trainer
-from tests.trainers.test_grpo import reward, tokenizer
+from tests.training.test_grpo import reward, tokenizer
 
 STEPS, SAVED, KILLED = 5, 2, 4
 
@@ -31,14 +31,14 @@ def run_to_be_killed(folder) -> None:
     """Dies inside the head of step KILLED, with no chance to clean up."""
     torch.set_num_threads(1)
     trainer = make_trainer(folder, callbacks=[NpuKernelsCallback()], **saving())
-    original = _head_chunks._project
+    original = chunks._project
 
     def project(*args):
         if trainer.state.global_step == KILLED - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args)
 
-    _head_chunks._project = project
+    chunks._project = project
     trainer.train()
 
 
@@ -133,7 +133,7 @@ def test_a_kernel_that_raises_leaves_nothing_patched(tmp_path, monkeypatch, make
     of_trl = modules_of_trl()
 
     trainer = make(tmp_path, [NpuKernelsCallback()])
-    monkeypatch.setattr(_head._Head, where, staticmethod(broken))
+    monkeypatch.setattr(engine._Head, where, staticmethod(broken))
     with pytest.raises(RuntimeError, match="planted"):
         trainer.train()
     assert state_of(trainer.model) == state_of(stock.model)

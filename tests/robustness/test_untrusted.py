@@ -9,7 +9,8 @@ from trl import TrlParser
 from yaml import YAMLError
 
 import npu_trainer_kernels
-from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, _triton, apply_npu_kernels, ops
+from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, apply_npu_kernels, ops
+from npu_trainer_kernels.support import triton
 from tests.models import small_model
 
 PACKAGE = Path(npu_trainer_kernels.__file__).parent
@@ -58,7 +59,7 @@ def test_backend_of_the_environment(monkeypatch, value):
 @pytest.mark.parametrize("value", ["A100", "ascend910b4", "../../etc/passwd"])
 def test_chip_of_the_environment(monkeypatch, value):
     monkeypatch.setenv("NPU_KERNELS_CHIP", value)
-    monkeypatch.setattr(_triton, "INTERPRETED", True)
+    monkeypatch.setattr(triton, "INTERPRETED", True)
     with pytest.raises(ValueError, match="chip must be one of Ascend910B1"):
         ops.rms_norm(torch.ones(2, 4), backend="triton")
 
@@ -78,7 +79,7 @@ def test_nothing_is_unpickled_or_evaluated():
         for name in called(ast.parse(path.read_text())) & forbidden
     }
     tool = "ascend/trace.py"
-    assert found == {("patching/_source.py", "compile"), (tool, "compile"), (tool, "exec")}
+    assert found == {("patching/probe/source.py", "compile"), (tool, "compile"), (tool, "exec")}
 
 
 def test_what_is_compiled_is_the_function_of_the_installed_layer():

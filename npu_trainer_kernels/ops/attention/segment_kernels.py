@@ -1,0 +1,227 @@
+"""Attention inside segments as one kernel: PyTorch's flash attention on CUDA, an installed one that a user has asked
+for, and the vendor's on an NPU (`npu_trainer_kernels.vendor.attention`).
+
+PyTorch's is called below `torch.nn.attention.varlen.varlen_attn`, as that calls it: the operators under it have had one
+schema since torch 2.7 (`varlen_attn` came in 2.10, its scale and window in 2.11) and take dropout, and what
+`torch.nn.attention.activate_flash_attention_impl` puts in their place (FA3, FA4) serves here too. Their backward reads
+o and the log-sum-exp of the scores, which makes room for sinks:
+
+    lse'_i = log(exp(lse_i) + exp(sink))       o'_i = exp(lse_i - lse'_i) o_i
+
+are those of a softmax with one more term that has no value, and the operators' backward of o' and lse' is its backward.
+The sink itself takes part with the probability exp(sink - lse'_i), and its gradient is
+
+    d sink = - sum over i of exp(sink - lse'_i) do'_i o'_i                                         fp32
+
+The gradient of q is summed with atomics, here as in `scaled_dot_product_attention`: it has the same bits twice under
+`torch.use_deterministic_algorithms(True)` alone. So has the vendor's, by its documentation.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ... import vendor
+from ..host import once_differentiable
+from .segments import Options, Segments
+
+__all__ = ["ByKernel", "by_flash", "widest_head"]
+
+_16_BITS = (torch.bfloat16, torch.float16)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which flash attention there is
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def widest_head(device: torch.device) -> int:
+    """Of flash attention on the device; 0 where there is none. The driver is asked once."""
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return 0
+    # 8.6, 8.9 and 12.x have 100 KiB of shared memory per block: PyTorch has no backward of heads above 192 there.
+    return 256 if minor == 0 and major < 12 else 192
+
+
+def _is_replaced() -> bool:
+    """Whether the user has put another flash attention in the place of PyTorch's own: none of those has dropout."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # not there in older versions
+    return current is not None and current() is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An installed flash attention
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _found() -> Callable[..., Any] | None:
+    """Of an installed package, FA3 before FA2."""
+    for package in ("flash_attn_interface", "flash_attn"):
+        if importlib.util.find_spec(package) is None:
+            continue
+        try:
+            module = importlib.import_module(package)
+        except (ImportError, OSError) as error:
+            # Built for another torch, mostly. Nobody has asked for it.
+            warnings.warn(f"attention goes without {package}, which cannot be imported: {error}", stacklevel=2)
+            continue
+        if hasattr(module, _VARLEN):
+            return module.flash_attn_varlen_func
+    return None
+
+
+_VARLEN = "flash_attn_varlen_func"
+_NEEDED = ("cu_seqlens_q", "cu_seqlens_k", "softmax_scale", "causal")
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _installed(softcap: float | None, window: int | None, dropout: float) -> Callable[..., Any] | None:
+    """A varlen function that takes these options: the one that transformers has loaded because a model asked for it (a
+    package or a kernel of the hub), or, for a soft cap, which PyTorch's does not have, one of an installed package."""
+    loaded = sys.modules.get("transformers.modeling_flash_attention_utils")
+    function = getattr(loaded, "_flash_varlen_fn", None)  # not there in older versions
+    if function is None and softcap is not None:
+        function = _found()
+    if function is None:
+        return None
+    wanted = {"softcap": softcap is not None, "window_size": window is not None, "dropout_p": bool(dropout)}
+    needed = {*_NEEDED, *(name for name, asked in wanted.items() if asked)}
+    return function if needed <= _parameters(function) else None
+
+
+def _by_installed(
+    function: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments,
+    options: Options,
+) -> torch.Tensor:  # fmt: skip
+    """Attention by `_installed`."""
+    given = {
+        "cu_seqlens_q": segments.cu_q,
+        "cu_seqlens_k": segments.cu_k,
+        "max_seqlen_q": segments.longest_q,
+        "max_seqlen_k": segments.longest_k,
+        "softmax_scale": options.scale,
+        "causal": True,
+    }
+    if options.softcap is not None:
+        given["softcap"] = options.softcap
+    if options.window is not None:
+        given["window_size"] = (options.window - 1, 0)
+    if options.dropout:
+        given["dropout_p"] = options.dropout
+    takes = _parameters(function)
+    # FA4 finds out the longest by itself.
+    out = function(q, k, v, **{name: value for name, value in given.items() if name in takes})
+    return out[0] if isinstance(out, tuple) else out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators without an autograd of their own
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: Segments,
+    options: Options,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Any]:  # fmt: skip
+    out, lse, random, unused, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *_of_flash(segments, options), False, **_by_name(options)
+    )
+    if sinks is not None:
+        joined = torch.logaddexp(lse, sinks.float().unsqueeze(1))
+        out = (out * (lse - joined).exp().t().unsqueeze(-1)).to(q.dtype)
+        lse = joined
+    return out, (lse, random, unused), None
+
+
+def _flash_backward(
+    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+    out: torch.Tensor, saved: tuple[torch.Tensor, ...], segments: Segments, options: Options, extra: Any,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    lse, random, unused = saved
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dy, q, k, v, out, lse, *_of_flash(segments, options), random, unused, **_by_name(options)
+    )
+    if sinks is None:
+        return dq, dk, dv, None
+    dots = torch.linalg.vecdot(dy.float(), out.float())
+    dsinks = -((sinks.float().unsqueeze(1) - lse).exp() * dots.t()).sum(1)
+    return dq, dk, dv, dsinks.to(sinks.dtype)
+
+
+def _of_flash(segments: Segments, options: Options) -> tuple[Any, ...]:
+    return (
+        segments.cu_q, segments.cu_k, segments.longest_q, segments.longest_k, options.dropout, options.window is None,
+    )  # fmt: skip
+
+
+def _by_name(options: Options) -> dict[str, Any]:
+    left = -1 if options.window is None else options.window - 1
+    return {"scale": options.scale, "window_size_left": left, "window_size_right": 0}
+
+
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "flash": (_flash_forward, _flash_backward),
+    "vendor": (vendor.attention, vendor.attention_backward),
+}
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    """The operators want the elements of a head side by side."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+class ByKernel(torch.autograd.Function):
+    """(q, k, v, sinks, segments, options, a name in `_KERNELS`) -> o."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+                segments: Segments, options: Options, kernel: str) -> torch.Tensor:  # fmt: skip
+        q, k, v = _dense(q), _dense(k), _dense(v)
+        out, saved, ctx.extra = _KERNELS[kernel][0](q, k, v, sinks, segments, options)
+        ctx.save_for_backward(q, k, v, sinks, out, *saved)
+        ctx.given = segments, options, kernel
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, sinks, out, *saved = ctx.saved_tensors
+        segments, options, kernel = ctx.given
+        gradients = _KERNELS[kernel][1](
+            _dense(dy), q, k, v, sinks, out, tuple(saved), segments, options, ctx.extra
+        )  # fmt: skip
+        return *gradients, None, None, None
+
+
+def by_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: Segments,
+    options: Options,
+) -> torch.Tensor | None:  # fmt: skip
+    """Attention by a flash attention that serves the call; None where none does."""
+    size = q.shape[-1]
+    if size > widest_head(q.device) or q.dtype not in _16_BITS or size != v.shape[-1]:
+        return None
+    function = None if sinks is not None else _installed(options.softcap, options.window, options.dropout)
+    if function is not None:
+        return _by_installed(function, q, k, v, segments, options)
+    if options.softcap is not None or size % 8 or (options.dropout and _is_replaced()):
+        return None
+    return ByKernel.apply(q, k, v, sinks, segments, options, "flash")

@@ -1,0 +1,140 @@
+"""Checks of arguments that several ops share. Every message names the argument, its value and what is allowed."""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..device import kind_of
+from ..support.switch import switch
+
+__all__ = [
+    "FLOATS",
+    "check_choice",
+    "check_choices",
+    "check_float",
+    "check_head",
+    "check_ids",
+    "check_plain",
+    "check_range",
+    "check_same_device",
+    "debug",
+    "has_values",
+    "is_number",
+]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_IDS = (torch.int64, torch.int32)
+_REAL = (int, float)
+_LARGEST = sys.float_info.max
+# The head's kernel reports the argmax as an fp32 number.
+_MAX_VOCAB = (1 << 24) - 1
+
+
+def check_float(name: str, tensor: torch.Tensor) -> None:
+    """`tensor` must be fp32, bf16 or fp16."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16; got {tensor.dtype}")
+
+
+def check_ids(name: str, tensor: torch.Tensor) -> None:
+    """`tensor` must hold int64 or int32 ids."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+    if tensor.dtype not in _IDS:
+        raise TypeError(f"{name} must be int64 or int32; got {tensor.dtype}")
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """`tensor` must be no DTensor."""
+    if isinstance(tensor, DTensor):
+        raise ValueError(
+            f"{name} must be a plain tensor, the same on all ranks; got a DTensor placed {tensor.placements}"
+        )
+
+
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """`value` must be one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def check_choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> None:
+    """`values` must be a sequence of some of `allowed`."""
+    if not isinstance(values, Sequence) or isinstance(values, str) or any(v not in allowed for v in values):
+        raise ValueError(f"{name} must be a sequence of {', '.join(allowed)}; got {values!r}")
+
+
+def is_number(value: object) -> bool:
+    """Whether an option is a finite int or float."""
+    # By its type first: what passes here passes at every call.
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, _REAL)):
+        return False
+    return -_LARGEST <= value <= _LARGEST
+
+
+def check_same_device(**tensors: torch.Tensor | None) -> None:
+    """All tensors that are given must be on one device. Ops that are small compare devices before they ask, since to
+    hand names over takes Python longer than that."""
+    first = None
+    for tensor in tensors.values():
+        if tensor is None:
+            continue
+        if first is None:
+            first = tensor.device
+        elif tensor.device != first:
+            found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items() if t is not None)
+            raise ValueError(f"all tensors must be on one device; got {found}")
+
+
+def check_head(
+    x: torch.Tensor, weight: torch.Tensor, ids_name: str, ids: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Arguments of an op on the LM head: x `[..., H]`, weight `[V, H]`, ids of x's leading shape, bias `[V]`. x and ids
+    are no DTensors."""
+    check_float("x", x)
+    check_float("weight", weight)
+    check_ids(ids_name, ids)
+    check_plain("x", x)
+    check_plain(ids_name, ids)
+    if weight.dim() != 2 or weight.shape[0] < 1:
+        raise ValueError(f"weight must have shape [V, H] with V >= 1; got {list(weight.shape)}")
+    if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must have shape [..., {weight.shape[1]}], like weight's columns; got {list(x.shape)}")
+    if ids.shape != x.shape[:-1]:
+        raise ValueError(f"{ids_name} must have x's leading shape {list(x.shape[:-1])}; got {list(ids.shape)}")
+    if weight.shape[0] > _MAX_VOCAB:
+        raise ValueError(f"weight has {weight.shape[0]} rows; at most {_MAX_VOCAB} are supported")
+    if bias is not None:
+        check_float("bias", bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must have shape [{weight.shape[0]}]; got {list(bias.shape)}")
+    check_same_device(x=x, weight=weight, **{ids_name: ids}, bias=bias)
+
+
+@functools.cache
+def debug() -> bool:
+    """Whether NPU_KERNELS_DEBUG asks for checks that wait for the device."""
+    return switch("NPU_KERNELS_DEBUG")
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether there are numbers behind the shape: on meta there are none, and in a fake tensor, which is a subclass."""
+    return type(tensor) is torch.Tensor and tensor.device.type != "meta"
+
+
+def check_range(name: str, ids: torch.Tensor | Callable[[], torch.Tensor], where: torch.device, size: int) -> None:
+    """Every id must lie in [0, size). Reads the values, so on an accelerator only in debug mode: there nothing is asked
+    for its result before."""
+    if kind_of(where) != "cpu" and not debug():
+        return
+    ids = ids() if callable(ids) else ids
+    if not has_values(ids) or ids.numel() == 0:
+        return
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if low < 0 or high >= size:
+        raise ValueError(f"{name} must lie in [0, {size}); got values from {low} to {high}")

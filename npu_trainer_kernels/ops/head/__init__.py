@@ -1,0 +1,59 @@
+"""The LM head and its losses. One engine serves them all; a loss is a file of a few vector operations.
+
+1. `engine.py`: the maths, and the loop over chunks of tokens: logits, statistics, coefficients, gradient.
+2. `statistics.py`, `gradient.py`, `fused.py`: the kernels of a chunk; `chunks.py`: its products and sums.
+3. `options.py`: what is done to logits; `objective.py`: how a loss says what gradient its rows have;
+   `vocabulary_slices.py`: ranks that share the vocabulary out; `reference.py`: plain PyTorch.
+4. `linear_cross_entropy.py`, `linear_logprob.py`, `grpo_loss.py` (with the kernel of `grpo_formula.py`): the losses.
+"""
+
+from .grpo_formula import GrpoOptions, GrpoTokens, batch_tokens, token_losses
+from .grpo_loss import (
+    GrpoLossOutput,
+    GrpoPlan,
+    fused_linear_grpo_loss,
+    fused_linear_grpo_loss_reference,
+    grpo_loss,
+    grpo_loss_reference,
+    planned,
+)
+from .linear_cross_entropy import LinearCrossEntropyOutput, fused_linear_cross_entropy, linear_cross_entropy_reference
+from .linear_logprob import (
+    OUTPUTS,
+    LinearLogProbOutput,
+    linear_logprob,
+    linear_logprob_reference,
+    logprob_options,
+    planned_linear_logprob,
+)
+from .objective import GIVE_UP, LogProbObjective, Objective
+from .options import HeadOptions
+from .vocabulary_slices import unshared
+
+__all__ = [
+    "GIVE_UP",
+    "OUTPUTS",
+    "GrpoLossOutput",
+    "GrpoOptions",
+    "GrpoPlan",
+    "GrpoTokens",
+    "HeadOptions",
+    "LinearCrossEntropyOutput",
+    "LinearLogProbOutput",
+    "LogProbObjective",
+    "Objective",
+    "batch_tokens",
+    "fused_linear_cross_entropy",
+    "fused_linear_grpo_loss",
+    "fused_linear_grpo_loss_reference",
+    "grpo_loss",
+    "grpo_loss_reference",
+    "linear_cross_entropy_reference",
+    "linear_logprob",
+    "linear_logprob_reference",
+    "logprob_options",
+    "planned",
+    "planned_linear_logprob",
+    "token_losses",
+    "unshared",
+]

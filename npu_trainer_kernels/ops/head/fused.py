@@ -1,0 +1,206 @@
+"""Statistics of one chunk of logits and the gradient in their place, at once, for losses whose gradient is one number
+per row times that of log_prob. The formulas: `ops/head/engine.py`.
+
+One kernel takes the place of two: it reads a row and, while most of the row is still in the L2 cache, reads it again
+and overwrites it. `tiling.fused_tile` says where there is one. The vendor's operator serves here, too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import device, tiling, vendor
+from ...support.triton import jit, libdevice, tl
+from ..launch import launch
+from .gradient import coefficients, gradient_in_place
+from .options import HeadOptions, guarded, kernel_flags, slope, transformed
+from .statistics import HeadStatistics, Softmax, row_statistics, vendor_statistics
+
+__all__ = ["statistics_and_gradient"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernel
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _read_columns(start_of_row, n_cols, m, s, ds, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr,
+                  HAS_ENTROPY: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """The lanes' running maximum m, and their sums s of exp(d) and ds of exp(d) d with d = z - m, after these
+    columns."""
+    NEGATIVE: tl.constexpr = -1e30
+    LANES: tl.constexpr = WIDTH // VEC
+    lane = tl.arange(0, WIDTH)
+    folded = tl.arange(0, FOLD)[:, None] * WIDTH + lane[None, :]
+    n_folded = n_cols // (FOLD * WIDTH) * (FOLD * WIDTH)
+    for start in range(0, n_folded, FOLD * WIDTH):
+        x = tl.load(start_of_row + start + folded)
+        # A lane takes the columns of one 16-byte load: what it keeps is rescaled once for FOLD * VEC of them.
+        z = tl.reshape(transformed(x, inner, outer, HAS_CAP, IS_IDENTITY), [FOLD, LANES, VEC])
+        m_new = tl.maximum(m, tl.max(tl.max(z, axis=2), axis=0))
+        rescale = tl.exp(m - m_new)
+        d = z - m_new[None, :, None]
+        e = tl.exp(d)
+        if HAS_ENTROPY:
+            ds = (ds + s * (m - m_new)) * rescale + tl.sum(tl.sum(e * d, axis=2), axis=0)
+        s = s * rescale + tl.sum(tl.sum(e, axis=2), axis=0)
+        m = m_new
+    for start in range(n_folded, n_cols, WIDTH):
+        mask = start + lane < n_cols
+        x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
+        z = tl.where(mask, transformed(x, inner, outer, HAS_CAP, IS_IDENTITY), NEGATIVE)
+        z = tl.reshape(z, [LANES, VEC])
+        m_new = tl.maximum(m, tl.max(z, axis=1))
+        rescale = tl.exp(m - m_new)
+        d = z - m_new[:, None]
+        # A lane that has seen nothing would count exp(NEGATIVE - NEGATIVE) = 1.
+        e = tl.where(tl.reshape(mask, [LANES, VEC]), tl.exp(d), 0.0)
+        if HAS_ENTROPY:
+            ds = (ds + s * (m - m_new)) * rescale + tl.sum(e * d, axis=1)
+        s = s * rescale + tl.sum(e, axis=1)
+        m = m_new
+    return m, s, ds
+
+
+@jit
+def _write_columns(start_of_row, n_cols, row_max, a, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr,
+                   FOLD: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Overwrites these columns with their gradient but for the id's own term."""
+    lane = tl.arange(0, WIDTH)
+    folded = tl.arange(0, FOLD)[:, None] * WIDTH + lane[None, :]
+    n_folded = n_cols // (FOLD * WIDTH) * (FOLD * WIDTH)
+    for start in range(n_folded, n_cols, WIDTH):
+        mask = start + lane < n_cols
+        x = tl.load(start_of_row + start + lane, mask=mask, other=0.0)
+        g = _softmax_gradient(x, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY)
+        tl.store(start_of_row + start + lane, g.to(start_of_row.dtype.element_ty), mask=mask,
+                 eviction_policy="evict_first")  # fmt: skip
+    # Backwards: what was read last is the surest to be in the cache.
+    for done in range(0, n_folded, FOLD * WIDTH):
+        start = n_folded - FOLD * WIDTH - done
+        x = tl.load(start_of_row + start + folded, eviction_policy="evict_first")
+        g = _softmax_gradient(x, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY)
+        tl.store(start_of_row + start + folded, g.to(start_of_row.dtype.element_ty), eviction_policy="evict_first")
+
+
+@jit
+def _softmax_gradient(x, row_max, a, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr):
+    """a exp(z - row_max) dz/dl."""
+    z = transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
+    return tl.exp(z - row_max) * a * slope(z, inner, outer, HAS_CAP, IS_IDENTITY)
+
+
+@jit(lengths=("n_rows",))
+def _row_fused_kernel(
+    logits,  # [n_rows, n_first], the first columns, overwritten with dL/dl
+    second,  # [n_rows, n_second], the others, where HAS_SECOND: a matrix of its own
+    ids,  # [n_rows]
+    factor,  # [n_rows] fp32: dL/dlog_prob
+    out,  # [5, n_rows] fp32: log_prob, lse, max, 1 / sum e, sum p d (d = z - max, e = exp(d))
+    n_rows,
+    n_first,
+    n_second,
+    row_stride,
+    second_stride,
+    inner,
+    outer,
+    HAS_SECOND: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    IS_IDENTITY: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    LIBDEVICE: tl.constexpr,
+    FOLD: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    # Few programs, so that most of their rows stay in the L2 cache until they are read again.
+    NEGATIVE: tl.constexpr = -1e30
+    VEC: tl.constexpr = 8
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        start_of_row = logits + tl.cast(row, tl.int64) * row_stride
+        start_of_second = second + tl.cast(row, tl.int64) * second_stride
+        column = tl.load(ids + row).to(tl.int32)
+        f = tl.load(factor + row)
+        if HAS_SECOND:
+            x_id = tl.load(start_of_row + column, mask=column < n_first, other=0.0)
+            x_id += tl.load(start_of_second + column - n_first, mask=column >= n_first, other=0.0)
+        else:
+            x_id = tl.load(start_of_row + column)
+        m = tl.full([WIDTH // VEC], NEGATIVE, tl.float32)
+        s = tl.zeros([WIDTH // VEC], tl.float32)
+        ds = tl.zeros([WIDTH // VEC], tl.float32)
+        m, s, ds = _read_columns(start_of_row, n_first, m, s, ds, inner, outer, HAS_CAP, IS_IDENTITY, HAS_ENTROPY,
+                                 FOLD, WIDTH, VEC)  # fmt: skip
+        if HAS_SECOND:
+            m, s, ds = _read_columns(start_of_second, n_second, m, s, ds, inner, outer, HAS_CAP, IS_IDENTITY,
+                                     HAS_ENTROPY, FOLD, WIDTH, VEC)  # fmt: skip
+        row_max = tl.max(m, axis=0)
+        rescale = tl.exp(m - row_max)
+        total = tl.sum(s * rescale, axis=0)
+        inverse = tl.div_rn(1.0, total)
+        log_s = libdevice.log(total) if LIBDEVICE else tl.log(total)
+        z_id = transformed(x_id, inner, outer, HAS_CAP, IS_IDENTITY)
+        tl.store(out + row, (z_id - row_max) - log_s)
+        tl.store(out + n_rows + row, row_max + log_s)
+        tl.store(out + 2 * n_rows + row, row_max)
+        tl.store(out + 3 * n_rows + row, inverse)
+        if HAS_ENTROPY:
+            tl.store(out + 4 * n_rows + row, tl.sum((ds + s * (m - row_max)) * rescale, axis=0) * inverse)
+        a = -f * inverse
+        # Nobody may overwrite x_id or a tail before everybody has read it.
+        tl.debug_barrier()
+        if HAS_SECOND:
+            _write_columns(start_of_second, n_second, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY, FOLD, WIDTH)
+        _write_columns(start_of_row, n_first, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY, FOLD, WIDTH)
+        # The id's own column, worked out once more: comparing every column with the id would cost each of them.
+        at_id = _softmax_gradient(x_id, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY)
+        at_id = (at_id + f * slope(z_id, inner, outer, HAS_CAP, IS_IDENTITY)).to(logits.dtype.element_ty)
+        tl.debug_barrier()
+        if HAS_SECOND:
+            tl.store(start_of_row + column, at_id, mask=column < n_first)
+            tl.store(start_of_second + column - n_first, at_id, mask=column >= n_first)
+        else:
+            tl.store(start_of_row + column, at_id)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@guarded
+def statistics_and_gradient(
+    logits: torch.Tensor, second: torch.Tensor | None, ids: torch.Tensor, factor: torch.Tensor, options: HeadOptions,
+    tile: tiling.StatisticsTile | None, backend: str,
+) -> tuple[HeadStatistics, Softmax]:  # fmt: skip
+    """Statistics of one chunk of logits, which are overwritten with dL/dl of sum_i factor_i log_prob_i. `second`: the
+    columns that are not in `logits`."""
+    if backend == "torch":
+        every = logits if second is None else torch.cat((logits, second), 1)
+        statistics, softmax = row_statistics(every, ids, None, options, backend)
+        k = coefficients((factor, None, None, None), statistics.lse, None)
+        gradient_in_place(every, ids, None, softmax, k, options, backend)
+        if second is not None:
+            logits.copy_(every[:, : logits.shape[1]])
+            second.copy_(every[:, logits.shape[1] :])
+        return statistics, softmax
+    if backend == "vendor":
+        log_prob, log_probs = vendor.cross_entropy(logits, ids)
+        statistics, softmax = vendor_statistics(log_prob, logits, ids)
+        logits.copy_(vendor.cross_entropy_gradient(log_probs, ids, factor))
+        return statistics, softmax
+    assert tile is not None
+    n_rows, n_first = logits.shape
+    out = torch.empty(5, n_rows, dtype=torch.float32, device=logits.device)
+    inner, outer = options.factors
+    rest = logits if second is None else second
+    launch(
+        _row_fused_kernel, (tile.programs,),
+        (logits, rest, ids, factor, out, n_rows, n_first, rest.shape[1], logits.stride(0), rest.stride(0), inner,
+         outer),
+        {"HAS_SECOND": second is not None, **kernel_flags(options, logits.device), "HAS_ENTROPY": options.entropy,
+         "LIBDEVICE": device.has_libdevice(logits.device), "FOLD": tile.fold, "WIDTH": tile.width, **tile.options},
+    )  # fmt: skip
+    log_prob, lse, row_max, inverse_s, shift = out.unbind(0)
+    entropy = (lse - row_max) - shift if options.entropy else None
+    return HeadStatistics(log_prob, lse, entropy), Softmax(row_max, inverse_s, shift if options.entropy else None)

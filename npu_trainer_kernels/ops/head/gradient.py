@@ -1,0 +1,241 @@
+"""dL/dl of one chunk of logits, from four numbers per row: a kernel that overwrites the logits, its torch twin, or the
+vendor's operator. The formula and the four numbers: `ops/head/engine.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ... import device, tiling, vendor
+from ...support.triton import jit, libdevice, tl
+from ..launch import launch
+from .options import HeadOptions, guarded, kernel_flags, twice_sigmoid
+from .statistics import Softmax
+from .vocabulary_slices import VocabSlice
+
+__all__ = ["Coefficients", "coefficients", "gradient_in_place", "gradient_of_logits"]
+
+
+class Coefficients(NamedTuple):
+    """The four numbers per row of `ops/head/engine.py`; None stands for zeros."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor | None
+    e: torch.Tensor | None
+
+
+def coefficients(d: Sequence[torch.Tensor | None], like: torch.Tensor, uniform: float | None) -> Coefficients:
+    """From gradients of log_prob, lse, entropy and mean to the four numbers per row (u = `uniform` where constant)."""
+    d_log_prob, d_lse, d_entropy, d_mean = (None if t is None else t.float() for t in d)
+    b = torch.zeros_like(like) if d_log_prob is None else d_log_prob.contiguous()
+    a = -b if d_lse is None else d_lse - b
+    c = d_mean if d_mean is None or uniform is None else d_mean * uniform
+    return Coefficients(a, b, None if c is None else c.contiguous(), None if d_entropy is None else -d_entropy)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernel
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit(lengths=("n_rows",))
+def _row_gradient_kernel(
+    logits,  # [n_rows, n_cols]
+    grads,  # the same memory, overwritten with dL/dl less its b term. A second pointer, because an NPU's loads would
+    # otherwise wait for the stores before them.
+    class_weights,  # [n_cols] fp32, read where HAS_WEIGHTS
+    row_max,  # [n_rows] fp32, as are shift = log s - entropy and the coefficients
+    shift,
+    a,  # a / s and e / s with s = sum_j exp(z_j - row_max), so that exp(z - row_max) need not be normalised
+    c,
+    e,
+    n_rows,
+    n_cols,
+    n_full,  # columns that whole blocks cover
+    row_stride,
+    inner,
+    outer,
+    HAS_CAP: tl.constexpr,
+    IS_IDENTITY: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        offset = tl.cast(row, tl.int64) * row_stride
+        z_max = tl.load(row_max + row)
+        row_a = tl.load(a + row)
+        row_c = tl.load(c + row) if HAS_MEAN else 0.0
+        row_e = tl.load(e + row) if HAS_ENTROPY else 0.0
+        row_shift = tl.load(shift + row) if HAS_ENTROPY else 0.0
+        for start in range(0, n_full, BLOCK):
+            x = tl.load(logits + offset + start + lane)
+            u = tl.load(class_weights + start + lane) if HAS_WEIGHTS else 1.0
+            g = _logit_gradient(x, u, z_max, row_a, row_c, row_e, row_shift, inner, outer,
+                                HAS_CAP, IS_IDENTITY, HAS_MEAN, HAS_ENTROPY)  # fmt: skip
+            tl.store(grads + offset + start + lane, g.to(grads.dtype.element_ty))
+        for start in range(n_full, n_cols, BLOCK):
+            mask = start + lane < n_cols
+            x = tl.load(logits + offset + start + lane, mask=mask, other=0.0)
+            u = tl.load(class_weights + start + lane, mask=mask, other=0.0) if HAS_WEIGHTS else 1.0
+            g = _logit_gradient(x, u, z_max, row_a, row_c, row_e, row_shift, inner, outer,
+                                HAS_CAP, IS_IDENTITY, HAS_MEAN, HAS_ENTROPY)  # fmt: skip
+            tl.store(grads + offset + start + lane, g.to(grads.dtype.element_ty), mask=mask)
+
+
+@jit
+def _logit_gradient(x, u, z_max, a, c, e, shift, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr,
+                    HAS_MEAN: tl.constexpr, HAS_ENTROPY: tl.constexpr):  # fmt: skip
+    """dL/dl of one block without the b term, the formula of `ops/head/engine.py`. What is the same for a row is worked
+    out for the row: an NPU's time goes by vector instructions."""
+    x = x.to(tl.float32)
+    if HAS_CAP == 2:
+        t = libdevice.tanh(inner * x)
+        d = outer * t - z_max
+        by, slope = outer * inner, 1.0 - t * t
+    elif HAS_CAP:
+        # With w = z + outer: 1 - t^2 = w (2 outer - w) / outer^2.
+        w = twice_sigmoid(x, inner, outer)
+        d = w - (z_max + outer)
+        by, slope = -inner / outer, w * (w - 2.0 * outer)
+    elif IS_IDENTITY:
+        d = x - z_max
+        by = 1.0
+    else:
+        d = inner * x - z_max
+        by = inner
+    a = a * by
+    g = tl.exp(d) * (a + (e * by) * (d - shift) if HAS_ENTROPY else a)
+    if HAS_MEAN:
+        g += (c * by) * u
+    if HAS_CAP:
+        g *= slope
+    return g
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def gradient_in_place(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    softmax: Softmax,
+    k: Coefficients,
+    options: HeadOptions,
+    backend: str,
+    part: VocabSlice | None = None,
+) -> None:
+    """Overwrites one chunk of logits with dL/dl."""
+    gradient_of_logits(logits, logits, ids, class_weights, softmax, k, options, backend, part)
+
+
+def gradient_of_logits(
+    logits: torch.Tensor,
+    grads: torch.Tensor,
+    ids: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    softmax: Softmax,
+    k: Coefficients,
+    options: HeadOptions,
+    backend: str,
+    part: VocabSlice | None = None,
+) -> None:
+    """Writes dL/dl of a chunk of logits to `grads`, which may be the logits themselves. With `part` they are some
+    columns of it; softmax and k are of whole rows.
+
+    The b term touches one element of each row. That element is worked out here on `[n]` numbers, in fp32, and put in
+    its place: comparing every column with the id would cost the kernel as much as the rest of its arithmetic.
+    """
+    if backend == "vendor":
+        # It covers losses of log_prob alone, so that b says everything.
+        assert (k.c, k.e) == (None, None)
+        grads.copy_(vendor.cross_entropy_gradient(vendor.cross_entropy(logits, ids)[1], ids, k.b))
+        return
+    column, b = ids.long(), k.b
+    if part is not None:
+        # An id that is another rank's has its b term there; here a column is written once more, without one.
+        column, mine = part.own(ids)
+        b = b.masked_fill(~mine, 0.0)
+    u = None if class_weights is None else class_weights[column].unsqueeze(1)
+    column = column.unsqueeze(1)
+    at_id = logits.gather(1, column)
+    at_id = _gradient_torch(at_id.float(), u, softmax, k, options, b).to(logits.dtype)
+    _gradient_without_id(grads, logits, class_weights, softmax, k, options, backend)
+    grads.scatter_(1, column, at_id)
+
+
+@guarded
+def _gradient_without_id(
+    grads: torch.Tensor,
+    logits: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    softmax: Softmax,
+    k: Coefficients,
+    options: HeadOptions,
+    backend: str,
+) -> None:
+    """dL/dl but for b's term."""
+    if backend == "torch":
+        z = logits.float()
+        if z is logits and grads is not logits:
+            z = grads.copy_(logits)
+        grads.copy_(_gradient_torch(z, class_weights, softmax, k, options))
+        return
+    n_rows, n_cols = logits.shape
+    has_weights = k.c is not None and class_weights is not None
+    tile = tiling.gradient_tile(n_cols, logits.element_size(), has_weights, device.spec(logits.device))
+    inner, outer = options.factors
+    unused = k.a
+    launch(
+        _row_gradient_kernel, (min(n_rows, tile.programs),),
+        (logits, grads, unused if class_weights is None else class_weights, softmax.row_max,
+         unused if softmax.shift is None else softmax.shift, k.a * softmax.inverse_s, unused if k.c is None else k.c,
+         unused if k.e is None else k.e * softmax.inverse_s, n_rows, n_cols, n_cols // tile.block * tile.block,
+         logits.stride(0), inner, outer),
+        {**kernel_flags(options, logits.device), "HAS_MEAN": k.c is not None, "HAS_WEIGHTS": has_weights,
+         "HAS_ENTROPY": k.e is not None, "BLOCK": tile.block, **tile.options},
+    )  # fmt: skip
+
+
+def _gradient_torch(
+    z: torch.Tensor,
+    u: torch.Tensor | None,
+    softmax: Softmax,
+    k: Coefficients,
+    options: HeadOptions,
+    b: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """dL/dl of fp32 logits, which it may overwrite; with b's term where `b` is given."""
+    inner, outer = options.factors
+    t = None
+    if options.softcap is not None:
+        t = z.mul_(inner).tanh_()
+        z = outer * t
+    elif inner != 1.0:
+        z = z.mul_(inner)
+    row_max, a = softmax.row_max.unsqueeze(-1), (k.a * softmax.inverse_s).unsqueeze(-1)
+    d = z.sub_(row_max)
+    if k.e is None or softmax.shift is None:
+        g = d.exp_().mul_(a)
+    else:
+        e = (k.e * softmax.inverse_s).unsqueeze(-1)
+        g = torch.exp(d).mul_(d.sub_(softmax.shift.unsqueeze(-1)).mul_(e).add_(a))
+    if b is not None:
+        g.add_(b.unsqueeze(-1))
+    if k.c is not None:
+        # u = 1/V is folded into c by the caller.
+        g.add_(k.c.unsqueeze(-1) if u is None else k.c.unsqueeze(-1) * u)
+    if t is not None:
+        g.mul_(outer * inner).mul_(1 - t * t)
+    elif inner != 1.0:
+        g.mul_(inner)
+    return g

@@ -1,0 +1,31 @@
+"""Norms. Each op has a file with its formulas, its reference and its public function.
+
+`rms_kernels.py` has the kernels of `rms_norm`, `add_rms_norm` and `linear_rms_norm`; `general_kernels.py` those of
+`gated_rms_norm` and `layer_norm`, which work in groups, with a gate, a mean or a bias.
+"""
+
+from .add_rms_norm import add_rms_norm, add_rms_norm_reference
+from .gated_rms_norm import CASTINGS as GATED_CASTINGS
+from .gated_rms_norm import ORDERS, gated_rms_norm, gated_rms_norm_reference
+from .general_kernels import ACTIVATIONS as NORM_GATES
+from .layer_norm import layer_norm, layer_norm_reference
+from .linear_rms_norm import linear_rms_norm, linear_rms_norm_reference
+from .rms_kernels import CASTINGS
+from .rms_norm import rms_norm, rms_norm_reference
+
+__all__ = [
+    "CASTINGS",
+    "GATED_CASTINGS",
+    "NORM_GATES",
+    "ORDERS",
+    "add_rms_norm",
+    "add_rms_norm_reference",
+    "gated_rms_norm",
+    "gated_rms_norm_reference",
+    "layer_norm",
+    "layer_norm_reference",
+    "linear_rms_norm",
+    "linear_rms_norm_reference",
+    "rms_norm",
+    "rms_norm_reference",
+]

@@ -1,0 +1,348 @@
+"""`apply_npu_kernels`: from a model to its handle."""
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import backends, device
+from ..support.switch import check_switch
+from .audit import Audit
+from .body import PaddingPatch, outermost_body
+from .call import CallSettings, track_calls
+from .classes import leaves_out_hooks, original_class
+from .head import causal_lm
+from .modules import GatedMlpPatch
+from .patch import Aside, Patch, Scene, Site
+from .patches import PATCHES
+from .report import LeftAlone, Report
+from .undo import Undo
+
+__all__ = ["NpuKernels", "apply_npu_kernels", "check_ops", "check_tiled_mlp", "handle_of"]
+
+_handles: "weakref.WeakKeyDictionary[nn.Module, NpuKernels]" = weakref.WeakKeyDictionary()
+
+
+class NpuKernels:
+    """What `apply_npu_kernels` returns: says what was replaced, and puts it back.
+
+    A context manager: leaving the outermost `with` restores. Applying again to the same model returns the same handle.
+    It keeps neither the model nor its weights alive.
+    """
+
+    def __init__(
+        self, model: nn.Module, ops: tuple[str, ...], by_name: bool, backend: str | None, strict: bool, tiled_mlp: int
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.options = (ops, backend, strict, tiled_mlp)
+        self._patches = [PATCHES[op] for op in PATCHES if op in ops]
+        self._by_name = by_name
+        self._backend = backends.strict_override(backend) if strict else backend
+        self._undo = Undo()
+        self._sites: dict[tuple[Any, ...], Site] = {}
+        self._report = Report()
+        self.settings = CallSettings()
+        self._tracked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._there: Counter[type[nn.Module]] = Counter()
+        self._entered = 0
+        self._audit: Audit | None = None
+        # What is changed outside the model (TRL's names) ends with the model, whoever forgets to restore.
+        weakref.finalize(model, self._undo.restore).atexit = False
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is replaced at present."""
+        return len(self._undo) > 0
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, as long as somebody else keeps it."""
+        return self._model()
+
+    @property
+    def serves_trl(self) -> bool:
+        """Whether ours answers in place of TRL's fused head."""
+        return self.settings.trl is not None
+
+    @property
+    def shares_beginnings(self) -> bool:
+        """Whether what the rows of a batch begin with alike is computed once in training."""
+        return self.settings.shares
+
+    @property
+    def tokens(self) -> int:
+        """Input tokens that training forwards of the patched model have seen, on this process, padding included."""
+        return self.settings.tokens
+
+    @property
+    def live_tokens(self) -> int:
+        """Those of `tokens` that were no padding, as masks say; the host waits for the device."""
+        return int(self.settings.live)
+
+    def report(self) -> Report:
+        """What was replaced and what was left alone, what ran of it so far, and which kernels have failed since; it
+        stays after `restore`."""
+        for op, reason in backends.failures().items():
+            self._report.note(f"{op} runs in torch since a kernel failed: {reason}")
+        self._report.gone = [] if self._model() is None or not self.active else list(self._gone())
+        return self._report
+
+    def audit(self, tell: Callable[[str], None] = warnings.warn, *, training: bool = True) -> None:
+        """Has the next forward of the model compared with the model's own code, on its own batch, before it runs.
+
+        Without gradients, some rows of the batch go through the body three times: by the model's own code, where every
+        op is compared with the modules whose work it does, on what they are given; by the same code while the result of
+        every operator is moved within its rounding, which says what may differ; and as it is served, padding left out.
+        Heads are compared where their loss is formed. What differs by more than rounding explains (`patching._audit`)
+        is taken out; `report().audits` has what was seen. Forwards of a new kind (other arguments, another dtype, rows
+        more than twice as long) are compared likewise, and so is what `refresh` adds. Random numbers, buffers and
+        counts stay as they were.
+
+        Not compared: forwards that are compiled, or given a cache; models whose parameters DeepSpeed's ZeRO-3
+        partitions; with FSDP2, all but the first forward.
+
+        Args:
+            tell: called with a sentence for each thing that is taken out.
+            training: whether forwards in training mode with gradients alone are compared; otherwise all, but those of
+                generation.
+
+        Raises:
+            RuntimeError: nothing is patched.
+        """
+        model = self._model()
+        if model is None or not self.active:
+            raise RuntimeError("there is nothing to compare: this handle was restored, or its model is gone")
+        if self._audit is not None:
+            self._audit.again()
+            return
+        self._audit = Audit(lambda: self._report.sites, PaddingPatch.op, self._report.audits, tell, training)
+        self._audit.watch(outermost_body(model), self._undo)
+
+    def _gone(self) -> Iterator[str]:
+        """What is said of modules that were patched and that somebody has taken out of the model since."""
+        classes = self._classes_now()
+        for site in self._report.sites:
+            there = classes[site.cls]
+            if there < self._there[site.cls]:
+                yield (
+                    f"{self._there[site.cls] - there} {site.kind.__name__} that {site.op} served "
+                    "is no longer in the model; what is in its place runs its own code until refresh() is called"
+                )
+
+    def _classes_now(self) -> "Counter[type[nn.Module]]":
+        """How many modules of the model are of each class, or of one derived from it."""
+        model = self._model()
+        modules = () if model is None else model.modules()
+        return Counter(cls for module in modules for cls in type(module).__mro__)
+
+    def restore(self) -> None:
+        """Puts everything back as it was: classes, attributes, hooks, TRL's names. Does nothing the second time.
+
+        What somebody else has set in the meantime stays.
+
+        Raises:
+            ExceptionGroup: something could not be put back; everything else was.
+        """
+        model = self._model()
+        if model is not None and _handles.get(model) is self:
+            del _handles[model]
+        self._tracked.clear()
+        self._audit = None
+        for site in self._sites.values():
+            site.look = None
+        self.settings.trl, self.settings.shares = None, False
+        self._undo.restore()
+
+    def __repr__(self) -> str:
+        # What notebooks and consoles show of a value.
+        return str(self.report())
+
+    def __enter__(self) -> "NpuKernels":
+        self._entered += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entered -= 1
+        if self._entered == 0:
+            self.restore()
+
+    def refresh(self) -> None:
+        """Patches what has been added, exchanged or set otherwise in the model since; the rest stays as it is. After
+        `restore` it patches all anew.
+
+        Raises:
+            RuntimeError: the model is gone, or has been patched by another call since.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model that these kernels were applied to no longer exists")
+        if _handles.get(model, self) is not self:
+            raise RuntimeError("this handle was restored, and the model has another one since: refresh that")
+        parameters = [p for p in model.parameters() if p.is_floating_point()]
+        where = parameters[0].device if parameters else torch.device("cpu")
+        if where.type == "meta":
+            where = torch.device(device.accelerator())
+        dtype = parameters[0].dtype if parameters else torch.float32
+        tiled_mlp = self.options[-1]
+        scene = Scene(model, tuple(patch.op for patch in self._patches), where, dtype, self._backend, tiled_mlp)
+        earlier = self._report
+        self._report = Report(
+            device=device.spec(where).name, notes=earlier.notes, note_ops=earlier.note_ops, unused=earlier.unused,
+            audits=earlier.audits,
+        )  # fmt: skip
+        for site in self._sites.values():
+            site.paths.clear()
+            if not self.active:
+                site.off = None
+        try:
+            for module in dict.fromkeys((model, causal_lm(model)[1] or model)):
+                # PEFT calls the inner model's forward directly, so that hooks on that alone would not run.
+                if module not in self._tracked:
+                    track_calls(module, self.settings, self._undo)
+                    self._tracked.add(module)
+            for patch in self._patches:
+                self._apply(patch, scene)
+            for module in self._tracked:
+                leaves_out_hooks(module, self._undo)
+        except BaseException:
+            self.restore()
+            raise
+        for site in self._sites.values():
+            if site.paths:
+                self._report.sites.append(site)
+        if tiled_mlp and all(site.op != GatedMlpPatch.op for site in self._report.sites):
+            self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
+        self._there = self._classes_now()
+        _handles[model] = self
+
+    def _apply(self, patch: Patch, scene: Scene) -> None:
+        op, by_name = patch.op, self._by_name or patch.asked_for(scene)
+        plain = None if by_name else backends.keeps_plain(op, scene.where, scene.backend)
+        if plain is not None and not backends.every_measurement(op, scene.where, scene.backend):
+            self._report.left_alone.append(LeftAlone("", "", op, plain, counts=patch.misses(scene)))
+            return
+        self._report.reasons[op] = backends.explain(op, scene.where, scene.backend)[1]
+        for path, module in patch.candidates(scene):
+            form = patch.recognise(module, scene)
+            if form is not None and not isinstance(form, str):
+                form = self._install(patch, scene, path, module, form, plain, by_name)
+            if isinstance(form, str):
+                kind = "" if module is scene.model else original_class(module).__name__
+                self._report.left_alone.append(LeftAlone(path, kind, op, form, counts=not isinstance(form, Aside)))
+
+    def _install(
+        self, patch: Patch, scene: Scene, path: str, module: nn.Module, form: Any, plain: str | None, by_name: bool
+    ) -> str | None:
+        """Puts a recognised module on its site; a sentence where it cannot be. `plain`: why its own code is as good on
+        this device, unless something else was measured, or the op was asked for by name."""
+        other = next((s for s in self._sites.values() if s.cls in type(module).__mro__ and s.op != patch.op), None)
+        if other is not None and other.paths:
+            return f"{other.op} is in its forward already"
+        if plain is None and not by_name:
+            plain = patch.keeps_plain(form, scene)
+        at = None if by_name else patch.sizes(module, form)
+        entries = () if at is None else backends.measurements(patch.op, scene.where, scene.backend, *at)
+        if plain is not None and all(entry.plain_wins for entry in entries):
+            return Aside("; ".join(f"plain PyTorch is faster, {entry}" for entry in entries) or plain)
+        kind = original_class(module)
+        key = (patch.op, kind, form, entries)
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = Site(
+                patch.op, kind, form, self._backend, entries, plain is not None, late=patch.compared_later
+            )  # fmt: skip
+            site.cls = patch.patched_class(site)
+        site.served, why = patch.served_by(site, scene)
+        site.detail = patch.detail(site)
+        if site.served != backends.explain(patch.op, scene.where, scene.backend)[0]:
+            site.detail = "; ".join(filter(None, (site.detail, why)))
+        site.paths.append(path)
+        patch.install(site, module, self._undo, self.settings)
+        return None
+
+
+def check_ops(ops: Sequence[str] | None) -> None:
+    """Raises ValueError for what is neither None nor names of `PATCHES`, one at least."""
+    named = isinstance(ops, Collection) and not isinstance(ops, str) and len(ops) > 0
+    if ops is not None and not (named and all(isinstance(op, str) and op in PATCHES for op in ops)):
+        raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}, one at least; got {ops!r}")
+
+
+def check_tiled_mlp(name: str, tokens: int, ops: Sequence[str] | None) -> None:
+    """Raises ValueError for a number of tokens that no MLP can run in, or that `ops` leaves nothing to run for."""
+    if type(tokens) is not int or tokens < 0:
+        raise ValueError(f"{name} must be a number of tokens, or 0 for all at once; got {tokens!r}")
+    if tokens and ops is not None and GatedMlpPatch.op not in ops:
+        raise ValueError(f"{name}={tokens} needs {GatedMlpPatch.op} among ops; got {ops!r}")
+
+
+def handle_of(model: nn.Module) -> NpuKernels | None:
+    """The handle of a model that is patched, or None."""
+    return _handles.get(model)
+
+
+def apply_npu_kernels(
+    model: nn.Module, *, ops: Sequence[str] | None = None, backend: str | None = None, strict: bool = False,
+    tiled_mlp: int = 0,
+) -> NpuKernels:  # fmt: skip
+    """Puts the fused kernels into a model, in place, on this instance alone.
+
+    - `rms_norm`, `gated_rms_norm`: every RMSNorm module, recognised by what it computes;
+    - `layer_norm`: layer norms in eager code; `torch.nn.LayerNorm` only if it is asked for by name;
+    - `add_rms_norm`: a residual add right before a norm in a decoder layer;
+    - `embedding`, `swiglu`, `rope`: token embeddings, gated MLPs, rotary position embedding in attention;
+    - `moe_experts`: the experts of a mixture;
+    - `varlen_attention`: the body computes no padding, and computes once what the rows of a batch begin with alike;
+    - `linear_cross_entropy`: LM head and the cross-entropy of its logits, in training;
+    - `linear_logprob`: the head that TRL's trainers add (SFT, DPO, KTO, RLOO, GRPO).
+
+    Every call of a replaced module is looked at before the op serves it; what the op does not know is done by the
+    module's own code. Parameters, names, `state_dict` keys and dtypes stay as they are, so a checkpoint saved while
+    patched loads unpatched and the other way round.
+
+    Args:
+        model: a `transformers` model, or a PEFT model around one.
+        ops: which of `PATCHES`, one at least; None: all that are worth it on the model's device.
+        backend: overrides the choice of backend, as `"torch"` or `"rms_norm=torch,linear_logprob=triton"`.
+        strict: a kernel of this model that cannot be compiled or launched raises `KernelError`; otherwise torch takes
+            over for its op, with a warning and a note in the report.
+        tiled_mlp: gated MLPs compute at most so many tokens at once and keep their input alone for backward, which
+            computes them anew, slice by slice; 0: all tokens at once.
+
+    Returns:
+        The handle; also usable as a context manager. A second call for the same model returns the same handle after
+        looking for modules that were added since.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: unknown op or backend, no op, a backend that cannot run on the model's device, a `tiled_mlp` that is
+            negative or that `ops` leaves without its op, an environment variable that says none of what it may, or the
+            model is patched already with other options.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    check_ops(ops)
+    check_switch("strict", strict)
+    backends.parse_override("" if backend is None else backend)
+    backends.is_strict()  # what its variable says wrongly is refused now, and not hours later, where a kernel fails
+    chosen = tuple(PATCHES) if ops is None else tuple(ops)
+    check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
+    handle, options = _handles.get(model), (chosen, backend, strict, tiled_mlp)
+    if handle is None:
+        handle = NpuKernels(model, chosen, ops is not None, backend, strict, tiled_mlp)
+    elif handle.options != options:
+        before = handle.options
+        raise ValueError(
+            f"this model is patched already with ops={before[0]}, backend={before[1]!r}, strict={before[2]}, "
+            f"tiled_mlp={before[3]}; restore that first, or ask for the same (got ops={chosen}, backend={backend!r}, "
+            f"strict={strict}, tiled_mlp={tiled_mlp})"
+        )
+    handle.refresh()
+    return handle

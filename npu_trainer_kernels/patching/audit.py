@@ -1,0 +1,389 @@
+"""The first batch decides: what was recognised on a probe is compared, once, on the user's own batch.
+
+A probe is small, and some rules begin beyond it: a slice of 32 columns, a clamp, an expert that the probe never chose.
+So before the first forward of a training run some rows of its batch go through the body without gradients, three times:
+
+    own       the model's own code, padding included; every op that would have served a call is compared there with the
+              modules' own code, on what they are given
+    rounded   the same again, while the result of every operator is moved by a random part of its unit in the last place
+    served    as it is going to be trained: padding left out, ops in the place of modules
+
+What two ways of computing the same thing may differ by is what rounding makes of it, so the distance between `own` and
+`rounded` is the measure, in the dtype and at the depth of this very model. A row (the values of a token) is off by
+
+    rms(served - own) / rms(own)
+
+and of all rows in order, the one in the middle and the 99th of a hundred may be off by `FACTOR` times what those of
+`rounded` are. What is off by more is taken out, and named, before the optimizer has moved. A head is compared where its
+loss is formed, on some rows of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from ..support.errors import one_line
+from ..support.rounding import Rounded
+from .body import draws_for_tokens, under_way
+from .call import generates
+from .classes import is_patched_class, leaves_out_hooks
+from .head import is_partitioned
+from .patch import PROBE_ERRORS, QUIET, Late, Site
+from .probe import repeatable
+from .undo import Undo
+
+__all__ = ["FACTOR", "Audit", "Audited", "distance", "some_rows"]
+
+FACTOR = 8.0
+"""Times what rounding makes."""
+
+_QUANTILES = (0.5, 0.99)
+_BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels")
+
+
+@dataclass
+class Audited:
+    """What one comparison saw.
+
+    Attributes:
+        rows, longest: that were compared, and the places of each.
+        calls: of modules that an op would have served.
+        farthest: the greatest distance of what was left in, as a part of what is allowed.
+        seconds: that it took.
+        differing: what was taken out, each with how far it was off.
+        aside: why something was not compared, or empty.
+    """
+
+    rows: int = 0
+    longest: int = 0
+    calls: int = 0
+    farthest: float = 0.0
+    seconds: float = 0.0
+    differing: list[str] = field(default_factory=list)
+    aside: str = ""
+
+    def __str__(self) -> str:
+        outcome = "; ".join(self.differing) or f"at most {self.farthest:.0%} of what rounding explains"
+        outcome = "; ".join(filter(None, (outcome, self.aside)))
+        return f"{self.rows} rows of {self.longest} places, {self.calls} calls, {self.seconds:.2f} s: {outcome}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How far results are from each other
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def distance(found: Any, own: Any, rounded: Any) -> float:
+    """How far `found` is from `own`, by the rule of the module's docstring: 1 is the limit."""
+    tensors = [[t for t in tree_leaves(each) if isinstance(t, torch.Tensor)] for each in (found, own, rounded)]
+    if len(tensors[0]) != len(tensors[1]):
+        return float("inf")
+    return max((_apart(*each) for each in zip(*tensors, strict=True)), default=0.0)
+
+
+def _apart(found: torch.Tensor, own: torch.Tensor, rounded: torch.Tensor) -> float:
+    if found.shape != own.shape or found.dtype != own.dtype:
+        return float("inf")
+    if not own.is_floating_point() or not own.numel():
+        return 0.0
+    width = own.shape[-1] if own.dim() else 1
+    rows = [t.reshape(-1, width).float() for t in (found, own, rounded)]
+    finite = rows[1].isfinite().all(1) & rows[2].isfinite().all(1)  # a row that sees nothing is NaN to some code
+    if not finite.any():
+        return 0.0
+    a, b, c = (t[finite] for t in rows)
+    size = b.square().mean(1).sqrt()
+    # A row of next to nothing is measured by the others.
+    size = size.clamp(min=max(1e-3 * float(size.max()), torch.finfo(torch.float32).tiny))
+    errors = torch.stack([(t - b).square().mean(1).sqrt() / size for t in (a, c)]).nan_to_num(nan=torch.inf)
+    at = [round(q * (len(size) - 1)) for q in _QUANTILES]
+    off, noise = errors.sort().values[:, at].tolist()
+    least = torch.finfo(own.dtype).eps / 4
+    return max(f / (FACTOR * max(n, least)) for f, n in zip(off, noise, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is compared
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def some_rows(given: dict[str, Any]) -> dict[str, Any]:
+    """A third of a batch's rows, three at least: the longest, the shortest, those beside the longest, which may begin
+    as it does, then the first. All of them where it is not known of an argument which part of it belongs to a row."""
+    rows, mask = _rows(given), given.get("attention_mask")
+    assert rows is not None
+    batch = rows.shape[0]
+    count = max(3, batch // 3)
+    if count >= batch or not isinstance(mask, torch.Tensor) or mask.shape != rows.shape[:2]:
+        return given
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor):
+            known = value.dim() == 0 or (name in _BY_ROW and value.shape[:2] in (rows.shape[:2], (1, rows.shape[1])))
+        else:
+            known = not isinstance(value, dict | list | tuple)
+        if not known:
+            return given
+    lengths = mask.ne(0).sum(1).tolist()
+    longest = lengths.index(max(lengths))
+    order = (longest, lengths.index(min(lengths)), (longest + 1) % batch, (longest - 1) % batch, *range(batch))
+    index = torch.tensor(sorted(list(dict.fromkeys(order))[:count]))
+    return {
+        name: v[index.to(v.device)] if isinstance(v, torch.Tensor) and v.dim() and len(v) == batch else v
+        for name, v in given.items()
+    }
+
+
+def _rows(given: dict[str, Any]) -> torch.Tensor | None:
+    """Ids or embedded tokens, [B, L] or [B, L, H]; None where there are none with numbers."""
+    rows = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    return rows if type(rows) is torch.Tensor and rows.dim() > 1 and not rows.is_meta and rows.numel() else None
+
+
+def _live(out: Any, mask: Any) -> torch.Tensor:
+    """Hidden states (of a model without a known body, logits) of live tokens."""
+    values: Any = next(t for t in tree_leaves(tuple(out.values()) if isinstance(out, dict) else out) if _is_float(t))
+    if isinstance(mask, torch.Tensor) and mask.shape == values.shape[:2]:
+        return values[mask.bool()]
+    return values
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The comparison
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Audit:
+    """Compares, before forwards of a new kind, what is served in a model with what the model does by itself.
+
+    Args:
+        sites: what is replaced now.
+        leaves_out: the op that leaves padding out.
+        seen: where outcomes go.
+        tell: called with a sentence for each thing that is taken out.
+        training: whether forwards with gradients alone are compared; else all but those of generation.
+    """
+
+    def __init__(
+        self, sites: Callable[[], list[Site]], leaves_out: str, seen: list[Audited], tell: Callable[[str], None],
+        training: bool,
+    ) -> None:  # fmt: skip
+        self._sites, self._leaves_out, self._seen, self._tell = sites, leaves_out, seen, tell
+        self._training = training
+        self._known: set[Any] = set()
+        self._widest = 0
+        self._busy = self._looking = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
+        # A copy of a patched model has the modules' classes, and with them the sites.
+        return self
+
+    def again(self) -> None:
+        """Has the next forward compared, whatever was compared before."""
+        self._known.clear()
+        self._widest = 0
+
+    def watch(self, module: Any, undo: Undo) -> None:
+        """Compares before forwards of a body; of a model without one, before its own."""
+        names = tuple(inspect.signature(module.forward).parameters)
+        undo.add(module.register_forward_pre_hook(functools.partial(_before, self, names), with_kwargs=True).remove)
+        if not is_patched_class(type(module)):
+            leaves_out_hooks(module, undo)
+
+    def before(self, module: Any, given: dict[str, Any]) -> None:
+        """Compares, where a forward is of a new kind: other arguments, another dtype, other sites, or rows of more than
+        twice the places."""
+        if self._busy or under_way() or generates() or (self._training and not _trains(module)):
+            return
+        rows = _rows(given)
+        if rows is None:
+            return
+        where = rows.device.type
+        cast = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else None
+        sites = self._sites()
+        served = tuple((id(site), len(site.paths)) for site in sites)
+        kind = (frozenset(n for n, v in given.items() if v is not None), rows.dtype, cast, module.training, served)
+        if kind in self._known and rows.shape[1] <= self._widest:
+            return
+        # Ranks that share weights compare at their first forward, together: later they would wait for each other.
+        shared = any(isinstance(part, FSDPModule) for part in module.modules())
+        if (shared and self._known) or _incomparable(module, given):
+            return
+        self._known.add(kind)
+        self._widest = max(self._widest, 2 * rows.shape[1])
+        self._busy = True
+        try:
+            self._compare(module, some_rows(given), sites)
+        finally:
+            self._busy = False
+
+    def _compare(self, module: Any, given: dict[str, Any], sites: list[Site]) -> None:
+        begun, rows, mask = time.perf_counter(), _rows(given), given.get("attention_mask")
+        assert rows is not None
+        found = Audited(rows.shape[0], rows.shape[1])
+        self._seen.append(found)
+        bodies = [site for site in sites if site.op == self._leaves_out]
+        if "use_cache" in inspect.signature(module.forward).parameters:
+            given = {**given, "use_cache": False}
+
+        def forward() -> torch.Tensor:
+            with repeatable(rows.device):
+                return _live(module.forward(**given), mask)
+
+        with _undisturbed(module, sites):
+            with _set(bodies, "off", QUIET), _set(sites, "look", functools.partial(self.look, found)):
+                own = forward()
+            with _set(sites, "off", QUIET):
+                rounded = _moved(found, forward)
+            before = sum(site.ran for site in bodies)
+            served = forward()
+            packed = sum(site.ran for site in bodies) > before
+        if packed and rounded is not None:
+            far = distance(served, own, rounded)
+            for site in bodies if far > 1 else ():
+                self._take_out(site, far, found)
+            found.farthest = max(found.farthest, far if far <= 1 else 0.0)
+        for site in sites:
+            if site.late and site.off is None:
+                site.look = functools.partial(self.look_once, found)
+        found.seconds += time.perf_counter() - begun
+
+    def look(self, found: Audited, site: Site, own: Callable[[], Any], served: Callable[[], Any]) -> None:
+        """Compares what the op makes of a call with what the modules' own code makes of it. Of what is called inside of
+        the two nothing is compared."""
+        if not self._looking:
+            self._looking = True
+            try:
+                given = served()
+                rounded = None if type(given) is Late else _moved(found, own)
+                if rounded is not None:
+                    far = distance(given, own(), rounded)
+                    found.calls += 1
+                    if far > 1:
+                        self._take_out(site, far, found)
+                    else:
+                        found.farthest = max(found.farthest, far)
+            finally:
+                self._looking = False
+
+    def look_once(self, found: Audited, site: Site, own: Callable[[], Any], served: Callable[[], Any]) -> None:
+        """Compares what a head's op makes of some rows, where its loss is formed."""
+        begun, ran = time.perf_counter(), site.ran
+        site.look = None
+        with torch.no_grad(), _without_cast_cache(), repeatable():
+            self.look(found, site, own, served)
+        site.ran = ran
+        found.seconds += time.perf_counter() - begun
+
+    def _take_out(self, site: Site, far: float, found: Audited) -> None:
+        what = "padding left out" if site.op == self._leaves_out else f"{site.op} in {site.kind.__name__}"
+        by = f"{far:.3g} times what rounding explains"
+        site.off = f"it differed from the model's own code on the first batch, by {by}"
+        found.differing.append(f"{what} ({by}): taken out")
+        self._tell(
+            f"NPU kernels: {what} differs from the model's own code on this batch, by {by}; it is taken out, and the "
+            "model's own code runs in its place"
+        )
+
+
+def _moved(found: Audited, run: Callable[[], Any]) -> Any:
+    """What code makes while its rounding is moved; None where it does not bear that, as what counts with floats."""
+    try:
+        with Rounded(0, in_place=False):
+            return run()
+    except PROBE_ERRORS as error:
+        found.aside = f"some code does not bear moved numbers and was not compared ({one_line(error, 80)})"
+        return None
+
+
+def _before(
+    audit: Audit, names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if not torch.compiler.is_compiling():
+        audit.before(module, dict(zip(names, args, strict=False), **kwargs))
+
+
+def _incomparable(module: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether a forward cannot be run several times: it is given what it writes to (a cache), its parameters are
+    gathered in an order that was recorded, or other threads run copies of it."""
+    plain = (torch.Tensor, bool, int, float, str, type(None), torch.dtype)
+    leaves = tree_leaves(dict(given))
+    partitioned = any(is_partitioned(p) for p in module.parameters())
+    return partitioned or getattr(module, "_is_replica", False) or not all(isinstance(v, plain) for v in leaves)
+
+
+def _trains(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled()
+
+
+@contextlib.contextmanager
+def _set(sites: list[Site], name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of sites that are not taken out, and are compared here; one that is taken out meanwhile keeps
+    the reason."""
+    chosen = [site for site in sites if site.off is None and not site.late]
+    for site in chosen:
+        setattr(site, name, value)
+    try:
+        yield
+    finally:
+        for site in chosen:
+            if name != "off" or site.off == QUIET:
+                setattr(site, name, None)
+
+
+@contextlib.contextmanager
+def _without_cast_cache() -> Iterator[None]:
+    """Autocast keeps what it has cast: without gradients that would be kept for the forward that needs them."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def _undisturbed(module: nn.Module, sites: list[Site]) -> Iterator[None]:
+    """Leaves no trace of forwards without gradients: no counts, and nothing written to buffers. Where numbers are drawn
+    for each token they run in evaluation, since a packed row draws others."""
+    counts = [
+        (site, site.ran, site.declined.copy(), copy.deepcopy(getattr(site.progress, "__dict__", {}))) for site in sites
+    ]
+    buffers = [(part, name, b, b._version, b.clone()) for part in module.modules()
+               for name, b in part._buffers.items() if b is not None and not b.is_inference()]  # fmt: skip
+    config: Any = getattr(module, "config", None)
+    draws = config is not None and draws_for_tokens(config.get_text_config(), module.modules())
+    modes = [part for part in module.modules() if part.training] if draws else []
+    for part in modes:
+        part.training = False
+    try:
+        with torch.no_grad(), _without_cast_cache():
+            yield
+    finally:
+        for part in modes:
+            part.training = True
+        with torch.no_grad():
+            for part, name, buffer, version, copied in buffers:
+                if buffer._version != version:
+                    buffer.copy_(copied)
+                part._buffers[name] = buffer
+        for site, ran, declined, progress in counts:
+            site.ran, site.declined = ran, declined
+            if progress:
+                vars(site.progress).update(progress)

@@ -1,0 +1,176 @@
+"""A padded batch on its way through a body: packed before, padded after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...ops.attention import Segments, Shared, take, uploaded
+from ..call import Scored
+from .layout import DEAD, PREDICTS, READ, Layout, layout
+from .packed import Unserved, packed, packing_for
+
+__all__ = ["Batch", "hidden_of", "routers_of"]
+
+
+def hidden_of(out: Any) -> torch.Tensor:
+    """Of a body's output."""
+    hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out.last_hidden_state
+    return hidden
+
+
+def routers_of(out: Any) -> tuple[torch.Tensor, ...]:
+    """The logits of every layer's router, where a body was asked for them."""
+    return getattr(out, "router_logits", None) or ()
+
+
+def _positions(where: Layout, shape: tuple[int, int], by_columns: bool) -> np.ndarray:
+    """The position that each packed token has in its own row."""
+    rows, width = shape
+    columns: np.ndarray = where.places % width
+    if by_columns:
+        return columns
+    begins = (where.tokens.reshape(rows, width) >= 0).argmax(1)
+    return columns - begins[where.places // width]
+
+
+def _read(ids: torch.Tensor, padding: int) -> torch.Tensor:
+    """Of each place, should it have no token, whether a classifier may read it: the last that has another id than
+    padding, and the first of a row without any."""
+    other = ids != padding
+    other[:, 0] |= ~other.any(1)
+    return torch.where(other, READ, DEAD)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a body was called with, and where its tokens go."""
+
+    given: dict[str, Any]
+    layout: Layout
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls, given: dict[str, Any], labels: torch.Tensor | None, *, share: bool, padding: int | None = None,
+        ahead: int = 1, scored: Scored | None = None,
+    ) -> Any:  # fmt: skip
+        """Or why there is no layout, as a sentence; here the host waits for the device, once for a forward.
+
+        Args:
+            given: to the body.
+            labels: given to the model, where there are some.
+            share: whether beginnings may be shared.
+            padding: the only id that a place without a token may have; None: any.
+            ahead: how many places a label is behind the one that predicts it.
+            scored: the places that TRL's head scores, which are read with the layout; None: nobody asks.
+        """
+        mask, ids = given["attention_mask"], given.get("input_ids")
+        alive = mask.bool()
+        if ids is None:
+            seen = alive.long() - 1
+        else:
+            seen = torch.where(alive, ids.long(), DEAD if padding is None else _read(ids, padding))
+        positions = given.get("position_ids")
+        if share and ids is not None and positions is not None and len(positions) > 1:
+            # Tokens are alike where they are told to stand at the same position.
+            seen = torch.where(alive, seen | (positions.long() & 0x7FFF_FFFF) << 32, seen)
+        if labels is not None and labels.shape == mask.shape:
+            predicting = slice(0, mask.shape[1] - ahead)
+            lost = (labels[:, ahead:] != -100) & ~alive[:, predicting]
+            seen[:, predicting].masked_fill_(lost, PREDICTS)
+        if isinstance(seen, FakeTensor):
+            return "its ids or mask have no numbers (FakeTensorMode)"
+        if scored is not None and scored.labels.shape != mask.shape:
+            scored = None
+        if scored is not None:
+            # Above an id's 31 bits, and below those of its position.
+            wanted, live = scored.mask, alive[:, : scored.shape[1]]
+            seen[:, : scored.shape[1]] |= (wanted & live).long() << 31
+            if scored.labels is not labels:
+                seen[:, : scored.shape[1]].masked_fill_(wanted & ~live, PREDICTS)
+        read = seen.cpu().numpy()
+        if scored is not None:
+            marks = (read >= 0) & (read >> 31 & 1 > 0)
+            read = np.where(marks, read & ~(1 << 31), read)
+        found = layout(read, share=share and ids is not None)
+        if scored is not None and not isinstance(found, str):
+            # Elsewhere nothing is scored: a label to be predicted at padding has no layout.
+            scored.places = np.flatnonzero(marks[:, : scored.shape[1]])
+        return found if isinstance(found, str) else cls(given, found, tuple(mask.shape))
+
+    @property
+    def computed(self) -> int:
+        """Tokens that go through the body."""
+        return len(self.layout.places)
+
+    def through(self, kind: Any, body: Any, inner: str, by_columns: bool, backend: str | None) -> Any:
+        """The body's output with its hidden states in the batch's shape, and what became of the packed row.
+
+        Args:
+            kind: whose forward is called.
+            body: that is given the row.
+            inner: path of the body of text alone.
+            by_columns: whether positions count columns, padding included.
+            backend: the override for the op.
+
+        Raises:
+            Unserved: a layer asks for what attention by segments does not do.
+        """
+        given, where, (rows, width) = self.given, self.layout, self.shape
+        mask = given["attention_mask"]
+        device, n = mask.device, len(where.places)
+        # Labels are for the head: what a body may do with them the proof would have shown.
+        new = {name: v for name, v in given.items() if name != "labels"}
+        new |= {"attention_mask": mask.new_ones(1, n), "use_cache": False}
+        if given.get("inputs_embeds") is None:
+            places = uploaded(where.places, device)
+            new["input_ids"] = given["input_ids"].reshape(-1).index_select(0, places).unsqueeze(0)
+        else:
+            embedded = given["inputs_embeds"]
+            packed_rows = Shared.make(where.places, rows * width, embedded.device)
+            new["inputs_embeds"] = take(embedded.reshape(rows * width, -1), packed_rows).unsqueeze(0)
+        positions = given.get("position_ids")
+        if positions is None:
+            counted = _positions(where, self.shape, by_columns)
+            new["position_ids"] = uploaded(counted, device).unsqueeze(0)
+        else:
+            places = uploaded(where.places, positions.device)
+            new["position_ids"] = positions.expand(rows, width).reshape(-1).index_select(0, places).unsqueeze(0)
+        keys = None if where.keys is None else Shared.make(where.keys, n, device)
+        segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
+        packing = packing_for(body, body.get_submodule(inner), segments, backend)
+        with packed(packing):
+            out = kind.forward(body, **new)
+        known = ("last_hidden_state", "router_logits")
+        others = () if isinstance(out, tuple) else (name for name in out if name not in known)
+        if (isinstance(out, tuple) and any(o is not None for o in out[1:])) or (name := next(iter(others), None)):
+            raise Unserved(f"it returns {'more than hidden states' if isinstance(out, tuple) else name}")
+        hidden = hidden_of(out)
+        if hidden.dim() != 3 or hidden.shape[:2] != (1, n):
+            # A module has added something that has the batch's rows: none of these here is the packed one.
+            raise Unserved(
+                f"of one packed row of {n} tokens its layers make a tensor of shape {list(hidden.shape)}", False
+            )
+        tokens = Shared.make(where.tokens, n, hidden.device)
+        padded = take(hidden[0], tokens).view(rows, width, -1)
+        if isinstance(out, tuple):
+            out = (padded, *out[1:])
+        else:
+            out.last_hidden_state = padded
+            if routed := routers_of(out):
+                out.router_logits = tuple(_padded_logits(logits, tokens, self.shape) for logits in routed)
+        return out, packing
+
+
+def _padded_logits(logits: torch.Tensor, tokens: Shared, shape: tuple[int, int]) -> torch.Tensor:
+    """A router's logits for the batch. The auxiliary loss, which reads them, leaves out what the mask does."""
+    if logits.dim() == 3 and logits.shape[:2] == (1, tokens.n):
+        return take(logits[0], tokens).unflatten(0, shape)
+    if logits.dim() != 2 or logits.shape[0] != tokens.n:
+        raise Unserved("its router_logits are not of its tokens")
+    return take(logits, tokens)

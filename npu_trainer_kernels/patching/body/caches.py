@@ -1,0 +1,100 @@
+"""The keys and values of a forward in training, which its configuration asks for and nobody reads: a promise.
+
+A packed row has none to give. Whoever reads anything of them gets what the model's own forward returns, computed then,
+and the promise becomes that very object: class, attributes and gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from ..patch import PLAIN
+
+__all__ = ["cache_of", "can_promise", "promised_cache"]
+
+
+def cache_of(out: Any) -> type[Cache] | None:
+    """The class of the keys and values that a body has returned, or None."""
+    cache = getattr(out, "past_key_values", None)
+    return type(cache) if isinstance(cache, Cache) else None
+
+
+def _special(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        _make(self)
+        return getattr(type(self), name)(self, *args)
+
+    return method
+
+
+class _Promised:
+    """What a promised cache does until somebody reads it; in front of the class that it will have."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return object.__getattribute__(self, name)
+        _make(self)
+        return getattr(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _make(self)
+        setattr(self, name, value)
+
+
+_HAS = ("__len__", "__getitem__", "__iter__", "__repr__", "__str__", "__reduce_ex__")
+
+
+def _make(promise: Any) -> None:
+    real = object.__getattribute__(promise, "__dict__")["make"]()
+    object.__setattr__(promise, "__class__", type(real))
+    vars(promise).clear()
+    vars(promise).update(vars(real))
+
+
+def can_promise(module: torch.nn.Module) -> bool:
+    """Whether the parameters of a module are at hand outside of the forward that is running."""
+    return not torch.is_inference_mode_enabled() and all(type(p) in PLAIN and p.numel() for p in module.parameters())
+
+
+def promised_cache(cls: Any, kind: Any, module: Any, given: dict[str, Any]) -> Cache:
+    """The keys and values of a forward in training that is running.
+
+    Args:
+        cls: whose forward computes them.
+        kind: of what they will be (`cache_of`).
+        module: given to that forward.
+        given: to the module.
+    """
+    device = next(module.parameters()).device.type
+    autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+
+    def versions() -> list[int]:
+        tensors = (*module.parameters(), *given.values())
+        return [t._version for t in tensors if isinstance(t, torch.Tensor)]
+
+    before = versions()
+
+    def make() -> Cache:
+        if versions() != before or not module.training:
+            raise RuntimeError(
+                "past_key_values of a forward in training are computed when they are read, and its weights, arguments "
+                "or mode have changed since: read them before, or ask for them by use_cache=True"
+            )
+        with torch.enable_grad(), autocast:
+            made: Cache = cls.forward(module, **{**given, "use_cache": True}).past_key_values
+        return made
+
+    promise: Cache = object.__new__(_promised_class(kind))
+    object.__getattribute__(promise, "__dict__")["make"] = make
+    return promise
+
+
+@functools.cache
+def _promised_class(kind: Any) -> Any:
+    special = {name: _special(name) for name in _HAS if hasattr(kind, name)}
+    return type(kind.__name__, (_Promised, kind), {**special, "__module__": kind.__module__})

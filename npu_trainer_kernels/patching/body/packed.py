@@ -1,0 +1,368 @@
+"""The way into transformers' attention: what a packed row carries in place of a mask, and what is done with it.
+
+While a packed row goes through a body, the configuration that its modules read names our functions in transformers'
+`AttentionMaskInterface` and `AttentionInterface`. The first makes a `PackedMask` of each mask that the model asks for;
+layers hand it on as they do every mask, also to the recomputation of a checkpointed layer, and the second attends by
+segments. The model's own configuration is never written to: modules are moved to classes whose `config` is a copy for
+the length of the call, on the thread that the call runs on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ...ops.attention import Segments, trial, unserved, varlen_attention
+from ..classes import derived, original_class
+from ..parallel import serve_inside
+from ..undo import Undo
+
+__all__ = [
+    "NAME",
+    "Asked",
+    "Packing",
+    "Unserved",
+    "attend_by_segments",
+    "foreign_attention",
+    "packed",
+    "packing_for",
+    "under_way",
+    "why_not",
+    "window_of",
+]
+
+NAME = "npu_kernels_segments"
+_PYTORCHS = functional.scaled_dot_product_attention
+_ELSEWHERE = frozenset((
+    "position_ids", "cache_position", "num_items_in_batch", "sliding_window", "output_attentions",
+    "output_hidden_states", "output_router_logits", "use_cache", "return_dict", "logits_to_keep",
+))  # fmt: skip
+"""What models hand to every attention function, and what is known from elsewhere here: positions are in queries and
+keys, and a window is in the mask. Anything else may say which keys are seen."""
+
+
+# Whether there is a sliding window, the soft cap, whether there are sinks.
+Asked = tuple[bool, float | None, bool]
+
+
+class Unserved(Exception):
+    """A layer asks for what attention by segments does not do; the message says what.
+
+    Attributes:
+        lasts: whether it will ask for that in other batches too.
+    """
+
+    def __init__(self, reason: str, lasts: bool = True) -> None:
+        super().__init__(reason)
+        self.lasts = lasts
+
+
+@dataclass
+class Packing:
+    """One packed row on its way through a body.
+
+    Attributes:
+        segments: of the row.
+        backend: the override for the op.
+        by: what has prepared the body (`attend_by_segments`).
+        named: the attention that the body's configuration names.
+        attended: the classes of the modules that have attended.
+        asked: what they asked for.
+        configs: for each configuration that was asked for a copy that names our functions.
+    """
+
+    segments: Segments
+    backend: str | None
+    by: Any
+    named: str
+    attended: set[type[nn.Module]] = field(default_factory=set)
+    asked: set[Asked] = field(default_factory=set)
+    configs: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+    def naming(self, config: Any) -> Any:
+        """A configuration with our functions in place of its own, also in those inside of it."""
+        if id(config) not in self.configs:
+            new = copy.copy(config)
+            # With the one that it is of, which nothing else may keep alive for as long as its number counts.
+            self.configs[id(config)] = config, new
+            for name, value in vars(config).items():
+                if isinstance(value, PretrainedConfig):
+                    vars(new)[name] = self.naming(value)
+            vars(new)["_attn_implementation_internal"] = NAME
+        return self.configs[id(config)][1]
+
+
+class PackedMask:
+    """Stands for a mask: causal inside each segment, with a sliding window or None.
+
+    No dataclass: wrappers of layers (FSDP1's) take those apart, and hand on a copy.
+    """
+
+    __slots__ = ("packing", "window")
+
+    def __init__(self, packing: Packing, window: int | None) -> None:
+        self.packing, self.window = packing, window
+
+    def __getitem__(self, index: Any) -> PackedMask:
+        """All of it is itself: Gemma 4 cuts masks to the logits that are wanted, also where these are all."""
+        for part in index if isinstance(index, tuple) else (index,):
+            if type(part) is not slice or part not in (slice(None), slice(0, None)):
+                raise Unserved("it cuts its mask")
+        return self
+
+
+_packing: contextvars.ContextVar[Packing | None] = contextvars.ContextVar("npu_kernels_packing", default=None)
+
+
+def window_of(allowed: Callable[..., Any], length: int) -> int | None:
+    """The sliding window of a causal mask function, None where every earlier key is seen.
+
+    The function is asked what three queries see that are one apart, the first of them from the first key on, so that
+    what depends on more than the distance is found out.
+
+    Raises:
+        Unserved: the mask is another one.
+    """
+    if allowed is causal_mask_function:
+        return None
+    # Whatever the default device is: the host is to wait for none.
+    with torch.device("cpu"):
+        zero, far = torch.tensor(0), torch.arange(-1, length)
+        queries = [torch.tensor(q) for q in (length - 1, length, length + 1)]
+    try:
+        rows = [allowed(zero, zero, q, q - far).expand(len(far)).tolist() for q in queries]
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise Unserved("its mask looks at more than positions") from error
+    row, seen = rows[0], sum(rows[0])
+    if any(other != row for other in rows) or row[0] or row[1 : seen + 1] != [True] * seen:
+        raise Unserved("its mask is neither causal nor a sliding window")
+    return None if seen == length else seen
+
+
+def _mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> PackedMask:
+    """In place of the functions that make masks."""
+    packing = _packing.get()
+    if packing is None:
+        raise RuntimeError(f"{NAME!r} makes masks for packed rows alone, and no packed row is on its way")
+    return PackedMask(packing, window_of(mask_function, packing.segments.longest_k))
+
+
+def why_not(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int], window: int | None, softcap: float | None,
+    sinks: bool, dropout: float, backend: str | None, segments: int = 1,
+) -> str | None:  # fmt: skip
+    """Why a layer had better not attend by segments, or None; on an accelerator it is tried, once."""
+    reason = unserved(
+        device, dtype, sizes, window=window, softcap=softcap, sinks=sinks, dropout=dropout, segments=segments,
+        backend=backend,
+    )  # fmt: skip
+    if reason is None and device.type not in ("cpu", "meta"):
+        reason = trial(device, dtype, sizes, window is not None, softcap, sinks, backend)
+    return reason
+
+
+@functools.cache
+def _ignores(attention: Any, option: str) -> bool:
+    """Whether the code of an attention function never names an option that it may be given."""
+    code = inspect.unwrap(attention).__code__
+    return option not in (*code.co_varnames, *code.co_consts)
+
+
+def _attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None,
+    s_aux: torch.Tensor | None = None, is_causal: bool | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """In place of the functions that attend; query, key and value are [1, heads, tokens, size]."""
+    if type(attention_mask) is not PackedMask:
+        raise Unserved("it attends to something else than its own tokens")
+    packing, window = attention_mask.packing, attention_mask.window
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise Unserved("its attention is not causal")
+    for name, given in kwargs.items():
+        if given is not None and type(given) is not bool and name not in _ELSEWHERE:
+            raise Unserved(f"its attention is given {name}")
+    # A row attends as its batch would: some versions of transformers ignore under this name what they are given. All
+    # other functions, and a model's own, do with these what they say.
+    if packing.named == "sdpa":
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        softcap = None if _ignores(sdpa, "softcap") else softcap
+        s_aux = None if _ignores(sdpa, "s_aux") else s_aux
+    if query.shape[0] != 1 or query.shape[2] != packing.segments.q_ends[-1] or key.shape[2] != query.shape[2]:
+        raise Unserved("its attention takes other rows than the body was given")
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    served = functools.partial(
+        why_not, query.device, dtype, (query.shape[-1], value.shape[-1]), window, softcap, s_aux is not None, dropout,
+        packing.backend,
+    )  # fmt: skip
+    reason, lasts = served(segments=len(packing.segments)), True
+    if reason is None and dtype is query.dtype and not query.dtype == key.dtype == value.dtype:
+        reason = f"queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype}"
+    elif reason is not None:
+        lasts = served(segments=1) is not None
+    if reason is not None:
+        raise Unserved(reason, lasts)
+    packing.attended.add(original_class(module))
+    packing.asked.add((window is not None, softcap, s_aux is not None))
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = varlen_attention(
+        q, k, v, packing.segments, scale=scaling, window=window, softcap=softcap, sinks=s_aux, dropout=dropout,
+        backend=packing.backend,
+    )  # fmt: skip
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)
+
+
+def foreign_attention(name: str) -> str | None:
+    """Why a name of an attention no longer stands for what transformers and PyTorch do under it, or None.
+
+    What spreads a row over several ranks puts itself there: DeepSpeed's Ulysses under the name, PyTorch's context
+    parallelism below it. A packed row would see no more of it than this rank has.
+    """
+    function: Any = ALL_ATTENTION_FUNCTIONS.get(name)
+    while isinstance(function, functools.partial):
+        function = function.func
+    if function is None or (function.__module__ or "").startswith("transformers."):
+        function = functional.scaled_dot_product_attention
+        if name != "sdpa" or function is _PYTORCHS:
+            return None
+    return f"its attention ({name}) is that of {function.__module__}"
+
+
+def under_way() -> bool:
+    """Whether a packed row is going through a body on this thread."""
+    return _packing.get() is not None
+
+
+def packing_for(body: Any, text: Any, segments: Segments, backend: str | None) -> Packing:
+    """A packed row for a body that was prepared.
+
+    Args:
+        body: that is given the row.
+        text: the body of text alone inside of it, or itself.
+        segments: of the row.
+        backend: the override for the op.
+    """
+    return Packing(segments, backend, getattr(body, _BY), text.config._attn_implementation)
+
+
+@contextlib.contextmanager
+def packed(packing: Packing) -> Iterator[None]:
+    """While a packed row is on its way on this thread."""
+    token = _packing.set(packing)
+    try:
+        yield
+    finally:
+        _packing.reset(token)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How a body and its attention come to our functions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+_BY = "_npu_kernels_packs_by"
+# Before torch 2.8 Dynamo takes what a module's `__dict__` has under a property's name for the property: the
+# configuration is there a second time.
+_OWN, _RECURSES = "_npu_kernels_config", Version(torch.__version__) < Version("2.8")
+
+
+def _config_of_call(by: Undo) -> property:
+    """The `config` of a module through which packed rows go: what it is asked for it is asked by one thread in one
+    call, and nothing is written to a configuration, which other threads and models have too."""
+
+    def get(module: Any) -> Any:
+        if torch.compiler.is_compiling():  # in a graph no packed row is on its way
+            return module._npu_kernels_config if _RECURSES else module.__dict__["config"]
+        config = module.__dict__["config"]
+        packing = _packing.get()
+        return config if packing is None or packing.by is not by else packing.naming(config)
+
+    def put(module: Any, config: Any) -> None:
+        for name in ("config", _OWN) if _RECURSES else ("config",):
+            module.__dict__[name] = config
+
+    return property(get, put)
+
+
+def _without_own(there: weakref.ref[nn.Module]) -> None:
+    module = there()
+    if module is not None:
+        vars(module).pop(_OWN, None)
+
+
+def _mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMask | None:
+    # A loop: before torch 2.8 a graph breaks at `next` with a default.
+    for given in (kwargs.get("attention_mask"), *args):
+        if type(given) is PackedMask:
+            return given
+    return None
+
+
+def _attending(base: Any) -> Callable[..., Any]:
+    """The forward of an attention's class that knows of a packed row also where a layer is computed again later."""
+
+    @functools.wraps(base.forward)
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = _mask_in(args, kwargs)
+        if mask is None:
+            return base.forward(module, *args, **kwargs)
+        with packed(mask.packing):
+            return base.forward(module, *args, **kwargs)
+
+    return forward
+
+
+def _attends(kind: type[nn.Module]) -> bool:
+    """Whether a class asks transformers which function attends."""
+    methods = [inspect.unwrap(m) for cls in kind.__mro__ for m in vars(cls).values() if inspect.isfunction(m)]
+    return any("ALL_ATTENTION_FUNCTIONS" in getattr(m, "__code__", _attends.__code__).co_names for m in methods)
+
+
+def attend_by_segments(body: nn.Module, inner: str, undo: Undo) -> None:
+    """Makes a body attend by segments while a packed row is on its way: itself, what is around the body of text alone
+    inside, and all of that body that makes masks or attends.
+
+    Args:
+        body: to prepare.
+        inner: path of the body of text alone.
+        undo: that takes it back. What it has prepared already stays.
+    """
+    config = _config_of_call(undo)
+    names = inner.split(".")[:-1] if inner else []
+    around = [body.get_submodule(".".join(names[:i])) for i in range(len(names) + 1)] if inner else []
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in dict.fromkeys((*around, *body.get_submodule(inner).modules())):
+        kind: Any = type(module)
+        is_model = isinstance(module, PreTrainedModel)
+        prepared = getattr(kind, _BY, None) is undo
+        if prepared or "config" not in vars(module) or not (is_model or _attends(kind)):
+            continue
+        if kind not in classes:
+            # A property of a class goes before what an instance has of that name.
+            forward = {} if is_model else {"forward": _attending(kind)}
+            classes[kind] = derived(kind, {"config": config, _BY: undo, **forward})
+        if _RECURSES:
+            undo.add(functools.partial(_without_own, weakref.ref(module)))
+            vars(module)[_OWN] = vars(module)["config"]
+        undo.set_class(module, classes[kind])
+        serve_inside(module, classes[kind], undo)

@@ -1,0 +1,373 @@
+"""Nothing is computed for padding: the body of a model is handed one row of live tokens.
+
+The body is what makes `last_hidden_state`. A batch `[B, L]` with a mask becomes `[1, n]` before the embedding and
+`[B, L, H]` again after the last norm, with zeros where there was padding; a beginning that rows have in common is
+computed once (`layout`). Attention alone knows of segments (`packed`), and nothing outside of the body knows at all.
+What reads images beside text and has such a body inside is a body, too, for batches of text alone: some of them make
+the masks for the one inside.
+
+Which bodies may be handed one row is for `proof` to say.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from ...ops.attention import uploaded
+from ...support.errors import one_line
+from ...support.opaque import paused, traced
+from ..call import CallSettings, current_call, generates
+from ..classes import forward_of, original_class
+from ..head import causal_lm
+from ..patch import QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
+from ..undo import Undo
+from .batch import Batch, hidden_of
+from .caches import can_promise, promised_cache
+from .layout import Layout
+from .packed import Unserved, attend_by_segments, foreign_attention, under_way
+from .proof import OUTPUTS, ROUTED, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
+
+__all__ = ["PaddingPatch", "draws_for_tokens", "outermost_body"]
+
+_BATCH = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")
+
+
+@dataclass
+class Savings:
+    """What became of the positions of the batches that were packed.
+
+    Attributes:
+        positions: all of them.
+        live: those with a token.
+        computed: tokens that went through the body.
+        trained: calls whose gradient is wanted.
+        read: why padding is computed since, where a loss was found to read what becomes of it.
+    """
+
+    positions: int = 0
+    live: int = 0
+    computed: int = 0
+    trained: int = 0
+    read: str = ""
+
+    def __str__(self) -> str:
+        if not self.positions:
+            return ""
+        saved = 1 - self.computed / self.live
+        return f"{self.live / self.positions:.0%} of the positions were live" + (
+            f", {saved:.0%} of their tokens saved by shared beginnings" if saved else ""
+        )
+
+
+@dataclass(frozen=True)
+class BodyForm:
+    """A body that may be handed one row.
+
+    Attributes:
+        proof: of its class.
+        names: the parameters of its forward, in order.
+        inner: path of the body of text alone; empty: itself.
+        classifies: whether what is read outside is found by ids: the last one that is no padding.
+        ahead: how many places a label is behind the one that predicts it: 1, or 0 where each token has a class.
+        drops: whether numbers are drawn for each token in training (dropout).
+        longest: columns beyond which its rotation depends on how far positions go; None: none.
+        refused: reasons that a first call has shown, or None, by the circumstances of the call.
+    """
+
+    proof: Proof
+    names: tuple[str, ...]
+    inner: str
+    classifies: bool
+    ahead: int
+    drops: bool
+    longest: int | None
+    refused: dict[Any, str | None] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        return f"positions count {'columns' if self.proof.by_columns else 'live tokens'}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The patch
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def body_of(model: nn.Module) -> Any:
+    """The module that makes `last_hidden_state`, or None."""
+    owner = causal_lm(model)[1]
+    if owner is None:
+        owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    body = None if owner is None or not hasattr(owner, "get_decoder") else owner.get_decoder()
+    # Where there is no head transformers 4 does not know of a decoder.
+    body = owner.base_model if body is None and isinstance(owner, PreTrainedModel) else body
+    # Some call the text part of their model, head included, their decoder.
+    if isinstance(body, PreTrainedModel) and body.get_output_embeddings() is not None:
+        return body.base_model
+    return body
+
+
+def _wraps(module: nn.Module, body: Any) -> bool:
+    """Whether a module reads something else beside text, and has the body for text inside."""
+    if not isinstance(module, PreTrainedModel) or not isinstance(body, PreTrainedModel):
+        return False
+    composite = type(module.config) is not type(body.config) and module.get_output_embeddings() is None
+    return composite and module is not body and any(part is body for part in module.modules())
+
+
+def outermost_body(model: nn.Module) -> nn.Module:
+    """The module around all that reads a batch before its loss; the model itself where that is not known."""
+    body = body_of(model)
+    return next((part for part in model.modules() if part is body or _wraps(part, body)), model)
+
+
+def _longest(config: Any) -> int | None:
+    """Columns beyond which a rotation depends on the longest position of a batch."""
+    rotation = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    text = json.dumps(rotation, default=str)
+    if "dynamic" not in text and "longrope" not in text:
+        return None
+    lengths = [v for v in (rotation.get("original_max_position_embeddings"),
+                           getattr(config, "original_max_position_embeddings", None),
+                           getattr(config, "max_position_embeddings", None)) if isinstance(v, int)]  # fmt: skip
+    return min(lengths, default=0)
+
+
+def draws_for_tokens(config: Any, modules: Iterable[nn.Module]) -> bool:
+    """Whether numbers are drawn for each token in training: what rows share would then have the same for all."""
+    numbers = (v for name, v in vars(config).items() if ("drop" in name or "jitter" in name) and isinstance(v, float))
+    return any(numbers) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in modules)
+
+
+class PaddingPatch(Patch):
+    """The body of a model, by `ops.varlen_attention`."""
+
+    op = "varlen_attention"
+
+    def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
+        body = body_of(scene.model)
+        if body is None:
+            return [("", scene.model)]
+        return [
+            (path, module) for path, module in scene.model.named_modules() if module is body or _wraps(module, body)
+        ]
+
+    def recognise(self, module: Any, scene: Scene) -> BodyForm | str | None:
+        kind: Any = original_class(module)
+        if not isinstance(module, PreTrainedModel):
+            return Aside("no body of a transformers model found")
+        names = tuple(inspect.signature(kind.forward).parameters)[1:]
+        if not {"input_ids", "attention_mask", "position_ids"} <= set(names):
+            return "its forward takes no ids, mask and positions"
+        if getattr(module.config, "is_encoder_decoder", False):
+            return "it has an encoder"
+        if getattr(kind, "_is_stateful", False):
+            return "state runs along its rows"
+        if (reason := set_on_instance(module)) is not None:
+            return reason
+        body: Any = body_of(scene.model)
+        inner = next(path for path, part in module.named_modules() if part is body)
+        proof = proof_of(module, inner)
+        if not isinstance(proof, str):
+            proof = unproven(body, proof) or proof
+        if isinstance(proof, str):
+            # Of what is around a body the report need not speak: that has its own line.
+            return Aside(proof) if inner else proof
+        owners = [original_class(m).__name__ for m in scene.model.modules() if isinstance(m, PreTrainedModel)]
+        classifies, tokens, answers = (
+            any(name.endswith(f"For{task}") for name in owners)
+            for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering")
+        )
+        if answers:
+            return "its head compares all places of a row, padding among them"
+        drops = draws_for_tokens(body.config, body.modules())
+        return BodyForm(proof, names, inner, classifies, int(not tokens), drops, _longest(body.config))
+
+    def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
+        super().install(site, module, undo, settings)
+        if site.progress is None:
+            site.progress = Savings()
+            _savings[:] = [*(ref for ref in _savings if ref() is not None), weakref.ref(site.progress)]
+        settings.shares = not site.form.drops
+        attend_by_segments(module, site.form.inner, undo)
+
+    def own(self, site: Site) -> Callable[..., Any]:
+        # In a compiled model the forward around a body is no part of its graphs (`head.graphs`), and the body is one.
+        return traced(forward_of(site.kind))
+
+    def detail(self, site: Site) -> str:
+        return str(site.form)
+
+    def tokens(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
+        form: BodyForm = site.form
+        if site.progress.read:
+            return str(site.progress.read)
+        given = dict(zip(form.names, args, strict=False), **kwargs)
+        mask, config = given.get("attention_mask"), module.config.get_text_config()
+        if paused():
+            return "it is compiled"
+        if mask is None or under_way() or generates():
+            return QUIET
+        if (reason := foreign_attention(config._attn_implementation)) is not None:
+            return reason
+        if given.get("past_key_values") is not None:
+            return "it is given keys and values (past_key_values)" if torch.is_grad_enabled() else QUIET
+        ids = given.get("input_ids")
+        rows = ids if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return "its mask is none of tokens" if torch.is_grad_enabled() else QUIET
+        if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
+            return "its mask is not of the shape of its tokens"
+        if _caches(module, config, given.get("use_cache")) and not _may_promise(form, module, config, given):
+            return "a cache is asked for (use_cache)" if torch.is_grad_enabled() else QUIET
+        for name in OUTPUTS:
+            asked = given.get(name)
+            if asked is None:
+                asked = getattr(config, name, False)
+            if asked and not (name == ROUTED and form.proof.routed):
+                return f"its {name.removeprefix('output_')} are asked for"
+        positions = given.get("position_ids")
+        if positions is not None and (positions.dim() != 2 or positions.shape[-1] != mask.shape[-1]):
+            return "it is given positions in several dimensions"
+        for name, value in given.items():
+            numbers = value.dim() > 0 if isinstance(value, torch.Tensor) else isinstance(value, dict | list | tuple)
+            if numbers and name not in _BATCH:
+                # Of images the body for text inside is given less, and speaks for itself.
+                return QUIET if form.inner else f"it is given {name}"
+        if getattr(module, "_is_replica", False):
+            return "threads run copies of it, which share a configuration (DataParallel)"
+        if form.longest is not None and mask.shape[-1] > form.longest:
+            return "its rotation depends on the longest row"
+        if form.classifies and (ids is None or config.pad_token_id is None):
+            return "what is classified is found by ids, and here are none, or no padding"
+        if (reason := in_the_way(module.get_submodule(form.inner), form.proof)) is not None:
+            return reason
+        circumstances = _circumstances(module, rows)
+        if circumstances not in form.refused:
+            # Under autocast and with FSDP2's mixed precision layers attend in another dtype than their parameters have;
+            # the latter shows when they do.
+            dtype = circumstances[-1] or next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+            if dtype is not None and not isinstance(module, FSDPModule):
+                text = module.get_submodule(form.inner)
+                form.refused[circumstances] = unserved_layers(form.proof, text, rows.device, dtype, site.backend)
+        return form.refused.get(circumstances)
+
+    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
+        form: BodyForm = site.form
+        given = dict(zip(form.names, args, strict=False), **kwargs)
+        call = current_call()
+        labels = None if call is None else call.labels
+        # Adapters may have come since, with a dropout of their own.
+        config = module.config.get_text_config()
+        drops = module.training and (
+            form.drops or draws_for_tokens(config, parts_of(module.get_submodule(form.inner))[0])
+        )
+        padding = config.pad_token_id if form.classifies else None
+        scored = None if call is None else call.scored
+        batch = Batch.of(given, labels, share=not drops, padding=padding, ahead=form.ahead, scored=scored)
+        if isinstance(batch, str):
+            return Late(batch)
+        positions = batch.shape[0] * batch.shape[1]
+        if batch.computed == positions:
+            return Late(QUIET)
+        try:
+            out, _ = batch.through(site.kind, module, form.inner, form.proof.by_columns, site.backend)
+        except Unserved as error:
+            rows = given.get("inputs_embeds")
+            if error.lasts:
+                form.refused[_circumstances(module, given["input_ids"] if rows is None else rows)] = str(error)
+            return Late(str(error))
+        except (RuntimeError, IndexError) as error:
+            # Tensors of the batch's shape that a module brings in do not go with a row. Memory that has run out, and
+            # what else has a class of its own, is no matter of shapes.
+            if type(error) not in (RuntimeError, IndexError):
+                raise
+            return Late(f"its code takes no packed row: {one_line(error, 120)}")
+        if form.proof.cache is not None and _caches(module, config, given.get("use_cache")):
+            out = type(out)(**{**out, "past_key_values": promised_cache(site.kind, form.proof.cache, module, given)})
+        savings = site.progress
+        savings.positions += positions
+        savings.live += batch.layout.live
+        savings.computed += batch.computed
+        if hidden_of(out).requires_grad:
+            savings.trained += 1
+            if savings.trained <= _FIRST or savings.trained % _EVERY == 0:
+                return _watched(out, batch.layout)
+        return out
+
+
+_READ = "the loss reads what becomes of padding (a gradient arrived at its places)"
+_FIRST, _EVERY = 2, 64
+"""Backward passes that are watched: the first ones, and one in so many. The host waits for each of these."""
+_savings: list[weakref.ref[Savings]] = []
+
+
+def _watched(out: Any, where: Layout) -> Any:
+    """The output, of which it is seen whether a gradient arrives at places of padding. They have the state of a token
+    then: between the zeros of two models there may be none."""
+    hidden = hidden_of(out)
+    empty = uploaded(where.tokens < 0, hidden.device).view(*hidden.shape[:-1], 1)
+    token = hidden.detach().flatten(0, -2)[int(where.places[0])]
+    hidden = torch.where(empty, token, hidden)
+    hidden.register_hook(functools.partial(_arrived, empty))
+    if isinstance(out, tuple):
+        return (hidden, *out[1:])
+    out.last_hidden_state = hidden
+    return out
+
+
+def _arrived(empty: torch.Tensor, gradient: torch.Tensor) -> None:
+    """What reads padding in one model compares it with what others have there (a reference, a teacher), so that all
+    bodies that are patched compute padding from then on."""
+    if isinstance(gradient, FakeTensor) or gradient.device.type == "meta":
+        return
+    # Of a step that overflowed a masked place has a NaN: 0 times infinity.
+    if not bool(((gradient != 0) & gradient.isfinite() & empty).any()):
+        return
+    for each in filter(None, (ref() for ref in _savings)):
+        each.read = _READ
+    warnings.warn(
+        f"{_READ}; it was left out so far, and this step's gradients have nothing of it. From the next forward on it "
+        "is computed, in every patched model of this process. Give the loss a mask, or leave varlen_attention out of "
+        "ops.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _caches(module: nn.Module, config: Any, asked: bool | None) -> bool:
+    """Whether a call returns keys and values."""
+    if asked is not None or not config.use_cache:
+        return bool(asked)
+    call = current_call()
+    unread = getattr(module, "gradient_checkpointing", False) or (call is not None and not call.settings.caches)
+    return not (module.training and unread)
+
+
+def _may_promise(form: BodyForm, module: nn.Module, config: Any, given: dict[str, Any]) -> bool:
+    """Whether keys and values that nobody has asked for by name may be computed when somebody reads them."""
+    asked = given.get("return_dict")
+    named = vars(module)["config"].return_dict if asked is None else bool(asked)
+    trains = module.training and torch.is_grad_enabled() and given.get("use_cache") is None
+    return bool(trains and named and form.proof.cache is not None and can_promise(module))
+
+
+def _circumstances(module: nn.Module, rows: torch.Tensor) -> tuple[Any, ...]:
+    """What decides, beside the module, whether its layers can attend by segments."""
+    kind = rows.device.type
+    return kind, module.training, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -1,0 +1,343 @@
+"""Whether a body may be handed one row of tokens.
+
+That is proven where the kernels are applied, and not on the body's own weights, which may be sharded, quantised or not
+there yet: a miniature of its class (`probe.miniature`), on a CPU in fp32, is given a batch that is padded on both
+sides, the one way and the other, in evaluation and in training. What carries state along a row, counts positions in
+another way or attends by code of its own gives other numbers, or raises, and stays as it is. So does a body with a
+module that its miniature lacks. What has been done to a body since is looked at in every call.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import types
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+from transformers import Cache
+
+from ...support.errors import one_line
+from ..classes import GLOBAL_HOOKS, has_hooks, original_class
+from ..parallel import mixes_tokens
+from ..patch import PROBE_ERRORS
+from ..probe import MODES, VOCABULARY, agree, beyond_one_run, miniature, miniature_around, repeatable, small_config
+from ..undo import Undo
+from .batch import Batch, hidden_of, routers_of
+from .caches import cache_of
+from .packed import Asked, Unserved, attend_by_segments, foreign_attention, why_not
+
+__all__ = ["OUTPUTS", "ROUTED", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
+
+ROUTED = "output_router_logits"
+OUTPUTS = ("output_hidden_states", "output_attentions", ROUTED)
+"""What may be asked of a body that speaks of padded positions."""
+
+_TOLERANCE = 1e-4
+"""Of the greatest value, between the two ways of a miniature in fp32. Rounding makes about 1e-6 of it, and a token that
+sees what it must not see more than 1e-2: its weights are as large as that needs."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a miniature has shown.
+
+    Attributes:
+        by_columns: whether positions count columns, padding included; else live tokens.
+        attention: the classes of the modules that attend.
+        classes: of all of its modules, each with the forward that it had.
+        asked: what its attention asked for.
+        routed: whether it gives its routers' logits, too, for an auxiliary loss.
+        cache: the class of the keys and values that it returns when it is asked for them, or None.
+    """
+
+    by_columns: bool
+    attention: frozenset[type[nn.Module]] = frozenset()
+    classes: frozenset[tuple[type[nn.Module], Any]] = frozenset()
+    asked: frozenset[Asked] = frozenset()
+    routed: bool = False
+    cache: type[Cache] | None = None
+
+
+def _probe() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of a batch padded left, right and on both sides; some rows begin alike, in a tree of two levels."""
+    ids = torch.randint(3, VOCABULARY, (6, 24), generator=torch.Generator("cpu").manual_seed(3), device="cpu")
+    mask = torch.ones_like(ids)
+    for row, (begin, end) in enumerate(((5, 24), (5, 20), (5, 23), (0, 13), (3, 20), (0, 24))):
+        mask[row, :begin] = mask[row, end:] = 0
+    ids[1, :14], ids[2, :18] = ids[0, :14], ids[0, :18]
+    return ids, mask
+
+
+def _as_key(config: Any) -> str:
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+_proofs: dict[tuple[type, Any, str], Proof | str] = {}
+
+
+def proof_of(body: Any, inner: str) -> Proof | str:
+    """What a miniature of a class shows, or why the class is left alone; shown once for a class and a configuration."""
+    kind, text = original_class(body), body.get_submodule(inner)
+    small = small_config(text.config)
+    vars(small).update({name: False for name in OUTPUTS if name in vars(small)})
+    # What has put itself in the place of an attention may want other ranks for it.
+    plain = text.config._attn_implementation == "sdpa" and foreign_attention("sdpa") is None
+    small._attn_implementation = "sdpa" if plain else "eager"
+    # Some libraries exchange the forwards of classes.
+    key = (kind, kind.forward, _as_key(small) + small._attn_implementation)
+    if key not in _proofs:
+        _proofs[key] = _shown(body, inner, small)
+    return _proofs[key]
+
+
+def _miniature(body: Any, inner: str, small: Any) -> Any:
+    made = miniature(original_class(body.get_submodule(inner)), small)
+    if not inner:
+        return made
+    config = copy.deepcopy(body.config)
+    text = config.get_text_config()
+    vars(config).update({name: small for name, value in vars(config).items() if value is text})
+    return miniature_around(original_class(body), config, inner, made)
+
+
+def _shown(real: Any, inner: str, small: Any) -> Proof | str:
+    try:
+        body = _miniature(real, inner, small)
+    except PROBE_ERRORS as error:
+        return f"no miniature of it can be made: {one_line(error, 120)}"
+    for module in body.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # a packed row draws other numbers
+    attend_by_segments(body, inner, Undo())
+    found = _in_all_modes(body, original_class(real), inner, routed=False)
+    if isinstance(found, str) or ROUTED not in vars(small):
+        return found
+    routed = _in_all_modes(body, original_class(real), inner, routed=True)
+    return found if isinstance(routed, str) else routed
+
+
+def _in_all_modes(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
+    found: Proof | str = ""
+    for training in MODES:
+        with repeatable():
+            found = _compared(body.train(training), kind, inner, routed)
+        if isinstance(found, str):
+            return found
+    return found
+
+
+def _of_tokens(out: Any, live: torch.Tensor) -> list[torch.Tensor]:
+    """Hidden states of the live tokens and, where there are some, what routers made of them."""
+    return [values.flatten(0, -2)[live.flatten()] for values in (hidden_of(out), *routers_of(out))]
+
+
+def _compared(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
+    """What a miniature shows in one mode, asked for its routers' logits or not."""
+    names = tuple(inspect.signature(kind.forward).parameters)[1:]
+    ids, mask = _probe()
+    live = mask.bool()
+    given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    if "labels" in names:
+        given["labels"] = ids.masked_fill(~live, -100)
+    if routed:
+        given[ROUTED] = True
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            plain = body(**given)
+            hidden, routers = hidden_of(plain), routers_of(plain)
+            each = hidden.shape[:2] == ids.shape and all(r.shape[:-1].numel() == ids.numel() for r in routers)
+    except PROBE_ERRORS as error:
+        return f"no miniature of it can be made: {one_line(error, 120)}"
+    if not each:
+        return "a miniature of it gives no hidden state for each token"
+    if routed and not routers:
+        return "a miniature of it gives no router_logits"
+    wanted = _of_tokens(plain, live)
+    if not all(values.isfinite().all() for values in wanted):
+        return "a miniature of it gives no hidden state for each token"
+    reason = ""
+    for by_columns in (True, False):
+        try:
+            with torch.no_grad(), torch.device("cpu"):
+                got = Batch.of(given, None, share=True).through(kind, body, inner, by_columns, "torch")
+        except Unserved as error:
+            return str(error)
+        except PROBE_ERRORS as error:
+            return f"its code takes no packed row: {one_line(error, 120)}"
+        out, packing = got
+        if not packing.attended:
+            return "its attention is not transformers' own"
+        pairs = zip(_of_tokens(out, live), wanted, strict=True)
+        far = torch.stack([(got - want).abs().max() / want.abs().max() for got, want in pairs]).max()
+        if far <= _TOLERANCE:
+            parts = map(original_class, body.get_submodule(inner).modules())
+            classes = frozenset((kind, kind.forward) for kind in parts)
+            attended, asked = frozenset(packing.attended), frozenset(packing.asked)
+            return Proof(by_columns, attended, classes, asked, routed, _cache(body, given))
+        reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
+    return reason
+
+
+def _cache(body: Any, given: dict[str, Any]) -> type[Cache] | None:
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            return cache_of(body(**{**given, "use_cache": True}))
+    except PROBE_ERRORS:
+        return None
+
+
+def unserved_layers(
+    proof: Proof, body: nn.Module, where: torch.device, dtype: torch.dtype, backend: str | None
+) -> str | None:
+    """Why the device cannot attend by segments as the layers ask for, known before any of them has begun."""
+    layers: set[tuple[int, int, float]] = set()
+    for module in body.modules():
+        if _unsharded(module) in proof.attention:
+            size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+            if type(size) is int:  # else the first call tells
+                value = getattr(module, "v_head_dim", None) or size
+                dropout = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
+                layers.add((size, value, dropout if isinstance(dropout, float) else 0.0))
+    return next(filter(None, (
+        why_not(where, dtype, (size, value), 1 if window else None, softcap, sinks, dropout, backend)
+        for window, softcap, sinks in proof.asked for size, value, dropout in layers
+    )), None)  # fmt: skip
+
+
+_linear: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The forwards that somebody has set on linear layers of adapters, and that were seen to be no more than a product."""
+
+
+def _mixes(module: nn.Module) -> str | None:
+    """`mixes_tokens`, but for a forward that was seen to do nothing of that kind."""
+    reason = mixes_tokens(module)
+    if reason is None or (module in _linear and _linear[module]() is vars(module)["forward"]):
+        return None
+    return reason
+
+
+def _still_linear(module: nn.Linear) -> bool:
+    """Whether a forward that was set on a linear layer is its product and nothing else, tried with other weights on the
+    CPU: those that it has may be zeros, or be sharded. ms-swift sets one that moves what it is given to a device."""
+    function = getattr(vars(module)["forward"], "__func__", vars(module)["forward"])
+    if not isinstance(function, types.FunctionType) or beyond_one_run(function) is not None:
+        return False
+    generator = torch.Generator("cpu").manual_seed(5)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu")
+
+    weight = nn.Parameter(drawn(module.out_features, module.in_features))
+    bias = None if module.bias is None else nn.Parameter(drawn(module.out_features))
+    undo = Undo()
+    try:
+        undo.set_attribute(module, "_parameters", {"weight": weight, "bias": bias})
+        for training in MODES:
+            undo.set_attribute(module, "training", training)
+            for shape in ((1, 12), (3, 4)):
+                with repeatable():
+                    x = drawn(*shape, module.in_features)
+                    if not agree(module.forward, lambda x: functional.linear(x, weight, bias), x):
+                        return False
+        return True
+    finally:
+        undo.restore()
+
+
+_MIXING = "peft.tuners.lily."
+"""Adapters whose experts are weighed by the mean over all tokens, padding among them."""
+
+
+def unproven(body: nn.Module, proof: Proof) -> str | None:
+    """What a body has that its miniature has not, as a reason; None where there is nothing.
+
+    Linear layers are that in whatever form (quantised, with adapters): they mix no tokens, those of `_MIXING` apart.
+    """
+    adapters: tuple[type, ...] = ()
+    around: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        # A wrapper calls the copy of its module that is trained: both are looked at.
+        adapters, around = (BaseTunerLayer,), (*around, AuxiliaryTrainingWrapper)
+    except ImportError:
+        pass
+    proven = dict(proof.classes)
+    inside: set[nn.Module] = set()
+    brought: set[nn.Module] = set()  # by adapters
+    for path, module in body.named_modules():
+        kind = _unsharded(module)
+        base = next((cls for cls in kind.__mro__ if cls in proven), None)
+        if module in brought and type(module) is nn.Linear and "forward" in vars(module) and _still_linear(module):
+            _linear[module] = weakref.ref(vars(module)["forward"])
+        if module is not body and (reason := _mixes(module)) is not None:
+            return f"{path}: {reason}"
+        if module in inside or isinstance(module, around):
+            continue
+        if isinstance(module, adapters) and kind.__module__.startswith(_MIXING):
+            return f"the adapter of its {path} looks at all tokens at once, padding among them"
+        if isinstance(module, adapters):
+            brought.update(part for part in module.modules() if part is not module.get_base_layer())  # type: ignore[attr-defined]
+        if isinstance(module, adapters) or (hasattr(module, "in_features") and hasattr(module, "out_features")):
+            inside.update(module.modules())
+        elif base is None or kind.forward is not proven[base]:
+            return f"its {path} is a {kind.__name__}, which was not proven"
+    return None
+
+
+def _unsharded(module: nn.Module) -> type[nn.Module]:
+    """The class of a module below what FSDP2 has derived from it."""
+    kind = original_class(module)
+    return kind if not issubclass(kind, FSDPModule) else next(cls for cls in kind.__bases__ if cls is not FSDPModule)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SHAPELESS = frozenset(("npu_trainer_kernels", "torch", "transformers", "accelerate", "deepspeed", "trl"))
+"""Packages whose hooks do with a packed row what they do with a batch; NEFTune's, in transformers, does not."""
+
+
+def parts_of(body: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Layers and what they are made of, and what stands beside them in a body. Below that the first layer stands for
+    all, since this is looked at in every call."""
+    beside = [child for child in body._modules.values() if child is not None]
+    layers = [layer for child in beside if isinstance(child, nn.ModuleList) for layer in child]
+    inner = [part for layer in layers[1:] for part in (layer, *layer._modules.values()) if part is not None]
+    return [*(layers[0].modules() if layers else ()), *inner], beside
+
+
+def in_the_way(body: nn.Module, proof: Proof) -> str | None:
+    """What has been done to a body since it was proven that leaves no room for a packed row, or None."""
+    layers, beside = parts_of(body)
+    for part in layers:
+        # A graph has no packed row in it: it would be compiled anew for each.
+        if part._compiled_call_impl is not None or "_orig_mod" in part._modules:
+            return "its layers are compiled"
+        if (reason := _mixes(part)) is not None:
+            return f"its {original_class(part).__name__}: {reason}"
+        if type(part) in proof.attention:
+            return f"a {type(part).__name__} has come into it since"
+    if (whose := _whose(hook for hooks in GLOBAL_HOOKS for hook in hooks.values())) is not None:
+        return f"a hook of {whose} on all modules may look at rows"
+    for part in filter(has_hooks, (*layers, *beside)):
+        if (whose := _whose(hook for name in _HOOKS for hook in getattr(part, name).values())) is not None:
+            return f"a hook of {whose} on its {original_class(part).__name__} may look at rows"
+    return None
+
+
+def _whose(hooks: Iterable[Any]) -> str | None:
+    """Who has the first of some hooks that may look at rows."""
+    for hook in hooks:
+        function = getattr(hook, "func", hook)
+        whose = (getattr(function, "__module__", None) or "").partition(".")[0]
+        if whose not in _SHAPELESS or getattr(function, "__name__", "") == "neftune_post_forward_hook":
+            return whose
+    return None

@@ -1,0 +1,155 @@
+"""The LM head of a causal language model: in training it promises its logits (`promise`) instead of forming them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
+
+from ...ops.head import unshared
+from ...support.opaque import opaque
+from ..call import CallSettings
+from ..classes import forward_of, original_class, subclass_with_forward
+from ..parallel import gathered_over, instead_of, serve_instead
+from ..patch import QUIET, Aside, Patch, Scene, Site, no_float, set_on_instance
+from ..undo import Undo
+from .graphs import keep_out_of_graphs, may_promise
+from .head_call import HeadCall, answer_of, is_asked, is_of_a_wrapper
+from .promise import promise
+
+__all__ = ["LmHeadPatch", "causal_lm"]
+
+
+def causal_lm(model: nn.Module) -> tuple[str, Any]:
+    """The module inside `model` (or itself) that owns the LM head and the loss, with its path; None where none does."""
+    return next(_owners(model), ("", None))
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        owns = hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function")
+        if owns and module.get_output_embeddings() is not None:
+            yield path, module
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """A head whose logits may be promised.
+
+    Attributes:
+        within: the whole model: what shards it may have to gather the head's parameters for a late use.
+        mesh: of the ranks that share its vocabulary out (`tp_plan`), or None.
+    """
+
+    within: weakref.ref[nn.Module]
+    mesh: DeviceMesh | None = None
+
+    def __str__(self) -> str:
+        return "" if self.mesh is None else f"{self.mesh.size()} ranks share its vocabulary out"
+
+
+class LmHeadPatch(Patch):
+    """The LM head, and with it the cross-entropy of its logits, by `ops.fused_linear_cross_entropy`."""
+
+    op = "linear_cross_entropy"
+    counts_later = True
+    compared_later = True
+
+    def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
+        # Also those that stay: a model may hold a second language model. Parts without a head name their embedding.
+        first, *others = [owner.get_output_embeddings() for _, owner in _owners(scene.model)] or [scene.model]
+        heads = [first, *(head for head in others if not isinstance(head, nn.Embedding))]
+        return [(path, module) for path, module in scene.model.named_modules() if any(module is h for h in heads)]
+
+    def recognise(self, module: nn.Module, scene: Scene) -> HeadForm | str:
+        owner = causal_lm(scene.model)[1]
+        if owner is None:
+            return Aside("no causal language model found")
+        if module is not owner.get_output_embeddings():
+            return "it is the head of a second language model; that of the first is served"
+        if not isinstance(module, nn.Linear) or original_class(module).forward is not nn.Linear.forward:
+            return f"its head is a {type(module).__name__}, not a plain nn.Linear"
+        mesh = gathered_over(module)
+        if mesh is None and (reason := set_on_instance(module)) is not None:
+            return reason
+        return HeadForm(weakref.ref(scene.model), mesh)
+
+    def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
+        if is_asked(module):
+            return None
+        if len(args) != 1 or kwargs:
+            return "it is given more than hidden states"
+        if is_parametrized(module):
+            return "its weight is computed anew whenever it is read (a parametrization)"
+        hidden, weight, bias = args[0], module.weight, module.bias
+        if not (may_promise(module) and any(t is not None and t.requires_grad for t in (hidden, weight, bias))):
+            return QUIET
+        if (reason := no_float(hidden)) is not None:
+            return reason
+        if isinstance(weight, DTensor) or site.form.mesh is not None:
+            if not isinstance(weight, DTensor) or weight.device_mesh != site.form.mesh:
+                return "it is sharded by columns or rows"
+            if (reason := unshared(weight, bias)) is not None:
+                return reason
+        if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            return f"hidden states of {hidden.dtype} for a weight of {weight.dtype}"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values(),
+                 *module._backward_pre_hooks.values()]  # fmt: skip
+        # What shards a module may hook it: then it is called around the use of its logits, too.
+        if not all(is_of_a_wrapper(hook) for hook in hooks):
+            return "it has a hook"
+        return None
+
+    def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        answered = answer_of(module)
+        if answered is not None:
+            return answered
+        (hidden,) = args
+
+        def on_real(reason: str) -> None:
+            site.declined[f"logits that were {reason}"] += 1
+
+        def on_fused() -> None:
+            site.ran += 1
+
+        def compare(own: Callable[[], Any], served: Callable[[], Any]) -> str | None:
+            if site.look is not None:
+                site.look(site, own, served)
+            return site.off
+
+        compared = None if site.look is None else compare
+        call = HeadCall(module, hidden, site.backend, on_real, on_fused, site.form.within, compared)
+        return promise(call, hidden, module.weight, module.bias)
+
+    def own(self, site: Site) -> Callable[..., Any]:
+        if site.form.mesh is None:
+            return forward_of(site.kind)
+        return lambda module, *args, **kwargs: instead_of(module)(*args, **kwargs)
+
+    def patched_class(self, site: Site) -> type[nn.Module]:
+        own = self.own(site)
+        called = opaque(super().patched_class(site).forward, in_full_graphs=own)
+
+        @functools.wraps(site.kind.forward)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() and not may_promise(module):
+                return own(module, *args, **kwargs)
+            return called(module, *args, **kwargs)
+
+        return subclass_with_forward(site.kind, forward)
+
+    def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
+        super().install(site, module, undo, settings)
+        if site.form.mesh is not None:
+            serve_instead(module, site.cls, undo)
+        owner = causal_lm(site.form.within())[1]
+        if owner is not None:
+            keep_out_of_graphs(owner, module, undo)

@@ -1,0 +1,307 @@
+"""What a model's own rotation computes, found by running it: `rope_form(apply_rotary_pos_emb)`.
+
+A function of that kind is called with random heads and tables, in fp32, in bf16 and in bf16 with fp32 tables, at
+several head sizes, with one and several sequences in the tables, and its results are compared bit for bit with
+`ops.rope` in every form that there is. What it is called by is read from its parameters:
+
+    f(q, k, cos, sin, unsqueeze_dim=1)      Llama and most others, position_ids=None before unsqueeze_dim in some
+    f(x, cos, sin, unsqueeze_dim=1)         Gemma 3n and 4
+    f(x, sin, cos)                          GPT-J
+    f(q, k, cos, sin)                       vision towers, of `[T, H, D]` and tables `[T, R]`
+    f(xq, xk, freqs_cis)                    Llama 4, DeepSeek-V2: cosines and sines as complex numbers
+
+At a call `rotation_call` says whether the form covers it, and `rotate` does it.
+"""
+
+import functools
+import importlib
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ...ops.checks import FLOATS
+from ...ops.rope import CASTINGS, PAIRS, TABLES, Rotation, rope_of_checked, rope_reference, rotation
+from ..patch import PROBE_ERRORS
+
+__all__ = ["RopeForm", "RotationCall", "form_of_call", "rope_form", "rotate", "rotates", "rotation_call",
+           "rotations_of"]  # fmt: skip
+
+_QUERIES, _KEYS, _SINGLE = ("q", "xq"), ("k", "xk"), ("x", "tensor", "hidden_states")
+_COMPLEX = "freqs_cis"
+_FLOATS = frozenset(FLOATS)
+
+
+@dataclass(frozen=True)
+class RopeForm:
+    """What a function computes, in the words of `ops.rope`, and how it is called.
+
+    Attributes:
+        pairs, tables, casting: options of `ops.rope`.
+        names: its tensors' parameters, in order.
+        roles: what each of them is: `"q"`, `"k"`, `"cos"`, `"sin"` or `"freqs"`.
+        layouts: (number of dimensions of q, that which counts heads if a batch is put before three) of the calls that
+            it understands without `unsqueeze_dim`.
+        unsqueezes: it has a parameter `unsqueeze_dim`.
+        partial: tables may be narrower than heads.
+    """
+
+    pairs: str
+    tables: str
+    casting: str
+    names: tuple[str, ...]
+    roles: tuple[str, ...]
+    layouts: tuple[tuple[int, int], ...] = ((4, 1),)
+    unsqueezes: bool = False
+    partial: bool = False
+
+    @functools.cached_property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `ops.rope`."""
+        return {"pairs": self.pairs, "tables": self.tables, "casting": self.casting}
+
+    @functools.cached_property
+    def heads_at(self) -> dict[int, int]:
+        """`layouts`, by the number of dimensions."""
+        return dict(self.layouts)
+
+    def __str__(self) -> str:
+        parts = [self.pairs, f"tables {self.tables}", f"casting {self.casting}"]
+        return ", ".join([*parts, *(["partial"] if self.partial else [])])
+
+
+class RotationCall(NamedTuple):
+    """A call in the shapes of `ops.rope`."""
+
+    q: torch.Tensor
+    k: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+    heads: int
+    one_sequence: bool  # the function was given no batch dimension
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# At a call
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rotation_call(form: RopeForm, args: tuple[Any, ...], named: Mapping[str, Any]) -> RotationCall | None:
+    """The call `function(*args, **named)` of a function of this form, or None where it does not cover that."""
+    heads = None
+    if named:
+        given = dict(zip(form.names, args, strict=False))
+        for name, value in named.items():
+            if name in form.names and name not in given:
+                given[name] = value
+            elif name == "unsqueeze_dim" and form.unsqueezes and value in (1, 2):
+                heads = value
+            elif name != "position_ids" or value is not None:
+                return None
+        if len(args) > len(form.names) or len(given) != len(form.names):
+            return None
+        args = tuple([given[name] for name in form.names])
+    if len(args) != len(form.roles):
+        return None
+    for value in args:
+        if not isinstance(value, torch.Tensor):
+            return None
+    tensors = dict(zip(form.roles, args, strict=True))
+    q, k = tensors["q"], tensors.get("k")
+    if "freqs" in tensors:
+        freqs = tensors["freqs"]
+        if freqs.dtype != torch.complex64:
+            return None
+        cos, sin = freqs.real, freqs.imag
+    else:
+        cos, sin = tensors["cos"], tensors["sin"]
+    rank = q.dim()
+    if heads is None:
+        heads = form.heads_at.get(rank)
+    if rank == 3:
+        q, k, cos, sin = (None if t is None else t.unsqueeze(0) for t in (q, k, cos, sin))
+    if heads is None or not _covers(form, q, k, cos, sin, heads):
+        return None
+    return RotationCall(q, k, cos, sin, heads, rank == 3)
+
+
+def _covers(
+    form: RopeForm, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, heads: int
+) -> bool:
+    """Whether `ops.rope` takes these and returns what the function would."""
+    of_q, of_cos = q.shape, cos.shape
+    if len(of_q) != 4 or len(of_cos) != 3 or sin.shape != of_cos or cos.requires_grad or sin.requires_grad:
+        return False
+    dtype = q.dtype
+    if dtype not in _FLOATS or cos.dtype not in _FLOATS or sin.dtype != cos.dtype:
+        return False
+    batch, tokens, size, width = of_q[0], of_q[3 - heads], of_q[3], of_cos[2]
+    rotated = 2 * width if form.tables == "pair" else width
+    if of_cos[0] not in (1, batch) or of_cos[1] != tokens or rotated % 2 or not 0 < rotated <= size:
+        return False
+    if rotated < size and not form.partial:
+        return False
+    if k is None:
+        return True
+    of_k = k.shape
+    if k.dtype != dtype or len(of_k) != 4:
+        return False
+    return of_k[0] == batch and of_k[3 - heads] == tokens and of_k[3] == size
+
+
+def form_of_call(form: RopeForm, call: RotationCall) -> Rotation:
+    """What `ops.rope` is to do."""
+    return rotation(heads=call.heads, **form.options)
+
+
+def rotate(form: RopeForm, call: RotationCall, backend: str | None = None) -> Any:
+    """What the function would return."""
+    # What `rope` would check `rotation_call` has looked at.
+    q, k = rope_of_checked(call.q, call.k, call.cos, call.sin, form_of_call(form, call), backend)
+    if call.one_sequence:
+        q, k = q.squeeze(0), None if k is None else k.squeeze(0)
+    return (q, k) if "k" in form.roles else q
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recognition
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rotations_of(config: Any) -> tuple[RopeForm, ...]:
+    """What the functions compute that rotate in the code of a config's causal language model, or of its text part; none
+    where transformers has no such code, or no form covers it."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    mappings: tuple[Any, ...] = AutoModelForCausalLM._model_mapping, AutoModel._model_mapping
+    for part, mapping in itertools.product((config, config.get_text_config()), mappings):
+        if type(part) in mapping:
+            kind = mapping[type(part)]  # several, where a config has a model for each of its sizes
+            space = vars(importlib.import_module((kind[0] if isinstance(kind, tuple) else kind).__module__))
+            named = [f for name, f in space.items() if rotates(name) and isinstance(f, types.FunctionType)]
+            found = tuple(form for f in named if "vision" not in f.__name__ and (form := rope_form(f)) is not None)
+            if found:
+                return tuple(dict.fromkeys(found))
+    return ()
+
+
+def rotates(name: str) -> bool:
+    """Whether a function may rotate, by its name."""
+    return any(part in name for part in ("rotary", "rope"))
+
+
+@functools.cache
+def rope_form(function: Callable[..., Any]) -> RopeForm | None:
+    """The form of `ops.rope` that has the function's bits, or None."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    roles = _roles(tuple(parameters))
+    if roles is None:
+        return None
+    names, unsqueezes = tuple(parameters)[: len(roles)], "unsqueeze_dim" in parameters
+    layouts = ((4, parameters["unsqueeze_dim"].default),) if unsqueezes else ((4, 1), (4, 2), (3, 2))
+    for pairs, tables, layout in itertools.product(PAIRS, TABLES, layouts):
+        if (pairs, tables) == ("regrouped", "each") or ("freqs" in roles and tables != "pair"):
+            continue
+        form = RopeForm(pairs, tables, CASTINGS[0], names, roles, (layout,), unsqueezes)
+        # All castings have the same bits in fp32.
+        if not _has_bits(function, form, 32, 32, (torch.float32, torch.float32)):
+            continue
+        for casting in CASTINGS:
+            form = replace(form, casting=casting)
+            if all(_has_bits(function, form, size, size, dtypes) for size, dtypes in _cases(form)):
+                return _with_all_calls(function, form, layouts)
+    return None
+
+
+def _with_all_calls(function: Callable[..., Any], form: RopeForm, layouts: tuple[tuple[int, int], ...]) -> RopeForm:
+    """The form with what else the function understands: one sequence alone, and tables narrower than heads."""
+    others = (replace(form, layouts=(layout,)) for layout in layouts if layout not in form.layouts)
+    also = tuple(
+        other.layouts[0] for other in others if all(_has_bits(function, other, n, n, d) for n, d in _cases(other))
+    )
+    form = replace(form, layouts=form.layouts + also)
+    parts = itertools.product(((32, 16), (128, 64), (256, 64), (128, 96)), _dtypes(form))
+    return replace(form, partial=all(_has_bits(function, form, size, part, dtypes) for (size, part), dtypes in parts))
+
+
+def _roles(names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """What a function's first parameters are by their names."""
+    if not names:
+        return None
+    paired = len(names) > 1 and names[0] in _QUERIES and names[1] in _KEYS
+    if not paired and names[0] not in _SINGLE:
+        return None
+    first = ("q", "k") if paired else ("q",)
+    tables = names[len(first) : len(first) + 2]
+    if tables in (("cos", "sin"), ("sin", "cos")):
+        return (*first, *tables)
+    return (*first, "freqs") if tables[:1] == (_COMPLEX,) else None
+
+
+def _dtypes(form: RopeForm) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+    """Of heads and of tables."""
+    mixed = (torch.float32, torch.float32), (torch.bfloat16, torch.float32)
+    return mixed if "freqs" in form.roles else ((torch.bfloat16, torch.bfloat16), *mixed)
+
+
+def _cases(form: RopeForm) -> Iterator[tuple[int, tuple[torch.dtype, torch.dtype]]]:
+    return itertools.product((32, 64, 96, 128, 256), _dtypes(form))
+
+
+def _has_bits(
+    function: Callable[..., Any], form: RopeForm, size: int, rotated: int, dtypes: tuple[torch.dtype, torch.dtype]
+) -> bool:
+    """Whether the function computes what the form says, of heads of `size` of which `rotated` elements are rotated."""
+    ways: list[tuple[int, int, dict[str, int]]] = [(rank, heads, {}) for rank, heads in form.layouts]
+    if form.unsqueezes:
+        ways += [(4, heads, {"unsqueeze_dim": heads}) for heads in (1, 2)]
+    shared_tables = itertools.product(ways, (False, True))
+    return all(_same_bits(function, form, *way, size, rotated, dtypes, shared) for way, shared in shared_tables)
+
+
+def _same_bits(
+    function: Callable[..., Any], form: RopeForm, rank: int, heads: int, named: dict[str, int], size: int, rotated: int,
+    dtypes: tuple[torch.dtype, torch.dtype], shared: bool,
+) -> bool:  # fmt: skip
+    generator = torch.Generator("cpu").manual_seed(size + rotated)
+
+    def random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        shape = shape if rank == 4 else shape[1:]
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
+
+    def some_heads(count: int) -> torch.Tensor:
+        return random(dtypes[0], *((2, count, 5, size) if heads == 1 else (2, 5, count, size)))
+
+    width = rotated // 2 if form.tables == "pair" else rotated
+    tables = 1 if shared else 2
+    cos, sin = random(dtypes[1], tables, 5, width), random(dtypes[1], tables, 5, width)
+    q: torch.Tensor = some_heads(3)
+    k = some_heads(1) if "k" in form.roles else None
+    given = {"q": q, "k": k, "cos": cos, "sin": sin}
+    if "freqs" in form.roles:
+        given["freqs"] = torch.complex(cos, sin)
+    arguments = tuple(given[role] for role in form.roles)
+    copies = [t.clone() for t in arguments if t is not None]
+    try:
+        with torch.no_grad():
+            out = function(*copies, **named)
+    except PROBE_ERRORS:
+        return False
+    if rank == 3:
+        q, cos, sin = q.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0)
+        k = None if k is None else k.unsqueeze(0)
+    expected = [t for t in rope_reference(q, k, cos, sin, heads=heads, **form.options) if t is not None]
+    found = list(out) if isinstance(out, tuple | list) else [out]
+    if len(found) != len(expected) or not all(isinstance(t, torch.Tensor) for t in found):
+        return False
+    if rank == 3:
+        expected = [t.squeeze(0) for t in expected]
+    pairs = zip(found, expected, strict=True)
+    return all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)

@@ -1,0 +1,55 @@
+"""Whether foreign code is what a form says, beyond the bits of one forward: in training as in evaluation, and in its
+gradients."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..patch import PROBE_ERRORS
+
+__all__ = ["MODES", "agree", "repeatable"]
+
+MODES = (False, True)
+"""Evaluation and training: a model is often patched in the one and run in the other."""
+
+_TOLERANCE = 1e-4
+"""Of the greatest value, in fp32. Rounding makes about 1e-6 of it, another formula more than 1e-2."""
+
+
+@contextlib.contextmanager
+def repeatable(where: torch.device | None = None) -> Iterator[None]:
+    """Leaves the random state as it was, that of a device as well, whatever a probe has drawn."""
+    kind = "cpu" if where is None else where.type
+    beside: dict[str, Any] = {"devices": []} if kind == "cpu" else {"devices": [where], "device_type": kind}
+    with torch.random.fork_rng(**beside):
+        yield
+
+
+def agree(function: Callable[..., Any], reference: Callable[..., Any], *inputs: torch.Tensor) -> bool:
+    """Whether two functions of fp32 tensors on the CPU have the same values and the same gradients: a factor that is
+    detached, or noise, is not seen in the values of one forward."""
+    try:
+        found, expected = _outcome(function, inputs), _outcome(reference, inputs)
+    except PROBE_ERRORS:
+        return False
+    return all(map(_close, found, expected))
+
+
+def _outcome(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        leaves = [t.detach().clone().requires_grad_() for t in inputs]
+        out = function(*leaves)
+        if not out.requires_grad:
+            return [out, *(None for _ in leaves)]
+        upstream = torch.randn(out.shape, generator=torch.Generator("cpu").manual_seed(2), dtype=out.dtype)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream, allow_unused=True)]
+
+
+def _close(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())

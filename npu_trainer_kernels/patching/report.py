@@ -1,0 +1,241 @@
+"""What was replaced, by what, what ran of it, and what was left alone and why.
+
+As text it is short by default: a line for each op that runs, one for each thing that was left alone although it would
+have counted, and the notes that apply to the trainer. `text(full=True)` names every module and every reason. The
+evidence for the backends is in there, too; `npu-kernels doctor` has it for every op of the device.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ..tuned import Entry
+from .audit import Audited
+from .patch import Site
+
+__all__ = ["FORMS", "Declined", "LeftAlone", "Replaced", "Report"]
+
+FORMS = ("short", "full")
+_MORE = "(in full: --npu_kernels_report full, or report().text(full=True))"
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A module (by its path in the model) whose work an op now does; `measured`: but for the calls that this names."""
+
+    module: str
+    kind: str
+    op: str
+    backend: str
+    detail: str = ""
+    measured: str = ""
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A module, or an op for the whole model (`module` empty), that stays as it was; `counts`: the run would have
+    gained by it."""
+
+    module: str
+    kind: str
+    op: str
+    reason: str
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class Declined:
+    """Calls of replaced modules that the op did not serve: the modules' own code did."""
+
+    kind: str
+    op: str
+    reason: str
+    calls: int
+
+
+def _named(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0] or "the model itself"
+    return f"{len(names)} modules, {names[0]} ... {names[-1]}"
+
+
+def _counted(kinds: list[str]) -> str:
+    """`32 LlamaMLP`, `LlamaForCausalLM`."""
+    counts = {kind: kinds.count(kind) for kind in kinds}
+    return ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in counts.items())
+
+
+@dataclass(repr=False)
+class Report:
+    """The outcome of `apply_npu_kernels`; `str()` gives the short text, `as_dict()` the JSON form.
+
+    Attributes:
+        device: its name.
+        sites: what was replaced, with the counts of what ran since.
+        left_alone: module by module.
+        reasons: the evidence for each op's backend.
+        notes: remarks; those of an op that the trainer does not use are not shown.
+        note_ops: which op a remark is about, where it is about one.
+        unused: ops that are in the model, but that its trainer does not call, each with the reason.
+        gone: replaced modules that are no longer in the model.
+        audits: what comparisons with the model's own code saw, on batches of the run.
+    """
+
+    device: str = ""
+    sites: list[Site] = field(default_factory=list)
+    left_alone: list[LeftAlone] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    note_ops: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
+    audits: list[Audited] = field(default_factory=list)
+
+    @property
+    def replaced(self) -> list[Replaced]:
+        """Module by module."""
+        return [
+            Replaced(path, site.kind.__name__, site.op, site.served, site.detail, _described(site.measured))
+            for site in self.sites
+            for path in site.paths
+        ]
+
+    @property
+    def used(self) -> list[Replaced]:
+        """Those of `replaced` whose ops its trainer calls."""
+        return [each for each in self.replaced if each.op not in self.unused]
+
+    @property
+    def ran(self) -> dict[str, int]:
+        """How many calls each op has served so far."""
+        counts: Counter[str] = Counter()
+        for site in self.sites:
+            counts[site.op] += site.ran
+        return dict(counts)
+
+    @property
+    def declined(self) -> list[Declined]:
+        """Calls that the ops did not serve so far."""
+        return [
+            Declined(site.kind.__name__, site.op, reason, calls)
+            for site in self.sites
+            for reason, calls in site.declined.items()
+        ]
+
+    def note(self, text: str, op: str | None = None) -> None:
+        """Adds a remark, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+        if op is not None:
+            self.note_ops[text] = op
+
+    def summary(self) -> str:
+        """In a few words, which ops serve how many modules."""
+        counts = Counter(r.op for r in self.used)
+        return ", ".join(f"{op} {count}" for op, count in counts.items()) or "left as it is"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain lists and dicts."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sites", "left_alone", "audits")}
+        return {
+            **plain,
+            "replaced": [asdict(each) for each in self.replaced],
+            "left_alone": [asdict(each) for each in self.left_alone],
+            "ran": self.ran,
+            "declined": [asdict(each) for each in self.declined],
+            "audits": [asdict(each) for each in self.audits],
+        }
+
+    def text(self, *, full: bool = False) -> str:
+        """For people.
+
+        Args:
+            full: every module and every reason; otherwise a line for each thing that matters to this run.
+        """
+        lines = [f"NPU kernels on {self.device}" if self.device else "NPU kernels"]
+        if full:
+            lines += ["replaced:", *self._replaced_lines()] if self.replaced else ["replaced: nothing"]
+            lines += ["left alone:", *self._left_lines()] if self.left_alone else []
+            lines += ["not used by this trainer:", *_indented(self.unused)] if self.unused else []
+            lines += ["why these backends:", *self._reason_lines()] if self.reasons else []
+        else:
+            runs, left = list(self._run_lines()), list(self._counting_lines())
+            lines += runs or ["  nothing was replaced"]
+            lines += ["left alone:", *left] if left else []
+            lines += [_MORE] if self.left_alone else []
+        lines += ["declined:", *self._declined_lines()] if self.declined else []
+        lines += ["compared with the model's own code:", *(f"  {each}" for each in self.audits)] if self.audits else []
+        shown = [note for note in self.notes if self.note_ops.get(note) not in self.unused]
+        return "\n".join([*lines, *(f"note: {note}" for note in (*shown, *self.gone))])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    # What notebooks and consoles show of a value.
+    __repr__ = __str__
+
+    def _run_lines(self) -> Iterable[str]:
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        for r in self.used:
+            groups.setdefault((r.op, r.backend, r.measured), []).append(r.kind)
+        width = max((len(op) for op, _, _ in groups), default=0)
+        ran = self.ran
+        begun = any(ran.values())
+        for (op, backend, measured), kinds in groups.items():
+            said = [f"{ran[op]} calls" if begun else "", measured]
+            said += [str(site.progress) for site in self.sites if site.op == op and site.progress is not None]
+            yield "; ".join([f"  {op:{width}}  {backend}: {_counted(kinds)}", *filter(None, said)])
+
+    def _declined_lines(self) -> Iterable[str]:
+        left_out = "; where padding was left out they are those of zeros" if self.ran.get("varlen_attention") else ""
+        for each in self.declined:
+            of_padding = left_out if each.reason.startswith("logits that were") else ""
+            yield f"  {each.op}, {each.calls} calls of {each.kind}: {each.reason}{of_padding}"
+
+    def _counting_lines(self) -> Iterable[str]:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for left in self.left_alone:
+            if left.counts and left.op not in self.unused:
+                groups.setdefault((left.op, left.reason), []).append(left.kind)
+        for (op, reason), kinds in groups.items():
+            counted = _counted(kinds)
+            yield f"  {op}, {counted}: {reason}" if counted else f"  {op}: {reason}"
+
+    def _replaced_lines(self) -> Iterable[str]:
+        begun = any(site.ran for site in self.sites)
+        for site in self.sites:
+            calls = f"{site.ran} calls" if begun else ""
+            progress = "" if site.progress is None else str(site.progress)
+            detail = "; ".join(filter(None, (site.detail, _described(site.measured), calls, progress)))
+            yield f"  {site.op} [{site.served}]  {site.kind.__name__}: {_named(site.paths)}" + (
+                f" ({detail})" if detail else ""
+            )
+
+    def _left_lines(self) -> Iterable[str]:
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for r in self.left_alone:
+            groups.setdefault((r.op, r.kind, r.reason), []).append(r.module)
+        for (op, kind, reason), names in groups.items():
+            yield f"  {op}  {kind}: {_named(names)}: {reason}" if kind else f"  {op}: {reason}"
+
+    def _reason_lines(self) -> Iterable[str]:
+        groups: dict[str, list[str]] = {}
+        for op, reason in self.reasons.items():
+            groups.setdefault(reason, []).append(op)
+        return _indented({", ".join(names): reason for reason, names in groups.items()})
+
+
+def _described(entries: Iterable[Entry]) -> str:
+    """What was measured, for the report: `512 to 4096 tokens: its own code (measured)`."""
+
+    def one(entry: Entry) -> str:
+        low, high = entry.tokens
+        tokens = f"{high}" if low == high else f"{low} to {high}"
+        return f"{tokens} tokens: {'its own code' if entry.plain_wins else entry.backend} (measured)"
+
+    return ", ".join(map(one, entries))
+
+
+def _indented(lines: dict[str, str]) -> list[str]:
+    return [f"  {name}: {text}" for name, text in lines.items()]

@@ -1,0 +1,122 @@
+"""Which row goes into which micro-batch of which rank: host arithmetic, no trainer and no tensor.
+
+Padding is left out, so what a micro-batch takes goes by its live tokens, and a prompt that its rows share counts once.
+Ranks wait for the longest of them in every micro-batch. So bins, one for each micro-batch of each rank, are filled
+longest first, each piece into the shortest bin that has room for it; a piece has rows of one prompt. Then bins are
+sorted, and those that follow one another go to the ranks of one micro-batch: what is left of a difference is between
+micro-batches, where nobody waits.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..patching.body import MIN_SAVED
+
+__all__ = ["Row", "arranged", "imbalance", "live"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt and its completion.
+
+    Attributes:
+        prompt: what the rows of a prompt, and no others, have in common.
+        prompt_tokens: live tokens of the prompt.
+        completion_tokens: live tokens of the completion.
+    """
+
+    prompt: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def live(rows: Iterable[Row]) -> int:
+    """What is computed for a micro-batch: its live tokens, shared prompts once where sharing is worth while."""
+    rows = list(rows)
+    every = sum(row.prompt_tokens + row.completion_tokens for row in rows)
+    saved = sum(row.prompt_tokens for row in rows) - sum({row.prompt: row.prompt_tokens for row in rows}.values())
+    return every - saved if saved >= MIN_SAVED * every else every
+
+
+def _filled(rows: Sequence[Row], pieces: list[list[int]], rooms: list[int]) -> list[list[int]]:
+    """The pieces in bins with room for so many rows each: largest first, then longest, always into the shortest bin
+    with room for it. A piece that has room in none is cut by the roomiest."""
+
+    def tokens(piece: list[int]) -> int:
+        shared = {rows[i].prompt: rows[i].prompt_tokens for i in piece}
+        return sum(shared.values()) + sum(rows[i].completion_tokens for i in piece)
+
+    bins: list[list[int]] = [[] for _ in rooms]
+    loads, free = [0] * len(rooms), list(rooms)
+    waiting = deque(sorted(pieces, key=lambda piece: (len(piece), tokens(piece)), reverse=True))
+    size, shortest = 0, []
+    while waiting:
+        piece = waiting.popleft()
+        if len(piece) != size:
+            size, shortest = len(piece), [(loads[i], i) for i, room in enumerate(free) if room >= len(piece)]
+            heapq.heapify(shortest)
+        while shortest and free[shortest[0][1]] < size:
+            heapq.heappop(shortest)
+        if shortest:
+            i = shortest[0][1]
+            bins[i] += piece
+            loads[i] += tokens(piece)
+            free[i] -= size
+            heapq.heapreplace(shortest, (loads[i], i))
+        else:
+            cut = max(free)
+            waiting.extendleft((piece[cut:], piece[:cut]))
+    return bins
+
+
+def _pieces(rows: Sequence[Row], most: int) -> list[list[int]]:
+    """The rows of each prompt, in as few pieces of at most `most` as hold them."""
+    prompts: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        prompts.setdefault(row.prompt, []).append(i)
+    pieces = []
+    for alike in prompts.values():
+        whole, rest = divmod(len(alike), most)
+        pieces += _filled(rows, [[i] for i in alike], [most] * whole + [rest] * (rest > 0))
+    return pieces
+
+
+def arranged(rows: Sequence[Row], ranks: int, slices: int) -> list[list[list[int]]]:
+    """The rows of each rank in each micro-batch, equally many everywhere, and so that ranks wait as little as can be.
+
+    Rows of a prompt are all together, or fewer of them (half as many, and so on down to one), whichever is done first.
+
+    Args:
+        rows: `ranks * slices` times as many as there are to be in a micro-batch.
+        ranks: how many share them.
+        slices: micro-batches of each rank.
+
+    Returns:
+        Indices of rows: by micro-batch, rank and place.
+    """
+    size = len(rows) // (ranks * slices)
+    ways, most = [], size
+    while most:
+        bins = _filled(rows, _pieces(rows, most), [size] * (ranks * slices))
+        most //= 2
+        bins.sort(key=lambda bin_: live(rows[i] for i in bin_), reverse=True)
+        turns = [bins[i : i + ranks] for i in range(0, len(bins), ranks)]
+        # The longest of a micro-batch is another rank's in every second one, so that ranks are even in all of them.
+        ways.append([turn[::-1] if number % 2 else turn for number, turn in enumerate(turns)])
+    return min(ways, key=lambda way: _work(rows, way))
+
+
+def _work(rows: Sequence[Row], way: list[list[list[int]]]) -> tuple[int, int]:
+    """Tokens until all ranks have done all micro-batches, and those of the longest of these."""
+    longest = [max(live(rows[i] for i in bin_) for bin_ in micro_batch) for micro_batch in way]
+    return sum(longest), max(longest)
+
+
+def imbalance(loads: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Of the tokens of every micro-batch and rank: the longest rank over the mean, as ranks wait in each micro-batch;
+    and the longest micro-batch of any rank over their mean."""
+    longest, every = [max(ranks) for ranks in loads], [tokens for ranks in loads for tokens in ranks]
+    mean = sum(every) / len(every)
+    return sum(longest) / len(longest) / mean, max(longest) / mean

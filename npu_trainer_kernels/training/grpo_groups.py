@@ -1,0 +1,203 @@
+"""Which row of a GRPO generation batch is computed in which micro-batch, and on which rank.
+
+TRL shuffles the rows of a generation batch over the micro-batches of the rank that generated them. Where a row is makes
+no difference to the optimizer's step where two things hold: it stays in the step, and what a row adds to the loss
+depends on no other row of its micro-batch. Then the rows of a prompt come together, so that the prompt is computed once
+for as many of them as can be, and live tokens are spread evenly (`balance`); else nothing is touched.
+
+The first holds for as many micro-batches in a row as divide both a generation batch's and a step's. The second is read
+from TRL's `_compute_loss`, for B rows i of T_i tokens t in each of A micro-batches, and l_it the loss of a token:
+
+    grpo, sapo           sum_i (sum_t l_it / T_i) / (B A)           rows alone
+    luspo                sum_i (sum_t l_it) / (B A)                 rows alone
+    dr_grpo              sum_i sum_t l_it / (B A max_length)        rows alone
+    dapo, cispo, vespo   sum_i sum_t l_it R / N                     rows alone: N is counted over the generation batch
+    bnpo                 sum_i sum_t l_it / (A sum_i T_i)           the T_i of the other rows
+
+Ranks that share data (DDP, FSDP, ZeRO) average their gradients. With the same B and A on each of the R ranks, and an N
+that TRL counts over all of them, the sums over ranks do not change either when rows change ranks.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+
+from ..patching.undo import Undo
+from .balance import Row, arranged, imbalance, live
+from .exchange import Holding, exchanged, holdings, stays_here
+from .grpo_plan import TRL_MODULE
+
+__all__ = ["Arranger", "stays_on_rank", "stays_shuffled"]
+
+_ROWS_ALONE = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
+# Where ranks may share more than data.
+_NOT_DATA = (DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def _same_step(trainer: Any) -> int:
+    """How many micro-batches in a row are in one optimizer step, wherever in a generation batch they begin: a multiple
+    of this number is where generation batches and steps begin."""
+    return math.gcd(trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation)
+
+
+def stays_shuffled(trainer: Any, across: bool) -> str | None:
+    """Why an optimizer step of TRL's GRPOTrainer depends on which rows share a micro-batch; None where it does not.
+    `across`: whether rows may change ranks, which leaves them in their step.
+
+    Asked when training begins, at the first micro-batch of a window of accumulation. An epoch has a whole number of
+    generation batches, so the windows after a short one begin where a generation batch does.
+    """
+    args, trl = trainer.args, sys.modules[TRL_MODULE].GRPOTrainer
+    for name in (
+        "_compute_loss",
+        "compute_loss",
+        "_get_per_token_logps_and_entropies",
+        "_prepare_inputs",
+        "training_step",
+    ):
+        # On a trainer or on TRL's class itself somebody may have set another one. What says that it wraps TRL's
+        # (functools.wraps) looks on.
+        method = vars(trainer).get(name, getattr(trl, name))
+        theirs = method.__module__.partition(".")[0] in ("trl", "transformers")
+        if getattr(type(trainer), name) is not getattr(trl, name) or not theirs:
+            return f"{type(trainer).__name__} has a {name} of its own"
+    if args.use_liger_kernel:
+        return "Liger's loss takes the place of TRL's in some versions"
+    window, slices = args.gradient_accumulation_steps, args.steps_per_generation
+    if _same_step(trainer) == 1 and not across:
+        return f"an optimizer step takes {window} micro-batches of the {slices} that are generated at a time"
+    if trainer._step % _same_step(trainer):
+        return f"training goes on with micro-batch {trainer._step % slices + 1} of the {slices} generated at a time"
+    if trainer.loss_type not in _ROWS_ALONE:
+        return f"loss_type={trainer.loss_type!r} divides by the tokens of a micro-batch"
+    if trainer._entropy_bonus_enabled:
+        return "the entropy bonus is a mean over the tokens of a micro-batch"
+    if trainer.top_entropy_quantile < 1.0:
+        return f"top_entropy_quantile={trainer.top_entropy_quantile} compares the tokens of a micro-batch"
+    if trainer.aux_loss_enabled:
+        return "the auxiliary loss of the experts looks at a micro-batch as a whole"
+    return None
+
+
+def stays_on_rank(trainer: Any) -> str | None:
+    """Why rows cannot go to other ranks, which are more than one; None where they can."""
+    args, accelerator = trainer.args, trainer.accelerator
+    if accelerator.distributed_type in _NOT_DATA:
+        return f"ranks under {accelerator.distributed_type.value} may share more than data"
+    alone = trainer._train_batch_size * args.gradient_accumulation_steps
+    if trainer.get_total_train_batch_size(args) != alone * accelerator.num_processes:
+        return "some ranks have parts of the same rows (tensor, context or sequence parallel)"
+    return None
+
+
+def _joined(parts: list[Any]) -> Any:
+    """A batch's value from its slices'; numbers and None are the same in each."""
+    if isinstance(parts[0], list):
+        return [row for part in parts for row in part]
+    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
+
+
+def _in_order(value: Any, order: list[int]) -> Any:
+    if isinstance(value, list):
+        return [value[i] for i in order]
+    return value[order] if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def _rows(batch: dict[str, Any]) -> list[Row]:
+    """The rows of a batch. The one time that the host waits for the device."""
+    counts = torch.stack([batch["prompt_mask"].sum(1), batch["completion_mask"].sum(1)], 1)
+    known = torch.cat([counts, batch["prompt_ids"]], 1).tolist()
+    # A prompt is padded on the left, to a width of its rank's own. Python's hash of numbers is the same on all ranks.
+    return [Row(hash(tuple(ids[len(ids) - prompt :])), prompt, completion) for prompt, completion, *ids in known]
+
+
+@dataclass
+class Arranger:
+    """Arranges the generation batches of a trainer for which `stays_shuffled` has no reason.
+
+    Attributes:
+        trainer: whose batches.
+        balance: whether lengths are looked at. Without, the rows of a prompt come together, prompt by prompt in the
+            order of TRL's shuffling.
+        across: whether rows may change ranks, all of which agree on it.
+        note: what is told why they do not.
+    """
+
+    trainer: Any
+    balance: bool
+    across: bool
+    note: Callable[[str], None]
+
+    def start(self, undo: Undo) -> None:
+        """From now on the trainer's micro-batches are arranged."""
+        prepare = functools.partial(self._prepared, self.trainer._prepare_inputs)
+        undo.set_attribute(self.trainer, "_prepare_inputs", prepare)
+
+    def _prepared(self, prepare: Callable[[Any], Any], batch: Any) -> Any:
+        trainer = self.trainer
+        before = trainer._buffered_inputs
+        inputs = prepare(batch)
+        if trainer._buffered_inputs is before:
+            return inputs
+        trainer._buffered_inputs = self.arrange(trainer._buffered_inputs)
+        return trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
+
+    def arrange(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows of a generation batch in as many micro-batches as before, each with as many rows."""
+        # Rows with pictures have no beginning to share, since those are no ids. Other ranks may have them, too.
+        pictures = "pixel_values" in batches[0]
+        whole = {} if pictures else {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
+        mine = None if pictures else Holding.of(whole, _rows(whole))
+        asked = holdings(mine) if self.across else [mine]
+        every = [holding for holding in asked if holding is not None]
+        if mine is None or len(every) < len(asked):
+            return batches
+        stays = stays_here(every)
+        if self.across and stays is not None:
+            self.note(f"rows stay on their rank: {stays}")
+            every = [mine]
+        wanted = self._wanted(every, len(batches))
+        if self.balance:
+            self._log(every, wanted, len(batches))
+        if len(every) > 1:
+            whole = exchanged(whole, every, wanted, self.trainer._tokenizer.pad_token_id)
+        else:
+            whole = {name: _in_order(value, [place for _, place in wanted[0]]) for name, value in whole.items()}
+        split: Callable[..., list[dict[str, Any]]] = sys.modules[TRL_MODULE].split_tensor_dict
+        return split(whole, len(batches))
+
+    def _wanted(self, every: list[Holding], slices: int) -> list[list[tuple[int, int]]]:
+        """For each rank, whose row and which each of its rows is to be."""
+        wanted: list[list[tuple[int, int]]] = [[] for _ in every]
+        together, size = _same_step(self.trainer), len(every[0].rows) // slices
+        for first in range(0, slices, together):
+            places = range(first * size, (first + together) * size)
+            pool = [(rank, place) for rank in range(len(every)) for place in places]
+            rows = [every[rank].rows[place] for rank, place in pool]
+            if not self.balance:
+                rows = [Row(row.prompt, 0, 0) for row in rows]
+            for micro_batch in arranged(rows, len(every), together):
+                for mine, bin_ in zip(wanted, micro_batch, strict=True):
+                    mine += [pool[i] for i in bin_]
+        return wanted
+
+    def _log(self, every: list[Holding], wanted: list[list[tuple[int, int]]], slices: int) -> None:
+        """The imbalance, and what it would have been, as TRL logs: a mean over the generation batches since."""
+        size = len(wanted[0]) // slices
+        as_they_were = [[(rank, place) for place in range(len(h.rows))] for rank, h in enumerate(every)]
+        for suffix, rows in (("", wanted), ("_shuffled", as_they_were)):
+            loads = [
+                [live(every[rank].rows[place] for rank, place in mine[i : i + size]) for mine in rows]
+                for i in range(0, size * slices, size)
+            ]
+            ranks, micro_batches = imbalance(loads)
+            metrics = self.trainer._metrics["train"]
+            if len(every) > 1:
+                metrics[f"imbalance/ranks{suffix}"].append(ranks)
+            metrics[f"imbalance/micro_batches{suffix}"].append(micro_batches)

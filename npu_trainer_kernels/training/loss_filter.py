@@ -1,0 +1,64 @@
+"""The Trainer's filter of losses that are no numbers (`logging_nan_inf_filter`, on by default), without waiting.
+
+The Trainer reads the loss of every micro-batch when its backward has been asked for, to see whether it is nan or
+infinite and had better be logged as the average so far. So the host waits until the device has done all of it, and the
+device then waits for the host to ask for clipping and the optimizer. Here the device decides; the sum that is logged is
+the same.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from transformers.utils import is_torch_xla_available
+
+from ..patching.undo import Undo
+
+__all__ = ["LossFilter"]
+
+
+class LossFilter:
+    """Filters the losses of a trainer in which it was started. The argument is off from the end of a micro-batch until
+    `ask_again`, and only where it was on.
+
+    Args:
+        trainer: whose losses.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._off = False
+
+    @staticmethod
+    def applies_to(trainer: Any) -> bool:
+        """Whether the trainer filters, and keeps the sum of its losses where it can be seen (transformers 5)."""
+        filters = trainer.args.logging_nan_inf_filter and not is_torch_xla_available()
+        return filters and isinstance(getattr(trainer, "_tr_loss", None), torch.Tensor)
+
+    def start(self, undo: Undo) -> None:
+        """Until it is undone."""
+        original = self._trainer.training_step
+
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            return self._filtered(original(*args, **kwargs))
+
+        undo.add(self.ask_again)
+        undo.set_attribute(self._trainer, "training_step", training_step)
+
+    def _filtered(self, loss: Any) -> Any:
+        trainer = self._trainer
+        total = trainer._tr_loss
+        # What is on another device the Trainer refuses.
+        if not (trainer.args.logging_nan_inf_filter and isinstance(loss, torch.Tensor) and loss.device == total.device):
+            return loss
+        trainer.args.logging_nan_inf_filter = False
+        self._off = True
+        average = total / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+        return torch.where(torch.isfinite(loss), loss, average)
+
+    def ask_again(self) -> None:
+        """The Trainer has added the loss of a micro-batch; what else reads the argument (evaluation) finds it on."""
+        if self._off:
+            self._trainer.args.logging_nan_inf_filter = True
+            self._off = False
