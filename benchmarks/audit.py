@@ -20,10 +20,10 @@ import torch
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels import device as devices
 
-from .endtoend import Workload
 from .models import build_model
 from .ranks import batch_of, free
 from .results import Results, Row, environment
+from .step_cases import Workload
 
 __all__ = ["main", "measure", "workloads"]
 

@@ -26,7 +26,7 @@ from rich.progress import Progress
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.cli.output import Output
 
-from . import endtoend, evidence, report, tables
+from . import endtoend, evidence, report, step_cases, tables
 from .cases import table
 from .measure import QUICK, Settings
 from .results import Results, Row, compare, default_name, environment, package_version
@@ -168,8 +168,8 @@ class _Run:
         chosen = [c for c in table(self.device.type) if c.group.split("-")[0] == group]
         return cells(chosen, self.wanted)
 
-    def children(self) -> list[tuple[endtoend.Workload, str]]:
-        pairs = [(w, v) for w in endtoend.workloads(self.device.type) for v in endtoend.variants_of(w)]
+    def children(self) -> list[tuple[step_cases.Workload, str]]:
+        pairs = [(w, v) for w in step_cases.workloads(self.device.type) for v in step_cases.variants_of(w)]
         return [(w, v) for w, v in pairs if self.wanted(f"{w.key}/{v}")]
 
     def paths(self) -> list[str]:
@@ -227,7 +227,7 @@ class _Run:
         task = progress.add_task("end-to-end", total=len(todo))
         steps = self.args.steps or (4 if self.args.quick else 10)
         for workload, variant in todo:
-            version = package_version(endtoend.VARIANTS[variant].package)
+            version = package_version(step_cases.VARIANTS[variant].package)
             if not results.has(f"{workload.key}/{variant}/step", version):
                 if self.budget.left() < LEAST_SECONDS_FOR_A_CHILD:
                     return

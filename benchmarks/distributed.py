@@ -44,12 +44,12 @@ from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.cli.output import Output
 
 from .cli import ONLY, matcher, write_reports
-from .endtoend import VARIANTS, Workload
 from .lengths import DISTRIBUTIONS
 from .models import MODELS
 from .ranks import WAYS, WRAPPERS, free, time_head, train
 from .results import Results, Row, environment, key_of, package_version
 from .runner import ERRORS, Budget
+from .step_cases import VARIANTS, Workload
 
 __all__ = ["HEADS", "WITH_SIZE", "main", "plan", "rows_of"]
 

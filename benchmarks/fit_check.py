@@ -25,8 +25,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .endtoend import ROOT, VARIANTS, Clock, Workload
+from .endtoend import ROOT
 from .models import MODELS
+from .step_cases import VARIANTS, Workload
+from .step_clock import Clock
 
 __all__ = [
     "Configuration", "config_of", "configurations", "main", "measure_one", "predict_one", "run_child", "setup_of",

@@ -22,10 +22,11 @@ from npu_trainer_kernels import device as devices
 
 from . import endtoend
 from .cli import ONLY, matcher
-from .endtoend import VARIANTS, Clock, Workload, variants_of, workloads
 from .measure import as_json, summarise
 from .ranks import last_step_profiled
 from .results import Results, Row, environment, package_version
+from .step_cases import VARIANTS, Workload, variants_of, workloads
+from .step_clock import Clock
 from .steps import build_trainer
 
 __all__ = ["main", "measure"]

@@ -24,11 +24,12 @@ from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.ops import fused_linear_cross_entropy
 from npu_trainer_kernels.ops import launch as launch_module
 
-from .endtoend import VARIANTS, Clock, Workload
 from .lengths import lengths, prompt_lengths
 from .measure import Summary, as_json, summarise, verdict
 from .models import MODELS, build_model, model_class
 from .results import Row
+from .step_cases import VARIANTS, Workload
+from .step_clock import Clock
 from .steps import build_trainer, kernels_of, patch_with_liger, ran
 
 __all__ = [

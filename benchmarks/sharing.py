@@ -28,12 +28,13 @@ from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.patching.body.layout import DEAD, layout
 
-from .endtoend import Clock, Workload
 from .measure import as_json, summarise
 from .models import MODELS, build_model
 from .ranks import Peak, batch_of, free
 from .results import Results, Row, environment, key_of, package_version
 from .runner import ERRORS
+from .step_cases import Workload
+from .step_clock import Clock
 from .steps import PACKING_OP, sharing_from
 
 __all__ = ["SHARES", "batches", "main", "measure", "saved", "with_prompts", "worth_from"]

@@ -4,11 +4,9 @@ Ends with status 1 when a case fails, a planted fault is not caught, or nothing 
 """
 
 import argparse
-import logging
 import os
 import sys
 import tempfile
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +14,6 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import datasets
-import torch
-import transformers
 from rich.console import Console
 
 from npu_trainer_kernels import device as devices
@@ -36,6 +31,7 @@ from .output import (
     write_results,
 )
 from .pool import kept_in, run_all
+from .process import prepare
 from .suite import CaseResult, Progress, run_cases
 
 HERE = Path(__file__).resolve().parent
@@ -88,25 +84,6 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
     else:
         chosen = [] if only_mutations else [case for case in CASES if case.quick]
     return chosen if args.steps is None else [replace(case, steps=args.steps) for case in chosen]
-
-
-def quiet() -> None:
-    """Progress bars and remarks of the libraries would tear the table apart."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    warnings.simplefilter("ignore", FutureWarning)
-    warnings.simplefilter("ignore", UserWarning)
-
-
-def prepare(device: str) -> None:
-    """A process that trains: quiet, and as repeatable as the device is."""
-    quiet()
-    if device == "cpu":
-        # These models are too small to gain from a second thread.
-        torch.set_num_threads(1)
-    torch.manual_seed(0)
 
 
 def _in_workers(

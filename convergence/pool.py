@@ -23,6 +23,7 @@ from npu_trainer_kernels.verify import Curves, Variant
 
 from .cases import Case
 from .mutations import Mutation, MutationResult, cases_of, chosen, control, plant
+from .process import prepare
 from .runs import Workshop, run
 from .suite import (
     CaseResult,
@@ -71,8 +72,6 @@ def cards_of(device: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def _start(folder: Path, device: str, cards: SimpleQueue[str]) -> None:
-    from .__main__ import prepare  # which imports this module
-
     global _workshop
     if device in _IN_SIGHT:
         # Before anything here asks for a card. Were it too late, all workers would be on the first one.

@@ -1,8 +1,8 @@
 """What the comparison before the first step takes: rows that say what was measured."""
 
 from benchmarks import audit
-from benchmarks.endtoend import Workload
 from benchmarks.results import read
+from benchmarks.step_cases import Workload
 from npu_trainer_kernels.patching.modules.norms import RmsNormPatch
 
 

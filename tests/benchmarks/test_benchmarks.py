@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import cli, endtoend, measure, models, report, results, runner, steps
+from benchmarks import cli, endtoend, measure, models, report, results, runner, step_cases, step_clock, steps
 from benchmarks.cases import OPS, Case, table
 from benchmarks.providers import Absent, Provider, providers
 from npu_trainer_kernels.workloads import ModelShapes, of_model
@@ -308,8 +308,8 @@ def test_plots(tmp_path):
 
 def test_preparation_is_no_part_of_a_step(monkeypatch):
     now = itertools.count()
-    monkeypatch.setattr(endtoend.time, "perf_counter", lambda: float(next(now)))
-    clock = endtoend.Clock(CPU)
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: float(next(now)))
+    clock = step_clock.Clock(CPU)
     for pauses in (1, 0, 2):
         for _ in range(pauses):
             with clock.prepare():
@@ -321,7 +321,7 @@ def test_preparation_is_no_part_of_a_step(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
 def test_every_step_is_named_once(kind):
-    found = endtoend.workloads(kind)
+    found = step_cases.workloads(kind)
     assert len({w.key for w in found}) == len(found)
     assert {w.name for w in found} == {"sft-trainer", "sft-trl", "grpo-trl", "dpo-trl"}
     families = {models.MODELS[w.size][0] for w in found if w.name == "sft-trainer"}
@@ -331,8 +331,8 @@ def test_every_step_is_named_once(kind):
 @pytest.mark.parametrize(
     "workload",
     [
-        endtoend.Workload("sft-trainer", "tiny-qwen3-moe", 4, 24, lengths="exponential"),
-        endtoend.Workload("grpo-trl", "tiny-qwen3-moe", 4, 8, 4, group=2),
+        step_cases.Workload("sft-trainer", "tiny-qwen3-moe", 4, 24, lengths="exponential"),
+        step_cases.Workload("grpo-trl", "tiny-qwen3-moe", 4, 8, 4, group=2),
     ],
     ids=lambda workload: workload.name,
 )
@@ -343,16 +343,16 @@ def test_a_step_with_experts_runs_their_op(workload):
     # In both layers of both steps.
     assert found["ran"]["moe_experts"] >= 2 * 2
     assert not endtoend.differs({**found, "dtype": "float32"}, plain)
-    assert endtoend.variants_of(workload) == ["plain", "flag", "flag-padded", "liger"]
+    assert step_cases.variants_of(workload) == ["plain", "flag", "flag-padded", "liger"]
 
 
 def test_a_long_row_has_positions_and_few_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(endtoend, "_LONG", 200)
-    workload = endtoend.Workload("sft-trainer", "tiny-llama", 1, 200, checkpointing=True)
-    assert endtoend.variants_of(workload) == ["plain", "flag", "flag-tiled", "liger"]
+    monkeypatch.setattr(step_cases, "_LONG", 200)
+    workload = step_cases.Workload("sft-trainer", "tiny-llama", 1, 200, checkpointing=True)
+    assert step_cases.variants_of(workload) == ["plain", "flag", "flag-tiled", "liger"]
     assert workload.shape == "tiny-llama 1x200 checkpointed"
-    clock = endtoend.Clock(CPU)
-    trainer, _ = steps.build_trainer(workload, endtoend.VARIANTS["plain"], 1, str(tmp_path), clock)
+    clock = step_clock.Clock(CPU)
+    trainer, _ = steps.build_trainer(workload, step_cases.VARIANTS["plain"], 1, str(tmp_path), clock)
     assert trainer.model.config.max_position_embeddings == 200
     assert trainer.args.gradient_checkpointing
     output = tmp_path / "row.json"
@@ -360,7 +360,7 @@ def test_a_long_row_has_positions_and_few_steps(tmp_path, monkeypatch):
     assert endtoend.main([*command, "--output", str(output)]) == 0
     assert json.loads(output.read_text())["ms"]["samples"] == 2
     with pytest.raises(ValueError, match=r"checkpointing.*'grpo-trl'"):
-        endtoend.Workload("grpo-trl", "tiny-llama", 1, 200, checkpointing=True)
+        step_cases.Workload("grpo-trl", "tiny-llama", 1, 200, checkpointing=True)
 
 
 def test_a_variants_options_reach_the_package(monkeypatch):
@@ -368,12 +368,12 @@ def test_a_variants_options_reach_the_package(monkeypatch):
 
     given = []
     monkeypatch.setattr(npu_trainer_kernels, "NpuKernelsArguments", lambda **options: given.append(options))
-    steps.kernels_of(endtoend.VARIANTS["flag-tiled"])
+    steps.kernels_of(step_cases.VARIANTS["flag-tiled"])
     assert given == [{"use_npu_kernels": True, "npu_kernels_tiled_mlp": 8192}]
 
 
 def test_pairs_are_of_drawn_lengths():
-    workload = endtoend.Workload("dpo-trl", "tiny-llama", 8, length=884, prompt=16, least=14)
+    workload = step_cases.Workload("dpo-trl", "tiny-llama", 8, length=884, prompt=16, least=14)
     pairs = steps._preferences(workload, 200)
     assert pairs == steps._preferences(workload, 200)
     lengths = [len(pair[name]) for pair in pairs for name in ("chosen_ids", "rejected_ids")]
@@ -387,17 +387,17 @@ def test_pairs_are_of_drawn_lengths():
     ("workload", "first_loss"),
     [
         # The first loss of a model with random weights is near that of a uniform choice.
-        (endtoend.Workload("sft-trainer", "tiny-llama", 2, 8), pytest.approx(math.log(97), abs=0.1)),
-        (endtoend.Workload("sft-trainer", "tiny-gemma3", 2, 8), pytest.approx(math.log(97), abs=0.1)),
+        (step_cases.Workload("sft-trainer", "tiny-llama", 2, 8), pytest.approx(math.log(97), abs=0.1)),
+        (step_cases.Workload("sft-trainer", "tiny-gemma3", 2, 8), pytest.approx(math.log(97), abs=0.1)),
         # Policy and reference agree.
-        (endtoend.Workload("dpo-trl", "tiny-llama", 2, 12, 2, 3), pytest.approx(math.log(2), abs=1e-6)),
+        (step_cases.Workload("dpo-trl", "tiny-llama", 2, 12, 2, 3), pytest.approx(math.log(2), abs=1e-6)),
         # Batches with padding.
         (
-            endtoend.Workload("sft-trainer", "tiny-llama", 4, 40, lengths="exponential"),
+            step_cases.Workload("sft-trainer", "tiny-llama", 4, 40, lengths="exponential"),
             pytest.approx(math.log(97), abs=0.1),
         ),
     ],
-    ids=lambda value: value.key if isinstance(value, endtoend.Workload) else "",
+    ids=lambda value: value.key if isinstance(value, step_cases.Workload) else "",
 )
 def test_an_end_to_end_step_in_a_process_of_its_own(workload, first_loss, tmp_path, monkeypatch):
     def in_a_warm_process(command, *, cwd, env, **_):
@@ -429,10 +429,10 @@ def test_an_end_to_end_step_in_a_process_of_its_own(workload, first_loss, tmp_pa
 @pytest.mark.parametrize(
     ("workload", "patched", "own_head"),
     [
-        (endtoend.Workload("sft-trainer", "tiny-gemma3", 2, 8), 1, True),
-        (endtoend.Workload("dpo-trl", "tiny-llama", 2, 12, 2, 3), 2, False),
+        (step_cases.Workload("sft-trainer", "tiny-gemma3", 2, 8), 1, True),
+        (step_cases.Workload("dpo-trl", "tiny-llama", 2, 12, 2, 3), 2, False),
     ],
-    ids=lambda value: value.name if isinstance(value, endtoend.Workload) else "",
+    ids=lambda value: value.name if isinstance(value, step_cases.Workload) else "",
 )
 def test_ligers_layers_are_in_every_model_of_a_step(workload, patched, own_head, monkeypatch):
     """By a stand-in that sets forwards on instances as Liger does, whose kernels do not run here."""
@@ -461,7 +461,7 @@ def test_ligers_layers_are_in_every_model_of_a_step(workload, patched, own_head,
 
 
 def test_an_end_to_end_failure_is_a_row():
-    found = endtoend.run(endtoend.Workload("sft-trainer", "tiny-llama", 2, 8), "plain", steps=2, timeout=0.01)
+    found = endtoend.run(step_cases.Workload("sft-trainer", "tiny-llama", 2, 8), "plain", steps=2, timeout=0.01)
     assert found["status"] == "error"
     assert "not finished" in found["reason"]
 
@@ -469,7 +469,7 @@ def test_an_end_to_end_failure_is_a_row():
 def test_a_peer_that_is_not_installed_costs_no_process(monkeypatch):
     monkeypatch.setattr(endtoend.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(endtoend.subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
-    found = endtoend.run(endtoend.Workload("sft-trainer", "tiny-llama", 2, 8), "plain-flash", steps=2, timeout=60)
+    found = endtoend.run(step_cases.Workload("sft-trainer", "tiny-llama", 2, 8), "plain-flash", steps=2, timeout=60)
     assert found["status"] == "absent"
     assert "flash_attn" in found["reason"]
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import cases, cli, distributed, endtoend, providers, ranks, runner, steps
+from benchmarks import cases, cli, distributed, endtoend, providers, ranks, runner, step_cases, step_clock, steps
 from benchmarks.lengths import DISTRIBUTIONS, lengths, prompt_lengths
 from npu_trainer_kernels import backends
 from npu_trainer_kernels.patching import PATCHES
 
 CPU = torch.device("cpu")
-PADDED = endtoend.Workload("grpo-trl", "tiny-qwen3", 8, 20, 12, lengths="exponential", group=2)
-SHARED = endtoend.Workload("grpo-trl", "tiny-qwen3", 4, 12, 16, lengths="exponential", lora=2)
+PADDED = step_cases.Workload("grpo-trl", "tiny-qwen3", 8, 20, 12, lengths="exponential", group=2)
+SHARED = step_cases.Workload("grpo-trl", "tiny-qwen3", 4, 12, 16, lengths="exponential", lora=2)
 
 
 @pytest.mark.parametrize(("distribution", "share"), [("exponential", 0.37), ("even", 25 / 32)])
@@ -45,7 +45,7 @@ def test_an_unknown_distribution_names_the_known_ones():
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
 def test_every_workload_with_padding_has_one_without(kind):
-    found = endtoend.workloads(kind)
+    found = step_cases.workloads(kind)
     assert {w.lengths for w in found if w.name == "grpo-trl"} == {"", *DISTRIBUTIONS}
     assert {w.lengths for w in found if w.name == "sft-trainer"} == {"", "exponential"}
     one_prompt = [w for w in found if w.lengths and w.prompt and w.group >= w.batch]
@@ -66,8 +66,8 @@ def test_a_grpo_step_counts_what_it_was_given():
 
 
 def test_an_adapter_is_trained_alone(tmp_path):
-    clock = endtoend.Clock(CPU)
-    trainer, _ = steps.build_trainer(SHARED, endtoend.VARIANTS["plain"], 1, str(tmp_path), clock)
+    clock = step_clock.Clock(CPU)
+    trainer, _ = steps.build_trainer(SHARED, step_cases.VARIANTS["plain"], 1, str(tmp_path), clock)
     trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora" in name for name in trained)
@@ -78,40 +78,42 @@ def test_an_adapter_is_trained_alone(tmp_path):
 
 def test_what_today_means_is_all_ops_but_one(monkeypatch):
     monkeypatch.setitem(PATCHES, steps.PACKING_OP, PATCHES["rms_norm"])
-    asked = steps.kernels_of(endtoend.VARIANTS["flag-padded"]).npu_kernels_ops
+    asked = steps.kernels_of(step_cases.VARIANTS["flag-padded"]).npu_kernels_ops
     assert steps.PACKING_OP not in asked
     assert {"rms_norm", "linear_logprob"} <= set(asked) <= set(PATCHES)
     # A model keeps its own code where it would without a list.
     assert backends.keeps_plain("swiglu", CPU) is not None
     assert "swiglu" not in asked
-    assert steps.kernels_of(endtoend.VARIANTS["flag"]).npu_kernels_ops is None
-    assert not steps.kernels_of(endtoend.VARIANTS["plain"]).use_npu_kernels
+    assert steps.kernels_of(step_cases.VARIANTS["flag"]).npu_kernels_ops is None
+    assert not steps.kernels_of(step_cases.VARIANTS["plain"]).use_npu_kernels
 
 
 def test_sharing_is_switched_off_where_it_is_decided(monkeypatch):
     layout = types.ModuleType("npu_trainer_kernels.patching.body.layout")
     monkeypatch.setitem(sys.modules, layout.__name__, layout)
     with pytest.raises(AttributeError, match="MIN_SAVED"):
-        steps.kernels_of(endtoend.VARIANTS["flag-unshared"])
+        steps.kernels_of(step_cases.VARIANTS["flag-unshared"])
     layout.MIN_SAVED = 0.05
-    assert steps.kernels_of(endtoend.VARIANTS["flag-unshared"]).npu_kernels_ops is None
+    assert steps.kernels_of(step_cases.VARIANTS["flag-unshared"]).npu_kernels_ops is None
     assert layout.MIN_SAVED > 1
 
 
 def test_only_rows_that_begin_alike_are_run_without_sharing():
-    shared = {w.name for w in endtoend.workloads("cuda") if "flag-unshared" in endtoend.variants_of(w)}
+    shared = {w.name for w in step_cases.workloads("cuda") if "flag-unshared" in step_cases.variants_of(w)}
     assert shared == {"grpo-trl", "dpo-trl"}
 
 
 def test_unsloth_is_run_where_grpo_trains_a_whole_model_and_an_adapter():
-    found = [w for kind in ("cuda", "cpu") for w in endtoend.workloads(kind) if "unsloth" in endtoend.variants_of(w)]
+    found = [
+        w for kind in ("cuda", "cpu") for w in step_cases.workloads(kind) if "unsloth" in step_cases.variants_of(w)
+    ]
     assert [(w.length, w.prompt) for w in found] == [(4096, 128)] * 3 + [(1024, 2048)] * 2
     assert {(w.name, w.size, w.lora) for w in found} == {("grpo-trl", "qwen3-0.6b", 0), ("grpo-trl", "qwen3-4b", 16)}
 
 
 @pytest.mark.parametrize("group", [2, 4])
 def test_ranks_get_different_counts_of_tokens(group):
-    workload = endtoend.Workload("sft", "tiny-llama", 4, 30, 12, lengths="exponential", group=group)
+    workload = step_cases.Workload("sft", "tiny-llama", 4, 30, 12, lengths="exponential", group=group)
     batches = [ranks.batch_of(workload, rank, 2) for rank in range(2)]
     completions = []
     for batch in batches:
@@ -130,7 +132,7 @@ def test_ranks_get_different_counts_of_tokens(group):
 
 
 def test_a_batch_without_padding_has_no_mask():
-    batch = ranks.batch_of(endtoend.Workload("sft", "tiny-llama", 2, 8), 0, 1)
+    batch = ranks.batch_of(step_cases.Workload("sft", "tiny-llama", 2, 8), 0, 1)
     assert set(batch) == {"input_ids", "labels"}
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import sharing
-from benchmarks.endtoend import Workload
 from benchmarks.lengths import lengths, prompt_lengths
 from benchmarks.results import read
+from benchmarks.step_cases import Workload
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching.body import batch
 
