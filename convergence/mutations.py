@@ -22,7 +22,6 @@ import torch
 
 from npu_trainer_kernels import backends, ops, patching
 from npu_trainer_kernels import device as devices
-from npu_trainer_kernels.ops.attention.segment_kernels import widest_head
 from npu_trainer_kernels.ops.attention.segments import Segments
 from npu_trainer_kernels.ops.attention.shared_rows import Shared
 from npu_trainer_kernels.ops.experts.row_kernels import Routing
@@ -498,7 +497,8 @@ _IN_PATCHING = "npu_trainer_kernels.patching"
 
 def _without_kernel(device: str) -> str:
     """Of attention: flash attention or the vendor's. What else serves it has a backward of PyTorch's own."""
-    if widest_head(torch.device(device)) or backends.unavailable("vendor", device, "varlen_attention") is None:
+    flash = devices.widest_flash_head(torch.device(device))
+    if flash or backends.unavailable("vendor", device, "varlen_attention") is None:
         return ""
     return "no kernel of attention"
 

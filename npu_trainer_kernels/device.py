@@ -1,4 +1,7 @@
-"""What the code knows of devices: the only file that names npu, cuda or cpu.
+"""What the package knows of devices. Ops, tiles and patches ask here what a device can do, and name none.
+
+Beside this file only those name a kind of device that look up, print or stand in for one: `backends.py` and
+`table.json`, the command line, `fit/` and `ascend/` (`tests/test_device.py` has the list).
 
 `spec(device)` answers with a frozen `DeviceSpec`, found once per device and cached, so that no call of an op queries a
 driver. `use_chip("Ascend910B4")` makes the CPU answer as that chip, for compiling and checking kernels without it; so
@@ -27,6 +30,8 @@ __all__ = [
     "accelerator",
     "chip_spec",
     "compute_capability",
+    "gains_by_segments_alone",
+    "grouped_product_by",
     "has_atomic_index_add",
     "has_fp32_output_product",
     "has_fp64",
@@ -45,12 +50,13 @@ __all__ = [
     "type_of",
     "use_chip",
     "use_spec",
+    "widest_flash_head",
 ]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 KINDS = ("npu", "cuda", "cpu", "other")
-"""Kinds of devices: Ascend NPUs, CUDA GPUs, the host, and all others, where the ops run in torch."""
+"""Kinds of devices: Ascend NPUs, CUDA GPUs of NVIDIA, the host, and all others, where the ops run in torch."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +219,7 @@ def _of_environment(chip: str, backend: str) -> DeviceSpec:
 def _query(device: torch.device) -> DeviceSpec | None:
     """What the driver says of an accelerator; None for the host."""
     kind, index = device.type, device.index or 0
-    if kind == "cuda":
+    if _KINDS.get(kind) == "cuda":
         p = torch.cuda.get_device_properties(index)
         # 64 Ki 32-bit registers per multiprocessor on every chip since Kepler.
         return DeviceSpec("cuda", p.name, p.multi_processor_count, 256 * KIB, p.total_memory)
@@ -236,6 +242,8 @@ def _query(device: torch.device) -> DeviceSpec | None:
 
 # A meta tensor has no device: it is looked at as the host's are, or as those of a chip that `use_chip` names.
 _HOST = ("cpu", "meta")
+# PyTorch calls AMD's GPUs "cuda", too. Every figure and tile of ours is NVIDIA's: on AMD's the ops run in torch.
+_KINDS = {"npu": "npu", "cuda": "cuda" if torch.version.hip is None else "other"}
 
 
 @functools.cache
@@ -249,7 +257,7 @@ def kind_of(device: torch.device) -> str:
     kind = type_of(device)
     if kind in _HOST:
         return _stood_in_for.get() or "cpu"
-    return kind if kind in ("npu", "cuda") else "other"
+    return _KINDS.get(kind, "other")
 
 
 def spec(device: torch.device) -> DeviceSpec:
@@ -349,8 +357,8 @@ def is_current(device: torch.device) -> bool:
 @functools.cache
 def keeps_compiled(device: torch.device) -> bool:
     """Whether Triton compiles a kernel there by no more than dtypes, alignment to 16 bytes, integers and constants, so
-    that what was compiled can be launched again without asking it. On AMD it looks at a storage's size, too."""
-    return device.type == "npu" or (device.type == "cuda" and torch.version.hip is None)
+    that what was compiled can be launched again without asking it."""
+    return _KINDS.get(device.type) in ("npu", "cuda")
 
 
 @functools.cache
@@ -416,6 +424,34 @@ def compute_capability(device: torch.device) -> int:
 @functools.cache
 def _capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
+
+
+_GROUPED_PRODUCTS = {"cuda": "torch", "npu": "vendor", "cpu": "loop"}
+
+
+def grouped_product_by(device: torch.device) -> str | None:
+    """Who multiplies each group of rows by its own matrix there: `"torch"` (PyTorch's grouped product), `"vendor"`
+    (torch_npu's operator), `"loop"` (one product for each group), or None, where nobody is known to."""
+    return _GROUPED_PRODUCTS.get(kind_of(device))
+
+
+def gains_by_segments_alone(device: torch.device) -> bool:
+    """Whether attention by segments, one after another in torch, is worth leaving padding out for. On an NPU nobody has
+    seen it gain anything over the batch with its padding."""
+    return kind_of(device) != "npu"
+
+
+@functools.cache
+def widest_flash_head(device: torch.device) -> int:
+    """The widest head of PyTorch's flash attention on the device, with backward; 0 where there is none. The driver is
+    asked once."""
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return 0
+    # 8.6, 8.9 and 12.x have 100 KiB of shared memory per block: PyTorch has no backward of heads above 192 there.
+    return 256 if minor == 0 and major < 12 else 192
 
 
 def has_libdevice(device: torch.device) -> bool:

@@ -77,6 +77,13 @@ def _name(dtype: torch.dtype | None) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+# By whether something is added to x, and whether x is fp32, where the castings differ by rounding alone.
+_NORM_CASTINGS = {
+    (False, True): ("llama", "gemma", "none"), (True, True): ("llama", "gemma", "none"),
+    (False, False): ("llama", "gemma"), (True, False): ("llama",),
+}  # fmt: skip
+
+
 def uncovered_norm(
     dtype: torch.dtype,
     weight: torch.dtype | None,
@@ -102,7 +109,7 @@ def uncovered_norm(
     mixes = casting == "gemma" and weight == torch.float32 and not adds
     if weight != dtype and not mixes:
         return f"{_name(weight)} weight of {_name(dtype)} x with casting {casting!r}"
-    if dtype != torch.float32 and casting not in (("llama",) if adds else ("llama", "gemma")):
+    if casting not in _NORM_CASTINGS[adds, dtype == torch.float32]:
         return f"casting {casting!r} in {_name(dtype)}: it rounds elsewhere"
     return None
 

@@ -1,6 +1,8 @@
 """What the code knows of devices: whether an NPU's products of bf16 factors give fp32 results is tried, not assumed."""
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from npu_trainer_kernels import backends
 from npu_trainer_kernels import device as devices
 from tests.conftest import DEVICE
 
@@ -96,3 +99,42 @@ def test_an_unknown_chip_gets_the_tiles_of_its_generation_and_a_warning(monkeypa
         spec = npu(monkeypatch, name, vector_core_num=60)
     known = devices.ASCEND_CHIPS[like]
     assert (spec.name, spec.vector_cores, spec.on_chip_bytes) == (name, 60, known.on_chip_bytes)
+
+
+PACKAGE = Path(devices.__file__).parent
+# Where a kind of device is named, and why: everything else asks `device.py` what a device can do.
+NAMED_IN = {
+    "device.py": "the only file that asks a driver",
+    "backends.py": "which package to install, which backend runs on which kind",
+    "cli/": "what is said to people, by the device that they have",
+    "fit/": "the card that a prediction is for",
+    "ascend/": "the compiler of one kind of chip",
+    "patching/head/promise_records.py": "a number on the host is no tensor of the batch",
+    "ops/slices.py": "PyTorch's generators are told apart by a device's type",
+}
+
+
+def names_a_kind(node):
+    return isinstance(node, ast.Constant) and node.value in ("npu", "cuda")
+
+
+def test_no_other_file_names_a_kind_of_device():
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        if any(map(names_a_kind, ast.walk(ast.parse(file.read_text())))):
+            found.add(file.relative_to(PACKAGE).as_posix())
+    assert {name for name in found if not name.startswith(tuple(NAMED_IN))} == set()
+
+
+def test_gpus_of_amd_are_none_that_a_tile_or_a_figure_is_for(monkeypatch):
+    """PyTorch calls them "cuda", too."""
+    card = torch.device("cuda")
+    assert devices.kind_of(card) == ("cuda" if torch.version.hip is None else "other")
+    monkeypatch.setattr(devices, "_KINDS", {"npu": "npu", "cuda": "other"})
+    assert devices.kind_of(card) == "other"
+    spec = devices._query.__wrapped__(card)
+    assert (spec.kind, spec.has_warps, spec.has_buffer) == ("other", False, False)
+    assert devices.grouped_product_by(card) is None
+    assert not devices.has_libdevice(card)
+    for op in backends.OPS:
+        assert backends.choose(op, card) == "torch"

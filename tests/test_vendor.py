@@ -7,8 +7,20 @@ import torch
 
 from npu_trainer_kernels import vendor as vendor_module
 from npu_trainer_kernels.ops.gates import gate_options
+from npu_trainer_kernels.ops.norms import CASTINGS
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_casting_that_nobody_has_compared_is_not_covered(dtype: torch.dtype, adds: bool):
+    """A new one rounds elsewhere, or computes something else."""
+    known = {name for castings in vendor_module._NORM_CASTINGS.values() for name in castings}
+    assert known == set(CASTINGS)
+    reason = vendor_module.uncovered_norm(dtype, dtype, "new", dtype if adds else None)
+    assert reason is not None
+    assert reason.startswith("casting 'new'")
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])

@@ -427,7 +427,7 @@ def grouped_mm(monkeypatch):
         return y
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", product)
-    monkeypatch.setattr(grouped_module, "_kind", lambda device: "cuda")
+    monkeypatch.setattr(grouped_module.devices, "grouped_product_by", lambda device: "torch")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return calls
 

@@ -1,5 +1,6 @@
 """rms_norm against its reference and against the modules of transformers."""
 
+import functools
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from npu_trainer_kernels.ops import rms_norm, rms_norm_reference
+from npu_trainer_kernels.ops.norms import CASTINGS
 from tests.closeness import assert_op_close
 from tests.pairs import pairs
 
@@ -26,6 +28,25 @@ OPTIONS = [
     {"casting": "none"},
     {"casting": "none", "offset": 1.0, "eps": 1e-2},
 ]
+
+
+def test_every_casting_is_among_the_options():
+    assert {each["casting"] for each in OPTIONS} == set(CASTINGS)
+
+
+def test_castings_differ(device, backend):
+    """In 16 bits each rounds elsewhere: one that the code does not know would be another one's twin."""
+    x, weight = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((64, 96), (96,)))
+    for function in (rms_norm_reference, functools.partial(rms_norm, backend=backend)):
+        made = [function(x, weight, casting=casting) for casting in CASTINGS]
+        assert not any(torch.equal(a, b) for a, b in itertools.combinations(made, 2))
+
+
+def test_a_casting_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="casting must be one of llama, gemma, none; got 'new'"):
+        rms_norm_reference(torch.randn(2, 4), torch.randn(4), casting="new")
+    with pytest.raises(ValueError, match="casting must be one of llama, gemma, none; got 'new'"):
+        rms_norm(torch.randn(2, 4), torch.randn(4), casting="new")
 
 
 def make(device, dtype=torch.float32, shape=(11, 24), weight_dtype=None):

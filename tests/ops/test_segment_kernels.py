@@ -101,7 +101,7 @@ def flash(monkeypatch) -> Iterator[list[str]]:
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("_flash_attention_forward", noted("forward", flash_forward))
     library.impl("_flash_attention_backward", noted("backward", flash_backward))
-    monkeypatch.setattr(segment_kernels, "widest_head", lambda device: 256)
+    monkeypatch.setattr(devices, "widest_flash_head", lambda device: 256)
     yield called
     library._destroy()
 
@@ -305,7 +305,7 @@ def test_what_they_do_not_take_goes_on(lacks, loaded, package, flash, cpu, monke
 
 
 def test_which_chips_have_flash_attention(monkeypatch):
-    widest = segment_kernels.widest_head.__wrapped__
+    widest = devices.widest_flash_head.__wrapped__
     assert widest(torch.device("cpu")) == 0
     chips = {(7, 5): 0, (8, 0): 256, (8, 6): 192, (8, 9): 192, (9, 0): 256, (10, 0): 256, (12, 0): 192}
     for built, expected in ((True, chips), (False, dict.fromkeys(chips, 0))):

@@ -30,11 +30,12 @@ from typing import Any
 
 import torch
 
+from ... import device as devices
 from ... import vendor
 from ..host import once_differentiable
 from .segments import Options, Segments
 
-__all__ = ["ByKernel", "by_flash", "widest_head"]
+__all__ = ["ByKernel", "by_flash"]
 
 _16_BITS = (torch.bfloat16, torch.float16)
 
@@ -42,18 +43,6 @@ _16_BITS = (torch.bfloat16, torch.float16)
 # ---------------------------------------------------------------------------------------------------------------------
 # Which flash attention there is
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def widest_head(device: torch.device) -> int:
-    """Of flash attention on the device; 0 where there is none. The driver is asked once."""
-    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return 0
-    # 8.6, 8.9 and 12.x have 100 KiB of shared memory per block: PyTorch has no backward of heads above 192 there.
-    return 256 if minor == 0 and major < 12 else 192
 
 
 def _is_replaced() -> bool:
@@ -217,7 +206,7 @@ def by_flash(
 ) -> torch.Tensor | None:  # fmt: skip
     """Attention by a flash attention that serves the call; None where none does."""
     size = q.shape[-1]
-    if size > widest_head(q.device) or q.dtype not in _16_BITS or size != v.shape[-1]:
+    if size > devices.widest_flash_head(q.device) or q.dtype not in _16_BITS or size != v.shape[-1]:
         return None
     function = None if sinks is not None else _installed(options.softcap, options.window, options.dropout)
     if function is not None:

@@ -199,9 +199,8 @@ def unserved(
             dtype, head_sizes, heads=None, tokens=None, segments=segments, softcap=softcap, sinks=sinks
         )
 
-    if devices.kind_of(device) != "npu" or backends.asked_for("varlen_attention", backend):
+    if devices.gains_by_segments_alone(device) or backends.asked_for("varlen_attention", backend):
         return None
-    # There one segment after another is no gain that anybody has seen over the batch with its padding.
     chosen, why = backends.explain("varlen_attention", device, backend, uncovered)
     return None if chosen == "vendor" else why
 

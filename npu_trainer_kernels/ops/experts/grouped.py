@@ -35,10 +35,10 @@ _ALIGNED = 16
 
 def unavailable(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], backend: str) -> str | None:
     """Why a device has no grouped product for a backend of rows of these sizes in a dtype, in words, or None."""
-    kind = _kind(device)
+    by = devices.grouped_product_by(device)
     if _by_vendor(device, backend):
         return vendor.unavailable("moe_experts") or vendor.uncovered_experts(dtype, sizes)
-    if kind == "cuda":
+    if by == "torch":
         if not hasattr(torch, "_grouped_mm"):
             return "this PyTorch has no grouped product"
         if dtype != torch.bfloat16 and not hasattr(F, "grouped_mm"):
@@ -47,7 +47,7 @@ def unavailable(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]
             return "the grouped product of this PyTorch does not run on this chip"
         odd = [size for size in sizes if size * dtype.itemsize % _ALIGNED]
         return f"rows of {odd[0]} elements: a grouped product wants multiples of {_ALIGNED} bytes" if odd else None
-    return None if kind in ("cpu", "npu") else "no grouped product is known on this kind of device"
+    return None if by is not None else "no grouped product is known on this kind of device"
 
 
 @functools.cache
@@ -80,12 +80,8 @@ def trial(device: torch.device, dtype: torch.dtype, backend: str) -> str | None:
         return f"the grouped product raises there: {one_line(error, 120)}"
 
 
-def _kind(device: torch.device) -> str:
-    return devices.kind_of(device)
-
-
 def _by_vendor(device: torch.device, backend: str) -> bool:
-    return backend == "vendor" or (backend == "triton" and _kind(device) == "npu")
+    return backend == "vendor" or (backend == "triton" and devices.grouped_product_by(device) == "vendor")
 
 
 def groups_of(ends: torch.Tensor, backend: str) -> torch.Tensor:
@@ -106,7 +102,7 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, b
         return x.new_empty(0, weight.shape[2])
     if _by_vendor(x.device, backend):
         return vendor.grouped_product(x, weight, ends)
-    if _kind(x.device) == "cuda":
+    if devices.grouped_product_by(x.device) == "torch":
         return _grouped_mm(x, _aligned(weight), ends)
     y = x.new_empty(x.shape[0], weight.shape[2])
     for g, start, end in _groups(ends):
@@ -124,7 +120,7 @@ def outer_products(
         return x.new_zeros(shape)
     if _by_vendor(x.device, backend):
         return _cleared(vendor.outer_products(x, dy, groups), ends, backend)
-    if _kind(x.device) == "cuda":
+    if devices.grouped_product_by(x.device) == "torch":
         return _cleared(_grouped_mm(x.t(), dy, groups), ends, backend)
     dw = x.new_empty(shape)
     for g, start, end in _groups(groups):

@@ -101,7 +101,9 @@ def _normed(
         return n.to(s.dtype), rstd
     if casting == "llama":
         return shifted(weight, offset) * n.to(s.dtype), rstd
-    return (n * shifted(weight.to(n.dtype), offset)).to(s.dtype), rstd
+    if casting == "gemma":
+        return (n * shifted(weight.to(n.dtype), offset)).to(s.dtype), rstd
+    raise ValueError(f"casting must be one of {', '.join(CASTINGS)}; got {casting!r}")
 
 
 def shifted(weight: torch.Tensor, offset: float) -> torch.Tensor:
