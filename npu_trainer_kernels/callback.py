@@ -72,7 +72,7 @@ class NpuKernelsCallback(TrainerCallback):
     construction, `model_init` builds anew), and restores when training ends, also by an exception. While it trains, the
     models that the Trainer holds beside its own (reference, teacher, reward) are served by the same ops. In TRL's
     GRPOTrainer the head is told which gradient the loss is going to send back. Losses that are nan or infinite are
-    filtered as the Trainer does, but on the device (`trainers._loss_filter`). Prints the report once, on the main
+    filtered as the Trainer does, but on the device (`training.loss_filter`). Prints the report once, on the main
     process, and adds `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second`
     (without padding) and `peak_memory_gib` to the Trainer's logs.
 

@@ -152,7 +152,7 @@ def norm_backward(
 
 
 def uncovered_swiglu(form: Any) -> str | None:
-    """Why `npu_swiglu` does not compute a gate (`ops._gates.Gate`), or None."""
+    """Why `npu_swiglu` does not compute a gate (`ops.gates.Gate`), or None."""
     if not form.is_swiglu:
         return f"{form}: npu_swiglu computes silu(gate) * up"
     if form.joined == "interleaved":

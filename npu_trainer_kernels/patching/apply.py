@@ -98,7 +98,7 @@ class NpuKernels:
         Without gradients, some rows of the batch go through the body three times: by the model's own code, where every
         op is compared with the modules whose work it does, on what they are given; by the same code while the result of
         every operator is moved within its rounding, which says what may differ; and as it is served, padding left out.
-        Heads are compared where their loss is formed. What differs by more than rounding explains (`patching._audit`)
+        Heads are compared where their loss is formed. What differs by more than rounding explains (`patching.audit`)
         is taken out; `report().audits` has what was seen. Forwards of a new kind (other arguments, another dtype, rows
         more than twice as long) are compared likewise, and so is what `refresh` adds. Random numbers, buffers and
         counts stay as they were.

@@ -464,8 +464,8 @@ def test_the_vendors_products_are_told_the_groups_in_one_tensor(device, monkeypa
 
     monkeypatch.setattr(grouped_module, "_by_vendor", unless_here)
     monkeypatch.setattr(grouped_module, "unavailable", lambda *args: None)
-    monkeypatch.setattr(grouped_module._vendor, "grouped_product", product)
-    monkeypatch.setattr(grouped_module._vendor, "outer_products", outer)
+    monkeypatch.setattr(grouped_module.vendor, "grouped_product", product)
+    monkeypatch.setattr(grouped_module.vendor, "outer_products", outer)
     case = VARIANTS[name]
     assert_op_close(case.call(moe_experts, backend="triton"), case.call(moe_experts_reference), case.tensors(device),
                     upstream)  # fmt: skip

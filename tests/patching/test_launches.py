@@ -77,7 +77,7 @@ def launched(family: str, where: str) -> tuple[int, Counter[str], Counter[str]]:
         if where != "plain":
             stack.enter_context(device.stand_in(_SPECS[where]))
             for name, function in (("grouped_product", product), ("outer_products", outer)):
-                stack.enter_context(mock.patch.object(grouped._vendor, name, function))
+                stack.enter_context(mock.patch.object(grouped.vendor, name, function))
             for name in ("unavailable", "trial"):
                 stack.enter_context(mock.patch.object(grouped, name, return_value=None))
             stack.enter_context(use_launcher(launcher))
