@@ -46,15 +46,15 @@ statistics are fp32 whatever the dtypes.
 
 Files
 -----
-_head_options       how logits are transformed and which statistics are wanted
-_head_objective     what forward may form the gradient of
-_head_statistics    one chunk of logits: its statistics
-_head_gradient      one chunk of logits: its gradient, in its place
-_head_fused         both at once, where one kernel can
-_head_slices        statistics and gradients of a vocabulary that ranks share out
-_head_chunks        walking over the chunks, and summing their gradients
-_head_reference     the statistics by their definitions, which tests compare with
-_head               what is differentiated: plans, and the autograd functions
+options            how logits are transformed and which statistics are wanted
+objective          what forward may form the gradient of
+statistics         one chunk of logits: its statistics
+gradient           one chunk of logits: its gradient, in its place
+fused              both at once, where one kernel can
+vocabulary_slices  statistics and gradients of a vocabulary that ranks share out
+chunks             walking over the chunks, and summing their gradients
+reference          the statistics by their definitions, which tests compare with
+engine             what is differentiated: plans, and the autograd functions
 """
 
 from __future__ import annotations
