@@ -219,7 +219,7 @@ def _anew(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 class Patch:
-    """How one op gets into models. Subclasses say what they recognise and serve; the table of them is `patches.PATCHES`.
+    """How one op gets into models. Subclasses say what they recognise and serve; `patches.PATCHES` is their table.
 
     Attributes:
         op: its name in `backends.OPS`.
