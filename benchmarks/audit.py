@@ -23,22 +23,22 @@ from npu_trainer_kernels import device as devices
 from .models import build_model
 from .ranks import batch_of, free
 from .results import Results, Row, environment
-from .step_cases import Workload
+from .step_cases import StepWorkload
 
 __all__ = ["main", "measure", "workloads"]
 
 _STEPS = 3
 
 
-def workloads(kind: str) -> list[Workload]:
+def workloads(kind: str) -> list[StepWorkload]:
     """For a kind of device."""
     if kind == "cpu":
-        return [Workload("sft", name, 8, 128, lengths="exponential") for name in ("demo-llama", "demo-qwen3-moe")]
+        return [StepWorkload("sft", name, 8, 128, lengths="exponential") for name in ("demo-llama", "demo-qwen3-moe")]
     names = ("qwen3-0.6b", "llama-1b", "gemma3-1b", "qwen3-moe")
-    return [Workload("sft", name, 8, 1024, lengths="exponential") for name in names]
+    return [StepWorkload("sft", name, 8, 1024, lengths="exponential") for name in names]
 
 
-def measure(workload: Workload, dtype: torch.dtype, device: torch.device) -> Row:
+def measure(workload: StepWorkload, dtype: torch.dtype, device: torch.device) -> Row:
     """One row."""
     on_card = device.type != "cpu"
     memory: Any = getattr(torch, device.type)

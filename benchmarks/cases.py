@@ -1,6 +1,6 @@
 """The table: which ops are measured at which shapes, on which inputs, against which floor and which truth.
 
-A row of the table is a `Case`. What an op needs is an `OpSpec`: inputs, the plain PyTorch reference, the result in
+A row of the table is a `OpCase`. What an op needs is an `OpSpec`: inputs, the plain PyTorch reference, the result in
 higher precision, and the fewest operations and bytes that any implementation must spend.
 """
 
@@ -23,14 +23,14 @@ from npu_trainer_kernels.workloads import (
     grpo_terms,
 )
 
-__all__ = ["OPS", "Case", "OpSpec", "Work", "grpo_tokens", "peak", "table"]
+__all__ = ["OPS", "OpCase", "OpSpec", "Work", "grpo_tokens", "peak", "table"]
 
 # Rows of x that are raised at once: 64 MiB in fp32 at H=4096.
 PEAKED_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class Case(Workload):
+class OpCase(Workload):
     """A row of the table.
 
     Attributes:
@@ -78,12 +78,12 @@ class OpSpec:
 
     build: Callable[[Workload, torch.device], Inputs]
     reference: Callable[[Tensors], Outputs]
-    work: Callable[[Case], dict[str, Work]]
-    products: Callable[[Case], tuple[int, int, int]] | None = None
+    work: Callable[[OpCase], dict[str, Work]]
+    products: Callable[[OpCase], tuple[int, int, int]] | None = None
     row_truth: Callable[[Tensor, Inputs, Tensor], tuple[Tensor | None, Tensor]] | None = None
 
 
-def _itemsize(case: Case) -> int:
+def _itemsize(case: OpCase) -> int:
     return case.torch_dtype.itemsize
 
 
@@ -92,18 +92,18 @@ def _itemsize(case: Case) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _head_products(case: Case) -> tuple[int, int, int]:
+def _head_products(case: OpCase) -> tuple[int, int, int]:
     s = case.sizes
     return s["BT"], s["H"], s["V"]
 
 
-def _grpo_products(case: Case) -> tuple[int, int, int]:
+def _grpo_products(case: OpCase) -> tuple[int, int, int]:
     s = case.sizes
     return int(grpo_lengths(s["B"], s["T"]).sum()), s["H"], s["V"]
 
 
-def _head_work(products: Callable[[Case], tuple[int, int, int]]) -> Callable[[Case], dict[str, Work]]:
-    def work(case: Case) -> dict[str, Work]:
+def _head_work(products: Callable[[OpCase], tuple[int, int, int]]) -> Callable[[OpCase], dict[str, Work]]:
+    def work(case: OpCase) -> dict[str, Work]:
         rows, hidden, vocab = products(case)
         one = 2.0 * rows * hidden * vocab
         return {"forward": Work(one), "backward": Work(2 * one), "both": Work(3 * one)}
@@ -165,7 +165,7 @@ def peak(x: Tensor, weight: Tensor, seed: int = 4) -> Tensor:
 def _peaked(op: str, target: str) -> Callable[[Workload, torch.device], Inputs]:
     def build(work: Workload, device: torch.device) -> Inputs:
         inputs = WORKLOADS[op].build(work, device)
-        if isinstance(work, Case) and work.peaked:
+        if isinstance(work, OpCase) and work.peaked:
             inputs.tensors[target] = peak(inputs.tensors["x"], inputs.tensors["weight"])
         return inputs
 
@@ -179,10 +179,10 @@ def _peaked(op: str, target: str) -> Callable[[Workload, torch.device], Inputs]:
 
 def _passes(
     per_mode: tuple[int, int], elements: Callable[[Mapping[str, int]], int]
-) -> Callable[[Case], dict[str, Work]]:
+) -> Callable[[OpCase], dict[str, Work]]:
     """Work of an op that passes over tensors of so many elements, forward and backward."""
 
-    def work(case: Case) -> dict[str, Work]:
+    def work(case: OpCase) -> dict[str, Work]:
         size = float(elements(case.sizes) * _itemsize(case))
         forward, backward = per_mode[0] * size, per_mode[1] * size
         return {
@@ -194,14 +194,14 @@ def _passes(
     return work
 
 
-def _embedding_work(case: Case) -> dict[str, Work]:
+def _embedding_work(case: OpCase) -> dict[str, Work]:
     s = case.sizes
     rows, weight = float(s["N"] * s["D"] * _itemsize(case)), float(s["V"] * s["D"] * _itemsize(case))
     forward, backward = 2 * rows, rows + weight
     return {"forward": Work(bytes=forward), "backward": Work(bytes=backward), "both": Work(bytes=forward + backward)}
 
 
-def _attention_work(case: Case) -> dict[str, Work]:
+def _attention_work(case: OpCase) -> dict[str, Work]:
     """Products of what is seen: two forward, five backward; q, k, v and o, and their gradients."""
     s = case.sizes
     lengths = attention_lengths(s["B"], s["T"], s["live"], s["shared"])
@@ -217,7 +217,7 @@ def _attention_work(case: Case) -> dict[str, Work]:
     }
 
 
-def _experts_work(case: Case) -> dict[str, Work]:
+def _experts_work(case: OpCase) -> dict[str, Work]:
     """Products of every row with its expert's two matrices; x, o, the matrices, h, which has to be kept, and gradients.
     What else lies between products is not counted: nobody is known who needs none of it."""
     s = case.sizes
@@ -268,62 +268,71 @@ OPS: dict[str, OpSpec] = {
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _accelerator_cases() -> list[Case]:
-    rows = [Case("linear_cross_entropy", {"BT": bt, "H": 4096, "V": 128256}) for bt in (4096, 8192, 16384)]
+def _accelerator_cases() -> list[OpCase]:
+    rows = [OpCase("linear_cross_entropy", {"BT": bt, "H": 4096, "V": 128256}) for bt in (4096, 8192, 16384)]
     # What depends on the values: cut-cross-entropy skips tiles whose gradients are all small.
-    rows += [Case("linear_cross_entropy", {"BT": bt, "H": 4096, "V": 128256}, peaked=True) for bt in (8192, 16384)]
-    rows += [Case("fused_linear_grpo_loss", {"B": 8, "T": t, "H": 2048, "V": 151936}) for t in (1024, 4096)]
-    rows += [Case("rms_norm", {"N": n, "H": h}) for n, h in ((8192, 4096), (16384, 8192))]
-    rows += [Case("add_rms_norm", {"N": 8192, "H": 4096}), Case("embedding", {"N": 16384, "V": 151936, "D": 4096})]
+    rows += [OpCase("linear_cross_entropy", {"BT": bt, "H": 4096, "V": 128256}, peaked=True) for bt in (8192, 16384)]
+    rows += [OpCase("fused_linear_grpo_loss", {"B": 8, "T": t, "H": 2048, "V": 151936}) for t in (1024, 4096)]
+    rows += [OpCase("rms_norm", {"N": n, "H": h}) for n, h in ((8192, 4096), (16384, 8192))]
+    rows += [
+        OpCase("add_rms_norm", {"N": 8192, "H": 4096}),
+        OpCase("embedding", {"N": 16384, "V": 151936, "D": 4096}),
+    ]
     # A gated norm of 8192 tokens in Qwen3-Next, 32 heads each, and one as wide as Bamba's; Command R's layer norm.
-    rows += [Case("gated_rms_norm", {"N": n, "H": h}) for n, h in ((262144, 128), (8192, 8192))]
-    rows += [Case("layer_norm", {"N": 8192, "H": 8192})]
-    rows += [Case("swiglu", {"N": 8192, "I": 14336}), Case("rope", {"S": 8192, "Q": 32, "K": 8, "D": 128})]
+    rows += [OpCase("gated_rms_norm", {"N": n, "H": h}) for n, h in ((262144, 128), (8192, 8192))]
+    rows += [OpCase("layer_norm", {"N": 8192, "H": 8192})]
+    rows += [
+        OpCase("swiglu", {"N": 8192, "I": 14336}),
+        OpCase("rope", {"S": 8192, "Q": 32, "K": 8, "D": 128}),
+    ]
     # Gemma-3-4B's gate, and GLM-4-9B's rotation.
-    rows += [Case("geglu", {"N": 8192, "I": 10240}), Case("rope_by_turns", {"S": 8192, "Q": 32, "K": 2, "D": 128})]
-    rows += [Case("linear_logprob", {"BT": 8192, "H": 4096, "V": 128256})]
+    rows += [
+        OpCase("geglu", {"N": 8192, "I": 10240}),
+        OpCase("rope_by_turns", {"S": 8192, "Q": 32, "K": 2, "D": 128}),
+    ]
+    rows += [OpCase("linear_logprob", {"BT": 8192, "H": 4096, "V": 128256})]
     # Qwen3-0.6B's heads: completions of which 37% and 78% of the positions are live, and a prompt that all rows share.
     heads = {"Q": 16, "K": 8, "D": 128}
-    rows += [Case("varlen_attention", {"B": 8, "T": 4224, "live": live, "shared": 0, **heads}) for live in (37, 78)]
-    rows += [Case("varlen_attention", {"B": 8, "T": 3072, "live": 37, "shared": 2048, **heads})]
+    rows += [OpCase("varlen_attention", {"B": 8, "T": 4224, "live": live, "shared": 0, **heads}) for live in (37, 78)]
+    rows += [OpCase("varlen_attention", {"B": 8, "T": 3072, "live": 37, "shared": 2048, **heads})]
     # A small mixture of experts, and Qwen3-30B-A3B's.
-    rows += [Case("moe_experts", {"N": 16384, "H": 1024, "I": 512, "E": 64, "k": 8})]
-    rows += [Case("moe_experts", {"N": 16384, "H": 2048, "I": 768, "E": 128, "k": 8})]
+    rows += [OpCase("moe_experts", {"N": 16384, "H": 1024, "I": 512, "E": 64, "k": 8})]
+    rows += [OpCase("moe_experts", {"N": 16384, "H": 2048, "I": 768, "E": 128, "k": 8})]
     return rows
 
 
-def _cpu_cases() -> list[Case]:
+def _cpu_cases() -> list[OpCase]:
     """Shapes of the models in `examples/`: what a laptop runs."""
     rows = [
-        Case("linear_cross_entropy", {"BT": 2048, "H": 160, "V": 8009}),
-        Case("linear_cross_entropy", {"BT": 2048, "H": 160, "V": 8009}, peaked=True),
-        Case("linear_cross_entropy", {"BT": 512, "H": 128, "V": 258}),
-        Case("fused_linear_grpo_loss", {"B": 128, "T": 4, "H": 128, "V": 258}),
-        Case("fused_linear_grpo_loss", {"B": 8, "T": 128, "H": 160, "V": 8009}),
-        Case("rms_norm", {"N": 2048, "H": 160}),
-        Case("rms_norm", {"N": 4096, "H": 1024}),
-        Case("add_rms_norm", {"N": 2048, "H": 160}),
-        Case("gated_rms_norm", {"N": 2048, "H": 160}),
-        Case("layer_norm", {"N": 2048, "H": 160}),
-        Case("embedding", {"N": 2048, "V": 8009, "D": 160}),
-        Case("swiglu", {"N": 2048, "I": 432}),
-        Case("geglu", {"N": 2048, "I": 432}),
-        Case("rope", {"S": 2048, "Q": 5, "K": 5, "D": 32}),
-        Case("rope_by_turns", {"S": 2048, "Q": 5, "K": 5, "D": 32}),
-        Case("linear_logprob", {"BT": 2048, "H": 160, "V": 8009}),
+        OpCase("linear_cross_entropy", {"BT": 2048, "H": 160, "V": 8009}),
+        OpCase("linear_cross_entropy", {"BT": 2048, "H": 160, "V": 8009}, peaked=True),
+        OpCase("linear_cross_entropy", {"BT": 512, "H": 128, "V": 258}),
+        OpCase("fused_linear_grpo_loss", {"B": 128, "T": 4, "H": 128, "V": 258}),
+        OpCase("fused_linear_grpo_loss", {"B": 8, "T": 128, "H": 160, "V": 8009}),
+        OpCase("rms_norm", {"N": 2048, "H": 160}),
+        OpCase("rms_norm", {"N": 4096, "H": 1024}),
+        OpCase("add_rms_norm", {"N": 2048, "H": 160}),
+        OpCase("gated_rms_norm", {"N": 2048, "H": 160}),
+        OpCase("layer_norm", {"N": 2048, "H": 160}),
+        OpCase("embedding", {"N": 2048, "V": 8009, "D": 160}),
+        OpCase("swiglu", {"N": 2048, "I": 432}),
+        OpCase("geglu", {"N": 2048, "I": 432}),
+        OpCase("rope", {"S": 2048, "Q": 5, "K": 5, "D": 32}),
+        OpCase("rope_by_turns", {"S": 2048, "Q": 5, "K": 5, "D": 32}),
+        OpCase("linear_logprob", {"BT": 2048, "H": 160, "V": 8009}),
         *(
-            Case("varlen_attention", {"B": 8, "T": 256, "live": live, "shared": shared, "Q": 5, "K": 5, "D": 32})
+            OpCase("varlen_attention", {"B": 8, "T": 256, "live": live, "shared": shared, "Q": 5, "K": 5, "D": 32})
             for live, shared in ((37, 0), (78, 0), (37, 128))
         ),
-        Case("moe_experts", {"N": 2048, "H": 160, "I": 96, "E": 8, "k": 2}),
+        OpCase("moe_experts", {"N": 2048, "H": 160, "I": 96, "E": 8, "k": 2}),
     ]
     return [replace(c, dtype="float32") for c in rows]
 
 
 def _scaling(bts: tuple[int, ...], vocabs: tuple[int, ...], hiddens: tuple[int, ...], base: Mapping[str, int],
-             dtype: str) -> list[Case]:  # fmt: skip
-    def curve(op: str, axis: str, values: tuple[int, ...], fixed: Mapping[str, int]) -> list[Case]:
-        return [Case(op, {**fixed, axis: v}, dtype, f"scaling-{axis}", ("both",)) for v in values]
+             dtype: str) -> list[OpCase]:  # fmt: skip
+    def curve(op: str, axis: str, values: tuple[int, ...], fixed: Mapping[str, int]) -> list[OpCase]:
+        return [OpCase(op, {**fixed, axis: v}, dtype, f"scaling-{axis}", ("both",)) for v in values]
 
     rows = curve("linear_cross_entropy", "BT", bts, base)
     rows += curve("linear_cross_entropy", "V", vocabs, base)
@@ -332,7 +341,7 @@ def _scaling(bts: tuple[int, ...], vocabs: tuple[int, ...], hiddens: tuple[int, 
     return rows
 
 
-def table(kind: str) -> list[Case]:
+def table(kind: str) -> list[OpCase]:
     """Every row for a kind of device, the most wanted first.
 
     Args:

@@ -168,7 +168,7 @@ class _Run:
         chosen = [c for c in table(self.device.type) if c.group.split("-")[0] == group]
         return cells(chosen, self.wanted)
 
-    def children(self) -> list[tuple[step_cases.Workload, str]]:
+    def children(self) -> list[tuple[step_cases.StepWorkload, str]]:
         pairs = [(w, v) for w in step_cases.workloads(self.device.type) for v in step_cases.variants_of(w)]
         return [(w, v) for w, v in pairs if self.wanted(f"{w.key}/{v}")]
 

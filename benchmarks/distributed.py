@@ -49,7 +49,7 @@ from .models import MODELS
 from .ranks import WAYS, WRAPPERS, free, time_head, train
 from .results import Results, Row, environment, key_of, package_version
 from .runner import ERRORS, Budget
-from .step_cases import VARIANTS, Workload
+from .step_cases import VARIANTS, StepWorkload
 
 __all__ = ["HEADS", "WITH_SIZE", "main", "plan", "rows_of"]
 
@@ -58,7 +58,7 @@ OF_ONE = ("batch", "length", "prompt", "lengths", "group")
 # Variants of a workload of one's own.
 WITH_SIZE = ("plain", "flag", "flag-padded", "liger")
 # A workload, what it is spread with, and the variants that say something there.
-Part = tuple[Workload, tuple[str, ...], tuple[str, ...]]
+Part = tuple[StepWorkload, tuple[str, ...], tuple[str, ...]]
 # A rank that waits longer for the others waits for one that has failed.
 _TIMEOUT = timedelta(minutes=3)
 _PEERS = ("plain", "flag", "liger")
@@ -74,22 +74,22 @@ def plan(kind: str) -> list[Part]:
     """By the kind of device, the most wanted first. Workloads are of each rank; under tp, of all."""
     if kind == "cpu":
         return [
-            (Workload("sft", "demo-llama", 4, 128), _DATA, WITH_SIZE[:3]),
-            (Workload("sft", "demo-llama", 4, 128, lengths="exponential"), _DATA, WITH_SIZE[:3]),
+            (StepWorkload("sft", "demo-llama", 4, 128), _DATA, WITH_SIZE[:3]),
+            (StepWorkload("sft", "demo-llama", 4, 128, lengths="exponential"), _DATA, WITH_SIZE[:3]),
             # accelerate wraps no ranks on CPUs in FSDP.
-            (Workload("grpo-trl", "demo-qwen3", 4, 64, 32, lengths="exponential", group=2), _DATA[:2], _PEERS[:2]),
-            (Workload("sft", "demo-qwen3", 4, 64, 128, lengths="exponential"), WRAPPERS, WITH_SIZE[:3]),
-            (Workload("sft", "demo-qwen3-moe", 4, 128), (*_DATA, *_TENSOR), _PEERS[:2]),
+            (StepWorkload("grpo-trl", "demo-qwen3", 4, 64, 32, lengths="exponential", group=2), _DATA[:2], _PEERS[:2]),
+            (StepWorkload("sft", "demo-qwen3", 4, 64, 128, lengths="exponential"), WRAPPERS, WITH_SIZE[:3]),
+            (StepWorkload("sft", "demo-qwen3-moe", 4, 128), (*_DATA, *_TENSOR), _PEERS[:2]),
         ]
     updates = {
-        which: Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128, lengths=which, group=2) for which in DISTRIBUTIONS
+        which: StepWorkload("grpo-trl", "qwen3-0.6b", 8, 4096, 128, lengths=which, group=2) for which in DISTRIBUTIONS
     }
-    completions = [Workload("sft", w.size, w.batch, w.length, w.prompt, lengths=w.lengths, group=w.group)
+    completions = [StepWorkload("sft", w.size, w.batch, w.length, w.prompt, lengths=w.lengths, group=w.group)
                    for w in updates.values()]  # fmt: skip
-    whole_rows, experts = Workload("sft", "llama-1b", 4, 2048), Workload("sft", "qwen3-moe", 8, 2048)
-    as_they_are = Workload("sft", "llama-1b", 4, 2048, lengths="exponential")
+    whole_rows, experts = StepWorkload("sft", "llama-1b", 4, 2048), StepWorkload("sft", "qwen3-moe", 8, 2048)
+    as_they_are = StepWorkload("sft", "llama-1b", 4, 2048, lengths="exponential")
     # One prompt for all rows of a rank.
-    one_prompt = Workload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential")
+    one_prompt = StepWorkload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential")
     # With rows for the memory that the kernels leave, a step takes the device longer than the host.
     with_more_rows = [
         replace(workload, batch=times * workload.batch) for workload, times in (
@@ -111,19 +111,19 @@ def plan(kind: str) -> list[Part]:
         *((workload, _DATA, _PEERS[:2]) for workload in with_more_rows),
         *((workload, _GATHERED, _PEERS[:2]) for workload in (as_they_are, updates["exponential"])),
         # The largest whose optimiser one device has room for.
-        (Workload("sft", "llama-8b", 3, 2048, lengths="exponential"), _DATA, _PEERS[:2]),
+        (StepWorkload("sft", "llama-8b", 3, 2048, lengths="exponential"), _DATA, _PEERS[:2]),
         # Liger's kernels know of no weight in slices: what they do with one may cost the device.
         *((workload, _TENSOR, _PEERS[2:]) for workload in (whole_rows, experts)),
     ]
 
 
-def rows_of(parts: Sequence[Part]) -> list[tuple[Workload, str, str]]:
+def rows_of(parts: Sequence[Part]) -> list[tuple[StepWorkload, str, str]]:
     """Workload, wrapper and variant of every row: of a part all variants of one wrapper, then those of the next."""
     return [(workload, wrapper, variant) for workload, wrappers, variants in parts
             for wrapper in wrappers for variant in variants]  # fmt: skip
 
 
-def _row(workload: Workload, wrapper: str, variant: str) -> Row:
+def _row(workload: StepWorkload, wrapper: str, variant: str) -> Row:
     world = distributed.get_world_size()
     shape = f"{workload.shape} by {world}" if wrapper == "tp" else workload.shape.replace(" ", f" {world}x", 1)
     sizes = {"devices": world, "batch": workload.batch, "length": workload.length, "prompt": workload.prompt}
@@ -161,7 +161,7 @@ def _parts(args: argparse.Namespace, kind: str) -> list[Part]:
     if args.size is None:
         return plan(kind)
     given = {name: getattr(args, name) for name in OF_ONE if getattr(args, name) is not None}
-    one = Workload(**{"name": "sft", "size": args.size, "batch": 8, "length": 2048, **given})
+    one = StepWorkload(**{"name": "sft", "size": args.size, "batch": 8, "length": 2048, **given})
     return [(one, WRAPPERS, WITH_SIZE)]
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from .lengths import DISTRIBUTIONS
 from .models import MODELS
-from .step_cases import VARIANTS, Workload
+from .step_cases import VARIANTS, StepWorkload
 from .step_clock import Clock
 from .steps import TRAINERS, build_trainer, ran
 
@@ -54,10 +54,10 @@ def _child_environment() -> dict[str, str]:
     return {**one, **os.environ, "HF_HUB_OFFLINE": "1"}
 
 
-def run(workload: Workload, variant: str, steps: int, timeout: float | None, module: str = __name__) -> Row:
+def run(workload: StepWorkload, variant: str, steps: int, timeout: float | None, module: str = __name__) -> Row:
     """Runs a workload in a process of its own and returns its row; a failure is a row too, and so is one that takes
     longer than `timeout` seconds. `module`: whose command line it is."""
-    sizes = {f.name: getattr(workload, f.name) for f in fields(Workload) if f.name not in ("name", "size")}
+    sizes = {f.name: getattr(workload, f.name) for f in fields(StepWorkload) if f.name not in ("name", "size")}
     row: Row = {
         "group": "end-to-end", "op": workload.name, "shape": workload.shape, "sizes": sizes,
         "dtype": MODELS[workload.size][2], "provider": variant, "mode": "step", "status": "ok",
@@ -142,7 +142,7 @@ class _PeakMemory:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def train(workload: Workload, variant: str, steps: int, warmup: int = 3) -> Row:
+def train(workload: StepWorkload, variant: str, steps: int, warmup: int = 3) -> Row:
     """Trains in this process and returns what a row needs beyond its key.
 
     Raises:
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None, measured: Callable[..., Row] = 
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(arguments)
-    workload = Workload(**json.loads(args.workload))
+    workload = StepWorkload(**json.loads(args.workload))
     for field, known in (("name", TRAINERS), ("size", MODELS), ("lengths", {"": "", **DISTRIBUTIONS})):
         if getattr(workload, field) not in known:
             parser.error(f"--workload: {field} must be one of {', '.join(known)}; got {getattr(workload, field)!r}")

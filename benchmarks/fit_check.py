@@ -27,7 +27,7 @@ from typing import Any
 
 from .endtoend import ROOT
 from .models import MODELS
-from .step_cases import VARIANTS, Workload
+from .step_cases import VARIANTS, StepWorkload
 from .step_clock import Clock
 
 __all__ = [
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 class Configuration:
     """A workload without padding, and whether its layers are checkpointed beyond what the workload does itself."""
 
-    workload: Workload
+    workload: StepWorkload
     checkpointing: bool = False
 
     @property
@@ -58,20 +58,20 @@ def configurations(kind: str) -> list[Configuration]:
     """For a kind of device; from 1B to 14B, SFT, GRPO, DPO, adapters and experts."""
     if kind == "cpu":
         return [
-            Configuration(Workload("sft-trainer", "tiny-llama", 2, 32)),
-            Configuration(Workload("sft-trl", "tiny-qwen3", 2, 32, lora=4), checkpointing=True),
+            Configuration(StepWorkload("sft-trainer", "tiny-llama", 2, 32)),
+            Configuration(StepWorkload("sft-trl", "tiny-qwen3", 2, 32, lora=4), checkpointing=True),
         ]
     return [
-        Configuration(Workload("sft-trainer", "llama-1b", 8, 2048)),
-        Configuration(Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128)),
-        Configuration(Workload("sft-trainer", "gemma3-1b", 4, 2048)),
-        Configuration(Workload("sft-trl", "llama-8b", 4, 2048, lora=16), checkpointing=True),
-        Configuration(Workload("sft-trl", "qwen3-14b", 4, 2048, lora=16), checkpointing=True),
-        Configuration(Workload("sft-trainer", "qwen3-moe", 4, 2048)),
-        Configuration(Workload("grpo-trl", "qwen3-4b", 8, 1504, 32, lora=16)),
-        Configuration(Workload("dpo-trl", "llama-1b", 8, length=544, prompt=32, least=544)),
-        Configuration(Workload("sft-trl", "qwen3-4b", 4, 2048)),
-        Configuration(Workload("sft-trainer", "llama-8b", 8, 2048), checkpointing=True),
+        Configuration(StepWorkload("sft-trainer", "llama-1b", 8, 2048)),
+        Configuration(StepWorkload("grpo-trl", "qwen3-0.6b", 8, 4096, 128)),
+        Configuration(StepWorkload("sft-trainer", "gemma3-1b", 4, 2048)),
+        Configuration(StepWorkload("sft-trl", "llama-8b", 4, 2048, lora=16), checkpointing=True),
+        Configuration(StepWorkload("sft-trl", "qwen3-14b", 4, 2048, lora=16), checkpointing=True),
+        Configuration(StepWorkload("sft-trainer", "qwen3-moe", 4, 2048)),
+        Configuration(StepWorkload("grpo-trl", "qwen3-4b", 8, 1504, 32, lora=16)),
+        Configuration(StepWorkload("dpo-trl", "llama-1b", 8, length=544, prompt=32, least=544)),
+        Configuration(StepWorkload("sft-trl", "qwen3-4b", 4, 2048)),
+        Configuration(StepWorkload("sft-trainer", "llama-8b", 8, 2048), checkpointing=True),
     ]
 
 
@@ -178,7 +178,7 @@ def run_child(configuration: Configuration, variant: str) -> Row:
 
 def _one(given: Row, output: Path) -> int:
     variant = given["variant"]
-    configuration = Configuration(Workload(**given["workload"]), given["checkpointing"])
+    configuration = Configuration(StepWorkload(**given["workload"]), given["checkpointing"])
     measured = measure_one(configuration, variant)
     predicted = predict_one(configuration, variant)
     found = {

@@ -24,7 +24,7 @@ from npu_trainer_kernels import timing
 from npu_trainer_kernels.timing import QUICK, Function, Settings, Summary, Timer, is_accelerator, measure, summarise
 from npu_trainer_kernels.workloads import Inputs, as_tuple
 
-from .cases import OPS, Case
+from .cases import OPS, OpCase
 
 __all__ = [
     "QUICK",
@@ -46,7 +46,7 @@ __all__ = [
 TRUTH_ROWS = 4096
 
 
-def rotation(case: Case, device: torch.device, bytes_of_one: int) -> int:
+def rotation(case: OpCase, device: torch.device, bytes_of_one: int) -> int:
     """How many sets of inputs to rotate through."""
     return timing.rotation(device, bytes_of_one) if OPS[case.op].products is None else 1
 
@@ -112,7 +112,7 @@ def _median_seconds(call: Callable[[], Any], device: torch.device, settings: Set
     return summarise([timer(call) for _ in range(count)]).median / 1e3
 
 
-def product_seconds(case: Case, device: torch.device, settings: Settings) -> dict[str, float]:
+def product_seconds(case: OpCase, device: torch.device, settings: Settings) -> dict[str, float]:
     """Seconds of the head's products at their real shapes, by mode."""
     products = OPS[case.op].products
     assert products is not None
@@ -160,7 +160,7 @@ def _results(fn: Function, inputs: Inputs) -> dict[str, Tensor]:
     return found
 
 
-def truth_of(case: Case, inputs: Inputs) -> dict[str, Tensor]:
+def truth_of(case: OpCase, inputs: Inputs) -> dict[str, Tensor]:
     """Outputs and gradients in higher precision."""
     exact = torch.float64 if case.dtype == "float32" else torch.float32
     if OPS[case.op].row_truth is not None:
@@ -170,7 +170,7 @@ def truth_of(case: Case, inputs: Inputs) -> dict[str, Tensor]:
     return _results(OPS[case.op].reference, raised)
 
 
-def _head_truth(case: Case, inputs: Inputs, exact: torch.dtype) -> dict[str, Tensor]:
+def _head_truth(case: OpCase, inputs: Inputs, exact: torch.dtype) -> dict[str, Tensor]:
     row_truth = OPS[case.op].row_truth
     assert row_truth is not None
     x = inputs.tensors["x"].detach()

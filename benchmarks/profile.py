@@ -25,7 +25,7 @@ from .cli import ONLY, matcher
 from .measure import as_json, summarise
 from .ranks import last_step_profiled
 from .results import Results, Row, environment, package_version
-from .step_cases import VARIANTS, Workload, variants_of, workloads
+from .step_cases import VARIANTS, StepWorkload, variants_of, workloads
 from .step_clock import Clock
 from .steps import build_trainer
 
@@ -47,7 +47,7 @@ class _Clock(Clock):
         self.prepared = time.perf_counter() - start
 
 
-def measure(workload: Workload, variant: str, steps: int, warmup: int = 3) -> Row:
+def measure(workload: StepWorkload, variant: str, steps: int, warmup: int = 3) -> Row:
     """What a row needs beyond its key: steps without a profiler, and one with it."""
     device = torch.device(devices.accelerator())
     clock, total = _Clock(device), warmup + steps + 1

@@ -23,12 +23,12 @@ from npu_trainer_kernels.table import TABLE
 from npu_trainer_kernels.workloads import EPS, GRPO_BETA, GRPO_EPSILON, Outputs, Tensors, grpo_terms
 from npu_trainer_kernels.workloads import OPS as WORKLOADS
 
-from .cases import OPS, Case, grpo_tokens
+from .cases import OPS, OpCase, grpo_tokens
 
 __all__ = ["Absent", "Provider", "providers"]
 
 Function = Callable[[Tensors], Outputs]
-Make = Callable[[Case, torch.device], Function]
+Make = Callable[[OpCase, torch.device], Function]
 # Rows of logits alive at once in the low-memory setting of linear cross-entropy.
 LOW_MEMORY_ROWS = 2048
 # Liger's logits, in times the memory of x: 0.5 and 1 GiB for 8192 and 16384 rows of 4096 columns, less than ours take.
@@ -67,7 +67,7 @@ def _peer(op: str, name: str, package: str, in_scaling: bool = False, whole: boo
 
 
 def _ours(op: str, backend: str) -> Provider:
-    def make(case: Case, device: torch.device) -> Function:
+    def make(case: OpCase, device: torch.device) -> Function:
         reason = backends.unavailable(backend, device.type, case.backend_op)
         if reason is not None:
             raise Absent(f"backend {backend!r}: {reason}")
@@ -77,7 +77,7 @@ def _ours(op: str, backend: str) -> Provider:
 
 
 @_peer("linear_cross_entropy", "ours-low-memory", "npu_trainer_kernels", in_scaling=True)
-def _low_memory(case: Case, device: torch.device) -> Function:
+def _low_memory(case: OpCase, device: torch.device) -> Function:
     return lambda t: ops.fused_linear_cross_entropy(  # type: ignore[return-value]
         t["x"], t["weight"], t["target"], low_memory=True,
         chunk_rows=min(LOW_MEMORY_ROWS, max(1, t["x"].shape[0] // 2)),
@@ -85,7 +85,7 @@ def _low_memory(case: Case, device: torch.device) -> Function:
 
 
 @_peer("fused_linear_grpo_loss", "ours-logprob", "npu_trainer_kernels")
-def _logprob_and_formula(case: Case, device: torch.device) -> Function:
+def _logprob_and_formula(case: OpCase, device: torch.device) -> Function:
     """What TRL's trainer does with our head behind its seam."""
 
     def call(t: Tensors) -> Outputs:
@@ -100,7 +100,7 @@ def _reference(op: str) -> Provider:
 
 
 def _compiled(op: str, mode: str | None = None) -> Provider:
-    def make(case: Case, device: torch.device) -> Function:
+    def make(case: OpCase, device: torch.device) -> Function:
         torch._dynamo.reset()
         return torch.compile(OPS[op].reference, dynamic=False, mode=mode)
 
@@ -115,7 +115,7 @@ def _compiled(op: str, mode: str | None = None) -> Provider:
 
 
 @_peer("linear_cross_entropy", "torch.nn.functional", "torch")
-def _functional_cross_entropy(case: Case, device: torch.device) -> Function:
+def _functional_cross_entropy(case: OpCase, device: torch.device) -> Function:
     if not hasattr(F, "linear_cross_entropy"):
         raise Absent(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
     options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined, unused-ignore]
@@ -123,12 +123,12 @@ def _functional_cross_entropy(case: Case, device: torch.device) -> Function:
 
 
 @_peer("rms_norm", "torch.nn.functional", "torch")
-def _functional_norm(case: Case, device: torch.device) -> Function:
+def _functional_norm(case: OpCase, device: torch.device) -> Function:
     return lambda t: F.rms_norm(t["x"], t["weight"].shape, t["weight"], EPS)
 
 
 @_peer("layer_norm", "torch.nn.functional", "torch")
-def _functional_layer_norm(case: Case, device: torch.device) -> Function:
+def _functional_layer_norm(case: OpCase, device: torch.device) -> Function:
     return lambda t: F.layer_norm(t["x"], t["weight"].shape, t["weight"], None, EPS)
 
 
@@ -138,7 +138,7 @@ def _functional_layer_norm(case: Case, device: torch.device) -> Function:
 
 
 @_peer("moe_experts", "transformers-grouped_mm", "transformers")
-def _stock_experts(case: Case, device: torch.device) -> Function:
+def _stock_experts(case: OpCase, device: torch.device) -> Function:
     """What models of transformers run by default, and need no class for."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -180,7 +180,7 @@ class _ProductsAlone(torch.autograd.Function):
 
 
 @_peer("moe_experts", "grouped-products-alone", "torch", whole=False)
-def _products_alone(case: Case, device: torch.device) -> Function:
+def _products_alone(case: OpCase, device: torch.device) -> Function:
     if not hasattr(F, "grouped_mm"):
         raise Absent(f"torch {torch.__version__} has no torch.nn.functional.grouped_mm")
     placed: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -210,37 +210,37 @@ def _liger_cross_entropy(**settings: Any) -> Function:
 
 
 @_peer("linear_cross_entropy", "liger", "liger-kernel", in_scaling=True)
-def _liger_default(case: Case, device: torch.device) -> Function:
+def _liger_default(case: OpCase, device: torch.device) -> Function:
     return _liger_cross_entropy()
 
 
 @_peer("linear_cross_entropy", "liger-wide", "liger-kernel")
-def _liger_wide(case: Case, device: torch.device) -> Function:
+def _liger_wide(case: OpCase, device: torch.device) -> Function:
     # Its chunks are as short as memory allows unless it is told to spend more: 128 to 512 rows at V=128256, H=4096.
     return _liger_cross_entropy(chunk_mem_const=LIGER_WIDE)
 
 
 @_peer("linear_cross_entropy", "liger-fp32-accum", "liger-kernel")
-def _liger_fp32(case: Case, device: torch.device) -> Function:
+def _liger_fp32(case: OpCase, device: torch.device) -> Function:
     return _liger_cross_entropy(accum_dtype=torch.float32)
 
 
 @_peer("rms_norm", "liger", "liger-kernel", in_scaling=True)
-def _liger_norm(case: Case, device: torch.device) -> Function:
+def _liger_norm(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.transformers.functional import liger_rms_norm
 
     return lambda t: liger_rms_norm(t["x"], t["weight"], EPS)
 
 
 @_peer("add_rms_norm", "liger", "liger-kernel")
-def _liger_add_norm(case: Case, device: torch.device) -> Function:
+def _liger_add_norm(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.transformers.functional import liger_fused_add_rms_norm
 
     return lambda t: liger_fused_add_rms_norm(t["x"], t["residual"], t["weight"], EPS)
 
 
 @_peer("layer_norm", "liger", "liger-kernel")
-def _liger_layer_norm(case: Case, device: torch.device) -> Function:
+def _liger_layer_norm(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.transformers.functional import liger_layer_norm
 
     # It has no layer norm without a bias; a frozen one of zeros is the least that it can be given.
@@ -249,21 +249,21 @@ def _liger_layer_norm(case: Case, device: torch.device) -> Function:
 
 
 @_peer("embedding", "liger", "liger-kernel")
-def _liger_embedding(case: Case, device: torch.device) -> Function:
+def _liger_embedding(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.transformers.experimental.embedding import LigerEmbeddingFunction
 
     return lambda t: LigerEmbeddingFunction.apply(t["weight"], t["ids"])
 
 
 @_peer("swiglu", "liger", "liger-kernel")
-def _liger_swiglu(case: Case, device: torch.device) -> Function:
+def _liger_swiglu(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.transformers.functional import liger_swiglu
 
     return lambda t: liger_swiglu(t["gate"], t["up"])
 
 
 @_peer("moe_experts", "liger", "liger-kernel")
-def _liger_experts(case: Case, device: torch.device) -> Function:
+def _liger_experts(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.ops import LigerFusedMoEFunction
 
     return lambda t: LigerFusedMoEFunction.apply(
@@ -272,20 +272,20 @@ def _liger_experts(case: Case, device: torch.device) -> Function:
 
 
 @_peer("geglu", "liger", "liger-kernel")
-def _liger_geglu(case: Case, device: torch.device) -> Function:
+def _liger_geglu(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.transformers.functional import liger_geglu
 
     return lambda t: liger_geglu(t["gate"], t["up"])
 
 
 @_peer("rope", "liger", "liger-kernel")
-def _liger_rope(case: Case, device: torch.device) -> Function:
+def _liger_rope(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.transformers.functional import liger_rope
 
     return lambda t: liger_rope(t["q"], t["k"], t["cos"], t["sin"])
 
 
-def _liger_chunked(case: Case, **settings: Any) -> Function:
+def _liger_chunked(case: OpCase, **settings: Any) -> Function:
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
     # Its default is one sequence a chunk, however short.
@@ -306,18 +306,18 @@ def _liger_chunked(case: Case, **settings: Any) -> Function:
 
 
 @_peer("fused_linear_grpo_loss", "liger-chunked", "liger-kernel")
-def _liger_chunked_grpo(case: Case, device: torch.device) -> Function:
+def _liger_chunked_grpo(case: OpCase, device: torch.device) -> Function:
     return _liger_chunked(case)
 
 
 @_peer("fused_linear_grpo_loss", "liger-chunked-eager", "liger-kernel")
-def _liger_eager_grpo(case: Case, device: torch.device) -> Function:
+def _liger_eager_grpo(case: OpCase, device: torch.device) -> Function:
     # Its loss is compiled by default, which fails at some shapes; the products never are.
     return _liger_chunked(case, compiled=False)
 
 
 @_peer("fused_linear_grpo_loss", "liger-triton", "liger-kernel")
-def _liger_triton_grpo(case: Case, device: torch.device) -> Function:
+def _liger_triton_grpo(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     def call(t: Tensors) -> Outputs:
@@ -348,19 +348,19 @@ def _trl_log_prob() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 @_peer("linear_cross_entropy", "trl", "trl", in_scaling=True)
-def _trl_cross_entropy(case: Case, device: torch.device) -> Function:
+def _trl_cross_entropy(case: OpCase, device: torch.device) -> Function:
     log_prob = _trl_log_prob()
     return lambda t: -log_prob(t["x"], t["weight"], t["target"]).mean()
 
 
 @_peer("linear_logprob", "trl", "trl")
-def _trl_logprob(case: Case, device: torch.device) -> Function:
+def _trl_logprob(case: OpCase, device: torch.device) -> Function:
     log_prob = _trl_log_prob()
     return lambda t: log_prob(t["x"], t["weight"], t["ids"])
 
 
 @_peer("fused_linear_grpo_loss", "trl", "trl")
-def _trl_grpo(case: Case, device: torch.device) -> Function:
+def _trl_grpo(case: OpCase, device: torch.device) -> Function:
     log_prob = _trl_log_prob()
 
     def call(t: Tensors) -> Outputs:
@@ -385,25 +385,25 @@ def _cut_cross_entropy(**settings: Any) -> Function:
 
 
 @_peer("linear_cross_entropy", "cut-cross-entropy", "cut-cross-entropy")
-def _cut_default(case: Case, device: torch.device) -> Function:
+def _cut_default(case: OpCase, device: torch.device) -> Function:
     # Nothing is said of its filter: "high", the default of 25.1.1, is the same number as "auto" there, and a later
     # release may choose better.
     return _cut_cross_entropy()
 
 
 @_peer("linear_cross_entropy", "cut-cross-entropy-tuned", "cut-cross-entropy")
-def _cut_tuned(case: Case, device: torch.device) -> Function:
+def _cut_tuned(case: OpCase, device: torch.device) -> Function:
     # Its tiles are fixed unless it is told to look for better ones.
     tuned = _imported_with("cut_cross_entropy", CCE_AUTOTUNE="1")
     return lambda t: tuned.linear_cross_entropy(t["x"], t["weight"], t["target"])
 
 
 @_peer("linear_cross_entropy", "cut-cross-entropy-unfiltered", "cut-cross-entropy")
-def _cut_unfiltered(case: Case, device: torch.device) -> Function:
+def _cut_unfiltered(case: OpCase, device: torch.device) -> Function:
     return _cut_cross_entropy(filter_eps=None)
 
 
-def providers(case: Case) -> list[Provider]:
+def providers(case: OpCase) -> list[Provider]:
     """Who is measured in a row: ours first, then the reference, then the peers."""
     peers = sorted(_PEERS[case.op], key=lambda p: not p.name.startswith("ours"))
     ours = [_ours(case.op, name) for name in ("triton", "torch")]

@@ -28,7 +28,7 @@ from .lengths import lengths, prompt_lengths
 from .measure import Summary, as_json, summarise, verdict
 from .models import MODELS, build_model, model_class
 from .results import Row
-from .step_cases import VARIANTS, Workload
+from .step_cases import VARIANTS, StepWorkload
 from .step_clock import Clock
 from .steps import build_trainer, kernels_of, patch_with_liger, ran
 
@@ -46,7 +46,7 @@ _IGNORED = -100
 _LARGEST = 10
 
 
-def batch_of(workload: Workload, rank: int, world: int) -> dict[str, torch.Tensor]:
+def batch_of(workload: StepWorkload, rank: int, world: int) -> dict[str, torch.Tensor]:
     """What a rank trains on at every step: ids and labels `[batch, length]`, and a mask where lengths differ."""
     drawn = torch.Generator().manual_seed(2 + rank)
     vocab, rows = MODELS[workload.size][1]["vocab_size"], workload.batch
@@ -215,7 +215,7 @@ def _globals_kept(module: ModuleType) -> Iterator[None]:
             delattr(module, name)
 
 
-def train(workload: Workload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
+def train(workload: StepWorkload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
     """Times `steps` steps on every rank; what a row has beyond its key.
 
     Args:
@@ -279,7 +279,7 @@ def _clip(kinds: Sequence[Sequence[torch.nn.Parameter]], most: float) -> torch.T
     return total
 
 
-def _train_in_a_loop(workload: Workload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
+def _train_in_a_loop(workload: StepWorkload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
     model = build_model(workload.size, length=workload.prompt + workload.length).to(device)
     if wrapper == "tp":
         model = _in_slices(model)
@@ -295,7 +295,7 @@ def _train_in_a_loop(workload: Workload, wrapper: str, variant: str, steps: int,
     return {**found, "ran": kernels.report().ran if kernels else {}}
 
 
-def _loop(model: Any, workload: Workload, one_batch: bool, steps: int, device: torch.device) -> Row:
+def _loop(model: Any, workload: StepWorkload, one_batch: bool, steps: int, device: torch.device) -> Row:
     kinds = _by_kind(list(model.parameters()))
     # The Trainer's default. Without `fused`, AdamW goes over memory several times, and through DTensor as often.
     optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-5, fused=True)
@@ -404,7 +404,7 @@ def time_head(sizes: dict[str, int], dtype: torch.dtype, way: str, device: torch
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _for_accelerate(workload: Workload, wrapper: str) -> dict[str, str]:
+def _for_accelerate(workload: StepWorkload, wrapper: str) -> dict[str, str]:
     """The environment that `accelerate launch` sets."""
     if wrapper not in _FSDP2:
         return {}
@@ -447,7 +447,9 @@ def last_step_profiled(trainer: Any, steps: int, device: torch.device) -> Iterat
     yield found
 
 
-def _train_with_its_trainer(workload: Workload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
+def _train_with_its_trainer(
+    workload: StepWorkload, wrapper: str, variant: str, steps: int, device: torch.device
+) -> Row:
     if wrapper == "tp":
         others = ", ".join(other for other in WRAPPERS if other != wrapper)
         raise ValueError(f"{workload.name} is not run under {wrapper!r}, but under {others}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.workloads import Inputs
 
-from .cases import OPS, Case
+from .cases import OPS, OpCase
 from .measure import (
     Settings,
     as_json,
@@ -59,7 +59,7 @@ class Budget:
 class Cell:
     """A case and a provider."""
 
-    case: Case
+    case: OpCase
     provider: Provider
 
     @property
@@ -72,7 +72,7 @@ class Cell:
         return any(not results.has(f"{self.path}/{mode}", version) for mode in self.case.modes)
 
 
-def cells(table: list[Case], wanted: Callable[[str], bool]) -> list[list[Cell]]:
+def cells(table: list[OpCase], wanted: Callable[[str], bool]) -> list[list[Cell]]:
     """The wanted cells, case by case."""
     found = []
     for case in table:
@@ -82,7 +82,7 @@ def cells(table: list[Case], wanted: Callable[[str], bool]) -> list[list[Cell]]:
     return found
 
 
-def _blank(case: Case, provider: str, version: str, mode: str) -> Row:
+def _blank(case: OpCase, provider: str, version: str, mode: str) -> Row:
     return {
         "group": case.group, "op": case.op, "shape": case.shape, "sizes": dict(case.sizes), "dtype": case.dtype,
         "provider": provider, "version": version, "mode": mode, "status": "ok",
@@ -95,12 +95,12 @@ def _free(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def _inputs(case: Case, device: torch.device, seed: int) -> Inputs:
+def _inputs(case: OpCase, device: torch.device, seed: int) -> Inputs:
     torch.manual_seed(seed)
     return OPS[case.op].build(case, device).require_grad()
 
 
-def floors(case: Case, device: torch.device, settings: Settings, bytes_per_second: float) -> list[Row]:
+def floors(case: OpCase, device: torch.device, settings: Settings, bytes_per_second: float) -> list[Row]:
     """A floor row for each mode."""
     work = OPS[case.op].work(case)
     if OPS[case.op].products is not None:
@@ -117,7 +117,7 @@ def floors(case: Case, device: torch.device, settings: Settings, bytes_per_secon
     return rows
 
 
-def _rates(case: Case, mode: str, ms: float) -> dict[str, float]:
+def _rates(case: OpCase, mode: str, ms: float) -> dict[str, float]:
     work = OPS[case.op].work(case)[mode]
     return {"tflops": work.flops / ms / 1e9, "gbps": work.bytes / ms / 1e6}
 
@@ -132,7 +132,7 @@ class _Context:
 
 
 def _prepare(
-    case: Case, device: torch.device, settings: Settings, results: Results, bytes_per_second: float
+    case: OpCase, device: torch.device, settings: Settings, results: Results, bytes_per_second: float
 ) -> _Context:
     rows = results.find(group=case.group, op=case.op, shape=case.shape, dtype=case.dtype, provider=FLOOR)
     if len(rows) < len(case.modes):

@@ -33,7 +33,7 @@ from .models import MODELS, build_model
 from .ranks import Peak, batch_of, free
 from .results import Results, Row, environment, key_of, package_version
 from .runner import ERRORS
-from .step_cases import Workload
+from .step_cases import StepWorkload
 from .step_clock import Clock
 from .steps import PACKING_OP, sharing_from
 
@@ -45,18 +45,18 @@ WARM_UP = 2
 _WAYS = {"shared": 0.0, "unshared": 2.0}
 
 
-def batches(kind: str) -> list[Workload]:
+def batches(kind: str) -> list[StepWorkload]:
     """For a kind of device, without their prompts, the most wanted first."""
     if kind == "cpu":
-        return [Workload("sft", "demo-qwen3", 8, 128, lengths="exponential", group=group) for group in (8, 2)]
+        return [StepWorkload("sft", "demo-qwen3", 8, 128, lengths="exponential", group=group) for group in (8, 2)]
     return [
-        Workload("sft", "qwen3-4b-8-layers", 8, 4096, lengths="exponential", group=8),
-        Workload("sft", "qwen3-0.6b", 8, 1024, lengths="exponential", group=8),
-        Workload("sft", "qwen3-0.6b", 8, 1024, lengths="exponential", group=2),
+        StepWorkload("sft", "qwen3-4b-8-layers", 8, 4096, lengths="exponential", group=8),
+        StepWorkload("sft", "qwen3-0.6b", 8, 1024, lengths="exponential", group=8),
+        StepWorkload("sft", "qwen3-0.6b", 8, 1024, lengths="exponential", group=2),
     ]
 
 
-def saved(workload: Workload) -> float:
+def saved(workload: StepWorkload) -> float:
     """The share of its batch's tokens that sharing saves."""
     batch = batch_of(workload, 0, 1)
     with sharing_from(0.0):
@@ -66,7 +66,7 @@ def saved(workload: Workload) -> float:
     return 1 - len(found.places) / found.live
 
 
-def with_prompts(workload: Workload, share: float) -> Workload:
+def with_prompts(workload: StepWorkload, share: float) -> StepWorkload:
     """The batch with the shortest prompts with which sharing saves such a share."""
     # Prompts are at least half as long as the longest one, in the mean; very short ones are not shared at all.
     most = 1 - 1 / workload.group
@@ -75,7 +75,7 @@ def with_prompts(workload: Workload, share: float) -> Workload:
     return replace(workload, prompt=lengths[found])
 
 
-def measure(model: Any, kernels: Any, workload: Workload, samples: int, device: torch.device) -> Row:
+def measure(model: Any, kernels: Any, workload: StepWorkload, samples: int, device: torch.device) -> Row:
     """Times steps of a model with the kernels; what a row has beyond its key.
 
     Raises:
@@ -128,7 +128,7 @@ def _line(row: Row) -> str:
     )
 
 
-def _measure_all(workloads: Sequence[Workload], samples: int, deadline: float, results: Results) -> None:
+def _measure_all(workloads: Sequence[StepWorkload], samples: int, deadline: float, results: Results) -> None:
     """Measures the rows that are missing, which are of one size of a model."""
     size, device = workloads[0].size, torch.device(devices.accelerator())
     model = build_model(size, length=max(w.prompt + w.length for w in workloads))

@@ -5,11 +5,11 @@ from typing import Any
 
 from .models import MODELS
 
-__all__ = ["VARIANTS", "Variant", "Workload", "variants_of", "workloads"]
+__all__ = ["VARIANTS", "StepVariant", "StepWorkload", "variants_of", "workloads"]
 
 
 @dataclass(frozen=True)
-class Variant:
+class StepVariant:
     """How a step is run.
 
     Attributes:
@@ -36,22 +36,22 @@ class Variant:
 
 
 VARIANTS = {
-    "plain": Variant("transformers"),
-    "flag": Variant("npu_trainer_kernels"),
-    "flag-padded": Variant("npu_trainer_kernels", packs=False),
-    "flag-unshared": Variant("npu_trainer_kernels", shares=False),
+    "plain": StepVariant("transformers"),
+    "flag": StepVariant("npu_trainer_kernels"),
+    "flag-padded": StepVariant("npu_trainer_kernels", packs=False),
+    "flag-unshared": StepVariant("npu_trainer_kernels", shares=False),
     # For rows so long that a layer's MLP is what a step cannot hold.
-    "flag-tiled": Variant("npu_trainer_kernels", options=(("npu_kernels_tiled_mlp", 8192),)),
+    "flag-tiled": StepVariant("npu_trainer_kernels", options=(("npu_kernels_tiled_mlp", 8192),)),
     # Rows stay on the rank that generated them.
-    "flag-unbalanced": Variant("npu_trainer_kernels", options=(("npu_kernels_balance", False),)),
-    "liger": Variant("liger-kernel", module="liger_kernel"),
+    "flag-unbalanced": StepVariant("npu_trainer_kernels", options=(("npu_kernels_balance", False),)),
+    "liger": StepVariant("liger-kernel", module="liger_kernel"),
     # A library of its own around TRL's trainer: it leaves padding out and computes a shared prompt once.
-    "unsloth": Variant("unsloth", module="unsloth"),
+    "unsloth": StepVariant("unsloth", module="unsloth"),
     # transformers' attention that leaves padding out, layer by layer, where somebody has installed it.
-    "plain-flash": Variant("transformers", attention="flash_attention_2", module="flash_attn"),
-    "liger-flash": Variant("liger-kernel", attention="flash_attention_2", module="flash_attn"),
-    "plain-compiled": Variant("transformers", compiled=True),
-    "flag-compiled": Variant("npu_trainer_kernels", compiled=True),
+    "plain-flash": StepVariant("transformers", attention="flash_attention_2", module="flash_attn"),
+    "liger-flash": StepVariant("liger-kernel", attention="flash_attention_2", module="flash_attn"),
+    "plain-compiled": StepVariant("transformers", compiled=True),
+    "flag-compiled": StepVariant("npu_trainer_kernels", compiled=True),
 }
 
 
@@ -60,7 +60,7 @@ _LONG = 1 << 16
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWorkload:
     """A training step.
 
     Attributes:
@@ -119,7 +119,7 @@ _OF_EXPERTS = ("plain", "flag", "flag-padded", "liger")
 _OF_LONG = ("plain", "flag", "flag-tiled", "liger")
 
 
-def variants_of(workload: Workload) -> list[str]:
+def variants_of(workload: StepWorkload) -> list[str]:
     """The variants that differ for a workload: no two sequences of a batch begin alike but in GRPO and DPO."""
     if workload.is_long:
         return list(_OF_LONG)
@@ -135,41 +135,41 @@ def variants_of(workload: Workload) -> list[str]:
     ]  # fmt: skip
 
 
-def workloads(kind: str) -> list[Workload]:
+def workloads(kind: str) -> list[StepWorkload]:
     """For a kind of device, the most wanted first."""
     if kind == "cpu":
         return [
-            Workload("sft-trainer", "demo-llama", 8, 256),
-            Workload("grpo-trl", "demo-qwen3", 128, 4, 8),
-            Workload("grpo-trl", "demo-qwen3", 8, 256, 32, lengths="exponential", group=2),
-            Workload("grpo-trl", "demo-qwen3", 8, 256, 32, lengths="even", group=2),
-            Workload("grpo-trl", "demo-qwen3", 8, 64, 256, lengths="exponential"),
-            Workload("grpo-trl", "demo-qwen3", 8, 64, 256, lengths="exponential", lora=8),
-            Workload("sft-trainer", "demo-llama", 8, 256, lengths="exponential"),
-            Workload("sft-trl", "demo-llama", 8, 256),
-            Workload("sft-trainer", "demo-gemma3", 8, 256),
-            Workload("sft-trainer", "demo-qwen3-moe", 8, 256),
-            Workload("dpo-trl", "demo-llama", 4, length=240, prompt=16, least=14),
+            StepWorkload("sft-trainer", "demo-llama", 8, 256),
+            StepWorkload("grpo-trl", "demo-qwen3", 128, 4, 8),
+            StepWorkload("grpo-trl", "demo-qwen3", 8, 256, 32, lengths="exponential", group=2),
+            StepWorkload("grpo-trl", "demo-qwen3", 8, 256, 32, lengths="even", group=2),
+            StepWorkload("grpo-trl", "demo-qwen3", 8, 64, 256, lengths="exponential"),
+            StepWorkload("grpo-trl", "demo-qwen3", 8, 64, 256, lengths="exponential", lora=8),
+            StepWorkload("sft-trainer", "demo-llama", 8, 256, lengths="exponential"),
+            StepWorkload("sft-trl", "demo-llama", 8, 256),
+            StepWorkload("sft-trainer", "demo-gemma3", 8, 256),
+            StepWorkload("sft-trainer", "demo-qwen3-moe", 8, 256),
+            StepWorkload("dpo-trl", "demo-llama", 4, length=240, prompt=16, least=14),
         ]
     return [
-        Workload("sft-trainer", "llama-1b", 8, 2048),
-        Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128),
-        Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128, lengths="exponential", group=2),
-        Workload("grpo-trl", "qwen3-0.6b", 8, 4096, 128, lengths="even", group=2),
+        StepWorkload("sft-trainer", "llama-1b", 8, 2048),
+        StepWorkload("grpo-trl", "qwen3-0.6b", 8, 4096, 128),
+        StepWorkload("grpo-trl", "qwen3-0.6b", 8, 4096, 128, lengths="exponential", group=2),
+        StepWorkload("grpo-trl", "qwen3-0.6b", 8, 4096, 128, lengths="even", group=2),
         # One prompt for all rows.
-        Workload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential"),
-        Workload("grpo-trl", "qwen3-4b", 8, 1024, 2048, lengths="exponential", lora=16),
-        Workload("sft-trainer", "llama-1b", 8, 2048, lengths="exponential"),
-        Workload("sft-trainer", "qwen3-moe", 8, 2048),
-        Workload("sft-trainer", "qwen3-moe", 8, 2048, lengths="exponential"),
-        Workload("grpo-trl", "qwen3-moe", 8, 1024, 128),
+        StepWorkload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential"),
+        StepWorkload("grpo-trl", "qwen3-4b", 8, 1024, 2048, lengths="exponential", lora=16),
+        StepWorkload("sft-trainer", "llama-1b", 8, 2048, lengths="exponential"),
+        StepWorkload("sft-trainer", "qwen3-moe", 8, 2048),
+        StepWorkload("sft-trainer", "qwen3-moe", 8, 2048, lengths="exponential"),
+        StepWorkload("grpo-trl", "qwen3-moe", 8, 1024, 128),
         # Long enough that plain and the kernels' step alike should be the device's time.
-        Workload("grpo-trl", "qwen3-moe", 8, 4096, 128),
-        Workload("sft-trl", "llama-1b", 8, 2048),
-        Workload("sft-trainer", "gemma3-1b", 4, 2048),
+        StepWorkload("grpo-trl", "qwen3-moe", 8, 4096, 128),
+        StepWorkload("sft-trl", "llama-1b", 8, 2048),
+        StepWorkload("sft-trainer", "gemma3-1b", 4, 2048),
         # Sequences of 30 to 900 tokens.
-        Workload("dpo-trl", "llama-1b", 8, length=884, prompt=16, least=14),
+        StepWorkload("dpo-trl", "llama-1b", 8, length=884, prompt=16, least=14),
         # Logits alone are 63 GiB in fp32 where a step forms them; those of half as many tokens leave room for the rest.
-        Workload("sft-trainer", "llama-1b", 1, 131072, checkpointing=True),
-        Workload("sft-trainer", "llama-1b", 1, 65536, checkpointing=True),
+        StepWorkload("sft-trainer", "llama-1b", 1, 131072, checkpointing=True),
+        StepWorkload("sft-trainer", "llama-1b", 1, 65536, checkpointing=True),
     ]

@@ -16,7 +16,7 @@ from unittest import mock
 
 from .lengths import lengths, prompt_lengths
 from .models import MODELS, build_model
-from .step_cases import Variant, Workload
+from .step_cases import StepVariant, StepWorkload
 from .step_clock import Clock
 
 __all__ = [
@@ -74,7 +74,7 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def _arguments(variant: Variant, batch: int, steps: int, folder: str) -> dict[str, Any]:
+def _arguments(variant: StepVariant, batch: int, steps: int, folder: str) -> dict[str, Any]:
     import torch
 
     from npu_trainer_kernels import device as devices
@@ -87,7 +87,7 @@ def _arguments(variant: Variant, batch: int, steps: int, folder: str) -> dict[st
     }  # fmt: skip
 
 
-def _random_ids(workload: Workload, count: int, rank: int = 0, ranks: int = 1) -> list[list[int]]:
+def _random_ids(workload: StepWorkload, count: int, rank: int = 0, ranks: int = 1) -> list[list[int]]:
     """Sequences as long as the workload says. Ranks share the quantiles of the lengths out."""
     import torch
 
@@ -116,7 +116,7 @@ def sharing_from(share: float) -> Any:
     return mock.patch.object(layout, "MIN_SAVED", share)
 
 
-def _model_of_unsloth(workload: Workload, folder: str) -> Any:
+def _model_of_unsloth(workload: StepWorkload, folder: str) -> Any:
     """The model as Unsloth loads it: from a folder, by a function that has changed TRL's trainers before.
 
     Raises:
@@ -147,7 +147,7 @@ def _model_of_unsloth(workload: Workload, folder: str) -> Any:
     return model
 
 
-def kernels_of(variant: Variant) -> Any:
+def kernels_of(variant: StepVariant) -> Any:
     """The package's options of a variant."""
     import torch
 
@@ -179,7 +179,7 @@ def ran(trainer: Any) -> dict[str, int]:
     return {op: calls for callback in ours for op, calls in callback.report().ran.items()}
 
 
-def _adapter(workload: Workload) -> Any:
+def _adapter(workload: StepWorkload) -> Any:
     """What TRL's trainers put around the model, or None."""
     if not workload.lora:
         return None
@@ -189,7 +189,7 @@ def _adapter(workload: Workload) -> Any:
 
 
 def _sft_trainer(
-    workload: Workload, variant: Variant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
+    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
 ) -> Any:
     from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, default_data_collator
 
@@ -204,7 +204,7 @@ def _sft_trainer(
 
 
 def _sft_trl(
-    workload: Workload, variant: Variant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
+    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
 ) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -219,7 +219,7 @@ def _sft_trl(
     return trainer
 
 
-def _prompts(workload: Workload) -> list[str]:
+def _prompts(workload: StepWorkload) -> list[str]:
     """Different prompts, in the order in which batches take them."""
     if not workload.lengths:
         return ["0123456789"[i % 10] * workload.prompt for i in range(16)] * 8
@@ -229,7 +229,7 @@ def _prompts(workload: Workload) -> list[str]:
 
 
 def _grpo_trl(
-    workload: Workload, variant: Variant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
+    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
 ) -> Any:
     import trl
     from datasets import Dataset
@@ -279,7 +279,7 @@ def _grpo_trl(
     return trainer
 
 
-def _preferences(workload: Workload, count: int) -> list[dict[str, list[int]]]:
+def _preferences(workload: StepWorkload, count: int) -> list[dict[str, list[int]]]:
     """Pairs of random ids, each completion of a length of its own."""
     import torch
 
@@ -297,7 +297,7 @@ def _preferences(workload: Workload, count: int) -> list[dict[str, list[int]]]:
 
 
 def _dpo_trl(
-    workload: Workload, variant: Variant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
+    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
 ) -> Any:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -324,7 +324,7 @@ TRAINERS = {"sft-trainer": _sft_trainer, "sft-trl": _sft_trl, "grpo-trl": _grpo_
 
 
 def build_trainer(
-    workload: Workload, variant: Variant, steps: int, folder: str, clock: Clock, **options: Any
+    workload: StepWorkload, variant: StepVariant, steps: int, folder: str, clock: Clock, **options: Any
 ) -> tuple[Any, Positions]:
     """A trainer that is ready to train, and what will count its batches.
 

@@ -1,9 +1,9 @@
 """The gate's table: every op with the options that change its kernels, at production shapes, in every dtype.
 
 A row of `TABLE` is an op with options, the sizes it is built for, and a function that calls it forward and backward.
-The same function serves both purposes of a `gate.Case`: on `meta` tensors of the production shape it makes the op's own
-host code and tiling choose what would be launched; on CPU tensors it makes one core's share of that (the rows that one
-of the chip's cores gets, or two rows of logits), so that the bytes moved can be counted.
+The same function serves both purposes of a `gate.GateCase`: on `meta` tensors of the production shape it makes the op's
+own host code and tiling choose what would be launched; on CPU tensors it makes one core's share of that (the rows that
+one of the chip's cores gets, or two rows of logits), so that the bytes moved can be counted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ import torch
 from .. import device, ops, tiling
 from ..ops.gates import ACTIVATIONS
 from ..workloads import ModelShapes
-from .gate import Case, FewRows, Minimum
+from .gate import FewRows, GateCase, Minimum
 
-__all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "MINIMA", "ROWS", "TABLE", "VOCABULARIES", "Entry", "Tensors", "cases",
+__all__ = ["DTYPES", "HEAD_DIMS", "HIDDEN", "MINIMA", "ROWS", "TABLE", "VOCABULARIES", "GateEntry", "Tensors", "cases",
            "is_rotation", "model_cases", "rotation_entry"]  # fmt: skip
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -75,7 +75,7 @@ Unserved = Callable[[int, int, device.DeviceSpec], str | None]
 
 
 @dataclass(frozen=True)
-class Entry:
+class GateEntry:
     """A row of the table.
 
     Attributes:
@@ -106,13 +106,13 @@ class Entry:
     part: float = 1.0
     unserved: Unserved | None = None
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[GateCase]:
         """One case for each size and dtype."""
         for size in self.sizes:
             for name in self.dtypes:
                 yield self._case(size, name)
 
-    def _case(self, size: int, name: str) -> Case:
+    def _case(self, size: int, name: str) -> GateCase:
         dtype = DTYPES[name]
 
         def run() -> None:
@@ -134,7 +134,7 @@ class Entry:
         measured = None if name == "fp16" else run_share
         minima = {kernel: minimum for (op, kernel), minimum in MINIMA.items() if op == self.op}
         unserved = None if self.unserved is None else partial(self.unserved, size, dtype.itemsize)
-        return Case(self.op, f"{self.rows} x {size} ({self.label})", name, run, measured, self.max_traffic,
+        return GateCase(self.op, f"{self.rows} x {size} ({self.label})", name, run, measured, self.max_traffic,
                     FewRows(run_few, few, few * size), minima, unserved)  # fmt: skip
 
 
@@ -265,9 +265,9 @@ def _share(part: float) -> str:
     return {0.25: "a quarter", 0.5: "half", 0.75: "three quarters"}.get(part, f"{part:g} of a head")
 
 
-def _rope_of(part: float, sizes: tuple[int, ...], form: str = "rope", **options: Any) -> Entry:
+def _rope_of(part: float, sizes: tuple[int, ...], form: str = "rope", **options: Any) -> GateEntry:
     rule = _rope_rule(part, options.get("pairs", "halves"))
-    return Entry(f"{form}, {_share(part)}", sizes, "head", _rope(part, **options), part=part, unserved=rule)
+    return GateEntry(f"{form}, {_share(part)}", sizes, "head", _rope(part, **options), part=part, unserved=rule)
 
 
 def _rope_rule(part: float, pairs: str) -> Unserved:
@@ -282,7 +282,7 @@ _ONE_BY_ONE = {"halves": "", "interleaved": "by turns", "regrouped": "regrouped"
 _OF_TABLES = {"each": "", "pair": "tables of pairs", "first_half": "tables of which half is read"}
 
 
-def rotation_entry(part: float, pairs: str, tables: str, casting: str) -> Entry:
+def rotation_entry(part: float, pairs: str, tables: str, casting: str) -> GateEntry:
     """A rotation as a model has it, of any head; options as `ops.rope` has them.
 
     Args:
@@ -292,7 +292,7 @@ def rotation_entry(part: float, pairs: str, tables: str, casting: str) -> Entry:
     words = (_ONE_BY_ONE[pairs], _OF_TABLES[tables])
     op = ", ".join(["rope", *filter(None, words), *([] if part == 1 else [_share(part)])])
     call = _rope(part, pairs=pairs, tables=tables, casting=casting)
-    return Entry(op, (), "head", call, part=part, unserved=_rope_rule(part, pairs))
+    return GateEntry(op, (), "head", call, part=part, unserved=_rope_rule(part, pairs))
 
 
 def _embedding(scale: float | None) -> Call:
@@ -356,13 +356,15 @@ def _moe_experts(
     return call
 
 
-def _experts_of(name: str, experts: int, slots: int, hidden: int, inner: int, **options: Any) -> tuple[Entry, Entry]:
+def _experts_of(
+    name: str, experts: int, slots: int, hidden: int, inner: int, **options: Any
+) -> tuple[GateEntry, GateEntry]:
     """A model's experts, once for what moves their rows and once for the gate."""
     return (
-        Entry(f"moe_experts, {name}, rows", (hidden,), "hidden", _moe_experts(experts, slots, True, **options),
+        GateEntry(f"moe_experts, {name}, rows", (hidden,), "hidden", _moe_experts(experts, slots, True, **options),
               max_traffic=_EXPERTS_LIMIT, follows_ids=True),
-        Entry(f"moe_experts, {name}, gate", (inner,), "intermediate", _moe_experts(experts, slots, False, **options),
-              max_traffic=_EXPERTS_LIMIT, follows_ids=True),
+        GateEntry(f"moe_experts, {name}, gate", (inner,), "intermediate",
+                  _moe_experts(experts, slots, False, **options), max_traffic=_EXPERTS_LIMIT, follows_ids=True),
     )  # fmt: skip
 
 
@@ -426,12 +428,12 @@ def _grpo(fused: bool, **options: Any) -> Call:
     return call
 
 
-def _head(op: str, call: Call, max_traffic: float | None = _HEAD_LIMIT) -> Entry:
-    return Entry(op, VOCABULARIES, "vocabulary", call, share=2, max_traffic=max_traffic)
+def _head(op: str, call: Call, max_traffic: float | None = _HEAD_LIMIT) -> GateEntry:
+    return GateEntry(op, VOCABULARIES, "vocabulary", call, share=2, max_traffic=max_traffic)
 
 
-def _head_of_values(op: str, call: Call, sizes: tuple[int, ...] = VOCABULARIES) -> Entry:
-    return Entry(op, sizes, "vocabulary", call, 16, share=2, max_traffic=_HEAD_LIMIT, reads_values=True)
+def _head_of_values(op: str, call: Call, sizes: tuple[int, ...] = VOCABULARIES) -> GateEntry:
+    return GateEntry(op, sizes, "vocabulary", call, 16, share=2, max_traffic=_HEAD_LIMIT, reads_values=True)
 
 
 _EVERYTHING: dict[str, Any] = {
@@ -451,80 +453,81 @@ _GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
 
 _CORRECTED_KL: dict[str, Any] = {"beta": 0.1, "bias_corrected_kl": True}
 
-TABLE: tuple[Entry, ...] = (
-    Entry("rms_norm", HIDDEN, "hidden", _rms_norm()),
-    Entry("rms_norm, gemma", HIDDEN, "hidden", _rms_norm(casting="gemma", offset=1.0)),
-    Entry("rms_norm, none", HIDDEN, "hidden", _rms_norm(casting="none")),
-    Entry("rms_norm, no weight", HIDDEN, "hidden", _rms_norm(has_weight=False)),
-    Entry("rms_norm, fp32 weight", HIDDEN, "hidden", _fp32_weight, dtypes=("bf16",)),
+TABLE: tuple[GateEntry, ...] = (
+    GateEntry("rms_norm", HIDDEN, "hidden", _rms_norm()),
+    GateEntry("rms_norm, gemma", HIDDEN, "hidden", _rms_norm(casting="gemma", offset=1.0)),
+    GateEntry("rms_norm, none", HIDDEN, "hidden", _rms_norm(casting="none")),
+    GateEntry("rms_norm, no weight", HIDDEN, "hidden", _rms_norm(has_weight=False)),
+    GateEntry("rms_norm, fp32 weight", HIDDEN, "hidden", _fp32_weight, dtypes=("bf16",)),
     # The norms of queries and keys: many short rows.
-    Entry("rms_norm, of heads", HEAD_DIMS, "head", _rms_norm(), rows=32 * ROWS),
-    Entry("rms_norm, of heads of any size", NORMED_HEAD_DIMS, "head", _rms_norm(), rows=8 * ROWS, dtypes=("bf16",)),
+    GateEntry("rms_norm, of heads", HEAD_DIMS, "head", _rms_norm(), rows=32 * ROWS),
+    GateEntry("rms_norm, of heads of any size", NORMED_HEAD_DIMS, "head", _rms_norm(), rows=8 * ROWS, dtypes=("bf16",)),
     # Not whole numbers of 32-byte units.
-    Entry("rms_norm, of heads of odd units", (72, 104), "head", _rms_norm(), rows=8 * ROWS, dtypes=("fp32", "fp16")),
-    Entry("rms_norm, wide", WIDE, "hidden", _rms_norm(), dtypes=("bf16",)),
-    Entry("add_rms_norm, pre, wide", WIDE[:2], "hidden", _add_rms_norm(), dtypes=("bf16",)),
-    Entry("add_rms_norm, pre", HIDDEN, "hidden", _add_rms_norm()),
-    Entry("add_rms_norm, pre, gemma", HIDDEN, "hidden", _add_rms_norm(casting="gemma", offset=1.0)),
-    Entry("add_rms_norm, post", HIDDEN, "hidden", _add_rms_norm(mode="post")),
-    Entry("add_rms_norm, post, gemma", HIDDEN, "hidden", _add_rms_norm(mode="post", casting="gemma", offset=1.0)),
+    GateEntry("rms_norm, of heads of odd units", (72, 104), "head", _rms_norm(), rows=8 * ROWS,
+              dtypes=("fp32", "fp16")),
+    GateEntry("rms_norm, wide", WIDE, "hidden", _rms_norm(), dtypes=("bf16",)),
+    GateEntry("add_rms_norm, pre, wide", WIDE[:2], "hidden", _add_rms_norm(), dtypes=("bf16",)),
+    GateEntry("add_rms_norm, pre", HIDDEN, "hidden", _add_rms_norm()),
+    GateEntry("add_rms_norm, pre, gemma", HIDDEN, "hidden", _add_rms_norm(casting="gemma", offset=1.0)),
+    GateEntry("add_rms_norm, post", HIDDEN, "hidden", _add_rms_norm(mode="post")),
+    GateEntry("add_rms_norm, post, gemma", HIDDEN, "hidden", _add_rms_norm(mode="post", casting="gemma", offset=1.0)),
     # Of Granite 4.
-    Entry("add_rms_norm, pre, multiplier", (1536, 4096), "hidden", _add_rms_norm(multiplier=0.22)),
+    GateEntry("add_rms_norm, pre, multiplier", (1536, 4096), "hidden", _add_rms_norm(multiplier=0.22)),
     # Of Cohere; of GPT-2, StableLM, Starcoder2 and their like; of OLMo.
-    Entry("layer_norm, no bias", (4096, 8192, 12288), "hidden", _layer_norm(biased=False)),
-    Entry("layer_norm", (768, 1024, 2048, 4096, 6144), "hidden", _layer_norm()),
-    Entry("layer_norm, no weight", (2048, 4096), "hidden", _layer_norm(weighted=False, biased=False)),
+    GateEntry("layer_norm, no bias", (4096, 8192, 12288), "hidden", _layer_norm(biased=False)),
+    GateEntry("layer_norm", (768, 1024, 2048, 4096, 6144), "hidden", _layer_norm()),
+    GateEntry("layer_norm, no weight", (2048, 4096), "hidden", _layer_norm(weighted=False, biased=False)),
     # Of Qwen3-Next and Kimi-Linear, head by head; of Bamba, Granite 4 and Mamba 2; of Nemotron-H.
-    Entry("gated_rms_norm, of heads", (64, 128, 256), "head", _gated_rms_norm(), rows=32 * ROWS),
-    Entry("gated_rms_norm, of heads, gemma, sigmoid", (128,), "head",
+    GateEntry("gated_rms_norm, of heads", (64, 128, 256), "head", _gated_rms_norm(), rows=32 * ROWS),
+    GateEntry("gated_rms_norm, of heads, gemma, sigmoid", (128,), "head",
           _gated_rms_norm(casting="gemma", activation="sigmoid"), rows=32 * ROWS),
-    Entry("gated_rms_norm, gate first", (3072, 4096, 8192), "hidden", _gated_rms_norm(order="gate_first")),
-    Entry("gated_rms_norm, gate first, 8 groups", (8192,), "hidden",
+    GateEntry("gated_rms_norm, gate first", (3072, 4096, 8192), "hidden", _gated_rms_norm(order="gate_first")),
+    GateEntry("gated_rms_norm, gate first, 8 groups", (8192,), "hidden",
           _gated_rms_norm(order="gate_first", groups=8)),
-    Entry("swiglu", (4864, 8192, 14336, 18944), "intermediate", _swiglu()),
+    GateEntry("swiglu", (4864, 8192, 14336, 18944), "intermediate", _swiglu()),
     # Tiles of several rows; of one; two to four of a row.
-    Entry("swiglu, halves of one projection", (1408, 2880, 4864, 8192, 11008, 14336, 18944), "intermediate",
+    GateEntry("swiglu, halves of one projection", (1408, 2880, 4864, 8192, 11008, 14336, 18944), "intermediate",
           _swiglu(strided=True)),
-    *(Entry(f"swiglu, {name}", sizes, "intermediate", _swiglu(activation=name)) for name, sizes in _GATES.items()),
+    *(GateEntry(f"swiglu, {name}", sizes, "intermediate", _swiglu(activation=name)) for name, sizes in _GATES.items()),
     # Of GPT-OSS 20B; of Phi-3 mini and GLM-4 9B.
-    Entry("swiglu, alpha, limit, offset", (2880,), "intermediate", _swiglu(**_GPT_OSS)),
-    Entry("swiglu, joined in halves", (8192, 13696), "intermediate", _swiglu(joined="halves")),
-    Entry("swiglu, joined by turns", (8192,), "intermediate", _swiglu(joined="interleaved"),
+    GateEntry("swiglu, alpha, limit, offset", (2880,), "intermediate", _swiglu(**_GPT_OSS)),
+    GateEntry("swiglu, joined in halves", (8192, 13696), "intermediate", _swiglu(joined="halves")),
+    GateEntry("swiglu, joined by turns", (8192,), "intermediate", _swiglu(joined="interleaved"),
           unserved=tiling.swiglu_unserved),
-    Entry("swiglu, joined by turns, alpha, limit, offset", (2880,), "intermediate",
+    GateEntry("swiglu, joined by turns, alpha, limit, offset", (2880,), "intermediate",
           _swiglu(joined="interleaved", **_GPT_OSS), unserved=tiling.swiglu_unserved),
-    Entry("swiglu_linear", (4864, 8192, 14336, 18944), "intermediate", _swiglu_linear()),
-    Entry("swiglu_linear, gelu_tanh", (6912, 10240, 21504), "intermediate", _swiglu_linear(activation="gelu_tanh")),
-    Entry("swiglu_linear, gelu", (14336,), "intermediate", _swiglu_linear(activation="gelu")),
-    Entry("swiglu_linear, joined in halves", (8192, 13696), "intermediate", _swiglu_linear(joined="halves")),
-    Entry("swiglu_linear, joined by turns, alpha, limit, offset", (2880,), "intermediate",
+    GateEntry("swiglu_linear", (4864, 8192, 14336, 18944), "intermediate", _swiglu_linear()),
+    GateEntry("swiglu_linear, gelu_tanh", (6912, 10240, 21504), "intermediate", _swiglu_linear(activation="gelu_tanh")),
+    GateEntry("swiglu_linear, gelu", (14336,), "intermediate", _swiglu_linear(activation="gelu")),
+    GateEntry("swiglu_linear, joined in halves", (8192, 13696), "intermediate", _swiglu_linear(joined="halves")),
+    GateEntry("swiglu_linear, joined by turns, alpha, limit, offset", (2880,), "intermediate",
           _swiglu_linear(joined="interleaved", **_GPT_OSS), unserved=tiling.swiglu_unserved),
-    Entry("rope", HEAD_DIMS, "head", _rope()),
+    GateEntry("rope", HEAD_DIMS, "head", _rope()),
     # Heads whose halves are no multiple of 32 bytes, too.
-    Entry("rope, any head", _OTHER_HEAD_DIMS, "head", _rope(), share=64, dtypes=("bf16",)),
+    GateEntry("rope, any head", _OTHER_HEAD_DIMS, "head", _rope(), share=64, dtypes=("bf16",)),
     # Of the images of Qwen3-VL and of Qwen2.5-VL: tokens before heads, tables of 32 bits beside heads of 16.
-    Entry("rope, of images", (64, 72, 80), "head", _rope(table=torch.float32, casting="fp32", heads=2),
+    GateEntry("rope, of images", (64, 72, 80), "head", _rope(table=torch.float32, casting="fp32", heads=2),
           dtypes=("bf16",)),
     # Of Pythia and Qwen3-Next, of GLM-4.5, of Phi-4 mini.
     _rope_of(0.25, (128, 256)),
     _rope_of(0.5, (64, 128, 256)),
     _rope_of(0.75, (128,)),
     # Of GPT-OSS; of Cohere; of GLM-4; of Ernie 4.5; of DeepSeek-V3's part of a head that rotates.
-    Entry("rope, tables of pairs", (64, 128), "head", _rope(tables="pair")),
-    Entry("rope, by turns", (64, 128, 256), "head", _rope(pairs="interleaved", casting="fp32")),
+    GateEntry("rope, tables of pairs", (64, 128), "head", _rope(tables="pair")),
+    GateEntry("rope, by turns", (64, 128, 256), "head", _rope(pairs="interleaved", casting="fp32")),
     _rope_of(0.5, (128,), "rope, by turns", pairs="interleaved", tables="first_half"),
-    Entry("rope, by turns, tables of pairs", (64, 128), "head", _rope(pairs="interleaved", tables="first_half")),
-    Entry("rope, regrouped", (64, 128), "head", _rope(pairs="regrouped", tables="first_half")),
-    Entry("embedding", HIDDEN, "hidden", _embedding(None), follows_ids=True),
-    Entry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25), follows_ids=True),
+    GateEntry("rope, by turns, tables of pairs", (64, 128), "head", _rope(pairs="interleaved", tables="first_half")),
+    GateEntry("rope, regrouped", (64, 128), "head", _rope(pairs="regrouped", tables="first_half")),
+    GateEntry("embedding", HIDDEN, "hidden", _embedding(None), follows_ids=True),
+    GateEntry("embedding, scaled", HIDDEN, "hidden", _embedding(45.25), follows_ids=True),
     *_experts_of("Qwen3 30B", 128, 8, 2048, 768),
     *_experts_of("GPT-OSS 20B", 32, 4, 2880, 2880, biased=True, interleaved=True, **_GPT_OSS),
     # A device's share under expert parallelism.
     *_experts_of("DeepSeek-V3", 32, 8, 7168, 2048),
     *_experts_of("Mixtral", 8, 2, 4096, 14336),
-    Entry("moe_experts, no gate", (1856,), "intermediate", _moe_experts(8, 2, False, gated=False, gate="relu2"),
+    GateEntry("moe_experts, no gate", (1856,), "intermediate", _moe_experts(8, 2, False, gated=False, gate="relu2"),
           max_traffic=_EXPERTS_LIMIT, follows_ids=True),
-    Entry("moe_experts, a gate of its own", (2048,), "hidden", _moe_experts(8, 2, True, own_gate=True),
+    GateEntry("moe_experts, a gate of its own", (2048,), "hidden", _moe_experts(8, 2, True, own_gate=True),
           max_traffic=_EXPERTS_LIMIT, follows_ids=True),
     _head("linear_cross_entropy", _cross_entropy()),
     _head("linear_cross_entropy, softcap", _cross_entropy(softcap=30.0, logit_scale=0.5)),
@@ -573,17 +576,17 @@ MINIMA: dict[tuple[str, str], Minimum] = {
 """By op of an entry and kernel."""
 
 
-def is_rotation(entry: Entry) -> bool:
+def is_rotation(entry: GateEntry) -> bool:
     """Whether an entry is one of `ops.rope`."""
     return entry.op.partition(",")[0] == "rope"
 
 
-def cases() -> list[Case]:
+def cases() -> list[GateCase]:
     """All cases of the table."""
     return [case for entry in TABLE for case in entry.cases()]
 
 
-def model_cases(shapes: ModelShapes, dtype: str, rotations: Sequence[Mapping[str, str]] = ()) -> list[Case]:
+def model_cases(shapes: ModelShapes, dtype: str, rotations: Sequence[Mapping[str, str]] = ()) -> list[GateCase]:
     """The table's cases at a model's shapes instead of its own, to be compiled; traffic is not counted. Not those of
     sizes that it does not have, or that rotate another share of a head, or otherwise.
 

@@ -1,6 +1,6 @@
 """The gate: every kernel that an op would launch, on every chip, against the rules; and the table that says so.
 
-A `Case` is an op at one production shape and dtype. Its host code runs on `meta` tensors as if on the chip, so that
+A `GateCase` is an op at one production shape and dtype. Its host code runs on `meta` tensors as if on the chip, so that
 the grid and the block sizes are those that `tiling/` chooses there; each launch is then planned by the real compiler.
 Where the case can also be run small, the launches are executed and their HBM traffic is held against the least that
 would do.
@@ -34,10 +34,10 @@ __all__ = [
     "MAX_OVER_MINIMUM",
     "MAX_WAITS_PER_ROW",
     "SAMPLED_CHIPS",
-    "Case",
     "FewRows",
+    "GateCase",
+    "GateRow",
     "Minimum",
-    "Row",
     "collect",
     "collect_all",
     "failures",
@@ -83,7 +83,7 @@ class Minimum:
 
 
 @dataclass(frozen=True)
-class Case:
+class GateCase:
     """An op at one shape.
 
     Attributes:
@@ -111,7 +111,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class GateRow:
     """One kernel of one case on one chip. `plan` is None where the compiler failed, which `broken` then tells.
 
     Attributes:
@@ -154,7 +154,7 @@ _Traces = Mapping[tuple[str, int], _Traced]
 _Job = tuple[str, str]  # a specialization's content, and the facts of a target
 
 
-def collect(cases: Iterable[Case], chips: Sequence[str] = CHIPS, workers: int = 2) -> list[Row]:
+def collect(cases: Iterable[GateCase], chips: Sequence[str] = CHIPS, workers: int = 2) -> list[GateRow]:
     """Records, plans and measures the cases; rows in the order of cases, chips and launches.
 
     Chips of which the compiler knows the same, but for the number of cores (`plan.target_facts`), share a plan.
@@ -170,7 +170,7 @@ def collect(cases: Iterable[Case], chips: Sequence[str] = CHIPS, workers: int = 
     """
     with ThreadPoolExecutor(workers) as pool:
         plans = _Plans(pool)
-        rows: list[Callable[[], Row]] = []
+        rows: list[Callable[[], GateRow]] = []
         for case in cases:
             # Chips of one size have the same tiles, and with the same number of cores the same grid.
             measured: dict[tuple[int, int], Future[Mapping[str, float]]] = {}
@@ -239,7 +239,7 @@ def _plan(spec: Specialization, lowered: str) -> MemoryPlan | ToolchainError:
         return error
 
 
-def _launched(case: Case, chip: str) -> list[tuple[Specialization, bool]]:
+def _launched(case: GateCase, chip: str) -> list[tuple[Specialization, bool]]:
     """The distinct specializations that a case launches on a chip, in order, and whether each goes in column blocks."""
     recorder = Recorder()
     with device.use_chip(chip), use_launcher(recorder):
@@ -250,7 +250,7 @@ def _launched(case: Case, chip: str) -> list[tuple[Specialization, bool]]:
     return list({spec.content: (spec, in_blocks) for spec, in_blocks in specs}.values())
 
 
-def _traffic(case: Case, chip: str) -> Mapping[str, float]:
+def _traffic(case: GateCase, chip: str) -> Mapping[str, float]:
     """Bytes moved by each kernel over the fewest possible, executed with the tiles of `chip`."""
     if case.run_small is None or chip in SAMPLED_CHIPS:
         return {}
@@ -260,7 +260,7 @@ def _traffic(case: Case, chip: str) -> Mapping[str, float]:
     return {name: moved.bytes / least[name] for name, moved in launcher.traffic.items()}
 
 
-def _traced(case: Case, chip: str) -> _Traces:
+def _traced(case: GateCase, chip: str) -> _Traces:
     """What the kernels of a case issue for each row and element. One core does all of the few rows, so that the tiles
     are those of one core; the compiler's plan has no more to do with the number of cores."""
     if case.few is None or chip in SAMPLED_CHIPS:  # a trace needs loops, and the library of its own generation
@@ -288,14 +288,14 @@ def _traced(case: Case, chip: str) -> _Traces:
 
 
 def _row(
-    case: Case,
+    case: GateCase,
     key: tuple[str, int],
     chip: str,
     planned: Future[MemoryPlan | ToolchainError],
     measured: Future[Mapping[str, float]],
     traces: Future[_Traces],
     in_blocks: bool,
-) -> Row:
+) -> GateRow:
     plan, traffic, kernel = planned.result(), None, key[0]
     if isinstance(plan, MemoryPlan):
         plan = replace(plan, chip=chip)  # it may have been planned for another chip of the kind
@@ -309,11 +309,11 @@ def _row(
             broken.append(f"traffic not counted: {error.kernel} of the same case cannot be executed")
     if isinstance(plan, ToolchainError):
         broken.insert(0, f"does not compile: {plan.stage}: {' | '.join(plan.diagnostics)}")
-        return Row(case.op, kernel, case.shape, case.dtype, chip, None, traffic, in_blocks, tuple(broken))
+        return GateRow(case.op, kernel, case.shape, case.dtype, chip, None, traffic, in_blocks, tuple(broken))
     broken = violations(plan) + broken
     if traffic is not None and case.max_traffic is not None and not in_blocks and traffic > case.max_traffic:
         broken.append(f"traffic: {traffic:.3f} of the fewest bytes possible, at most {case.max_traffic:.3f}")
-    row = Row(case.op, kernel, case.shape, case.dtype, chip, plan, traffic, in_blocks, tuple(broken))
+    row = GateRow(case.op, kernel, case.shape, case.dtype, chip, plan, traffic, in_blocks, tuple(broken))
     found = traces.result().get(key)
     if found is None:
         if case.few is not None and plan.fits and chip not in SAMPLED_CHIPS:
@@ -326,7 +326,7 @@ def _row(
     return replace(row, delays=(*delays(plan), *_delays(row)))
 
 
-def _delays(row: Row) -> list[str]:
+def _delays(row: GateRow) -> list[str]:
     """The rules about waiting that only a trace can show."""
     broken = []
     if row.waits is not None and row.waits > MAX_WAITS_PER_ROW:
@@ -338,7 +338,7 @@ def _delays(row: Row) -> list[str]:
     return broken
 
 
-def collect_all(cases: Iterable[Case], workers: int = 2) -> list[Row]:
+def collect_all(cases: Iterable[GateCase], workers: int = 2) -> list[GateRow]:
     """`collect` for all `CHIPS`, then for `SAMPLED_CHIPS` every third shape in bf16, and every sixth in fp32."""
     cases = list(cases)
     sampled = [case for case in cases if case.dtype == "bf16"][::3]
@@ -346,7 +346,7 @@ def collect_all(cases: Iterable[Case], workers: int = 2) -> list[Row]:
     return collect(cases, CHIPS, workers) + collect(sampled, SAMPLED_CHIPS, workers)
 
 
-def failures(rows: Iterable[Row], known: Sequence[Listed] | None = None) -> list[str]:
+def failures(rows: Iterable[GateRow], known: Sequence[Listed] | None = None) -> list[str]:
     """What breaks the gate, a line each: `op kernel shape dtype chip: rule: fact`.
 
     Args:
@@ -361,12 +361,12 @@ def failures(rows: Iterable[Row], known: Sequence[Listed] | None = None) -> list
     ]
 
 
-def reason(row: Row, delay: str, known: Sequence[Listed]) -> str | None:
+def reason(row: GateRow, delay: str, known: Sequence[Listed]) -> str | None:
     """Why a row need not keep a rule; None: it must."""
     return next((entry.why for entry in known if entry.covers(row.op, row.kernel, row.shape, row.dtype, delay)), None)
 
 
-def no_longer_needed(rows: Sequence[Row], known: Sequence[Listed] | None = None) -> list[str]:
+def no_longer_needed(rows: Sequence[GateRow], known: Sequence[Listed] | None = None) -> list[str]:
     """What is listed and breaks no rule: the list must not outlive its reasons. `rows` are those of the whole gate."""
     known = listed() if known is None else known
     broken = [(row, delay) for row in rows for delay in row.delays]

@@ -10,11 +10,11 @@ from ..ops.launch import execute_on_host
 from .execute import LEVELS, Traffic, execute
 from .lower import Specialization, bind
 
-__all__ = ["Launch", "LoweringLauncher", "Recorder", "lowering_launcher"]
+__all__ = ["LoweringLauncher", "RecordedLaunch", "Recorder", "lowering_launcher"]
 
 
 @dataclass(frozen=True)
-class Launch:
+class RecordedLaunch:
     """A launch as an op made it: `kernel[grid](*args, **constexprs)`."""
 
     kernel: Any
@@ -31,10 +31,10 @@ class Launch:
 class Recorder:
     """A launcher that runs nothing: `with use_launcher(recorder): op(...)`, then read `recorder.launches`."""
 
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[RecordedLaunch] = field(default_factory=list)
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
-        self.launches.append(Launch(kernel, tuple(grid), tuple(args), dict(constexprs)))
+        self.launches.append(RecordedLaunch(kernel, tuple(grid), tuple(args), dict(constexprs)))
 
 
 @dataclass

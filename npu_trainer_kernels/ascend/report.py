@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .gate import A3_CHIPS, Row, reason
+from .gate import A3_CHIPS, GateRow, reason
 from .listed import listed
 
 __all__ = ["render", "report_is_current", "write_report"]
@@ -48,10 +48,10 @@ shape is compiled in bf16 and every sixth in fp32, by a compiler of its own; its
 """
 
 
-def render(rows: Iterable[Row]) -> str:
+def render(rows: Iterable[GateRow]) -> str:
     """The report as Markdown: chips with the same facts share a line; the order is that of `rows`."""
     rows = list(rows)
-    lines: dict[tuple[str, ...], list[Row]] = {}
+    lines: dict[tuple[str, ...], list[GateRow]] = {}
     for row in rows:
         lines.setdefault(_facts(row), []).append(row)
     table = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
@@ -66,9 +66,9 @@ def render(rows: Iterable[Row]) -> str:
     return "\n".join([_HEADER, *table, "", *_minima(rows), *_listed()]) + "\n"
 
 
-def _minima(rows: Sequence[Row]) -> list[str]:
+def _minima(rows: Sequence[GateRow]) -> list[str]:
     """The table of kernels with a minimum of instructions."""
-    worst: dict[tuple[str, str], Row] = {}
+    worst: dict[tuple[str, str], GateRow] = {}
     for row in rows:
         if row.minimum is not None and row.instructions is not None:
             known = worst.get((row.op, row.kernel))
@@ -115,7 +115,7 @@ def _chips(names: Iterable[str]) -> str:
     return ", ".join(name.removeprefix("Ascend") for name in shown)
 
 
-def _facts(row: Row) -> tuple[str, ...]:
+def _facts(row: GateRow) -> tuple[str, ...]:
     verdict = "; ".join((*row.broken, *(_verdict(row, delay) for delay in row.delays))) or "passes"
     where = (row.op, row.kernel, row.shape, row.dtype)
     if row.plan is None:
@@ -129,13 +129,13 @@ def _facts(row: Row) -> tuple[str, ...]:
     return (*where, f"{used:.1f} / {size:.0f}", buffered, *counted, verdict)
 
 
-def _verdict(row: Row, delay: str) -> str:
+def _verdict(row: GateRow, delay: str) -> str:
     if reason(row, delay, listed()) is None:
         return delay
     return "listed: " + delay.partition(":")[0]
 
 
-def _worst_traffic(rows: Iterable[Row]) -> str:
+def _worst_traffic(rows: Iterable[GateRow]) -> str:
     found = [(row.traffic, row.in_blocks) for row in rows if row.traffic is not None]
     if not found:
         return ""
@@ -147,7 +147,7 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def write_report(rows: Iterable[Row], path: Path) -> None:
+def write_report(rows: Iterable[GateRow], path: Path) -> None:
     """Writes `render(rows)` to `path`; a report that is current is left as it is, compile times included."""
     rows = list(rows)
     if not report_is_current(rows, path):
@@ -155,7 +155,7 @@ def write_report(rows: Iterable[Row], path: Path) -> None:
         path.write_text(render(rows))
 
 
-def report_is_current(rows: Iterable[Row], path: Path) -> bool:
+def report_is_current(rows: Iterable[GateRow], path: Path) -> bool:
     """Whether the file says what `rows` say, compile times aside."""
     return path.exists() and _without_times(path.read_text()) == _without_times(render(rows))
 

@@ -28,7 +28,7 @@ from ..support.triton import MissingDependencyError
 from ..tiling import limits
 from ..tiling.limits import Evidence, Limit, Trial
 from . import cases, gate, toolchain
-from .launcher import Launch, Recorder
+from .launcher import RecordedLaunch, Recorder
 from .lower import bind
 from .pipes import simulate
 from .plan import MemoryPlan, plan, violations
@@ -71,7 +71,7 @@ class Sweep:
             raise ValueError(f"--dtype must be one of {', '.join(cases.DTYPES)}; got {self.dtype!r}")
 
     @property
-    def entry(self) -> cases.Entry:
+    def entry(self) -> cases.GateEntry:
         """The entry of the table."""
         for entry in cases.TABLE:
             if entry.op == self.case:
@@ -138,7 +138,7 @@ def _forget() -> None:
             function.cache_clear()
 
 
-def _launches(what: Sweep, size: int, value: int | None) -> list[Launch]:
+def _launches(what: Sweep, size: int, value: int | None) -> list[RecordedLaunch]:
     """The kernel's launches."""
     recorder, entry = Recorder(), what.entry
     tensors = cases.Tensors(cases.DTYPES[what.dtype], "cpu" if entry.reads_values or entry.follows_ids else "meta")

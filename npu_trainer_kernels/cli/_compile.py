@@ -18,7 +18,7 @@ from ._model import HELP as MODEL_HELP
 from .output import FINE, FOUND, Output, UsageError, new_table
 
 if TYPE_CHECKING:
-    from ..ascend.gate import Row
+    from ..ascend.gate import GateRow
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     reasons = {case.op: reason for case in cases for spec in specs
                if case.unserved is not None and (reason := case.unserved(spec)) is not None}  # fmt: skip
     cases = [case for case in cases if case.op not in reasons]
-    rows: list[gate.Row] = []
+    rows: list[gate.GateRow] = []
     with output.progress(len(cases)) as progress:
         for case in cases:
             progress.begin(f"compiling {case.op}, {case.shape}")
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return FOUND if broken else FINE
 
 
-def _as_json(row: "Row") -> dict[str, Any]:
+def _as_json(row: "GateRow") -> dict[str, Any]:
     plan = row.plan
     return {
         "op": row.op,
@@ -114,7 +114,7 @@ def _as_json(row: "Row") -> dict[str, Any]:
     }
 
 
-def _table(rows: "list[Row]") -> Table:
+def _table(rows: "list[GateRow]") -> Table:
     """One line for chips of the same plan."""
     table = new_table()
     for column in (

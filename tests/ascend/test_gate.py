@@ -6,7 +6,7 @@ import torch
 
 from npu_trainer_kernels import device
 from npu_trainer_kernels.ascend import gate
-from npu_trainer_kernels.ascend.gate import CHIPS, Case, FewRows, Minimum, collect, failures
+from npu_trainer_kernels.ascend.gate import CHIPS, FewRows, GateCase, Minimum, collect, failures
 from npu_trainer_kernels.ascend.plan import plan_lowered
 from npu_trainer_kernels.ascend.report import render, report_is_current, write_report
 from npu_trainer_kernels.ops.launch import launch
@@ -26,7 +26,7 @@ def _case(block=4096, op="scale", **more):
         x = torch.empty(4000, 4096, dtype=torch.bfloat16, device="meta")
         _scale(x, torch.empty(4000, device="meta"), block)
 
-    return Case(op, "4000 x 4096", "bf16", run, **more)
+    return GateCase(op, "4000 x 4096", "bf16", run, **more)
 
 
 def _small():
@@ -49,7 +49,7 @@ def test_each_failure_names_the_kernel_the_case_and_the_rule():
     def refused():
         launch(toys.refused, (1,), (torch.empty(64, device="meta"), torch.empty(64, device="meta")), {"BLOCK": 64})
 
-    cases = [_case(block=65536), _case(run_small=_small, max_traffic=1.0), Case("refused", "64", "fp32", refused)]
+    cases = [_case(block=65536), _case(run_small=_small, max_traffic=1.0), GateCase("refused", "64", "fp32", refused)]
     found = failures(collect(cases, ["Ascend910B4"]))
     assert [line.partition(" Ascend910B4: ")[0] for line in found] == [
         "scale scaled_rows 4000 x 4096 bf16",
@@ -71,7 +71,7 @@ def _faulty(kernel, **constexprs):
         launch(kernel, (1,), (y, torch.empty_like(y), rows, cols), constexprs)
         return {}
 
-    return Case("faulty", "4000 x 4096", "fp32", run, partial(run, "cpu", 3, 67))
+    return GateCase("faulty", "4000 x 4096", "fp32", run, partial(run, "cpu", 3, 67))
 
 
 def test_a_kernel_that_leaves_its_tensors_fails_by_name_and_the_next_is_looked_at():
@@ -98,7 +98,7 @@ def _toy(kernel, few=8, cols=98304, out=torch.bfloat16, minima=None, **constexpr
         launch(kernel, (programs,), (x, torch.empty(rows, cols, dtype=out, device="meta"), rows, cols), constexprs)
 
     shape = f"4000 x {cols} (columns)"
-    return Case("toy", shape, "bf16", run, few=FewRows(lambda: run(few), few, few * cols), minima=minima or {})
+    return GateCase("toy", shape, "bf16", run, few=FewRows(lambda: run(few), few, few * cols), minima=minima or {})
 
 
 def test_a_fixed_wait_fails():
@@ -157,7 +157,7 @@ def test_a_row_that_goes_in_blocks_may_be_read_twice():
         x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
         launch(toys.scaled_rows, (4, 2), (x, x, x, 64, 4096, 1.0), {"BLOCK": 4096})
 
-    case = Case("scale", "64 x 4096", "bf16", run, _small, 1.0)
+    case = GateCase("scale", "64 x 4096", "bf16", run, _small, 1.0)
     (row,) = collect([case], ["Ascend910B4"])
     assert row.in_blocks
     assert row.traffic > 1.0
@@ -166,7 +166,7 @@ def test_a_row_that_goes_in_blocks_may_be_read_twice():
 
 def test_a_case_that_launches_nothing_does_not_pass():
     with pytest.raises(RuntimeError, match="nothing 1 bf16 launches no kernel on Ascend910B4"):
-        collect([Case("nothing", "1", "bf16", lambda: None)], ["Ascend910B4"])
+        collect([GateCase("nothing", "1", "bf16", lambda: None)], ["Ascend910B4"])
 
 
 def test_the_report_is_stale_exactly_when_the_facts_change(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from npu_trainer_kernels.ascend import listed
-from npu_trainer_kernels.ascend.gate import CHIPS, Row, failures, no_longer_needed
+from npu_trainer_kernels.ascend.gate import CHIPS, GateRow, failures, no_longer_needed
 from npu_trainer_kernels.ascend.listed import Listed, parse, written
 
 ENTRY = Listed("rms_norm", "_forward_kernel", "fixed waits", ("bf16", "fp16"), (512, 8192), "its rows are short")
@@ -14,7 +14,7 @@ DELAY = "fixed waits: 1 of the next tile's loads for the vector unit"
 
 
 def _row(size=512, dtype="bf16", delays=(DELAY,), **changed):
-    row = Row("rms_norm", "_forward_kernel", f"4096 x {size} (hidden)", dtype, CHIPS[0], None, None, False, ())
+    row = GateRow("rms_norm", "_forward_kernel", f"4096 x {size} (hidden)", dtype, CHIPS[0], None, None, False, ())
     return replace(row, delays=delays, **changed)
 
 

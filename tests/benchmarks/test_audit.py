@@ -2,12 +2,12 @@
 
 from benchmarks import audit
 from benchmarks.results import read
-from benchmarks.step_cases import Workload
+from benchmarks.step_cases import StepWorkload
 from npu_trainer_kernels.patching.modules.norms import RmsNormPatch
 
 
 def run(tmp_path, monkeypatch):
-    tiny = Workload("sft", "tiny-qwen3", 8, 24, lengths="exponential")
+    tiny = StepWorkload("sft", "tiny-qwen3", 8, 24, lengths="exponential")
     monkeypatch.setattr(audit, "workloads", lambda kind: [tiny])
     code = audit.main(["--output", str(tmp_path / "found.json")])
     return code, read(tmp_path / "found.json")[1]

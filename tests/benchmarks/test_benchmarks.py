@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import cli, endtoend, measure, models, report, results, runner, step_cases, step_clock, steps
-from benchmarks.cases import OPS, Case, table
+from benchmarks.cases import OPS, OpCase, table
 from benchmarks.providers import Absent, Provider, providers
 from npu_trainer_kernels.workloads import ModelShapes, of_model
 from tests import warm
@@ -24,8 +24,8 @@ SHAPES = ModelShapes(hidden=8, intermediate=16, vocabulary=31, heads=4, kv_heads
 TINY = {work.op: work.sizes for work in of_model(SHAPES, 16, "float32")}
 
 
-def tiny(op: str, **changes) -> Case:
-    return Case(op, TINY[op], "float32", **changes)
+def tiny(op: str, **changes) -> OpCase:
+    return OpCase(op, TINY[op], "float32", **changes)
 
 
 def row(ms=(1.0, 0.9, 1.1), mode="both", provider="ours-torch", extra=0, **changes):
@@ -138,7 +138,7 @@ def test_gradients_do_not_add_up_between_calls():
 
 
 def test_peak_memory_counts_temporaries_and_not_what_is_left():
-    case = Case("swiglu", {"N": 64, "I": 64}, "float32")
+    case = OpCase("swiglu", {"N": 64, "I": 64}, "float32")
     size = 64 * 64 * 4
     inputs = runner._inputs(case, CPU, 0)
     # The factor becomes a scalar tensor of a few bytes.
@@ -331,8 +331,8 @@ def test_every_step_is_named_once(kind):
 @pytest.mark.parametrize(
     "workload",
     [
-        step_cases.Workload("sft-trainer", "tiny-qwen3-moe", 4, 24, lengths="exponential"),
-        step_cases.Workload("grpo-trl", "tiny-qwen3-moe", 4, 8, 4, group=2),
+        step_cases.StepWorkload("sft-trainer", "tiny-qwen3-moe", 4, 24, lengths="exponential"),
+        step_cases.StepWorkload("grpo-trl", "tiny-qwen3-moe", 4, 8, 4, group=2),
     ],
     ids=lambda workload: workload.name,
 )
@@ -348,7 +348,7 @@ def test_a_step_with_experts_runs_their_op(workload):
 
 def test_a_long_row_has_positions_and_few_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(step_cases, "_LONG", 200)
-    workload = step_cases.Workload("sft-trainer", "tiny-llama", 1, 200, checkpointing=True)
+    workload = step_cases.StepWorkload("sft-trainer", "tiny-llama", 1, 200, checkpointing=True)
     assert step_cases.variants_of(workload) == ["plain", "flag", "flag-tiled", "liger"]
     assert workload.shape == "tiny-llama 1x200 checkpointed"
     clock = step_clock.Clock(CPU)
@@ -360,7 +360,7 @@ def test_a_long_row_has_positions_and_few_steps(tmp_path, monkeypatch):
     assert endtoend.main([*command, "--output", str(output)]) == 0
     assert json.loads(output.read_text())["ms"]["samples"] == 2
     with pytest.raises(ValueError, match=r"checkpointing.*'grpo-trl'"):
-        step_cases.Workload("grpo-trl", "tiny-llama", 1, 200, checkpointing=True)
+        step_cases.StepWorkload("grpo-trl", "tiny-llama", 1, 200, checkpointing=True)
 
 
 def test_a_variants_options_reach_the_package(monkeypatch):
@@ -373,7 +373,7 @@ def test_a_variants_options_reach_the_package(monkeypatch):
 
 
 def test_pairs_are_of_drawn_lengths():
-    workload = step_cases.Workload("dpo-trl", "tiny-llama", 8, length=884, prompt=16, least=14)
+    workload = step_cases.StepWorkload("dpo-trl", "tiny-llama", 8, length=884, prompt=16, least=14)
     pairs = steps._preferences(workload, 200)
     assert pairs == steps._preferences(workload, 200)
     lengths = [len(pair[name]) for pair in pairs for name in ("chosen_ids", "rejected_ids")]
@@ -387,17 +387,17 @@ def test_pairs_are_of_drawn_lengths():
     ("workload", "first_loss"),
     [
         # The first loss of a model with random weights is near that of a uniform choice.
-        (step_cases.Workload("sft-trainer", "tiny-llama", 2, 8), pytest.approx(math.log(97), abs=0.1)),
-        (step_cases.Workload("sft-trainer", "tiny-gemma3", 2, 8), pytest.approx(math.log(97), abs=0.1)),
+        (step_cases.StepWorkload("sft-trainer", "tiny-llama", 2, 8), pytest.approx(math.log(97), abs=0.1)),
+        (step_cases.StepWorkload("sft-trainer", "tiny-gemma3", 2, 8), pytest.approx(math.log(97), abs=0.1)),
         # Policy and reference agree.
-        (step_cases.Workload("dpo-trl", "tiny-llama", 2, 12, 2, 3), pytest.approx(math.log(2), abs=1e-6)),
+        (step_cases.StepWorkload("dpo-trl", "tiny-llama", 2, 12, 2, 3), pytest.approx(math.log(2), abs=1e-6)),
         # Batches with padding.
         (
-            step_cases.Workload("sft-trainer", "tiny-llama", 4, 40, lengths="exponential"),
+            step_cases.StepWorkload("sft-trainer", "tiny-llama", 4, 40, lengths="exponential"),
             pytest.approx(math.log(97), abs=0.1),
         ),
     ],
-    ids=lambda value: value.key if isinstance(value, step_cases.Workload) else "",
+    ids=lambda value: value.key if isinstance(value, step_cases.StepWorkload) else "",
 )
 def test_an_end_to_end_step_in_a_process_of_its_own(workload, first_loss, tmp_path, monkeypatch):
     def in_a_warm_process(command, *, cwd, env, **_):
@@ -429,10 +429,10 @@ def test_an_end_to_end_step_in_a_process_of_its_own(workload, first_loss, tmp_pa
 @pytest.mark.parametrize(
     ("workload", "patched", "own_head"),
     [
-        (step_cases.Workload("sft-trainer", "tiny-gemma3", 2, 8), 1, True),
-        (step_cases.Workload("dpo-trl", "tiny-llama", 2, 12, 2, 3), 2, False),
+        (step_cases.StepWorkload("sft-trainer", "tiny-gemma3", 2, 8), 1, True),
+        (step_cases.StepWorkload("dpo-trl", "tiny-llama", 2, 12, 2, 3), 2, False),
     ],
-    ids=lambda value: value.name if isinstance(value, step_cases.Workload) else "",
+    ids=lambda value: value.name if isinstance(value, step_cases.StepWorkload) else "",
 )
 def test_ligers_layers_are_in_every_model_of_a_step(workload, patched, own_head, monkeypatch):
     """By a stand-in that sets forwards on instances as Liger does, whose kernels do not run here."""
@@ -461,7 +461,7 @@ def test_ligers_layers_are_in_every_model_of_a_step(workload, patched, own_head,
 
 
 def test_an_end_to_end_failure_is_a_row():
-    found = endtoend.run(step_cases.Workload("sft-trainer", "tiny-llama", 2, 8), "plain", steps=2, timeout=0.01)
+    found = endtoend.run(step_cases.StepWorkload("sft-trainer", "tiny-llama", 2, 8), "plain", steps=2, timeout=0.01)
     assert found["status"] == "error"
     assert "not finished" in found["reason"]
 
@@ -469,7 +469,7 @@ def test_an_end_to_end_failure_is_a_row():
 def test_a_peer_that_is_not_installed_costs_no_process(monkeypatch):
     monkeypatch.setattr(endtoend.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(endtoend.subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
-    found = endtoend.run(step_cases.Workload("sft-trainer", "tiny-llama", 2, 8), "plain-flash", steps=2, timeout=60)
+    found = endtoend.run(step_cases.StepWorkload("sft-trainer", "tiny-llama", 2, 8), "plain-flash", steps=2, timeout=60)
     assert found["status"] == "absent"
     assert "flash_attn" in found["reason"]
 

@@ -13,8 +13,8 @@ from npu_trainer_kernels import backends
 from npu_trainer_kernels.patching import PATCHES
 
 CPU = torch.device("cpu")
-PADDED = step_cases.Workload("grpo-trl", "tiny-qwen3", 8, 20, 12, lengths="exponential", group=2)
-SHARED = step_cases.Workload("grpo-trl", "tiny-qwen3", 4, 12, 16, lengths="exponential", lora=2)
+PADDED = step_cases.StepWorkload("grpo-trl", "tiny-qwen3", 8, 20, 12, lengths="exponential", group=2)
+SHARED = step_cases.StepWorkload("grpo-trl", "tiny-qwen3", 4, 12, 16, lengths="exponential", lora=2)
 
 
 @pytest.mark.parametrize(("distribution", "share"), [("exponential", 0.37), ("even", 25 / 32)])
@@ -113,7 +113,7 @@ def test_unsloth_is_run_where_grpo_trains_a_whole_model_and_an_adapter():
 
 @pytest.mark.parametrize("group", [2, 4])
 def test_ranks_get_different_counts_of_tokens(group):
-    workload = step_cases.Workload("sft", "tiny-llama", 4, 30, 12, lengths="exponential", group=group)
+    workload = step_cases.StepWorkload("sft", "tiny-llama", 4, 30, 12, lengths="exponential", group=group)
     batches = [ranks.batch_of(workload, rank, 2) for rank in range(2)]
     completions = []
     for batch in batches:
@@ -132,7 +132,7 @@ def test_ranks_get_different_counts_of_tokens(group):
 
 
 def test_a_batch_without_padding_has_no_mask():
-    batch = ranks.batch_of(step_cases.Workload("sft", "tiny-llama", 2, 8), 0, 1)
+    batch = ranks.batch_of(step_cases.StepWorkload("sft", "tiny-llama", 2, 8), 0, 1)
     assert set(batch) == {"input_ids", "labels"}
 
 
@@ -163,7 +163,7 @@ def test_peaked_inputs_are_like_a_trained_models():
 @pytest.mark.parametrize("op", ["linear_cross_entropy", "linear_logprob"])
 def test_peaked_rows_have_their_own_name_and_inputs(op):
     sizes = {"BT": 16, "H": 8, "V": 31}
-    flat, peaked = cases.Case(op, sizes, "float32"), cases.Case(op, sizes, "float32", peaked=True)
+    flat, peaked = cases.OpCase(op, sizes, "float32"), cases.OpCase(op, sizes, "float32", peaked=True)
     assert peaked.shape == flat.shape + " peaked"
     a, b = (runner._inputs(case, CPU, 0).tensors for case in (flat, peaked))
     assert (b["x"][:, 0] == 1).all()

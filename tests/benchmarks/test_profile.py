@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from benchmarks import endtoend, profile, ranks, step_cases
 
-TINY = step_cases.Workload("sft-trainer", "tiny-qwen3", 2, 8)
+TINY = step_cases.StepWorkload("sft-trainer", "tiny-qwen3", 2, 8)
 
 
 class _Event:
@@ -22,7 +22,9 @@ def test_both_variants_are_measured(tmp_path, monkeypatch, capsys):
     """A child's command line in this process; of a CPU's step the device's part is a made-up one."""
     what_ran = ranks.what_ran
     monkeypatch.setattr(ranks, "what_ran", lambda events, on_cuda: what_ran([_Event()], True))
-    monkeypatch.setattr(profile, "workloads", lambda kind: [TINY, step_cases.Workload("sft-trl", "tiny-qwen3", 2, 8)])
+    monkeypatch.setattr(
+        profile, "workloads", lambda kind: [TINY, step_cases.StepWorkload("sft-trl", "tiny-qwen3", 2, 8)]
+    )
 
     def run(workload, variant, steps, timeout, module):
         assert module == "benchmarks.profile"

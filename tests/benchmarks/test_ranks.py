@@ -31,7 +31,7 @@ def one_rank(tmp_path, monkeypatch):
 )
 def test_the_kernels_add_no_communication(wrapper, talks, lengths, one_rank):
     """One rank; under DDP it calls the collectives that two would (FSDP2 calls none then)."""
-    workload = step_cases.Workload("sft", "tiny-llama", 2, 16, lengths=lengths)
+    workload = step_cases.StepWorkload("sft", "tiny-llama", 2, 16, lengths=lengths)
     plain, ours = (ranks.train(workload, wrapper, variant, 1, CPU) for variant in ("plain", "flag"))
     assert plain["collectives"] == ours["collectives"]
     assert bool(plain["collectives"]) == talks
@@ -80,7 +80,7 @@ def test_two_ranks_of_every_wrapper(tmp_path):
 
 def test_a_trainers_step_on_ranks(one_rank):
     """The step whose collectives are counted is one more than those that are timed, and no part of them."""
-    workload = step_cases.Workload("grpo-trl", "tiny-qwen3", 4, 12, 8, lengths="exponential", group=2)
+    workload = step_cases.StepWorkload("grpo-trl", "tiny-qwen3", 4, 12, 8, lengths="exponential", group=2)
     plain, ours = (ranks.train(workload, "alone", variant, 2, CPU) for variant in ("plain", "flag"))
     assert plain["ms"]["samples"] == 2
     assert plain["tokens"] == ours["tokens"]
@@ -230,7 +230,10 @@ def test_a_failure_of_one_rank_is_the_row_of_all():
 
 @pytest.mark.parametrize(
     "workload",
-    [step_cases.Workload("sft", "tiny-llama", 2, 8), step_cases.Workload("grpo-trl", "tiny-llama", 2, 8, 4, group=2)],
+    [
+        step_cases.StepWorkload("sft", "tiny-llama", 2, 8),
+        step_cases.StepWorkload("grpo-trl", "tiny-llama", 2, 8, 4, group=2),
+    ],
     ids=lambda workload: workload.name,
 )
 def test_what_liger_exchanges_is_there_again(workload, one_rank, monkeypatch):
@@ -252,7 +255,7 @@ def test_what_liger_exchanges_is_there_again(workload, one_rank, monkeypatch):
 def test_what_is_not_there_is_absent(one_rank, monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     together = distributed._Together(torch.distributed.HashStore(), 0, 1)
-    workload = step_cases.Workload("sft", "tiny-llama", 2, 8)
+    workload = step_cases.StepWorkload("sft", "tiny-llama", 2, 8)
     row = distributed._measured({}, together, lambda: ranks.train(workload, "alone", "liger", 1, CPU))
     assert row["status"] == "absent"
     assert "liger_kernel" in row["reason"]

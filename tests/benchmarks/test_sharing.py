@@ -7,14 +7,14 @@ import pytest
 from benchmarks import sharing
 from benchmarks.lengths import lengths, prompt_lengths
 from benchmarks.results import read
-from benchmarks.step_cases import Workload
+from benchmarks.step_cases import StepWorkload
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching.body import batch
 
-TINY = Workload("sft", "tiny-qwen3", 8, 24, lengths="exponential", group=8)
+TINY = StepWorkload("sft", "tiny-qwen3", 8, 24, lengths="exponential", group=8)
 
 
-def by_hand(workload: Workload) -> float:
+def by_hand(workload: StepWorkload) -> float:
     """What sharing saves. Fewer than eight tokens are not shared."""
     prompts = prompt_lengths(workload.batch // workload.group, workload.prompt)
     tokens = workload.group * sum(prompts) + sum(lengths("exponential", workload.batch, workload.length))

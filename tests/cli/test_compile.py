@@ -26,7 +26,7 @@ def model(tmp_path):
 
 
 def row(op, broken=()):
-    return gate.Row(op, "_kernel", "8 x 64 (hidden)", "bf16", "Ascend910B4", None, None, False, tuple(broken))
+    return gate.GateRow(op, "_kernel", "8 x 64 (hidden)", "bf16", "Ascend910B4", None, None, False, tuple(broken))
 
 
 @pytest.fixture

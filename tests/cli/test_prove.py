@@ -614,7 +614,7 @@ def test_checks_see_a_wrong_backend(monkeypatch):
 
 
 def test_kernels_are_measured_beside_eager(monkeypatch):
-    case = cases.Case("swiglu", {"N": 16, "I": 24}, "float32")
+    case = cases.OpCase("swiglu", {"N": 16, "I": 24}, "float32")
     monkeypatch.setattr(_prove_worker, "_cases", lambda where: [case])
     found = do("kernels")
     assert {name.rpartition("/")[2]: r["status"] for name, r in found.items()} == {
