@@ -5,7 +5,9 @@ A row of the file, under `ops`:
 
     forms          names in `workloads.OPS`: the op by itself, or together with its projection
     head           it forms no logits of all tokens: worth having wherever it runs (default false)
-    before_torch   by kind of device, what is tried before torch, each a `backend` and why (`because`)
+    before_torch   by kind of device, the backends that are tried before torch, each a `backend` and why (`because`)
+    not_measured   by kind of device, backends that run there and have no evidence: they are chosen by name alone, and
+                   a model keeps its own code
     torch          by kind of device, why torch ends the list, where that is not what is said of all ops
     keeps_plain    by kind of device, why a model keeps its own code unless the op is asked for by name
     keeps_fused    the same for modules whose own code is one operator of PyTorch's
@@ -86,7 +88,8 @@ class Op:
 
     Attributes:
         forms: names in `workloads.OPS`.
-        order: by kind of device (`device.KINDS`), the backends; the first that can run there is used.
+        order: by kind of device (`device.KINDS`), the backends; the first that can run there is used. Behind torch
+            stand those that were not measured.
         keeps_plain: by kind of device, why a model keeps its own code there.
         keeps_fused: the same for modules whose own code is one operator of PyTorch's.
         vendor: torch_npu's operators, if there are any.
@@ -119,13 +122,24 @@ def _plain(because: Any, sentences: dict[str, str]) -> Choice:
     return Choice("plain", said, found)
 
 
+_NOT_MEASURED = "not measured on this kind of device"
+
+
 def _op(row: dict[str, Any], whole: dict[str, Any]) -> Op:
-    before, vendor, sentences = row["before_torch"], row.get("vendor"), whole["sentences"]
+    before, new, vendor = row["before_torch"], row.get("not_measured", {}), row.get("vendor")
+    sentences = whole["sentences"]
     order = {}
     for kind, last in {**whole["torch"], **row.get("torch", {})}.items():
         ours = (_ours(choice["backend"], choice["because"], sentences) for choice in before.get(kind, ()))
-        order[kind] = (*ours, _ours("torch", last, sentences))
-    plain = {**({} if row.get("head", False) else whole["unmeasured"]), **row.get("keeps_plain", {})}
+        others = (Choice(backend, _NOT_MEASURED) for backend in new.get(kind, ()))
+        last = (
+            f"no other backend was measured on this kind of device: {', '.join(new[kind])} by name"
+            if kind in new
+            else last
+        )
+        order[kind] = (*ours, _ours("torch", last, sentences), *others)
+    unmeasured = {**whole["unmeasured"], **dict.fromkeys(new, _NOT_MEASURED)}
+    plain = {**({} if row.get("head", False) else unmeasured), **row.get("keeps_plain", {})}
     return Op(
         forms=tuple(row["forms"]),
         order=order,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from npu_trainer_kernels import backends, workloads
+from npu_trainer_kernels import backends, table, workloads
 from npu_trainer_kernels import vendor as vendor_module
 from npu_trainer_kernels.device import KINDS
 from npu_trainer_kernels.support import triton
@@ -86,7 +86,9 @@ def test_an_op_refuses_a_backend_that_is_no_text(op, value):
 def test_every_op_ends_with_torch_on_every_device():
     for name, op in TABLE.items():
         assert set(op.order) == set(KINDS), name
-        assert all(choices[-1].backend == "torch" for choices in op.order.values()), name
+        for choices in op.order.values():
+            (at,) = (i for i, choice in enumerate(choices) if choice.backend == "torch")
+            assert all("not measured" in choice.evidence for choice in choices[at + 1 :]), name
         assert all(choice.evidence for choices in op.order.values() for choice in choices), name
         assert set(op.keeps_plain) <= set(KINDS), name
 
@@ -117,9 +119,31 @@ def test_why_models_keep_their_layer_norms_on_cuda_is_what_was_measured():
 MEASURED = [(op, kind) for op, row in TABLE.items() for kind, order in row.order.items() if order[0].measured]
 
 
-def test_all_ops_but_one_were_measured_on_cuda():
-    # Its evidence is of whole steps.
-    assert {op for op, kind in MEASURED if kind == "cuda"} == set(TABLE) - {"varlen_attention"}
+@pytest.mark.parametrize("op", TABLE)
+def test_what_cuda_gets_by_default_was_measured_there(op):
+    """As an op by itself, or in whole steps, of which the evidence names the file. Without figures it is torch."""
+    first = TABLE[op].order["cuda"][0]
+    if first.measured is None and "not measured" not in first.evidence:
+        (file,) = re.findall(r"benchmarks/results/[\w.-]+\.json", first.evidence)
+        assert (REPOSITORY / file).is_file()
+    elif first.measured is None:
+        assert first.backend == "torch"
+
+
+def test_an_op_without_figures_is_chosen_by_name_alone(interpreted, monkeypatch):
+    row = {
+        "forms": ["new"],
+        "before_torch": {},
+        "not_measured": {"npu": ["triton"], "cuda": ["triton"], "cpu": ["triton"]},
+    }
+    whole = {"sentences": {}, "torch": dict.fromkeys(KINDS, "it runs everywhere"), "unmeasured": {"other": "nothing"}}
+    monkeypatch.setitem(TABLE, "new", table._op(row, whole))
+    assert backends.explain("new", CPU) == (
+        "torch", "no other backend was measured on this kind of device: triton by name",
+    )  # fmt: skip
+    assert backends.choose("new", CPU, "new=triton") == "triton"
+    assert backends.keeps_plain("new", CPU) == "not measured on this kind of device"
+    assert backends.keeps_plain("new", torch.device("xpu")) == "nothing"
 
 
 @pytest.mark.parametrize(("op", "kind"), MEASURED)
