@@ -1,4 +1,4 @@
-"""Putting the kernels into a model and taking them out again."""
+"""Applies the kernels to a model and removes them again."""
 
 from .apply import NpuKernels, apply_npu_kernels, check_ops, check_tiled_mlp, handle_of
 from .patches import PATCHES

@@ -1,4 +1,4 @@
-"""`apply_npu_kernels`: from a model to its handle."""
+"""`apply_npu_kernels` replaces computations in a model and returns a handle that restores them."""
 
 import warnings
 import weakref
@@ -29,10 +29,10 @@ _handles: "weakref.WeakKeyDictionary[nn.Module, NpuKernels]" = weakref.WeakKeyDi
 
 
 class NpuKernels:
-    """What `apply_npu_kernels` returns: says what was replaced, and puts it back.
+    """The handle that `apply_npu_kernels` returns: it reports what was replaced, and restores it.
 
-    A context manager: leaving the outermost `with` restores. Applying again to the same model returns the same handle.
-    It keeps neither the model nor its weights alive.
+    It is a context manager: leaving the outermost `with` block restores the model. A second `apply_npu_kernels` for the
+    same model returns the same handle. The handle keeps neither the model nor its weights alive.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class NpuKernels:
         self._there: Counter[type[nn.Module]] = Counter()
         self._entered = 0
         self._audit: Audit | None = None
-        # What is changed outside the model (TRL's names) ends with the model, whoever forgets to restore.
+        # Undoes changes outside the model (names in TRL) when the model is garbage-collected without `restore`.
         weakref.finalize(model, self._undo.restore).atexit = False
 
     @property
@@ -61,55 +61,54 @@ class NpuKernels:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model, as long as somebody else keeps it."""
+        """The model, or None after it was garbage-collected."""
         return self._model()
 
     @property
     def serves_trl(self) -> bool:
-        """Whether ours answers in place of TRL's fused head."""
+        """Whether this package's op replaces TRL's fused head."""
         return self.settings.trl is not None
 
     @property
     def shares_beginnings(self) -> bool:
-        """Whether what the rows of a batch begin with alike is computed once in training."""
+        """Whether training computes the common prefix of a batch's rows once."""
         return self.settings.shares
 
     @property
     def tokens(self) -> int:
-        """Input tokens that training forwards of the patched model have seen, on this process, padding included."""
+        """The number of input tokens, padding included, in this process's training forwards of the patched model."""
         return self.settings.tokens
 
     @property
     def live_tokens(self) -> int:
-        """Those of `tokens` that were no padding, as masks say; the host waits for the device."""
+        """The number of `tokens` that masks do not mark as padding. The host waits for the device."""
         return int(self.settings.live)
 
     def report(self) -> Report:
-        """What was replaced and what was left alone, what ran of it so far, and which kernels have failed since; it
-        stays after `restore`."""
+        """Returns the report: which modules were replaced, how often each op has run, and which kernels have failed. It
+        stays available after `restore`."""
         for op, reason in backends.failures().items():
             self._report.note(f"{op} runs in torch since a kernel failed: {reason}")
         self._report.gone = [] if self._model() is None or not self.active else list(self._gone())
         return self._report
 
     def audit(self, tell: Callable[[str], None] = warnings.warn, *, training: bool = True) -> None:
-        """Has the next forward of the model compared with the model's own code, on its own batch, before it runs.
+        """Compares the patched model with its original code on the batch of the next forward, before that forward runs.
 
-        Without gradients, some rows of the batch go through the body three times: by the model's own code, where every
-        op is compared with the modules whose work it does, on what they are given; by the same code while the result of
-        every operator is moved within its rounding, which says what may differ; and as it is served, padding left out.
-        Heads are compared where their loss is formed. What differs by more than rounding explains (`patching.audit`)
-        is taken out; `report().audits` has what was seen. Forwards of a new kind (other arguments, another dtype, rows
-        more than twice as long) are compared likewise, and so is what `refresh` adds. Random numbers, buffers and
-        counts stay as they were.
+        Some rows of the batch go through the body three times without gradients. The first pass runs the original code,
+        and compares each op with the modules that it replaces on the same inputs. The second pass runs the original
+        code while every operator's result is perturbed within its rounding error, which shows how much results may
+        differ. The third pass runs the ops, without padding. Heads are compared where their loss is computed. Whatever
+        differs by more than rounding explains (`patching.audit`) is disabled; `report().audits` has the results.
+        Forwards of a new kind (other arguments, another dtype, rows more than twice as long) are compared as well, and
+        so are modules that `refresh` adds. Random states, buffers and counters are the same afterwards.
 
-        Not compared: forwards that are compiled, or given a cache; models whose parameters DeepSpeed's ZeRO-3
-        partitions; with FSDP2, all but the first forward.
+        Not compared are compiled forwards, forwards with a cache, models whose parameters DeepSpeed's ZeRO-3
+        partitions, and, with FSDP2, all forwards but the first.
 
         Args:
-            tell: called with a sentence for each thing that is taken out.
-            training: whether forwards in training mode with gradients alone are compared; otherwise all, but those of
-                generation.
+            tell: called with a sentence for each thing that is disabled.
+            training: True compares only forwards in training mode with gradients, False all but those of generation.
 
         Raises:
             RuntimeError: nothing is patched.
@@ -124,7 +123,7 @@ class NpuKernels:
         self._audit.watch(outermost_body(model), self._undo)
 
     def _gone(self) -> Iterator[str]:
-        """What is said of modules that were patched and that somebody has taken out of the model since."""
+        """Yields a sentence for each class of which patched modules are no longer in the model."""
         classes = self._classes_now()
         for site in self._report.sites:
             there = classes[site.cls]
@@ -135,18 +134,18 @@ class NpuKernels:
                 )
 
     def _classes_now(self) -> "Counter[type[nn.Module]]":
-        """How many modules of the model are of each class, or of one derived from it."""
+        """Counts the model's modules by class, each under every class that it derives from."""
         model = self._model()
         modules = () if model is None else model.modules()
         return Counter(cls for module in modules for cls in type(module).__mro__)
 
     def restore(self) -> None:
-        """Puts everything back as it was: classes, attributes, hooks, TRL's names. Does nothing the second time.
+        """Restores everything that was replaced: classes, attributes, hooks, names in TRL. A second call does nothing.
 
-        What somebody else has set in the meantime stays.
+        Attributes that other code has set in the meantime stay.
 
         Raises:
-            ExceptionGroup: something could not be put back; everything else was.
+            ExceptionGroup: something could not be restored; everything else was.
         """
         model = self._model()
         if model is not None and _handles.get(model) is self:
@@ -159,7 +158,7 @@ class NpuKernels:
         self._undo.restore()
 
     def __repr__(self) -> str:
-        # What notebooks and consoles show of a value.
+        # Notebooks and consoles show this.
         return str(self.report())
 
     def __enter__(self) -> "NpuKernels":
@@ -174,11 +173,10 @@ class NpuKernels:
             self.restore()
 
     def refresh(self) -> None:
-        """Patches what has been added, exchanged or set otherwise in the model since; the rest stays as it is. After
-        `restore` it patches all anew.
+        """Patches modules that were added, exchanged or changed since; after `restore`, patches all of them.
 
         Raises:
-            RuntimeError: the model is gone, or has been patched by another call since.
+            RuntimeError: the model no longer exists, or another call has patched it since.
         """
         model = self._model()
         if model is None:
@@ -203,7 +201,7 @@ class NpuKernels:
                 site.off = None
         try:
             for module in dict.fromkeys((model, causal_lm(model)[1] or model)):
-                # PEFT calls the inner model's forward directly, so that hooks on that alone would not run.
+                # PEFT calls the inner model's `forward` directly, so the inner model's hooks alone would not run.
                 if module not in self._tracked:
                     track_calls(module, self.settings, self._undo)
                     self._tracked.add(module)
@@ -240,8 +238,8 @@ class NpuKernels:
     def _install(
         self, patch: Patch, scene: Scene, path: str, module: nn.Module, form: Any, plain: str | None, by_name: bool
     ) -> str | None:
-        """Puts a recognised module on its site; a sentence where it cannot be. `plain`: why its own code is as good on
-        this device, unless something else was measured, or the op was asked for by name."""
+        """Adds a recognised module to its site, or returns a sentence that says why not. `plain` says why the module's
+        original code is as fast on this device; a measurement or an op requested by name overrules it."""
         other = next((s for s in self._sites.values() if s.cls in type(module).__mro__ and s.op != patch.op), None)
         if other is not None and other.paths:
             return f"{other.op} is in its forward already"
@@ -269,14 +267,14 @@ class NpuKernels:
 
 
 def check_ops(ops: Sequence[str] | None) -> None:
-    """Raises ValueError for what is neither None nor names of `PATCHES`, one at least."""
+    """Raises ValueError unless `ops` is None or a non-empty sequence of names in `PATCHES`."""
     named = isinstance(ops, Collection) and not isinstance(ops, str) and len(ops) > 0
     if ops is not None and not (named and all(isinstance(op, str) and op in PATCHES for op in ops)):
         raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}, one at least; got {ops!r}")
 
 
 def check_tiled_mlp(name: str, tokens: int, ops: Sequence[str] | None) -> None:
-    """Raises ValueError for a number of tokens that no MLP can run in, or that `ops` leaves nothing to run for."""
+    """Raises ValueError for an invalid number of tokens, or for one without effect because `ops` lacks the MLP op."""
     if type(tokens) is not int or tokens < 0:
         raise ValueError(f"{name} must be a number of tokens, or 0 for all at once; got {tokens!r}")
     if tokens and ops is not None and GatedMlpPatch.op not in ops:
@@ -284,7 +282,7 @@ def check_tiled_mlp(name: str, tokens: int, ops: Sequence[str] | None) -> None:
 
 
 def handle_of(model: nn.Module) -> NpuKernels | None:
-    """The handle of a model that is patched, or None."""
+    """Returns the handle of a patched model, or None."""
     return _handles.get(model)
 
 
@@ -292,46 +290,46 @@ def apply_npu_kernels(
     model: nn.Module, *, ops: Sequence[str] | None = None, backend: str | None = None, strict: bool = False,
     tiled_mlp: int = 0,
 ) -> NpuKernels:  # fmt: skip
-    """Puts the fused kernels into a model, in place, on this instance alone.
+    """Replaces computations of one model instance by fused kernels, in place.
 
     - `rms_norm`, `gated_rms_norm`: every RMSNorm module, recognised by what it computes;
-    - `layer_norm`: layer norms in eager code; `torch.nn.LayerNorm` only if it is asked for by name;
-    - `add_rms_norm`: a residual add right before a norm in a decoder layer;
+    - `layer_norm`: layer norms in eager code; `torch.nn.LayerNorm` only if the op is requested by name;
+    - `add_rms_norm`: a residual addition right before a norm in a decoder layer;
     - `embedding`, `swiglu`, `rope`: token embeddings, gated MLPs, rotary position embedding in attention;
     - `moe_experts`: the experts of a mixture;
-    - `varlen_attention`: the body computes no padding, and computes once what the rows of a batch begin with alike;
-    - `linear_cross_entropy`: LM head and the cross-entropy of its logits, in training;
+    - `varlen_attention`: the body skips padding, and computes a common prefix of a batch's rows once;
+    - `linear_cross_entropy`: the LM head and the cross-entropy of its logits, in training;
     - `linear_logprob`: the head that TRL's trainers add (SFT, DPO, KTO, RLOO, GRPO).
 
-    Every call of a replaced module is looked at before the op serves it; what the op does not know is done by the
-    module's own code. Parameters, names, `state_dict` keys and dtypes stay as they are, so a checkpoint saved while
-    patched loads unpatched and the other way round.
+    Every call of a replaced module is checked before the op serves it; the module's original code runs the calls that
+    the op does not support. Parameters, names, `state_dict` keys and dtypes stay as they are, so a checkpoint saved
+    while patched loads unpatched and the other way round.
 
     Args:
         model: a `transformers` model, or a PEFT model around one.
-        ops: which of `PATCHES`, one at least; None: all that are worth it on the model's device.
+        ops: names in `PATCHES`, at least one; None: all ops that are worthwhile on the model's device.
         backend: overrides the choice of backend, as `"torch"` or `"rms_norm=torch,linear_logprob=triton"`.
-        strict: a kernel of this model that cannot be compiled or launched raises `KernelError`; otherwise torch takes
-            over for its op, with a warning and a note in the report.
-        tiled_mlp: gated MLPs compute at most so many tokens at once and keep their input alone for backward, which
-            computes them anew, slice by slice; 0: all tokens at once.
+        strict: whether a kernel that cannot be compiled or launched raises `KernelError`; otherwise torch takes over
+            for its op, with a warning and a note in the report.
+        tiled_mlp: the maximum number of tokens that gated MLPs compute at once; they save only their input for
+            backward, which recomputes them slice by slice. 0: all tokens at once.
 
     Returns:
-        The handle; also usable as a context manager. A second call for the same model returns the same handle after
-        looking for modules that were added since.
+        The handle, which is also a context manager. A second call for the same model patches modules that were added
+        since, and returns the same handle.
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: unknown op or backend, no op, a backend that cannot run on the model's device, a `tiled_mlp` that is
-            negative or that `ops` leaves without its op, an environment variable that says none of what it may, or the
-            model is patched already with other options.
+        ValueError: an unknown op or backend, no op, a backend that cannot run on the model's device, a negative
+            `tiled_mlp` or one without its op in `ops`, an environment variable with an invalid value, or a model that
+            is already patched with other options.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     check_ops(ops)
     check_switch("strict", strict)
     backends.parse_override("" if backend is None else backend)
-    backends.is_strict()  # what its variable says wrongly is refused now, and not hours later, where a kernel fails
+    backends.is_strict()  # refuses an invalid environment variable now, not hours later when a kernel fails
     chosen = tuple(PATCHES) if ops is None else tuple(ops)
     check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
     handle, options = _handles.get(model), (chosen, backend, strict, tiled_mlp)

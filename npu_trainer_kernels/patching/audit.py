@@ -1,21 +1,21 @@
-"""The first batch decides: what was recognised on a probe is compared, once, on the user's own batch.
+"""Compares the ops with the model's original code, once, on a batch of the run itself.
 
 A probe is small, and some rules begin beyond it: a slice of 32 columns, a clamp, an expert that the probe never chose.
-So before the first forward of a training run some rows of its batch go through the body without gradients, three times:
+So before the first forward of a training run some rows of its batch go three times through the body, without gradients:
 
-    own       the model's own code, padding included; every op that would have served a call is compared there with the
-              modules' own code, on what they are given
-    rounded   the same again, while the result of every operator is moved by a random part of its unit in the last place
-    served    as it is going to be trained: padding left out, ops in the place of modules
+    own       the original code, padding included; every op that would have served a call is compared with the
+              modules' original code on the same inputs
+    rounded   the original code again, while every operator's result moves by a random part of its last unit
+    served    the code that training will run: without padding, with ops in place of modules
 
-What two ways of computing the same thing may differ by is what rounding makes of it, so the distance between `own` and
-`rounded` is the measure, in the dtype and at the depth of this very model. A row (the values of a token) is off by
+Two correct implementations differ by rounding, so the distance between `own` and `rounded` is the measure, in the dtype
+and at the depth of this very model. The error of a row (the values of a token) is
 
     rms(served - own) / rms(own)
 
-and of all rows in order, the one in the middle and the 99th of a hundred may be off by `FACTOR` times what those of
-`rounded` are. What is off by more is taken out, and named, before the optimizer has moved. A head is compared where its
-loss is formed, on some rows of that.
+and the median and the 99th percentile of all rows' errors may be `FACTOR` times those of `rounded`. An op with larger
+errors is disabled, with a warning that names it, before the optimizer's first step. A head is compared where its loss
+is computed, on some of its rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .undo import Undo
 __all__ = ["FACTOR", "Audit", "Audited", "distance", "some_rows"]
 
 FACTOR = 8.0
-"""Times what rounding makes."""
+"""The allowed multiple of the errors that rounding makes."""
 
 _QUANTILES = (0.5, 0.99)
 _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels")
@@ -55,14 +55,14 @@ _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "toke
 
 @dataclass
 class Audited:
-    """What one comparison saw.
+    """The result of one comparison.
 
     Attributes:
-        rows, longest: that were compared, and the places of each.
-        calls: of modules that an op would have served.
-        farthest: the greatest distance of what was left in, as a part of what is allowed.
-        seconds: that it took.
-        differing: what was taken out, each with how far it was off.
+        rows, longest: the number of compared rows, and the number of positions in each.
+        calls: the number of compared calls of modules.
+        farthest: the largest distance of the ops that stay enabled, as a fraction of the limit.
+        seconds: the time that the comparison took.
+        differing: the ops that were disabled, each with its distance.
         aside: why something was not compared, or empty.
     """
 
@@ -81,12 +81,12 @@ class Audited:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How far results are from each other
+# Distances between results
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def distance(found: Any, own: Any, rounded: Any) -> float:
-    """How far `found` is from `own`, by the rule of the module's docstring: 1 is the limit."""
+    """Returns how far `found` is from `own` by the rule in the module's docstring; 1 is the limit."""
     tensors = [[t for t in tree_leaves(each) if isinstance(t, torch.Tensor)] for each in (found, own, rounded)]
     if len(tensors[0]) != len(tensors[1]):
         return float("inf")
@@ -100,12 +100,12 @@ def _apart(found: torch.Tensor, own: torch.Tensor, rounded: torch.Tensor) -> flo
         return 0.0
     width = own.shape[-1] if own.dim() else 1
     rows = [t.reshape(-1, width).float() for t in (found, own, rounded)]
-    finite = rows[1].isfinite().all(1) & rows[2].isfinite().all(1)  # a row that sees nothing is NaN to some code
+    finite = rows[1].isfinite().all(1) & rows[2].isfinite().all(1)  # a row that attends to nothing may be NaN
     if not finite.any():
         return 0.0
     a, b, c = (t[finite] for t in rows)
     size = b.square().mean(1).sqrt()
-    # A row of next to nothing is measured by the others.
+    # The error of a row close to zero is relative to a fraction of the largest row.
     size = size.clamp(min=max(1e-3 * float(size.max()), torch.finfo(torch.float32).tiny))
     errors = torch.stack([(t - b).square().mean(1).sqrt() / size for t in (a, c)]).nan_to_num(nan=torch.inf)
     at = [round(q * (len(size) - 1)) for q in _QUANTILES]
@@ -115,13 +115,13 @@ def _apart(found: torch.Tensor, own: torch.Tensor, rounded: torch.Tensor) -> flo
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is compared
+# The rows that are compared
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def some_rows(given: dict[str, Any]) -> dict[str, Any]:
-    """A third of a batch's rows, three at least: the longest, the shortest, those beside the longest, which may begin
-    as it does, then the first. All of them where it is not known of an argument which part of it belongs to a row."""
+    """Returns a third of a batch's rows, at least three: the longest, the shortest, the neighbours of the longest,
+    which may share its prefix, then the first. Returns all rows if some argument cannot be split by rows."""
     rows, mask = _rows(given), given.get("attention_mask")
     assert rows is not None
     batch = rows.shape[0]
@@ -146,13 +146,13 @@ def some_rows(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(given: dict[str, Any]) -> torch.Tensor | None:
-    """Ids or embedded tokens, [B, L] or [B, L, H]; None where there are none with numbers."""
+    """Returns ids or embedded tokens, [B, L] or [B, L, H]; None where there are none with values."""
     rows = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     return rows if type(rows) is torch.Tensor and rows.dim() > 1 and not rows.is_meta and rows.numel() else None
 
 
 def _live(out: Any, mask: Any) -> torch.Tensor:
-    """Hidden states (of a model without a known body, logits) of live tokens."""
+    """Returns the hidden states (for a model without a known body, the logits) of live tokens."""
     values: Any = next(t for t in tree_leaves(tuple(out.values()) if isinstance(out, dict) else out) if _is_float(t))
     if isinstance(mask, torch.Tensor) and mask.shape == values.shape[:2]:
         return values[mask.bool()]
@@ -169,14 +169,14 @@ def _is_float(value: Any) -> bool:
 
 
 class Audit:
-    """Compares, before forwards of a new kind, what is served in a model with what the model does by itself.
+    """Compares the ops with the model's original code, before forwards of a new kind.
 
     Args:
-        sites: what is replaced now.
-        leaves_out: the op that leaves padding out.
-        seen: where outcomes go.
-        tell: called with a sentence for each thing that is taken out.
-        training: whether forwards with gradients alone are compared; else all but those of generation.
+        sites: returns the current sites.
+        leaves_out: the name of the op that skips padding.
+        seen: the list that results are appended to.
+        tell: called with a sentence for each thing that is disabled.
+        training: True compares only forwards with gradients in training mode, False all but those of generation.
     """
 
     def __init__(
@@ -190,24 +190,23 @@ class Audit:
         self._busy = self._looking = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
-        # A copy of a patched model has the modules' classes, and with them the sites.
+        # A copy of a patched model has the modules' classes, and with them the same sites.
         return self
 
     def again(self) -> None:
-        """Has the next forward compared, whatever was compared before."""
+        """Makes the next forward be compared, whatever was compared before."""
         self._known.clear()
         self._widest = 0
 
     def watch(self, module: Any, undo: Undo) -> None:
-        """Compares before forwards of a body; of a model without one, before its own."""
+        """Compares before forwards of `module`: a model's body, or the model itself if it has none."""
         names = tuple(inspect.signature(module.forward).parameters)
         undo.add(module.register_forward_pre_hook(functools.partial(_before, self, names), with_kwargs=True).remove)
         if not is_patched_class(type(module)):
             leaves_out_hooks(module, undo)
 
     def before(self, module: Any, given: dict[str, Any]) -> None:
-        """Compares, where a forward is of a new kind: other arguments, another dtype, other sites, or rows of more than
-        twice the places."""
+        """Compares a forward of a new kind: other arguments, another dtype, other sites, or rows over twice as long."""
         if self._busy or under_way() or generates() or (self._training and not _trains(module)):
             return
         rows = _rows(given)
@@ -220,7 +219,7 @@ class Audit:
         kind = (frozenset(n for n, v in given.items() if v is not None), rows.dtype, cast, module.training, served)
         if kind in self._known and rows.shape[1] <= self._widest:
             return
-        # Ranks that share weights compare at their first forward, together: later they would wait for each other.
+        # Ranks that share weights compare together, at their first forward; later, some would wait for the others.
         shared = any(isinstance(part, FSDPModule) for part in module.modules())
         if (shared and self._known) or _incomparable(module, given):
             return
@@ -264,8 +263,7 @@ class Audit:
         found.seconds += time.perf_counter() - begun
 
     def look(self, found: Audited, site: Site, own: Callable[[], Any], served: Callable[[], Any]) -> None:
-        """Compares what the op makes of a call with what the modules' own code makes of it. Of what is called inside of
-        the two nothing is compared."""
+        """Compares the op's and the original code's results of a call. Calls nested in the two are not compared."""
         if not self._looking:
             self._looking = True
             try:
@@ -282,7 +280,7 @@ class Audit:
                 self._looking = False
 
     def look_once(self, found: Audited, site: Site, own: Callable[[], Any], served: Callable[[], Any]) -> None:
-        """Compares what a head's op makes of some rows, where its loss is formed."""
+        """Compares a head's op with the original code on some rows, where the loss is computed."""
         begun, ran = time.perf_counter(), site.ran
         site.look = None
         with torch.no_grad(), _without_cast_cache(), repeatable():
@@ -302,7 +300,8 @@ class Audit:
 
 
 def _moved(found: Audited, run: Callable[[], Any]) -> Any:
-    """What code makes while its rounding is moved; None where it does not bear that, as what counts with floats."""
+    """Returns the result of code under perturbed rounding; None if it fails then, as code that counts with floats
+    does."""
     try:
         with Rounded(0, in_place=False):
             return run()
@@ -319,8 +318,8 @@ def _before(
 
 
 def _incomparable(module: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether a forward cannot be run several times: it is given what it writes to (a cache), its parameters are
-    gathered in an order that was recorded, or other threads run copies of it."""
+    """Whether a forward cannot be run several times: it writes to an argument (a cache), its parameters are gathered in
+    a recorded order, or other threads run copies of it."""
     plain = (torch.Tensor, bool, int, float, str, type(None), torch.dtype)
     leaves = tree_leaves(dict(given))
     partitioned = any(is_partitioned(p) for p in module.parameters())
@@ -333,8 +332,8 @@ def _trains(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _set(sites: list[Site], name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of sites that are not taken out, and are compared here; one that is taken out meanwhile keeps
-    the reason."""
+    """Sets an attribute of the enabled sites that are compared here, and resets it to None. A site that is disabled in
+    the meantime keeps the reason."""
     chosen = [site for site in sites if site.off is None and not site.late]
     for site in chosen:
         setattr(site, name, value)
@@ -348,7 +347,7 @@ def _set(sites: list[Site], name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_cast_cache() -> Iterator[None]:
-    """Autocast keeps what it has cast: without gradients that would be kept for the forward that needs them."""
+    """Disables autocast's cache, which would keep casts made without gradients for the forward that needs gradients."""
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
@@ -360,8 +359,8 @@ def _without_cast_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undisturbed(module: nn.Module, sites: list[Site]) -> Iterator[None]:
-    """Leaves no trace of forwards without gradients: no counts, and nothing written to buffers. Where numbers are drawn
-    for each token they run in evaluation, since a packed row draws others."""
+    """Restores counts and buffers after forwards without gradients. Where random numbers are drawn for each token, the
+    forwards run in evaluation mode, since a packed row draws others."""
     counts = [
         (site, site.ran, site.declined.copy(), copy.deepcopy(getattr(site.progress, "__dict__", {}))) for site in sites
     ]

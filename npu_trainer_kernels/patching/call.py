@@ -1,8 +1,8 @@
-"""Which patched model is computing right now.
+"""Records which patched model's forward is running.
 
-Forward hooks on the patched model put a `Call` into a context variable while its forward runs; TRL's seam reads it, and
-input tokens are counted there. Nothing is stored on the model, so copies of a patched model do not share state, and two
-models, or two threads, do not see each other's calls.
+Forward hooks on the patched model put a `Call` into a context variable while its forward runs. The function that
+replaces TRL's head reads it, and the hooks count input tokens. Nothing is stored on the model, so copies of a patched
+model share no state, and two models or two threads do not see each other's calls.
 """
 
 import contextlib
@@ -38,28 +38,28 @@ __all__ = [
 
 
 class HeadPlan(Protocol):
-    """What a trainer knows of the loss before the head has run."""
+    """A trainer's plan for the gradient of its loss, made before the head runs."""
 
     def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int, scored: "Scored | None") -> GrpoPlan | None:
-        """The plan for a head of so many rows, or None where it is for other rows, or does not fit. Which rows those
-        are `scored` says, where that is known."""
+        """Returns the plan for a head with so many rows, or None where the plan is for other rows or one completion
+        does not fit into a chunk. `scored` says which positions the rows are from, where that is known."""
 
     def mismatch(self, share: float) -> None:
-        """Told the share of rows whose real gradient was not the plan's."""
+        """Called with the fraction of rows whose gradient differed from the plan."""
 
 
 @dataclass
 class CallSettings:
-    """What the calls of a patched model have in common.
+    """Settings and counters that the calls of a patched model share.
 
     Attributes:
-        trl: serves TRL's seam inside the model's forward (`head.trl_seam.TrlHeadPatch`), or None.
-        tokens: input tokens of the training forwards so far, on this process, padding included.
-        live: those of them that are no padding; on the device, where that is counted without waiting for it.
-        caches: whether a training forward that is not told returns the cache that its configuration speaks of.
-        learned: what is known of the gradient that TRL sends back, where no trainer hands over a plan.
-        shares: whether what rows begin with alike is computed once, in training.
-        compacts: whether TRL's head is given no rows without a label; not where there are shapes without numbers.
+        trl: the site that serves TRL's head inside the model's forward (`head.trl_seam.TrlHeadPatch`), or None.
+        shares: whether training computes a common prefix of rows once.
+        compacts: whether rows without a label are removed before TRL's head; False for fake tensors.
+        tokens: the number of input tokens of the training forwards so far, on this process, padding included.
+        live: the number of those that are not padding; a tensor on the device where the host need not wait for it.
+        caches: whether a training forward without `use_cache` returns the KV cache that its configuration requests.
+        learned: the plan that is learned from the gradients of TRL's loss, where no trainer provides one.
     """
 
     trl: Any = None
@@ -72,14 +72,14 @@ class CallSettings:
 
 
 class Scored:
-    """The places of a batch that TRL's head scores: those whose label is not -100. They are read from the device once
-    for a forward, with the layout of the batch where the body reads that.
+    """The positions of a batch that TRL's head scores: those whose label is not -100. They are read from the device
+    once per forward, together with the layout of the batch where the body reads that.
 
     Attributes:
-        labels: `[B, L]`, as the model was given them.
-        ahead: how many places a label is behind the one that predicts it: 0 where they were shifted before.
-        places: `[n]`, into the `[B, L - ahead]` places that the head is given; None: not read yet.
-        left_to_us: whether TRL hands over all places, so that those without a label are left out here.
+        labels: `[B, L]`, the labels that the model was called with.
+        ahead: the number of positions between a label and the position that predicts it: 1, or 0 for shifted labels.
+        places: `[n]`, indices of the scored positions in the flattened `[B, L - ahead]`; None: not read yet.
+        left_to_us: whether TRL passes all positions to the head, so that this package removes those without a label.
     """
 
     def __init__(self, labels: torch.Tensor, ahead: int) -> None:
@@ -89,16 +89,16 @@ class Scored:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the places that the head is given."""
+        """The shape of the positions that the head is called with, `(B, L - ahead)`."""
         return self.labels.shape[0], self.labels.shape[1] - self.ahead
 
     @property
     def mask(self) -> torch.Tensor:
-        """On the device, which of them are scored: bool."""
+        """A boolean tensor on the device that marks the scored positions."""
         return self.labels[:, self.ahead :] != -100
 
     def read(self) -> np.ndarray:
-        """`places`; the host waits for the device where they are not known."""
+        """Returns `places`; the host waits for the device where they were not read yet."""
         if self.places is None:
             self.places = np.flatnonzero(self.mask.cpu().numpy())
         return self.places
@@ -106,13 +106,14 @@ class Scored:
 
 @dataclass(frozen=True)
 class Call:
-    """One forward of a patched model: whose it is, and the call that it is nested in.
+    """One forward of a patched model.
 
     Attributes:
-        labels: that it was given, or that its trainer keeps for a loss of its own.
-        divisor: what the loss is going to be divided by, as `transformers.Trainer` tells the model; None: not known.
-        generates: whether it has one token of each row, and no gradient is wanted.
-        scored: the places that TRL's head scores, where it was given the labels of a batch.
+        previous: the call that this one is nested in, or None.
+        labels: the labels that the model was called with, or that its trainer keeps for a loss outside the model.
+        divisor: the divisor of the loss, which `transformers.Trainer` passes to the model, or None.
+        generates: whether the forward has one token of each row and no gradients.
+        scored: the positions that TRL's head scores, where the model was called with labels.
     """
 
     settings: CallSettings
@@ -130,13 +131,13 @@ _plan: contextvars.ContextVar[HeadPlan | None] = contextvars.ContextVar("npu_ker
 
 
 def current_plan() -> HeadPlan | None:
-    """The plan that the trainer whose loss is being computed has handed over, if any."""
+    """Returns the plan of the trainer whose loss is being computed, or None."""
     return _plan.get()
 
 
 @contextlib.contextmanager
 def use_plan(plan: HeadPlan | None) -> Iterator[None]:
-    """Hands a plan to TRL's head for the length of the `with` block."""
+    """Provides a plan to TRL's head inside the `with` block."""
     token = _plan.set(plan)
     try:
         yield
@@ -146,7 +147,7 @@ def use_plan(plan: HeadPlan | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_labels(labels: Any) -> Iterator[None]:
-    """Says which labels a loss outside of the model has, for the length of the `with` block."""
+    """Provides the labels of a loss outside the model inside the `with` block."""
     token = _kept.set(labels)
     try:
         yield
@@ -155,23 +156,22 @@ def use_labels(labels: Any) -> Iterator[None]:
 
 
 def current_call() -> Call | None:
-    """The call whose forward is running on this thread, if any."""
+    """Returns the call whose forward is running on this thread, or None."""
     return _current.get()
 
 
 def generates() -> bool:
-    """Whether the forward that is running on this thread has one token of each row, without gradients, as generation
-    with a cache has it."""
+    """Whether this thread's running forward has one token of each row and no gradients, as generation with a cache."""
     call = _current.get()
     return call is not None and call.generates
 
 
-# Asked once a module and token. Traced it is a constant: in a graph every op stands aside.
+# Called once per module and token. Dynamo takes it for a constant, since every op stands aside inside a graph.
 generates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An argument of a model's forward; ids and mask come first in all of them."""
+    """Returns an argument of a model's forward; ids and mask come first in all of them."""
     place = ("input_ids", "attention_mask").index(name)
     return kwargs.get(name, args[place] if len(args) > place else None)
 
@@ -194,14 +194,14 @@ def _has_one_column(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _scored(kwargs: dict[str, Any]) -> Scored | None:
     shifted = kwargs.get("shift_labels")
     labels, ahead = (kwargs.get("labels"), 1) if shifted is None else (shifted, 0)
-    # Without numbers there is nothing to read.
+    # Fake tensors have no values to read.
     return (
         Scored(labels, ahead) if isinstance(labels, torch.Tensor) and labels.dim() == 2 and has_values(labels) else None
     )
 
 
 def _untracked(*args: Any, **kwargs: Any) -> None:
-    """In a graph that may not be broken there are no calls to know of: TRL's own head serves it."""
+    """Replaces the hooks in a graph that may not be broken, where TRL's own head runs."""
 
 
 @functools.partial(opaque, in_full_graphs=_untracked)
@@ -214,7 +214,7 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
             settings.live = settings.live + mask.count_nonzero()
         else:
             settings.live = settings.live + tokens
-    # PEFT's model hands them on to the inner one by name.
+    # PEFT's model passes them to the inner model by name.
     labels = kwargs.get("labels", _kept.get())
     labels = labels if isinstance(labels, torch.Tensor) else None
     one = not torch.is_grad_enabled() and _has_one_column(args, kwargs)
@@ -224,8 +224,8 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
 
 @functools.partial(opaque, in_full_graphs=_untracked)
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    # This runs also where another hook has raised before `_enter`: then there is nothing to leave, and the call that is
-    # running is another model's.
+    # This hook also runs if another hook has raised before `_enter`. Then there is no call of this module to leave, and
+    # the running call is another model's.
     call = _current.get()
     while call is not None and call.module is not module:
         call = call.previous
@@ -234,7 +234,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def track_calls(module: nn.Module, settings: CallSettings, undo: Undo) -> None:
-    """Makes `current_call` answer while `module`'s forward runs, also when it raises."""
+    """Makes `current_call` return a call of `module` while its forward runs; also an exception ends the call."""
     before = module.register_forward_pre_hook(functools.partial(_enter, settings), with_kwargs=True, prepend=True)
     after = module.register_forward_hook(_leave, always_call=True)
     undo.add(before.remove)

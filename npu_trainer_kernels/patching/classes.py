@@ -1,7 +1,7 @@
 """Subclasses that replace a method or an attribute of a module's class and nothing else.
 
-An instance is moved to such a subclass by setting its `__class__`: parameters, buffers, hooks, `state_dict` keys, names
-and `isinstance` stay as they are, `deepcopy` carries it along, and undoing it is setting the class back.
+Setting its `__class__` gives an instance such a subclass. Its parameters, buffers, hooks, `state_dict` keys and names
+stay as they are, `isinstance` still holds, `deepcopy` keeps the subclass, and setting the class back undoes it.
 """
 
 import copy
@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
-"""Hooks of every module there is."""
+"""The hooks that PyTorch runs for every module."""
 
 
 class _Either:
-    """Something that is one thing in a pickle and another in a copy.
+    """A value that pickles as one object and is copied as another.
 
-    A class with a `__deepcopy__` of its own would not do: wrappers that hand on what they lack (PEFT's) would find that
-    of the module inside them, and be copied as that.
+    A `__deepcopy__` of the module's class would not do: wrappers that forward missing attributes (PEFT's) would find
+    the `__deepcopy__` of the module inside them, and be copied as that module.
     """
 
     def __init__(self, pickled: Any, copied: Any) -> None:
@@ -56,7 +56,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """What an instance holds; in a pickle without our hooks, which could not be loaded where this package is absent."""
+    """Returns an instance's state; a pickle lacks this package's hooks, since it may be loaded without the package."""
     own = dict(module.__getstate__())
     ours = {
         key for name in _HOOKS for key, hook in own[name].items()
@@ -69,7 +69,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 def derived(cls: Any, namespace: dict[str, Any]) -> type[nn.Module]:
-    """A subclass of `cls`, which may be a derived one itself, with some attributes of its own."""
+    """Returns a subclass of `cls`, which may itself be a derived class, with other attributes."""
     original = getattr(cls, "_npu_kernels_original", cls)
 
     def reduce(self: nn.Module, protocol: object) -> tuple[Any, ...]:
@@ -95,7 +95,7 @@ def derived(cls: Any, namespace: dict[str, Any]) -> type[nn.Module]:
 def subclass_with_forward(
     cls: Any, forward: Callable[..., Any], helpers: tuple[tuple[str, Callable[..., Any]], ...] = ()
 ) -> type[nn.Module]:
-    """A subclass of `cls` with another `forward` and static helpers."""
+    """Returns a subclass of `cls` with another `forward` and static helpers."""
     return derived(cls, {**{name: staticmethod(helper) for name, helper in helpers}, "forward": forward})
 
 
@@ -103,8 +103,8 @@ _HOOKED_BY = "_npu_kernels_hooked_by"
 
 
 def leaves_out_hooks(module: nn.Module, undo: Any) -> None:
-    """Moves a module that has hooks of ours to a class whose pickles are without; not one that has a way of its own to
-    be pickled or copied."""
+    """Gives a module with hooks of this package a class whose pickles lack them, unless the module's class defines how
+    it is pickled or copied."""
     kind: Any = original_class(module)
     own_ways = (hasattr(kind, "__deepcopy__"), kind.__reduce__ is not object.__reduce__,
                 kind.__reduce_ex__ is not object.__reduce_ex__)  # fmt: skip
@@ -113,7 +113,7 @@ def leaves_out_hooks(module: nn.Module, undo: Any) -> None:
 
 
 def forward_of(cls: Any) -> Callable[..., Any]:
-    """The forward that a class has when it is called: somebody may replace it after the patch."""
+    """Returns a function that looks up the class's forward at each call: other code may replace it after the patch."""
 
     def own(module: Any, *args: Any, **kwargs: Any) -> Any:
         return cls.forward(module, *args, **kwargs)
@@ -122,13 +122,13 @@ def forward_of(cls: Any) -> Callable[..., Any]:
 
 
 def is_patched_class(cls: type[nn.Module]) -> bool:
-    """Whether `derived` made a class: not one that somebody has derived of it."""
+    """Whether `derived` made this class itself, not a base of it."""
     return "_npu_kernels_original" in vars(cls)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody wants a module to be called, not just what it computes: a wrapper that shards, or who has hooked
-    every module there is (a counter of operations)."""
+    """Whether the module must be called, since its result is not all that matters: a wrapper that shards has hooked it,
+    or other code has hooked every module (a counter of operations)."""
     own = module.__dict__
     return bool(
         own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]

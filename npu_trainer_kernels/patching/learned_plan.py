@@ -1,9 +1,9 @@
-"""What the first backward passes say of a loss on TRL's log-probabilities.
+"""Learns from the first backward passes which gradient a loss on TRL's log-probabilities sends back.
 
-Supervised fine-tuning sends back the same gradient for every token, or (TRL's `dft`) one proportional to the token's
-probability, whatever it divides by. Two backward passes are watched; when both agree, the gradient is planned from then
-on: three matrix products instead of four. Every later backward is still compared with the plan (`ops/head/engine.py`),
-so a loss that changes its mind costs time, not correctness.
+Supervised fine-tuning sends back the same gradient for every token or, with TRL's `dft`, one proportional to the
+token's probability, whatever it divides by. Two backward passes are observed. If both agree, the gradient is planned
+from then on: three matrix products instead of four. Every later backward is still compared with the plan
+(`ops/head/engine.py`), so a loss that changes costs time, not correctness.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ..ops.head import GIVE_UP, LogProbObjective, Objective
 __all__ = ["LearnedPlan"]
 
 _WATCHED = 2
-# Of the largest gradient: rounding of a sum in fp32, far below what any real difference between tokens makes.
+# Relative to the largest gradient: the rounding of an fp32 sum, far below any real difference between tokens.
 _TOLERANCE = 1e-5
 
 _uniform = LogProbObjective(lambda log_prob, chunk: log_prob.sum())
@@ -23,7 +23,7 @@ _probability = LogProbObjective(lambda log_prob, chunk: log_prob.exp().sum())
 
 
 def _proportional(gradient: torch.Tensor, to: torch.Tensor) -> bool:
-    top = to.abs().argmax().view(1)  # the host would wait for an index without dimensions
+    top = to.abs().argmax().view(1)  # a 0-d index would make the host wait
     return bool(
         ((gradient * to[top] - gradient[top] * to).abs() <= _TOLERANCE * (gradient[top] * to).abs().max()).all()
     )
@@ -31,11 +31,11 @@ def _proportional(gradient: torch.Tensor, to: torch.Tensor) -> bool:
 
 @dataclass
 class LearnedPlan:
-    """The objective that fits what was seen, once enough was seen.
+    """The objective that fits the observed gradients, once there are enough.
 
     Attributes:
-        objective: for the head engine, or None.
-        seen: backward passes watched so far.
+        objective: the objective for the head engine, or None.
+        seen: the number of backward passes observed so far.
     """
 
     objective: Objective | None = None
@@ -43,11 +43,11 @@ class LearnedPlan:
 
     @classmethod
     def settled(cls, planned: bool) -> "LearnedPlan":
-        """One that has seen enough: the same gradient for every token, or none that can be planned."""
+        """Returns a plan that observes no more: the same gradient for every token, or no planned gradient."""
         return cls(_uniform if planned else None, _WATCHED)
 
     def watch(self, log_prob: torch.Tensor) -> None:
-        """Looks at the gradient that this call's log-probabilities will get, if that is still of interest."""
+        """Observes the gradient of this call's log-probabilities, if more observations are needed."""
         if self.seen < _WATCHED and log_prob.requires_grad and log_prob.numel() > 1:
             values = log_prob.detach()
             log_prob.register_hook(lambda gradient: self._note(gradient, values))
@@ -58,7 +58,7 @@ class LearnedPlan:
             if fits is None and _proportional(gradient, shape):
                 fits = objective
         if fits is None and not bool(gradient.isfinite().all()):
-            # A step that overflowed says nothing of the loss.
+            # After an overflow the gradient says nothing about the loss.
             return
         agrees = self.seen == 0 or fits is self.objective
         self.objective = fits if agrees else None
@@ -70,6 +70,6 @@ class LearnedPlan:
         return self.objective if self.seen >= _WATCHED else None
 
     def mismatch(self, share: float) -> None:
-        """Gives up when most rows were not as planned."""
+        """Stops planning if most rows differed from the plan."""
         if share > GIVE_UP:
             self.objective = None

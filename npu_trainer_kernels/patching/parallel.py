@@ -1,12 +1,12 @@
-"""Forwards that transformers has set on modules when it loaded a model by a plan for several ranks (`tp_plan`).
+"""Forwards that transformers sets on modules when it loads a model by a plan for several ranks (`tp_plan`).
 
-Such a forward (`tp_forward`, of a *style*) brings its arguments to the style's layout, calls the forward that the
-module had, and brings the result to another layout. What is computed in the midst of it on plain tensors, as by the
-norm of a rank's own heads, is served there: the forward that it calls is exchanged, and everything around it (a
-gradient that is added up over the ranks) stays. A head whose logits would be gathered is served in its place.
+Such a forward (`tp_forward`, of a *style*) converts its arguments to the style's layout, calls the module's original
+forward, and converts the result to another layout. If the original forward gets plain tensors, as a norm of a rank's
+own heads does, only this inner forward is replaced, and the rest (a sum of gradients over the ranks) stays. A head
+whose logits would be gathered is replaced as a whole.
 
-A style's parts are variables of a closure. Transformers hands them out in no other way, and a version that names them
-otherwise has no plan that is known here: its modules are left alone, as are all whose forward somebody else has set.
+A style's parts are variables of a closure; transformers gives no other access to them. If a version names them
+differently, its plans are not recognised. Their modules are left alone, as are all whose forward other code has set.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _TENSORS, _EXPERTS = "transformers.distributed.tensor_parallel", "transformers.d
 
 
 class _InPlace:
-    """A forward of this package's, where a module has another one's. It keeps that one, so that no record of what is to
-    be undone keeps the module alive."""
+    """A forward of this package in place of a forward that was set on a module. It keeps the latter as `own`, so that
+    the undo record need not keep the module alive."""
 
     __slots__ = ("_kind", "_module", "own")
 
@@ -45,29 +45,29 @@ class _InPlace:
 
 @dataclass(frozen=True)
 class _Planned:
-    """What a plan has set on a module.
+    """The forward that a plan has set on a module.
 
     Attributes:
-        style: the name of its class; empty where that is none of transformers'.
-        cells: the variables of its forward.
+        style: the name of the style's class; empty where the class is not transformers'.
+        cells: the closure variables of the forward.
     """
 
     style: str
     cells: dict[str, types.CellType]
 
     def value(self, name: str) -> Any:
-        """A variable's, or None."""
+        """Returns a closure variable's value, or None."""
         return self.cells[name].cell_contents if name in self.cells else None
 
     @property
     def layouts(self) -> tuple[Any, Any]:
-        """Of what the module is given and of what it returns, where the style has them."""
+        """The layouts of the module's input and output, where the style has them."""
         style = self.value("self")
         return getattr(style, "input_layouts", None), getattr(style, "output_layouts", None)
 
 
 def instead_of(module: nn.Module) -> Any:
-    """The forward that was set on a module by somebody else, or None; also where one of ours is in its place."""
+    """Returns the forward that other code has set on a module, even if one of this package replaces it, or None."""
     forward = vars(module).get("forward")
     return forward.own if isinstance(forward, _InPlace) else forward
 
@@ -86,14 +86,14 @@ def _planned(module: nn.Module) -> _Planned | None:
 
 
 def _calls_own(module: nn.Module, plan: _Planned) -> bool:
-    """Whether the forward inside is the one that the module's class has, or one of ours in its place."""
+    """Whether the inner forward is the class's forward, or a forward of this package in its place."""
     inner = plan.value("original_forward")
     inner = inner.own if isinstance(inner, _InPlace) else inner
     return getattr(inner, "__func__", None) is original_class(module).forward
 
 
 def gathered_over(head: nn.Module) -> DeviceMesh | None:
-    """The ranks that have parts of a linear layer's outputs each, which its plan would gather; None where it is no such
+    """Returns the mesh of the ranks whose parts of a linear layer's outputs its plan would gather; None: no such
     layer."""
     plan = _planned(head)
     if plan is None or plan.style != "ColwiseParallel" or not _calls_own(head, plan):
@@ -103,26 +103,25 @@ def gathered_over(head: nn.Module) -> DeviceMesh | None:
     return mesh if whole and mesh.ndim == 1 and not getattr(head, "_hf_quantized_needs_local_tp", False) else None
 
 
-# Styles that do with each token what they do with any other.
+# Styles that treat each token independently of all others.
 _TOKEN_BY_TOKEN = frozenset((
     "AllReduceParallel", "ColwiseParallel", "EmbeddingParallel", "LocalParamsParallel", "MlaKvAProjParallel",
     "MoeExpertsParallel", "MoeIdentityParallel", "PackedColwiseParallel", "ReplicatedWithGradAllReduce",
     "RowwiseParallel",
 ))  # fmt: skip
-# Styles that hand plain tensors to the forward inside: a norm of the rank's own heads, and a rank's slice of each
-# expert.
+# Styles that pass plain tensors to the inner forward: norms of the rank's own heads, and a rank's slices of experts.
 _PLAIN_INSIDE = ("ReplicatedWithGradAllReduce", "MoeExpertsParallel")
 
 
 def plain_inside(module: nn.Module) -> bool:
-    """Whether what a plan has set on a module calls the class's forward with plain tensors."""
+    """Whether the forward that a plan has set on a module calls the class's forward with plain tensors."""
     plan = _planned(module)
     return plan is not None and plan.style in _PLAIN_INSIDE and _calls_own(module, plan)
 
 
 def mixes_tokens(module: nn.Module) -> str | None:
-    """Why what was set on a module may do something else to a row than to a batch of the same tokens, or None: plans
-    split heads, columns, ids and experts, and one that splits sequences says so."""
+    """Returns why the forward set on a module may treat a packed row differently from a batch of the same tokens, or
+    None. Plans split heads, columns, ids and experts; a plan that splits sequences shows it in its layouts."""
     if "forward" not in vars(module):
         return None
     plan = _planned(module)
@@ -133,13 +132,13 @@ def mixes_tokens(module: nn.Module) -> str | None:
 
 
 def _at(module: nn.Module) -> types.CellType | None:
-    """Where what a plan has set on a module finds the forward inside."""
+    """Returns the closure cell from which a plan's forward takes the inner forward."""
     plan = _planned(module)
     return None if plan is None else plan.cells["original_forward"]
 
 
 def serve_inside(module: nn.Module, kind: type[nn.Module], undo: Undo) -> None:
-    """Makes what a plan has set on a module (`plain_inside`) call the forward of `kind` in place of the class's."""
+    """Makes the forward that a plan has set on a module (`plain_inside`) call that of `kind` instead of the class's."""
     cell, there = _at(module), weakref.ref(module)
     if cell is None or isinstance(cell.cell_contents, _InPlace):
         return
@@ -155,7 +154,7 @@ def serve_inside(module: nn.Module, kind: type[nn.Module], undo: Undo) -> None:
 
 
 def serve_instead(module: nn.Module, kind: type[nn.Module], undo: Undo) -> None:
-    """Puts the forward of `kind` in the place of what a plan has set on a module; `instead_of` says what that was."""
+    """Replaces the forward that a plan has set on a module by that of `kind`; `instead_of` returns the replaced one."""
     own, there = vars(module)["forward"], weakref.ref(module)
     if isinstance(own, _InPlace):
         return

@@ -1,12 +1,13 @@
-"""A patch is a value with a guard.
+"""A patch lets an op compute in place of recognised modules, and checks every call first.
 
-`recognise` finds, once, what a module computes: a *form*, a reason to leave it alone, or None where it is no candidate.
-What it finds was proven on a few numbers, so it is not enough: `declines` looks at every single call (arguments,
-dtypes, layout, hooks, weights, what else the module's code reads) and says why the op must not serve it, or None. `run`
-serves it. What is declined is done by the class's own forward, as if nothing had been patched.
+`recognise` runs once for a module. It returns a *form* (a hashable description of what the module computes), why the
+module is left alone, or None: no candidate. A form was verified on a few numbers only, so `declines` checks every call
+(arguments, dtypes, layout, hooks, weights, other values that the module's code reads), and returns why the op must not
+serve it, or None. `run` serves the call: it computes the result with the op. A declined call runs the class's own
+forward, as if nothing had been patched.
 
-All modules of one class and one form share a *site*: their generated class, and the counts of what ran and what was
-declined, from which the report is made.
+All modules of one class and one form share a *site*: the generated class, and the counts of served and declined calls
+from which the report is made.
 """
 
 import functools
@@ -46,42 +47,42 @@ __all__ = [
     "while_recognised",
 ]
 
-# What foreign code may raise when it is given a probe. None of it is an error of ours: the module is left alone.
+# Other libraries' code may raise these on a probe's inputs: the module is left alone.
 PROBE_ERRORS = (
     TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError, ArithmeticError, ImportError,
 )  # fmt: skip
 
-# Tensors that are their own storage. A fake one stands for the parameter that it was made of.
+# Types of tensors that wrap no other tensor. A FakeTensor stands for the parameter that it was made from.
 PLAIN = frozenset((torch.Tensor, nn.Parameter, FakeTensor))
 _FLOATS = frozenset(FLOATS)
 
 QUIET = ""
-"""Declined, and nothing to report: the model's own code is as good for this call (generation on a CPU, say)."""
+"""The reason of a declined call that the report omits: the original code is as good (generation on a CPU, say)."""
 
 
 class Aside(str):
-    """A reason to leave something alone that costs the run nothing: the short report is silent about it."""
+    """A reason to leave a module alone that costs the run nothing, so the short report omits it."""
 
 
 @dataclass(frozen=True)
 class Late:
-    """What `run` returns instead of a result where only the work itself showed that the call is not for the op."""
+    """Returned by `run` instead of a result when only the work itself showed that the op cannot serve the call."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a patch may know of the model that a module is in.
+    """The properties of a model that patches may read.
 
     Attributes:
-        model: that the kernels are applied to.
-        ops: that are being applied.
-        where: the device that the model is on, or is going to be.
-        dtype: of its parameters.
-        backend: the override of the choice of backends, or None.
-        tiled_mlp: the most tokens that a gated MLP is to compute at once; 0: any number.
-        norms: what norms were found to compute (`modules.norm_forms`).
+        model: the model that the kernels are applied to.
+        ops: the ops that are being applied.
+        where: the device that the model is on, or will be on.
+        dtype: the dtype of its parameters.
+        backend: the override of the choice of backend, or None.
+        tiled_mlp: the maximum number of tokens that a gated MLP computes at once; 0: any number.
+        norms: a cache of the forms of norms (`modules.norm_forms`).
     """
 
     model: nn.Module
@@ -94,30 +95,30 @@ class Scene:
 
     @functools.cached_property
     def checkpoints(self) -> bool:
-        """Whether memory counts for more than a matrix product: where layers are checkpointed that is said already."""
+        """Whether layers are checkpointed, which shows that memory matters more than the time of a matrix product."""
         return any(getattr(module, "gradient_checkpointing", False) is True for module in self.model.modules())
 
 
 @dataclass
 class Site:
-    """The modules of one class that one op serves in one form, and what became of their calls.
+    """The modules of one class that one op serves in one form, with counts of their calls.
 
     Attributes:
-        op, kind, form: the key.
-        backend: the override for the op's calls, as `apply_npu_kernels` was given it.
-        measured: what `npu-kernels tune` found at the modules' sizes, each for a range of tokens.
-        otherwise_own: whether the modules' own code is as good for numbers of tokens that were not measured.
+        op, kind, form: the op's name, the modules' original class and their form.
+        backend: the override that `apply_npu_kernels` was called with.
+        measured: the measurements of `npu-kernels tune` at the modules' sizes, each for a range of tokens.
+        otherwise_own: whether calls with an unmeasured number of tokens run the original code.
         cls: the generated class.
-        served: the backend that serves it, for the report.
-        detail: for the report.
-        paths: of the modules.
-        ran: calls that the op served.
-        declined: calls that it did not, by reason.
-        progress: what the op has to say of the calls that it served, as a string; None: nothing.
-        late: its calls are compared where their results are used (`audit`).
-        look: called with the site and two functions, one for what the modules' own code makes of a call and one for
-            what the op makes of it, while calls are compared; None: they are not.
-        off: why the op serves none of its calls any more; `QUIET` for as long as the modules' own code is asked for.
+        served: the name of the backend, for the report.
+        detail: a description, for the report.
+        paths: the paths of the modules in the model.
+        ran: the number of calls that the op served.
+        declined: the numbers of calls that it did not serve, by reason.
+        progress: an object whose string describes the served calls in the report, or None.
+        late: whether its calls are compared where their results are used (`audit`).
+        look: while calls are compared, a function of the site and of two functions, which compute a call by the
+            original code and by the op; otherwise None.
+        off: why the op no longer serves any call; `QUIET` while the original code is requested.
     """
 
     op: str
@@ -139,11 +140,11 @@ class Site:
 
     @functools.cached_property
     def switches(self) -> bool:
-        """Whether for some numbers of tokens the modules' own code is to run."""
+        """Whether calls with some numbers of tokens run the modules' original code."""
         return self.otherwise_own or any(entry.plain_wins for entry in self.measured)
 
     def prefers_own(self, tokens: int) -> bool:
-        """Whether the modules' own code was measured to be faster for so many tokens."""
+        """Whether the modules' original code is faster for so many tokens, by measurement where there is one."""
         for entry in self.measured:
             low, high = entry.tokens
             if low <= tokens <= high:
@@ -151,15 +152,15 @@ class Site:
         return self.otherwise_own
 
     def stands_aside(self) -> bool:
-        """Whether the forward that is running generates, one token of each row: it waits for the host and not for the
-        device, and beside an H200 an op with its Triton launch took longer than all that it stands for. A vendor's
-        operator is launched as PyTorch's are, and stands for several of those; nothing was measured there: it stays."""
+        """Whether the running forward generates, one token of each row, by an op that loses time there: the host is the
+        bottleneck, and next to an H200 an op with its Triton launch took longer than all that it replaces. A vendor's
+        operator is launched as PyTorch's are, and replaces several of those; it keeps serving, unmeasured."""
         return self.served != "vendor" and generates()
 
 
 def is_transformed() -> bool:
-    """Whether a call is part of a transform of torch.func, of a derivative in forward mode or of a trace: autograd's
-    functions, which ops are made of, have none."""
+    """Whether a call is part of a torch.func transform, a forward-mode derivative or a torch.jit trace, which the ops'
+    autograd functions do not support."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._is_tracing()
 
 
@@ -175,14 +176,14 @@ def guarded(
     tokens: Callable[..., int],
     counts: bool = True,
 ) -> Callable[..., Any]:
-    """The one forward: `run` where the call is accepted, else `instead`, or with None the class's own; all take the
-    same arguments. Without `counts` it is `run` that counts what the op serves, since that comes later."""
+    """Returns the forward of a patched class: it calls `run` for accepted calls, else `instead` (None: the class's
+    own), with the same arguments. Without `counts`, `run` counts the served calls, since it serves them later."""
     recognised = site.kind.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # Looked up at the call: somebody may replace the class's forward after the patch.
+        # Looked up at the call, since other code may replace the class's forward after the patch.
         own = instead or site.kind.forward
-        # Kernels are no part of compiled graphs. A count that is guarded on would compile anew at every call.
+        # Kernels are no part of compiled graphs. A guard on a count would cause a recompilation at every call.
         if site.stands_aside() or torch.compiler.is_compiling():
             return own(*args, **kwargs)
         if site.look is None and site.switches and site.prefers_own(tokens(*args, **kwargs)):
@@ -209,7 +210,7 @@ def guarded(
 
 
 def _anew(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """Calls a function with copies of its tensors, which it may write to."""
+    """Returns a function that calls `function` with copies of its tensors, since it may write to them."""
 
     def call() -> Any:
         given, named = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
@@ -219,12 +220,12 @@ def _anew(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 class Patch:
-    """How one op gets into models. Subclasses say what they recognise and serve; `patches.PATCHES` is their table.
+    """Applies one op to models. Subclasses define what they recognise and serve; `patches.PATCHES` lists them.
 
     Attributes:
-        op: its name in `backends.OPS`.
-        counts_later: a call that is served is counted by `run`, when the op runs.
-        compared_later: whether what it serves can be compared with the modules' own code only where it is used.
+        op: the op's name in `backends.OPS`.
+        counts_later: whether `run` counts a served call, when the op runs.
+        compared_later: whether served calls can be compared with the original code only where their results are used.
     """
 
     op: ClassVar[str]
@@ -232,15 +233,15 @@ class Patch:
     compared_later: ClassVar[bool] = False
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
-        """Modules to look at, by path."""
+        """Returns the modules to look at, with their paths."""
         return scene.model.named_modules()
 
     def recognise(self, module: Any, scene: Scene) -> Any:
-        """The form of a module (hashable), a sentence that says why it is left alone, or None: no candidate."""
+        """Returns a module's form (hashable), a sentence that says why it is left alone, or None: no candidate."""
         raise NotImplementedError
 
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
-        """Why a call is not for the op, or None; `QUIET` where the report need not say."""
+        """Returns why the op does not serve a call, or None; `QUIET` where the report omits the reason."""
         raise NotImplementedError
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,48 +249,48 @@ class Patch:
         raise NotImplementedError
 
     def asked_for(self, scene: Scene) -> bool:
-        """Whether an option asks for the op wherever it can be, as if by its name."""
+        """Whether an option requests the op, as if `ops` had named it."""
         return False
 
     def detail(self, site: Site) -> str:
-        """What the report says of a site beyond its op and class."""
+        """Returns the report's description of a site beyond its op and class."""
         return str(site.form)
 
     def sizes(self, module: Any, form: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """dtype and sizes of what a module computes, in the order of `workloads.Workload.model_sizes`; None where
-        nothing that was measured counts."""
+        """Returns the dtype and sizes of a module's computation, in the order of `workloads.Workload.model_sizes`; None
+        where no measurement applies."""
         return None
 
     def keeps_plain(self, form: Any, scene: Scene) -> str | None:
-        """Why modules of a form keep their own code unless the op is asked for by name, or None."""
+        """Returns why modules of a form keep their original code unless the op is requested by name, or None."""
         return None
 
     def misses(self, scene: Scene) -> bool:
-        """Whether the report is to say in short, too, that all modules keep their own code on a device."""
+        """Whether the short report, too, says that all modules keep their original code on a device."""
         return False
 
     def tokens(self, *args: Any, **kwargs: Any) -> int:
-        """How many tokens a call has (of a module: the rows of its first tensor)."""
+        """Returns the number of tokens of a call (of a module: the rows of its first tensor)."""
         x = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
         return x.numel() // x.shape[-1] if x is not None and x.dim() else 0
 
     def served_by(self, site: Site, scene: Scene) -> tuple[str, str]:
-        """The backend for a site, and why if that is not the op's own reason."""
+        """Returns the backend for a site, and the reason if it is not the op's own reason."""
         return backends.explain(self.op, scene.where, scene.backend)
 
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
-        """Puts a module on its site, if it is not there."""
-        # What is derived from the site's class stays: that is below it.
+        """Gives a module the class of its site, unless it has it."""
+        # A class that other code derived from the site's class stays, since the site's class is below it.
         now = type(module)
         if (now is original_class(module) or is_patched_class(now)) and not issubclass(now, site.cls):
             undo.set_class(module, site.cls)
 
     def own(self, site: Site) -> Callable[..., Any] | None:
-        """What does the calls that the op does not; None: the class's own forward."""
+        """Returns the function that runs the calls that the op does not serve; None: the class's own forward."""
         return None
 
     def patched_class(self, site: Site) -> type[nn.Module]:
-        """The class that the modules of a site are given."""
+        """Creates the class of a site's modules."""
         bind = functools.partial
         forward = guarded(
             site, bind(self.declines, site), bind(self.run, site), self.own(site), self.tokens, not self.counts_later
@@ -298,7 +299,8 @@ class Patch:
 
 
 def while_recognised(site: Site, rewritten: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward rewritten from that of a site's class, for as long as the class has that one, and the op is wanted."""
+    """Returns a forward that calls `rewritten` while the class has the forward that this was made from, unless the op
+    stands aside."""
     kind: Any = site.kind
     recognised = kind.forward
 
@@ -311,7 +313,7 @@ def while_recognised(site: Site, rewritten: Callable[..., Any]) -> Callable[...,
 
 
 def set_on_instance(module: nn.Module) -> str | None:
-    """Why a class's forward is not what runs when a module is called, or None."""
+    """Returns why calling a module does not run its class's forward, or None."""
     if "forward" not in vars(module):
         return None
     found: Any = vars(module)["forward"]
@@ -322,7 +324,7 @@ def set_on_instance(module: nn.Module) -> str | None:
 
 
 def no_float(x: Any) -> str | None:
-    """Why a tensor's numbers are nothing for the ops, or None."""
+    """Returns why the ops do not take a tensor of this type or dtype, or None."""
     if type(x) not in PLAIN:
         return f"a {type(x).__name__} is no plain tensor"
     if x.dtype not in _FLOATS:
@@ -331,7 +333,7 @@ def no_float(x: Any) -> str | None:
 
 
 def no_plain(module: nn.Module, *names: str) -> str | None:
-    """Why parameters of a module cannot be read as they are (None among them is well), or None."""
+    """Returns why the ops cannot read parameters of a module directly, or None. A parameter may be None."""
     parameters = module._parameters
     for name in names:
         parameter = parameters.get(name, _MISSING)
@@ -346,8 +348,8 @@ _MISSING: Any = object()
 
 
 def keeps_own_code(site: Site, x: torch.Tensor) -> bool:
-    """Whether a module had better run its own code for this call: without gradients the torch backend saves nothing,
-    and generation calls every norm once a token. Not while the two are compared."""
+    """Whether a module should run its original code for this call: without gradients the torch backend saves nothing,
+    and generation calls every norm once per token. False while the two are compared."""
     if torch.is_grad_enabled() or site.look is not None:
         return False
     return backends.choose(site.op, x.device, site.backend) == "torch"

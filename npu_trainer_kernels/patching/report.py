@@ -1,8 +1,8 @@
-"""What was replaced, by what, what ran of it, and what was left alone and why.
+"""Reports which modules were replaced, by which backend, how often it ran, and which were left alone and why.
 
-As text it is short by default: a line for each op that runs, one for each thing that was left alone although it would
-have counted, and the notes that apply to the trainer. `text(full=True)` names every module and every reason. The
-evidence for the backends is in there, too; `npu-kernels doctor` has it for every op of the device.
+The text is short by default: a line for each op that runs, one for each thing that was left alone and would have
+mattered, and the notes that apply to the trainer. `text(full=True)` names every module and every reason, and has the
+evidence for the backends; `npu-kernels doctor` has this evidence for every op of the device.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ _MORE = "(in full: --npu_kernels_report full, or report().text(full=True))"
 
 @dataclass(frozen=True)
 class Replaced:
-    """A module (by its path in the model) whose work an op now does; `measured`: but for the calls that this names."""
+    """A module (by its path in the model) that an op now serves, except for the calls that `measured` names."""
 
     module: str
     kind: str
@@ -34,8 +34,8 @@ class Replaced:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A module, or an op for the whole model (`module` empty), that stays as it was; `counts`: the run would have
-    gained by it."""
+    """A module, or an op for the whole model (`module` is empty), that was not replaced. `counts`: whether the run
+    would have gained by replacing it."""
 
     module: str
     kind: str
@@ -46,7 +46,7 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class Declined:
-    """Calls of replaced modules that the op did not serve: the modules' own code did."""
+    """Calls of replaced modules that the op did not serve, so the modules' original code ran."""
 
     kind: str
     op: str
@@ -61,7 +61,7 @@ def _named(names: list[str]) -> str:
 
 
 def _counted(kinds: list[str]) -> str:
-    """`32 LlamaMLP`, `LlamaForCausalLM`."""
+    """Returns text like `32 LlamaMLP, LlamaForCausalLM`."""
     counts = {kind: kinds.count(kind) for kind in kinds}
     return ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in counts.items())
 
@@ -71,15 +71,15 @@ class Report:
     """The outcome of `apply_npu_kernels`; `str()` gives the short text, `as_dict()` the JSON form.
 
     Attributes:
-        device: its name.
-        sites: what was replaced, with the counts of what ran since.
-        left_alone: module by module.
+        device: the device's name.
+        sites: the replaced modules, with the counts of calls since.
+        left_alone: the modules that were not replaced.
         reasons: the evidence for each op's backend.
-        notes: remarks; those of an op that the trainer does not use are not shown.
-        note_ops: which op a remark is about, where it is about one.
-        unused: ops that are in the model, but that its trainer does not call, each with the reason.
-        gone: replaced modules that are no longer in the model.
-        audits: what comparisons with the model's own code saw, on batches of the run.
+        notes: remarks; the text omits those about ops in `unused`.
+        note_ops: the op that a remark is about, where it is about one.
+        unused: ops that are in the model but that its trainer does not call, each with the reason.
+        gone: sentences about replaced modules that are no longer in the model.
+        audits: the results of comparisons with the model's original code on batches of the run.
     """
 
     device: str = ""
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def replaced(self) -> list[Replaced]:
-        """Module by module."""
+        """The replaced modules, one by one."""
         return [
             Replaced(path, site.kind.__name__, site.op, site.served, site.detail, _described(site.measured))
             for site in self.sites
@@ -103,12 +103,12 @@ class Report:
 
     @property
     def used(self) -> list[Replaced]:
-        """Those of `replaced` whose ops its trainer calls."""
+        """The entries of `replaced` whose ops the trainer calls."""
         return [each for each in self.replaced if each.op not in self.unused]
 
     @property
     def ran(self) -> dict[str, int]:
-        """How many calls each op has served so far."""
+        """The number of calls that each op has served so far."""
         counts: Counter[str] = Counter()
         for site in self.sites:
             counts[site.op] += site.ran
@@ -116,7 +116,7 @@ class Report:
 
     @property
     def declined(self) -> list[Declined]:
-        """Calls that the ops did not serve so far."""
+        """The calls that the ops did not serve so far."""
         return [
             Declined(site.kind.__name__, site.op, reason, calls)
             for site in self.sites
@@ -131,12 +131,12 @@ class Report:
             self.note_ops[text] = op
 
     def summary(self) -> str:
-        """In a few words, which ops serve how many modules."""
+        """Returns in a few words which ops serve how many modules."""
         counts = Counter(r.op for r in self.used)
         return ", ".join(f"{op} {count}" for op, count in counts.items()) or "left as it is"
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain lists and dicts."""
+        """Returns the report as plain lists and dicts."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sites", "left_alone", "audits")}
         return {
             **plain,
@@ -148,7 +148,7 @@ class Report:
         }
 
     def text(self, *, full: bool = False) -> str:
-        """For people.
+        """Returns the report for people.
 
         Args:
             full: every module and every reason; otherwise a line for each thing that matters to this run.
@@ -172,7 +172,7 @@ class Report:
     def __str__(self) -> str:
         return self.text()
 
-    # What notebooks and consoles show of a value.
+    # Notebooks and consoles show this.
     __repr__ = __str__
 
     def _run_lines(self) -> Iterable[str]:
@@ -227,7 +227,7 @@ class Report:
 
 
 def _described(entries: Iterable[Entry]) -> str:
-    """What was measured, for the report: `512 to 4096 tokens: its own code (measured)`."""
+    """Formats measurements for the report: `512 to 4096 tokens: its own code (measured)`."""
 
     def one(entry: Entry) -> str:
         low, high = entry.tokens

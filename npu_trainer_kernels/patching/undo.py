@@ -1,4 +1,4 @@
-"""The one way in which anything outside this package is changed, so that everything can be changed back."""
+"""Every change of an object outside this package goes through this module, so that everything can be restored."""
 
 import weakref
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _ABSENT = object()
 
 
 def _wraps_attribute_of(value: Any, cls: type) -> bool:
-    """Whether a function is a decorated one of a class's own."""
+    """Whether a value is a decorator's wrapper of an attribute of `cls`."""
     while hasattr(value, "__wrapped__"):
         value = value.__wrapped__
         if any(value is each for each in vars(cls).values()):
@@ -23,9 +23,9 @@ def _wraps_attribute_of(value: Any, cls: type) -> bool:
 
 
 class Undo:
-    """Records what was replaced; `restore` puts it back in reverse order.
+    """Records replacements; `restore` reverts them in reverse order.
 
-    What is recorded keeps no module alive, and what somebody has set in the meantime stays as they set it.
+    The records keep no module alive. Attributes that other code has set in the meantime stay.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Undo:
         return len(self._steps)
 
     def add(self, step: Callable[[], None]) -> None:
-        """Registers what undoes a change that was just made."""
+        """Registers a function that undoes a change that was just made."""
         self._steps.append(step)
 
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
@@ -56,11 +56,11 @@ class Undo:
         self.add(undo)
 
     def set_class(self, module: nn.Module, new: type[nn.Module]) -> None:
-        """Changes the class of an instance to a subclass of its own.
+        """Changes the class of an instance to a subclass of its class.
 
-        Wrappers that subclass on top of ours meanwhile (FSDP2 does) keep their class; ours is taken out from below.
+        A wrapper that meanwhile derives its class from ours (FSDP2 does) keeps it; undoing removes ours from its bases.
         """
-        # A copy of a patched model comes with the classes of the patch: they are not what to go back to.
+        # A copy of a patched model has patched classes already, so `type(module)` may not be the class to restore.
         before = original_class(module)
         module.__class__ = new
         reference = weakref.ref(module)
@@ -74,22 +74,22 @@ class Undo:
                 alive.__class__ = before
             elif new in now.__mro__:
                 bases = tuple(before if base is new else base for base in now.__bases__)
-                # transformers wraps the forward that a subclass inherits, so that the wrapper may have ours.
+                # transformers wraps the forward that a subclass inherits, so the wrapped function may be ours.
                 namespace = {name: value for name, value in vars(now).items() if not _wraps_attribute_of(value, new)}
                 alive.__class__ = type(now.__name__, bases, namespace)
 
         self.add(undo)
 
     def silence(self, module: nn.Module) -> None:
-        """Takes a module's forward hooks off, for a probe: those of a sharded module would gather its parameters."""
+        """Removes a module's forward hooks during a probe: those of a sharded module would gather its parameters."""
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             self.set_attribute(module, name, {})
 
     def restore(self) -> None:
-        """Undoes every step, the last one first, whatever fails on the way; a step is never undone twice.
+        """Undoes every step once, the last one first, even if some of them fail.
 
         Raises:
-            ExceptionGroup: what the steps that failed raised, after all the others have been undone.
+            ExceptionGroup: the errors of the steps that failed, after all the others have been undone.
         """
         errors: list[Exception] = []
         while self._steps:
