@@ -1,13 +1,13 @@
-"""The layers of a model: which modules an op can serve, and the call of the op in the module's place.
+"""The patches of a model's layers.
 
 For each kind of module one file has the patch (`recognise`, `declines`, `run` of `..patch.Patch`):
 
 1. `norms.py`: RMSNorms, layer norms, gated norms. `norm_forms.py` finds by a probe which formula a norm computes.
-2. `residuals.py`: a residual addition and the norm behind it, as one op; needs the norms' formulas.
+2. `residuals.py`: a residual addition and the norm after it, as one op; needs the norms' formulas.
 3. `embeddings.py`: token embeddings.
 4. `mlps.py`: gated MLPs. `gate_forms.py` finds the formula of the gate.
 5. `experts.py`: the experts of a mixture, with the same gates.
-6. `rotations.py`: the rotation of queries and keys. `rotation_forms.py` finds what a rotating function computes.
+6. `rotations.py`: the rotation of queries and keys. `rotation_forms.py` finds the formula of a rotating function.
 
 `..patches` applies them in this order.
 """

@@ -1,4 +1,4 @@
-"""Embedding modules: `nn.Embedding`, and those that multiply its rows by a scale (Gemma)."""
+"""Replaces `nn.Embedding`, and embeddings that multiply its rows by a scale (Gemma)."""
 
 import copy
 import functools
@@ -24,12 +24,12 @@ _IDS = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class EmbeddingForm:
-    """What an embedding multiplies its rows by.
+    """The scale that an embedding multiplies its rows by.
 
     Attributes:
-        scale: the number, where it is an attribute; None with neither: nothing.
-        buffer: the buffer that has the number, which is read when that is written to, and not at every call.
-        settings: what its code reads beside that, as it was.
+        scale: the scale, if it is an attribute; without `scale` and `buffer` there is none.
+        buffer: the buffer with the scale, which is read after each write to it, not at every call.
+        settings: the other values that its code reads, when it was recognised.
     """
 
     scale: float | None
@@ -53,7 +53,7 @@ def _recognise(module: nn.Embedding) -> EmbeddingForm | str:
         return reason
     if original_class(module).forward is nn.Embedding.forward:
         return EmbeddingForm(None, None, settings_of(module))
-    # Each buffer has another number than the rest, by which it is known.
+    # Each buffer has a different number, so the result shows which one is the scale.
     numbers = {1.5 + i: name for i, (name, b) in enumerate(module.named_buffers()) if b.numel() == 1}
     with torch.device("cpu"):
         weight = torch.randn(_PROBE_ROWS, _PROBE_COLS, generator=torch.Generator("cpu").manual_seed(0)).bfloat16()
@@ -65,7 +65,7 @@ def _recognise(module: nn.Embedding) -> EmbeddingForm | str:
         twin.__class__ = original_class(module)
         given = {"_parameters": {"weight": weight}, "_buffers": buffers, "padding_idx": None, "training": training}
         twin.__dict__ = {**module.__dict__, **given}
-        return twin.forward(ids)  # without hooks, which are called beside the op as well
+        return twin.forward(ids)  # without hooks, which also run around the op
 
     with repeatable():
         try:
@@ -89,7 +89,7 @@ def _scaled(weight: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tens
 
 @functools.cache
 def _rounded(scale: float, dtype: torch.dtype) -> float:
-    """The scale as the model has it: rounded to its weight's dtype."""
+    """Returns the scale as the model uses it: rounded to the weight's dtype."""
     return torch.tensor(scale, device="cpu", dtype=torch.float64).to(dtype).item()
 
 
@@ -97,9 +97,9 @@ _read: MutableMapping[torch.Tensor, tuple[int | None, float]] = WeakIdKeyDiction
 
 
 def _number(buffer: Any) -> float | None:
-    """What a buffer of one number has, read once for as long as nobody writes to it; None: it cannot be read."""
+    """Returns the value of a buffer with one number, read again only after a write; None: it cannot be read."""
     if type(buffer) is FakeTensor and buffer.numel() == 1:
-        return 1.0  # nothing is computed: kernels are found that take any number
+        return 1.0  # a fake tensor computes nothing, and the kernels take any number
     if type(buffer) is not torch.Tensor or buffer.numel() != 1 or buffer.is_meta:
         return None
     known, version = _read.get(buffer), None if buffer.is_inference() else buffer._version
@@ -109,7 +109,7 @@ def _number(buffer: Any) -> float | None:
 
 
 class EmbeddingPatch(Patch):
-    """Token embeddings by `ops.embedding`."""
+    """Replaces token embeddings by `ops.embedding`."""
 
     op = "embedding"
 

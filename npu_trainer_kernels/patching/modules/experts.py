@@ -1,13 +1,13 @@
-"""Mixtures of experts: modules of transformers' experts interface, by `ops.moe_experts`.
+"""Replaces mixtures of experts with transformers' experts interface by `ops.moe_experts`.
 
-A candidate carries the flags that `use_experts_implementation` sets (gate, biases, transposed weights, a norm behind
-each expert); they name its parameters and say what to look for, and transformers' own implementations go by nothing
-else. That its class computes this is shown by running its eager code on a few rows, with small weights in place of its
-own, and comparing the result with the op's. So weights may be sharded, quantised or not there yet. Its gate is compared
-bit for bit (`gate_forms`); one that is not known keeps its own code, between our products.
+A candidate has the flags that `use_experts_implementation` sets (gate, biases, transposed weights, a norm after each
+expert). They determine the names of its parameters and its formula; transformers' own implementations read nothing
+else. A probe shows that the class computes this formula: its eager code runs on a few rows, with small weights in place
+of its own, and the result is compared with the op's. So the real weights may be sharded, quantised or not loaded yet.
+The gate is compared bit for bit (`gate_forms`); an unknown gate runs its original code between the op's products.
 
-Experts that do not come through the interface have nothing in common that could be served: they stay, and the report
-says so.
+Experts outside of the interface have no common code that an op could replace: they are left alone, and the report says
+so.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ..undo import Undo
 from .gate_forms import GateForm, gate_of, joined_gate_form, numbers_of
 from .norm_forms import full_shape
 
-# By name, the implementations that the op takes the place of beside the eager one. Transformers before 5 has no such
-# interface, and so no module with its flags.
+# By name, the implementations that the op replaces besides the eager one. Transformers before 5 has no such interface,
+# and so no module with its flags.
 _STOCK: dict[str, Any] = {}
 _interface: Any = {}
 try:
@@ -53,27 +53,27 @@ __all__ = ["ExpertsPatch"]
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
 _IDS = (torch.int64, torch.int32)
-# Sizes of the probe: one expert has no row.
+# Sizes of the probe, in which one expert has no row.
 _EXPERTS, _COLS, _INNER = 4, 8, 12
 _CHOSEN = ((0, 2), (2, 0), (0, 3), (3, 2), (2, 3))
 
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """What an experts module computes.
+    """The formula of an experts module.
 
     Attributes:
         arguments: the names of rows, experts and routing weights in its forward.
-        gate: what it forms of its first product; None: its own code does.
-        gated: whether that product has a gate and an up.
+        gate: the formula between the two products; None: the module's own code computes it.
+        gated: whether the first product has a gate and an up.
         transposed: whether weights are stored `[experts, in, out]`.
         biased: whether both products have a bias.
         normed: whether a norm follows each expert.
         code: the class's function for the gate.
         activation: the class of its activation, where that is a module.
-        settings: what its code for the gate reads, as it was, and what that of such an activation does.
-        refused: why a device does not serve products in a dtype, or None, by both.
-        dispatching: what brings rows to these modules from other ranks and has been told of the op.
+        settings: the values that the code of the gate, and of an activation module, read when they were recognised.
+        refused: by device and dtype, why the device does not serve the products, or None.
+        dispatching: the objects that bring rows to these modules from other ranks, and that call the op.
     """
 
     arguments: tuple[str, str, str]
@@ -100,7 +100,7 @@ class ExpertsForm:
 
     @functools.cached_property
     def options(self) -> dict[str, Any]:
-        """Arguments of the op that are neither tensors nor code of the module's."""
+        """The op's arguments that are neither tensors nor code of the module."""
         options: dict[str, Any] = {"gated": self.gated, "transposed": self.transposed}
         if self.gate is not None:
             given = dict(self.gate.options)
@@ -108,14 +108,14 @@ class ExpertsForm:
         return options
 
     def sizes(self, module: Any) -> tuple[int, int]:
-        """Of rows, and of what is between both products."""
+        """Returns the width of rows, and the width between the two products."""
         shape = full_shape(module._parameters["down_proj"])
         return (shape[2], shape[1]) if self.transposed else (shape[1], shape[2])
 
     def serve(
         self, module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, backend: str | None
     ) -> torch.Tensor:
-        """The op with the parameters of a module."""
+        """Runs the op with the parameters of a module."""
         first, second = (module._parameters[name] for name in self.weights)
         first_bias, second_bias = (module._parameters[name] for name in self.biases) if self.biased else (None, None)
         code: dict[str, Any] = {}
@@ -140,18 +140,18 @@ def _has_flags(module: nn.Module) -> bool:
 
 
 def _dispatchers(module: Any) -> list[Any]:
-    """What brings rows to a module from other ranks under transformers' expert parallelism. The module's forward, which
-    is set on the instance, calls one of these; it calls the forward that the class had, over weights that are whole."""
+    """Returns the objects that bring rows to a module from other ranks under transformers' expert parallelism. The
+    forward set on the instance calls one of them, and that calls the class's forward with unsharded weights."""
     forward = vars(module).get("forward")
     if getattr(forward, "__module__", None) != "transformers.distributed.expert_parallel":
         return []
     outer = inspect.getclosurevars(forward).nonlocals.get("implementation")
-    # One may hold others, between which it chooses.
+    # An implementation may hold others, and choose between them.
     return [] if outer is None else [p for p in (outer, *vars(outer).values()) if hasattr(p, "experts_forward")]
 
 
 def _implementation(module: Any) -> str | None:
-    """Why the implementation that a module's configuration asks for is not ours to replace, or None."""
+    """Returns why the op must not replace the implementation that a module's configuration requests, or None."""
     name = module.config._experts_implementation
     if name in (None, "eager") or (name in _STOCK and _interface[name] is _STOCK[name]):
         return None
@@ -159,13 +159,13 @@ def _implementation(module: Any) -> str | None:
 
 
 def _activation(module: Any) -> nn.Module | None:
-    """A module's activation, where that is a module."""
+    """Returns a module's activation, if it is a module."""
     found: nn.Module | None = module._modules.get("act_fn")
     return found
 
 
 def _gate(module: Any, kind: Any) -> GateForm | None:
-    """What a module forms of its first product, where the op knows that."""
+    """Returns the formula between a module's products, if the op has it."""
     if unseen(module, "_apply_gate" if module.has_gate else "act_fn"):
         return None
     if not module.has_gate:
@@ -200,20 +200,20 @@ def _recognise(module: Any) -> ExpertsForm | str:
     odd = next((name for name in form.weights if module._parameters[name].dtype not in FLOATS), None)
     if odd is not None:
         return f"its {odd} is quantised ({str(module._parameters[odd].dtype).removeprefix('torch.')})"
-    # Who wraps a forward by the interface says that flags say all of it; who derives from such a class has not.
+    # The interface's decorator states that the flags describe all of a forward; a derived class states nothing.
     derived = None if hasattr(kind.forward, "__wrapped__") else unseen(module)
     return _unproven(module, kind, form) or derived or form
 
 
 class _Squares(nn.Module):
-    """In the place of the norm behind each expert: nothing that could be exchanged with a weighted sum."""
+    """Takes the place of the norm after each expert in a probe: squares do not commute with a weighted sum."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * x
 
 
 def _twin(module: Any, kind: Any, form: ExpertsForm) -> Any:
-    """The module with small random weights on the CPU in fp32."""
+    """Returns a copy of the module with small random weights on the CPU in fp32."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def parameter(*shape: int) -> nn.Parameter:
@@ -239,7 +239,7 @@ def _twin(module: Any, kind: Any, form: ExpertsForm) -> Any:
 
 
 def _unproven(module: Any, kind: Any, form: ExpertsForm) -> str | None:
-    """What a run on a few rows has shown against a form, or None."""
+    """Returns how a run on a few rows contradicts a form, or None."""
     generator = torch.Generator("cpu").manual_seed(1)
     x = torch.randn(len(_CHOSEN), _COLS, generator=generator, dtype=torch.float32, device="cpu")
     ids = torch.tensor(_CHOSEN, device="cpu", dtype=torch.int64)
@@ -265,18 +265,18 @@ def _unproven(module: Any, kind: Any, form: ExpertsForm) -> str | None:
 
 
 class ExpertsPatch(Patch):
-    """Experts of transformers' interface by `ops.moe_experts`."""
+    """Replaces experts of transformers' interface by `ops.moe_experts`."""
 
     op = "moe_experts"
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
-        # Of other experts, which are known by their place alone, the report has the reason why they stay.
+        # Other experts, recognised by their path, are candidates too, so the report says why they are left alone.
         for path, module in scene.model.named_modules():
             if _has_flags(module) or path.rpartition(".")[2] == "experts":
                 yield path, module
 
     def misses(self, scene: Scene) -> bool:
-        # Nothing was measured that speaks for the models' own code: who has experts is to know that the op is there.
+        # No measurement favours the models' own code, so a user whose model has experts should learn of the op.
         return any(_has_flags(module) for module in scene.model.modules())
 
     def recognise(self, module: Any, scene: Scene) -> ExpertsForm | str | None:
@@ -297,7 +297,7 @@ class ExpertsPatch(Patch):
         super().install(site, module, undo, settings)
         if plain_inside(module):
             serve_inside(module, site.cls, undo)
-        there = weakref.ref(module)  # what is undone later keeps no module alive
+        there = weakref.ref(module)  # the undo record must not keep the module alive
 
         def experts_forward(*args: Any, **kwargs: Any) -> Any:
             return site.cls.forward(there(), *args, **kwargs)
@@ -345,15 +345,15 @@ class ExpertsPatch(Patch):
 
 
 def _given(form: ExpertsForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Rows, experts and routing weights, as far as a call has them, by place or by name."""
+    """Returns the rows, experts and routing weights that a call has, positional or by name."""
     if not kwargs:
         return args
     return *args, *(kwargs[name] for name in form.arguments[len(args) :] if name in kwargs)
 
 
 def _in_weights_dtype(module: Any) -> bool:
-    """Whether products run in the dtype of the weights, whatever that of the rows is: transformers' grouped ones know
-    of no autocast and cast the rows. Asked only where it matters: a configuration takes long to read."""
+    """Whether products run in the dtype of the weights, whatever that of the rows: transformers' grouped implementation
+    ignores autocast and casts the rows. Called only where it matters, since reading a configuration is slow."""
     return module.config._experts_implementation == "grouped_mm"
 
 
@@ -363,7 +363,7 @@ def _dtype_of_products(module: Any, form: ExpertsForm, x: torch.Tensor) -> torch
 
 
 def _unserved(site: Site, module: Any, x: torch.Tensor) -> str | None:
-    """Why the device does not serve products in the dtype that these run in, or None; asked once for each."""
+    """Returns why the device does not serve products in this call's dtype, or None; computed once for each dtype."""
     form: ExpertsForm = site.form
     dtype = _dtype_of_products(module, form, x)
     key = x.device.type, dtype
@@ -373,7 +373,7 @@ def _unserved(site: Site, module: Any, x: torch.Tensor) -> str | None:
 
 
 def _other_dtype(module: Any, form: ExpertsForm, x: torch.Tensor) -> str | None:
-    """Why the products have no one dtype, or None."""
+    """Returns why the products have no common dtype, or None."""
     (first, *others) = (module._parameters[name].dtype for name in (*form.weights, *form.biases))
     if any(dtype is not first for dtype in others):
         return "its parameters are of several dtypes"
@@ -383,7 +383,7 @@ def _other_dtype(module: Any, form: ExpertsForm, x: torch.Tensor) -> str | None:
 
 
 def _exchanged(module: Any, form: ExpertsForm) -> str | None:
-    """What of a gate that the op knows is no longer what was recognised, or None."""
+    """Returns how a gate that the op has differs from the one that was recognised, or None."""
     if form.gate is None:
         return None
     if getattr(type(module), "_apply_gate", None) is not form.code:

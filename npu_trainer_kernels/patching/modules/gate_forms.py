@@ -1,13 +1,13 @@
-"""What a model's own gate computes, found by running it.
+"""Finds which formula a model's gate computes, by running it.
 
     gate_of(act_fn) -> "silu", "gelu", "gelu_tanh", "relu2" or None        an activation, module or function
     gate_form(lambda gate, up: ..., numbers) -> GateForm or None           the product of both
     joined_gate_form(lambda both: ..., numbers) -> GateForm or None        the same of one tensor, as experts have it
 
-Activations are compared on every number that bf16 has, in bf16 and in fp32, bit for bit with those of transformers: an
-activation may be spelt in several ways that round differently, and `ops.swiglu` is as close to the truth as any of
-them. Products are compared with `ops.swiglu` itself. Limits and factors are not guessed: `numbers` are those that the
-module has, and each that could be a limit or a factor is tried.
+Activations are compared at every bf16 number, in bf16 and in fp32, bit for bit with those of transformers: an
+activation may be written in several ways that round differently, and `ops.swiglu` is as accurate as any of them.
+Products are compared with `ops.swiglu` itself. Limits and factors are not guessed: each number among the module's
+attributes (`numbers`) is tried as a limit and as a factor.
 """
 
 import functools
@@ -25,7 +25,7 @@ from ..patch import PROBE_ERRORS
 
 __all__ = ["GateForm", "gate_form", "gate_of", "joined_gate_form", "numbers_of"]
 
-# By transformers' names.
+# The names in transformers of each activation's variants.
 _SPELLINGS = {
     "silu": ("silu",),
     "gelu": ("gelu", "gelu_python"),
@@ -38,11 +38,11 @@ _FEW = 16
 
 @dataclass(frozen=True)
 class GateForm:
-    """A gate in the words of `ops.swiglu`.
+    """A gate as options of `ops.swiglu`.
 
     Attributes:
         activation, alpha, limit, offset: options of `ops.swiglu`.
-        joined: how gate and up lie in one tensor, or None.
+        joined: the layout of gate and up in one tensor, or None.
     """
 
     activation: str = "silu"
@@ -69,7 +69,7 @@ class GateForm:
 
 @functools.cache
 def _every_number(dtype: torch.dtype) -> torch.Tensor:
-    """All numbers of bf16, as `dtype`."""
+    """Returns all finite numbers of bf16, as `dtype`."""
     bits = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
     numbers = (bits << 16).view(torch.float32)
     return numbers[numbers.isfinite()].to(dtype)
@@ -83,14 +83,14 @@ def _spelt(name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _same(found: object, expected: torch.Tensor) -> bool:
-    """Whether a result has the bits that are expected; NaN is NaN."""
+    """Whether a result equals the expected one exactly; NaN equals NaN."""
     if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype or found.shape != expected.shape:
         return False
     return bool(((found == expected) | (found.isnan() & expected.isnan())).all())
 
 
 def gate_of(activation: Callable[..., Any]) -> str | None:
-    """The activation of `ops.swiglu` that a module or function computes, or None."""
+    """Returns the activation of `ops.swiglu` that a module or function computes, or None."""
     found = []
     for dtype in _DTYPES:
         try:
@@ -111,25 +111,25 @@ def gate_of(activation: Callable[..., Any]) -> str | None:
 
 
 def numbers_of(module: object) -> tuple[float, ...]:
-    """The numbers that a module has as attributes of its own."""
+    """Returns the numbers among a module's instance attributes."""
     values = (v for v in vars(module).values() if isinstance(v, int | float) and not isinstance(v, bool))
     return tuple(sorted({float(v) for v in values}))
 
 
 def gate_form(function: Callable[..., Any], numbers: Iterable[float] = ()) -> GateForm | None:
-    """The form whose bits `function(gate, up)` has, or None; `numbers`: what may be its limit or its factor."""
+    """Returns the form that equals `function(gate, up)` bit for bit, or None. `numbers` may be its limit or factor."""
     return _form(lambda given: function(*given), (None,), tuple(numbers))
 
 
 def joined_gate_form(function: Callable[..., Any], numbers: Iterable[float] = ()) -> GateForm | None:
-    """Likewise of `function(gate_up)`."""
+    """Returns the same for `function(gate_up)`."""
 
     return _form(lambda given: function(given[0]), JOINED, tuple(numbers))
 
 
 def _probes(dtype: torch.dtype, joined: str | None) -> tuple[torch.Tensor, ...]:
-    """Gate and up `[rows, columns]`, or both in one: every number that bf16 has as a gate and as an up, and usual ones
-    beside it."""
+    """Returns gate and up `[rows, columns]`, or both in one: every bf16 number as a gate and as an up, next to numbers
+    of usual size; the last rows have only the latter."""
     generator = torch.Generator("cpu").manual_seed(0)
     every = _every_number(torch.float32)
     usual = [torch.randn(len(every), generator=generator, device="cpu") * scale for scale in (1, 6, 6, 1)]
@@ -144,7 +144,7 @@ def _form(
     function: Callable[[tuple[torch.Tensor, ...]], Any], layouts: tuple[str | None, ...], numbers: tuple[float, ...]
 ) -> GateForm | None:
     for joined in layouts:
-        # Both sides are given the same memory: on a CPU torch rounds elsewhere where elements have gaps between them.
+        # Both sides get tensors of the same strides: on a CPU torch rounds differently if elements are not contiguous.
         probes = [_probes(dtype, joined) for dtype in _DTYPES]
         try:
             with torch.no_grad():
@@ -152,7 +152,7 @@ def _form(
         except PROBE_ERRORS:
             return None
         for form in _candidates(numbers, joined):
-            # Most candidates differ in usual numbers already, which come last.
+            # Most candidates already differ in numbers of usual size, which come last.
             if _computes(form, [tuple(map(_last, probe)) for probe in probes], map(_last, found)) and _computes(
                 form, probes, found
             ):
@@ -161,7 +161,7 @@ def _form(
 
 
 def _last(t: Any) -> Any:
-    """The last rows; what is no tensor of rows stays as it is."""
+    """Returns the last rows of a tensor, and anything else unchanged."""
     return t[-_FEW:] if isinstance(t, torch.Tensor) and t.dim() else t
 
 

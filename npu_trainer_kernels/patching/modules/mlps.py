@@ -1,17 +1,16 @@
-"""Gated MLPs: `down(act(gate(x)) * up(x))`, however they name and store their three projections.
+"""Replaces gated MLPs: `down(act(gate(x)) * up(x))`, however they name and store their three projections.
 
-A candidate has two or three projections (children with parameters) and otherwise nothing but leaves without parameters,
-its activation among them (`gate_forms`), which only one of three projections may do without: its code then calls a
-function of torch. What it computes is found by running its forward with the projections replaced by
-constants: the last one that is called is `down`, and what reaches it is compared bit for bit with the product of that
-activation's own result, for every way to store gate and up in what the others return.
+A candidate has two or three projections (children with parameters); all other children are leaves without parameters,
+its activation among them (`gate_forms`). Only with three projections may the activation be missing: the code then calls
+a function of torch. A probe runs the forward with the projections replaced by constants. The projection called last is
+`down`, and its input is compared bit for bit with the product of that activation's own result and up, for every way to
+store gate and up in the outputs of the others.
 
-Where `down` is a bare linear layer its product is part of the op (`swiglu_linear`), which keeps one tensor less for
-backward. That is asked at every call: hooks, adapters and sharding may come after the patch; then the layer is called
-as it is.
+If `down` is a bare linear layer, its product is part of the op (`swiglu_linear`), which keeps one tensor less for
+backward. Each call checks this, since hooks, adapters and sharding may come after the patch; otherwise the layer is
+called.
 
-Each row goes through such an MLP by itself, so it may also run over slices of its rows (`ops/slices.py`), where
-somebody asks for that.
+The MLP treats each row independently, so on request it also runs over slices of its rows (`ops/slices.py`).
 """
 
 import functools
@@ -43,16 +42,16 @@ _ROWS, _COLS = (2, 3), 8
 
 @dataclass(frozen=True)
 class MlpForm:
-    """Which children do what.
+    """The roles of an MLP's children.
 
     Attributes:
-        gate, up: projections; the same one where both come in one tensor.
-        down: the last projection.
-        swapped: that tensor has up in its first half.
-        leaves: names and types of the other children, which the op stands for, and what their code reads.
-        product: what is formed of gate and up.
-        settings: what the module's code reads, as it was.
-        tokens: the most rows of a slice; 0: all rows at once.
+        gate, up: the names of these projections; equal if one projection returns both in one tensor.
+        down: the name of the last projection.
+        swapped: whether that tensor has up in its first half.
+        leaves: the names, classes and settings of the other children, which the op replaces.
+        product: the function of gate and up.
+        settings: the values that the module's code read when it was recognised.
+        tokens: the maximum number of rows of a slice; 0: all rows at once.
     """
 
     gate: str
@@ -70,12 +69,12 @@ class MlpForm:
 
 @dataclass
 class Slices:
-    """What became of the calls of MLPs that are to run over slices of so many tokens.
+    """Counts the calls of MLPs that are to run over slices of so many tokens.
 
     Attributes:
-        tokens: the most rows of a slice.
-        ran: calls that ran so; shorter ones have nothing to slice.
-        whole: longer calls that did not, by reason.
+        tokens: the maximum number of rows of a slice.
+        ran: the number of calls that ran in slices; shorter calls have nothing to slice.
+        whole: the number of longer calls that did not, by reason.
     """
 
     tokens: int
@@ -90,8 +89,8 @@ class Slices:
 
 def is_bare_linear(module: nn.Module) -> bool:
     """Whether calling a module is `functional.linear` of its parameters and nothing else: no subclass (adapters,
-    quantisation, FSDP units, parametrisations), no hooks, no forward of its own, no tensor subclass as its weight but
-    the fake one, which stands for the parameter that it was made of."""
+    quantisation, FSDP units, parametrisations), no hooks, no forward set on the instance, no tensor subclass as a
+    parameter except those in `PLAIN`."""
     if type(module) is not nn.Linear or has_hooks(module) or "forward" in module.__dict__:
         return False
     for parameter in module._parameters.values():
@@ -101,8 +100,8 @@ def is_bare_linear(module: nn.Module) -> bool:
 
 
 def _children(module: nn.Module) -> tuple[list[str], list[str]] | None:
-    """Names of the projections and of the leaves of a candidate. Nothing else may be in it: a probe calls its forward,
-    and what shards a model takes the first call for the model's own."""
+    """Returns the names of a candidate's projections and leaves. It has no other children: a probe calls its forward,
+    and a sharding wrapper would take that for the model's first call."""
     if any(True for _ in module.parameters(recurse=False)):
         return None
     projections, leaves = [], []
@@ -113,26 +112,26 @@ def _children(module: nn.Module) -> tuple[list[str], list[str]] | None:
             return None
         else:
             leaves.append(name)
-    # Two projections and nothing else are an adapter's, or an MLP without a gate.
+    # Two projections and nothing else belong to an adapter, or to an MLP without a gate.
     return (projections, leaves) if len(projections) == 3 or (len(projections) == 2 and leaves) else None
 
 
 def _is_projection(child: nn.Module) -> bool:
-    """A linear layer, whatever stores its weight, or adapters around one."""
+    """Whether a child is a linear layer, however its weight is stored, or an adapter around one."""
     return isinstance(child, nn.Linear) or (hasattr(child, "in_features") and hasattr(child, "out_features"))
 
 
 class _Otherwise(Exception):
-    """A projection that is given something else than the MLP's input."""
+    """The input of a projection is not the MLP's input."""
 
 
 def _reached(
     module: Any, projections: list[str], constants: tuple[torch.Tensor, ...], training: bool
 ) -> tuple[list[str], Any]:
-    """The projections in the order of their calls, and what reaches the last one when the others return constants.
+    """Returns the projections in the order of their calls, and the last one's input when the others return constants.
 
     Raises:
-        _Otherwise: if the others are given something else than what the MLP was given.
+        _Otherwise: the input of another projection is not the MLP's input.
     """
     calls: list[str] = []
     x = torch.linspace(-2, 3, _COLS, dtype=constants[0].dtype, device="cpu").expand(*_ROWS, _COLS)
@@ -167,7 +166,7 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
         return "it drops out"
     others = [(name, module.get_submodule(name)) for name in leaves]
     if reason := next(filter(None, map(unseen, (module, *(leaf for _, leaf in others)))), None):
-        return reason  # before a probe that would leave something on the module
+        return reason  # before a probe that would change the module
     stands_for = tuple((name, original_class(leaf), settings_of(leaf)) for name, leaf in others)
     probe = torch.ones(*_ROWS, 2 * _COLS, device="cpu", dtype=torch.float32)
     try:
@@ -192,7 +191,7 @@ def _recognise(module: nn.Module, projections: list[str], leaves: list[str]) -> 
 
 
 def _ways(calls: list[str], reaches: Callable[..., Any]) -> Iterator[tuple[str, str, bool, Callable[..., Any], bool]]:
-    """Who may be gate and up, and where: (gate, up, swapped, what is formed of them, whether of one tensor)."""
+    """Yields possible roles of projections: (gate, up, swapped, the function of them, whether it takes one tensor)."""
     first, second = calls[0], calls[1]
     if len(calls) == 2:
         yield first, first, False, reaches, True
@@ -205,7 +204,7 @@ def _ways(calls: list[str], reaches: Callable[..., Any]) -> Iterator[tuple[str, 
 def _product(
     function: Callable[..., Any], joined: bool, known: list[tuple[str, nn.Module]], numbers: tuple[float, ...]
 ) -> GateForm | None:
-    """What is formed: the module's own activation times up, however that rounds, or what the op computes."""
+    """Returns the formula: the module's own activation times up, however that rounds, or the op's formula."""
     for activation, leaf in known:
         for layout in JOINED if joined else (None,):
             if all(_is_product(function, layout, leaf, dtype) for dtype in (torch.bfloat16, torch.float32)):
@@ -222,11 +221,11 @@ def _agrees(function: Callable[..., Any], product: GateForm) -> bool:
 
 
 def _probes(dtype: torch.dtype, layout: str | None) -> tuple[torch.Tensor, ...]:
-    """Gate and up, or both in one tensor."""
+    """Returns gate and up, or both in one tensor."""
     generator = torch.Generator("cpu").manual_seed(0)
     shape = (*_ROWS, _COLS if layout is None else 2 * _COLS)
     given: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-    # Some rows are large: a clamp, as some code has for fp16, is to show.
+    # Some rows are large, so that a clamp shows, as some code has for fp16.
     sizes = torch.tensor([1, 3, 3, 6, 300, 1e5], **given).view(*_ROWS, 1)
     count = 2 if layout is None else 1
     return tuple((sizes * torch.randn(shape, generator=generator, **given)).to(dtype) for _ in range(count))
@@ -252,24 +251,24 @@ def gate_and_up(both: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Te
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """`getattr(module, name)`, which takes several times as long; what shards a model may have put a plain tensor in a
+    """Returns `getattr(module, name)`, in a fraction of the time. A sharding wrapper may have put a plain tensor in the
     parameter's place."""
     parameters = module._parameters
     return parameters[name] if name in parameters else getattr(module, name)
 
 
 def _is_cast_for(down: Any, gate: torch.Tensor) -> bool:
-    """Whether a model has to cast what it gives to the last projection, as T5 does, which keeps that one in fp32."""
+    """Whether a model has to cast the input of its last projection, as T5 does, which keeps that projection in fp32."""
     weight = down._parameters.get("weight")
-    if weight is None and hasattr(down, "base_layer"):  # adapters are around it
+    if weight is None and hasattr(down, "base_layer"):  # an adapter wraps it
         weight = down.base_layer._parameters.get("weight")
     return weight is not None and weight.dtype is not gate.dtype and weight.dtype in FLOATS and not autocasts(gate)
 
 
 def _no_slices(module: nn.Module) -> str | None:
-    """Why backward could not tell the gradients of an MLP's parameters from the MLP alone, or None."""
+    """Returns why backward of a slice could not find the gradients of an MLP's parameters, or None."""
     for name, child in module.named_modules():
-        # FSDP's first version and the like put tensors in the place of parameters while a layer runs.
+        # FSDP's first version and the like replace parameters by tensors while a layer runs.
         known = "weight" in child._parameters or hasattr(child, "parametrizations")
         if isinstance(child, nn.Linear) and not known:
             return f"its {name} has no parameter of its own"
@@ -282,7 +281,7 @@ def _no_slices(module: nn.Module) -> str | None:
 
 
 class GatedMlpPatch(Patch):
-    """Gated MLPs by `ops.swiglu` and `ops.swiglu_linear`, where asked for over slices of their rows."""
+    """Replaces gated MLPs by `ops.swiglu` and `ops.swiglu_linear`, on request over slices of their rows."""
 
     op = "swiglu"
 
@@ -358,7 +357,7 @@ class GatedMlpPatch(Patch):
         options = {**form.product.options, "backend": site.backend}
         if not is_bare_linear(down):
             return down(swiglu(gate, up, **options))
-        # What bare linear layers return nobody else has seen.
+        # Nothing else uses the outputs of bare linear layers, so the op may overwrite them.
         ours = is_bare_linear(modules[form.gate]) and is_bare_linear(modules[form.up])
         weight, bias = parameter_of(down, "weight"), parameter_of(down, "bias")
         return swiglu_linear(gate, up, weight, bias, overwrite=ours, **options)

@@ -1,9 +1,9 @@
-"""What a norm computes: found by running it, not by what it is called.
+"""Finds which formula a norm computes, by running it, whatever its name.
 
-A candidate has no submodules, and of parameters at most a vector `weight` and a vector `bias`. Its forward is run on a
-few random rows, with random weights, in fp32 and bf16 on the CPU, and compared bit for bit with every form of the
-norms' references: RMSNorm, layer norm, RMSNorm with a gate or in groups. The form that equals it in both dtypes, and
-agrees with it in training, in evaluation and in its gradients, is what the module computes; where none does, it is left
+A candidate has no submodules, and at most a vector `weight` and a vector `bias` as parameters. Its forward runs on a
+few random rows with random weights, in fp32 and bf16 on the CPU, and the result is compared bit for bit with every form
+of the norms' references: RMSNorm, layer norm, RMSNorm with a gate or in groups. The module computes the form that is
+equal in both dtypes and agrees in training, in evaluation and in its gradients; a module without such a form is left
 alone.
 """
 
@@ -48,11 +48,11 @@ __all__ = [
     "recognise_norm",
 ]
 
-# In three dimensions, as in a model: a norm of the second one is another thing there.
+# Inputs have three dimensions, as in a model, so that a norm over the second one is recognised as different.
 _ROWS = (2, 3)
-# Where a module has no weight, its width does not matter, unless it says it.
+# The width where a module has no weight; any will do, unless the module states one.
 _WIDTH_WITHOUT_WEIGHT = 64
-# Of modules that have none among their attributes, as Olmo's.
+# For modules without an epsilon among their attributes, as Olmo's.
 _EPS_WITHOUT_NAME = 1e-5
 _CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -60,12 +60,12 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class NormForm:
-    """What an RMSNorm module computes: the arguments of `ops.rms_norm`.
+    """The arguments of `ops.rms_norm` that compute an RMSNorm module.
 
     Attributes, as in the other forms:
-        one_dtype: it holds where parameters have the dtype of what is normed; otherwise the module does something else.
-        settings: what the module's code reads, as it was.
-        code: the forward of its class, as it was.
+        one_dtype: whether the form holds only if the parameters have the input's dtype.
+        settings: the values that the module's code read when it was recognised.
+        code: the forward of its class when it was recognised.
     """
 
     eps: float
@@ -87,17 +87,17 @@ class NormForm:
         )
 
     def run(self, module: nn.Module, x: torch.Tensor, backend: str | None) -> torch.Tensor:
-        """The op in place of the module."""
+        """Runs the op in place of the module."""
         weight = module._parameters["weight"] if self.weighted else None
         return rms_norm(x, weight, self.eps, offset=self.offset, casting=self.casting, backend=backend)
 
 
 @dataclass(frozen=True)
 class LayerNormForm:
-    """What a layer norm computes: the arguments of `ops.layer_norm`.
+    """The arguments of `ops.layer_norm` that compute a layer norm.
 
     Attributes:
-        fused: the module's own code is `torch.nn.functional.layer_norm`.
+        fused: whether the module's own code is `torch.nn.functional.layer_norm`.
     """
 
     eps: float
@@ -118,17 +118,17 @@ class LayerNormForm:
         return f"offset={self.offset:g}, eps={self.eps:g}" + "".join(f", no {name}" for name in lacks)
 
     def run(self, module: nn.Module, x: torch.Tensor, backend: str | None) -> torch.Tensor:
-        """The op in place of the module."""
+        """Runs the op in place of the module."""
         weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
         return layer_norm(x, weight, bias, self.eps, offset=self.offset, backend=backend)
 
 
 @dataclass(frozen=True)
 class GatedNormForm:
-    """What an RMSNorm with a gate or in groups computes: the arguments of `ops.gated_rms_norm`.
+    """The arguments of `ops.gated_rms_norm` that compute an RMSNorm with a gate or in groups.
 
     Attributes:
-        gated: it takes a gate; `needs_gate`: and cannot do without.
+        gated: whether the module takes a gate; `needs_gate`: whether it requires one.
     """
 
     eps: float
@@ -150,13 +150,13 @@ class GatedNormForm:
     def run(
         self, module: nn.Module, x: torch.Tensor, backend: str | None, gate: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The op in place of the module."""
+        """Runs the op in place of the module."""
         weight: Any = module._parameters["weight"]
         return gated_rms_norm(x, gate, weight, self.eps, backend=backend, **self.options)
 
     @functools.cached_property
     def options(self) -> dict[str, Any]:
-        """Of the op, but for eps."""
+        """The op's arguments except eps."""
         names = ("offset", "order", "activation", "casting", "groups")
         return {name: getattr(self, name) for name in names}
 
@@ -165,18 +165,18 @@ Form = NormForm | LayerNormForm | GatedNormForm
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """DeepSpeed's ZeRO-3 leaves an empty tensor in a parameter's place, and notes its shape."""
+    """Returns a parameter's shape, also where DeepSpeed's ZeRO-3 leaves an empty tensor and notes the shape."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether a module has the shape of a norm of one tensor: a leaf with one vector `weight`, and perhaps one `bias`,
-    or with nothing but an epsilon or the name of a norm."""
+    """Whether a module looks like a norm of one tensor: a leaf with a vector `weight` and perhaps a `bias`, or without
+    parameters but with the name of a norm."""
     return _is_leaf(module) and not is_gated(module)
 
 
 def is_gated(module: nn.Module) -> bool:
-    """Whether a module has the shape of a norm, and its forward takes a gate beside the tensor."""
+    """Whether a module looks like a norm, and its forward takes a gate besides the tensor."""
     return _is_leaf(module) and len(_arguments(module)) == 2 and "gate" in _arguments(module)[1]
 
 
@@ -198,13 +198,13 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 
 
 def _epsilons(module: nn.Module) -> dict[str, float]:
-    """Every small positive float among the module's attributes, by name: one of them is its epsilon."""
-    # torch.nn.RMSNorm(eps=None) takes the input dtype's machine epsilon: not one number, so not a form of ours.
+    """Returns the small positive floats among the module's attributes, by name: one of them is its epsilon."""
+    # torch.nn.RMSNorm(eps=None) takes the input dtype's machine epsilon, which is not one number and so no form.
     return {name: v for name, v in vars(module).items() if isinstance(v, float) and 0 < v < 1e-1}
 
 
 def of_other_dtypes(module: nn.Module, form: Form, *given: torch.Tensor) -> str | None:
-    """Why a form does not hold for the dtypes of a call, or None."""
+    """Returns why a form does not hold for the dtypes of a call, or None."""
     if form.one_dtype:
         parameters = (module._parameters[name] for name in form.parameters)
         if len({t.dtype for t in (*given, *parameters) if t is not None}) > 1:
@@ -213,7 +213,7 @@ def of_other_dtypes(module: nn.Module, form: Form, *given: torch.Tensor) -> str 
 
 
 def exchanged(norm: nn.Module, kind: Any, form: NormForm) -> str | None:
-    """Why a norm has to be called itself, where it stands in the forward of another module, or None."""
+    """Returns why a norm inside another module's forward must be called as a module, or None."""
     if has_hooks(norm) or "forward" in norm.__dict__ or original_class(norm) is not kind:
         return "a norm has hooks, or has been exchanged"
     if kind.forward is not form.code:
@@ -222,13 +222,13 @@ def exchanged(norm: nn.Module, kind: Any, form: NormForm) -> str | None:
 
 
 def _groups(module: nn.Module, width: int) -> list[int]:
-    """How many groups a module's numbers may mean, as their number or their size: one first."""
+    """Returns the possible numbers of groups, 1 first: the module's integers may be their number or their size."""
     sizes = {v for v in vars(module).values() if type(v) is int and 1 < v <= width and width % v == 0}
     return [1, *sorted({n for size in sizes for n in (size, width // size)} - {1})]
 
 
 def _twin(module: nn.Module, parameters: dict[str, torch.Tensor], training: bool) -> nn.Module:
-    """The module with other parameters, on the CPU, as a copy: works for meta and sharded modules too."""
+    """Returns a copy of the module with other parameters, on the CPU; works for meta and sharded modules too."""
     twin = copy.copy(module)
     twin.__class__ = original_class(module)
     given = {**dict.fromkeys(module._parameters), **parameters}
@@ -249,7 +249,7 @@ def _rms_norms(module: nn.Module, names: list[str], width: int) -> Iterator[tupl
 
 
 def _layer_norms(module: nn.Module, names: list[str], width: int) -> Iterator[tuple[Form, Any]]:
-    """As eager code has it, as PyTorch's operator, and as that of what was made fp32 before."""
+    """Yields eager code, PyTorch's operator, and that operator on tensors cast to fp32."""
 
     def eager(form: LayerNormForm) -> Any:
         return lambda x, w=None, b=None: layer_norm_reference(x, w, b, form.eps, offset=form.offset)
@@ -298,11 +298,11 @@ def _gated_norms(module: nn.Module, names: list[str], width: int) -> Iterator[tu
 
 
 Known = dict[Any, "Form | str"]
-"""What modules compute, by all that they have but the numbers in their parameters: layers repeat each other."""
+"""Forms by everything that a module has except its parameters' values, since layers repeat each other."""
 
 
 def recognise_norm(module: nn.Module, known: Known | None = None) -> Form | str:
-    """What a candidate computes, or why it is left alone; `known`: what was found before, which is added to."""
+    """Returns a candidate's form, or why it is left alone. `known` is a cache of earlier results."""
     looks = None if known is None else _looks(module)
     if known is None or looks is None:
         return _recognise(module)
@@ -312,7 +312,7 @@ def recognise_norm(module: nn.Module, known: Known | None = None) -> Form | str:
 
 
 def _looks(module: nn.Module) -> Any:
-    """All that a leaf has but the numbers in its parameters; None where that may be anything."""
+    """Returns everything that a leaf has except its parameters' values; None where that cannot be compared."""
     own = [(name, type(v), v) for name, v in vars(module).items() if name not in _OF_EVERY_MODULE]
     if any(not isinstance(v, int | float | str | None) for _, _, v in own):
         return None
@@ -328,11 +328,11 @@ def _recognise(module: nn.Module) -> Form | str:
     parameters = dict(module.named_parameters())
     names = list(parameters)
     width = full_shape(parameters["weight"])[0] if names else _own_width(module)
-    # Dtype and device by name: a default device or dtype of the user's is nothing to a probe.
+    # Explicit dtype and device: the user may have set other defaults.
     generator = torch.Generator("cpu").manual_seed(0)
     given: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": _CPU}
-    # Small enough that epsilon counts, but for two rows where a clamp shows; and a weight far from 0 and 1, so that
-    # offsets show.
+    # Rows are small enough that epsilon counts, except for two in which a clamp shows; weights are far from 0 and 1, so
+    # that offsets show.
     sizes = torch.tensor([0.01, 0.01, 0.01, 0.01, 1.0, 1e4], dtype=torch.float32, device=_CPU)
     x = sizes.view(*_ROWS, 1) * torch.randn(*_ROWS, width, **given)
     values = {name: torch.rand(width, **given) + 0.25 for name in names}
@@ -362,7 +362,7 @@ def _equal_forms(
     values: dict[str, torch.Tensor],
     *gate: torch.Tensor,
 ) -> Form | str | None:
-    """The first form that is what the module computes; None where none is; why it cannot be run."""
+    """Returns the first form that the module computes, None where there is none, or why the module cannot be run."""
     names, inputs = list(values), (x, *values.values(), *gate)
     forms = [way for kind in kinds for way in kind(module, names, width)]
     own = _own(module, names, module.training)
@@ -379,7 +379,7 @@ def _equal_forms(
     forms = [(f, run) for f, run in forms if _agrees(module, names, run, *inputs)]
     if not forms:
         return None
-    # Forms that are the same in one dtype may differ where there are two.
+    # Forms that are equal in one dtype may differ for mixed dtypes.
     mixed = (form for form, run in forms if _holds_mixed(own, run, inputs, len(names)))
     found = next(mixed, None) or replace(forms[0][0], one_dtype=True)
     return unseen(module) or replace(found, settings=settings_of(module))
@@ -388,7 +388,7 @@ def _equal_forms(
 def _holds_mixed(
     own: Callable[..., Any], run: Callable[..., Any], inputs: tuple[torch.Tensor, ...], parameters: int
 ) -> bool:
-    """Whether a form holds whatever dtypes what is normed, the parameters and the gate have."""
+    """Whether a form holds for all dtypes of the input, the parameters and the gate."""
     for of_x, of_parameters, of_gate in itertools.product(_DTYPES, repeat=3):
         dtypes = [of_x, *(of_parameters if i < parameters else of_gate for i in range(len(inputs) - 1))]
         given = [t.to(dtype) for t, dtype in zip(inputs, dtypes, strict=True)]
@@ -402,7 +402,7 @@ def _holds_mixed(
 
 
 def _own(module: nn.Module, names: list[str], training: bool) -> Callable[..., Any]:
-    """The module as a function of its input, its parameters and its gate."""
+    """Returns the module as a function of its input, its parameters and its gate."""
 
     def own(x: torch.Tensor, *given: torch.Tensor) -> Any:
         count = len(names)
@@ -423,7 +423,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _without_gate(
     module: nn.Module, form: GatedNormForm, x: torch.Tensor, values: dict[str, torch.Tensor]
 ) -> GatedNormForm:
-    """Whether the same form holds where no gate is given."""
+    """Returns the form with `needs_gate=False` if it also holds without a gate, else the form itself."""
     alone = replace(form, needs_gate=False)
 
     def reference(form: GatedNormForm) -> Any:
@@ -434,7 +434,7 @@ def _without_gate(
 
 
 def norms_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of a module that look like RMSNorms, by name."""
+    """Returns the children of a module that look like RMSNorms, by name."""
     return {
         name: child
         for name, child in module.named_children()
@@ -443,6 +443,6 @@ def norms_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def forms_of(norms: dict[str, nn.Module], known: Known | None = None) -> dict[str, NormForm]:
-    """What is recognised of them as RMSNorm."""
+    """Returns the forms of those that are RMSNorms."""
     found = {name: recognise_norm(child, known) for name, child in norms.items()}
     return {name: form for name, form in found.items() if isinstance(form, NormForm)}

@@ -1,4 +1,4 @@
-"""Norms by the op of what they compute (`norm_forms`)."""
+"""Replaces norms by the op of the formula that they compute (`norm_forms`)."""
 
 from typing import Any
 
@@ -28,10 +28,10 @@ __all__ = ["GatedRmsNormPatch", "LayerNormPatch", "RmsNormPatch"]
 
 
 class _NormPatch(Patch):
-    """What the three have in common.
+    """The part that the three patches have in common.
 
-    A candidate that computes another op's norm is none of ours. One that computes no norm that is known has its reason
-    from the op whose parameters and arguments it has (`_is_at_home`), so that it stands in the report once.
+    A patch ignores a candidate that computes another op's norm. A candidate that computes no known norm is reported
+    once, by the patch whose op has its parameters and arguments (`_is_at_home`).
     """
 
     form: type[Form]
@@ -76,7 +76,7 @@ class _NormPatch(Patch):
 
 
 class RmsNormPatch(_NormPatch):
-    """Every RMSNorm of a model by `ops.rms_norm`."""
+    """Replaces every RMSNorm of a model by `ops.rms_norm`."""
 
     op = "rms_norm"
     form = NormForm
@@ -93,7 +93,7 @@ class RmsNormPatch(_NormPatch):
 
 
 class LayerNormPatch(_NormPatch):
-    """Layer norms by `ops.layer_norm`: those in eager code; where the op is asked for, also PyTorch's own operator."""
+    """Replaces layer norms in eager code by `ops.layer_norm`; PyTorch's own operator only where the op is requested."""
 
     op = "layer_norm"
     form = LayerNormForm
@@ -102,7 +102,7 @@ class LayerNormPatch(_NormPatch):
         return is_candidate(module) and "bias" in module._parameters
 
     def sizes(self, module: nn.Module, form: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        # What was measured was measured against eager code.
+        # The measurements compare with eager code.
         return None if form.fused else super().sizes(module, form)
 
     def keeps_plain(self, form: LayerNormForm, scene: Scene) -> str | None:
@@ -115,7 +115,7 @@ class LayerNormPatch(_NormPatch):
 
 
 class GatedRmsNormPatch(_NormPatch):
-    """RMSNorms with a gate, or in groups, by `ops.gated_rms_norm`."""
+    """Replaces RMSNorms with a gate, or in groups, by `ops.gated_rms_norm`."""
 
     op = "gated_rms_norm"
     form = GatedNormForm

@@ -1,11 +1,11 @@
-"""Residual-add RMSNorm in decoder layers. The three statements
+"""Replaces residual additions followed by an RMSNorm in decoder layers. The three statements
 
     hidden_states = residual + hidden_states
     residual = hidden_states
     hidden_states = self.some_norm(hidden_states)
 
-become one call where `some_norm` is an RMSNorm that `norm_forms` recognises. So do `residual + hidden_states *
-self.some_number` and the rest; the number is read at the call.
+become one call where `norm_forms` recognises `some_norm` as an RMSNorm. Sums with a factor, as in `residual +
+hidden_states * self.some_number`, do so too; the factor is read at the call.
 """
 
 import ast
@@ -46,14 +46,14 @@ class LayerForm:
 
 
 def _names(node: ast.stmt) -> tuple[str, ast.expr] | None:
-    """(name, value) of a statement `name = value`."""
+    """Returns (name, value) of a statement `name = value`, else None."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         return node.targets[0].id, node.value
     return None
 
 
 def _added(value: ast.expr) -> tuple[str, str, str | None] | None:
-    """The names of a sum's terms, and the attribute of `self` that the second is multiplied by."""
+    """Returns the names of a sum's terms, and the attribute of `self` that the second is multiplied by."""
     if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add) or not isinstance(value.left, ast.Name):
         return None
     right, multiplier = value.right, None
@@ -79,8 +79,8 @@ def _norm_called(value: ast.expr, argument: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Match:
-    """The pattern of the module's docstring: its variables, the sum's terms in their order, and the attribute that the
-    second is multiplied by, which can be `hidden` alone."""
+    """The variables in the pattern of the module's docstring: the sum's terms in their order, and the attribute that
+    the second term is multiplied by. Only `hidden` may be multiplied."""
 
     hidden: str
     residual: str
@@ -126,20 +126,20 @@ class _Rewrite(ast.NodeTransformer):
 
 
 def _own(norm: Any, name: str, first: torch.Tensor, second: torch.Tensor, *multiplier: Any) -> tuple[Any, torch.Tensor]:
-    """The three statements as they stand in the model."""
+    """Computes the three statements as the model does."""
     total = first + second * multiplier[0] if multiplier else first + second
     return norm(total), total
 
 
 class AddRmsNormPatch(Patch):
-    """Residual adds right before norms by `ops.add_rms_norm`."""
+    """Replaces residual additions right before norms by `ops.add_rms_norm`."""
 
     op = "add_rms_norm"
 
     def recognise(self, module: nn.Module, scene: Scene) -> LayerForm | str | None:
         norms = norms_of(module)
-        # A decoder layer has two norms or more, and something between them; with one it is a model's last, or an
-        # attention's, and an attention's two are those of its queries and keys.
+        # A decoder layer has two norms or more, and other modules with parameters. A module with one norm is a model or
+        # an attention; an attention with norms of its queries and keys has nothing but linear layers besides.
         if len(norms) < 2 or not any(any(True for _ in child.parameters()) for child in module.children()):
             return None
         if all(isinstance(child, nn.Linear) or child in norms.values() for child in module.children()):
@@ -167,7 +167,7 @@ class AddRmsNormPatch(Patch):
         if reason is None and multiplier and not is_number(multiplier[0]):
             return "what the hidden states are multiplied by is no finite number"
         if reason is None and (first.shape != second.shape or not (first.is_contiguous() and second.is_contiguous())):
-            # The sum's layout is that of its first term, and models view it.
+            # Models call `view` on the sum, which has the layout of its first term.
             reason = "hidden states that are not contiguous, or of two shapes"
         if reason is None and keeps_own_code(site, first):
             return QUIET

@@ -1,8 +1,8 @@
-"""What a model's own rotation computes, found by running it: `rope_form(apply_rotary_pos_emb)`.
+"""Finds which formula a model's rotation computes, by running it: `rope_form(apply_rotary_pos_emb)`.
 
-A function of that kind is called with random heads and tables, in fp32, in bf16 and in bf16 with fp32 tables, at
-several head sizes, with one and several sequences in the tables, and its results are compared bit for bit with
-`ops.rope` in every form that there is. What it is called by is read from its parameters:
+The function is called with random heads and tables, in fp32, in bf16 and in bf16 with fp32 tables, at several head
+sizes, with one and several sequences in the tables, and its results are compared bit for bit with `ops.rope` in every
+form. The names of its parameters tell how to call it:
 
     f(q, k, cos, sin, unsqueeze_dim=1)      Llama and most others, position_ids=None before unsqueeze_dim in some
     f(x, cos, sin, unsqueeze_dim=1)         Gemma 3n and 4
@@ -10,7 +10,7 @@ several head sizes, with one and several sequences in the tables, and its result
     f(q, k, cos, sin)                       vision towers, of `[T, H, D]` and tables `[T, R]`
     f(xq, xk, freqs_cis)                    Llama 4, DeepSeek-V2: cosines and sines as complex numbers
 
-At a call `rotation_call` says whether the form covers it, and `rotate` does it.
+At a call, `rotation_call` checks that the form covers it, and `rotate` computes it.
 """
 
 import functools
@@ -38,16 +38,16 @@ _FLOATS = frozenset(FLOATS)
 
 @dataclass(frozen=True)
 class RopeForm:
-    """What a function computes, in the words of `ops.rope`, and how it is called.
+    """The options of `ops.rope` that compute a function, and how the function is called.
 
     Attributes:
         pairs, tables, casting: options of `ops.rope`.
-        names: its tensors' parameters, in order.
-        roles: what each of them is: `"q"`, `"k"`, `"cos"`, `"sin"` or `"freqs"`.
-        layouts: (number of dimensions of q, that which counts heads if a batch is put before three) of the calls that
-            it understands without `unsqueeze_dim`.
-        unsqueezes: it has a parameter `unsqueeze_dim`.
-        partial: tables may be narrower than heads.
+        names: the names of its tensor parameters, in order.
+        roles: the role of each: `"q"`, `"k"`, `"cos"`, `"sin"` or `"freqs"`.
+        layouts: the calls that it supports without `unsqueeze_dim`: (number of dimensions of q, dimension of the heads
+            after a batch dimension is put before three).
+        unsqueezes: whether it has a parameter `unsqueeze_dim`.
+        partial: whether tables may be narrower than heads.
     """
 
     pairs: str
@@ -66,7 +66,7 @@ class RopeForm:
 
     @functools.cached_property
     def heads_at(self) -> dict[int, int]:
-        """`layouts`, by the number of dimensions."""
+        """`layouts` as a dictionary."""
         return dict(self.layouts)
 
     def __str__(self) -> str:
@@ -75,14 +75,14 @@ class RopeForm:
 
 
 class RotationCall(NamedTuple):
-    """A call in the shapes of `ops.rope`."""
+    """The arguments of a call in the shapes of `ops.rope`."""
 
     q: torch.Tensor
     k: torch.Tensor | None
     cos: torch.Tensor
     sin: torch.Tensor
     heads: int
-    one_sequence: bool  # the function was given no batch dimension
+    one_sequence: bool  # the function was called without a batch dimension
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class RotationCall(NamedTuple):
 
 
 def rotation_call(form: RopeForm, args: tuple[Any, ...], named: Mapping[str, Any]) -> RotationCall | None:
-    """The call `function(*args, **named)` of a function of this form, or None where it does not cover that."""
+    """Returns the call `function(*args, **named)` of a function of this form; None where the form does not cover it."""
     heads = None
     if named:
         given = dict(zip(form.names, args, strict=False))
@@ -132,7 +132,7 @@ def rotation_call(form: RopeForm, args: tuple[Any, ...], named: Mapping[str, Any
 def _covers(
     form: RopeForm, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, heads: int
 ) -> bool:
-    """Whether `ops.rope` takes these and returns what the function would."""
+    """Whether `ops.rope` takes these tensors and returns the function's result."""
     of_q, of_cos = q.shape, cos.shape
     if len(of_q) != 4 or len(of_cos) != 3 or sin.shape != of_cos or cos.requires_grad or sin.requires_grad:
         return False
@@ -154,13 +154,13 @@ def _covers(
 
 
 def form_of_call(form: RopeForm, call: RotationCall) -> Rotation:
-    """What `ops.rope` is to do."""
+    """Returns the rotation that `ops.rope` computes for a call."""
     return rotation(heads=call.heads, **form.options)
 
 
 def rotate(form: RopeForm, call: RotationCall, backend: str | None = None) -> Any:
-    """What the function would return."""
-    # What `rope` would check `rotation_call` has looked at.
+    """Computes the function's result with `ops.rope`."""
+    # `rotation_call` has made the checks of `rope`.
     q, k = rope_of_checked(call.q, call.k, call.cos, call.sin, form_of_call(form, call), backend)
     if call.one_sequence:
         q, k = q.squeeze(0), None if k is None else k.squeeze(0)
@@ -173,14 +173,14 @@ def rotate(form: RopeForm, call: RotationCall, backend: str | None = None) -> An
 
 
 def rotations_of(config: Any) -> tuple[RopeForm, ...]:
-    """What the functions compute that rotate in the code of a config's causal language model, or of its text part; none
-    where transformers has no such code, or no form covers it."""
+    """Returns the forms of the rotating functions in the code of a config's causal language model, or of its text part;
+    empty where transformers has no such code, or no form covers it."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     mappings: tuple[Any, ...] = AutoModelForCausalLM._model_mapping, AutoModel._model_mapping
     for part, mapping in itertools.product((config, config.get_text_config()), mappings):
         if type(part) in mapping:
-            kind = mapping[type(part)]  # several, where a config has a model for each of its sizes
+            kind = mapping[type(part)]  # a tuple where a config has a model for each of its sizes
             space = vars(importlib.import_module((kind[0] if isinstance(kind, tuple) else kind).__module__))
             named = [f for name, f in space.items() if rotates(name) and isinstance(f, types.FunctionType)]
             found = tuple(form for f in named if "vision" not in f.__name__ and (form := rope_form(f)) is not None)
@@ -190,13 +190,13 @@ def rotations_of(config: Any) -> tuple[RopeForm, ...]:
 
 
 def rotates(name: str) -> bool:
-    """Whether a function may rotate, by its name."""
+    """Whether a function's name suggests that it rotates."""
     return any(part in name for part in ("rotary", "rope"))
 
 
 @functools.cache
 def rope_form(function: Callable[..., Any]) -> RopeForm | None:
-    """The form of `ops.rope` that has the function's bits, or None."""
+    """Returns the form of `ops.rope` that equals the function bit for bit, or None."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -210,7 +210,7 @@ def rope_form(function: Callable[..., Any]) -> RopeForm | None:
         if (pairs, tables) == ("regrouped", "each") or ("freqs" in roles and tables != "pair"):
             continue
         form = RopeForm(pairs, tables, CASTINGS[0], names, roles, (layout,), unsqueezes)
-        # All castings have the same bits in fp32.
+        # All castings are the same in fp32.
         if not _has_bits(function, form, 32, 32, (torch.float32, torch.float32)):
             continue
         for casting in CASTINGS:
@@ -221,7 +221,7 @@ def rope_form(function: Callable[..., Any]) -> RopeForm | None:
 
 
 def _with_all_calls(function: Callable[..., Any], form: RopeForm, layouts: tuple[tuple[int, int], ...]) -> RopeForm:
-    """The form with what else the function understands: one sequence alone, and tables narrower than heads."""
+    """Adds the function's other calls to the form: one sequence alone, and tables narrower than heads."""
     others = (replace(form, layouts=(layout,)) for layout in layouts if layout not in form.layouts)
     also = tuple(
         other.layouts[0] for other in others if all(_has_bits(function, other, n, n, d) for n, d in _cases(other))
@@ -232,7 +232,7 @@ def _with_all_calls(function: Callable[..., Any], form: RopeForm, layouts: tuple
 
 
 def _roles(names: tuple[str, ...]) -> tuple[str, ...] | None:
-    """What a function's first parameters are by their names."""
+    """Returns the roles of a function's first parameters, by their names."""
     if not names:
         return None
     paired = len(names) > 1 and names[0] in _QUERIES and names[1] in _KEYS
@@ -246,7 +246,7 @@ def _roles(names: tuple[str, ...]) -> tuple[str, ...] | None:
 
 
 def _dtypes(form: RopeForm) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
-    """Of heads and of tables."""
+    """Returns the dtypes of heads and of tables."""
     mixed = (torch.float32, torch.float32), (torch.bfloat16, torch.float32)
     return mixed if "freqs" in form.roles else ((torch.bfloat16, torch.bfloat16), *mixed)
 
@@ -258,7 +258,7 @@ def _cases(form: RopeForm) -> Iterator[tuple[int, tuple[torch.dtype, torch.dtype
 def _has_bits(
     function: Callable[..., Any], form: RopeForm, size: int, rotated: int, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> bool:
-    """Whether the function computes what the form says, of heads of `size` of which `rotated` elements are rotated."""
+    """Whether the function equals the form for heads of `size` of which `rotated` elements are rotated."""
     ways: list[tuple[int, int, dict[str, int]]] = [(rank, heads, {}) for rank, heads in form.layouts]
     if form.unsqueezes:
         ways += [(4, heads, {"unsqueeze_dim": heads}) for heads in (1, 2)]

@@ -1,11 +1,11 @@
-"""Rotary embedding in attention, and the normed projections before it.
+"""Replaces rotary embeddings in attention, and the normed projections before them.
 
-Both are parts of an attention's own forward (`probe.source`). The functions that rotate there are found by name and
-known by what they compute (`rotation_forms`); and, where the model trades time for memory by gradient checkpointing,
+Both are parts of an attention's forward, whose source is rewritten (`probe.source`). Rotating functions are found by
+name and recognised by what they compute (`rotation_forms`). Where the model uses gradient checkpointing,
 
     self.some_norm(self.some_projection(x).view(shape))
 
-becomes a call that keeps no product.
+becomes a call that does not save the product.
 """
 
 import ast
@@ -50,7 +50,7 @@ _OTHER = Late("other arguments, or other shapes, than its form has")
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """An attention's forward, the functions in it that rotate, and its norms whose projections keep no product."""
+    """An attention's forward, its rotating functions, and its norms whose projections' products are not saved."""
 
     forward: types.FunctionType
     rotations: tuple[tuple[str, RopeForm], ...]
@@ -79,7 +79,7 @@ class _OtherRotation(ast.NodeTransformer):
 
 
 class _NormedProjection(ast.NodeTransformer):
-    """`found`: the norms of the pattern of the module's docstring."""
+    """Rewrites the pattern of the module's docstring; `found` lists the norms in it."""
 
     def __init__(self, norms: set[str]) -> None:
         self.norms, self.found = norms, []  # type: tuple[set[str], list[str]]
@@ -104,7 +104,7 @@ class _NormedProjection(ast.NodeTransformer):
 def _normed_projections(
     module: nn.Module, function: types.FunctionType, scene: Scene
 ) -> tuple[tuple[str, type[nn.Module], NormForm], ...]:
-    """The norms right after projections in an attention's forward, each with its class and form."""
+    """Returns the norms right after projections in an attention's forward, each with its class and form."""
     norms = norms_of(module)
     forms = forms_of(norms, scene.norms)
     rewrite = _NormedProjection({name for name, form in forms.items() if form.weighted})
@@ -113,7 +113,7 @@ def _normed_projections(
 
 
 def _while_named(name: str, names: dict[str, Any], served: Callable[..., Any]) -> Callable[..., Any]:
-    """A rotation, for as long as the model's code has the function that was recognised under that name."""
+    """Returns a rotation that calls `served` while the model's code has the recognised function under this name."""
     recognised = names[name]
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def _projecting(site: Site) -> Callable[..., Any]:
             x, parameter_of(projection, "weight"), norm._parameters["weight"], parameter_of(projection, "bias"),
             form.eps, offset=form.offset, casting=form.casting, backend=site.backend,
         )  # fmt: skip
-        # It has that shape unless the model joins or parts dimensions of x; a view would be a step of the graph.
+        # y has that shape unless the model joins or splits dimensions of x; a view would be a node of the graph.
         same = y.shape[:-2] == shape[:-2] and shape[-2] in (-1, y.shape[-2])
         return y if same else y.view(shape)
 
@@ -146,7 +146,7 @@ def _projecting(site: Site) -> Callable[..., Any]:
 
 
 class RopePatch(Patch):
-    """Rotations in attention by `ops.rope`."""
+    """Replaces rotations in attention by `ops.rope`."""
 
     op = "rope"
 
@@ -169,7 +169,7 @@ class RopePatch(Patch):
         return AttentionForm(function, tuple(forms.items()), norms)
 
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
-        # A function is served here, of which `module` is the form.
+        # This serves a function: `module` is that function's form.
         for given in (*args, *kwargs.values()):
             if type(given) in PLAIN:
                 if given.dtype not in _DTYPES:
