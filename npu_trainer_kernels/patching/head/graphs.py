@@ -1,10 +1,10 @@
-"""A compiled model's head and loss, outside of its graphs.
+"""Keeps a compiled model's head and loss outside of its graphs.
 
-A promise and the fused op are no part of a graph, and what `torch.compile` cannot trace ends a graph: it would begin
-another one after the head, one after each step of the loss, and would have traced the layers once for each of the
-functions around the head. So in training the forward of the module that owns the head is called and not traced, loss
-and all, and the modules beside the head are traced again, each as a graph of its own: for most models that is one
-graph, of all layers.
+A promise and the fused op cannot be part of a graph, and code that `torch.compile` cannot trace ends a graph: another
+one would begin after the head and after each step of the loss, and the layers would be traced once for each of the
+functions around the head. So in training the forward of the module that owns the head runs untraced, including the
+loss, and the modules besides the head are traced again, each as a graph of its own: for most models that is one graph
+of all layers.
 """
 
 import functools
@@ -38,12 +38,12 @@ def _traced(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 def may_promise(module: nn.Module) -> bool:
-    """Whether logits may be promised in a call of a module; where none are, all of it may be one graph."""
+    """Whether a call of a module may promise logits; if not, all of the module may be one graph."""
     return module.training and torch.is_grad_enabled()
 
 
 def _beside(module: nn.Module, head: nn.Module) -> Iterator[nn.Module]:
-    """The largest modules of several that do not have the head."""
+    """Yields the largest modules with children that do not contain the head."""
     for child in module.children():
         has_forward = type(child).forward is not nn.Module.forward
         if has_forward and not any(each is head for each in child.modules()):
@@ -54,8 +54,8 @@ def _beside(module: nn.Module, head: nn.Module) -> Iterator[nn.Module]:
 
 
 def keep_out_of_graphs(owner: nn.Module, head: nn.Module, undo: Undo) -> None:
-    """Moves the owner of a head, and what is beside the head, to subclasses that do what the module's docstring says;
-    nothing that this `undo` has moved already, and nothing that has a forward of this package's."""
+    """Gives the owner of a head, and the modules besides the head, subclasses that do what the module's docstring says.
+    Skips modules that this `undo` has changed already, or that have a forward of this package."""
     for module, make in ((owner, _untraced), *((each, _traced) for each in _beside(owner, head))):
         kind, now = original_class(module), type(module)
         if now.forward is kind.forward or getattr(now, _BY, undo) is not undo:

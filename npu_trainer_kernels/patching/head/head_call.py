@@ -1,8 +1,8 @@
-"""One call of an LM head whose logits may never be formed: what is needed to form them, or a loss of them, later.
+"""One call of an LM head, with the data to compute its logits, or a loss of them, later or never.
 
-It holds the hidden states, as the head's own product would, and no graph but its own: leaves stand for hidden states,
-weight and bias, and gradients of what is formed here are taken for these leaves alone. What has called the head sees
-them through the promise's place in its graph (`promise`).
+It keeps the hidden states, as the head's own product would, but no graph except its own: leaves stand for hidden
+states, weight and bias, and gradients are computed for these leaves alone. The promise's node passes them on to the
+caller's graph (`promise`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ..call import current_call
 
 __all__ = ["HeadCall", "answer_of", "is_asked", "is_of_a_wrapper", "is_partitioned", "labelled_rows"]
 
-_COMPARED = 256  # rows: each has as many logits as the vocabulary
+_COMPARED = 256  # rows, each with as many logits as the vocabulary
 
 _T = TypeVar("_T")
-# What is to be done instead of a forward: (head, function), while a partitioned head is called for its hooks alone.
+# While a partitioned head is called for its hooks alone: the head, and the function to run instead of its forward.
 _asked: contextvars.ContextVar[tuple[nn.Module, Callable[[], None]] | None] = contextvars.ContextVar(
     "npu_kernels_asked", default=None
 )
 
 
-# What wraps models hooks modules to gather their parameters, and outputs to learn that backward has reached them.
+# These wrappers hook modules to gather their parameters, and outputs to learn that backward has reached them.
 _WRAPPERS = ("torch.", "deepspeed.", "accelerate.")
 
 
 def is_of_a_wrapper(hook: Any) -> bool:
-    """Whether a hook belongs to what wraps models: it looks at no values."""
+    """Whether a hook belongs to a wrapper library, and so reads no values."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return (getattr(hook, "__module__", None) or "").startswith(_WRAPPERS)
@@ -57,7 +57,7 @@ def is_asked(head: nn.Module) -> bool:
 
 
 def answer_of(head: nn.Module) -> torch.Tensor | None:
-    """What a head that is called for its hooks returns, after doing what it is called for; None: a call like others."""
+    """Runs the requested function if a head is called for its hooks, and returns a dummy; None for any other call."""
     asked = _asked.get()
     if asked is None or asked[0] is not head:
         return None
@@ -66,10 +66,10 @@ def answer_of(head: nn.Module) -> torch.Tensor | None:
 
 
 def _divisor(device: torch.device) -> torch.Tensor | None:
-    """What a sum over tokens is expected to be divided by, or None. A wrong one costs a rounding, no more."""
+    """Returns the expected divisor of a sum over tokens, or None. A wrong one costs one rounding, no more."""
     call = current_call()
     told = None if call is None else call.divisor
-    # At least one: whatever loss code makes of a batch without items, the sum itself is finite.
+    # At least one, so that the sum is finite even for a batch without items.
     if isinstance(told, torch.Tensor) and told.dim() == 0:
         return told.detach().to(device, torch.float32).clamp(min=1.0)
     if isinstance(told, (int, float)):
@@ -78,7 +78,7 @@ def _divisor(device: torch.device) -> torch.Tensor | None:
 
 
 def labelled_rows(hidden: torch.Tensor, target: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Some rows from all over a batch with a label each, and the labels; None where there are none."""
+    """Returns some rows with a label from all over a batch, and the labels; None where there are none."""
     hidden, target = hidden.detach().reshape(-1, hidden.shape[-1]), target.reshape(-1)
     places = (target != ignored).nonzero().squeeze(1)
     places = places[:: max(1, len(places) // _COMPARED)]
@@ -93,13 +93,13 @@ def _released(t: torch.Tensor) -> bool:
 
 
 class HeadCall:
-    """A head, as it was called.
+    """One call of a head.
 
     Attributes:
         hidden: the leaf that stands for the hidden states; it shares their memory.
-        leaves: hidden, weight and bias: what gradients are taken for; None where there is no bias.
-        shadow: a tensor of the logits' shape, dtype and strides, on no device.
-        spent: whether a backward has gone through this call: parameters that were given away then may have changed.
+        leaves: the leaves for hidden states, weight and bias, which get gradients; None where there is no bias.
+        shadow: a meta tensor with the logits' shape, dtype and strides.
+        spent: whether a backward has gone through this call; parameters that were resharded then may have changed.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class HeadCall:
         self._compare = compare
         self._head, self._backend, self._within = head, backend, within
         self._on_real, self._on_fused = on_real, on_fused
-        # As they are during this forward: FSDP2 puts its shards in their place afterwards.
+        # The parameters during this forward: FSDP2 puts its shards in their place afterwards.
         self._parameters = [p for p in (head.weight, head.bias) if p is not None]
         self.hidden = hidden.detach().requires_grad_(hidden.requires_grad)
         twins = [_twin(p) for p in self._parameters]
@@ -127,22 +127,22 @@ class HeadCall:
 
     @property
     def device(self) -> torch.device:
-        """Of the logits."""
+        """The device of the logits."""
         return self.hidden.device
 
     def tell(self, reason: str) -> None:
-        """Says what needs the logits themselves, the first time that something does: what is formed of them then, step
-        by step, is still one call of the head."""
+        """Reports the first reason why the logits themselves are needed; later ones concern the same call of the
+        head."""
         told, self._on_real = self._on_real, None
         if told is not None:
             told(reason)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # What is formed
+    # Results
     # -----------------------------------------------------------------------------------------------------------------
 
     def logits(self, pristine: bool = False) -> torch.Tensor:
-        """The head's output, formed once. `pristine`: formed again where somebody has written to it since."""
+        """Returns the head's output, computed once. `pristine`: computed again if other code has written to it."""
         if self._logits is None or (pristine and self._logits._version != self._clean):
             with torch.enable_grad(), self._as_called():
                 formed = self._with_parameters(lambda: _product(*self.leaves))
@@ -153,15 +153,15 @@ class HeadCall:
 
     @property
     def written(self) -> bool:
-        """Whether somebody has written to the logits."""
+        """Whether other code has written to the logits."""
         return self._logits is not None and self._logits._version != self._clean
 
     def cross_entropy(self, hidden: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
-        """The fused op on rows of this call; with a graph that ends at the leaves where gradients are enabled."""
+        """Runs the fused op on rows of this call; if gradients are enabled, its graph ends at the leaves."""
         _, weight, bias = self.leaves
         divisor = _divisor(self.device) if options["reduction"] == "sum" and torch.is_grad_enabled() else None
         if divisor is not None:
-            # Planned for the division that follows: gradients are divided in fp32, and rounded once.
+            # Plans for the division that follows, so that gradients are divided in fp32 and rounded once.
             options |= {"reduction": "mean", "num_items": divisor}
         with self._as_called():
             loss = self._with_parameters(
@@ -170,18 +170,18 @@ class HeadCall:
         assert isinstance(loss, torch.Tensor)
         if self._on_fused is not None:
             self._on_fused()
-        # By the very number that the op has multiplied with: where the division follows, backward finds a one.
+        # Divides by the same number that the op has multiplied by: if the division follows, backward sends a one.
         return loss if divisor is None else loss / divisor.reciprocal()
 
     def differs(
         self, hidden: torch.Tensor, transformed: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor,
         **options: Any,
     ) -> str | None:  # fmt: skip
-        """Why the fused op's losses of some rows are not those of their logits, where that is to be found out, or None.
+        """Returns why the fused op's losses differ from those of the logits of some rows, if that is to be compared.
 
         Args:
-            hidden, target, options: of `cross_entropy`.
-            transformed: what is done to the head's output before the loss.
+            hidden, target, options: the arguments of `cross_entropy`.
+            transformed: the function of the head's output that precedes the loss.
         """
         rows = labelled_rows(hidden, target, options["ignore_index"]) if self._compare is not None else None
         if rows is None:
@@ -200,7 +200,7 @@ class HeadCall:
         return compare(own, lambda: self.cross_entropy(x, target, **options).float())
 
     def gradients(self, of: torch.Tensor, upstream: torch.Tensor, keep: bool) -> list[torch.Tensor | None]:
-        """Gradients for the leaves of something that was formed here; None for those that need none."""
+        """Returns the leaves' gradients of a tensor that was computed here; None for leaves that need none."""
         needed = [leaf for leaf in self.leaves if leaf is not None and leaf.requires_grad]
         with self._pointed():
             found = iter(torch.autograd.grad(of, needed, upstream, retain_graph=keep, allow_unused=True))
@@ -208,25 +208,25 @@ class HeadCall:
         return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in self.leaves]
 
     # -----------------------------------------------------------------------------------------------------------------
-    # Under which circumstances
+    # The state of the call
     # -----------------------------------------------------------------------------------------------------------------
 
     def _as_called(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast as it was when the head was called."""
+        """Returns a context with the autocast state of the head's call."""
         dtype, enabled = self._autocast
         if (compute_dtype(self.hidden), autocasts(self.hidden)) == self._autocast:
-            return contextlib.nullcontext()  # as nearly always, and autocast takes ten times as long
+            return contextlib.nullcontext()  # the usual case, and autocast takes ten times as long
         return torch.autocast(self.device.type, dtype=dtype if enabled else None, enabled=enabled)
 
     def above_autograd(self) -> contextlib.AbstractContextManager[Any]:
-        """Dispatch as it was when the head was called: with autograd, also for somebody below it."""
+        """Returns a context with the dispatch keys of the head's call: with autograd, also for callers below it."""
         return torch._C._ForceDispatchKeyGuard(*self._keys)
 
     def _current_versions(self) -> list[int]:
         return [leaf._version for leaf in self.leaves if leaf is not None]
 
     def _with_parameters(self, function: Callable[[], _T]) -> _T:
-        """Calls a function while the head's parameters are there, and are what they were."""
+        """Calls a function while the head's parameters are in memory and unchanged."""
         if any(_released(p) for p in self._parameters):
             return self._gathered(function)
         if self._current_versions() != self._versions:
@@ -245,7 +245,7 @@ class HeadCall:
                 "given to other ranks since; use them before backward, or keep what is needed of them"
             )
         if is_partitioned(self._parameters[0]):
-            # DeepSpeed gathers for whoever calls the module.
+            # DeepSpeed gathers them when the module is called.
             return self._called_again(function)
         unit = self._unit()
         if unit is None:
@@ -258,7 +258,7 @@ class HeadCall:
             return function()
         finally:
             if not torch.is_grad_enabled():
-                unit.reshard()  # with gradients, FSDP does after backward, which needs it next
+                unit.reshard()  # with gradients, FSDP does so after backward, which needs it next
 
     def _called_again(self, function: Callable[[], _T]) -> _T:
         results: list[_T] = []
@@ -277,7 +277,7 @@ class HeadCall:
         return results[0]
 
     def _unit(self) -> FSDPModule | None:
-        """The innermost FSDP2 unit that the head is in."""
+        """Returns the innermost FSDP2 unit that contains the head."""
         if isinstance(self._head, FSDPModule):
             return self._head
         model = None if self._within is None else self._within()
@@ -287,7 +287,7 @@ class HeadCall:
 
     @contextlib.contextmanager
     def _pointed(self) -> Iterator[None]:
-        """Lets leaves that stand for partitioned parameters see their memory, for as long as it is there."""
+        """Points the leaves of partitioned parameters to the parameters' memory while it exists."""
         pairs = [
             (leaf, p) for leaf, p in zip(self.leaves[1:], self._parameters, strict=False)
             if leaf is not None and is_partitioned(p)
@@ -302,7 +302,7 @@ class HeadCall:
 
 
 def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A head's own product; where ranks share it out, gathered as its plan would."""
+    """Computes a head's product; where ranks hold slices of the vocabulary, gathers it as the plan would."""
     if not isinstance(weight, DTensor):
         return nn.functional.linear(hidden, weight, bias)
     every = [Replicate()]
@@ -313,7 +313,7 @@ def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def _twin(parameter: torch.Tensor) -> torch.Tensor:
-    """A leaf that shares a parameter's memory: gradients taken for it call none of the parameter's hooks."""
-    # One that shared a partitioned parameter's memory would keep it alive.
+    """Returns a leaf that shares a parameter's memory, whose gradients trigger none of the parameter's hooks."""
+    # A leaf with the memory of a partitioned parameter would keep it alive.
     twin = parameter.new_empty(0) if is_partitioned(parameter) else parameter.detach()
     return twin.requires_grad_(parameter.requires_grad)

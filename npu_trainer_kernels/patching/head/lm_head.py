@@ -1,4 +1,4 @@
-"""The LM head of a causal language model: in training it promises its logits (`promise`) instead of forming them."""
+"""The LM head of a causal language model: in training it promises its logits (`promise`) instead of computing them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["LmHeadPatch", "causal_lm"]
 
 
 def causal_lm(model: nn.Module) -> tuple[str, Any]:
-    """The module inside `model` (or itself) that owns the LM head and the loss, with its path; None where none does."""
+    """Returns the module inside `model` (or itself) that owns the LM head and the loss, with its path; or None."""
     return next(_owners(model), ("", None))
 
 
@@ -45,8 +45,8 @@ class HeadForm:
     """A head whose logits may be promised.
 
     Attributes:
-        within: the whole model: what shards it may have to gather the head's parameters for a late use.
-        mesh: of the ranks that share its vocabulary out (`tp_plan`), or None.
+        within: the whole model, whose sharding wrapper may have to gather the head's parameters for a later use.
+        mesh: the mesh of the ranks that hold slices of its vocabulary (`tp_plan`), or None.
     """
 
     within: weakref.ref[nn.Module]
@@ -57,14 +57,14 @@ class HeadForm:
 
 
 class LmHeadPatch(Patch):
-    """The LM head, and with it the cross-entropy of its logits, by `ops.fused_linear_cross_entropy`."""
+    """Replaces the LM head and the cross-entropy of its logits by `ops.fused_linear_cross_entropy`."""
 
     op = "linear_cross_entropy"
     counts_later = True
     compared_later = True
 
     def candidates(self, scene: Scene) -> Iterable[tuple[str, nn.Module]]:
-        # Also those that stay: a model may hold a second language model. Parts without a head name their embedding.
+        # Includes heads that are left alone, of a second language model. Parts without a head return their embedding.
         first, *others = [owner.get_output_embeddings() for _, owner in _owners(scene.model)] or [scene.model]
         heads = [first, *(head for head in others if not isinstance(head, nn.Embedding))]
         return [(path, module) for path, module in scene.model.named_modules() if any(module is h for h in heads)]
@@ -103,7 +103,7 @@ class LmHeadPatch(Patch):
             return f"hidden states of {hidden.dtype} for a weight of {weight.dtype}"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values(),
                  *module._backward_pre_hooks.values()]  # fmt: skip
-        # What shards a module may hook it: then it is called around the use of its logits, too.
+        # A sharding wrapper may hook the head: it is then called around the use of its logits, too.
         if not all(is_of_a_wrapper(hook) for hook in hooks):
             return "it has a hook"
         return None

@@ -1,16 +1,16 @@
-"""Logits that are promised, not formed.
+"""Logits that are promised instead of computed.
 
-A patched head returns a tensor of the logits' shape, dtype and device that has no memory. It records what loss code
-does to logits before a cross-entropy (`promise_records`), and the cross-entropy of it is the fused op. Any other use
-of its values makes it real: the head's product is formed, once, and what was recorded is done to it; from then on every
-use is one of ordinary logits. Asking for shape, dtype or place in the graph, and hooks of what wraps models, are no use
-of values.
+A patched head returns a promise: a tensor with the logits' shape, dtype and device that has no memory. It records what
+loss code does to logits before a cross-entropy (`promise_records`), and its cross-entropy is the fused op. Any other
+use of its values materializes it: the head's product is computed, once, and the recorded steps are applied to it; from
+then on every use is one of ordinary logits. Reading shape, dtype or autograd attributes, and hooks of wrapper
+libraries, are no use of values.
 
-A promise has its own place in autograd's graph, between hidden states, weight and bias on one side and losses on the
-other. What backward sends through it is promised as well (`OwedGradient`): a loss says to which logits it owes a
-gradient, and the first node, whose inputs are the hidden states and parameters, has the fused op form theirs. So hooks
-on logits come before the head's backward, as FSDP2 and DeepSpeed expect of them, DDP finds every parameter, and whoever
-looks at the gradient of logits sees what it would have been.
+A promise has its own node in autograd's graph, between hidden states, weight and bias on one side and losses on the
+other. The gradient that backward sends through it is deferred as well (`OwedGradient`): a loss records to which logits
+it owes a gradient, and the first node, whose inputs are the hidden states and parameters, runs the fused op's backward
+for them. So hooks on logits run before the head's backward, as FSDP2 and DeepSpeed expect, DDP finds every parameter,
+and code that reads the gradient of logits sees its ordinary values.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ __all__ = ["OwedGradient", "Place", "PromisedLogits", "Step", "Transform", "prom
 
 @dataclass(frozen=True)
 class Transform:
-    """From a head's output l: `outer * tanh(inner * l)`, or `inner * l` where outer is None."""
+    """A function of a head's output l: `outer * tanh(inner * l)`, or `inner * l` where outer is None."""
 
     inner: float = 1.0
     outer: float | None = None
 
     def times(self, number: float) -> Transform:
-        """Multiplied by a number."""
+        """Returns this transform multiplied by a number."""
         if self.outer is None:
             return Transform(self.inner * number)
         return Transform(self.inner, self.outer * number)
 
     def capped(self) -> Transform:
-        """With a hyperbolic tangent, of which there is none yet."""
+        """Returns the tanh of this transform, which has none yet."""
         return Transform(self.inner, 1.0)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of a head's output."""
+        """Applies the transform to a head's output."""
         return self.inner * logits if self.outer is None else self.outer * torch.tanh(self.inner * logits)
 
     @property
     def options(self) -> dict[str, float]:
-        """As the fused op's arguments."""
+        """The transform as the fused op's arguments."""
         if self.outer is None:
             return {"logit_scale": self.inner}
         return {"logit_scale": self.inner * self.outer, "softcap": abs(self.outer)}
@@ -63,10 +63,10 @@ NO_TRANSFORM = Transform()
 
 @dataclass(frozen=True)
 class Step:
-    """Something that was done to promised logits: `function(logits, *args, **kwargs)`.
+    """A recorded step on promised logits: `function(logits, *args, **kwargs)`.
 
     Attributes:
-        alias: whether the result shares memory with what it was made from.
+        alias: whether the result shares memory with its input.
     """
 
     function: Callable[..., torch.Tensor]
@@ -80,12 +80,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Place:
-    """Where promised logits stand: a call of the head, and what was done since. It knows nothing of the graph.
+    """The definition of promised logits: a call of the head, and the steps since. It does not depend on the graph.
 
     Attributes:
-        hidden: what was done to the rows, done to the hidden states.
-        transform: what was done to the values.
-        shadow: shape, dtype and strides, on no device.
+        hidden: the hidden states after the steps on rows.
+        transform: the steps on values.
+        shadow: a meta tensor with the shape, dtype and strides.
     """
 
     call: HeadCall
@@ -95,28 +95,28 @@ class Place:
     steps: tuple[Step, ...] = ()
 
     def values(self) -> torch.Tensor:
-        """The logits, outside of any graph; in the memory of the head's output where ordinary logits would be."""
+        """Returns the logits outside of any graph, in the memory of the head's output if ordinary logits would be."""
         aliased = all(step.alias for step in self.steps)
         with torch.no_grad():
             return functools.reduce(lambda t, step: step(t), self.steps, self.call.logits(not aliased).detach())
 
     @property
     def written(self) -> bool:
-        """Whether somebody has written to the memory that these logits share."""
+        """Whether other code has written to the memory that these logits share."""
         return self.call.written and all(step.alias for step in self.steps)
 
 
 @dataclass
 class _State:
-    """What a promise knows beside its place.
+    """The state of a promise.
 
     Attributes:
-        parent: what it was made from, where both are in the graph, or both are not.
-        own: whether it was made in the graph; else a function of autograd's may have put it there afterwards.
-        real: the logits, once something has needed them; `clean` is their version then.
-        loose: values that something below autograd has needed.
-        fused: whether a loss has been formed of it, or of what was made of it.
-        hooks: for the real logits.
+        parent: the promise that it was made from, if both are in the graph, or both are not.
+        own: whether it was made in the graph; otherwise an autograd function may have put it there afterwards.
+        real: the materialized logits, or None; `clean` is their version at that time.
+        loose: values that code below autograd has needed.
+        fused: whether a loss was computed from it or from a promise made of it.
+        hooks: hooks for the materialized logits.
     """
 
     parent: PromisedLogits | None = None
@@ -132,7 +132,7 @@ class PromisedLogits(torch.Tensor):
     """See the module's docstring.
 
     Attributes:
-        answer: what a function of torch's returns that is given a promise. `promise_records` sets it.
+        answer: runs a torch function that is called with a promise; `promise_records` sets it.
     """
 
     answer: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
@@ -149,20 +149,20 @@ class PromisedLogits(torch.Tensor):
         return self
 
     def done(self, place: Place) -> PromisedLogits:
-        """The promise that the last step of `place` makes of this one."""
+        """Returns the promise that the last step of `place` makes of this one."""
         in_graph = self.requires_grad
         if in_graph and torch.is_grad_enabled():
             made: PromisedLogits = _Step.apply(self, place)
             made.state.parent, made.state.own = self, True
         else:
             made = PromisedLogits(place)
-            # Made without gradients it must not keep the graph alive, as a copy of ordinary logits would not.
+            # Made without gradients, it must not keep the graph alive; a copy of ordinary logits would not either.
             made.state.parent = None if in_graph else self
         return made
 
     @property
     def settled(self) -> bool:
-        """Whether its values may only be taken from memory: they are there, or somebody has written to them."""
+        """Whether its values must be taken from memory: they were computed, or other code has written to them."""
         state = self.state
         if state.real is not None or state.loose is not None:
             return True
@@ -172,14 +172,14 @@ class PromisedLogits(torch.Tensor):
 
     @property
     def written(self) -> bool:
-        """Whether somebody has written to its memory."""
+        """Whether other code has written to its memory."""
         state = self.state
         if state.real is not None:
             return state.real._version != state.clean
         return self.settled
 
     def formed(self, reason: str) -> torch.Tensor:
-        """The logits themselves, in the graph where the promise is."""
+        """Returns the materialized logits, which are in the graph if the promise is."""
         state = self.state
         if state.real is None:
             self.place.call.tell(reason)
@@ -198,7 +198,7 @@ class PromisedLogits(torch.Tensor):
         return state.real
 
     def cross_entropy(self, hidden: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
-        """The fused op, in this promise's place."""
+        """Runs the fused op; in the graph, its loss depends on this promise."""
         call = self.place.call
         if not (self.requires_grad and torch.is_grad_enabled()):
             with torch.no_grad():
@@ -220,7 +220,7 @@ class PromisedLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Below autograd, where something in C++ has been given a promise: the graph is recorded already.
+        # Below autograd, where C++ code was called with a promise: the graph is recorded already.
         args, kwargs = tree_map_only(PromisedLogits, lambda p: p._loose(f"{function}"), (args, kwargs or {}))
         return function(*args, **kwargs)
 
@@ -236,7 +236,7 @@ class PromisedLogits(torch.Tensor):
 
 
 def promise(call: HeadCall, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> PromisedLogits:
-    """What a head returns for its logits."""
+    """Returns the promise of a head's logits."""
     made: PromisedLogits = _Head.apply(hidden, weight, bias, Place(call, call.hidden, call.shadow))
     made.state.own = True
     return made
@@ -249,7 +249,7 @@ def promise(call: HeadCall, hidden: torch.Tensor, weight: torch.Tensor, bias: to
 
 @dataclass(frozen=True)
 class _Debt:
-    """A loss that the fused op has formed, and of which logits."""
+    """A loss that the fused op has computed, and the logits that it belongs to."""
 
     loss: torch.Tensor
     place: Place
@@ -257,11 +257,11 @@ class _Debt:
     target: torch.Tensor
 
     def gradient(self, upstream: torch.Tensor, at: Place) -> torch.Tensor:
-        """The gradient that logits on the way to the loss would have been sent."""
+        """Returns the gradient that this loss would send to the logits at `at`."""
         names = {"class_weights": "weight", "reduction": "reduction", "ignore_index": "ignore_index",
                  "label_smoothing": "label_smoothing"}  # fmt: skip
         options = {names[name]: value for name, value in self.options.items() if name in names}
-        with self.place.call.above_autograd(), torch.enable_grad():  # what looks may do so below it
+        with self.place.call.above_autograd(), torch.enable_grad():  # the caller may be below it
             x = at.values().detach().requires_grad_()
             logits = functools.reduce(lambda t, step: step(t), self.place.steps[len(at.steps) :], x)
             loss = torch.nn.functional.cross_entropy(logits, self.target, **options)
@@ -269,8 +269,8 @@ class _Debt:
 
 
 class OwedGradient(torch.Tensor):
-    """The gradient of promised logits: what losses owe them, and what came by other ways. Its values are formed when
-    something looks at them."""
+    """The gradient of promised logits: losses that owe them a gradient, and gradients that were already computed
+    (`paid`). Its values are computed when code reads them."""
 
     debts: tuple[tuple[_Debt, torch.Tensor], ...]
     paid: torch.Tensor | None
@@ -287,7 +287,7 @@ class OwedGradient(torch.Tensor):
         return self
 
     def formed(self) -> torch.Tensor:
-        """As ordinary logits would have been sent it."""
+        """Returns the values that ordinary logits would have been sent."""
         owed = (debt.gradient(upstream, self.at) for debt, upstream in self.debts)
         return functools.reduce(torch.add, owed if self.paid is None else (self.paid, *owed))
 
@@ -296,7 +296,7 @@ class OwedGradient(torch.Tensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and not kwargs and len(args) == 2:
-            # Autograd's sum over several uses of the same logits.
+            # Autograd sums the gradients of several uses of the same logits.
             owed = next(t for t in args if isinstance(t, OwedGradient))
             if all(isinstance(t, torch.Tensor) and t.shape == owed.shape for t in args):
                 return functools.reduce(OwedGradient._plus, args[1:], _owed(args[0], owed.at))
@@ -315,17 +315,17 @@ def _owed(gradient: torch.Tensor, at: Place) -> OwedGradient:
 
 
 def added(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum of two gradients, where None is no gradient."""
+    """Returns the sum of two gradients, where None is no gradient."""
     return b if a is None else a if b is None else a + b
 
 
 def _keeps_graph() -> bool:
-    """Whether the backward that is running leaves the graph as it is, for another one."""
+    """Whether the running backward keeps the graph for another one."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _taken(ctx: Any) -> Any:
-    """What a node has kept for backward; given up unless there may be another backward."""
+    """Returns the data that a node has saved for backward, and frees it unless there may be another backward."""
     kept = ctx.kept
     if kept is None:
         raise RuntimeError(
@@ -367,7 +367,7 @@ class _Head(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """From a promise to the next."""
+    """A promise -> the next promise."""
 
     @staticmethod
     def forward(ctx: Any, logits: PromisedLogits, place: Place) -> torch.Tensor:
@@ -391,7 +391,7 @@ class _Step(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """From a promise to the loss that the fused op has formed."""
+    """A promise -> the loss that the fused op has computed."""
 
     @staticmethod
     def forward(ctx: Any, logits: PromisedLogits, debt: _Debt) -> torch.Tensor:
@@ -410,7 +410,7 @@ class _Loss(torch.autograd.Function):
 
 
 class _Real(torch.autograd.Function):
-    """From a promise to its logits."""
+    """A promise -> its materialized logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: PromisedLogits, values: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""What may be done to promised logits without forming them, one function for each kind.
+"""The operations on promised logits that do not materialize them, one function for each kind.
 
-A record answers with the next promise, or says why the logits have to be formed. What works on rows is done to the
-hidden states, and what works on values becomes a scale or a soft cap of the fused op. A tensor of the same shape on no
-device goes along, so that shapes, strides and errors are torch's own.
+Each function returns the next promise, or says why the logits must be computed. An operation on rows is applied to the
+hidden states, and an operation on values becomes a scale or a soft cap of the fused op. A meta tensor of the same shape
+goes through the same operations, so shapes, strides and errors are torch's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @opaque
 def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function of torch's returns that is given a promise."""
+    """Runs a torch function that is called with a promise."""
     first = args[0] if args else None
     if isinstance(first, PromisedLogits) and function in _OBSERVERS:
         return _observed(first, function, args[1:], kwargs)
@@ -59,13 +59,13 @@ def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# No use of values
+# Functions that read no values
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def _no_values() -> frozenset[Any]:
-    """Functions that ask for anything but values. Asked for late: a device's extension adds to them."""
+    """Returns the functions that read no values. Called late, since a device's extension adds to them."""
     getters = {
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "grad", "_version", "_base", "_grad",
         "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "itemsize", "nbytes",
@@ -90,10 +90,10 @@ _LIKE = {
 
 
 def _observed(logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Whoever wants to see the gradient: at the promise, at the real logits, or at both.
+    """Registers a hook on the gradient: at the promise, at the materialized logits, or at both.
 
-    Everything that comes of a head's own promise sends its gradient through it. Of one that was made of another, the
-    real logits do not.
+    Everything derived from a head's own promise sends its gradient through that promise. The materialized logits of a
+    derived promise do not send theirs through the derived promise.
     """
     state = logits.state
     derived, watched = state.parent is not None and state.own, True
@@ -116,7 +116,7 @@ def _look(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> Any:
 
 
 def _formed(gradient: torch.Tensor) -> torch.Tensor:
-    """The values of a gradient, which raise where it does."""
+    """Returns a gradient's values; differentiating them raises an error if differentiating the gradient does."""
     if not isinstance(gradient, OwedGradient):
         return gradient
     values = gradient.formed()
@@ -128,7 +128,7 @@ def _formed(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gradients for promises are what they owe; one that was made of another may have become real."""
+    """Returns gradients of promises as values; a promise that was made from another may have been materialized."""
 
     def in_graph(logits: PromisedLogits) -> torch.Tensor:
         state = logits.state
@@ -147,7 +147,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _alone(logits: Any, *rest: Any) -> str | None:
-    """Why a function is none of one promise and plain arguments, or None."""
+    """Returns why the arguments are not one unsettled promise followed by plain values, or None."""
     if not isinstance(logits, PromisedLogits):
         return "not as its first argument"
     if _any_promised(rest):
@@ -156,12 +156,12 @@ def _alone(logits: Any, *rest: Any) -> str | None:
 
 
 def _any_promised(values: Iterable[Any]) -> bool:
-    # Asked at every step of a loss; `tree_leaves` takes ten times as long.
+    # Called at every step of a loss; `tree_leaves` takes ten times as long.
     return any(isinstance(v, PromisedLogits) or (isinstance(v, (tuple, list)) and _any_promised(v)) for v in values)
 
 
 def _shaped(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-    """Views and reshapes that keep each row of logits together."""
+    """Records views and reshapes that keep each row of logits together."""
     reason = _alone(logits, *args, *kwargs.values())
     if reason is not None:
         return reason
@@ -192,14 +192,14 @@ def _next(
 
 
 def _takes(index: Any) -> int:
-    """How many dimensions one element of an index takes."""
+    """Returns how many dimensions one element of an index consumes."""
     if index is None or isinstance(index, bool):
         return 0
     return index.dim() if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _indexed(function: Any, logits: Any, index: Any) -> Any:
-    """Rows, chosen by slices, numbers, tensors or masks."""
+    """Records a choice of rows by slices, numbers, tensors or masks."""
     reason = _alone(logits, index)
     if reason is not None:
         return reason
@@ -212,7 +212,7 @@ def _indexed(function: Any, logits: Any, index: Any) -> Any:
     if taken > dim:
         return "by too many indices"
     if taken == dim or (dots and parts[-1] is not Ellipsis):
-        # Then the last element speaks of the vocabulary.
+        # The last element then indexes the vocabulary.
         last = parts[-1]
         if not isinstance(last, slice) or last.indices(vocabulary) != (0, vocabulary, 1):
             return "by an index into the vocabulary"
@@ -225,7 +225,7 @@ def _indexed(function: Any, logits: Any, index: Any) -> Any:
 
 
 def _copied(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-    """Copies that change nothing."""
+    """Records copies that change nothing."""
     reason = _alone(logits, *args, *kwargs.values())
     if reason is not None:
         return reason
@@ -239,7 +239,7 @@ def _detached(function: Any, logits: Any) -> Any:
     reason = _alone(logits)
     if reason is not None:
         return reason
-    # No step, and no parent: it must not keep the graph alive.
+    # Without a step and a parent, since it must not keep the graph alive.
     return PromisedLogits(logits.place)
 
 
@@ -249,7 +249,7 @@ def _detached(function: Any, logits: Any) -> Any:
 
 
 def _cast(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-    """To a dtype that the fused op serves; it computes in fp32 whatever it is."""
+    """Records a cast to a dtype that the fused op serves; the op computes in fp32 anyway."""
     reason = _alone(logits)
     if reason is not None:
         return reason
@@ -287,7 +287,7 @@ def _cast(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, also in a tensor that the host can read without waiting for a device."""
+    """Returns a finite number, also of a tensor that the host can read without waiting for a device, or None."""
     if isinstance(value, torch.Tensor):
         plain = type(value) is T and value.dim() == 0 and value.device.type == "cpu" and not value.requires_grad
         value = value.item() if plain and value.dtype != torch.bool else None
@@ -297,7 +297,7 @@ def _number(value: Any) -> float | None:
 
 
 def _times(function: Any, logits: Any, other: Any, **kwargs: Any) -> Any:
-    """Products with numbers, and quotients by them."""
+    """Records products with numbers, and quotients by them."""
     divides = function in _QUOTIENTS
     swapped = isinstance(other, PromisedLogits) and not divides and not isinstance(logits, PromisedLogits)
     logits, other = (other, logits) if swapped else (logits, other)
@@ -314,13 +314,13 @@ def _times(function: Any, logits: Any, other: Any, **kwargs: Any) -> Any:
         transform.outer is not None and not 0.0 < abs(transform.outer) < math.inf
     ):
         return "by a factor out of range"
-    # A number in a tensor may be written to before it is needed.
+    # Stored as a number, since the tensor may be written to before it is needed.
     function, argument = (torch.div if divides else torch.mul), number if isinstance(other, torch.Tensor) else other
     return _next(logits, function, (argument,), {}, torch.empty_like(logits.place.shadow), False, transform=transform)
 
 
 def _tanh(function: Any, logits: Any) -> Any:
-    """A soft cap, with the factors around it."""
+    """Records the tanh of a soft cap."""
     reason = _alone(logits)
     if reason is not None:
         return reason
@@ -339,7 +339,7 @@ def _cross_entropy(
     function: Any, input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
-    """`torch.nn.functional.cross_entropy`, where targets are ids and one row of logits belongs to each."""
+    """Runs the fused op for `torch.nn.functional.cross_entropy`, if targets are ids, one for each row of logits."""
     reason = _alone(input, target, weight)
     if reason is not None:
         return reason

@@ -1,10 +1,10 @@
-"""TRL's head seam: SFT, DPO, KTO, RLOO and GRPO compute log-probabilities through one function.
+"""Replaces the function by which TRL's SFT, DPO, KTO, RLOO and GRPO trainers compute log-probabilities.
 
-TRL (1.15 and later) gives the model a fused head that looks up `trl.trainer.utils._ChunkedLogProbFunction` at each
-call, `_use_triton` to learn whether it is to leave out the rows without a label, and `DTensor` to learn whether a
-weight has to be gathered first. These names are module-level, so what stands in their place decides call by call:
-inside the forward of a patched model (`patching.call`) ours answers, everywhere else TRL's own. The dispatchers are
-installed once, counted, and taken away with the last handle.
+TRL (1.15 and later) gives the model a fused head. At each call it looks up three module-level names:
+`trl.trainer.utils._ChunkedLogProbFunction`, `_use_triton`, to learn whether to remove the rows without a label, and
+`DTensor`, to learn whether to gather a weight first. Dispatchers in their place decide call by call: inside the forward
+of a patched model (`patching.call`) they use this package, everywhere else TRL's original. They are installed once,
+counted, and removed with the last handle.
 """
 
 import importlib
@@ -44,7 +44,7 @@ __all__ = ["TrlHeadPatch", "seam"]
 
 _MODULE, _FUNCTION, _COMPACTS = "trl.trainer.utils", "_ChunkedLogProbFunction", "_use_triton"
 _SHARDED = "DTensor"
-# What TRL calls an output, and what this package does.
+# TRL's name of an output, and this package's.
 _NAMES = {
     "entropy": "entropy",
     "log_sum_sq_probs": "log_sum_sq_probs",
@@ -72,11 +72,11 @@ def _apply(
     call: Call,
     site: Site,
 ) -> tuple[torch.Tensor | None, ...]:
-    """TRL's function by ours: same arguments, same five outputs. `chunk_size` is TRL's tile width; ours needs none."""
+    """Replaces TRL's function: same arguments, same five outputs. TRL's tile width, `chunk_size`, is ignored."""
     scored, count, places = call.scored, targets.shape[0], None
     if scored is not None and scored.left_to_us:
         scored.left_to_us = False
-        # A forward of its own may have made other labels of those that the model was given: then all are computed.
+        # If the model's own forward has changed the labels, all rows are computed.
         if scored.shape[0] * scored.shape[1] == count and len(scored.read()) < count:
             places = Shared.make(scored.read(), count, hidden.device)
             hidden, targets = take(hidden, places), targets.index_select(0, places.gather.rows)
@@ -89,7 +89,7 @@ def _apply(
     if site.look is not None and not isinstance(weight, DTensor):
         _compare(site, hidden, weight, bias, targets, options)
         if site.off is not None:
-            settings.trl = None  # from the next call on TRL's own answers
+            settings.trl = None  # TRL's function serves later calls
             return _as_trls(_plain(hidden, weight, bias, targets, options, wanted), places, count)
     plan = current_plan()
     if torch.is_grad_enabled() and plan is not None:
@@ -103,19 +103,19 @@ def _apply(
         objective=objective, chunk_rows=chunk_rows, on_mismatch=on_mismatch,
     )  # fmt: skip
     if sharded is not None and not torch.is_grad_enabled():
-        sharded.reshard()  # with gradients, FSDP does after backward
+        sharded.reshard()  # with gradients, FSDP does so after backward
     if plan is None:
         settings.learned.watch(out.log_prob)
     return _as_trls(out, places, count)
 
 
 def _as_trls(out: LinearLogProbOutput, places: Shared | None, count: int) -> tuple[torch.Tensor | None, ...]:
-    """In the order in which TRL's function returns them, of `count` rows where some of them were computed."""
+    """Returns the outputs in TRL's order, expanded to `count` rows where only some of them were computed."""
     monitored = (None if t is None else t.detach() for t in (out.log_sum_sq_probs, out.mean_logit, out.is_top1))
     results = (out.log_prob, out.entropy, *monitored)
     if places is None:
         return results
-    # TRL makes zeros of the others by itself.
+    # The other rows are zeros, as TRL makes them.
     rows = places.gather.rows
     return tuple(None if t is None else t.new_zeros(count).index_copy(0, rows, t) for t in results)
 
@@ -124,7 +124,7 @@ def _plain(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: HeadOptions,
     wanted: Sequence[str],
 ) -> LinearLogProbOutput:  # fmt: skip
-    """By the definitions, on full logits."""
+    """Computes the outputs by their definitions, from full logits."""
     return linear_logprob_reference(
         hidden, weight, targets, bias, temperature=options.temperature, softcap=options.softcap,
         logit_scale=options.logit_scale, outputs=wanted,
@@ -135,7 +135,7 @@ def _compare(
     site: Site, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
     options: HeadOptions,
 ) -> None:  # fmt: skip
-    """Compares log-probabilities of some rows with those of their logits."""
+    """Compares the log-probabilities of some rows with those of their logits."""
     x, ids = labelled_rows(hidden, targets, -100) or (hidden[:0], targets[:0])
     assert site.look is not None
     site.look(
@@ -148,11 +148,11 @@ def _compare(
 def _unsharded(
     module: Any, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """The head's parameters, and the head itself where it is an FSDP2 unit of its own.
+    """Returns the head's parameters, and the head itself where it is an FSDP2 unit of its own.
 
-    TRL reads such a head without calling it, and would hand over a full copy, of whose gradient FSDP would know
-    nothing: each rank's shard would get that rank's tokens alone. So the unit is unsharded, and its own parameters are
-    used.
+    TRL reads such a head's parameters without calling it, and would pass a full copy. FSDP would not see the copy's
+    gradient, so each rank's shard would get the gradient of that rank's tokens alone. So the unit is unsharded, and its
+    own parameters are used.
     """
     head: Any = module.get_output_embeddings()
     own_unit = isinstance(head, FSDPModule)
@@ -171,7 +171,7 @@ class TrlSeam:
         self._originals: dict[str, Any] = {}
 
     def unsupported(self) -> str | None:
-        """Why TRL's head cannot be served here, or None."""
+        """Returns why TRL's head cannot be served here, or None."""
         if importlib.util.find_spec("trl") is None:
             return f"TRL is not installed (pip install {INSTALL['trl']})"
         try:
@@ -180,7 +180,7 @@ class TrlSeam:
             return f"{_MODULE} cannot be imported ({type(error).__name__}: {error})"
         if not hasattr(utils, _FUNCTION) or not hasattr(utils, "add_fused_lm_head"):
             return f"TRL {_version()} has no fused head to serve (1.15 and later have)"
-        # TRL's own, also while ours stands in its place.
+        # TRL's function, even while a dispatcher replaces it.
         function = self._originals.get(_FUNCTION, getattr(utils, _FUNCTION))
         if function is not None:  # TRL 1.15 without Triton has the name, but no function
             found = tuple(inspect.signature(function.forward).parameters)[1:]
@@ -207,7 +207,7 @@ class TrlSeam:
                     setattr(utils, name, value)
 
     def release(self) -> None:
-        """Gives TRL its own names back when the last user leaves."""
+        """Restores TRL's names when the last user leaves."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
@@ -219,7 +219,7 @@ class TrlSeam:
 
 def _dispatcher(original: Any) -> Any:
     class Dispatcher:
-        """`apply` by ours inside the forward of a patched model, by TRL's function elsewhere."""
+        """`apply` runs this package's function inside the forward of a patched model, and TRL's elsewhere."""
 
         @staticmethod
         def apply(*args: Any) -> tuple[torch.Tensor | None, ...]:
@@ -237,8 +237,8 @@ def _dispatcher(original: Any) -> Any:
 
 def _dispatching_use_triton(original: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
     def use_triton(device: torch.device) -> bool:
-        # TRL asks in order to leave out the rows without a label. By its masks the host would wait for the device, once
-        # for each mask and once in backward. `patching.apply` leaves them out by what the host knows, on every device.
+        # TRL asks in order to remove the rows without a label, which would make the host wait for the device once per
+        # mask and once in backward. `_apply` removes them by indices that the host knows, on every device.
         call = current_call()
         if call is None or call.settings.trl is None:
             return original(device)
@@ -252,7 +252,7 @@ def _dispatching_use_triton(original: Callable[[torch.device], bool]) -> Callabl
 
 def _dispatching_dtensor(original: type) -> type:
     class Gathered(type):
-        """Whose instances are DTensors, but the weight of a head that is served as it is: TRL would gather a copy."""
+        """Makes `isinstance` false for the weight of a head that is served sharded, which TRL would gather."""
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, original) and not _is_served_sharded(instance)
@@ -282,7 +282,7 @@ seam = TrlSeam()
 
 
 class TrlHeadPatch(Patch):
-    """The head that TRL's trainers add by `ops.linear_logprob`: no class is changed, TRL's seam is."""
+    """Replaces the head that TRL's trainers add by `ops.linear_logprob`. It changes names in TRL and no class."""
 
     op = "linear_logprob"
     compared_later = True
