@@ -1,14 +1,14 @@
-"""The body of a model, from the embedding to the last norm, computes live tokens alone.
+"""The body of a model, from the embedding to the last norm, computes live tokens alone: those that are not padding.
 
 For each batch, in this order:
 
-1. `padding.py`: the patch of the body decides whether a call may leave its padding out.
-2. `layout.py`: from mask, ids and labels, which tokens are computed, and which rows begin alike (numpy, on the host).
-3. `batch.py`: hands the body one row of live tokens, and puts what comes back into the padded shape again.
+1. `padding.py`: the patch of the body decides whether a call may skip its padding.
+2. `layout.py`: finds by mask, ids and labels which tokens are computed, and which rows share a prefix (numpy, host).
+3. `batch.py`: calls the body with one row of live tokens, and restores the padded shape of its output.
 4. `packed.py`: attention, which alone knows the segments of that row.
-5. `caches.py`: keys and values that a forward in training was asked for are computed when somebody reads them.
+5. `caches.py`: computes the KV cache that a training forward was asked for, when other code reads it.
 
-Once for each class of a body `proof.py` compares both ways on a miniature of it.
+Once for each class of body, `proof.py` compares both ways on a miniature of it.
 """
 
 from .layout import MIN_SAVED

@@ -1,4 +1,4 @@
-"""A padded batch on its way through a body: packed before, padded after."""
+"""Packs a padded batch before the body, and pads the body's output again."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["Batch", "hidden_of", "routers_of"]
 
 
 def hidden_of(out: Any) -> torch.Tensor:
-    """Of a body's output."""
+    """Returns the hidden states of a body's output."""
     hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out.last_hidden_state
     return hidden
 
 
 def routers_of(out: Any) -> tuple[torch.Tensor, ...]:
-    """The logits of every layer's router, where a body was asked for them."""
+    """Returns the logits of every layer's router, if a body was asked for them."""
     return getattr(out, "router_logits", None) or ()
 
 
 def _positions(where: Layout, shape: tuple[int, int], by_columns: bool) -> np.ndarray:
-    """The position that each packed token has in its own row."""
+    """Returns the position id of each packed token in its own row."""
     rows, width = shape
     columns: np.ndarray = where.places % width
     if by_columns:
@@ -39,8 +39,8 @@ def _positions(where: Layout, shape: tuple[int, int], by_columns: bool) -> np.nd
 
 
 def _read(ids: torch.Tensor, padding: int) -> torch.Tensor:
-    """Of each place, should it have no token, whether a classifier may read it: the last that has another id than
-    padding, and the first of a row without any."""
+    """Returns for each position, in case it has no token, `READ` if a classifier may read it, else `DEAD`: it may read
+    those with another id than padding, and the first of a row without any."""
     other = ids != padding
     other[:, 0] |= ~other.any(1)
     return torch.where(other, READ, DEAD)
@@ -48,7 +48,7 @@ def _read(ids: torch.Tensor, padding: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a body was called with, and where its tokens go."""
+    """The arguments of a body's call, and the layout of its tokens."""
 
     given: dict[str, Any]
     layout: Layout
@@ -59,15 +59,15 @@ class Batch:
         cls, given: dict[str, Any], labels: torch.Tensor | None, *, share: bool, padding: int | None = None,
         ahead: int = 1, scored: Scored | None = None,
     ) -> Any:  # fmt: skip
-        """Or why there is no layout, as a sentence; here the host waits for the device, once for a forward.
+        """Packs a batch, or returns why it cannot, as a sentence; the host waits for the device, once for a forward.
 
         Args:
-            given: to the body.
-            labels: given to the model, where there are some.
-            share: whether beginnings may be shared.
-            padding: the only id that a place without a token may have; None: any.
-            ahead: how many places a label is behind the one that predicts it.
-            scored: the places that TRL's head scores, which are read with the layout; None: nobody asks.
+            given: the arguments of the body.
+            labels: the labels that the model was called with, where there are some.
+            share: whether common prefixes may be computed once.
+            padding: the only id that a position without a token may have; None: any.
+            ahead: the number of positions between a label and the position that predicts it.
+            scored: the positions that TRL's head scores, which are read with the layout; None: they are not needed.
         """
         mask, ids = given["attention_mask"], given.get("input_ids")
         alive = mask.bool()
@@ -77,7 +77,7 @@ class Batch:
             seen = torch.where(alive, ids.long(), DEAD if padding is None else _read(ids, padding))
         positions = given.get("position_ids")
         if share and ids is not None and positions is not None and len(positions) > 1:
-            # Tokens are alike where they are told to stand at the same position.
+            # Tokens are equal only if their position ids are.
             seen = torch.where(alive, seen | (positions.long() & 0x7FFF_FFFF) << 32, seen)
         if labels is not None and labels.shape == mask.shape:
             predicting = slice(0, mask.shape[1] - ahead)
@@ -88,7 +88,7 @@ class Batch:
         if scored is not None and scored.labels.shape != mask.shape:
             scored = None
         if scored is not None:
-            # Above an id's 31 bits, and below those of its position.
+            # Bit 31 is above an id, and below its position id.
             wanted, live = scored.mask, alive[:, : scored.shape[1]]
             seen[:, : scored.shape[1]] |= (wanted & live).long() << 31
             if scored.labels is not labels:
@@ -99,32 +99,32 @@ class Batch:
             read = np.where(marks, read & ~(1 << 31), read)
         found = layout(read, share=share and ids is not None)
         if scored is not None and not isinstance(found, str):
-            # Elsewhere nothing is scored: a label to be predicted at padding has no layout.
+            # Other positions are not scored: a label to be predicted at padding has no layout.
             scored.places = np.flatnonzero(marks[:, : scored.shape[1]])
         return found if isinstance(found, str) else cls(given, found, tuple(mask.shape))
 
     @property
     def computed(self) -> int:
-        """Tokens that go through the body."""
+        """The number of tokens that go through the body."""
         return len(self.layout.places)
 
     def through(self, kind: Any, body: Any, inner: str, by_columns: bool, backend: str | None) -> Any:
-        """The body's output with its hidden states in the batch's shape, and what became of the packed row.
+        """Returns the body's output with its hidden states in the batch's shape, and the `Packing` of the packed row.
 
         Args:
-            kind: whose forward is called.
-            body: that is given the row.
-            inner: path of the body of text alone.
-            by_columns: whether positions count columns, padding included.
+            kind: the class whose forward is called.
+            body: the module that it is called with.
+            inner: the path of the text-only body.
+            by_columns: whether position ids count columns, padding included.
             backend: the override for the op.
 
         Raises:
-            Unserved: a layer asks for what attention by segments does not do.
+            Unserved: a layer needs a feature that attention by segments lacks.
         """
         given, where, (rows, width) = self.given, self.layout, self.shape
         mask = given["attention_mask"]
         device, n = mask.device, len(where.places)
-        # Labels are for the head: what a body may do with them the proof would have shown.
+        # Labels are for the head; the proof would have shown a body that uses them.
         new = {name: v for name, v in given.items() if name != "labels"}
         new |= {"attention_mask": mask.new_ones(1, n), "use_cache": False}
         if given.get("inputs_embeds") is None:
@@ -152,7 +152,7 @@ class Batch:
             raise Unserved(f"it returns {'more than hidden states' if isinstance(out, tuple) else name}")
         hidden = hidden_of(out)
         if hidden.dim() != 3 or hidden.shape[:2] != (1, n):
-            # A module has added something that has the batch's rows: none of these here is the packed one.
+            # A module has added a tensor with the batch's rows, none of which is the packed one.
             raise Unserved(
                 f"of one packed row of {n} tokens its layers make a tensor of shape {list(hidden.shape)}", False
             )
@@ -168,7 +168,7 @@ class Batch:
 
 
 def _padded_logits(logits: torch.Tensor, tokens: Shared, shape: tuple[int, int]) -> torch.Tensor:
-    """A router's logits for the batch. The auxiliary loss, which reads them, leaves out what the mask does."""
+    """Returns a router's logits for the batch. The auxiliary loss, which reads them, ignores masked positions."""
     if logits.dim() == 3 and logits.shape[:2] == (1, tokens.n):
         return take(logits[0], tokens).unflatten(0, shape)
     if logits.dim() != 2 or logits.shape[0] != tokens.n:

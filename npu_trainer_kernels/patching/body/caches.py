@@ -1,7 +1,7 @@
-"""The keys and values of a forward in training, which its configuration asks for and nobody reads: a promise.
+"""A promised KV cache, for a training forward whose configuration requests a cache that no code reads.
 
-A packed row has none to give. Whoever reads anything of them gets what the model's own forward returns, computed then,
-and the promise becomes that very object: class, attributes and gradients.
+A packed row has no cache. When code reads anything of the promise, the model's own forward computes the cache, and the
+promise becomes that very object: class, attributes and gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["cache_of", "can_promise", "promised_cache"]
 
 
 def cache_of(out: Any) -> type[Cache] | None:
-    """The class of the keys and values that a body has returned, or None."""
+    """Returns the class of the KV cache in a body's output, or None."""
     cache = getattr(out, "past_key_values", None)
     return type(cache) if isinstance(cache, Cache) else None
 
@@ -33,7 +33,7 @@ def _special(name: str) -> Callable[..., Any]:
 
 
 class _Promised:
-    """What a promised cache does until somebody reads it; in front of the class that it will have."""
+    """The behaviour of a promised cache until code reads it, as the first base of its class."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":
@@ -57,18 +57,18 @@ def _make(promise: Any) -> None:
 
 
 def can_promise(module: torch.nn.Module) -> bool:
-    """Whether the parameters of a module are at hand outside of the forward that is running."""
+    """Whether a module's parameters are available outside of the forward that is running."""
     return not torch.is_inference_mode_enabled() and all(type(p) in PLAIN and p.numel() for p in module.parameters())
 
 
 def promised_cache(cls: Any, kind: Any, module: Any, given: dict[str, Any]) -> Cache:
-    """The keys and values of a forward in training that is running.
+    """Returns a promise of the KV cache of the training forward that is running.
 
     Args:
-        cls: whose forward computes them.
-        kind: of what they will be (`cache_of`).
-        module: given to that forward.
-        given: to the module.
+        cls: the class whose forward computes the cache.
+        kind: the class of the cache (`cache_of`).
+        module: the module of that forward.
+        given: the arguments of the module.
     """
     device = next(module.parameters()).device.type
     autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))

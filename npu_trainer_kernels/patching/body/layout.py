@@ -1,8 +1,8 @@
-"""How a padded batch becomes one row of live tokens: host arithmetic, no model and no device.
+"""Packs a padded batch into one row of live tokens: host arithmetic, no model and no device.
 
-Rows that begin alike, at the same columns, are stored as a tree. A node is a run of tokens that its rows have in
-common; its tokens are computed once, and see the tokens on the way from the root to them, as each row would have had
-it. Without sharing every row is a node by itself.
+Rows that share a prefix, at the same columns, are stored as a tree. A node is a run of tokens that its rows have in
+common; its tokens are computed once, and attend to the tokens on the path from the root, as they would in each row.
+Without sharing every row is a node by itself.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import numpy as np
 __all__ = ["DEAD", "MIN_SAVED", "PREDICTS", "READ", "Layout", "layout"]
 
 DEAD, PREDICTS, READ = -1, -2, -3
-"""In place of an id: a place without a token, one without a token whose label is to be predicted nevertheless, and one
-that a classifier, which goes by ids, may read."""
+"""Codes in place of an id: a position without a token, one without a token whose label must be predicted nevertheless,
+and one that a classifier, which goes by ids, may read."""
 
 MIN_SAVED = 0.1
-"""The share of live tokens that sharing must save to be used: keys and values of a shared beginning are copied for
-each of its rows. With less to save an H200 was not faster by it, from here on it was where the device's time counts
+"""The fraction of live tokens that sharing must save to be used: keys and values of a shared prefix are copied for each
+of its rows. Below this an H200 was not faster, from here on it was where the device's time counts
 (`benchmarks/results/2026-11-22-nvidia-h200-seventh-round-sharing.json`)."""
 _MIN_NODE = 8
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a batch [B, L] lie in its packed row [n].
+    """The mapping between the positions of a batch [B, L] and the tokens of its packed row [n].
 
     Attributes:
-        places: of each packed token, in the flat batch: [n].
-        lengths: of the segments' queries.
-        key_lengths: of the keys that each segment sees.
-        keys: the packed token of each of those keys, [sum(key_lengths)]; None where they are the segments' own.
-        tokens: the packed token of each place of the flat batch, -1 where there is none: [B * L].
-        live: places with a token.
+        places: `[n]`, the position of each packed token in the flattened batch.
+        lengths: the number of queries of each segment.
+        key_lengths: the number of keys that each segment attends to.
+        keys: `[sum(key_lengths)]`, the packed token of each of those keys; None: they are the segments' own tokens.
+        tokens: `[B * L]`, the packed token of each position of the flattened batch, -1 where there is none.
+        live: the number of positions with a token.
     """
 
     places: np.ndarray
@@ -49,7 +49,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Node:
-    """Columns begin to end of a row, and the nodes before it on the way from the root."""
+    """Columns `begin` to `end` of `rows`, of which `row` is the first, and the nodes on the path from the root."""
 
     row: int
     begin: int
@@ -59,9 +59,9 @@ class _Node:
 
 
 def _tree(first: list[int], last: list[int], ids: np.ndarray) -> Iterator[_Node]:
-    """The nodes of all rows, parents before their children."""
+    """Yields the nodes of all rows, parents before their children."""
     order = sorted(range(len(first)), key=lambda b: (first[b], ids[b, first[b] : last[b]].astype(">i8").tobytes()))
-    # Up to which column a row is like the one before it.
+    # The column up to which a row equals the one before it.
     alike = [0] * len(order)
     for i in range(1, len(order)):
         a, b = order[i - 1], order[i]
@@ -70,8 +70,8 @@ def _tree(first: list[int], last: list[int], ids: np.ndarray) -> Iterator[_Node]
             differs = ids[a, first[a] : end] != ids[b, first[a] : end]
             alike[i] = first[a] + (int(differs.argmax()) if differs.any() else len(differs))
     begins = [0, *(i for i in range(1, len(order)) if alike[i] <= first[order[i]]), len(order)]
-    # Of rows that begin alike: from which to which of the order, the column to go on from, and the nodes before it.
-    # The last is next, so that children follow their parents.
+    # A stack of groups of rows with a common prefix: where a group begins and ends in the order, the column to go on
+    # from, and the nodes before it. The last group is next, so that children follow their parents.
     left: list[tuple[int, int, int, tuple[int, ...]]] = []
     left += [(low, high, first[order[low]], ()) for high, low in itertools.pairwise(reversed(begins))]
     count = 0
@@ -89,14 +89,14 @@ def _tree(first: list[int], last: list[int], ids: np.ndarray) -> Iterator[_Node]
 
 
 def layout(ids: np.ndarray, *, share: bool) -> Layout | str:
-    """The layout of a batch.
+    """Returns the layout of a batch.
 
     Args:
-        ids: [B, L], of tokens; `DEAD`, `PREDICTS` or `READ` where there is none.
-        share: whether tokens that rows begin with alike are to be stored once.
+        ids: [B, L], the tokens' ids; `DEAD`, `PREDICTS` or `READ` where there is no token.
+        share: whether tokens of a common prefix are stored once.
 
     Returns:
-        The layout, or why there is none, as a sentence.
+        The layout, or a sentence that says why there is none.
     """
     batch, width = ids.shape
     alive = ids >= 0

@@ -1,10 +1,10 @@
-"""The way into transformers' attention: what a packed row carries in place of a mask, and what is done with it.
+"""Connects a packed row to transformers' attention: an object takes the place of its mask, and functions attend by it.
 
-While a packed row goes through a body, the configuration that its modules read names our functions in transformers'
-`AttentionMaskInterface` and `AttentionInterface`. The first makes a `PackedMask` of each mask that the model asks for;
-layers hand it on as they do every mask, also to the recomputation of a checkpointed layer, and the second attends by
-segments. The model's own configuration is never written to: modules are moved to classes whose `config` is a copy for
-the length of the call, on the thread that the call runs on.
+While a packed row goes through a body, the configuration that its modules read names functions of this module in
+transformers' `AttentionMaskInterface` and `AttentionInterface`. The first makes a `PackedMask` of each mask that the
+model requests; layers pass it on like every mask, also to the recomputation of a checkpointed layer, and the second
+attends by segments. The model's own configuration is never written to: modules get classes whose `config` is a copy for
+the duration of the call, on the thread that the call runs on.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _ELSEWHERE = frozenset((
     "position_ids", "cache_position", "num_items_in_batch", "sliding_window", "output_attentions",
     "output_hidden_states", "output_router_logits", "use_cache", "return_dict", "logits_to_keep",
 ))  # fmt: skip
-"""What models hand to every attention function, and what is known from elsewhere here: positions are in queries and
-keys, and a window is in the mask. Anything else may say which keys are seen."""
+"""Arguments that models pass to every attention function, and that need no check here: position ids are in queries and
+keys, and a window is in the mask. Any other argument may say which keys are attended to."""
 
 
 # Whether there is a sliding window, the soft cap, whether there are sinks.
@@ -61,10 +61,10 @@ Asked = tuple[bool, float | None, bool]
 
 
 class Unserved(Exception):
-    """A layer asks for what attention by segments does not do; the message says what.
+    """A layer needs a feature that attention by segments lacks; the message names it.
 
     Attributes:
-        lasts: whether it will ask for that in other batches too.
+        lasts: whether the layer will need it in other batches too.
     """
 
     def __init__(self, reason: str, lasts: bool = True) -> None:
@@ -77,13 +77,13 @@ class Packing:
     """One packed row on its way through a body.
 
     Attributes:
-        segments: of the row.
+        segments: the segments of the row.
         backend: the override for the op.
-        by: what has prepared the body (`attend_by_segments`).
+        by: the `Undo` that has prepared the body (`attend_by_segments`).
         named: the attention that the body's configuration names.
         attended: the classes of the modules that have attended.
-        asked: what they asked for.
-        configs: for each configuration that was asked for a copy that names our functions.
+        asked: the features that they used.
+        configs: by id, each configuration that was read, and its copy that names the functions of this module.
     """
 
     segments: Segments
@@ -95,10 +95,10 @@ class Packing:
     configs: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def naming(self, config: Any) -> Any:
-        """A configuration with our functions in place of its own, also in those inside of it."""
+        """Returns a copy of a configuration, and of those inside it, that names the functions of this module."""
         if id(config) not in self.configs:
             new = copy.copy(config)
-            # With the one that it is of, which nothing else may keep alive for as long as its number counts.
+            # The entry keeps the configuration alive, so that its id is not used again.
             self.configs[id(config)] = config, new
             for name, value in vars(config).items():
                 if isinstance(value, PretrainedConfig):
@@ -110,7 +110,7 @@ class Packing:
 class PackedMask:
     """Stands for a mask: causal inside each segment, with a sliding window or None.
 
-    No dataclass: wrappers of layers (FSDP1's) take those apart, and hand on a copy.
+    It is no dataclass, since wrappers of layers (FSDP1's) take those apart and pass on a copy.
     """
 
     __slots__ = ("packing", "window")
@@ -119,7 +119,7 @@ class PackedMask:
         self.packing, self.window = packing, window
 
     def __getitem__(self, index: Any) -> PackedMask:
-        """All of it is itself: Gemma 4 cuts masks to the logits that are wanted, also where these are all."""
+        """Returns the mask itself for all of it: Gemma 4 cuts masks to the wanted logits, also where these are all."""
         for part in index if isinstance(index, tuple) else (index,):
             if type(part) is not slice or part not in (slice(None), slice(0, None)):
                 raise Unserved("it cuts its mask")
@@ -130,17 +130,17 @@ _packing: contextvars.ContextVar[Packing | None] = contextvars.ContextVar("npu_k
 
 
 def window_of(allowed: Callable[..., Any], length: int) -> int | None:
-    """The sliding window of a causal mask function, None where every earlier key is seen.
+    """Returns the sliding window of a causal mask function, None where every earlier key is visible.
 
-    The function is asked what three queries see that are one apart, the first of them from the first key on, so that
-    what depends on more than the distance is found out.
+    The function is evaluated for three adjacent queries at the same distances, which include the first query's first
+    key, so that a dependence on more than the distance shows.
 
     Raises:
         Unserved: the mask is another one.
     """
     if allowed is causal_mask_function:
         return None
-    # Whatever the default device is: the host is to wait for none.
+    # On the CPU, whatever the default device is: the host must not wait for a device.
     with torch.device("cpu"):
         zero, far = torch.tensor(0), torch.arange(-1, length)
         queries = [torch.tensor(q) for q in (length - 1, length, length + 1)]
@@ -155,7 +155,7 @@ def window_of(allowed: Callable[..., Any], length: int) -> int | None:
 
 
 def _mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> PackedMask:
-    """In place of the functions that make masks."""
+    """Takes the place of the functions that make masks."""
     packing = _packing.get()
     if packing is None:
         raise RuntimeError(f"{NAME!r} makes masks for packed rows alone, and no packed row is on its way")
@@ -166,7 +166,7 @@ def why_not(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int], window: int | None, softcap: float | None,
     sinks: bool, dropout: float, backend: str | None, segments: int = 1,
 ) -> str | None:  # fmt: skip
-    """Why a layer had better not attend by segments, or None; on an accelerator it is tried, once."""
+    """Returns why a layer should not attend by segments, or None; on an accelerator a trial run is made, once."""
     reason = unserved(
         device, dtype, sizes, window=window, softcap=softcap, sinks=sinks, dropout=dropout, segments=segments,
         backend=backend,
@@ -178,7 +178,7 @@ def why_not(
 
 @functools.cache
 def _ignores(attention: Any, option: str) -> bool:
-    """Whether the code of an attention function never names an option that it may be given."""
+    """Whether the code of an attention function never names an option that it may be called with."""
     code = inspect.unwrap(attention).__code__
     return option not in (*code.co_varnames, *code.co_consts)
 
@@ -188,7 +188,7 @@ def _attention(
     dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None,
     s_aux: torch.Tensor | None = None, is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """In place of the functions that attend; query, key and value are [1, heads, tokens, size]."""
+    """Takes the place of the functions that attend; query, key and value are [1, heads, tokens, size]."""
     if type(attention_mask) is not PackedMask:
         raise Unserved("it attends to something else than its own tokens")
     packing, window = attention_mask.packing, attention_mask.window
@@ -197,8 +197,8 @@ def _attention(
     for name, given in kwargs.items():
         if given is not None and type(given) is not bool and name not in _ELSEWHERE:
             raise Unserved(f"its attention is given {name}")
-    # A row attends as its batch would: some versions of transformers ignore under this name what they are given. All
-    # other functions, and a model's own, do with these what they say.
+    # A row must attend as its batch would: some versions of transformers ignore these arguments under this name. All
+    # other functions, and a model's own, apply them.
     if packing.named == "sdpa":
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         softcap = None if _ignores(sdpa, "softcap") else softcap
@@ -233,10 +233,10 @@ AttentionMaskInterface.register(NAME, _mask)
 
 
 def foreign_attention(name: str) -> str | None:
-    """Why a name of an attention no longer stands for what transformers and PyTorch do under it, or None.
+    """Returns why a name of an attention no longer stands for the code of transformers and PyTorch, or None.
 
-    What spreads a row over several ranks puts itself there: DeepSpeed's Ulysses under the name, PyTorch's context
-    parallelism below it. A packed row would see no more of it than this rank has.
+    Code that spreads a row over several ranks replaces it: DeepSpeed's Ulysses the function of that name, PyTorch's
+    context parallelism the one below. A packed row would see no more than this rank's part.
     """
     function: Any = ALL_ATTENTION_FUNCTIONS.get(name)
     while isinstance(function, functools.partial):
@@ -254,12 +254,12 @@ def under_way() -> bool:
 
 
 def packing_for(body: Any, text: Any, segments: Segments, backend: str | None) -> Packing:
-    """A packed row for a body that was prepared.
+    """Returns the `Packing` of a row for a body that was prepared.
 
     Args:
-        body: that is given the row.
-        text: the body of text alone inside of it, or itself.
-        segments: of the row.
+        body: the module that the row is passed to.
+        text: the text-only body inside of it, or itself.
+        segments: the segments of the row.
         backend: the override for the op.
     """
     return Packing(segments, backend, getattr(body, _BY), text.config._attn_implementation)
@@ -267,7 +267,7 @@ def packing_for(body: Any, text: Any, segments: Segments, backend: str | None) -
 
 @contextlib.contextmanager
 def packed(packing: Packing) -> Iterator[None]:
-    """While a packed row is on its way on this thread."""
+    """Sets the packed row that is on its way on this thread, inside the `with` block."""
     token = _packing.set(packing)
     try:
         yield
@@ -276,22 +276,22 @@ def packed(packing: Packing) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How a body and its attention come to our functions
+# How a body and its attention reach these functions
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 _BY = "_npu_kernels_packs_by"
-# Before torch 2.8 Dynamo takes what a module's `__dict__` has under a property's name for the property: the
-# configuration is there a second time.
+# Before torch 2.8 Dynamo takes an entry of a module's `__dict__` for the property of that name, so the configuration
+# has a second entry.
 _OWN, _RECURSES = "_npu_kernels_config", Version(torch.__version__) < Version("2.8")
 
 
 def _config_of_call(by: Undo) -> property:
-    """The `config` of a module through which packed rows go: what it is asked for it is asked by one thread in one
-    call, and nothing is written to a configuration, which other threads and models have too."""
+    """Returns the `config` property of modules through which packed rows go: a call on a thread reads its own copy, and
+    nothing is written to a configuration, which other threads and models use too."""
 
     def get(module: Any) -> Any:
-        if torch.compiler.is_compiling():  # in a graph no packed row is on its way
+        if torch.compiler.is_compiling():  # no packed row goes through a graph
             return module._npu_kernels_config if _RECURSES else module.__dict__["config"]
         config = module.__dict__["config"]
         packing = _packing.get()
@@ -311,7 +311,7 @@ def _without_own(there: weakref.ref[nn.Module]) -> None:
 
 
 def _mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMask | None:
-    # A loop: before torch 2.8 a graph breaks at `next` with a default.
+    # A loop: before torch 2.8 `next` with a default breaks a graph.
     for given in (kwargs.get("attention_mask"), *args):
         if type(given) is PackedMask:
             return given
@@ -319,7 +319,7 @@ def _mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMask | None
 
 
 def _attending(base: Any) -> Callable[..., Any]:
-    """The forward of an attention's class that knows of a packed row also where a layer is computed again later."""
+    """Returns the forward of an attention's class that finds the packed row also when a layer is recomputed later."""
 
     @functools.wraps(base.forward)
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -333,19 +333,19 @@ def _attending(base: Any) -> Callable[..., Any]:
 
 
 def _attends(kind: type[nn.Module]) -> bool:
-    """Whether a class asks transformers which function attends."""
+    """Whether a class looks up in transformers which function attends."""
     methods = [inspect.unwrap(m) for cls in kind.__mro__ for m in vars(cls).values() if inspect.isfunction(m)]
     return any("ALL_ATTENTION_FUNCTIONS" in getattr(m, "__code__", _attends.__code__).co_names for m in methods)
 
 
 def attend_by_segments(body: nn.Module, inner: str, undo: Undo) -> None:
-    """Makes a body attend by segments while a packed row is on its way: itself, what is around the body of text alone
-    inside, and all of that body that makes masks or attends.
+    """Makes a body attend by segments while a packed row is on its way. It changes the body, the modules around the
+    text-only body inside it, and all modules of the latter that make masks or attend.
 
     Args:
-        body: to prepare.
-        inner: path of the body of text alone.
-        undo: that takes it back. What it has prepared already stays.
+        body: the body to prepare.
+        inner: the path of the text-only body.
+        undo: records the changes; modules that it has changed already are skipped.
     """
     config = _config_of_call(undo)
     names = inner.split(".")[:-1] if inner else []
@@ -358,7 +358,7 @@ def attend_by_segments(body: nn.Module, inner: str, undo: Undo) -> None:
         if prepared or "config" not in vars(module) or not (is_model or _attends(kind)):
             continue
         if kind not in classes:
-            # A property of a class goes before what an instance has of that name.
+            # A property of the class takes precedence over an instance attribute of that name.
             forward = {} if is_model else {"forward": _attending(kind)}
             classes[kind] = derived(kind, {"config": config, _BY: undo, **forward})
         if _RECURSES:

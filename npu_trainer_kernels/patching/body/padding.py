@@ -1,12 +1,11 @@
-"""Nothing is computed for padding: the body of a model is handed one row of live tokens.
+"""Calls the body of a model with one row of live tokens, so that nothing is computed for padding.
 
-The body is what makes `last_hidden_state`. A batch `[B, L]` with a mask becomes `[1, n]` before the embedding and
-`[B, L, H]` again after the last norm, with zeros where there was padding; a beginning that rows have in common is
-computed once (`layout`). Attention alone knows of segments (`packed`), and nothing outside of the body knows at all.
-What reads images beside text and has such a body inside is a body, too, for batches of text alone: some of them make
-the masks for the one inside.
+The body is the module that returns `last_hidden_state`. A batch `[B, L]` with a mask becomes `[1, n]` before the
+embedding and `[B, L, H]` again after the last norm, with zeros at padding; a common prefix of rows is computed once
+(`layout`). Attention alone knows the segments (`packed`), and code outside of the body sees no difference. A multimodal
+module with such a body inside is a body, too, for batches of text alone: some of them make the masks of the inner one.
 
-Which bodies may be handed one row is for `proof` to say.
+`proof` decides which bodies may be called with one row.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ _BATCH = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "label
 
 @dataclass
 class Savings:
-    """What became of the positions of the batches that were packed.
+    """Counts the positions of the batches that were packed.
 
     Attributes:
-        positions: all of them.
+        positions: all positions.
         live: those with a token.
-        computed: tokens that went through the body.
-        trained: calls whose gradient is wanted.
-        read: why padding is computed since, where a loss was found to read what becomes of it.
+        computed: the tokens that went through the body.
+        trained: the calls with a gradient.
+        read: why padding is computed from now on, if a loss was found to read it, or empty.
     """
 
     positions: int = 0
@@ -74,17 +73,17 @@ class Savings:
 
 @dataclass(frozen=True)
 class BodyForm:
-    """A body that may be handed one row.
+    """A body that may be called with one row.
 
     Attributes:
-        proof: of its class.
+        proof: the proof of its class.
         names: the parameters of its forward, in order.
-        inner: path of the body of text alone; empty: itself.
-        classifies: whether what is read outside is found by ids: the last one that is no padding.
-        ahead: how many places a label is behind the one that predicts it: 1, or 0 where each token has a class.
-        drops: whether numbers are drawn for each token in training (dropout).
-        longest: columns beyond which its rotation depends on how far positions go; None: none.
-        refused: reasons that a first call has shown, or None, by the circumstances of the call.
+        inner: the path of the text-only body; empty: itself.
+        classifies: whether a classifier finds the position that it reads by ids: the last one that is no padding.
+        ahead: the number of positions between a label and the position that predicts it; 0: each token has a class.
+        drops: whether training draws random numbers for each token (dropout).
+        longest: the number of columns beyond which its rotation depends on the largest position; None: no limit.
+        refused: by the circumstances of a call, the reason that a first call has shown, or None.
     """
 
     proof: Proof
@@ -106,21 +105,21 @@ class BodyForm:
 
 
 def body_of(model: nn.Module) -> Any:
-    """The module that makes `last_hidden_state`, or None."""
+    """Returns the module that computes `last_hidden_state`, or None."""
     owner = causal_lm(model)[1]
     if owner is None:
         owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     body = None if owner is None or not hasattr(owner, "get_decoder") else owner.get_decoder()
-    # Where there is no head transformers 4 does not know of a decoder.
+    # transformers 4 returns no decoder for a model without a head.
     body = owner.base_model if body is None and isinstance(owner, PreTrainedModel) else body
-    # Some call the text part of their model, head included, their decoder.
+    # Some models return their text model, head included, as their decoder.
     if isinstance(body, PreTrainedModel) and body.get_output_embeddings() is not None:
         return body.base_model
     return body
 
 
 def _wraps(module: nn.Module, body: Any) -> bool:
-    """Whether a module reads something else beside text, and has the body for text inside."""
+    """Whether a module is multimodal and has a text-only body inside."""
     if not isinstance(module, PreTrainedModel) or not isinstance(body, PreTrainedModel):
         return False
     composite = type(module.config) is not type(body.config) and module.get_output_embeddings() is None
@@ -128,13 +127,13 @@ def _wraps(module: nn.Module, body: Any) -> bool:
 
 
 def outermost_body(model: nn.Module) -> nn.Module:
-    """The module around all that reads a batch before its loss; the model itself where that is not known."""
+    """Returns the outermost module that reads a batch before its loss; the model itself where that is not known."""
     body = body_of(model)
     return next((part for part in model.modules() if part is body or _wraps(part, body)), model)
 
 
 def _longest(config: Any) -> int | None:
-    """Columns beyond which a rotation depends on the longest position of a batch."""
+    """Returns the number of columns beyond which a rotation depends on the largest position of a batch, or None."""
     rotation = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     text = json.dumps(rotation, default=str)
     if "dynamic" not in text and "longrope" not in text:
@@ -146,13 +145,13 @@ def _longest(config: Any) -> int | None:
 
 
 def draws_for_tokens(config: Any, modules: Iterable[nn.Module]) -> bool:
-    """Whether numbers are drawn for each token in training: what rows share would then have the same for all."""
+    """Whether training draws random numbers for each token: rows that share tokens would share them."""
     numbers = (v for name, v in vars(config).items() if ("drop" in name or "jitter" in name) and isinstance(v, float))
     return any(numbers) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in modules)
 
 
 class PaddingPatch(Patch):
-    """The body of a model, by `ops.varlen_attention`."""
+    """Makes the body of a model skip padding, with `ops.varlen_attention`."""
 
     op = "varlen_attention"
 
@@ -183,7 +182,7 @@ class PaddingPatch(Patch):
         if not isinstance(proof, str):
             proof = unproven(body, proof) or proof
         if isinstance(proof, str):
-            # Of what is around a body the report need not speak: that has its own line.
+            # The short report omits a module around a body, since the body has its own line.
             return Aside(proof) if inner else proof
         owners = [original_class(m).__name__ for m in scene.model.modules() if isinstance(m, PreTrainedModel)]
         classifies, tokens, answers = (
@@ -247,7 +246,7 @@ class PaddingPatch(Patch):
         for name, value in given.items():
             numbers = value.dim() > 0 if isinstance(value, torch.Tensor) else isinstance(value, dict | list | tuple)
             if numbers and name not in _BATCH:
-                # Of images the body for text inside is given less, and speaks for itself.
+                # The text-only body inside gets no images, and decides for itself.
                 return QUIET if form.inner else f"it is given {name}"
         if getattr(module, "_is_replica", False):
             return "threads run copies of it, which share a configuration (DataParallel)"
@@ -259,8 +258,8 @@ class PaddingPatch(Patch):
             return reason
         circumstances = _circumstances(module, rows)
         if circumstances not in form.refused:
-            # Under autocast and with FSDP2's mixed precision layers attend in another dtype than their parameters have;
-            # the latter shows when they do.
+            # Under autocast and with FSDP2's mixed precision layers attend in another dtype than that of their
+            # parameters; for the latter it is known only when they do.
             dtype = circumstances[-1] or next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
             if dtype is not None and not isinstance(module, FSDPModule):
                 text = module.get_submodule(form.inner)
@@ -272,7 +271,7 @@ class PaddingPatch(Patch):
         given = dict(zip(form.names, args, strict=False), **kwargs)
         call = current_call()
         labels = None if call is None else call.labels
-        # Adapters may have come since, with a dropout of their own.
+        # Adapters with a dropout of their own may have been added since.
         config = module.config.get_text_config()
         drops = module.training and (
             form.drops or draws_for_tokens(config, parts_of(module.get_submodule(form.inner))[0])
@@ -293,8 +292,8 @@ class PaddingPatch(Patch):
                 form.refused[_circumstances(module, given["input_ids"] if rows is None else rows)] = str(error)
             return Late(str(error))
         except (RuntimeError, IndexError) as error:
-            # Tensors of the batch's shape that a module brings in do not go with a row. Memory that has run out, and
-            # what else has a class of its own, is no matter of shapes.
+            # Tensors of the batch's shape that a module adds do not go with a row. Running out of memory, and other
+            # subclasses of these errors, are no matter of shapes.
             if type(error) not in (RuntimeError, IndexError):
                 raise
             return Late(f"its code takes no packed row: {one_line(error, 120)}")
@@ -313,13 +312,13 @@ class PaddingPatch(Patch):
 
 _READ = "the loss reads what becomes of padding (a gradient arrived at its places)"
 _FIRST, _EVERY = 2, 64
-"""Backward passes that are watched: the first ones, and one in so many. The host waits for each of these."""
+"""The backward passes that are observed: the first ones, and one in so many. The host waits for each of these."""
 _savings: list[weakref.ref[Savings]] = []
 
 
 def _watched(out: Any, where: Layout) -> Any:
-    """The output, of which it is seen whether a gradient arrives at places of padding. They have the state of a token
-    then: between the zeros of two models there may be none."""
+    """Returns the output with a hook that looks for gradients at padding. Padding gets the hidden state of a token:
+    between the zeros of two models a loss may have no gradient."""
     hidden = hidden_of(out)
     empty = uploaded(where.tokens < 0, hidden.device).view(*hidden.shape[:-1], 1)
     token = hidden.detach().flatten(0, -2)[int(where.places[0])]
@@ -332,11 +331,11 @@ def _watched(out: Any, where: Layout) -> Any:
 
 
 def _arrived(empty: torch.Tensor, gradient: torch.Tensor) -> None:
-    """What reads padding in one model compares it with what others have there (a reference, a teacher), so that all
-    bodies that are patched compute padding from then on."""
+    """Makes all patched bodies compute padding from then on: a loss that reads padding in one model compares it with
+    that of others (a reference, a teacher)."""
     if isinstance(gradient, FakeTensor) or gradient.device.type == "meta":
         return
-    # Of a step that overflowed a masked place has a NaN: 0 times infinity.
+    # After an overflow a masked position may have a NaN: 0 times infinity.
     if not bool(((gradient != 0) & gradient.isfinite() & empty).any()):
         return
     for each in filter(None, (ref() for ref in _savings)):
@@ -351,7 +350,7 @@ def _arrived(empty: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _caches(module: nn.Module, config: Any, asked: bool | None) -> bool:
-    """Whether a call returns keys and values."""
+    """Whether a call returns a KV cache."""
     if asked is not None or not config.use_cache:
         return bool(asked)
     call = current_call()
@@ -360,7 +359,7 @@ def _caches(module: nn.Module, config: Any, asked: bool | None) -> bool:
 
 
 def _may_promise(form: BodyForm, module: nn.Module, config: Any, given: dict[str, Any]) -> bool:
-    """Whether keys and values that nobody has asked for by name may be computed when somebody reads them."""
+    """Whether a cache that was not requested by name may be computed when code reads it."""
     asked = given.get("return_dict")
     named = vars(module)["config"].return_dict if asked is None else bool(asked)
     trains = module.training and torch.is_grad_enabled() and given.get("use_cache") is None
@@ -368,6 +367,6 @@ def _may_promise(form: BodyForm, module: nn.Module, config: Any, given: dict[str
 
 
 def _circumstances(module: nn.Module, rows: torch.Tensor) -> tuple[Any, ...]:
-    """What decides, beside the module, whether its layers can attend by segments."""
+    """Returns the properties of a call that decide, besides the module, whether its layers can attend by segments."""
     kind = rows.device.type
     return kind, module.training, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

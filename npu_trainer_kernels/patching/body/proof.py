@@ -1,10 +1,10 @@
-"""Whether a body may be handed one row of tokens.
+"""Verifies that a body may be called with one packed row.
 
-That is proven where the kernels are applied, and not on the body's own weights, which may be sharded, quantised or not
-there yet: a miniature of its class (`probe.miniature`), on a CPU in fp32, is given a batch that is padded on both
-sides, the one way and the other, in evaluation and in training. What carries state along a row, counts positions in
-another way or attends by code of its own gives other numbers, or raises, and stays as it is. So does a body with a
-module that its miniature lacks. What has been done to a body since is looked at in every call.
+This happens where the kernels are applied, and not with the body's own weights, which may be sharded, quantised or not
+loaded yet: a miniature of its class (`probe.miniature`), on a CPU in fp32, computes a batch that is padded on both
+sides, padded and packed, in evaluation and in training. A body that carries state along a row, counts positions in
+another way or attends by code of its own gives other numbers, or raises, and is left alone. So is a body with a module
+that its miniature lacks. Every call checks for later changes of a body.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ __all__ = ["OUTPUTS", "ROUTED", "Proof", "in_the_way", "parts_of", "proof_of", "
 
 ROUTED = "output_router_logits"
 OUTPUTS = ("output_hidden_states", "output_attentions", ROUTED)
-"""What may be asked of a body that speaks of padded positions."""
+"""Outputs that a body may be asked for and that have padded positions."""
 
 _TOLERANCE = 1e-4
-"""Of the greatest value, between the two ways of a miniature in fp32. Rounding makes about 1e-6 of it, and a token that
-sees what it must not see more than 1e-2: its weights are as large as that needs."""
+"""The allowed difference between a miniature's two results in fp32, relative to the largest value. Rounding makes about
+1e-6, and a token that attends to a wrong one more than 1e-2, for which the weights are made large enough."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What a miniature has shown.
+    """The result of a verification.
 
     Attributes:
-        by_columns: whether positions count columns, padding included; else live tokens.
+        by_columns: whether position ids count columns, padding included; else live tokens.
         attention: the classes of the modules that attend.
-        classes: of all of its modules, each with the forward that it had.
-        asked: what its attention asked for.
-        routed: whether it gives its routers' logits, too, for an auxiliary loss.
-        cache: the class of the keys and values that it returns when it is asked for them, or None.
+        classes: the classes of all its modules, each with its forward at that time.
+        asked: the features that its attention uses.
+        routed: whether it can also return its routers' logits, for an auxiliary loss.
+        cache: the class of the KV cache that it returns on request, or None.
     """
 
     by_columns: bool
@@ -67,7 +67,7 @@ class Proof:
 
 
 def _probe() -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask of a batch padded left, right and on both sides; some rows begin alike, in a tree of two levels."""
+    """Returns ids and mask of a batch padded left, right and on both sides; its prefixes form a tree of two levels."""
     ids = torch.randint(3, VOCABULARY, (6, 24), generator=torch.Generator("cpu").manual_seed(3), device="cpu")
     mask = torch.ones_like(ids)
     for row, (begin, end) in enumerate(((5, 24), (5, 20), (5, 23), (0, 13), (3, 20), (0, 24))):
@@ -84,11 +84,11 @@ _proofs: dict[tuple[type, Any, str], Proof | str] = {}
 
 
 def proof_of(body: Any, inner: str) -> Proof | str:
-    """What a miniature of a class shows, or why the class is left alone; shown once for a class and a configuration."""
+    """Returns the proof for a body, or why it is left alone; computed once for a class and a configuration."""
     kind, text = original_class(body), body.get_submodule(inner)
     small = small_config(text.config)
     vars(small).update({name: False for name in OUTPUTS if name in vars(small)})
-    # What has put itself in the place of an attention may want other ranks for it.
+    # Code that has replaced an attention may need other ranks for it.
     plain = text.config._attn_implementation == "sdpa" and foreign_attention("sdpa") is None
     small._attn_implementation = "sdpa" if plain else "eager"
     # Some libraries exchange the forwards of classes.
@@ -135,12 +135,12 @@ def _in_all_modes(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str
 
 
 def _of_tokens(out: Any, live: torch.Tensor) -> list[torch.Tensor]:
-    """Hidden states of the live tokens and, where there are some, what routers made of them."""
+    """Returns the hidden states of the live tokens and, where there are some, their routers' logits."""
     return [values.flatten(0, -2)[live.flatten()] for values in (hidden_of(out), *routers_of(out))]
 
 
 def _compared(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
-    """What a miniature shows in one mode, asked for its routers' logits or not."""
+    """Compares both ways in one mode, with or without routers' logits."""
     names = tuple(inspect.signature(kind.forward).parameters)[1:]
     ids, mask = _probe()
     live = mask.bool()
@@ -197,12 +197,12 @@ def _cache(body: Any, given: dict[str, Any]) -> type[Cache] | None:
 def unserved_layers(
     proof: Proof, body: nn.Module, where: torch.device, dtype: torch.dtype, backend: str | None
 ) -> str | None:
-    """Why the device cannot attend by segments as the layers ask for, known before any of them has begun."""
+    """Returns why the device cannot attend by segments as the layers need, or None, before any of them has begun."""
     layers: set[tuple[int, int, float]] = set()
     for module in body.modules():
         if _unsharded(module) in proof.attention:
             size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
-            if type(size) is int:  # else the first call tells
+            if type(size) is int:  # else the first call finds out
                 value = getattr(module, "v_head_dim", None) or size
                 dropout = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
                 layers.add((size, value, dropout if isinstance(dropout, float) else 0.0))
@@ -213,11 +213,11 @@ def unserved_layers(
 
 
 _linear: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""The forwards that somebody has set on linear layers of adapters, and that were seen to be no more than a product."""
+"""The forwards that other code has set on linear layers of adapters and that were verified to be a plain product."""
 
 
 def _mixes(module: nn.Module) -> str | None:
-    """`mixes_tokens`, but for a forward that was seen to do nothing of that kind."""
+    """Calls `mixes_tokens`, except for a forward that was verified to be a plain product."""
     reason = mixes_tokens(module)
     if reason is None or (module in _linear and _linear[module]() is vars(module)["forward"]):
         return None
@@ -225,8 +225,8 @@ def _mixes(module: nn.Module) -> str | None:
 
 
 def _still_linear(module: nn.Linear) -> bool:
-    """Whether a forward that was set on a linear layer is its product and nothing else, tried with other weights on the
-    CPU: those that it has may be zeros, or be sharded. ms-swift sets one that moves what it is given to a device."""
+    """Whether a forward that was set on a linear layer is its product and nothing else, tested with other weights on
+    the CPU: its own may be zeros, or be sharded. ms-swift sets one that moves its input to a device."""
     function = getattr(vars(module)["forward"], "__func__", vars(module)["forward"])
     if not isinstance(function, types.FunctionType) or beyond_one_run(function) is not None:
         return False
@@ -253,13 +253,13 @@ def _still_linear(module: nn.Linear) -> bool:
 
 
 _MIXING = "peft.tuners.lily."
-"""Adapters whose experts are weighed by the mean over all tokens, padding among them."""
+"""Adapters whose experts are weighted by the mean over all tokens, padding among them."""
 
 
 def unproven(body: nn.Module, proof: Proof) -> str | None:
-    """What a body has that its miniature has not, as a reason; None where there is nothing.
+    """Returns which module of a body its miniature lacks, as a reason, or None.
 
-    Linear layers are that in whatever form (quantised, with adapters): they mix no tokens, those of `_MIXING` apart.
+    Linear layers of any kind (quantised, with adapters) need no proof: they mix no tokens, those of `_MIXING` apart.
     """
     adapters: tuple[type, ...] = ()
     around: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
@@ -267,7 +267,7 @@ def unproven(body: nn.Module, proof: Proof) -> str | None:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
-        # A wrapper calls the copy of its module that is trained: both are looked at.
+        # A wrapper calls the trained copy of its module: both are checked.
         adapters, around = (BaseTunerLayer,), (*around, AuxiliaryTrainingWrapper)
     except ImportError:
         pass
@@ -295,19 +295,19 @@ def unproven(body: nn.Module, proof: Proof) -> str | None:
 
 
 def _unsharded(module: nn.Module) -> type[nn.Module]:
-    """The class of a module below what FSDP2 has derived from it."""
+    """Returns the class of a module below the class that FSDP2 has derived from it."""
     kind = original_class(module)
     return kind if not issubclass(kind, FSDPModule) else next(cls for cls in kind.__bases__ if cls is not FSDPModule)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SHAPELESS = frozenset(("npu_trainer_kernels", "torch", "transformers", "accelerate", "deepspeed", "trl"))
-"""Packages whose hooks do with a packed row what they do with a batch; NEFTune's, in transformers, does not."""
+"""Packages whose hooks treat a packed row like a batch; NEFTune's, in transformers, does not."""
 
 
 def parts_of(body: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Layers and what they are made of, and what stands beside them in a body. Below that the first layer stands for
-    all, since this is looked at in every call."""
+    """Returns the layers with their parts, and the body's other children. Below a layer's children only the first layer
+    is searched, since every call does this."""
     beside = [child for child in body._modules.values() if child is not None]
     layers = [layer for child in beside if isinstance(child, nn.ModuleList) for layer in child]
     inner = [part for layer in layers[1:] for part in (layer, *layer._modules.values()) if part is not None]
@@ -315,7 +315,7 @@ def parts_of(body: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
 
 
 def in_the_way(body: nn.Module, proof: Proof) -> str | None:
-    """What has been done to a body since it was proven that leaves no room for a packed row, or None."""
+    """Returns which change of a body since its proof rules out a packed row, or None."""
     layers, beside = parts_of(body)
     for part in layers:
         # A graph has no packed row in it: it would be compiled anew for each.
@@ -334,7 +334,7 @@ def in_the_way(body: nn.Module, proof: Proof) -> str | None:
 
 
 def _whose(hooks: Iterable[Any]) -> str | None:
-    """Who has the first of some hooks that may look at rows."""
+    """Returns the package of the first hook that may look at rows, or None."""
     for hook in hooks:
         function = getattr(hook, "func", hook)
         whose = (getattr(function, "__module__", None) or "").partition(".")[0]

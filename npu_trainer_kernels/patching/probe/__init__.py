@@ -1,8 +1,8 @@
-"""How a module is asked what it computes. Nothing here knows an op or a kind of module.
+"""Finds out what a module computes. Nothing here depends on an op or a kind of module.
 
 1. `agreement.py`: whether two functions have the same values and gradients.
-2. `source.py`: the source of the code that runs, what in it no small probe can show, and functions made from it with
-   one expression exchanged.
+2. `source.py`: the source of the code that runs, the parts of it that no small probe covers, and functions made from it
+   with one expression exchanged.
 3. `settings.py`: the numbers, names and functions that a module's code reads, and whether they have changed since.
 4. `miniature.py`: a tiny model of a class, from the configuration of a large one.
 """

@@ -1,5 +1,4 @@
-"""Whether foreign code is what a form says, beyond the bits of one forward: in training as in evaluation, and in its
-gradients."""
+"""Whether foreign code equals a form beyond one forward's bits: in training, in evaluation, and in gradients."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,12 +14,12 @@ MODES = (False, True)
 """Evaluation and training: a model is often patched in the one and run in the other."""
 
 _TOLERANCE = 1e-4
-"""Of the greatest value, in fp32. Rounding makes about 1e-6 of it, another formula more than 1e-2."""
+"""Relative to the largest value, in fp32. Rounding makes about 1e-6 of it, another formula more than 1e-2."""
 
 
 @contextlib.contextmanager
 def repeatable(where: torch.device | None = None) -> Iterator[None]:
-    """Leaves the random state as it was, that of a device as well, whatever a probe has drawn."""
+    """Restores the random state, also that of a device, whatever a probe has drawn."""
     kind = "cpu" if where is None else where.type
     beside: dict[str, Any] = {"devices": []} if kind == "cpu" else {"devices": [where], "device_type": kind}
     with torch.random.fork_rng(**beside):
@@ -28,8 +27,8 @@ def repeatable(where: torch.device | None = None) -> Iterator[None]:
 
 
 def agree(function: Callable[..., Any], reference: Callable[..., Any], *inputs: torch.Tensor) -> bool:
-    """Whether two functions of fp32 tensors on the CPU have the same values and the same gradients: a factor that is
-    detached, or noise, is not seen in the values of one forward."""
+    """Whether two functions of fp32 tensors on the CPU have the same values and the same gradients: a detached factor,
+    or noise, does not show in the values of one forward."""
     try:
         found, expected = _outcome(function, inputs), _outcome(reference, inputs)
     except PROBE_ERRORS:

@@ -1,7 +1,7 @@
-"""A tiny model of a class, from the configuration of a large one: what its code does shows in a moment on a CPU.
+"""A tiny model of a class, from the configuration of a large one: its code runs in a moment on a CPU.
 
-Sizes are cut down by what the configuration calls them; a list with an entry for each layer loses the layers that
-repeat others. Weights are random and of a size at which every parameter counts in the result.
+Sizes are reduced by the names of the configuration's attributes; a list with an entry for each layer loses the layers
+that repeat others. Weights are random and large enough that every parameter affects the result.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ __all__ = ["VOCABULARY", "kept_layers", "miniature", "miniature_around", "names_
 
 VOCABULARY = 61
 _HEAD = 16
-# An attribute that matches is cut down to the value; the first pattern counts. What matches nothing stays.
+# An attribute that matches is reduced to the value; the first pattern counts. All other attributes stay.
 _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
     (re.compile(pattern), size)
     for pattern, size in (
@@ -30,7 +30,7 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_size_mlp)$", 48),
         (r"(head_dim|headdim|head_size|d_head|d_kv|kv_channels|rotary_dim|v_dim)$|(^|_)rank$", _HEAD),
         (r"(sliding_window|window_size|attention_chunk_size|chunk_size|state_size|d_state)$", 8),
-        # Of what a token chooses from the probe's rows have more than it chooses: blocks, keys, experts.
+        # The probe's rows have more blocks, keys and experts than a token chooses.
         (
             r"(key_value_heads|kv_heads|kv_n_heads|num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k"
             r"|top_k_experts|topk_group|n_group|num_expert_group|index_topk|index_topk_blocks)$",
@@ -40,8 +40,8 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         (r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index)$", 1),
     )
 )
-_CAP, _CAPPED = re.compile(r"softcap|logit_cap"), 0.5  # which scores reach
-_SHARED = re.compile(r"shared_layers$")  # of how many layers at the end earlier ones make the keys
+_CAP, _CAPPED = re.compile(r"softcap|logit_cap"), 0.5  # reached by scores
+_SHARED = re.compile(r"shared_layers$")  # how many of the last layers use the keys of earlier ones
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
 _DROPPED = re.compile(r"drop|jitter")
 _TOKEN = re.compile(r"_token_id$")
@@ -49,27 +49,27 @@ _MOST_LAYERS = 8
 
 
 def names_layers(name: str, value: Any, count: int) -> bool:
-    """Whether a list holds numbers of layers, and not one value for each."""
+    """Whether a list holds indices of layers, and not one value for each."""
     numbers = isinstance(value, list | tuple) and len(value) > 0 and all(type(v) is int for v in value)
     rising = numbers and all(a < b for a, b in itertools.pairwise(value)) and value[0] >= 0
     return rising and value[-1] < count and ("layer" in name or "idx" in name or "index" in name)
 
 
 def per_layer(config: Any, count: int) -> dict[str, Any]:
-    """The lists of a configuration that have one entry for each of its layers."""
+    """Returns the lists of a configuration that have one entry for each of its layers."""
     lists = {n: v for n, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == count > 2}
     return {n: v for n, v in lists.items() if not names_layers(n, v, count)}
 
 
 def _shared(config: Any, count: int) -> list[tuple[str, int]]:
-    """How many layers at the end share what earlier ones make, by the attribute that says so."""
+    """Returns how many of the last layers share what earlier ones compute, by the attribute that says so."""
     found = ((n, v) for n, v in vars(config).items() if _SHARED.search(n) and type(v) is int)
     return [(name, value) for name, value in found if 0 < value < count]
 
 
 def kept_layers(config: Any, count: int, most: int = _MOST_LAYERS) -> list[int]:
-    """The layers to keep: the first of each kind, by every list that has one entry for each layer, and by whether they
-    share what earlier ones make; at least two."""
+    """Returns the layers to keep, at least two: the first of each kind, by every list that has one entry for each
+    layer, and by whether they share what earlier ones compute."""
     own = count - sum(value for name, value in _shared(config, count))
     lists = [*per_layer(config, count).values(), [i < own for i in range(count)]]
     seen, kept = set(), []
@@ -83,7 +83,7 @@ def kept_layers(config: Any, count: int, most: int = _MOST_LAYERS) -> list[int]:
 
 
 def _unscaled(rotation: Any, head: int) -> Any:
-    """Rotation parameters without what is made for one size of heads."""
+    """Returns rotation parameters without those made for one size of heads."""
     if not isinstance(rotation, dict):
         return rotation
     kept = {name: _unscaled(v, head) for name, v in rotation.items() if not isinstance(v, list | tuple)}
@@ -97,7 +97,7 @@ def _unscaled(rotation: Any, head: int) -> Any:
 
 
 def small_config(config: Any) -> Any:
-    """A copy of a configuration with small sizes."""
+    """Returns a copy of a configuration with small sizes."""
     small = copy.deepcopy(config)
     count = next((n for name in _LAYERS if type(n := vars(config).get(name)) is int), 0)
     kept = kept_layers(config, count)
@@ -124,7 +124,7 @@ def small_config(config: Any) -> Any:
             vars(small)[name] = min(value, size)
     for name, value in _shared(config, count):
         vars(small)[name] = sum(i >= count - value for i in kept)
-    # As many key heads as heads where that is so; then there may be no number of groups.
+    # If the original has as many key heads as heads, so has the copy: there may be no number of groups then.
     heads, kv = (vars(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads == kv and heads is not None:
         vars(small)["num_key_value_heads"] = vars(small)["num_attention_heads"]
@@ -137,7 +137,7 @@ def _in_single() -> Any:
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            # `torch.manual_seed` would seed every accelerator too, and a run would go on with other numbers there.
+            # `torch.manual_seed` would seed every accelerator too, and change the random numbers of a run there.
             torch.default_generator.manual_seed(0)
             yield
     finally:
@@ -145,7 +145,7 @@ def _in_single() -> Any:
 
 
 def miniature_around(cls: Any, config: Any, path: str, inner: Any) -> Any:
-    """A model of a class around a miniature, which is at `path`; everything else of it has shapes and no numbers.
+    """Returns a model of a class around a miniature at `path`; the rest of it is on the meta device.
 
     Raises:
         Exception: whatever the class raises.
@@ -158,7 +158,7 @@ def miniature_around(cls: Any, config: Any, path: str, inner: Any) -> Any:
 
 
 def miniature(cls: Any, config: Any) -> Any:
-    """A model of a class on the CPU, in fp32, for inference. The random state stays as it is.
+    """Returns a model of a class on the CPU, in fp32, for inference. The random state stays as it is.
 
     Raises:
         Exception: whatever the class raises for so small a configuration.

@@ -1,13 +1,13 @@
-"""What a module's own code reads beside tensors and children: epsilons, limits, factors, names, functions.
+"""Finds what a module's code reads besides tensors and children: epsilons, limits, factors, names, functions.
 
-A form was proven with these as they were. They are found by the names in the code of the module's methods and of the
-functions that it calls, so that one that changes nothing yet (a limit that is None, a method that nobody has set on the
-instance, what `getattr` has a default for) is among them; so are attributes of its class, names of the files that the
-code stands in, and attributes of what any of these hold, such as a configuration. Code of torch, of Python's own
-library and of transformers' utilities is taken to stay as it is. They are compared at every call: whatever has been set
-otherwise since leaves the call to the module's own code. What can be written to in place (tensors, lists) would cost
-more to compare than it is worth: a module whose code reads such a thing is left alone, and so is one that no run on a
-few rows can show, because it keeps something on the side or goes by shapes or by gradients.
+A form was verified with these values, so every call compares them, and a module with a changed value runs its original
+code. They are found by the names in the code of the module's methods and of the functions that it calls, so values
+without effect so far are included (a limit that is None, a method that is not set on the instance, a name for which
+`getattr` has a default). Included are also attributes of its class, names in the files of the code, and attributes of
+any of these values, such as those of a configuration. Code of torch, of Python's standard library and of transformers'
+utilities is assumed not to change. Values that can be written to in place (tensors, lists) would cost more to compare
+than it is worth: a module whose code reads such a value is left alone. So is a module that a run on a few rows does not
+show, because it keeps state or depends on shapes or on gradients.
 """
 
 import dis
@@ -27,29 +27,29 @@ from .source import beyond_one_run
 __all__ = ["Settings", "changed", "settings_of", "unseen"]
 
 Settings = tuple[tuple[Callable[..., Any] | None, str, tuple[str, ...], Any], ...]
-"""Who has the first name (`get(name, default)`; None: the instance), the name, the names of attributes of what it
-stands for, and the value."""
+"""For each value: the lookup of the first name (`get(name, default)`; None: on the instance), this name, the names of
+the attributes below it, and the value."""
 
 _ABSENT: Any = object()
 _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), *dir(nn.Module)))
 _IN_PLACE = torch.Tensor | list | dict | set
 _FOREIGN = sys.stdlib_module_names | {"torch", "torch_npu", "numpy"}
-# How many attributes of attributes are followed: `self.config.text.limit`.
+# How many levels of attributes are followed: `self.config.text.limit`.
 _DEPTH = 3
 
 
 def settings_of(module: nn.Module, method: str = "forward") -> Settings:
-    """What a method of a module reads, and what it calls; the method's own name is among it where not every module has
-    it."""
+    """Returns the values that a method reads, and the functions that it calls; the method itself is among them unless
+    every module has one of that name."""
     shapes = [p.shape for p in module._parameters.values() if p is not None]
     values = (each for each in _values(module, method) if each[0] is not None or each[1] not in module._buffers)
     return tuple(dict.fromkeys(each for each in values if each[-1] is _ABSENT or _is_setting(each[-1], shapes)))
 
 
 def unseen(module: nn.Module, method: str = "forward", known: str | None = None) -> str | None:
-    """Why what a method does may be another thing at another call, without a sign that `changed` would see, or None:
-    it reads what can be written to in place (but for parameters, and the buffer that is `known`), or goes by more than
-    the numbers it is given, or has an effect beside its result."""
+    """Returns why a method may do something else at another call without a change that `changed` would see, or None: it
+    reads a value that can be written to in place (except parameters, and the buffer `known`), depends on more than its
+    input's numbers, or has a side effect."""
     for get, name, rest, value in _values(module, method):
         of_buffer = get is None and not rest and name in module._buffers
         if (isinstance(value, _IN_PLACE) or of_buffer) and name != known:
@@ -59,7 +59,7 @@ def unseen(module: nn.Module, method: str = "forward", known: str | None = None)
 
 
 def changed(module: nn.Module, settings: Settings) -> str | None:
-    """What of a module has been set otherwise since, as a reason; None: nothing."""
+    """Returns which value of a module has changed, as a reason, or None."""
     own = module.__dict__.get
     for get, first, rest, value in settings:
         now = (get or own)(first, _ABSENT)
@@ -91,7 +91,7 @@ def _values(module: nn.Module, method: str) -> Iterator[Value]:
             entries = _entries(value, own, function) if isinstance(value, dict) else []
             if entries:
                 yield from entries
-            elif value is not _ABSENT:  # else it is one of Python's own
+            elif value is not _ABSENT:  # else it is a builtin
                 yield from _within(space.get, name, value, said, asked)
 
 
@@ -99,12 +99,12 @@ def _within(
     get: Callable[..., Any] | None, first: str, value: Any, said: dict[str, None], asked: dict[str, None],
     rest: tuple[str, ...] = (),
 ) -> Iterator[Value]:  # fmt: skip
-    """A value, and those that code reads of it."""
+    """Yields a value, and the attributes of it that code reads."""
     yield get, first, rest, value
     if isinstance(value, types.ModuleType):
         held = [] if _is_foreign(value.__name__) else [each for each in said if each in vars(value)]
     elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, torch.Tensor, _FUNCTIONS)):
-        # A configuration's dtype changes when it is saved; whether a module casts to it, its probes have seen.
+        # A configuration's dtype changes when it is saved; the probes show whether a module casts to it.
         held = [each for each in said if each != "dtype" and (each in asked or hasattr(value, each))]
     else:
         held = []
@@ -114,8 +114,8 @@ def _within(
 
 
 def _entries(table: dict[Any, Any], own: dict[str, Any], function: types.FunctionType) -> list[Value]:
-    """Those of a file's table (of activations, say) that a function reads by a word of its own or of the module;
-    none where it goes by something else."""
+    """Returns the entries of a global dictionary (of activations, say) that a function reads by a string of its own or
+    of the module; none where the keys are something else."""
     words = (*own.values(), *(each for code in _codes(function) for each in code.co_consts))
     return [
         (table.get, each, (), table[each])
@@ -124,8 +124,8 @@ def _entries(table: dict[Any, Any], own: dict[str, Any], function: types.Functio
 
 
 def _read(kind: type[nn.Module], own: dict[str, Any], method: str) -> tuple[list[str], list[types.FunctionType]]:
-    """Names in the code of a method that are those of the instance or of its class, and in the code of those, and of
-    functions that these call; and the functions that have this code."""
+    """Returns the names of the instance or its class in the code of a method, of the methods that these names stand
+    for, and of the functions that they call; and the functions that have this code."""
     found, functions = [method], []  # type: tuple[list[str], list[types.FunctionType]]
 
     def add(function: types.FunctionType | None) -> None:
@@ -156,19 +156,19 @@ def _is_foreign(name: str | None) -> bool:
 
 @functools.cache
 def _attribute_of(kind: Any) -> Callable[..., Any]:
-    """`get(name, default)` of a class."""
+    """Returns `get(name, default)` of a class."""
     return functools.partial(getattr, kind)
 
 
 def _function(method: Any) -> types.FunctionType | None:
-    """The function of a method, or of a property's, below what decorates it."""
+    """Returns the function of a method or a property without its decorators, or None."""
     found: Any = method.fget if isinstance(method, property) else method
     found = inspect.unwrap(found) if callable(found) else found
     return found if isinstance(found, types.FunctionType) else None
 
 
 def _codes(function: types.FunctionType) -> Iterator[types.CodeType]:
-    """The code of a function, and the code inside it."""
+    """Yields the code of a function, and the code inside it."""
     codes: list[Any] = [function.__code__]
     for code in codes:
         if isinstance(code, types.CodeType):
@@ -178,14 +178,14 @@ def _codes(function: types.FunctionType) -> Iterator[types.CodeType]:
 
 @functools.cache
 def _names(function: types.FunctionType) -> tuple[str, ...]:
-    """The names in the code of a function; those that it hands to `getattr` are names, too."""
+    """Returns the names in the code of a function, including those that it passes to `getattr`."""
     found = (name for code in _codes(function) for name in code.co_names)
     return tuple(dict.fromkeys((*found, *_asked_for(function))))
 
 
 @functools.cache
 def _asked_for(function: types.FunctionType) -> tuple[str, ...]:
-    """What may be a name of an attribute that need not be there."""
+    """Returns the strings in a function that may name attributes that need not exist."""
     asking = [code for code in _codes(function) if {"getattr", "hasattr"} & set(code.co_names)]
     found = (text for code in asking for text in code.co_consts if isinstance(text, str) and text.isidentifier())
     return tuple(dict.fromkeys(found))
@@ -193,14 +193,14 @@ def _asked_for(function: types.FunctionType) -> tuple[str, ...]:
 
 @functools.cache
 def _globals(function: types.FunctionType) -> tuple[str, ...]:
-    """The names in a function that are its file's, or Python's own; none of code that is taken to stay as it is."""
+    """Returns the names in a function that are globals or builtins; none for code that is assumed not to change."""
     if _is_foreign(function.__module__):
         return ()
     found = (each for code in _codes(function) for each in dis.get_instructions(code))
     return tuple(dict.fromkeys(each.argval for each in found if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")))
 
 
-# Of these a copy of a model has the same ones.
+# A copy of a model shares these with it.
 _FUNCTIONS = types.FunctionType | types.BuiltinFunctionType | type
 
 

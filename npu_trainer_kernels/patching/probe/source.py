@@ -1,12 +1,11 @@
-"""Parts of a module's own forward, exchanged: its source is parsed, one thing in it is replaced, and the result is
-bound per instance. Nothing of a model's code is copied into this package.
+"""Rewrites a module's forward: its source is parsed, one thing in it is replaced, and the result is bound per instance.
+Nothing of a model's code is copied into this package.
 
-A source is read from a file, which may have been edited since the code that runs was made of it: a source counts only
-where it compiles to that code.
+A source is read from a file, which may have been edited since the running code was compiled, so a source counts only if
+it compiles to that code.
 
-Forwards that are decorated or close over variables are left alone. The one decoration that is known is that of
-transformers' `GradientCheckpointingLayer`, which wraps the forward of every subclass when the subclass is made: ours is
-one.
+Forwards that are decorated or close over variables are left alone, except under the decorator of transformers'
+`GradientCheckpointingLayer`, which wraps the forward of every subclass when the subclass is made: ours is one.
 """
 
 import __future__
@@ -25,14 +24,14 @@ __all__ = ["beyond_one_run", "called_on_self", "plain_forward", "rewritten", "se
 
 _CHECKPOINTING = "forward_with_checkpointing"
 
-# The `from __future__` imports of the module that a function comes from are in its flags, and must be in the new one's.
+# A function's flags have the `from __future__` imports of its module, which the new function must have, too.
 _FUTURE_FLAGS = functools.reduce(
     lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
 )
 
 
 def plain_forward(cls: Any) -> types.FunctionType | str:
-    """A class's own forward, when it can be bound anew; else why not."""
+    """Returns a class's own forward if it can be bound anew, else why not."""
     function = cls.forward
     while getattr(getattr(function, "__code__", None), "co_name", "") == _CHECKPOINTING:
         function = function.__wrapped__
@@ -50,7 +49,7 @@ _OTHER_SOURCE = "its source is not that of the code that runs (was its file edit
 
 @functools.cache
 def source_of(function: types.FunctionType) -> str | None:
-    """The source of a function, or None where there is none, or another one than the code that runs was made of."""
+    """Returns the source of a function; None where there is none, or where the running code was made of another one."""
     text = _text_of(function)
     if not text:
         return None
@@ -63,7 +62,7 @@ def source_of(function: types.FunctionType) -> str | None:
 
 
 def _text_of(function: types.FunctionType) -> str | None:
-    """What stands in a function's file where it was; None without such a file."""
+    """Returns a function's text in its file, empty where it is not found there; None without a file."""
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
@@ -72,7 +71,7 @@ def _text_of(function: types.FunctionType) -> str | None:
 
 @functools.lru_cache(maxsize=32)
 def _units(file: str, flags: int, apart: bool) -> tuple[types.CodeType, ...]:
-    """The code of a file (how a method is called depends on what the file imports), or of its statements, each apart,
+    """Returns the code of a file (its imports affect how methods are called) or, if `apart`, of each of its statements,
     as notebooks compile them."""
     try:
         tree = ast.parse(file)
@@ -83,7 +82,7 @@ def _units(file: str, flags: int, apart: bool) -> tuple[types.CodeType, ...]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code and those inside it."""
+    """Yields a code object, and those inside it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
@@ -97,14 +96,14 @@ _OF_CODE = (
 
 
 def _same_code(a: Any, b: Any) -> bool:
-    """Whether two constants of code are the same, wherever in a file they stand."""
+    """Whether two constants of code are equal, wherever in a file they are."""
     if type(a) is not type(b):
         return False
     if isinstance(a, types.CodeType):
         return all(getattr(a, name) == getattr(b, name) for name in _OF_CODE) and _same_code(a.co_consts, b.co_consts)
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(_same_code, a, b))
-    # By their letters, since -0.0 equals 0.0; a set has no order.
+    # By `repr`, since -0.0 equals 0.0; a set has no order.
     return bool(a == b) if isinstance(a, frozenset) else repr(a) == repr(b)
 
 
@@ -115,13 +114,13 @@ _OF_GRADIENTS = frozenset(
 
 @functools.cache
 def beyond_one_run(function: types.FunctionType) -> str | None:
-    """Why runs on a few rows do not show all that a function does, or None."""
+    """Returns why runs on a few rows do not show all that a function does, or None."""
     source = source_of(function)
     if source is None:
         return None if _text_of(function) is None else _OTHER_SOURCE
     try:
         nodes = list(ast.walk(ast.parse(source)))
-    except SyntaxError:  # of a function in the middle of a statement the source is whole lines
+    except SyntaxError:  # for a function inside a statement, the source has whole lines
         return None
     named = [node for node in nodes if isinstance(node, ast.Assign)]
     named = [node for node in named if _is_size(node.value) or _name(node.value) == "shape"]
@@ -142,8 +141,8 @@ def beyond_one_run(function: types.FunctionType) -> str | None:
 
 
 def _beyond_a_probe(node: ast.AST, space: dict[str, Any]) -> str | None:
-    """What in an expression depends on whether a tensor has more than so many elements along a dimension, or None.
-    Probes have two at least along each, so that a first or a last one shows."""
+    """Returns the expression if it depends on whether a tensor has more than so many elements along a dimension, else
+    None. Probes have at least two along each, so that a first or a last one shows."""
     if isinstance(node, ast.Subscript) and _name(node.value) != "shape" and not _is_size(node.value):
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         bounds = [bound for part in parts if isinstance(part, ast.Slice) for bound in (part.lower, part.upper)]
@@ -154,21 +153,21 @@ def _beyond_a_probe(node: ast.AST, space: dict[str, Any]) -> str | None:
     for bound in filter(None, bounds):
         number = bound.operand if isinstance(bound, ast.UnaryOp) else bound
         value = number.value if isinstance(number, ast.Constant) else space.get(_name(number) or "")
-        # An attribute may become any number.
+        # An attribute may have any value.
         if isinstance(number, ast.Attribute) or (type(value) is int and value > 1):
             return ast.unparse(node)
     return None
 
 
 def _is_count(function: ast.expr) -> bool:
-    """Whether a function takes so many elements of a tensor, or of two numbers the smaller or the larger one."""
+    """Whether a function takes a number of a tensor's elements, or the smaller or larger of two numbers."""
     if isinstance(function, ast.Name):
         return function.id in ("max", "min")
     return isinstance(function, ast.Attribute) and function.attr in ("kthvalue", "narrow", "topk")
 
 
 def _is_size(node: ast.AST) -> bool:
-    """Whether an expression is a number of a tensor's shape; how many dimensions it has is no size."""
+    """Whether an expression is part of a tensor's shape, or its number of elements; its number of dimensions is not."""
     of = node.value if isinstance(node, ast.Subscript) else node.func if isinstance(node, ast.Call) else node
     return of is not node and _name(of) in ("shape", "size", "numel", "nelement")
 
@@ -178,14 +177,14 @@ def _name(node: ast.AST) -> str | None:
 
 
 def rewritten(function: types.FunctionType, *rewrites: ast.NodeTransformer) -> types.FunctionType:
-    """The function with its source transformed: same globals, defaults, file and line numbers."""
+    """Returns the function with its source transformed: same globals, defaults, file and line numbers."""
     source = source_of(function)
     assert source is not None
     tree = ast.parse(source)
     for rewrite in rewrites:
         tree = ast.fix_missing_locations(rewrite.visit(tree))
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-    # In a class of its class's name, by which names like `self.__x` are mangled.
+    # Inside a class of its class's name, which mangles names like `self.__x` alike.
     *_, owner, _ = ("", *function.__qualname__.split("."))
     if owner.isidentifier():
         around: Any = ast.parse(f"class {owner}: pass").body[0]
@@ -200,12 +199,12 @@ def rewritten(function: types.FunctionType, *rewrites: ast.NodeTransformer) -> t
 
 
 def self_attribute(name: str) -> ast.Attribute:
-    """`self.name`, to be read."""
+    """Returns the expression `self.name`, to be read."""
     return ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
 
 
 def called_on_self(node: ast.expr) -> str | None:
-    """The attribute `name` of a call `self.name(one argument)`."""
+    """Returns `name` of a call `self.name(one argument)`, else None."""
     if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
         return None
     called = node.func
