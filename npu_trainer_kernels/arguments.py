@@ -70,12 +70,12 @@ class NpuKernelsArguments:
     )
 
     def __post_init__(self) -> None:
-        # Parsers convert what stands on the command line; what stands in a YAML file arrives as it is.
+        # Parsers convert values of the command line; values of a YAML file arrive as they are.
         for name in ("use_npu_kernels", "npu_kernels_strict", "npu_kernels_warm_up", "npu_kernels_balance"):
             check_switch(name, getattr(self, name))
         ops, backend = self.npu_kernels_ops, self.npu_kernels_backend
         if ops and isinstance(ops, list) and all(isinstance(op, str) for op in ops):
-            # With commas, too, as `npu-kernels run --ops` and NPU_KERNELS_OPS take them.
+            # Commas are accepted, as `npu-kernels run --ops` and NPU_KERNELS_OPS accept them.
             self.npu_kernels_ops = ops = ",".join(ops).split(",")
         if ops is not None and not (
             isinstance(ops, list) and ops and all(isinstance(op, str) and op in PATCHES for op in ops)
@@ -99,7 +99,7 @@ class NpuKernelsArguments:
 
     @classmethod
     def from_environment(cls) -> "NpuKernelsArguments":
-        """With the flag, and the other options as variables: NPU_KERNELS_OPS=rope,swiglu for `npu_kernels_ops`."""
+        """Sets the flag, and reads the options from variables: NPU_KERNELS_OPS=rope,swiglu for `npu_kernels_ops`."""
         given: dict[str, Any] = {}
         for option in fields(cls):
             variable = option.name.upper()
@@ -109,16 +109,16 @@ class NpuKernelsArguments:
             if option.type is bool:
                 given[option.name] = switch(variable)
             elif option.type is int:
-                # What is no number is refused by its name with the others.
+                # `__post_init__` refuses a value that is no number, by the option's name.
                 given[option.name] = int(value) if value.isdecimal() else value
             else:
-                # HfArgumentParser writes a plainer type into the fields of what it has parsed.
+                # HfArgumentParser replaces the types of the fields that it has parsed by plainer ones.
                 listed = list[str] in (option.type, *get_args(option.type))
                 given[option.name] = value.split(",") if listed else value
         return cls(use_npu_kernels=True, **given)
 
     def options(self) -> dict[str, Any]:
-        """The arguments of `NpuKernelsCallback`."""
+        """Returns the arguments of `NpuKernelsCallback`."""
         return {
             option.name.removeprefix("npu_kernels_"): getattr(self, option.name)
             for option in fields(self)
@@ -126,7 +126,7 @@ class NpuKernelsArguments:
         }
 
     def callbacks(self) -> "list[NpuKernelsCallback]":
-        """What to pass as a Trainer's `callbacks`: one `NpuKernelsCallback`, or none without the flag."""
+        """Returns a Trainer's `callbacks` argument: one `NpuKernelsCallback`, or none without the flag."""
         from .callback import NpuKernelsCallback
 
         return [NpuKernelsCallback(**self.options())] if self.use_npu_kernels else []

@@ -1,4 +1,4 @@
-"""`NpuKernelsCallback`: the kernels for the length of a training run."""
+"""`NpuKernelsCallback` applies the kernels for the duration of a training run."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ _WRAPPED = "_npu_kernels_wrapped"
 
 
 def calling_trainer() -> Trainer | None:
-    """The Trainer that is calling the callback: events carry its model and optimizer, but not itself."""
+    """Returns the Trainer that is calling the callback: events carry its model and optimizer, but not itself."""
     frame = sys._getframe(1)
     while frame is not None:
         candidate = frame.f_locals.get("self")
@@ -41,7 +41,7 @@ def calling_trainer() -> Trainer | None:
 
 
 def _peak_memory_gib(where: torch.device) -> float:
-    """Peak memory of this process: the accelerator's allocator where it trains on one, else resident memory."""
+    """Returns this process's peak memory: the accelerator's allocator's if it trains on one, else resident memory."""
     kind = device.accelerator()
     if kind == "cpu" or kind != where.type:
         # Kilobytes on Linux, bytes on macOS.
@@ -50,7 +50,7 @@ def _peak_memory_gib(where: torch.device) -> float:
 
 
 def _has_trls_head(forward: Any) -> bool:
-    """Whether a forward, or one that it wraps (accelerate's of mixed precision does), has a head of TRL's."""
+    """Whether a forward, or one that it wraps (accelerate's of mixed precision does), has TRL's head."""
     while forward is not None:
         if "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
             return True
@@ -59,24 +59,24 @@ def _has_trls_head(forward: Any) -> bool:
 
 
 def _unused_head(model: Any) -> dict[str, str]:
-    """Which of the two heads training does not use: TRL gives a model a forward with a head of its own."""
+    """Returns the head that training does not use, with the reason: TRL gives a model a forward with its own head."""
     if any(_has_trls_head(module.__dict__.get("forward")) for module in model.modules()):
         return {"linear_cross_entropy": "its loss is made of TRL's head, linear_logprob"}
     return {"linear_logprob": "its model has no head of TRL's"}
 
 
 class NpuKernelsCallback(TrainerCallback):
-    """Puts the fused kernels into the model of a `transformers.Trainer` or a TRL trainer while it trains.
+    """Applies the fused kernels to the model of a `transformers.Trainer` or a TRL trainer while it trains.
 
-    Patches when the Trainer has been built, looks again when training begins (TRL adds its head and FSDP shards after
-    construction, `model_init` builds anew), and restores when training ends, also by an exception. While it trains, the
-    models that the Trainer holds beside its own (reference, teacher, reward) are served by the same ops. In TRL's
-    GRPOTrainer the head is told which gradient the loss is going to send back. Losses that are nan or infinite are
-    filtered as the Trainer does, but on the device (`training.loss_filter`). Prints the report once, on the main
+    It patches when the Trainer has been built, patches again when training begins (TRL adds its head and FSDP shards
+    after construction, `model_init` builds a new model), and restores when training ends, also after an exception.
+    While training, the same ops serve the models that the Trainer has besides its own (reference, teacher, reward). In
+    TRL's GRPOTrainer the head gets a plan of the gradient that the loss will send back. Losses that are nan or infinite
+    are filtered as the Trainer does, but on the device (`training.loss_filter`). It prints the report once, on the main
     process, and adds `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second`
     (without padding) and `peak_memory_gib` to the Trainer's logs.
 
-    Pass it in `callbacks=[...]`. On a Trainer that exists already, use `trainer.add_callback(callback)` followed by
+    Pass it in `callbacks=[...]`. On an existing Trainer, use `trainer.add_callback(callback)` followed by
     `callback.attach(trainer)`.
 
     Args:
@@ -84,18 +84,19 @@ class NpuKernelsCallback(TrainerCallback):
         backend: as for `apply_npu_kernels`.
         strict: as for `apply_npu_kernels`.
         tiled_mlp: as for `apply_npu_kernels`.
-        warm_up: compile the kernels before the first step, several at once and with a line that says so (`warmup`);
-            otherwise each is compiled when it is first used.
-        balance: in TRL's GRPOTrainer, spread rows evenly over micro-batches and ranks, by their live tokens and where
-            that leaves the optimizer's step as it is; otherwise no row changes its rank.
-        audit: when what is served is compared with the model's own code, on the run's own batch and before the
-            optimizer has moved (`NpuKernels.audit`): `"first"`, `"off"`, or a number of steps after which it is again.
-            What differs by more than rounding explains is taken out, with a warning that names it.
-        report: what is printed when training begins: `"short"`, or `"full"` with every module and every reason.
+        warm_up: whether to compile the kernels before the first step, several at once and with a line that says so
+            (`warmup`); otherwise each is compiled at its first use.
+        balance: in TRL's GRPOTrainer, whether to spread rows evenly over micro-batches and ranks by their live tokens,
+            where the optimizer's step stays the same; otherwise no row changes its rank.
+        audit: when the ops are compared with the model's original code, on the run's own batch and before the
+            optimizer's step (`NpuKernels.audit`): `"first"`, `"off"`, or a number of steps after which it is repeated.
+            An op that differs by more than rounding explains is disabled, with a warning that names it.
+        report: the text that is printed when training begins: `"short"`, or `"full"` with every module and every
+            reason.
 
     Raises:
-        ValueError: an unknown op or backend, another report or audit than these, a switch that is neither True nor
-            False, or a `tiled_mlp` that cannot be.
+        ValueError: an unknown op or backend, an invalid report, audit or `tiled_mlp`, or a switch that is neither True
+            nor False.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._tiled_mlp = tiled_mlp
         self._handle: NpuKernels | None = None
         self._owns = False
-        self._held: list[NpuKernels] = []  # to restore
+        self._held: list[NpuKernels] = []  # those that `restore` restores
         self._served_beside: list[NpuKernels] = []
         self._planner: Planner | None = None
         self._loss_filter: LossFilter | None = None
@@ -138,14 +139,14 @@ class NpuKernelsCallback(TrainerCallback):
         return self._handle
 
     def report(self) -> Report:
-        """What was replaced and what was left alone; empty before the Trainer is built."""
+        """Returns the report of the model that was patched last; empty before the Trainer is built."""
         report = Report() if self._handle is None else self._handle.report()
         if self._planner is not None and self._planner.off is not None:
             report.note(f"the head's gradient is not planned: {self._planner.off}")
         return report
 
     def restore(self) -> None:
-        """Takes the kernels out now, those that somebody else had put into the model apart."""
+        """Removes the kernels now, except those that other code had applied to the model."""
         self._in_trainer.restore()
         while self._held:
             self._held.pop().restore()
@@ -155,7 +156,7 @@ class NpuKernelsCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> None:
         """Patches a Trainer's model, and makes sure that it is restored however training ends.
 
-        What `npu-kernels run` has put into it goes.
+        Changes that `npu-kernels run` has made to it are undone first.
 
         Raises:
             TypeError: `trainer` is not a Trainer.
@@ -170,7 +171,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._apply(trainer.model)
 
     def _put_into(self, model: Any) -> tuple[NpuKernels, bool]:
-        """The handle of a model, and whether this callback is to restore it: not what its user has applied."""
+        """Returns the handle of a model, and whether this callback must restore it: not if the user has applied it."""
         before = handle_of(model)
         handle = apply_npu_kernels(
             model, ops=self._ops, backend=self._backend, strict=self._strict, tiled_mlp=self._tiled_mlp
@@ -182,11 +183,11 @@ class NpuKernelsCallback(TrainerCallback):
             self._handle.restore()
         known, owned = self._handle, self._owns
         self._handle, self._owns = self._put_into(model)
-        # Looking again at what is this callback's already.
+        # A model that this callback has patched before is still its own.
         self._owns = self._owns or (owned and self._handle is known)
 
     def _apply_to_held(self, trainer: Trainer, report: Report) -> None:
-        """The same ops for the models beside the one that is trained."""
+        """Applies the same ops to the models besides the one that is trained."""
         self._served_beside = []
         for name, model in held_models(trainer).items():
             handle, owns = self._put_into(model)
@@ -197,7 +198,7 @@ class NpuKernelsCallback(TrainerCallback):
             report.note(f"{name} ({type(model).__name__}): {handle.report().summary()}")
 
     def _wrap(self, trainer: Trainer, method: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-        """Puts what `make` makes of a method in its place, once, in one trainer and until the kernels are taken out."""
+        """Replaces a method of one trainer by `make(method)`, once, until the kernels are removed."""
         original = getattr(trainer, method)
         if getattr(original, _WRAPPED, None) is self:
             return
@@ -206,7 +207,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._in_trainer.set_attribute(trainer, method, wrapper)
 
     def _guard(self, trainer: Trainer, method: str) -> None:
-        """Has an exception in a method restore all."""
+        """Makes an exception in a method restore everything."""
 
         def make(original: Any) -> Callable[..., Any]:
             def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -252,7 +253,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._since = (time.perf_counter(), self._handle.tokens, self._handle.live_tokens)
 
     def _compare(self, args: TrainingArguments) -> None:
-        """Has what is served compared with the models' own code, on the batches that come next."""
+        """Has the ops compared with the models' original code, on the batches that come next."""
         if self._audit_steps is None or self._handle is None or not self._handle.active:
             return
         if args.torch_compile:
@@ -264,10 +265,10 @@ class NpuKernelsCallback(TrainerCallback):
             held.audit(tell, training=False)
 
     def _serve(self, trainer: Trainer, report: Report) -> None:
-        """What is done to the Trainer itself, for the length of this run."""
+        """Makes the changes to the Trainer itself, for the length of this run."""
         guards_train = getattr(trainer.train, _WRAPPED, None) is self
-        self._in_trainer.restore()  # what an attempt that the Trainer repeats has left (auto_find_batch_size)
-        # `train` runs already: one that the guard was taken off is guarded by what it calls from here on.
+        self._in_trainer.restore()  # the changes of an attempt that the Trainer repeats (auto_find_batch_size)
+        # `train` is running already: if it was called without the guard, the methods that it calls are guarded.
         for method in ("train",) if guards_train else ("training_step", "_maybe_log_save_evaluate"):
             self._guard(trainer, method)
         self._show_labels(trainer)
@@ -276,7 +277,7 @@ class NpuKernelsCallback(TrainerCallback):
             # its parts.
             caches = getattr(trainer.args, "use_cache", False)
             self._in_trainer.set_attribute(self._handle.settings, "caches", caches)
-        self._arrange(trainer, report)  # before the plan, in whose way a loss of the user's would no longer be seen
+        self._arrange(trainer, report)  # before the plan, which would hide a loss of the user's
         self._plan(trainer)
         self._apply_to_held(trainer, report)
         self._add_to_logs(trainer)
@@ -285,8 +286,8 @@ class NpuKernelsCallback(TrainerCallback):
             self._loss_filter.start(self._in_trainer)
 
     def _show_labels(self, trainer: Trainer) -> None:
-        """Has the body told which places a loss reads, also where the model is not given the labels: the Trainer keeps
-        them for its label smoothing and for a loss function of the user's."""
+        """Passes the labels of a loss outside the model to the body: the Trainer keeps them from the model for its
+        label smoothing and for a loss function of the user's."""
 
         def make(original: Any) -> Callable[..., Any]:
             def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +299,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._wrap(trainer, "compute_loss", make)
 
     def _plan(self, trainer: Trainer) -> None:
-        """Has the head told what GRPO's loss is going to send back, where the head is ours."""
+        """Passes plans of the gradient of GRPO's loss to the head, where the head is this package's."""
         assert self._handle is not None
         if not (self._handle.serves_trl and is_grpo(trainer)):
             return
@@ -308,8 +309,8 @@ class NpuKernelsCallback(TrainerCallback):
             self._planner.plan_losses(self._in_trainer)
 
     def _arrange(self, trainer: Any, report: Report) -> None:
-        """Has the rows of a GRPO prompt come in one micro-batch, where a shared prompt is computed once, and spreads
-        live tokens evenly over micro-batches and ranks."""
+        """Puts the rows of a GRPO prompt into one micro-batch, where a shared prompt is computed once, and spreads live
+        tokens evenly over micro-batches and ranks."""
         assert self._handle is not None
         if not is_grpo(trainer):
             return

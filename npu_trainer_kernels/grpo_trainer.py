@@ -1,4 +1,4 @@
-"""`GRPOTrainer`: TRL's, with the kernels on. Its loss is TRL's own; nothing of it is copied here."""
+"""`GRPOTrainer`: TRL's, with the kernels on. Its loss is TRL's own; no code of it is copied here."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ __all__ = ["GRPOTrainer"]
 
 
 class GRPOTrainer(_GRPOTrainer):
-    """Drop-in for `trl.GRPOTrainer`: the same arguments, plus one. The same as TRL's with an `NpuKernelsCallback`.
+    """A drop-in for `trl.GRPOTrainer` with one more argument; it equals TRL's trainer with an `NpuKernelsCallback`.
 
     Args:
-        npu_kernels: what to use; None: everything, on the device's own backends. With
+        npu_kernels: the options; None: all ops, on the device's default backends. With
             `NpuKernelsArguments(use_npu_kernels=False)` this is TRL's trainer.
 
     Raises:
@@ -40,5 +40,5 @@ class GRPOTrainer(_GRPOTrainer):
             callback.attach(self)
 
     def npu_kernels_report(self) -> Report:
-        """What was replaced and what was left alone; empty where the kernels are off."""
+        """Returns the report of the patched model; empty where the kernels are off."""
         return self._npu_kernels[0].report() if self._npu_kernels else Report()

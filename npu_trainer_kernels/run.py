@@ -1,4 +1,4 @@
-"""What `npu-kernels run` does in a process that trains: every Trainer that is built gets a callback.
+"""The part of `npu-kernels run` in a training process: every Trainer that is built gets a callback.
 
 `on_path/sitecustomize.py` calls `put_into` when `transformers.trainer` has been imported. The options come from
 environment variables (`NpuKernelsArguments.from_environment`).
@@ -27,12 +27,12 @@ def put_into(trainer_module: ModuleType, built: Callable[[], None]) -> None:
         built: called for each Trainer.
 
     Raises:
-        ValueError: an environment variable asks for what does not exist.
+        ValueError: an environment variable has an invalid value.
     """
     NpuKernelsArguments.from_environment()
     original = trainer_module.Trainer.__init__
 
-    # Not in the list from now on, but whenever a Trainer is about to read it: ms-swift puts another list in its place.
+    # The list is extended whenever a Trainer is about to read it, since ms-swift replaces the list.
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         built()
@@ -46,7 +46,7 @@ def put_into(trainer_module: ModuleType, built: Callable[[], None]) -> None:
 class RunCallback(NpuKernelsCallback):
     """The callback that `npu-kernels run` gives to a Trainer, with the options of the environment.
 
-    It stands aside where the script has given its Trainer one of its own. Where a model cannot be patched it says so in
+    It does nothing if the script has given its Trainer an `NpuKernelsCallback`. If a model cannot be patched, it prints
     one line, and training goes on without the kernels; with `strict` it raises.
     """
 
@@ -58,7 +58,7 @@ class RunCallback(NpuKernelsCallback):
         self._said = ""
 
     def _attempt(self, event: Callable[..., None], *args: Any, **kwargs: Any) -> bool:
-        """Whether an event of `NpuKernelsCallback` was done."""
+        """Runs an event of `NpuKernelsCallback`, and returns whether it was done."""
         trainer = calling_trainer()
         others = [] if trainer is None else trainer.callback_handler.callbacks
         if any(isinstance(other, NpuKernelsCallback) and other is not self for other in others):
@@ -72,7 +72,7 @@ class RunCallback(NpuKernelsCallback):
             self.restore()
             if self._stops:
                 raise
-            # The user's script knows nothing of this package: nothing that it cannot do may end the run.
+            # The user's script knows nothing of this package, whose failure must not end the run.
             self._off = True
             reason = f"{type(error).__name__}: {error}"
             print(f"npu-kernels run: this Trainer trains without the kernels ({reason})", file=sys.stderr, flush=True)

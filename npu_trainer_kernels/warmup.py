@@ -1,15 +1,14 @@
-"""Compiling a run's kernels before its first step.
+"""Compiles a run's kernels before its first step.
 
-The model's own forward and backward run once on fake tensors: shapes, dtypes and strides without numbers, memory or
-device time. What the ops would launch is recorded and not launched, so these are exactly the kernels that the first
-step is going to ask for, whatever the model does with dtypes and layouts. Then they are compiled, in threads, into
-Triton's own cache, which is on disk too: the next run finds them there. On an NPU the same goes for their launchers,
-which triton-ascend compiles in C++.
+The model's own forward and backward run once on fake tensors: shapes, dtypes and strides without values, memory or
+device time. The launches of the ops are recorded and not launched, so these are exactly the kernels of the first step,
+whatever the model does with dtypes and layouts. Then they are compiled, in threads, into Triton's own cache, which is
+on disk too: the next run finds them there. On an NPU the same goes for their launchers, which triton-ascend compiles in
+C++.
 
-A few things cannot run without numbers (models' own code for experts, which are chosen by value; the backward of a
-planned gradient, whose one kernel scales it). Then what was recorded until there is compiled, and the rest when it is
-first used, as it would be without this module. Sharded models are left alone, and those whose rows are spread over
-ranks.
+A few things cannot run without values (models' own code for experts, which are chosen by value; the backward of a
+planned gradient, whose one kernel scales it). Then the launches recorded so far are compiled, and the rest when it is
+first used, as without this module. Sharded models are left alone, and those whose rows are spread over ranks.
 """
 
 import contextlib
@@ -39,11 +38,11 @@ from .support.errors import one_line
 
 __all__ = ["Launch", "Recorded", "compile_all", "record", "unsupported"]
 
-# The batch of ids. The kernels take lengths at run time, so any will do, but that it should take several chunks of
-# logits: where the first of them borrows memory (`tiling.borrowing_chunks`), its kernel is another.
+# The batch of ids. The kernels take lengths at run time, so any size will do that takes several chunks of logits: a
+# first chunk that borrows memory (`tiling.borrowing_chunks`) has another kernel.
 ROWS, LENGTH = 256, 128
 MOST_THREADS = 8
-# What running a foreign model on fake tensors may raise. A run that would train must not end here.
+# A foreign model on fake tensors may raise these. A run that would train must not end here.
 _ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
 
 
@@ -58,15 +57,15 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """For people, for example `swiglu forward`."""
-        # The folder of a family of ops, or the file of an op that has no family.
+        """A name for people, for example `swiglu forward`."""
+        # The folder of a family of ops, or the file of an op without a family.
         op = self.kernel.fn.__module__.partition(".ops.")[2].partition(".")[0]
         return f"{op} {self.kernel.__name__.strip('_').removesuffix('_kernel').replace('_', ' ')}"
 
 
 @dataclass
 class Recorded:
-    """What a step would launch, each launch once; and why that is not everything, if it is not."""
+    """The launches of a step, each once; `problem` says why they are incomplete, if they are."""
 
     launches: list[Launch] = field(default_factory=list)
     problem: str | None = None
@@ -78,7 +77,7 @@ class Recorded:
 
 
 def unsupported(model: nn.Module) -> str | None:
-    """Why nothing is compiled ahead for a model, or None."""
+    """Returns why nothing is compiled ahead for a model, or None."""
     names = {m.config.get_text_config()._attn_implementation for m in model.modules() if isinstance(m, PreTrainedModel)}
     if torch.distributed.is_initialized() and any(map(foreign_attention, names)):
         return "its attention may ask other ranks for their part of a row"
@@ -94,7 +93,7 @@ def unsupported(model: nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def _without_numbers(handle: NpuKernels, planned: bool) -> Iterator[None]:
-    """Nothing asks for values, and what the handle has learned stays as it was."""
+    """Makes the patches read no values, and restores the plan that the handle has learned."""
     settings = handle.settings
     before = settings.learned
     settings.compacts, settings.learned = False, LearnedPlan.settled(planned)
@@ -110,16 +109,16 @@ def record(
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext, plan: HeadPlan | None = None,
     beside: Sequence[NpuKernels] = (),
 ) -> Recorded:  # fmt: skip
-    """The launches of one training step, forward and backward; nothing is launched.
+    """Records the launches of one training step, forward and backward; nothing is launched.
 
     Args:
-        handle: of the model's kernels.
-        model: what the Trainer trains, not wrapped for data parallelism.
-        rows, length: of the batch of ids.
-        trl: one of TRL's trainers trains it, through the head that TRL gave it.
-        context: what the Trainer computes a loss in, for example autocast.
-        plan: of one of TRL's trainers that hands over plans for TRL's head; one for ids without numbers.
-        beside: handles of the models that the Trainer holds and does not train: they score, without gradients.
+        handle: the handle of the model.
+        model: the model that the Trainer trains, without wrappers for data parallelism.
+        rows, length: the shape of the batch of ids.
+        trl: whether one of TRL's trainers trains it, through the head that TRL gave it.
+        context: returns the context in which the Trainer computes a loss, for example autocast.
+        plan: the plan for fake tensors, if one of TRL's trainers passes plans to TRL's head.
+        beside: the handles of the models that the Trainer has and does not train: they run without gradients.
     """
     found = Recorded()
     seen: set[tuple[Any, ...]] = set()
@@ -127,7 +126,7 @@ def record(
     def recorder(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
         plain = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args)
         launch = Launch(kernel, tuple(grid), plain, tuple(constexprs.items()))
-        # The grid is no part of what is compiled.
+        # The grid does not affect what is compiled.
         key = (id(kernel), plain, launch.constexprs)
         if key not in seen:
             seen.add(key)
@@ -145,7 +144,7 @@ def record(
     try:
         step(handle, model, planned=False, backward=True)
         if trl:
-            # A planned gradient is formed in forward. Its backward compares it with the real one: it needs numbers.
+            # A planned gradient is computed in forward. Its backward compares it with the real one, which needs values.
             step(handle, model, planned=True, backward=False)
         for each in beside:
             if each.model is not None:
@@ -157,26 +156,26 @@ def record(
 
 
 class _ShapesAlone(TorchDispatchMode):
-    """Knows shapes that torch does not know where arguments are fake; the results have no numbers anyway. With
-    `out_dtype`, 2.11 takes the dtype of `torch.addmm` for a factor; 2.11 to 2.13 refuse a grouped product of any dtype
-    but bfloat16, although a card has those, too; and how many counts `torch.bincount` gives may depend on numbers. Who
-    says a least length has as many kinds: transformers' balancing of experts counts them so in 5.17.
+    """Returns shapes that torch cannot derive from fake arguments; the results have no values anyway. With `out_dtype`,
+    2.11 takes the dtype of `torch.addmm` for a factor; 2.11 to 2.13 refuse a grouped product of any dtype but bfloat16,
+    although cards compute others; and the number of counts of `torch.bincount` may depend on values, so the minimum
+    length is taken for it, which transformers' balancing of experts passes in 5.17.
 
-    It sees what is dispatched, below autograd: a mode for functions is not in force inside `backward()`, since that is
-    a function itself, and heads whose gradient is not planned add such products there.
+    It acts below autograd: a mode for functions is not in force inside `backward()`, since that is a function itself,
+    and heads whose gradient is not planned add such products there.
     """
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # By name: of a torch that does not have the one or the other yet it could not be asked for.
+        # Compared by name, since some versions of torch lack one of them.
         name = function.name()
         if name == "aten::addmm.dtype_out":
             return kwargs["out"]
         if name == "aten::_grouped_mm":
             a, b, ends = args[:3]
-            # Of two matrices the groups lie along what is summed.
+            # For two matrices the groups divide the dimension that is summed.
             groups = ends.shape if a.dim() == b.dim() == 2 else ()
             return a.new_empty(*groups, *a.shape[:-1], b.shape[-1])
         if name == "aten::bincount" and len(args) == 3:
@@ -186,7 +185,7 @@ class _ShapesAlone(TorchDispatchMode):
 
 
 class _Step(nn.Module):
-    """Forward and backward as one forward: gradient checkpointing looks the parameters up again in backward."""
+    """Forward and backward as one forward, since gradient checkpointing looks the parameters up again in backward."""
 
     def __init__(self, model: nn.Module, context: Callable[[], AbstractContextManager[Any]], backward: bool) -> None:
         super().__init__()
@@ -212,19 +211,19 @@ def _run(step: _Step, fake: FakeTensorMode, rows: int, length: int, trl: bool) -
 
 
 def compile_all(launches: Sequence[Launch], where: torch.device) -> tuple[float, list[str]]:
-    """Compiles the launches on a device, and what launches them, several at once; returns the seconds it took, and what
-    could not be compiled.
+    """Compiles the launches on a device, and their launchers, several at once. Returns the seconds it took, and the
+    errors.
 
-    A kernel that cannot be compiled is no error here: its first launch will say the same.
+    A kernel that cannot be compiled raises no error here: its first launch will.
     """
     start = time.perf_counter()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = max(1, min(MOST_THREADS, len(launches), (os.cpu_count() or 1) // processes))
     for launch in launches:
-        _ = launch.kernel.cache_key  # hashes the sources, and those of what they call: not for several threads
+        _ = launch.kernel.cache_key  # hashes the sources, and those of called functions: not for several threads
     module = torch.get_device_module(where)
     index = torch.device(where).index
-    # The current device is each thread's own.
+    # Each thread has its own current device.
     with ThreadPoolExecutor(threads, initializer=lambda: None if index is None else module.set_device(index)) as pool:
         outcomes = list(pool.map(_compiled, launches))
         for i, launch in enumerate(launches):
@@ -238,7 +237,7 @@ def compile_all(launches: Sequence[Launch], where: torch.device) -> tuple[float,
 
 
 def _compiled(launch: Launch) -> Any:
-    """Triton's `CompiledKernel`, or the `KernelError`."""
+    """Returns Triton's `CompiledKernel`, or the `KernelError`."""
     try:
         return compile_only(launch.kernel, launch.grid, launch.args, dict(launch.constexprs))
     except KernelError as error:
@@ -246,9 +245,9 @@ def _compiled(launch: Launch) -> Any:
 
 
 def _build_launchers(kernels: Sequence[Any], pool: ThreadPoolExecutor) -> list[KernelError]:
-    """What could not be built. The first launcher is built alone, since it compiles the header of all (some 25 s of a
-    processor, where a launcher then takes 2.5): the others would find half of it, and do without. Where the first fails
-    the others would do so for the same reason."""
+    """Builds the launchers, and returns the errors. The first launcher is built alone, since it compiles the header of
+    all (some 25 s of a processor, where a launcher then takes 2.5): the others would find half of it, and do without.
+    If the first fails, the others would fail for the same reason."""
     first = [error for error in map(_launcher_error, kernels[:1]) if error is not None]
     return first or [error for error in pool.map(_launcher_error, kernels[1:]) if error is not None]
 

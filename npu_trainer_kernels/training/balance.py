@@ -1,10 +1,10 @@
-"""Which row goes into which micro-batch of which rank: host arithmetic, no trainer and no tensor.
+"""Distributes rows over micro-batches and ranks: host arithmetic, no trainer and no tensor.
 
-Padding is left out, so what a micro-batch takes goes by its live tokens, and a prompt that its rows share counts once.
-Ranks wait for the longest of them in every micro-batch. So bins, one for each micro-batch of each rank, are filled
-longest first, each piece into the shortest bin that has room for it; a piece has rows of one prompt. Then bins are
-sorted, and those that follow one another go to the ranks of one micro-batch: what is left of a difference is between
-micro-batches, where nobody waits.
+Padding is skipped, so the cost of a micro-batch is its number of live tokens, and a prompt that its rows share counts
+once. In every micro-batch, ranks wait for the longest of them. So bins, one for each micro-batch of each rank, are
+filled with pieces (rows of one prompt), longest first, each piece into the shortest bin that has room for it. Then the
+bins are sorted, and consecutive bins go to the ranks of one micro-batch: the remaining differences are between
+micro-batches, where no rank waits.
 """
 
 import heapq
@@ -22,9 +22,9 @@ class Row:
     """A prompt and its completion.
 
     Attributes:
-        prompt: what the rows of a prompt, and no others, have in common.
-        prompt_tokens: live tokens of the prompt.
-        completion_tokens: live tokens of the completion.
+        prompt: an id that the rows of one prompt share, and no others.
+        prompt_tokens: the number of live tokens of the prompt.
+        completion_tokens: the number of live tokens of the completion.
     """
 
     prompt: int
@@ -33,7 +33,7 @@ class Row:
 
 
 def live(rows: Iterable[Row]) -> int:
-    """What is computed for a micro-batch: its live tokens, shared prompts once where sharing is worth while."""
+    """Returns how many tokens a micro-batch computes: its live tokens, shared prompts once where sharing pays off."""
     rows = list(rows)
     every = sum(row.prompt_tokens + row.completion_tokens for row in rows)
     saved = sum(row.prompt_tokens for row in rows) - sum({row.prompt: row.prompt_tokens for row in rows}.values())
@@ -41,8 +41,8 @@ def live(rows: Iterable[Row]) -> int:
 
 
 def _filled(rows: Sequence[Row], pieces: list[list[int]], rooms: list[int]) -> list[list[int]]:
-    """The pieces in bins with room for so many rows each: largest first, then longest, always into the shortest bin
-    with room for it. A piece that has room in none is cut by the roomiest."""
+    """Puts pieces into bins with room for so many rows each: those with most rows first, then the longest, each into
+    the shortest bin with room for it. A piece that fits into none is cut to the largest room."""
 
     def tokens(piece: list[int]) -> int:
         shared = {rows[i].prompt: rows[i].prompt_tokens for i in piece}
@@ -72,7 +72,7 @@ def _filled(rows: Sequence[Row], pieces: list[list[int]], rooms: list[int]) -> l
 
 
 def _pieces(rows: Sequence[Row], most: int) -> list[list[int]]:
-    """The rows of each prompt, in as few pieces of at most `most` as hold them."""
+    """Splits the rows of each prompt into as few pieces of at most `most` rows as possible."""
     prompts: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         prompts.setdefault(row.prompt, []).append(i)
@@ -84,17 +84,17 @@ def _pieces(rows: Sequence[Row], most: int) -> list[list[int]]:
 
 
 def arranged(rows: Sequence[Row], ranks: int, slices: int) -> list[list[list[int]]]:
-    """The rows of each rank in each micro-batch, equally many everywhere, and so that ranks wait as little as can be.
+    """Returns the rows of each rank in each micro-batch, equally many everywhere, with as little waiting as possible.
 
-    Rows of a prompt are all together, or fewer of them (half as many, and so on down to one), whichever is done first.
+    Rows of a prompt are all together, or fewer of them (half as many, down to one), whichever finishes first.
 
     Args:
-        rows: `ranks * slices` times as many as there are to be in a micro-batch.
-        ranks: how many share them.
-        slices: micro-batches of each rank.
+        rows: the rows of all micro-batches of all ranks.
+        ranks: the number of ranks.
+        slices: the number of micro-batches of each rank.
 
     Returns:
-        Indices of rows: by micro-batch, rank and place.
+        Indices of rows by micro-batch, rank and position.
     """
     size = len(rows) // (ranks * slices)
     ways, most = [], size
@@ -103,20 +103,20 @@ def arranged(rows: Sequence[Row], ranks: int, slices: int) -> list[list[list[int
         most //= 2
         bins.sort(key=lambda bin_: live(rows[i] for i in bin_), reverse=True)
         turns = [bins[i : i + ranks] for i in range(0, len(bins), ranks)]
-        # The longest of a micro-batch is another rank's in every second one, so that ranks are even in all of them.
+        # Every second micro-batch is reversed, so that no rank has the longest bin of all of them.
         ways.append([turn[::-1] if number % 2 else turn for number, turn in enumerate(turns)])
     return min(ways, key=lambda way: _work(rows, way))
 
 
 def _work(rows: Sequence[Row], way: list[list[list[int]]]) -> tuple[int, int]:
-    """Tokens until all ranks have done all micro-batches, and those of the longest of these."""
+    """Returns the tokens until all ranks have done all micro-batches, and those of the longest micro-batch."""
     longest = [max(live(rows[i] for i in bin_) for bin_ in micro_batch) for micro_batch in way]
     return sum(longest), max(longest)
 
 
 def imbalance(loads: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Of the tokens of every micro-batch and rank: the longest rank over the mean, as ranks wait in each micro-batch;
-    and the longest micro-batch of any rank over their mean."""
+    """Returns two ratios of the tokens of every micro-batch and rank: the longest rank over the mean, as ranks wait in
+    each micro-batch, and the longest micro-batch of any rank over the mean."""
     longest, every = [max(ranks) for ranks in loads], [tokens for ranks in loads for tokens in ranks]
     mean = sum(every) / len(every)
     return sum(longest) / len(longest) / mean, max(longest) / mean

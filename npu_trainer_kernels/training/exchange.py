@@ -1,6 +1,6 @@
-"""Rows of a GRPO batch from rank to rank: one collective that says what each has, and one for each tensor of the batch.
+"""Exchanges rows of a GRPO batch between ranks: one collective describes each rank's batch, one more sends each tensor.
 
-Ranks have padded their rows to widths of their own, so rows travel at the widest of these.
+Ranks have padded their rows to different widths, so rows are sent at the largest width.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from .balance import Row
 
 __all__ = ["Holding", "agreed", "exchanged", "holdings", "stays_here"]
 
-# How TRL pads what has a number for each token (`_generate_and_score_completions`): prompts on the left, completions on
-# the right. Where rows of another rank are longer, more of the same follows. What is behind a completion counts in no
-# sum, but for importance ratios in vespo's, where only 1 adds nothing.
+# How TRL pads tensors with a number for each token (`_generate_and_score_completions`): prompts on the left,
+# completions on the right. If rows of another rank are longer, more of the same padding follows. Values after a
+# completion count in no sum, except importance ratios in vespo's, where only 1 adds nothing.
 _LEFT = ("prompt_ids", "prompt_mask")
 _RIGHT = {
     "completion_ids": None,
@@ -32,13 +32,13 @@ _RIGHT = {
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank has, for all to know.
+    """A description of a rank's batch for all ranks.
 
     Attributes:
-        rows: in the order of its batch.
-        tensors: those with rows, by name: dtype and what a row's shape is.
-        lists: those with rows, by name.
-        common: names of what the rows have in common.
+        rows: the rows in the order of the batch.
+        tensors: by name, the dtype and the shape of a row of each tensor with rows.
+        lists: by name, the lists with an entry for each row.
+        common: the names of values that all rows have in common.
     """
 
     rows: list[Row]
@@ -48,14 +48,14 @@ class Holding:
 
     @classmethod
     def of(cls, batch: dict[str, Any], rows: list[Row]) -> "Holding":
-        """What a batch of these rows has."""
+        """Describes a batch with these rows."""
         tensors = {n: v for n, v in batch.items() if isinstance(v, torch.Tensor) and v.dim()}
         lists = {n: v for n, v in batch.items() if isinstance(v, list)}
         common = batch.keys() - tensors.keys() - lists.keys()
         return cls(rows, {n: (v.dtype, tuple(v.shape[1:])) for n, v in tensors.items()}, lists, common)
 
     def kinds(self) -> Any:
-        """What ranks must have alike to exchange rows."""
+        """Returns the properties that ranks must have in common to exchange rows."""
         tensors = {name: (dtype, len(shape)) for name, (dtype, shape) in self.tensors.items()}
         return len(self.rows), tensors, self.lists.keys(), self.common
 
@@ -67,17 +67,17 @@ def _everyones(mine: Any) -> list[Any]:
 
 
 def agreed(reason: str | None) -> str | None:
-    """The first reason that a rank has, for all of them: one that takes no part would be waited for forever."""
+    """Returns the first reason of any rank, on all of them: they would wait forever for a rank that takes no part."""
     return next((each for each in _everyones(reason) if each is not None), None)
 
 
 def holdings(mine: Holding | None) -> list[Holding | None]:
-    """Every rank's; None where a rank's batch stays as it is."""
+    """Returns every rank's description; None for a rank whose batch stays as it is."""
     return _everyones(mine)
 
 
 def stays_here(every: list[Holding]) -> str | None:
-    """Why rows cannot go to other ranks; the same on each, since it is asked of what all have. None: they can."""
+    """Returns why rows cannot go to other ranks, or None; all ranks return the same, from the same descriptions."""
     first = every[0]
     for holding in every[1:]:
         if holding.kinds() != first.kinds():
@@ -99,19 +99,19 @@ def _padded(name: str, value: torch.Tensor, width: int, padding: int) -> torch.T
 def exchanged(
     batch: dict[str, Any], every: list[Holding], wanted: list[list[tuple[int, int]]], padding: int
 ) -> dict[str, Any]:
-    """The batch of this rank after every rank has got the rows that it wants.
+    """Returns this rank's batch after every rank has got the rows that it wants.
 
     Args:
-        batch: of this rank, with the rows that it has.
-        every: see `holdings`.
-        wanted: for each rank, the rank and the place there of each row, in the order in which it is to have them.
+        batch: this rank's batch before.
+        every: the result of `holdings`.
+        wanted: for each rank, the rank and the index there of each row that it gets, in order.
         padding: the id of the padding token.
     """
     here, ranks = distributed.get_rank(), len(every)
     going = [[place for rank, place in rows if rank == here] for rows in wanted]
     send = [len(places) for places in going]
     receive = [sum(rank == source for rank, _ in wanted[here]) for source in range(ranks)]
-    # They arrive rank by rank, those of one in the order in which they are wanted.
+    # Rows arrive rank by rank, those of one rank in the order of `wanted`.
     arriving = sorted(range(len(wanted[here])), key=lambda i: wanted[here][i][0])
     order = sorted(range(len(arriving)), key=arriving.__getitem__)
     places = [place for rows in going for place in rows]

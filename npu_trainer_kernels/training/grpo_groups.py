@@ -1,12 +1,13 @@
-"""Which row of a GRPO generation batch is computed in which micro-batch, and on which rank.
+"""Distributes the rows of a GRPO generation batch over micro-batches and ranks.
 
-TRL shuffles the rows of a generation batch over the micro-batches of the rank that generated them. Where a row is makes
-no difference to the optimizer's step where two things hold: it stays in the step, and what a row adds to the loss
-depends on no other row of its micro-batch. Then the rows of a prompt come together, so that the prompt is computed once
-for as many of them as can be, and live tokens are spread evenly (`balance`); else nothing is touched.
+TRL shuffles the rows of a generation batch over the micro-batches of the rank that generated them. The place of a row
+does not matter to the optimizer's step if two conditions hold: the row stays in the step, and its part of the loss
+depends on no other row of its micro-batch. Then the rows of a prompt are put together, so the prompt is computed once
+for as many as possible, and live tokens are spread evenly (`balance`); otherwise nothing changes.
 
-The first holds for as many micro-batches in a row as divide both a generation batch's and a step's. The second is read
-from TRL's `_compute_loss`, for B rows i of T_i tokens t in each of A micro-batches, and l_it the loss of a token:
+The first condition holds for groups of consecutive micro-batches whose number divides both a generation batch's and a
+step's. The second is read from TRL's `_compute_loss`, for B rows i of T_i tokens t in each of A micro-batches, and the
+loss l_it of a token:
 
     grpo, sapo           sum_i (sum_t l_it / T_i) / (B A)           rows alone
     luspo                sum_i (sum_t l_it) / (B A)                 rows alone
@@ -14,7 +15,7 @@ from TRL's `_compute_loss`, for B rows i of T_i tokens t in each of A micro-batc
     dapo, cispo, vespo   sum_i sum_t l_it R / N                     rows alone: N is counted over the generation batch
     bnpo                 sum_i sum_t l_it / (A sum_i T_i)           the T_i of the other rows
 
-Ranks that share data (DDP, FSDP, ZeRO) average their gradients. With the same B and A on each of the R ranks, and an N
+Data-parallel ranks (DDP, FSDP, ZeRO) average their gradients. With the same B and A on each of the R ranks, and an N
 that TRL counts over all of them, the sums over ranks do not change either when rows change ranks.
 """
 
@@ -36,21 +37,21 @@ from .grpo_plan import TRL_MODULE
 __all__ = ["Arranger", "stays_on_rank", "stays_shuffled"]
 
 _ROWS_ALONE = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
-# Where ranks may share more than data.
+# Here ranks may share more than data.
 _NOT_DATA = (DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 def _same_step(trainer: Any) -> int:
-    """How many micro-batches in a row are in one optimizer step, wherever in a generation batch they begin: a multiple
-    of this number is where generation batches and steps begin."""
+    """Returns how many consecutive micro-batches are in one optimizer step, wherever in a generation batch they begin:
+    generation batches and steps begin at multiples of this number."""
     return math.gcd(trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation)
 
 
 def stays_shuffled(trainer: Any, across: bool) -> str | None:
-    """Why an optimizer step of TRL's GRPOTrainer depends on which rows share a micro-batch; None where it does not.
-    `across`: whether rows may change ranks, which leaves them in their step.
+    """Returns why an optimizer step of TRL's GRPOTrainer depends on which rows share a micro-batch, or None. `across`:
+    whether rows may change ranks, which leaves them in their step.
 
-    Asked when training begins, at the first micro-batch of a window of accumulation. An epoch has a whole number of
+    Called when training begins, at the first micro-batch of a window of accumulation. An epoch has a whole number of
     generation batches, so the windows after a short one begin where a generation batch does.
     """
     args, trl = trainer.args, sys.modules[TRL_MODULE].GRPOTrainer
@@ -61,8 +62,8 @@ def stays_shuffled(trainer: Any, across: bool) -> str | None:
         "_prepare_inputs",
         "training_step",
     ):
-        # On a trainer or on TRL's class itself somebody may have set another one. What says that it wraps TRL's
-        # (functools.wraps) looks on.
+        # Other code may have replaced a method on the trainer or on TRL's class. A replacement that states that it
+        # wraps TRL's (functools.wraps) is taken for an observer.
         method = vars(trainer).get(name, getattr(trl, name))
         theirs = method.__module__.partition(".")[0] in ("trl", "transformers")
         if getattr(type(trainer), name) is not getattr(trl, name) or not theirs:
@@ -86,7 +87,7 @@ def stays_shuffled(trainer: Any, across: bool) -> str | None:
 
 
 def stays_on_rank(trainer: Any) -> str | None:
-    """Why rows cannot go to other ranks, which are more than one; None where they can."""
+    """Returns why rows cannot go to other ranks, if there are several, or None."""
     args, accelerator = trainer.args, trainer.accelerator
     if accelerator.distributed_type in _NOT_DATA:
         return f"ranks under {accelerator.distributed_type.value} may share more than data"
@@ -97,7 +98,7 @@ def stays_on_rank(trainer: Any) -> str | None:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """A batch's value from its slices'; numbers and None are the same in each."""
+    """Joins a batch's value from its slices; numbers and None are the same in each."""
     if isinstance(parts[0], list):
         return [row for part in parts for row in part]
     return torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
@@ -110,23 +111,23 @@ def _in_order(value: Any, order: list[int]) -> Any:
 
 
 def _rows(batch: dict[str, Any]) -> list[Row]:
-    """The rows of a batch. The one time that the host waits for the device."""
+    """Returns the rows of a batch. Only here the host waits for the device."""
     counts = torch.stack([batch["prompt_mask"].sum(1), batch["completion_mask"].sum(1)], 1)
     known = torch.cat([counts, batch["prompt_ids"]], 1).tolist()
-    # A prompt is padded on the left, to a width of its rank's own. Python's hash of numbers is the same on all ranks.
+    # A prompt is padded on the left, to its rank's width. Python's hash of numbers is the same on all ranks.
     return [Row(hash(tuple(ids[len(ids) - prompt :])), prompt, completion) for prompt, completion, *ids in known]
 
 
 @dataclass
 class Arranger:
-    """Arranges the generation batches of a trainer for which `stays_shuffled` has no reason.
+    """Arranges the generation batches of a trainer for which `stays_shuffled` returns None.
 
     Attributes:
-        trainer: whose batches.
-        balance: whether lengths are looked at. Without, the rows of a prompt come together, prompt by prompt in the
+        trainer: the trainer.
+        balance: whether lengths are balanced; otherwise the rows of a prompt are put together, prompt by prompt in the
             order of TRL's shuffling.
-        across: whether rows may change ranks, all of which agree on it.
-        note: what is told why they do not.
+        across: whether rows may change ranks; all ranks agree on it.
+        note: called with the reason why rows stay on their rank.
     """
 
     trainer: Any
@@ -135,7 +136,7 @@ class Arranger:
     note: Callable[[str], None]
 
     def start(self, undo: Undo) -> None:
-        """From now on the trainer's micro-batches are arranged."""
+        """Arranges the trainer's micro-batches from now on."""
         prepare = functools.partial(self._prepared, self.trainer._prepare_inputs)
         undo.set_attribute(self.trainer, "_prepare_inputs", prepare)
 
@@ -149,8 +150,8 @@ class Arranger:
         return trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
 
     def arrange(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows of a generation batch in as many micro-batches as before, each with as many rows."""
-        # Rows with pictures have no beginning to share, since those are no ids. Other ranks may have them, too.
+        """Returns the rows of a generation batch in as many micro-batches as before, each with as many rows."""
+        # Rows with pictures share no prefix, since pictures are no ids. Other ranks may have them, too.
         pictures = "pixel_values" in batches[0]
         whole = {} if pictures else {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
         mine = None if pictures else Holding.of(whole, _rows(whole))
@@ -173,7 +174,7 @@ class Arranger:
         return split(whole, len(batches))
 
     def _wanted(self, every: list[Holding], slices: int) -> list[list[tuple[int, int]]]:
-        """For each rank, whose row and which each of its rows is to be."""
+        """Returns for each rank the rank and the index there of each row that it gets."""
         wanted: list[list[tuple[int, int]]] = [[] for _ in every]
         together, size = _same_step(self.trainer), len(every[0].rows) // slices
         for first in range(0, slices, together):
@@ -188,7 +189,7 @@ class Arranger:
         return wanted
 
     def _log(self, every: list[Holding], wanted: list[list[tuple[int, int]]], slices: int) -> None:
-        """The imbalance, and what it would have been, as TRL logs: a mean over the generation batches since."""
+        """Logs the imbalance, and that of TRL's shuffling, as TRL logs: means over the generation batches since."""
         size = len(wanted[0]) // slices
         as_they_were = [[(rank, place) for place in range(len(h.rows))] for rank, h in enumerate(every)]
         for suffix, rows in (("", wanted), ("_shuffled", as_they_were)):

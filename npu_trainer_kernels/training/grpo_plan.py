@@ -1,7 +1,7 @@
-"""From a GRPO batch of TRL's to a plan for the head: which gradient TRL's loss will send back.
+"""Plans for a batch of TRL's GRPOTrainer which gradient its loss will send back to the head.
 
-Nothing here decides the loss: TRL's own `_compute_loss` does, and its real gradient is compared with the plan's in
-backward. What is wrong or missing here costs time, and a warning.
+TRL's own `_compute_loss` still computes the loss, and backward compares its real gradient with the plan. A wrong or
+missing plan costs time, and a warning.
 """
 
 import functools
@@ -24,16 +24,16 @@ TRL_MODULE = "trl.trainer.grpo_trainer"
 
 
 def is_grpo(trainer: Any) -> bool:
-    """Whether a trainer is TRL's GRPOTrainer, or one that derives from it. TRL is not imported for it."""
+    """Whether a trainer is TRL's GRPOTrainer, or derives from it. TRL is not imported for it."""
     trl = sys.modules.get(TRL_MODULE)
     return trl is not None and isinstance(trainer, trl.GRPOTrainer)
 
 
 class Planner:
-    """Plans the batches of one trainer (`is_grpo`), for as long as its plans hold.
+    """Plans the batches of one trainer (`is_grpo`), as long as its plans hold.
 
     Attributes:
-        trainer: whose batches.
+        trainer: the trainer.
         off: why batches are not planned, or None.
     """
 
@@ -42,7 +42,8 @@ class Planner:
         self.off: str | None = self._never()
 
     def _never(self) -> str | None:
-        """What makes the gradient another one, or depend on the whole batch's log-probabilities or entropies."""
+        """Returns why no batch can be planned, or None: another loss than TRL's, or one of a whole batch's
+        statistics."""
         t = self.trainer
         if type(t)._compute_loss is not sys.modules[TRL_MODULE].GRPOTrainer._compute_loss:
             return f"{type(t).__name__} computes a loss of its own (_compute_loss)"
@@ -53,35 +54,35 @@ class Planner:
         return None
 
     def plan_losses(self, undo: Undo) -> None:
-        """From now on the trainer's head is told what TRL's loss is going to make of its log-probabilities, so that it
-        can form the gradient while the logits are at hand. The loss stays TRL's, and its real gradient decides."""
+        """Passes plans to the trainer's head from now on, so that it can compute the gradient while the logits are in
+        memory. The loss stays TRL's, and its real gradient decides."""
         undo.set_attribute(
             self.trainer, "_compute_loss", functools.partial(self.compute_loss, self.trainer._compute_loss)
         )
 
     def compute_loss(self, loss: Callable[..., Any], model: Any, inputs: dict[str, Any]) -> Any:
-        """TRL's loss of a batch, while the head has the batch's plan."""
+        """Computes TRL's loss of a batch, while the head has the batch's plan."""
         plan = BatchPlan(self, inputs) if self.off is None and torch.is_grad_enabled() else None
         with use_plan(plan):
             return loss(model, inputs)
 
     def rehearsal(self) -> "Rehearsal | None":
-        """The plan for a batch without numbers, or None."""
+        """Returns the plan for a batch of fake tensors, or None."""
         return None if self.off is not None else Rehearsal(self, {})
 
     @property
     def corrects_sampler(self) -> bool:
-        """Whether batches have the importance ratio of vLLM's sampler."""
+        """Whether batches have importance ratios that correct for vLLM's sampler."""
         return self.trainer.use_vllm and self.trainer.vllm_importance_sampling_correction
 
     @property
     def max_completion_length(self) -> int | None:
-        """What dr_grpo divides by."""
+        """The divisor of dr_grpo's loss."""
         length: int | None = self.trainer.max_completion_length
         return length
 
     def describe(self) -> str:
-        """The options that shape the loss, for the warning."""
+        """Returns the options that shape the loss, for the warning."""
         args = self.trainer.args
         names = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta")
         return ", ".join(f"{name}={getattr(args, name)!r}" for name in names)
@@ -96,7 +97,7 @@ class Planner:
         )
 
     def options(self) -> GrpoOptions:
-        """The trainer's numbers as the op takes them."""
+        """Returns the trainer's numbers as the op takes them."""
         t, args = self.trainer, self.trainer.args
         bonus = 0.0
         if t._entropy_bonus_enabled:
@@ -121,7 +122,7 @@ class Planner:
         )
 
     def scale(self, inputs: dict[str, Any]) -> tuple[torch.Tensor | float, float]:
-        """What divides the policy terms beyond the tokens' own weights, and what divides the entropy bonus."""
+        """Returns the divisors of the policy terms, beyond the tokens' own weights, and of the entropy bonus."""
         t = self.trainer
         accumulation = t.current_gradient_accumulation_steps
         if t.loss_type in ("cispo", "dapo", "vespo"):
@@ -131,13 +132,13 @@ class Planner:
 
 
 class BatchPlan:
-    """The plan for one batch; made when the head asks for it."""
+    """The plan for one batch; made when the head requests it."""
 
     def __init__(self, planner: Planner, inputs: dict[str, Any]) -> None:
         self._planner, self._inputs = planner, inputs
 
     def mismatch(self, share: float) -> None:
-        """A few rows are ratios on the edge of a clip; many are another formula."""
+        """Stops planning if most rows differ: a few are ratios at the edge of a clip, many are another formula."""
         if share > GIVE_UP:
             self._planner.give_up(share)
 
@@ -153,7 +154,7 @@ class BatchPlan:
         elif scored.shape[0] != completions or scored.shape[1] < length:
             return None
         else:
-            # A completion is what a row ends with.
+            # A completion is the end of a row.
             row, column = np.divmod(scored.read(), scored.shape[1])
             column -= scored.shape[1] - length
             if (column < 0).any():
@@ -185,17 +186,17 @@ class BatchPlan:
             reference=inputs["ref_per_token_logps"] if options.beta != 0.0 else None,
             importance_ratio=inputs.get("importance_sampling_ratio") if self._planner.corrects_sampler else None,
             max_completion_length=self._planner.max_completion_length,
-            num_items=1,  # what takes its place is in the divisor
+            num_items=1,  # the divisor takes its place
             divisor=divisor,
             bonus_divisor=bonus_divisor,
         )  # fmt: skip
 
 
 class Rehearsal(BatchPlan):
-    """The plan for a batch of shapes without numbers: what it launches can be compiled before there is one."""
+    """The plan for a batch of fake tensors, with which its kernels can be compiled before the first batch."""
 
     def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int, scored: Scored | None) -> GrpoPlan | None:
-        """See `HeadPlan`; every row is a completion."""
+        """See `HeadPlan`; every row stands for a completion."""
         if not weight.requires_grad:
             return None
         options, args, sampled = self._planner.options(), self._planner.trainer.args, self._planner.corrects_sampler

@@ -1,7 +1,6 @@
-"""The models that a Trainer holds beside the one it trains: reference, teacher, reward and value models.
+"""Finds the models that a Trainer has besides the one it trains: reference, teacher, reward and value models.
 
-They are found by what the Trainer has, not by the names of its attributes, so that trainers nobody has thought of are
-served as well.
+They are found by the values of the Trainer's attributes, not by their names, so this works for unknown trainers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ __all__ = ["held_models"]
 
 
 def _modules(name: str, value: Any) -> Iterable[tuple[str, nn.Module]]:
-    """The modules that an attribute holds: itself, or in a list, tuple or mapping."""
+    """Yields the modules of an attribute: itself, or those in a list, tuple or mapping."""
     if isinstance(value, nn.Module):
         yield name, value
     elif isinstance(value, list | tuple):
@@ -29,9 +28,9 @@ def _modules(name: str, value: Any) -> Iterable[tuple[str, nn.Module]]:
 
 
 def held_models(trainer: Trainer) -> dict[str, nn.Module]:
-    """Every model with parameters that a Trainer's attributes hold and that is no part of the trained one, by name.
+    """Returns by name every model with parameters in a Trainer's attributes that is no part of the trained one.
 
-    Wrappers for data parallelism are taken off. A model that stands under two names has the first.
+    Wrappers for data parallelism are removed. A model in two attributes has the name of the first.
     """
     trained = extract_model_from_parallel(trainer.model)
     known = {id(module) for module in trained.modules()}
@@ -39,7 +38,7 @@ def held_models(trainer: Trainer) -> dict[str, nn.Module]:
     for attribute, value in list(vars(trainer).items()):
         for name, wrapped in _modules(attribute, value):
             model = extract_model_from_parallel(wrapped)
-            # The trained model may stand in a wrapper that is none of accelerate's.
+            # The trained model may be in a wrapper that accelerate does not remove.
             whole = {id(module) for module in model.modules()}
             if known & whole or not any(True for _ in model.parameters()):
                 continue

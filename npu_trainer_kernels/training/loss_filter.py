@@ -1,9 +1,8 @@
-"""The Trainer's filter of losses that are no numbers (`logging_nan_inf_filter`, on by default), without waiting.
+"""The Trainer's filter of losses that are nan or infinite (`logging_nan_inf_filter`, on by default), without waiting.
 
-The Trainer reads the loss of every micro-batch when its backward has been asked for, to see whether it is nan or
-infinite and had better be logged as the average so far. So the host waits until the device has done all of it, and the
-device then waits for the host to ask for clipping and the optimizer. Here the device decides; the sum that is logged is
-the same.
+After each micro-batch's backward the Trainer reads the loss, and adds the average so far to its log if the loss is nan
+or infinite. So the host waits until the device has done all of it, and the device then waits until the host asks for
+clipping and the optimizer. Here the device decides; the sum that is logged is the same.
 """
 
 import functools
@@ -18,11 +17,11 @@ __all__ = ["LossFilter"]
 
 
 class LossFilter:
-    """Filters the losses of a trainer in which it was started. The argument is off from the end of a micro-batch until
-    `ask_again`, and only where it was on.
+    """Filters the losses of a trainer, once started. The trainer's argument is off from the end of a micro-batch until
+    `ask_again`, if it was on.
 
     Args:
-        trainer: whose losses.
+        trainer: the trainer.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -31,12 +30,12 @@ class LossFilter:
 
     @staticmethod
     def applies_to(trainer: Any) -> bool:
-        """Whether the trainer filters, and keeps the sum of its losses where it can be seen (transformers 5)."""
+        """Whether the trainer filters, and has the sum of its losses as an attribute (transformers 5)."""
         filters = trainer.args.logging_nan_inf_filter and not is_torch_xla_available()
         return filters and isinstance(getattr(trainer, "_tr_loss", None), torch.Tensor)
 
     def start(self, undo: Undo) -> None:
-        """Until it is undone."""
+        """Filters losses until `undo` restores."""
         original = self._trainer.training_step
 
         @functools.wraps(original)
@@ -49,7 +48,7 @@ class LossFilter:
     def _filtered(self, loss: Any) -> Any:
         trainer = self._trainer
         total = trainer._tr_loss
-        # What is on another device the Trainer refuses.
+        # The Trainer refuses a loss on another device.
         if not (trainer.args.logging_nan_inf_filter and isinstance(loss, torch.Tensor) and loss.device == total.device):
             return loss
         trainer.args.logging_nan_inf_filter = False
@@ -58,7 +57,7 @@ class LossFilter:
         return torch.where(torch.isfinite(loss), loss, average)
 
     def ask_again(self) -> None:
-        """The Trainer has added the loss of a micro-batch; what else reads the argument (evaluation) finds it on."""
+        """Switches the argument on again after the Trainer has added a loss: evaluation reads it, too."""
         if self._off:
             self._trainer.args.logging_nan_inf_filter = True
             self._off = False

@@ -1,9 +1,8 @@
-"""Ranks that share a model have to draw the same random numbers: completions that they generate, and what dropout
-drops.
+"""Ranks that share a model must draw the same random numbers, for completions that they generate and for dropout.
 
 TRL's trainers that generate give every rank a seed of its own. Under tensor parallelism each rank then computes its
-heads and columns for other tokens than the next rank does. Plain PyTorch adds these up without a word; kernels that
-know how many tokens are live have different numbers of them to exchange.
+heads and columns for other tokens than the next rank does. Plain PyTorch adds these up without an error; kernels that
+skip padding exchange tensors of different lengths.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ __all__ = ["differing_seeds"]
 
 
 def differing_seeds(model: Any) -> str | None:
-    """What is wrong with the seeds of ranks that share a model, or None. All of these ranks have to ask."""
+    """Returns how the seeds of ranks that share a model differ, or None. All of these ranks must call it."""
     owner = causal_lm(model)[1]
     mesh = None if owner is None else gathered_over(owner.get_output_embeddings())
     if mesh is None:
