@@ -1,9 +1,9 @@
-"""The LM head and its losses. One engine serves them all; a loss is a file of a few vector operations.
+"""The LM head and its losses. All losses use one engine; each loss is a file with a few vector operations.
 
 1. `engine.py`: the maths, and the loop over chunks of tokens: logits, statistics, coefficients, gradient.
-2. `statistics.py`, `gradient.py`, `fused.py`: the kernels of a chunk; `chunks.py`: its products and sums.
-3. `options.py`: what is done to logits; `objective.py`: how a loss says what gradient its rows have;
-   `vocabulary_slices.py`: ranks that share the vocabulary out; `reference.py`: plain PyTorch.
+2. `statistics.py`, `gradient.py`, `fused.py`: the kernels for a chunk; `chunks.py`: its matrix products and sums.
+3. `options.py`: the transform of logits; `objective.py`: the losses whose gradient forward computes;
+   `vocabulary_slices.py`: a vocabulary that is sharded over ranks; `reference.py`: plain PyTorch.
 4. `linear_cross_entropy.py`, `linear_logprob.py`, `grpo_loss.py` (with the kernel of `grpo_formula.py`): the losses.
 """
 

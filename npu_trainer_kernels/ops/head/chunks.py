@@ -1,9 +1,9 @@
-"""How the head walks over the rows in chunks of logits, and how the gradients of x, weight and bias are summed over
-them: the matrix products, and whose memory they write to.
+"""The head's loop over chunks of logits, the sums of the gradients of x, weight and bias over the chunks, and the
+memory that the matrix products write to.
 
-The logits of a chunk lie in a buffer that every chunk uses, and their gradient takes their place. Over several chunks
-weight's gradient is summed in fp32, half of it in the memory of the result; before that sum is begun, some columns of
-the first chunk's logits may lie there.
+All chunks use one buffer for their logits, and the gradient of the logits overwrites them. With several chunks the
+weight's gradient is summed in fp32, half of it in the memory of the result. Before the first product writes to that
+memory, some columns of the first chunk's logits may use it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .vocabulary_slices import VocabSlice
 
 __all__ = ["Chunks", "Gradients", "Ids", "Rows"]
 
-# `[n]` ids; a function is asked once the first chunk of logits is on its way, so that the device need not wait.
+# `[n]` ids; a function is called after the first chunk's logits are launched, so that the device has work.
 Ids = torch.Tensor | Callable[[], torch.Tensor]
-# `[n]` distinct rows of x, None for all of them; a function is asked right before the first product.
+# `[n]` distinct rows of x, None for all rows; a function is called right before the first product.
 Rows = torch.Tensor | None | Callable[[], torch.Tensor | None]
 
 
@@ -35,14 +35,14 @@ Rows = torch.Tensor | None | Callable[[], torch.Tensor | None]
 
 
 def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """x W^T + bias into `out`, a slice of the chunk buffer."""
+    """Computes x W^T + bias into `out`, a slice of the chunk buffer."""
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`total += a @ b` without rounding `a @ b` to the inputs' dtype first. `total` is fp32, or of the inputs' dtype.
+    """Computes `total += a @ b` without rounding `a @ b` first. `total` is fp32 or has the inputs' dtype.
 
-    Rounding every chunk's product would bias a long accumulation although each product's own error looks harmless.
+    Rounding every chunk's product would bias a long accumulation, although the error of one product is small.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -55,7 +55,7 @@ def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _begin(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`total = a @ b`, likewise: the first product saves filling with zeros and reading them."""
+    """Computes `total = a @ b` likewise. For the first product this saves writing and reading zeros."""
     if a.dtype not in (torch.float32, total.dtype) and device.has_fp32_output_product(total.device):
         torch.mm(a, b, out_dtype=torch.float32, out=total)
     else:
@@ -68,18 +68,18 @@ def _begin(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 class _WeightSum:
-    """The sum of the chunks' weight gradients: in fp32, half of it in the memory of the result; or in the result.
+    """The sum of the chunks' weight gradients: in fp32 with half of it in the memory of the result, or in the result.
 
-    A result of two bytes an element has room for half the fp32 sums, so only the other half needs memory of its own.
-    Until the first product writes to it, all this memory is free: the first chunk of logits may lie there with some
-    of its columns (`room`), and the sum for its dx (`scratch`).
+    A result with two bytes per element has room for half of the fp32 sums, so only the other half needs new memory.
+    Until the first product writes to it, all this memory is free: some columns of the first chunk's logits may use it
+    (`room`), and so may the fp32 sum for its dx (`scratch`).
     """
 
-    # Elements that are copied aside when the sums are rounded in place.
+    # The number of elements that `finish` copies before it rounds the sums in place.
     _FIRST = 1 << 20
 
     def __init__(self, weight: torch.Tensor, in_result: bool) -> None:
-        """With `in_result` there are no fp32 sums: the result itself is added to, and rounded after each chunk."""
+        """With `in_result` there are no fp32 sums: products are added to the result, with a rounding per chunk."""
         n_rows, n_cols = weight.shape
         self.result = torch.empty(n_rows, n_cols, dtype=weight.dtype, device=weight.device)
         self.parts = [self.result]
@@ -91,16 +91,16 @@ class _WeightSum:
             self.parts = [room.view(torch.float32).view(inside, n_cols), rest] if inside else [rest]
 
     def room(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for so many columns of logits; `add` is done with them when it writes there."""
+        """Returns memory for `columns` columns of logits; `add` has read them when it writes there."""
         free = self.parts[-1] if len(self.parts) > 1 else self.result[columns:]
         return free.view(-1).view(dtype)
 
     def scratch(self, columns: int, shape: tuple[int, int]) -> torch.Tensor:
-        """An fp32 matrix in memory that `room(columns)` leaves free; to be used before the first `add`."""
+        """Returns an fp32 matrix in memory that `room(columns)` does not use, valid until the first `add`."""
         return self.parts[0][:columns].view(-1).view(torch.float32)[: shape[0] * shape[1]].view(shape)
 
     def add(self, g: Sequence[torch.Tensor], x: torch.Tensor) -> None:
-        """Adds g^T x; g by blocks of columns, in order."""
+        """Adds g^T x. `g` is a list of consecutive blocks of columns."""
         product = _accumulate if self.begun else _begin
         self.begun = True
         first_column = 0
@@ -116,14 +116,14 @@ class _WeightSum:
             first_column += block.shape[1]
 
     def finish(self) -> torch.Tensor:
-        """The sum in the result's dtype. To be called once."""
+        """Returns the sum in the result's dtype. The caller must call it only once."""
         if not self.begun:
             return self.result.zero_()
         *inside, rest = self.parts
         if rest is self.result:
             return rest
         for sums in inside:
-            # From the front, in pieces that double: each is written where only sums lay that are rounded already.
+            # Round from the front, in pieces of doubling size: each overwrites only sums that are rounded already.
             source, target = sums.view(-1), self.result.view(-1)
             done = min(self._FIRST, source.shape[0])
             target[:done] = source[:done].clone()
@@ -137,7 +137,7 @@ class _WeightSum:
 
 @dataclass
 class Gradients:
-    """Gradients of x, weight and bias as they are formed chunk by chunk; `total`: weight's, while it is summed."""
+    """The gradients of x, weight and bias, computed chunk by chunk. `total` is the running sum of weight's gradient."""
 
     x: torch.Tensor | None
     weight: torch.Tensor | None
@@ -150,7 +150,7 @@ class Gradients:
         dx = None
         if needs[0]:
             dx = torch.empty_like(x) if chunks.slices else torch.zeros_like(x)
-        # One chunk: the product is the gradient. Several: they add up in fp32.
+        # With one chunk the product is the gradient. With several chunks the products are summed in fp32.
         one = len(chunks.slices) == 1
         total = _WeightSum(weight, low_memory or one) if needs[1] and (chunks.borrowed or not one) else None
         db = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if bias is not None and needs[2] else None
@@ -158,8 +158,8 @@ class Gradients:
 
     def add(self, g: Sequence[torch.Tensor], x: torch.Tensor, weight: torch.Tensor, chunk: slice,
             rows: torch.Tensor | None, needs_weight: bool, factor: torch.Tensor | None = None) -> None:  # fmt: skip
-        """The chunk's share, from dL/dl by blocks of columns. With `factor`, each row of g is still to be multiplied by
-        its number (there is no bias then)."""
+        """Adds a chunk's gradients, from dL/dl as a list of blocks of columns. With `factor`, each row of g must still
+        be multiplied by its factor (and there is no bias)."""
         if self.x is not None:
             if len(g) == 1 and rows is None and factor is None and self.x.dtype == g[0].dtype:
                 torch.mm(g[0], weight, out=self.x[chunk])
@@ -178,14 +178,14 @@ class Gradients:
         if factor is not None:
             x = torch.mul(x, factor.unsqueeze(1), out=torch.empty_like(x))
         if needs_weight:
-            # The last to read g, since it may write where g lies.
+            # This must be the last read of g, because it may overwrite g.
             if self.total is None:
                 self.weight = g[0].t() @ x
             else:
                 self.total.add(g, x)
 
     def _dx(self, g: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-        """g W, of several blocks in fp32."""
+        """Computes g W; for several blocks in fp32."""
         if len(g) == 1:
             return g[0] @ weight
         assert self.total is not None
@@ -196,14 +196,14 @@ class Gradients:
         return dx
 
     def scaled(self, factor: torch.Tensor, backend: str) -> Gradients:
-        """All of them times a scalar (or x's rows times one each), in place."""
+        """Multiplies all gradients by a scalar, or x's rows by one factor each, in place."""
         for t in (self.x, self.weight, self.bias):
             if t is not None:
                 _scale(t, factor, backend)
         return self
 
     def plus(self, other: Gradients) -> Gradients:
-        """The sum with gradients from other rows, in place."""
+        """Adds the gradients of other rows, in place."""
         for t, u in ((self.x, other.x), (self.weight, other.weight), (self.bias, other.bias)):
             if t is not None and u is not None:
                 t.add_(u)
@@ -224,7 +224,7 @@ def _scale_kernel(
     BLOCK: tl.constexpr,
 ):
     f = tl.load(factor).to(tl.float32)
-    # The usual factor is one, and then nothing is read or written.
+    # The usual factor is one; then the kernel reads and writes nothing.
     if f != 1.0:
         lane = tl.arange(0, BLOCK)
         for start in range(tl.cast(tl.program_id(0), tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
@@ -235,7 +235,7 @@ def _scale_kernel(
 
 @guarded
 def _scale(t: torch.Tensor, factor: torch.Tensor, backend: str) -> None:
-    """`t *= factor`, for next to nothing when the factor is the number one, without waiting to know."""
+    """Computes `t *= factor`. A factor of one costs almost nothing, and the host does not wait for its value."""
     spec = device.spec(t.device)
     tile = None if backend == "torch" or factor.dim() or not t.is_contiguous() else tiling.scale_block(spec)
     if tile is None or not t.numel():
@@ -251,14 +251,14 @@ def _scale(t: torch.Tensor, factor: torch.Tensor, backend: str) -> None:
 
 
 class Chunks:
-    """Walks over the rows in chunks of logits; the buffer is reused."""
+    """The chunks of logits; all of them use one buffer."""
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids,
                  rows: Rows, dtype: torch.dtype, backend: str, chunk_rows: int | Sequence[int] | None,
                  sums: bool, borrow: bool = False, part: VocabSlice | None = None) -> None:  # fmt: skip
-        """`dtype`: of the products. `sums`: the weight's gradient is summed over the chunks. With `borrow` the first
-        chunk may be longer, with columns where that gradient will be. `part`: where ranks share the vocabulary out; all
-        of them must cut the same chunks, whatever serves these."""
+        """`dtype` is that of the products; `sums` says whether the weight's gradient is summed over the chunks. With
+        `borrow` the first chunk may be longer, with some columns in the memory of that gradient. With `part` all ranks
+        cut the same chunks, whichever backends they use."""
         self.x, self.dtype = x, dtype
         self.rows = rows = rows() if callable(rows) else rows
         self._ids = ids
@@ -289,8 +289,8 @@ class Chunks:
     def walk(
         self, total: _WeightSum | None = None
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]]:
-        """Yields (chunk, its x, its ids, its logits); the first chunk's by two blocks of columns where `total` lends
-        memory for the first of them."""
+        """Yields (chunk, its x, its ids, its logits as blocks of columns). The first chunk has two blocks if `total`
+        lends memory for the first of them."""
         if not self.slices:
             return
         vocab, borrowed = self.weight.shape[0], self.borrowed
@@ -314,14 +314,14 @@ class Chunks:
                 stride = self._stride(width)
                 rows = memory[: x.shape[0] * stride].view(x.shape[0], stride)
                 if stride > width:
-                    # Products of oneDNN in bf16 on processors with AMX read on to the end of a row, times zero: what
-                    # is there must be a number.
+                    # On processors with AMX the bf16 products of oneDNN read to the end of a row and multiply that by
+                    # zero, so these columns must not be NaN.
                     rows[:, width:].zero_()
                 logits.append(_project(x, weight, bias, rows[:, :width]))
             yield chunk, x, self.ids[chunk], tuple(logits)
 
     def _stride(self, width: int) -> int:
-        """A row stride that is a multiple of 16 bytes keeps the matrix unit's and the kernels' accesses aligned for a
-        vocabulary that divides nothing."""
+        """Rounds the row stride up to a multiple of 16 bytes, so that accesses of the matrix unit and the kernels are
+        aligned for any vocabulary size."""
         per_16_bytes = 16 // self.dtype.itemsize
         return -(-width // per_16_bytes) * per_16_bytes

@@ -14,7 +14,7 @@ the statistics and their derivatives with respect to z_ij are
     lse              as above               p_ij
     entropy          lse_i - sum_j p z      -p_ij (log p_ij + entropy_i)
     mean             sum_j u_j z_ij         u_j               (u uniform, 1/V, unless given)
-    log_sum_sq       log sum_j p_ij^2       none (a monitoring quantity)
+    log_sum_sq       log sum_j p_ij^2       none (only for monitoring)
     argmax           first j of max z_ij    none
 
 so the gradient of any scalar L of the statistics is, with four numbers per row,
@@ -23,38 +23,26 @@ so the gradient of any scalar L of the statistics is, with four numbers per row,
     a = dL/dlse - dL/dlog_prob     b = dL/dlog_prob     c = dL/dmean     e = -dL/dentropy
     dL/dl_ij = dL/dz_ij * dz/dl    dL/dx = dL/dl W      dL/dW = (dL/dl)^T x      dL/dbias = sum_i dL/dl_i
 
-One kernel reads a chunk of logits once and writes the statistics; one overwrites the chunk with its gradient. Between
-them lives the loss.
+One kernel reads a chunk of logits once and writes the statistics; another overwrites the chunk with its gradient. The
+loss is computed between the two.
 
 Modes
 -----
-planned     an `objective` is given: its gradient is formed in forward while the chunk's logits are live (three matrix
-            products in all). A gradient of the objective itself only scales it. Gradients that arrive for the
-            statistics instead are compared with the plan's, row by row: where they are the plan's times one scalar,
-            that scalar is applied; the rows where they are not are formed again from the real gradient and added. A
-            wrong plan costs time, never correctness.
-recompute   no plan: backward repeats the logits (four products).
-frozen      weight and bias need no gradient: forward forms d log_prob / dx, and backward multiplies each row (two
-            products); gradients of other statistics are recomputed.
+planned     the caller passes an `objective`. Forward computes its gradient while the logits of a chunk exist (three
+            matrix products in total). If backward receives a gradient of the objective, it only scales the result. If
+            it receives gradients of the statistics instead, it compares them with the planned ones, row by row. Where
+            they equal the planned ones times one scalar, it applies that scalar; for the other rows it computes the
+            difference from the real gradient and adds it. A wrong plan costs time, never correctness.
+recompute   there is no plan, and backward computes the logits again (four products).
+frozen      weight and bias need no gradient. Forward computes d log_prob / dx, and backward scales each row (two
+            products); for gradients of other statistics backward computes the logits again.
 no grad     one product.
 
 Memory beyond inputs and gradients: one chunk of logits, half an fp32 weight gradient while several chunks accumulate
-(the other half lies where the gradient will), and `[N]` statistics; independent of the vocabulary times N. Where one
-kernel forms statistics and gradient at once, the first chunk is longer: some of its columns lie in memory that the
-weight gradient is not yet written to, so that one chunk often does for all, and fewer do otherwise. Accumulation and
-statistics are fp32 whatever the dtypes.
-
-Files
------
-options            how logits are transformed and which statistics are wanted
-objective          what forward may form the gradient of
-statistics         one chunk of logits: its statistics
-gradient           one chunk of logits: its gradient, in its place
-fused              both at once, where one kernel can
-vocabulary_slices  statistics and gradients of a vocabulary that ranks share out
-chunks             walking over the chunks, and summing their gradients
-reference          the statistics by their definitions, which tests compare with
-engine             what is differentiated: plans, and the autograd functions
+(the other half uses the memory of the result), and `[N]` statistics; nothing grows with the vocabulary times N. If one
+kernel computes statistics and gradient together, the first chunk is longer: some of its columns use the memory of the
+weight gradient, which is not written yet. Then one chunk often suffices for all rows, or fewer chunks do. Accumulation
+and statistics are fp32 for all dtypes. `ops/head/__init__.py` lists the files.
 """
 
 from __future__ import annotations
@@ -89,7 +77,7 @@ __all__ = ["head_statistics", "logits_statistics"]
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call of the engine is given besides tensors."""
+    """The arguments of a call of the engine that are not tensors."""
 
     options: HeadOptions
     objective: Objective | None
@@ -101,7 +89,7 @@ class _Call:
     part: VocabSlice | None
 
     def uniform(self, weight: torch.Tensor, class_weights: torch.Tensor | None) -> float | None:
-        """u, where it is the same for every column."""
+        """Returns u if it is the same for every column, else None."""
         if class_weights is not None:
             return None
         return 1.0 / (weight.shape[0] if self.part is None else self.part.vocab)
@@ -109,13 +97,13 @@ class _Call:
 
 @dataclass
 class _Plan:
-    """What forward has formed for backward.
+    """The gradients that forward has computed for backward.
 
     Attributes:
-        gradients: of x, weight and bias, for the rows' gradients below.
-        d_rows: gradients of log_prob, lse, entropy and mean that they were formed from.
-        row_by_row: mode `frozen`: each row may still be scaled by a number of its own.
-        rows: how many there were.
+        gradients: the gradients of x, weight and bias, computed from `d_rows`.
+        d_rows: the planned gradients of log_prob, lse, entropy and mean, per row.
+        row_by_row: mode `frozen`, in which backward may scale each row by a different number.
+        rows: the number of rows.
     """
 
     gradients: Gradients
@@ -125,14 +113,14 @@ class _Plan:
 
 
 class _Formed(NamedTuple):
-    """What forward has formed.
+    """The results of forward.
 
     Attributes:
-        total: the objective, where there is one.
-        statistics: of all rows.
-        plan: None where there are no gradients in forward.
-        softmax: of all rows, for a backward that forms the logits a second time.
-        ids, rows: as tensors.
+        total: the value of the objective, or None without one.
+        statistics: the statistics of all rows.
+        plan: None if forward computed no gradients.
+        softmax: the fields of `Softmax` for all rows, for a backward that computes the logits again.
+        ids, rows: the ids and rows as tensors.
     """
 
     total: torch.Tensor | None
@@ -145,11 +133,11 @@ class _Formed(NamedTuple):
 
 def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids, rows: Rows,
           class_weights: torch.Tensor | None, call: _Call, needs: tuple[bool, ...]) -> _Formed:  # fmt: skip
-    """Forward; `needs`: whether x, weight and bias will be asked for a gradient."""
+    """Computes forward. `needs` says whether x, weight and bias need a gradient."""
     objective, frozen = call.objective, needs == (True, False, False) and call.objective is None
     forms = any(needs) and (objective is not None or frozen)
     tile = None
-    # Of a slice of the vocabulary the gradient is known when the other slices' statistics are.
+    # The gradient of a slice of the vocabulary needs the statistics of the other slices first.
     fused = forms and call.part is None and may_fuse(objective, bias, call.dtype, call.options, call.backend)
     if fused and call.backend != "vendor":
         tile = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
@@ -206,8 +194,8 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
 
 
 class _Saved(NamedTuple):
-    """What backward reads. It is read at most once: a checkpoint forms it anew at the first reading and refuses a
-    second one, and a hook that keeps it elsewhere brings it back at each."""
+    """The saved tensors. Backward unpacks them at most once: a checkpoint recomputes them at the first access and
+    raises at a second one, and an offloading hook copies them back at every access."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -221,15 +209,15 @@ class _Saved(NamedTuple):
 
 
 class _Head(torch.autograd.Function):
-    """(x, weight, bias) -> (objective, *statistics). Everything differentiable comes back to backward as gradients of
-    these outputs; see the modes in the module's docstring."""
+    """Computes (objective, *statistics) from (x, weight, bias). Backward receives the gradients of these outputs; see
+    the modes in the module's docstring."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids, rows: Rows,
                 class_weights: torch.Tensor | None, call: _Call) -> tuple[Any, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         formed = _form(x, weight, bias, ids, rows, class_weights, call, tuple(ctx.needs_input_grad[:3]))
-        # Backward needs no objective, and what it has closed over may be large.
+        # Drop the objective, which backward does not need: its closure may hold large tensors.
         ctx.call, ctx.plan, ctx.weight_shape = replace(call, objective=None), formed.plan, weight.shape
         # In the order of `_Saved`.
         ctx.save_for_backward(x, weight, bias, formed.ids, formed.rows, class_weights, *formed.softmax)
@@ -246,14 +234,14 @@ class _Head(torch.autograd.Function):
 
 
 def _backward(ctx: Any, d_total: torch.Tensor | None, d_rows: list[torch.Tensor | None]) -> Gradients:
-    # Autograd may keep what is returned as `.grad`, so the plan is handed over, not kept for a second backward.
+    # Autograd may store the returned tensors as `.grad`, so the plan must not be used by a second backward.
     plan, ctx.plan = ctx.plan, None
     if plan is not None:
-        # What a second backward of the objective will need.
+        # Backward needs these if the plan is used up or does not match.
         ctx.d_planned = plan.d_rows
     of_rows = any(d is not None for d in d_rows)
     if plan is not None and plan.rows == 0:
-        # Nothing goes into them, whatever arrives: a mean over no tokens sends back an infinity.
+        # The gradients are zero whatever backward receives: the gradient of a mean over no tokens is infinite.
         return plan.gradients
     if plan is not None and d_total is not None and not of_rows:
         return plan.gradients.scaled(d_total, ctx.call.backend)
@@ -262,20 +250,20 @@ def _backward(ctx: Any, d_total: torch.Tensor | None, d_rows: list[torch.Tensor 
         grads = _from_plan(ctx, saved, plan, d_rows)
         if grads is not None:
             return grads
-    # A plan that is no help makes room for what takes its place.
+    # Free the plan, which cannot be used, before computing the gradients again.
     plan = None
     if d_total is not None:
         d_rows = [_add(u, None if v is None else v * d_total) for u, v in zip(d_rows, ctx.d_planned, strict=True)]
     return _recomputed(ctx, saved, d_rows)
 
 
-# A row's gradient is the plan's when they differ by less than this part of the largest gradient: fp32 rounding of two
-# ways to write the same formula. What is waived so is as small as the rounding of an fp32 sum.
+# A row's gradient matches the plan if they differ by less than this fraction of the largest gradient, which allows for
+# the fp32 rounding of two ways to write one formula. The error that this ignores is as small as that of an fp32 sum.
 _PLAN_TOLERANCE = 1e-5
 
 
 def _from_plan(ctx: Any, saved: _Saved, plan: _Plan, d_rows: list[torch.Tensor | None]) -> Gradients | None:
-    """The gradients by the plan for what arrives for the statistics, or None where it is no help."""
+    """Computes the gradients from the plan, for incoming gradients of the statistics. Returns None if it cannot."""
     grads, call = plan.gradients, ctx.call
     if plan.row_by_row:
         if d_rows[0] is None or any(d is not None for d in d_rows[1:]):
@@ -287,8 +275,8 @@ def _from_plan(ctx: Any, saved: _Saved, plan: _Plan, d_rows: list[torch.Tensor |
     count = saved.ids.shape[0]
     scale, wrong = _compare(plan.d_rows, d_rows)
     if wrong.numel() > GIVE_UP * count:
-        # What leaves the model may be rounded (by FSDP2's `output_dtype`), and then what arrives for it is, too: once
-        # more, with the plan rounded as well. The gradients are those of the plan as it was.
+        # FSDP2's `output_dtype` may round the model's outputs, and then their incoming gradients are rounded, too. So
+        # compare again with a rounded plan; the gradients still come from the unrounded one.
         for dtype in (torch.bfloat16, torch.float16):
             rounded = [None if p is None else p.to(dtype).float() for p in plan.d_rows]
             found = _compare(rounded, d_rows)
@@ -297,7 +285,7 @@ def _from_plan(ctx: Any, saved: _Saved, plan: _Plan, d_rows: list[torch.Tensor |
                 break
     if wrong.numel():
         share = wrong.numel() / count
-        # A gradient that is not finite, as of a step that overflowed, is no row's plan, and no reason to plan no more.
+        # A gradient that is not finite, as after an overflow, matches no plan, but is no reason to stop planning.
         if call.on_mismatch is not None and all(bool(d.isfinite().all()) for d in d_rows if d is not None):
             call.on_mismatch(share)
         if share > GIVE_UP:
@@ -312,21 +300,21 @@ def _from_plan(ctx: Any, saved: _Saved, plan: _Plan, d_rows: list[torch.Tensor |
 def _compare(
     planned: Sequence[torch.Tensor | None], real: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scalar that takes the plan's row gradients to the real ones, and the rows where it does not. Waits for the
-    device: whether anything is left to do is a decision of the host. Without values the plan is taken to hold."""
+    """Returns the scalar factor from the planned row gradients to the real ones, and the rows that do not match. Waits
+    for the device, because the host decides whether to compute rows again. Tensors without values count as matching."""
     if not has_values(next(t for t in real if t is not None)):
         return next(t for t in real if t is not None).new_ones(()), torch.empty(0, dtype=torch.int64)
     pairs = [(p, r) for p, r in zip(planned, real, strict=True) if p is not None or r is not None]
     p = torch.stack([torch.zeros_like(r) if p is None else p for p, r in pairs])  # type: ignore[arg-type]
     r = torch.stack([torch.zeros_like(p) if r is None else r for p, r in pairs])  # type: ignore[arg-type]
-    # The scalar is read off the largest planned gradient; should that row be one of the wrong ones, the others will
-    # look wrong, and everything is formed again: slower, still right.
+    # The factor comes from the row with the largest planned gradient. If that row is wrong, all others seem wrong, and
+    # backward computes everything again, which is slower but still correct.
     top = p.abs().argmax().view(1)
-    # Not by `[top]`, for which the host waits.
+    # Indexing with `[top]` would make the host wait.
     p_top, r_top = (t.flatten().index_select(0, top).squeeze(0) for t in (p, r))
     scale = torch.where(p_top == 0, torch.ones_like(p_top), r_top / p_top)
     limit = _PLAN_TOLERANCE * (scale * p).abs().amax()
-    # Not `>`: a NaN must not pass for a match.
+    # Negate `<=` instead of using `>`, so that a NaN does not count as a match.
     return scale, torch.nonzero(~((r - scale * p).abs() <= limit).all(0)).squeeze(1)
 
 
@@ -341,7 +329,7 @@ def _empty_statistics(options: HeadOptions, where: torch.device) -> HeadStatisti
 def _concatenated(
     chunks: Sequence[tuple[torch.Tensor | None, ...]], empty: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The chunks' tensors, field by field, as one; `empty` where there is no chunk."""
+    """Concatenates the chunks' tensors field by field; returns `empty` if there are no chunks."""
     if len(chunks) < 2:
         return chunks[0] if chunks else empty
     return tuple(None if field[0] is None else torch.cat(field) for field in zip(*chunks, strict=True))
@@ -350,8 +338,8 @@ def _concatenated(
 def _recomputed(
     ctx: Any, saved: _Saved, d_rows: Sequence[torch.Tensor | None], select: torch.Tensor | None = None
 ) -> Gradients:
-    """Gradients from the real upstream gradients: the logits are formed once more, chunk by chunk; of all rows, or of
-    those that `select` names."""
+    """Computes the gradients from the real incoming gradients of all rows, or of the rows in `select`. It computes the
+    logits again, chunk by chunk."""
     x, weight, bias, ids, rows, class_weights, *softmax_fields = saved
     call, needs = ctx.call, tuple(ctx.needs_input_grad[:3])
     if weight.shape != ctx.weight_shape or (weight.numel() and not weight.untyped_storage().nbytes()):
@@ -402,40 +390,38 @@ def head_statistics(
     low_memory: bool = False,
     part: VocabSlice | None = None,
 ) -> tuple[torch.Tensor | None, HeadStatistics]:
-    """Statistics of the head for chosen rows, and the sum of an objective over chunks of them. Opaque to
-    `torch.compile` (it would have to trace a host loop of unknown length).
+    """Computes the statistics of the head for chosen rows, and the sum of an objective over their chunks.
+    `torch.compile` does not trace it, because it contains a host loop of unknown length.
 
     Args:
         x: `[N, H]` hidden states.
         weight: `[V, H]`.
-        ids: `[n]` ids in `[0, V)`; n = N, or the length of `rows`. It and `rows` may be functions, for what waits for
-            the device, or need not be done before it has work.
+        ids: `[n]` ids in `[0, V)`; n = N, or the length of `rows`. `ids` and `rows` may be functions, so that work that
+            waits for the device starts after the device has other work.
         bias: `[V]` or None.
-        options: transform and statistics.
-        rows: `[n]` int64, distinct rows of x to project; None: all of them. The others cost nothing.
+        options: the transform of the logits and the statistics.
+        rows: `[n]` int64, distinct rows of x to project; None for all rows. The others cost nothing.
         class_weights: `[V]` fp32, the u of `mean`.
-        objective: what forward should form the gradients of (mode `planned`).
-        backend: `"torch"`, `"vendor"` (for objectives of log_prob alone, on logits that nothing transforms; besides the
-            chunk of logits it needs three of its size in fp32), or any other for the kernels.
-        chunk_rows: rows of logits alive at once, or the row at which each chunk ends; None: as `tiling.head_chunk`
-            says.
-        on_mismatch: told the share of rows whose real gradient was not the plan's, when there are any.
-        low_memory: sum the chunks' weight gradients in weight's dtype, not in fp32.
-        part: where ranks share the vocabulary out, which of it weight and bias are; ids and class_weights are of all of
-            it, and x is the same on all ranks. Every rank has to make the same calls, forward and backward.
+        objective: the function whose gradient forward computes (mode `planned`).
+        backend: `"torch"`, `"vendor"` (for objectives of log_prob alone, on logits without transform; it needs three
+            more chunks of logits in fp32), or any other name for the kernels.
+        chunk_rows: the number of rows of a chunk, or the row at which each chunk ends; None for `tiling.head_chunk`.
+        on_mismatch: called with the fraction of rows whose gradient differed from the plan, if there are any.
+        low_memory: sum the chunks' weight gradients in weight's dtype instead of fp32.
+        part: the slice of a sharded vocabulary that weight and bias cover. ids and class_weights cover the whole
+            vocabulary, and x is the same on all ranks. All ranks must make the same calls, forward and backward.
 
     Returns:
-        The objective summed over chunks (None without one) and the `[n]` statistics, all differentiable as the
-        module's docstring says.
+        The objective summed over chunks (None without one) and the `[n]` statistics, of which log_sum_sq and argmax are
+        not differentiable.
     """
     dtype = compute_dtype(x)
     if part is not None and class_weights is not None:
         class_weights = part.of_columns(class_weights)
-    # The products run in this dtype and everything else in fp32: autocast has no further say.
+    # The products run in this dtype and everything else in fp32, so switch autocast off.
     with torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext():
         call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch, low_memory, part)
-        # Asked here, because an autograd function is not told: its `needs_input_grad` is true for a parameter under
-        # `no_grad`, too.
+        # Check the grad mode here: `needs_input_grad` of an autograd function is true for a parameter under `no_grad`.
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if recorded and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
             total, *statistics = _Head.apply(x, weight, bias, ids, rows, class_weights, call)
@@ -446,7 +432,7 @@ def head_statistics(
 
 
 class _LogitsStatistics(torch.autograd.Function):
-    """Statistics of logits that exist already."""
+    """Computes the statistics of existing logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, unused: torch.Tensor | None, options: HeadOptions,
@@ -467,7 +453,7 @@ class _LogitsStatistics(torch.autograd.Function):
         grads = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
         gradient_of_logits(logits, grads, ids, None, softmax, k, ctx.options, ctx.backend)
         if unused is not None:
-            # Zero already, unless the row has a logit that is not finite: 0 times that is NaN.
+            # These rows are zero already, unless a logit is not finite: zero times that is NaN.
             grads.index_fill_(0, unused, 0.0)
         return grads, None, None, None, None
 
@@ -476,12 +462,12 @@ class _LogitsStatistics(torch.autograd.Function):
 def logits_statistics(
     logits: torch.Tensor, ids: torch.Tensor, options: HeadOptions, *, unused: torch.Tensor | None = None, backend: str
 ) -> HeadStatistics:
-    """Statistics of logits `[n, V]`, differentiable as those of `head_statistics`. One read of the logits in forward;
-    one read and one write in backward. `unused`: indices of rows whose statistics the caller drops, whatever is in
-    them."""
+    """Computes the statistics of logits `[n, V]`, differentiable as those of `head_statistics`. Forward reads the
+    logits once; backward reads them once and writes their gradient once. `unused` has the indices of rows whose
+    statistics the caller drops; these rows may contain any values."""
     if logits.shape[0] == 0:
         return logits_statistics_reference(logits, ids, options)
-    # The gradient has the logits' strides, so rows must not share memory, as those of an expanded tensor do.
+    # The gradient has the logits' strides, so rows must not share memory, as they do in an expanded tensor.
     if logits.stride(1) != 1 or logits.stride(0) < logits.shape[1]:
         logits = logits.contiguous()
     return HeadStatistics._make(_LogitsStatistics.apply(logits, ids, unused, options, backend))

@@ -1,8 +1,8 @@
-"""Statistics of one chunk of logits and the gradient in their place, at once, for losses whose gradient is one number
-per row times that of log_prob. The formulas: `ops/head/engine.py`.
+"""Computes the statistics of one chunk of logits and overwrites the logits with their gradient, for losses whose
+gradient is one factor per row times that of log_prob. `ops/head/engine.py` has the formulas.
 
-One kernel takes the place of two: it reads a row and, while most of the row is still in the L2 cache, reads it again
-and overwrites it. `tiling.fused_tile` says where there is one. The vendor's operator serves here, too.
+One kernel replaces two: it reads a row and, while most of the row is still in the L2 cache, reads it again and
+overwrites it. `tiling.fused_tile` decides where this kernel is used. The vendor's operator can also be used here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["statistics_and_gradient"]
 @jit
 def _read_columns(start_of_row, n_cols, m, s, ds, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr,
                   HAS_ENTROPY: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
-    """The lanes' running maximum m, and their sums s of exp(d) and ds of exp(d) d with d = z - m, after these
+    """Updates the lanes' running maxima m and their sums, s of exp(d) and ds of exp(d) d with d = z - m, with these
     columns."""
     NEGATIVE: tl.constexpr = -1e30
     LANES: tl.constexpr = WIDTH // VEC
@@ -36,7 +36,7 @@ def _read_columns(start_of_row, n_cols, m, s, ds, inner, outer, HAS_CAP: tl.cons
     n_folded = n_cols // (FOLD * WIDTH) * (FOLD * WIDTH)
     for start in range(0, n_folded, FOLD * WIDTH):
         x = tl.load(start_of_row + start + folded)
-        # A lane takes the columns of one 16-byte load: what it keeps is rescaled once for FOLD * VEC of them.
+        # A lane processes the columns of 16-byte loads, and rescales its sums once for FOLD * VEC columns.
         z = tl.reshape(transformed(x, inner, outer, HAS_CAP, IS_IDENTITY), [FOLD, LANES, VEC])
         m_new = tl.maximum(m, tl.max(tl.max(z, axis=2), axis=0))
         rescale = tl.exp(m - m_new)
@@ -54,7 +54,7 @@ def _read_columns(start_of_row, n_cols, m, s, ds, inner, outer, HAS_CAP: tl.cons
         m_new = tl.maximum(m, tl.max(z, axis=1))
         rescale = tl.exp(m - m_new)
         d = z - m_new[:, None]
-        # A lane that has seen nothing would count exp(NEGATIVE - NEGATIVE) = 1.
+        # A lane without columns would count exp(NEGATIVE - NEGATIVE) = 1.
         e = tl.where(tl.reshape(mask, [LANES, VEC]), tl.exp(d), 0.0)
         if HAS_ENTROPY:
             ds = (ds + s * (m - m_new)) * rescale + tl.sum(e * d, axis=1)
@@ -66,7 +66,7 @@ def _read_columns(start_of_row, n_cols, m, s, ds, inner, outer, HAS_CAP: tl.cons
 @jit
 def _write_columns(start_of_row, n_cols, row_max, a, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr,
                    FOLD: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """Overwrites these columns with their gradient but for the id's own term."""
+    """Overwrites these columns with their gradient without the id's term."""
     lane = tl.arange(0, WIDTH)
     folded = tl.arange(0, FOLD)[:, None] * WIDTH + lane[None, :]
     n_folded = n_cols // (FOLD * WIDTH) * (FOLD * WIDTH)
@@ -76,7 +76,7 @@ def _write_columns(start_of_row, n_cols, row_max, a, inner, outer, HAS_CAP: tl.c
         g = _softmax_gradient(x, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY)
         tl.store(start_of_row + start + lane, g.to(start_of_row.dtype.element_ty), mask=mask,
                  eviction_policy="evict_first")  # fmt: skip
-    # Backwards: what was read last is the surest to be in the cache.
+    # Go backwards, because the columns that were read last are the most likely to be in the cache.
     for done in range(0, n_folded, FOLD * WIDTH):
         start = n_folded - FOLD * WIDTH - done
         x = tl.load(start_of_row + start + folded, eviction_policy="evict_first")
@@ -86,7 +86,7 @@ def _write_columns(start_of_row, n_cols, row_max, a, inner, outer, HAS_CAP: tl.c
 
 @jit
 def _softmax_gradient(x, row_max, a, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr):
-    """a exp(z - row_max) dz/dl."""
+    """Computes a exp(z - row_max) dz/dl."""
     z = transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
     return tl.exp(z - row_max) * a * slope(z, inner, outer, HAS_CAP, IS_IDENTITY)
 
@@ -94,7 +94,7 @@ def _softmax_gradient(x, row_max, a, inner, outer, HAS_CAP: tl.constexpr, IS_IDE
 @jit(lengths=("n_rows",))
 def _row_fused_kernel(
     logits,  # [n_rows, n_first], the first columns, overwritten with dL/dl
-    second,  # [n_rows, n_second], the others, where HAS_SECOND: a matrix of its own
+    second,  # [n_rows, n_second], the other columns if HAS_SECOND, likewise overwritten
     ids,  # [n_rows]
     factor,  # [n_rows] fp32: dL/dlog_prob
     out,  # [5, n_rows] fp32: log_prob, lse, max, 1 / sum e, sum p d (d = z - max, e = exp(d))
@@ -113,7 +113,7 @@ def _row_fused_kernel(
     FOLD: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # Few programs, so that most of their rows stay in the L2 cache until they are read again.
+    # Few programs run at once, so that most of their rows stay in the L2 cache until they are read again.
     NEGATIVE: tl.constexpr = -1e30
     VEC: tl.constexpr = 8
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
@@ -147,12 +147,12 @@ def _row_fused_kernel(
         if HAS_ENTROPY:
             tl.store(out + 4 * n_rows + row, tl.sum((ds + s * (m - row_max)) * rescale, axis=0) * inverse)
         a = -f * inverse
-        # Nobody may overwrite x_id or a tail before everybody has read it.
+        # No thread may overwrite x_id or a tail before all threads have read it.
         tl.debug_barrier()
         if HAS_SECOND:
             _write_columns(start_of_second, n_second, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY, FOLD, WIDTH)
         _write_columns(start_of_row, n_first, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY, FOLD, WIDTH)
-        # The id's own column, worked out once more: comparing every column with the id would cost each of them.
+        # Compute the id's column again, because comparing every column with the id would cost time for each of them.
         at_id = _softmax_gradient(x_id, row_max, a, inner, outer, HAS_CAP, IS_IDENTITY)
         at_id = (at_id + f * slope(z_id, inner, outer, HAS_CAP, IS_IDENTITY)).to(logits.dtype.element_ty)
         tl.debug_barrier()
@@ -173,8 +173,8 @@ def statistics_and_gradient(
     logits: torch.Tensor, second: torch.Tensor | None, ids: torch.Tensor, factor: torch.Tensor, options: HeadOptions,
     tile: tiling.StatisticsTile | None, backend: str,
 ) -> tuple[HeadStatistics, Softmax]:  # fmt: skip
-    """Statistics of one chunk of logits, which are overwritten with dL/dl of sum_i factor_i log_prob_i. `second`: the
-    columns that are not in `logits`."""
+    """Computes the statistics of one chunk of logits and overwrites the logits with dL/dl of sum_i factor_i log_prob_i.
+    `second` has the columns that are not in `logits`."""
     if backend == "torch":
         every = logits if second is None else torch.cat((logits, second), 1)
         statistics, softmax = row_statistics(every, ids, None, options, backend)

@@ -1,5 +1,5 @@
-"""dL/dl of one chunk of logits, from four numbers per row: a kernel that overwrites the logits, its torch twin, or the
-vendor's operator. The formula and the four numbers: `ops/head/engine.py`.
+"""dL/dl of one chunk of logits, from four numbers per row: a kernel that overwrites the logits, the same in torch, and
+the vendor's operator. `ops/head/engine.py` has the formula and the four numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Coefficients", "coefficients", "gradient_in_place", "gradient_of_log
 
 
 class Coefficients(NamedTuple):
-    """The four numbers per row of `ops/head/engine.py`; None stands for zeros."""
+    """The four numbers per row of `ops/head/engine.py`; None means zeros."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -29,7 +29,8 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(d: Sequence[torch.Tensor | None], like: torch.Tensor, uniform: float | None) -> Coefficients:
-    """From gradients of log_prob, lse, entropy and mean to the four numbers per row (u = `uniform` where constant)."""
+    """Computes the four numbers per row from the gradients of log_prob, lse, entropy and mean. `uniform` is a constant
+    u, which becomes a factor of c."""
     d_log_prob, d_lse, d_entropy, d_mean = (None if t is None else t.float() for t in d)
     b = torch.zeros_like(like) if d_log_prob is None else d_log_prob.contiguous()
     a = -b if d_lse is None else d_lse - b
@@ -45,17 +46,18 @@ def coefficients(d: Sequence[torch.Tensor | None], like: torch.Tensor, uniform: 
 @jit(lengths=("n_rows",))
 def _row_gradient_kernel(
     logits,  # [n_rows, n_cols]
-    grads,  # the same memory, overwritten with dL/dl less its b term. A second pointer, because an NPU's loads would
-    # otherwise wait for the stores before them.
-    class_weights,  # [n_cols] fp32, read where HAS_WEIGHTS
-    row_max,  # [n_rows] fp32, as are shift = log s - entropy and the coefficients
-    shift,
-    a,  # a / s and e / s with s = sum_j exp(z_j - row_max), so that exp(z - row_max) need not be normalised
+    # The kernel overwrites the logits with dL/dl without its b term. `grads` is the same memory as a second pointer:
+    # with one pointer an NPU's loads would wait for the preceding stores.
+    grads,
+    class_weights,  # [n_cols] fp32, read if HAS_WEIGHTS
+    row_max,  # [n_rows] fp32; likewise shift, a, c and e
+    shift,  # log s - entropy
+    a,  # a / s with s = sum_j exp(z_j - row_max), so that exp(z - row_max) need not be normalised
     c,
-    e,
+    e,  # e / s
     n_rows,
     n_cols,
-    n_full,  # columns that whole blocks cover
+    n_full,  # the columns of whole blocks
     row_stride,
     inner,
     outer,
@@ -92,15 +94,15 @@ def _row_gradient_kernel(
 @jit
 def _logit_gradient(x, u, z_max, a, c, e, shift, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr,
                     HAS_MEAN: tl.constexpr, HAS_ENTROPY: tl.constexpr):  # fmt: skip
-    """dL/dl of one block without the b term, the formula of `ops/head/engine.py`. What is the same for a row is worked
-    out for the row: an NPU's time goes by vector instructions."""
+    """Computes dL/dl of one block without the b term, by the formula of `ops/head/engine.py`. Factors that are constant
+    in a row are multiplied as scalars, because on an NPU the number of vector instructions decides the time."""
     x = x.to(tl.float32)
     if HAS_CAP == 2:
         t = libdevice.tanh(inner * x)
         d = outer * t - z_max
         by, slope = outer * inner, 1.0 - t * t
     elif HAS_CAP:
-        # With w = z + outer: 1 - t^2 = w (2 outer - w) / outer^2.
+        # 1 - t^2 = w (2 outer - w) / outer^2 with w = z + outer.
         w = twice_sigmoid(x, inner, outer)
         d = w - (z_max + outer)
         by, slope = -inner / outer, w * (w - 2.0 * outer)
@@ -149,20 +151,20 @@ def gradient_of_logits(
     backend: str,
     part: VocabSlice | None = None,
 ) -> None:
-    """Writes dL/dl of a chunk of logits to `grads`, which may be the logits themselves. With `part` they are some
-    columns of it; softmax and k are of whole rows.
+    """Writes dL/dl of a chunk of logits to `grads`, which may be the logits themselves. With `part` the logits are the
+    columns of that slice; softmax and k still belong to whole rows.
 
-    The b term touches one element of each row. That element is worked out here on `[n]` numbers, in fp32, and put in
-    its place: comparing every column with the id would cost the kernel as much as the rest of its arithmetic.
+    The b term changes one element of each row. This function computes that element from `[n]` numbers in fp32 and
+    writes it: comparing every column with the id would cost the kernel as much as the rest of its arithmetic.
     """
     if backend == "vendor":
-        # It covers losses of log_prob alone, so that b says everything.
+        # The vendor's operator covers losses of log_prob alone, which b determines.
         assert (k.c, k.e) == (None, None)
         grads.copy_(vendor.cross_entropy_gradient(vendor.cross_entropy(logits, ids)[1], ids, k.b))
         return
     column, b = ids.long(), k.b
     if part is not None:
-        # An id that is another rank's has its b term there; here a column is written once more, without one.
+        # Another rank adds the b term of an id in its slice; this rank rewrites column 0 without a b term.
         column, mine = part.own(ids)
         b = b.masked_fill(~mine, 0.0)
     u = None if class_weights is None else class_weights[column].unsqueeze(1)
@@ -183,7 +185,7 @@ def _gradient_without_id(
     options: HeadOptions,
     backend: str,
 ) -> None:
-    """dL/dl but for b's term."""
+    """Writes dL/dl without the b term to `grads`."""
     if backend == "torch":
         z = logits.float()
         if z is logits and grads is not logits:
@@ -214,7 +216,7 @@ def _gradient_torch(
     options: HeadOptions,
     b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dL/dl of fp32 logits, which it may overwrite; with b's term where `b` is given."""
+    """Computes dL/dl of fp32 logits, which it may overwrite; adds the b term if `b` is not None."""
     inner, outer = options.factors
     t = None
     if options.softcap is not None:
@@ -232,7 +234,7 @@ def _gradient_torch(
     if b is not None:
         g.add_(b.unsqueeze(-1))
     if k.c is not None:
-        # u = 1/V is folded into c by the caller.
+        # `coefficients` has multiplied c by a uniform u = 1/V.
         g.add_(k.c.unsqueeze(-1) if u is None else k.c.unsqueeze(-1) * u)
     if t is not None:
         g.mul_(outer * inner).mul_(1 - t * t)

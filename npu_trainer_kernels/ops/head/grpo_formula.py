@@ -1,7 +1,7 @@
-"""GRPO's loss of a token, from its log-probability and what a trainer has of the batch: the one place where the
-formula and the batch's arithmetic are written. The maths: `ops/head/grpo_loss.py`.
+"""GRPO's loss of each token, from its log-probability and the trainer's batch. Only this file implements the formulas
+of `ops/head/grpo_loss.py` and the weights of the tokens.
 
-The kernel does what `grpo_terms` and autograd do, for the losses of a token by itself, in one launch.
+For token-level losses a kernel computes the same as `grpo_terms` and autograd, in one launch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 LEVELS = ("token", "sequence")
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-# Where vespo cuts off logarithms of ratios.
+# vespo clamps logarithms of ratios to these bounds.
 _LEAST_LOG, _MOST_LOG = math.log(1e-8), 20.0
 
 
 @dataclass(frozen=True)
 class GrpoOptions:
-    """The numbers of the formula in the module's docstring. Raises `ValueError` for values outside their range."""
+    """The numbers of the formulas in `ops/head/grpo_loss.py`. Raises `ValueError` for values outside their range."""
 
     loss_type: str = "dapo"
     importance_level: str = "token"
@@ -77,7 +77,7 @@ class GrpoOptions:
 
     @property
     def upper(self) -> float:
-        """epsilon_high, which is epsilon_low unless given."""
+        """Returns epsilon_high, or epsilon_low if that is None."""
         return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
 
 
@@ -88,19 +88,19 @@ class GrpoOptions:
 
 @dataclass(frozen=True)
 class GrpoTokens:
-    """What the loss needs to know of each of the n scored tokens, in the order of the head's rows; `[n]` fp32 tensors.
+    """The loss's inputs for each of the n scored tokens, in the order of the head's rows, as `[n]` fp32 tensors.
 
     Attributes:
         advantage: A.
-        weight: of the token in the loss; 0 for a token that is scored but not trained on.
+        weight: the weight of the token in the loss; 0 for a token that is scored but not trained on.
         counted: 1 for tokens that count towards their completion's ratio, else 0.
         old: l', or None when on-policy.
         reference: l'', or None with beta = 0.
         policy_weight: q e, or None for ones.
         log_sampler_ratio: log q, for vespo; None for zeros.
-        entropy_weight: of the token in the entropy's mean, or None without a bonus.
-        sequence: int64, which completion the token belongs to.
-        lengths: `[B]`, the counted tokens of each completion (at least 1).
+        entropy_weight: the weight of the token in the mean entropy, or None without an entropy bonus.
+        sequence: int64, the index of the token's completion.
+        lengths: `[B]`, the number of counted tokens of each completion (at least 1).
     """
 
     advantage: torch.Tensor
@@ -118,7 +118,7 @@ class GrpoTokens:
         return self.advantage.shape[0]
 
     def of(self, chunk: slice) -> GrpoTokens:
-        """The tokens of one chunk."""
+        """Returns the tokens of one chunk."""
         cut = {
             f.name: value[chunk]
             for f in fields(self)
@@ -127,7 +127,7 @@ class GrpoTokens:
         return replace(self, **cut)
 
     def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of counted values over each token's completion, given to each token."""
+        """Returns for each token the sum of the counted values of its completion."""
         sums = values.new_zeros(self.lengths.shape).index_add(0, self.sequence, values * self.counted)
         return sums[self.sequence]
 
@@ -147,21 +147,21 @@ def batch_tokens(
     divisor: torch.Tensor | float | None = None,
     bonus_divisor: float = 1.0,
 ) -> GrpoTokens:
-    """What the loss needs of a batch's tokens, from what a trainer has of it.
+    """Computes the loss's inputs for each token from a trainer's batch.
 
     Args:
-        o: the loss.
-        rows: `[n]`, which tokens of `[B, T]` are scored, one completion after the other.
-        mask: fp32 `[B, T]`, 1 for the tokens of these that are trained on, else 0.
-        advantages: `[B]`, `[B, 1]` or `[B, T]`, as is importance_ratio.
-        old: l' `[B, T]`; None: on-policy.
+        o: the options of the loss.
+        rows: `[n]`, the indices into the flattened `[B, T]` of the scored tokens, one completion after the other.
+        mask: fp32 `[B, T]`, 1 for the scored tokens that are trained on, else 0.
+        advantages: `[B]`, `[B, 1]` or `[B, T]`.
+        old: l' `[B, T]`; None for on-policy.
         reference: l'' `[B, T]`, with beta.
-        importance_ratio: q of the sampler.
+        importance_ratio: q of the sampler, `[B]`, `[B, 1]` or `[B, T]`.
         entropy_mask: e `[B, T]`.
         max_completion_length: for dr_grpo.
-        num_items: what dapo, cispo and vespo divide by; None: the tokens of the batch.
-        divisor: divides all the weights once more, as accumulation does.
-        bonus_divisor: divides those of the entropy.
+        num_items: the divisor of dapo, cispo and vespo; None for the number of tokens of the batch.
+        divisor: an additional divisor of all weights, for gradient accumulation.
+        bonus_divisor: an additional divisor of the entropy's weights.
     """
     lengths = mask.sum(1).clamp(min=1.0)
     total = mask.sum().clamp(min=1.0)
@@ -170,7 +170,7 @@ def batch_tokens(
     sequence = torch.arange(mask.shape[0], device=mask.device).unsqueeze(1).expand(mask.shape).reshape(-1)[rows]
 
     def pick(t: torch.Tensor | None) -> torch.Tensor | None:
-        """A token's own number, or its completion's."""
+        """Returns each token's number, or that of its completion."""
         if t is None:
             return None
         return t.detach().float().reshape(-1)[rows if t.shape == mask.shape else sequence]
@@ -212,7 +212,7 @@ def _weight_of_each(
     max_completion_length: int | None,
     num_items: int | float | torch.Tensor | None,
 ) -> torch.Tensor:
-    """The weight of an unmasked token of each completion, `[B]`, from the counted tokens of each and of all."""
+    """Returns the weight of an unmasked token of each completion, `[B]`. `total` counts the tokens of the batch."""
     batch = lengths.shape[0]
     ones = torch.ones_like(lengths)
     if loss_type in ("grpo", "sapo"):
@@ -241,7 +241,7 @@ class GrpoTerms(NamedTuple):
 
 
 def grpo_terms(log_prob: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions) -> GrpoTerms:
-    """policy, kl and r of the module's docstring, per token."""
+    """Computes policy, kl and r of `ops/head/grpo_loss.py`, per token."""
     advantage = tokens.advantage
     log_ratio = log_prob - (log_prob.detach() if tokens.old is None else tokens.old)
     log_weight = log_ratio
@@ -279,7 +279,7 @@ def _phi(log_ratio: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions) -> torch.T
 
 
 def token_losses(log_prob: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions) -> torch.Tensor:
-    """q e policy + beta kl, per token."""
+    """Computes q e policy + beta kl, per token."""
     terms = grpo_terms(log_prob, tokens, o)
     policy = terms.policy if tokens.policy_weight is None else terms.policy * tokens.policy_weight
     return policy if terms.kl is None else policy + o.beta * terms.kl
@@ -288,7 +288,7 @@ def token_losses(log_prob: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions) -> 
 def grpo_objective(
     log_prob: torch.Tensor, entropy: torch.Tensor | None, tokens: GrpoTokens, o: GrpoOptions
 ) -> torch.Tensor:
-    """The part of the loss that these tokens contribute."""
+    """Computes the part of the loss that these tokens contribute."""
     loss = (token_losses(log_prob, tokens, o) * tokens.weight).sum()
     if tokens.entropy_weight is not None and entropy is not None:
         loss = loss - o.entropy_coef * (entropy * tokens.entropy_weight).sum()
@@ -302,14 +302,14 @@ def grpo_objective(
 
 @jit(lengths=("n",))
 def _token_kernel(
-    log_prob,  # [n] fp32, as are all the others
-    old,  # where HAS_OLD
-    reference,  # where HAS_REFERENCE
+    log_prob,  # [n] fp32; likewise all other pointers
+    old,  # read if HAS_OLD
+    reference,  # read if HAS_REFERENCE
     advantage,
     weight,
-    policy_weight,  # where HAS_POLICY_WEIGHT
-    loss,  # written: the token's share of the loss
-    factor,  # written: its derivative
+    policy_weight,  # read if HAS_POLICY_WEIGHT
+    loss,  # written: the token's part of the loss
+    factor,  # written: the derivative of that
     n,
     low,
     high,
@@ -317,12 +317,12 @@ def _token_kernel(
     beta,
     tau_up,
     tau_down,
-    FORM: tl.constexpr,  # 0: clipped, 1: cispo, 2: sapo
+    FORM: tl.constexpr,  # 0 clipped, 1 cispo, 2 sapo
     HAS_OLD: tl.constexpr,
     HAS_REFERENCE: tl.constexpr,
     HAS_POLICY_WEIGHT: tl.constexpr,
     HAS_DELTA: tl.constexpr,
-    CORRECTED: tl.constexpr,  # the KL is multiplied by the ratio
+    CORRECTED: tl.constexpr,  # multiply the KL by the ratio
     BLOCK: tl.constexpr,
 ):
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
@@ -353,7 +353,7 @@ def _token_kernel(
             u = bounded * a
             v = clipped * a
             policy = -tl.where(v < u, v, u)
-            # Where both are equal, both pass or a is 0.
+            # If u and v are equal, both have the same derivative or a is 0.
             d = -a * r * tl.where(v < u, passes_clip, passes)
         if HAS_POLICY_WEIGHT:
             q = tl.load(policy_weight + at, mask=mask, other=0.0)
@@ -380,10 +380,10 @@ _FORMS = {**dict.fromkeys(CLIPPED, 0), "cispo": 1, "sapo": 2}
 def token_gradient(
     log_prob: torch.Tensor, tokens: GrpoTokens, o: GrpoOptions, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(The part of a token-level loss that these tokens contribute, its gradient with respect to log_prob)."""
+    """Computes these tokens' part of a token-level loss and its gradient with respect to log_prob."""
     if backend not in ("torch", "vendor") and o.loss_type in _FORMS and o.importance_level == "token" and len(tokens):
         n = len(tokens)
-        # Both rows aligned to 16 bytes, whatever n is: Triton would compile another kernel for others.
+        # Align both rows to 16 bytes for every n, because Triton would compile another kernel for unaligned rows.
         out = torch.empty(2, -(-n // 4) * 4, dtype=torch.float32, device=log_prob.device)[:, :n]
         given = [log_prob, tokens.old, tokens.reference, tokens.advantage, tokens.weight, tokens.policy_weight]
         spec = device.spec(log_prob.device)

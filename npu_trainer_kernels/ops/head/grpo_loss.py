@@ -1,7 +1,7 @@
 """GRPO and its relatives at the LM head: loss and gradients in one pass over each chunk of logits.
 
-For token t of completion b, with log-probability l, old log-probability l' (l itself, without gradient, when
-on-policy), reference log-probability l'', advantage A and importance ratio of the sampler q (1 where not given):
+For token t of completion b, with log-probability l, old log-probability l' (when on-policy, l without gradient),
+reference log-probability l'', advantage A and importance ratio of the sampler q (1 by default):
 
     log r   = l - l'                               importance_level "token"
             = mean over the completion of l - l'   importance_level "sequence" (GSPO)
@@ -13,7 +13,7 @@ on-policy), reference log-probability l'', advantage A and importance ratio of t
             = -4 / tau sigmoid(tau (r - 1)) A        tau by the sign of A            sapo
             = -stop(phi) A l                                                         vespo
 
-    phi     = exp(lambda + k log w - lambda w)     w: ratio of the whole completion, k and lambda by the sign of A
+    phi     = exp(lambda + k log w - lambda w)     w: ratio of the whole completion; k and lambda by the sign of A
 
     loss    = sum_bt weight_bt (q_bt e_bt policy_bt + beta kl_bt) - entropy_coef mean_t H_t
 
@@ -21,17 +21,16 @@ with e the entropy mask, H the entropy, and the weight of an unmasked token by l
 
     grpo, sapo    1 / (B length_b)            bnpo     1 / tokens in the batch
     dr_grpo       1 / (B max_completion_length)   luspo   1 / B
-    dapo, cispo, vespo   1 / num_items (the tokens in the batch unless given)
+    dapo, cispo, vespo   1 / num_items (the tokens in the batch by default)
 
-These are the definitions of TRL's `GRPOTrainer._compute_loss`, against which they are tested option by option. Given
-the statistics of `ops/head/engine.py` all of it is arithmetic on `[n]` numbers; the gradient with respect to
-log-probability and entropy comes from autograd on those numbers, and the kernels do the rest. One kernel does that
-arithmetic for the token-level losses that depend on nothing else (`grpo_formula`), in place of some fifty of PyTorch's
-a chunk.
+These are the definitions of TRL's `GRPOTrainer._compute_loss`; tests compare them with it option by option. With the
+statistics of `ops/head/engine.py` the loss is arithmetic on `[n]` numbers. Autograd on those numbers gives the gradient
+with respect to log-probability and entropy, and the head's kernels do the rest. For losses of each token by itself one
+kernel (`grpo_formula`) replaces about fifty PyTorch kernels per chunk.
 
-A token's gradient depends on the log-probabilities of other tokens only through the sequence-level ratio. So it is
-formed in forward (mode planned) for every token-level loss, for sequence-level losses on-policy (`planned` below), and
-off-policy for those whose completions fit a chunk each.
+A token's gradient depends on the log-probabilities of other tokens only through the sequence-level ratio. So forward
+computes the gradient (mode planned) for every token-level loss, for on-policy sequence-level losses (`planned` below),
+and for off-policy ones if each completion fits in a chunk.
 """
 
 from __future__ import annotations
@@ -66,11 +65,11 @@ __all__ = [
 
 
 class GrpoPlan(NamedTuple):
-    """How the head engine can form the gradient in forward.
+    """The arguments with which the head engine computes the gradient in forward.
 
     Attributes:
-        objective: for the engine.
-        chunk_rows: where its chunks end, or None where any row will do.
+        objective: the objective of the engine.
+        chunk_rows: the rows at which chunks must end, or None if they may end at any row.
     """
 
     objective: Objective
@@ -78,7 +77,7 @@ class GrpoPlan(NamedTuple):
 
 
 def _as_objective(batch: Callable[[], tuple[GrpoTokens, GrpoOptions]], bonus: bool) -> Objective:
-    """The objective for the head engine; `bonus`: the loss has the entropy in it."""
+    """Makes the objective of the head engine. `bonus` says whether the loss contains the entropy."""
 
     def value(log_prob: torch.Tensor, entropy: torch.Tensor | None, chunk: slice) -> torch.Tensor:
         tokens, o = batch()
@@ -97,14 +96,14 @@ def planned(
     tokens: Callable[[], GrpoTokens], o: GrpoOptions, on_policy: bool, lengths: Callable[[], Sequence[int]],
     vocab: int, itemsize: int, where: torch.device,
 ) -> GrpoPlan | None:  # fmt: skip
-    """The plan for a batch, or None where the gradient needs the whole batch's log-probabilities first.
+    """Makes the plan for a batch. Returns None if the gradient needs the log-probabilities of the whole batch first.
 
     Args:
-        tokens: gives the batch; asked once the first chunk of logits is on its way, so that the device need not wait.
-        o: the loss.
+        tokens: returns the batch; called after the first chunk's logits are launched, so that the device has work.
+        o: the options of the loss.
         on_policy: whether the batch has no old log-probabilities.
-        lengths: gives how many of the tokens each completion has, in order; asked where it matters.
-        vocab, itemsize, where: what decides how many rows of logits are alive at once.
+        lengths: returns the number of tokens of each completion, in order; called only if it matters.
+        vocab, itemsize, where: vocabulary size, bytes of a logit and device, which decide the rows of a chunk.
     """
     objective = _as_objective(functools.cache(lambda: _on_policy(tokens(), o)), o.entropy_coef != 0)
     coupled = o.importance_level == "sequence" and not (on_policy and _is_shared(o))
@@ -125,15 +124,15 @@ def planned(
 
 
 def _is_shared(o: GrpoOptions) -> bool:
-    """Whether on-policy a sequence-level loss has a token-level one with the same gradient."""
+    """Whether an on-policy sequence-level loss has the same gradient as a token-level loss."""
     return o.importance_level == "sequence" and not o.bias_corrected_kl
 
 
 def _on_policy(tokens: GrpoTokens, o: GrpoOptions) -> tuple[GrpoTokens, GrpoOptions]:
-    """A token-level loss with the same gradient as a sequence-level one, where there is one.
+    """Replaces an on-policy sequence-level loss by a token-level loss with the same gradient, if there is one.
 
-    On-policy every ratio is 1, and the gradient of a completion's policy terms with respect to its one ratio is shared
-    evenly by its tokens: the mean of (weight q e A) over the completion takes the place of each token's own.
+    On-policy every ratio is 1, and the gradient with respect to a completion's ratio is distributed evenly over its
+    tokens: the mean of (weight q e A) over the completion replaces each token's value.
     """
     if tokens.old is not None or not _is_shared(o):
         return tokens, o
@@ -153,15 +152,15 @@ def _on_policy(tokens: GrpoTokens, o: GrpoOptions) -> tuple[GrpoTokens, GrpoOpti
 
 
 class GrpoLossOutput(NamedTuple):
-    """What the ops return.
+    """The result of the ops.
 
     Attributes:
-        loss: fp32 scalar, differentiable.
-        log_prob: fp32 `[B, T]`, 0 where the token is masked. It, and what follows, without gradient.
-        entropy: fp32 `[B, T]`, in nats, or None unless asked for or part of the loss.
+        loss: fp32 scalar, differentiable. The other fields have no gradient.
+        log_prob: fp32 `[B, T]`, 0 for masked tokens.
+        entropy: fp32 `[B, T]`, in nats; None unless requested or part of the loss.
         kl: fp32 `[B, T]`, or None with beta = 0.
-        clipped_low, clipped_high: bool `[B, T]`, where the ratio was outside its bounds on the side that matters for
-            the advantage's sign; None for loss types that do not clip.
+        clipped_low, clipped_high: bool `[B, T]`, true where the ratio was outside its bounds on the side that matters
+            for the advantage's sign; None for loss types that do not clip.
     """
 
     loss: torch.Tensor
@@ -200,19 +199,18 @@ def _rows_like(
 
 @dataclass(frozen=True)
 class _Batch:
-    """Checked arguments: which tokens are scored, and what the loss needs of them."""
+    """The checked arguments of a call: the scored tokens, and the loss's inputs for them."""
 
     keep: torch.Tensor  # [B, T] bool
     options: GrpoOptions
     on_policy: bool
     given: dict[str, Any]  # the arguments of `batch_tokens`
 
-    # What follows is worked out when first asked for: `rows` waits for the device, which then has nothing to do until
-    # the first product.
+    # These properties are computed at first use: `rows` waits for the device, which then idles until the first product.
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
-        """`[n]` int64, into B T."""
+        """`[n]` int64, the indices of the scored tokens in the flattened `[B, T]`."""
         return torch.nonzero(self.keep.reshape(-1)).squeeze(1)
 
     @functools.cached_property
@@ -220,7 +218,7 @@ class _Batch:
         return batch_tokens(self.options, self.rows, self.keep.float(), **self.given)
 
     def lengths(self) -> list[int]:
-        """The tokens of each completion that are scored."""
+        """Returns the number of scored tokens of each completion."""
         lengths: list[int] = self.keep.sum(1).tolist()
         return lengths
 
@@ -328,29 +326,29 @@ def fused_linear_grpo_loss(
     entropy: bool = False,
     backend: str | None = None,
 ) -> GrpoLossOutput:
-    """GRPO loss of a linear head, with at most one token chunk of logits alive and three matrix products in all.
+    """Computes the GRPO loss of a linear head with three matrix products and the logits of one token chunk at a time.
 
     Masked tokens are left out before the projection and cost nothing.
 
     Args:
         x: hidden states `[B, T, H]`, position t predicting `ids[:, t]`; fp32, bf16 or fp16.
-        weight: `[V, H]`; its gradient is accumulated in fp32. Where ranks share the vocabulary out, a DTensor; see
+        weight: `[V, H]`; its gradient is accumulated in fp32. A DTensor if the vocabulary is sharded over ranks; see
             `fused_linear_cross_entropy`.
         ids: completion ids `[B, T]`, int64 or int32.
         advantages: `[B]`, `[B, 1]` or `[B, T]`.
         bias: `[V]` or None.
-        completion_mask: `[B, T]` of any integer, bool or float dtype; a token counts where both masks are not 0.
+        completion_mask: `[B, T]` of any integer, bool or float dtype; a token counts if it is not 0 in both masks.
         tool_mask: likewise.
-        entropy_mask: `[B, T]`; where 0 a token's policy term is left out, but not its KL.
-        old_log_prob: l', `[B, T]`; None: on-policy.
-        ref_log_prob: l'', `[B, T]`; given exactly when `options.beta` is not 0.
-        importance_ratio: q, of the sampler, `[B, T]`, `[B]` or `[B, 1]`.
-        options: `GrpoOptions`; None: its defaults.
+        entropy_mask: `[B, T]`; 0 leaves out a token's policy term, but not its KL.
+        old_log_prob: l', `[B, T]`; None for on-policy.
+        ref_log_prob: l'', `[B, T]`; required if `options.beta` is not 0, otherwise None.
+        importance_ratio: q of the sampler, `[B, T]`, `[B]` or `[B, 1]`.
+        options: `GrpoOptions`; None for the defaults.
         max_completion_length: for loss type dr_grpo.
-        num_items: for dapo, cispo and vespo: what the sum is divided by; None: the counted tokens of this batch.
-        temperature: of the logits' transform, as in `linear_logprob`.
-        softcap: likewise.
-        logit_scale: likewise.
+        num_items: the divisor of the sum for dapo, cispo and vespo; None for the number of counted tokens of the batch.
+        temperature: as in `linear_logprob`.
+        softcap: as in `linear_logprob`.
+        logit_scale: as in `linear_logprob`.
         entropy: whether to return the entropy.
         backend: overrides the choice of `backends.choose("grpo_loss", ...)`.
 
@@ -386,7 +384,7 @@ def fused_linear_grpo_loss(
     )  # fmt: skip
     if total is None:
         return _output(grpo_objective(s.log_prob, s.entropy, batch.tokens, batch.options), s, batch)
-    # The plan has the gradient; the value is that of the formula as it stands, in one sum over the batch.
+    # The gradient comes from the plan, the value from the original formula, in one sum over the batch.
     with torch.no_grad():
         value = grpo_objective(s.log_prob, s.entropy, batch.tokens, batch.options)
     return _output(total + (value - total).detach(), s, batch)
@@ -397,7 +395,7 @@ def fused_linear_grpo_loss_reference(
     bias: torch.Tensor | None = None, *, options: GrpoOptions | None = None, temperature: float = 1.0,
     softcap: float | None = None, logit_scale: float = 1.0, entropy: bool = False, **batch_arguments: Any,
 ) -> GrpoLossOutput:  # fmt: skip
-    """The op on full logits, in plain PyTorch."""
+    """Computes the op on full logits, in plain PyTorch."""
     batch = _batch(ids, advantages, options, **{**_NOTHING, **batch_arguments})
     s = head_statistics_reference(
         x.reshape(-1, x.shape[-1])[batch.rows], weight, ids.reshape(-1)[batch.rows], bias,
@@ -425,7 +423,7 @@ def grpo_loss(
     entropy: bool = False,
     backend: str | None = None,
 ) -> GrpoLossOutput:
-    """GRPO loss on logits `[B, T, V]` that exist already; see `fused_linear_grpo_loss`, which does not need them.
+    """Computes the GRPO loss from existing logits `[B, T, V]`. See `fused_linear_grpo_loss`, which does not need them.
 
     Forward reads the logits once; backward reads them once more and writes their gradient.
     """
@@ -442,7 +440,7 @@ def grpo_loss(
         importance_ratio=importance_ratio, max_completion_length=max_completion_length, num_items=num_items,
     )  # fmt: skip
     flat = ids.reshape(-1)
-    # A masked id may be anything; its row is read, but nothing comes of it.
+    # The id of a masked token may be invalid. Its row is read, but its statistics are dropped.
     flat = torch.where(batch.keep.reshape(-1), flat, torch.zeros_like(flat))
     check_range("ids", flat, logits.device, logits.shape[-1])
     unused = torch.nonzero(~batch.keep.reshape(-1)).squeeze(1) if batch.rows.shape[0] < flat.shape[0] else None
@@ -458,7 +456,7 @@ def grpo_loss_reference(
     logits: torch.Tensor, ids: torch.Tensor, advantages: torch.Tensor, *, options: GrpoOptions | None = None,
     temperature: float = 1.0, entropy: bool = False, **batch_arguments: Any,
 ) -> GrpoLossOutput:  # fmt: skip
-    """The op in plain PyTorch."""
+    """Computes the op in plain PyTorch."""
     batch = _batch(ids, advantages, options, **{**_NOTHING, **batch_arguments})
     s = logits_statistics_reference(
         logits.reshape(-1, logits.shape[-1])[batch.rows], ids.reshape(-1)[batch.rows],

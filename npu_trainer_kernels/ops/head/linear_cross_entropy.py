@@ -3,12 +3,12 @@
     z_i = softcap(logit_scale * (x_i W^T + bias))        lse_i = log sum_j exp z_ij        K = sum_j k_j
     loss_i = k_y (1 - s) (lse_i - z_iy)  +  s / V (K lse_i - sum_j k_j z_ij)  +  zeta lse_i^2
 
-with y = target_i, label smoothing s, class weights k (1 where not given) and z-loss coefficient zeta, the definition of
+with y = target_i, label smoothing s, class weights k (1 by default) and z-loss coefficient zeta, the definition of
 `torch.nn.functional.cross_entropy` plus the z-loss of PaLM (arXiv:2204.02311). Rows with `target == ignore_index` are
 left out before the projection and cost nothing.
 
-The loss is a sum over rows divided by a number that is known up front, so its gradient is formed in forward while a
-chunk's logits are live: three matrix products in all (`ops/head/engine.py`, mode planned).
+The loss is a sum over rows divided by a number that does not depend on the logits. So forward computes the gradient
+while a chunk's logits exist, with three matrix products in total (`ops/head/engine.py`, mode planned).
 """
 
 import functools
@@ -46,11 +46,11 @@ OUTPUTS = ("token_accuracy", "predicted_ids")
 
 
 class LinearCrossEntropyOutput(NamedTuple):
-    """What `fused_linear_cross_entropy` returns when `outputs` asks for more than the loss.
+    """The result of `fused_linear_cross_entropy` if `outputs` is not empty.
 
     Attributes:
         loss: the loss.
-        token_accuracy: fp32 scalar, the share of valid targets that are the argmax (0 without valid targets).
+        token_accuracy: fp32 scalar, the fraction of valid targets that are the argmax (0 without valid targets).
         predicted_ids: int64 of target's shape, the argmax; `ignore_index` where the target is ignored.
     """
 
@@ -74,7 +74,7 @@ def linear_cross_entropy_reference(
     z_loss: float = 0.0,
     class_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The op in plain PyTorch, on full logits: what a model followed by `cross_entropy` computes."""
+    """Computes the op in plain PyTorch, on full logits, as a model followed by `cross_entropy` does."""
     logits = torch.nn.functional.linear(x, weight, bias).reshape(-1, weight.shape[0])
     flat = target.reshape(-1).long()
     z = transformed_logits(logits, logit_scale=logit_scale, softcap=softcap)
@@ -95,7 +95,7 @@ def linear_cross_entropy_reference(
 
 
 def valid_rows(target: torch.Tensor, ignore_index: int) -> torch.Tensor | None:
-    """Indices of the rows that count, int64 `[n]`, or None when all do. Waits for the device once."""
+    """Returns the rows with a valid target, int64 `[n]`, or None if all are valid. Waits for the device once."""
     if not has_values(target):
         return None
     rows = torch.nonzero(target.reshape(-1) != ignore_index).squeeze(1)
@@ -141,15 +141,14 @@ def _check_options(
 
 @dataclass(frozen=True)
 class _Targets:
-    """The targets of a call, and which rows count.
+    """The targets of a call, and the rows with a valid target.
 
-    What the properties say is worked out when first asked for: `rows` waits for the device, which then has nothing to
-    do until the first product, and so what can wait for that does.
+    The properties are computed at first use: `rows` waits for the device, which then idles until the first product.
 
     Attributes:
-        flat: `[N]`, of all rows.
+        flat: `[N]`, the targets of all rows.
         ignore_index: the target of rows that do not count.
-        given_rows: the rows that do, where the caller has them already.
+        given_rows: the rows with a valid target, if the caller has computed them already.
         class_weights: k `[V]`, or None.
     """
 
@@ -160,21 +159,21 @@ class _Targets:
 
     @functools.cached_property
     def rows(self) -> torch.Tensor | None:
-        """Those that count; None: all."""
+        """The rows with a valid target; None for all rows."""
         return valid_rows(self.flat, self.ignore_index) if self.given_rows is None else self.given_rows
 
     @functools.cached_property
     def ids(self) -> torch.Tensor:
-        """`[n]`, the targets of these rows."""
+        """`[n]`, the valid targets."""
         return self.flat if self.rows is None else self.flat.index_select(0, self.rows)
 
     @functools.cached_property
     def weights(self) -> torch.Tensor | None:
-        """k_y `[n]`, where there are class weights."""
+        """k_y `[n]`, or None without class weights."""
         return None if self.class_weights is None else self.class_weights[self.ids.long()]
 
     def spread(self, values: torch.Tensor, fill: float) -> torch.Tensor:
-        """From the rows that count `[n]` to all `[N]`; `fill` for the others."""
+        """Expands values of the valid rows `[n]` to all rows `[N]`, with `fill` for the others."""
         if self.rows is None:
             return values
         return values.new_full(self.flat.shape, fill).index_copy(0, self.rows, values)
@@ -182,13 +181,13 @@ class _Targets:
 
 @dataclass(frozen=True)
 class _Loss:
-    """From statistics to the loss of the module's docstring.
+    """The loss of the module's docstring, as a function of the statistics.
 
     Attributes:
-        targets: of the call.
-        reduction, num_items, label_smoothing, z_loss: its options.
+        targets: the targets of the call.
+        reduction, num_items, label_smoothing, z_loss: the options of the call.
         vocab: V.
-        early: whether the objective is divided already; otherwise what comes of it is.
+        early: whether the objective contains the division of a mean; otherwise the caller divides the result.
     """
 
     targets: _Targets
@@ -200,12 +199,12 @@ class _Loss:
     early: bool
 
     def of_rows(self, s: HeadStatistics, chunk: slice) -> torch.Tensor:
-        """loss_i of the rows of a chunk."""
+        """Computes loss_i of the rows of a chunk."""
         k, k_id = self.targets.class_weights, self.targets.weights
         loss = -s.log_prob if k_id is None else -s.log_prob * k_id[chunk]
         if self.label_smoothing:
             assert s.mean is not None
-            # The mean statistic is sum_j k_j z_j with class weights and the plain mean, 1/V sum_j z_j, without.
+            # The mean statistic is sum_j k_j z_j with class weights, and 1/V sum_j z_j without.
             mean = s.mean if k is None else s.mean / self.vocab
             k_mean = 1.0 if k is None else k.mean()
             loss = (1 - self.label_smoothing) * loss + self.label_smoothing * (k_mean * s.lse - mean)
@@ -213,7 +212,7 @@ class _Loss:
 
     @functools.cached_property
     def scale(self) -> torch.Tensor | float | None:
-        """What a mean multiplies the sum by; None where it is no mean."""
+        """The factor of the sum for a mean; None for other reductions."""
         return 1.0 / self._denominator() if self.reduction == "mean" else None
 
     def _denominator(self) -> torch.Tensor | float:
@@ -228,10 +227,10 @@ class _Loss:
         return sums if self.scale is None else sums * self.scale
 
     def objective(self) -> Objective | None:
-        """For the engine; None where the gradient of each row is not known before backward."""
+        """Returns the objective for the engine; None if each row's gradient depends on the incoming one."""
         if self.reduction == "none":
             return None
-        # With smoothing or a z-loss, the gradient is not one of log_prob alone.
+        # With smoothing or a z-loss, the loss depends on more than log_prob.
         return self._of_chunk if self.label_smoothing or self.z_loss else LinearObjective(self._factor)
 
     def _of_chunk(self, s: HeadStatistics, chunk: slice) -> torch.Tensor:
@@ -265,40 +264,40 @@ def fused_linear_cross_entropy(
     low_memory: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | LinearCrossEntropyOutput:
-    """Cross-entropy of a linear head, with at most one token chunk of logits alive.
+    """Computes the cross-entropy of a linear head, with the logits of one token chunk in memory at a time.
 
     Args:
         x: hidden states `[..., H]`, fp32, bf16 or fp16, any strides. Products run in this dtype, or in autocast's.
         weight: `[V, H]`; cast to that dtype when it differs. Its gradient is accumulated in fp32 and returned in
-            weight's dtype. Where ranks share the vocabulary out, a DTensor, sharded by rows over a mesh of one
-            dimension: each rank then computes with its own rows, and all must make the same call with the same x and
-            target, and go backward through it.
+            weight's dtype. If the vocabulary is sharded over ranks, a DTensor that is sharded by rows over a
+            one-dimensional mesh: each rank computes with its rows, and all ranks must make the same call with the same
+            x and target, and run its backward.
         target: int64 or int32 of x's leading shape, each in `[0, V)` or `ignore_index` (checked on the CPU; on an
             accelerator under NPU_KERNELS_DEBUG=1).
-        bias: `[V]` or None; placed as weight is, where that is a DTensor.
-        ignore_index: targets that do not count.
-        reduction: "mean" (over the valid targets, weighted by `class_weights`; zero, not NaN, when there are none),
+        bias: `[V]` or None; a DTensor with the placement of weight if weight is one.
+        ignore_index: the target of rows that do not count.
+        reduction: "mean" (over the valid targets, weighted by `class_weights`; zero, not NaN, if there are none),
             "sum", or "none" (per token, zero where ignored; costs a fourth product).
         num_items: divides the sum instead of the number of valid targets (gradient accumulation, several ranks).
-        softcap: see the module's formula; None: no cap.
+        softcap: see the module's formula; None for no cap.
         logit_scale: likewise.
         label_smoothing: s in [0, 1].
         z_loss: zeta >= 0.
         class_weights: k, `[V]`.
         outputs: any of "token_accuracy", "predicted_ids".
-        rows: what `valid_rows(target, ignore_index)` returned, where the caller has it already.
-        chunk_rows: rows of logits alive at once; None: chosen for the device.
-        low_memory: sum the chunks' weight gradients in weight's dtype: one rounding more for each chunk, and half an
-            fp32 weight gradient less memory.
+        rows: the result of `valid_rows(target, ignore_index)`, if the caller has computed it already.
+        chunk_rows: the number of rows of a chunk of logits; None for a choice by device.
+        low_memory: sum the chunks' weight gradients in weight's dtype. This adds a rounding for each chunk and saves
+            half an fp32 weight gradient.
         backend: overrides the choice of `backends.choose("linear_cross_entropy", ...)`.
 
     Returns:
-        The loss, fp32 (a scalar, or of target's shape for "none"); `LinearCrossEntropyOutput` when `outputs` is given.
+        The loss, fp32 (a scalar, or of target's shape for "none"); with `outputs`, `LinearCrossEntropyOutput`.
 
     Raises:
         TypeError: a dtype that is not supported.
         ValueError: shapes that do not match, tensors on several devices, options or targets out of range, a call that
-            backend `"vendor"` was asked to serve by name and does not cover.
+            does not suit `backend="vendor"`.
     """
     check_head(x, weight, "target", target, bias)
     _check_options(
@@ -309,7 +308,7 @@ def fused_linear_cross_entropy(
     check_range("target", lambda: targets.ids, x.device, weight.shape[0])
     vocab = weight.shape[0]
     weight, bias, part = own_part(weight, bias)
-    # fp16 gradients of a mean over many tokens would underflow: there the division waits until after the products.
+    # fp16 gradients of a mean over many tokens would underflow, so divide after the products there.
     early = torch.float16 not in (x.dtype, compute_dtype(x))
     loss = _Loss(targets, reduction, num_items, label_smoothing, z_loss, vocab, early)
     chosen = backends.choose(

@@ -1,9 +1,9 @@
-"""Per-token log-probability of given ids under a linear head, with entropy and monitoring quantities on request.
+"""Per-token log-probability of ids under a linear head, with entropy and monitoring quantities on request.
 
     z_i = softcap(logit_scale * (x_i W^T + bias)) / temperature
     log_prob_i = z_i[id_i] - log sum_j exp z_ij
 
-The maths of the other outputs and of the gradients is in `ops/head/engine.py`, which this is a thin face of.
+`ops/head/engine.py`, which this module calls, has the maths of the other outputs and of the gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,12 +32,12 @@ OUTPUTS = ("entropy", "is_top1", "mean_logit", "log_sum_sq_probs")
 
 
 class LinearLogProbOutput(NamedTuple):
-    """fp32 tensors of the ids' shape (`is_top1`: bool); None where not asked for.
+    """fp32 tensors of the ids' shape (`is_top1`: bool); None for those that were not requested.
 
     Attributes:
         log_prob: log-probability of the id; differentiable.
-        entropy: of the distribution, in nats; differentiable.
-        is_top1: whether the id is the most likely one (the first, among equals).
+        entropy: entropy of the distribution, in nats; differentiable.
+        is_top1: whether the id is the most likely one (the first of equals).
         mean_logit: mean of z over the vocabulary; differentiable.
         log_sum_sq_probs: log sum_j p_j^2; not differentiable.
     """
@@ -52,7 +52,7 @@ class LinearLogProbOutput(NamedTuple):
 def logprob_options(
     temperature: float, softcap: float | None, logit_scale: float, outputs: Sequence[str]
 ) -> HeadOptions:
-    """The engine's options for the arguments of `linear_logprob`; raises `ValueError` as that does."""
+    """Converts the arguments of `linear_logprob` to the engine's options; raises the same `ValueError`."""
     check_choices("outputs", outputs, OUTPUTS)
     return HeadOptions(
         temperature=temperature,
@@ -76,7 +76,7 @@ def linear_logprob_reference(
     logit_scale: float = 1.0,
     outputs: Sequence[str] = (),
 ) -> LinearLogProbOutput:
-    """The op in plain PyTorch, on full logits."""
+    """Computes the op in plain PyTorch, on full logits."""
     s = head_statistics_reference(x, weight, ids, bias, logprob_options(temperature, softcap, logit_scale, outputs))
     return LinearLogProbOutput(
         s.log_prob, s.entropy, None if s.argmax is None else s.argmax == ids, s.mean, s.log_sum_sq
@@ -95,17 +95,17 @@ def linear_logprob(
     outputs: Sequence[str] = (),
     backend: str | None = None,
 ) -> LinearLogProbOutput:
-    """Log-probabilities of `ids` under softmax of a linear head, without the logits of more than one token chunk.
+    """Computes the log-probabilities of `ids` under softmax of a linear head, from the logits of one chunk at a time.
 
     Args:
         x: hidden states `[..., H]`, fp32, bf16 or fp16, any strides. Products run in this dtype, or in autocast's.
-        weight: `[V, H]`; cast to that dtype when it differs. Its gradient is accumulated in fp32. Where ranks share the
-            vocabulary out, a DTensor; see `fused_linear_cross_entropy`.
+        weight: `[V, H]`; cast to that dtype when it differs. Its gradient is accumulated in fp32. A DTensor if the
+            vocabulary is sharded over ranks; see `fused_linear_cross_entropy`.
         ids: int64 or int32 of x's leading shape, in `[0, V)` (checked on the CPU; on an accelerator under
             NPU_KERNELS_DEBUG=1, since the check waits for the device).
         bias: `[V]` or None.
         temperature: divides the logits; positive.
-        softcap: `softcap * tanh(logits / softcap)` before the temperature; None: no cap.
+        softcap: `softcap * tanh(logits / softcap)` before the temperature; None for no cap.
         logit_scale: multiplies the logits first.
         outputs: any of "entropy", "is_top1", "mean_logit", "log_sum_sq_probs".
         backend: overrides the choice of `backends.choose("linear_logprob", ...)`.
@@ -117,7 +117,7 @@ def linear_logprob(
         TypeError: a dtype that is not supported.
         ValueError: shapes that do not match, tensors on several devices, options or ids out of range.
 
-    Forward costs one product and backward three (the logits are formed again).
+    Forward costs one product and backward three, because backward computes the logits again.
     """
     options = logprob_options(temperature, softcap, logit_scale, outputs)
     return planned_linear_logprob(x, weight, ids, bias, options, backend=backend)
@@ -136,7 +136,7 @@ def planned_linear_logprob(
     chunk_rows: Sequence[int] | None = None,
     on_mismatch: Callable[[float], None] | None = None,
 ) -> LinearLogProbOutput:
-    """`linear_logprob` with a plan of what will be made of its outputs; see `head_statistics`."""
+    """`linear_logprob` with an objective that predicts the gradients of its outputs; see `head_statistics`."""
     check_head(x, weight, "ids", ids, bias)
     check_range("ids", ids, x.device, weight.shape[0])
     flat_ids = ids.reshape(-1)

@@ -1,5 +1,5 @@
-"""What the head's forward may form the gradient of: a function of the statistics, and what is known of it beforehand.
-The maths: `ops/head/engine.py`."""
+"""Objectives: functions of the statistics whose gradient the head computes in forward. `ops/head/engine.py` has the
+maths."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .statistics import HeadStatistics
 
 __all__ = ["GIVE_UP", "LinearObjective", "LogProbObjective", "Objective", "may_fuse", "objective_gradient"]
 
-# Where the real gradients of a larger share of the rows are not the plan's, the formula is another one, rather than a
-# ratio on the edge of its clip.
+# If the real gradients of a larger fraction of the rows differ from the plan, the loss has another formula; fewer rows
+# may have a ratio at the edge of its clip.
 GIVE_UP = 0.5
 
-# From a chunk's statistics, and which rows these are, to a scalar whose gradient is wanted.
+# Maps a chunk's statistics and the slice of its rows to a scalar.
 Objective = Callable[[HeadStatistics, slice], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class LinearObjective:
-    """sum_i factor_i log_prob_i: an objective whose gradient is known before the logits are. `make` gives the `[n]`
-    fp32 factors; asked once the first chunk of logits is on its way, so that the device need not wait."""
+    """sum_i factor_i log_prob_i, an objective whose gradient does not depend on the logits. `make` returns the `[n]`
+    fp32 factors; the engine calls it after launching the first chunk's logits, so that the device has work."""
 
     make: Callable[[], torch.Tensor]
 
@@ -39,9 +39,9 @@ class LinearObjective:
 
 @dataclass(frozen=True)
 class LogProbObjective:
-    """An objective of the log-probabilities alone, `function(log_prob, chunk)`. A row's gradient is then that of its
-    log-probability times one number: one kernel may form it before the number is known. `gradient(log_prob, chunk,
-    backend)` gives the value and these numbers, where there is a shorter way than autograd."""
+    """An objective of the log-probabilities alone, `function(log_prob, chunk)`. The gradient of a row is the gradient
+    of its log-probability times one factor, so a kernel may compute it before the factor exists. The optional
+    `gradient(log_prob, chunk, backend)` returns the value and these factors faster than autograd."""
 
     function: Callable[[torch.Tensor, slice], torch.Tensor]
     gradient: Callable[[torch.Tensor, slice, str], tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -53,7 +53,7 @@ class LogProbObjective:
 def objective_gradient(
     objective: Objective, statistics: HeadStatistics, chunk: slice, backend: str
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The objective of a chunk and its gradient with respect to log_prob, lse, entropy and mean."""
+    """Computes the objective of a chunk and its gradient with respect to log_prob, lse, entropy and mean."""
     if isinstance(objective, LogProbObjective) and objective.gradient is not None:
         value, d_log_prob = objective.gradient(statistics.log_prob, chunk, backend)
         return value, (d_log_prob, None, None, None)
@@ -67,10 +67,10 @@ def objective_gradient(
 
 def may_fuse(objective: Objective | None, bias: torch.Tensor | None, dtype: torch.dtype, options: HeadOptions,
            backend: str) -> bool:  # fmt: skip
-    """Whether statistics and gradient may come from one kernel."""
+    """Whether one kernel may compute statistics and gradient."""
     if options.mean or options.log_sum_sq or options.argmax or backend == "torch":
         return False
     if isinstance(objective, LogProbObjective):
-        # The number of a row multiplies x, and might leave fp16's range there.
+        # The factor of a row multiplies x, and the product might exceed fp16's range.
         return bias is None and dtype != torch.float16
     return isinstance(objective, LinearObjective)

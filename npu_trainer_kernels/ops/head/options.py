@@ -1,5 +1,5 @@
-"""What the steps on a chunk of logits share: how logits are transformed, in torch and in Triton, which statistics are
-wanted, and the ops that a failing kernel takes with it. The maths: `ops/head/engine.py`."""
+"""Shared by the steps on a chunk of logits: the transform of logits in torch and in Triton, the requested statistics,
+and the ops that fall back to torch if a kernel fails. `ops/head/engine.py` has the maths."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ guarded = falls_back("linear_cross_entropy", "linear_logprob", "grpo_loss")
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How logits are transformed and which statistics are wanted.
+    """The transform of logits and the requested statistics.
 
     Attributes:
         temperature: divides the logits; positive.
-        softcap: `softcap * tanh(logits / softcap)`, applied after `logit_scale` and before the temperature; None: no.
+        softcap: `softcap * tanh(logits / softcap)`, applied after `logit_scale` and before the temperature; or None.
         logit_scale: multiplies the logits first.
-        entropy, mean, log_sum_sq, argmax: which statistics to compute beyond `log_prob` and `lse`.
+        entropy, mean, log_sum_sq, argmax: the statistics to compute in addition to `log_prob` and `lse`.
     """
 
     temperature: float = 1.0
@@ -47,14 +47,14 @@ class HeadOptions:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """(inner, outer): z = outer * tanh(inner * l) with a softcap, z = inner * l without."""
+        """(inner, outer) of z = outer * tanh(inner * l) with a softcap, z = inner * l without."""
         if self.softcap is None:
             return self.logit_scale / self.temperature, 1.0
         return self.logit_scale / self.softcap, self.softcap / self.temperature
 
 
 def transform(logits: torch.Tensor, options: HeadOptions) -> torch.Tensor:
-    """z of `ops/head/engine.py`, in the dtype of `logits`."""
+    """Computes z of `ops/head/engine.py` in the dtype of `logits`."""
     inner, outer = options.factors
     if options.softcap is not None:
         return outer * torch.tanh(inner * logits)
@@ -62,7 +62,7 @@ def transform(logits: torch.Tensor, options: HeadOptions) -> torch.Tensor:
 
 
 def kernel_flags(options: HeadOptions, where: torch.device) -> dict[str, Any]:
-    """Constants of every kernel that transforms logits."""
+    """Returns the constants of every kernel that transforms logits."""
     inner, _ = options.factors
     cap = 2 if options.softcap is not None and device.has_libdevice(where) else options.softcap is not None
     return {"HAS_CAP": cap, "IS_IDENTITY": options.softcap is None and inner == 1.0}
@@ -70,7 +70,7 @@ def kernel_flags(options: HeadOptions, where: torch.device) -> dict[str, Any]:
 
 @jit
 def transformed(x, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr):
-    """z(l) in fp32."""
+    """Computes z(l) in fp32."""
     z = x.to(tl.float32)
     if HAS_CAP == 2:
         z = outer * libdevice.tanh(inner * z)
@@ -83,14 +83,14 @@ def transformed(x, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexp
 
 @jit
 def twice_sigmoid(x, inner, outer):
-    """2 outer sigmoid(2 inner x), which is outer (tanh(inner x) + 1). An NPU forms it in four instructions; CUDA's fast
-    exponential loses digits there."""
+    """Computes 2 outer sigmoid(2 inner x) = outer (tanh(inner x) + 1). An NPU needs four instructions for it; CUDA's
+    fast exponential would lose digits."""
     return (2.0 * outer) / (1.0 + tl.exp((-2.0 * inner) * x))
 
 
 @jit
 def slope(z, inner, outer, HAS_CAP: tl.constexpr, IS_IDENTITY: tl.constexpr):
-    """dz/dl at z(l)."""
+    """Computes dz/dl at z(l)."""
     if HAS_CAP:
         t = z / outer
         return (outer * inner) * (1.0 - t * t)

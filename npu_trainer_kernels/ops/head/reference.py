@@ -1,8 +1,7 @@
 """The head's statistics by their definitions, on full logits, in plain differentiable PyTorch.
 
-What the references compute with is written here a second time: of the engine they know the names of its options and of
-its statistics, and none of its functions. A fault in how the engine transforms logits is then a difference between the
-two, and not a fault of both.
+The references use only the names of the engine's options and statistics, and none of its functions. So a fault in the
+engine's transform of logits shows as a difference between the two, rather than being a fault of both.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ __all__ = ["head_statistics_reference", "logits_statistics_reference", "transfor
 def transformed_logits(
     logits: torch.Tensor, *, logit_scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0
 ) -> torch.Tensor:
-    """z = softcap(logit_scale * logits) / temperature, one operation after the other; in fp32, of fp64 logits in
-    fp64."""
+    """Computes z = softcap(logit_scale * logits) / temperature, operation by operation, in fp32 (fp64 for fp64)."""
     z = logits if logits.dtype == torch.float64 else logits.float()
-    # Benchmarks time the references, so that nothing is done where there is nothing to do.
+    # Skip operations without effect, because benchmarks time the references.
     if logit_scale != 1.0:
         z = logit_scale * z
     if softcap is not None:
@@ -37,14 +35,14 @@ def head_statistics_reference(
     options: HeadOptions,
     class_weights: torch.Tensor | None = None,
 ) -> HeadStatistics:
-    """The statistics of the head for every row of x `[n, H]`."""
+    """Computes the statistics of the head for every row of x `[n, H]`."""
     return logits_statistics_reference(torch.nn.functional.linear(x, weight, bias), ids, options, class_weights)
 
 
 def logits_statistics_reference(
     logits: torch.Tensor, ids: torch.Tensor, options: HeadOptions, class_weights: torch.Tensor | None = None
 ) -> HeadStatistics:
-    """The same, from logits `[n, V]`."""
+    """Computes the statistics of logits `[n, V]`."""
     z = transformed_logits(
         logits, logit_scale=options.logit_scale, softcap=options.softcap, temperature=options.temperature
     )

@@ -1,7 +1,7 @@
-"""Statistics of one chunk of logits `[n, V]`, which stay as they are: a kernel that reads them once, its torch twin, or
-the vendor's operator. The formulas: `ops/head/engine.py`.
+"""Statistics of one chunk of logits `[n, V]`, without changing the logits: a kernel that reads them once, the same in
+torch, and the vendor's operator. `ops/head/engine.py` has the formulas.
 
-The kernel and its twin leave a few sums per row; what becomes of these is torch on `[n]` numbers.
+The kernel returns a few sums per row, and torch computes the statistics from these `[n]` numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["HeadStatistics", "Softmax", "row_statistics", "vendor_statistics"]
 
 
 class HeadStatistics(NamedTuple):
-    """Per-row statistics, each an fp32 tensor `[n]` (`argmax`: int64), or None where it was not asked for."""
+    """Per-row statistics, each an fp32 tensor `[n]` (`argmax`: int64), or None if it was not requested."""
 
     log_prob: torch.Tensor
     lse: torch.Tensor
@@ -31,7 +31,7 @@ class HeadStatistics(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """A chunk's softmax in the form that loses nothing to rounding: p_ij = exp(z_ij - row_max_i) / s_i."""
+    """The numbers that give a chunk's softmax without loss of accuracy: p_ij = exp(z_ij - row_max_i) / s_i."""
 
     row_max: torch.Tensor
     inverse_s: torch.Tensor
@@ -45,29 +45,29 @@ class Softmax(NamedTuple):
 
 @jit
 def _steep(d):
-    """Differences of logits in units so small that any but 0 outweighs every column."""
+    """Scales differences of logits so that any difference but 0 outweighs every column index."""
     return 3e38 * d
 
 
 @jit
 def _taken_in(z, start, m, s, ds, sq, key, HAS_ENTROPY: tl.constexpr, HAS_SQUARES: tl.constexpr,
               HAS_ARGMAX: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """The lanes' maxima, sums and keys after the columns z `[FOLD, WIDTH]`, the first of which is `start`."""
-    # An NPU's `tl.where` stops the unit that issues instructions, and a maximum that drops NaN takes seven of them. A
-    # row with a NaN is NaN either way, by its sums.
+    """Updates the lanes' maxima, sums and keys with the columns z `[FOLD, WIDTH]`, the first of which is `start`."""
+    # On an NPU `tl.where` stalls the unit that issues instructions, and a maximum that drops NaN takes seven of them. A
+    # row with a NaN becomes NaN in any case, through its sums.
     m_new = tl.maximum(m, tl.max(z, axis=0), propagate_nan=tl.PropagateNan.ALL)
     fall = m - m_new
     rescale = tl.exp(fall)
     d = z - m_new[None, :]
     e = tl.exp(d)
     if HAS_ENTROPY:
-        # Sums of e d, not e z: the entropy would be a small difference of large numbers.
+        # Sum e d, not e z: with e z the entropy would be a small difference of large numbers.
         ds = (ds + s * fall) * rescale + tl.sum(e * d, axis=0)
     s = s * rescale + tl.sum(e, axis=0)
     if HAS_SQUARES:
         sq = sq * rescale * rescale + tl.sum(e * e, axis=0)
     if HAS_ARGMAX:
-        # Less its column where d is 0, so that the greatest key is that of the first maximum, as torch.argmax has it.
+        # Where d is 0 the key is minus the column, so that the greatest key is the first maximum, as in torch.argmax.
         first = tl.max(_steep(d) - tl.arange(0, FOLD).to(tl.float32)[:, None], axis=0)
         key = tl.maximum(key + _steep(fall), first * WIDTH - start, propagate_nan=tl.PropagateNan.ALL)
     return m_new, s, ds, sq, key
@@ -75,18 +75,18 @@ def _taken_in(z, start, m, s, ds, sq, key, HAS_ENTROPY: tl.constexpr, HAS_SQUARE
 
 @jit
 def _store_sum(pointer, lanes):
-    """Stores one number, which an NPU's scalar unit does not wait for, as it would if it were none of a vector."""
+    """Stores the sum of the lanes as a vector of one element: an NPU's scalar unit would wait for a scalar."""
     tl.store(pointer + tl.arange(0, 1), tl.sum(tl.reshape(lanes, [1, lanes.shape[0]]), axis=1))
 
 
 @jit(lengths=("n_rows",))
 def _row_statistics_kernel(
-    logits,  # [n_rows, n_cols], row stride given, any float dtype
-    class_weights,  # [n_cols] fp32, read where HAS_WEIGHTS
+    logits,  # [n_rows, n_cols] of any float dtype, with row stride row_stride
+    class_weights,  # [n_cols] fp32, read if HAS_WEIGHTS
     out,  # [6, n_rows] fp32: max, sum e, sum e d, sum u z, sum e^2, argmax (d = z - max, e = exp(d))
     n_rows,
     n_cols,
-    n_folded,  # columns that whole steps cover: n_cols rounded down to FOLD * WIDTH
+    n_folded,  # the columns of whole steps: n_cols rounded down to a multiple of FOLD * WIDTH
     row_stride,
     inner,
     outer,
@@ -98,12 +98,12 @@ def _row_statistics_kernel(
     HAS_SQUARES: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     FOLD: tl.constexpr,
-    TAIL: tl.constexpr,  # TAIL * WIDTH cover the other columns
+    TAIL: tl.constexpr,  # TAIL * WIDTH columns cover the rest
     WIDTH: tl.constexpr,
 ):
-    # Every lane keeps its own running maximum and sums, so the only reductions over the whole vector are the few at
-    # a row's end. FOLD * WIDTH contiguous logits share one rescaling of the lanes.
-    # Chosen so that exp(NEGATIVE - m) is 0 for every finite m and NEGATIVE * 0 is 0, which -inf would not give.
+    # Every lane has a running maximum and sums, so the only reductions over the whole vector are the few at the end of
+    # a row. FOLD * WIDTH contiguous logits share one rescaling of the lanes.
+    # exp(NEGATIVE - m) is 0 for every finite m, and NEGATIVE * 0 is 0, which does not hold for -inf.
     NEGATIVE: tl.constexpr = -1e30
     lane = tl.arange(0, WIDTH)
     folded = tl.arange(0, FOLD)[:, None] * WIDTH + lane[None, :]
@@ -123,7 +123,7 @@ def _row_statistics_kernel(
             m, s, ds, sq, key = _taken_in(z, start, m, s, ds, sq, key, HAS_ENTROPY, HAS_SQUARES, HAS_ARGMAX,
                                           FOLD, WIDTH)  # fmt: skip
         if TAIL:
-            # Read in one line, whose mask is one number to an NPU.
+            # Load the rest as one vector, because an NPU represents its mask by one number.
             rest = n_folded + tl.arange(0, TAIL * WIDTH)
             x = tl.reshape(tl.load(start_of_row + rest, mask=rest < n_cols, other=0.0), [TAIL, WIDTH])
             z = transformed(x, inner, outer, HAS_CAP, IS_IDENTITY)
@@ -133,7 +133,7 @@ def _row_statistics_kernel(
                     us += tl.sum(z * tl.reshape(u, [TAIL, WIDTH]), axis=0)
                 else:
                     us += tl.sum(z, axis=0)
-            # Below a lane that has seen nothing: exp(NEGATIVE - NEGATIVE) would count as 1.
+            # Use less than NEGATIVE: in a lane without columns exp(NEGATIVE - NEGATIVE) would count as 1.
             column = n_folded + tl.arange(0, TAIL)[:, None] * WIDTH + lane[None, :]
             z = tl.where(column < n_cols, z, 2.0 * NEGATIVE)
             m, s, ds, sq, key = _taken_in(z, n_folded, m, s, ds, sq, key, HAS_ENTROPY, HAS_SQUARES, HAS_ARGMAX,
@@ -162,7 +162,7 @@ def _row_statistics_kernel(
 def _raw_statistics(
     logits: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions, backend: str
 ) -> tuple[torch.Tensor, ...]:
-    """(maximum, sum of exponentials, its weighting by z - maximum, sum of z, sum of squares, argmax), fp32 each."""
+    """Returns (max, sum e, sum e d, sum u z, sum e^2, argmax) with d = z - max and e = exp(d), fp32 each."""
     if backend == "torch":
         return _raw_statistics_torch(logits, class_weights, options)
     n_rows, n_cols = logits.shape
@@ -187,7 +187,7 @@ def _raw_statistics(
 def _raw_statistics_torch(
     logits: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions
 ) -> tuple[torch.Tensor, ...]:
-    """The kernel's outputs in torch: the whole chunk at once instead of a lane at a time."""
+    """Computes the kernel's outputs in torch, for the whole chunk at once."""
     z = transform(logits.float(), options)
     row_max = z.amax(-1)
     d = z - row_max.unsqueeze(-1)
@@ -207,8 +207,8 @@ def row_statistics(
     logits: torch.Tensor, ids: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions, backend: str,
     part: VocabSlice | None = None,
 ) -> tuple[HeadStatistics, Softmax]:  # fmt: skip
-    """Statistics of one chunk of logits, which stay as they are. With `part` they are some columns of it, and
-    class_weights theirs; the statistics are of whole rows all the same."""
+    """Computes the statistics of one chunk of logits. With `part`, logits and class_weights are the columns of that
+    slice; the statistics still cover whole rows."""
     if backend == "vendor":
         return vendor_statistics(vendor.cross_entropy(logits, ids)[0], logits, ids)
     row_max, s, ds, us, sq, best = _raw_statistics(logits, class_weights, options, backend)
@@ -226,13 +226,13 @@ def row_statistics(
     lse = row_max + log_s
     shift = ds / s if options.entropy else None
     statistics = HeadStatistics(
-        # Not z_id - lse: the difference to the maximum is exact where the id is likely.
+        # Not z_id - lse, because the difference to the maximum is exact if the id is likely.
         log_prob=(z_id - row_max) - log_s,
         lse=lse,
         entropy=None if shift is None else log_s - shift,
         mean=(us / vocab if class_weights is None else us) if options.mean else None,
         log_sum_sq=sq.log() - 2 * log_s if options.log_sum_sq else None,
-        # Of a row that has no maximum, because it is not finite, the kernel has no argmax.
+        # A row that is not finite has no maximum, and the kernel's argmax of it is not finite either.
         argmax=best.nan_to_num(0.0, 0.0, 0.0).long() if options.argmax else None,
     )
     return statistics, Softmax(row_max, 1.0 / s, shift)
@@ -241,6 +241,6 @@ def row_statistics(
 def vendor_statistics(
     log_prob: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor
 ) -> tuple[HeadStatistics, Softmax]:
-    """From what the vendor's operator returns; its softmax is exp(z - lse)."""
+    """Computes statistics and softmax from the vendor's log-probabilities; its softmax is exp(z - lse)."""
     lse = logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).float() - log_prob
     return HeadStatistics(log_prob, lse), Softmax(lse, torch.ones_like(lse), None)

@@ -1,20 +1,20 @@
-"""A head whose vocabulary several ranks share out: each has some rows of the weight, and all have the same tokens.
+"""A head whose vocabulary is sharded over ranks: each rank has some rows of the weight, and all have the same tokens.
 
-A rank forms the logits of its own slice alone. What it knows of a row then is (m, s, d, u, q): the maximum, the sums of
-exp(z - m), exp(z - m) (z - m), u z and exp(z - m)^2, and z of the id if that is its own. Slices merge as blocks of
-columns do, with M the greatest m:
+A rank computes the logits of its slice of the vocabulary. For each row they give it (m, s, d, u, q): the maximum and
+the sums of exp(z - m), exp(z - m) (z - m), u z and exp(z - m)^2, and z of the id if the id is in its slice. Slices
+merge as blocks of columns do, with M the greatest m:
 
     s = sum s_r f_r            f_r = exp(m_r - M)
     d = sum (d_r + s_r (m_r - M)) f_r
     q = sum q_r f_r^2          u = sum u_r         z_id = sum z_id_r, which is 0 where the id is another rank's
 
-One collective for each chunk of rows hands these few numbers around, and every rank merges them in the same order, so
-that all have the same bits. From there on nothing is to be said: the gradient of a slice of logits needs the row's own
-numbers and nothing of other slices, that of a slice of the weight is the rank's own, and the ranks' shares in that of x
-are added up once, when backward has formed all of it (`total`).
+One all-gather for each chunk of rows exchanges these numbers, and every rank merges them in the same order, so that all
+ranks have the same bits. After that the ranks exchange nothing more for the chunk: the gradient of a slice of logits
+needs only the merged numbers of the row, the gradient of a slice of the weight stays on its rank, and backward sums the
+ranks' parts of the gradient of x once, at its end (`total`).
 
-What ranks do together they must do equally often. So chunks are cut by numbers that all ranks have (`widest`), and what
-a rank finds out for itself (a plan that does not hold, a kernel that fails) changes no collective.
+All ranks must call the same collectives equally often. So chunks depend on numbers that all ranks have (`widest`), and
+events on one rank (a plan that does not match, a kernel that fails) change no collective.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 __all__ = ["RowSums", "VocabSlice", "own_part", "unshared"]
 
-# What the kernels have for a maximum where no logit is above it.
+# The lower bound of the maximum in the kernels.
 _NEGATIVE = -1e30
 
 
 class RowSums(NamedTuple):
-    """What columns say of rows, each `[n]` and fp32; None where it was not asked for.
+    """The sums over some columns for each row, `[n]` and fp32 each; None for those that were not requested.
 
     Attributes:
         row_max, s, d, u, q: m, s, d, u and q of the module's docstring.
-        best: the column of the maximum (of any dtype); after merging the id.
-        z_id: z of the id; 0 where its column is not among them.
+        best: the column of the maximum (of any dtype); after merging, its id.
+        z_id: z of the id; 0 if its column is not among these columns.
     """
 
     row_max: torch.Tensor
@@ -52,13 +52,13 @@ class RowSums(NamedTuple):
 
 @dataclass(frozen=True)
 class VocabSlice:
-    """Which part of a vocabulary is this rank's.
+    """This rank's slice of a sharded vocabulary.
 
     Attributes:
-        group: the ranks that share it out.
-        start, width: the rank's first id, and how many it has.
-        vocab: ids in all.
-        widest: the most that a rank has.
+        group: the process group of the ranks.
+        start, width: the first id of the slice, and its number of ids.
+        vocab: the size of the whole vocabulary.
+        widest: the largest number of ids of a rank.
     """
 
     group: distributed.ProcessGroup
@@ -68,17 +68,17 @@ class VocabSlice:
     widest: int
 
     def own(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns of ids in this slice, and which ids these are; the others have column 0."""
+        """Returns each id's column in this slice and the mask of ids in it; ids of other slices have column 0."""
         column = ids.long() - self.start
         mine = (column >= 0) & (column < self.width)
         return column.masked_fill(~mine, 0), mine
 
     def of_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """Of `[vocab]` numbers those of this slice, in memory of their own: it begins where kernels like to read."""
+        """Returns this slice of `[vocab]` numbers, as a copy whose memory is aligned for the kernels."""
         return values[self.start : self.start + self.width].clone()
 
     def merged(self, own: RowSums) -> RowSums:
-        """From what this slice's columns say to what all columns do. What is None is not handed around."""
+        """Merges the sums of this slice with those of all other slices. It does not exchange fields that are None."""
         if own.best is not None:
             own = own._replace(best=own.best.nan_to_num(0.0, 0.0, 0.0).float() + self.start)
         given = torch.stack([t for t in own if t is not None])
@@ -86,7 +86,7 @@ class VocabSlice:
         distributed.all_gather(list(every.unbind()), given, group=self.group)
         found = iter(every.unbind(1))
         m, s, d, u, q, best, z_id = (next(found) if t is not None else given[:0] for t in own)
-        # A slice whose logits are all -inf has no sums that could be read, and adds nothing.
+        # If all logits of a slice are -inf, its sums are invalid, and the slice adds nothing.
         dead = m == -torch.inf
         m = m.clamp(min=_NEGATIVE)
         row_max = m.amax(0)
@@ -99,21 +99,21 @@ class VocabSlice:
             None if own.d is None else ((d.masked_fill(dead, 0.0) + s * fall) * f).sum(0),
             None if own.u is None else u.sum(0),
             None if own.q is None else (q.masked_fill(dead, 0.0) * f * f).sum(0),
-            # The first of equals, as torch.argmax has it.
+            # The first of equal maxima, as in torch.argmax.
             None if own.best is None else best.masked_fill(m < row_max, torch.inf).amin(0),
             z_id.sum(0),
         )
 
     def total(self, d_x: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' shares in the gradient of x, in place where that is without gaps."""
+        """Sums the ranks' parts of the gradient of x, in place if it is contiguous."""
         d_x = d_x.contiguous()
         distributed.all_reduce(d_x, group=self.group)
         return d_x
 
 
 def unshared(weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
-    """Why a weight `[V, H]` that is a DTensor, and its bias, are none that ranks share out by rows, or None. All ranks
-    are told the same."""
+    """Returns why a weight `[V, H]` that is a DTensor, and its bias, are not sharded by rows as the head requires, or
+    None. All ranks get the same answer."""
     if not isinstance(weight, DTensor):
         return "weight is no DTensor"
     mesh, placements = weight.device_mesh, weight.placements
@@ -131,10 +131,11 @@ def unshared(weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
 def own_part(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, VocabSlice | None]:
-    """The parameters of a head as plain tensors, this rank's rows of them where ranks share it out, and which rows.
+    """Returns the weight and bias of a head as plain tensors. If they are sharded over ranks, these are this rank's
+    rows, and the third result is the slice.
 
     Raises:
-        ValueError: they are DTensors of another kind.
+        ValueError: DTensors with another placement.
     """
     if not isinstance(weight, DTensor):
         if isinstance(bias, DTensor):
