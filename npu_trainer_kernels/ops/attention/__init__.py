@@ -1,8 +1,8 @@
-"""Attention by segments of one row of tokens.
+"""Attention inside the segments of one packed row of tokens.
 
-`varlen_attention.py` has the formulas, the reference and the public function; `segments.py` says which tokens a
-segment has; `segment_kernels.py` calls the kernels of PyTorch or of the vendor for them; `shared_rows.py` takes rows
-that several segments share, and adds up their gradients.
+`varlen_attention.py` has the formulas, the reference and the public function. `segments.py` describes which tokens
+belong to a segment. `segment_kernels.py` calls the attention kernels of PyTorch or of the vendor. `shared_rows.py`
+gathers rows that several segments share and sums their gradients.
 """
 
 from .segments import Segments

@@ -1,20 +1,20 @@
-"""Attention inside segments as one kernel: PyTorch's flash attention on CUDA, an installed one that a user has asked
-for, and the vendor's on an NPU (`npu_trainer_kernels.vendor.attention`).
+"""Attention inside segments as one kernel: PyTorch's flash attention on CUDA, another flash attention that a user has
+asked for, or the vendor's on an NPU (`npu_trainer_kernels.vendor.attention`).
 
-PyTorch's is called below `torch.nn.attention.varlen.varlen_attn`, as that calls it: the operators under it have had one
-schema since torch 2.7 (`varlen_attn` came in 2.10, its scale and window in 2.11) and take dropout, and what
-`torch.nn.attention.activate_flash_attention_impl` puts in their place (FA3, FA4) serves here too. Their backward reads
-o and the log-sum-exp of the scores, which makes room for sinks:
+For PyTorch's flash attention this module calls the operators below `torch.nn.attention.varlen.varlen_attn`. Their
+schema has not changed since torch 2.7 (`varlen_attn` came in 2.10, its scale and window in 2.11), they take dropout,
+and `torch.nn.attention.activate_flash_attention_impl` replaces them (by FA3 or FA4) here too. Their backward reads o
+and the log-sum-exp of the scores, which allows sinks:
 
     lse'_i = log(exp(lse_i) + exp(sink))       o'_i = exp(lse_i - lse'_i) o_i
 
-are those of a softmax with one more term that has no value, and the operators' backward of o' and lse' is its backward.
-The sink itself takes part with the probability exp(sink - lse'_i), and its gradient is
+are the lse and the output of a softmax with one more term whose value is zero, and the operators' backward of o' and
+lse' is the backward of that softmax. The sink has the probability exp(sink - lse'_i), and its gradient is
 
     d sink = - sum over i of exp(sink - lse'_i) do'_i o'_i                                         fp32
 
-The gradient of q is summed with atomics, here as in `scaled_dot_product_attention`: it has the same bits twice under
-`torch.use_deterministic_algorithms(True)` alone. So has the vendor's, by its documentation.
+The kernels sum the gradient of q with atomics, as `scaled_dot_product_attention` does. It has the same bits every time
+only under `torch.use_deterministic_algorithms(True)`; the same holds for the vendor's kernel, by its documentation.
 """
 
 from __future__ import annotations
@@ -41,13 +41,25 @@ _16_BITS = (torch.bfloat16, torch.float16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which flash attention there is
+# Availability of flash attention
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def widest_head(device: torch.device) -> int:
+    """Returns the largest head size of flash attention on the device; 0 if there is no flash attention."""
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return 0
+    # 8.6, 8.9 and 12.x have 100 KiB of shared memory per block. There PyTorch has no backward for heads above 192.
+    return 256 if minor == 0 and major < 12 else 192
+
+
 def _is_replaced() -> bool:
-    """Whether the user has put another flash attention in the place of PyTorch's own: none of those has dropout."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # not there in older versions
+    """Whether the user has replaced PyTorch's flash attention. No replacement has dropout."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # older versions lack it
     return current is not None and current() is not None
 
 
@@ -58,14 +70,14 @@ def _is_replaced() -> bool:
 
 @functools.cache
 def _found() -> Callable[..., Any] | None:
-    """Of an installed package, FA3 before FA2."""
+    """Returns the varlen function of an installed flash attention package, FA3 before FA2, or None."""
     for package in ("flash_attn_interface", "flash_attn"):
         if importlib.util.find_spec(package) is None:
             continue
         try:
             module = importlib.import_module(package)
         except (ImportError, OSError) as error:
-            # Built for another torch, mostly. Nobody has asked for it.
+            # Usually the package was built for another torch. The user did not ask for it, so warn and continue.
             warnings.warn(f"attention goes without {package}, which cannot be imported: {error}", stacklevel=2)
             continue
         if hasattr(module, _VARLEN):
@@ -83,10 +95,10 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _installed(softcap: float | None, window: int | None, dropout: float) -> Callable[..., Any] | None:
-    """A varlen function that takes these options: the one that transformers has loaded because a model asked for it (a
-    package or a kernel of the hub), or, for a soft cap, which PyTorch's does not have, one of an installed package."""
+    """Returns a varlen function that takes these options, or None: the one that transformers has loaded for a model
+    (from a package or the hub) or, for a soft cap, which PyTorch's lacks, that of an installed package."""
     loaded = sys.modules.get("transformers.modeling_flash_attention_utils")
-    function = getattr(loaded, "_flash_varlen_fn", None)  # not there in older versions
+    function = getattr(loaded, "_flash_varlen_fn", None)  # older versions lack it
     if function is None and softcap is not None:
         function = _found()
     if function is None:
@@ -100,7 +112,7 @@ def _by_installed(
     function: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments,
     options: Options,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention by `_installed`."""
+    """Computes attention with the function of `_installed`."""
     given = {
         "cu_seqlens_q": segments.cu_q,
         "cu_seqlens_k": segments.cu_k,
@@ -116,13 +128,13 @@ def _by_installed(
     if options.dropout:
         given["dropout_p"] = options.dropout
     takes = _parameters(function)
-    # FA4 finds out the longest by itself.
+    # FA4 takes no maximum lengths.
     out = function(q, k, v, **{name: value for name, value in given.items() if name in takes})
     return out[0] if isinstance(out, tuple) else out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Operators without an autograd of their own
+# Operators without autograd
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -173,12 +185,12 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def _dense(t: torch.Tensor) -> torch.Tensor:
-    """The operators want the elements of a head side by side."""
+    """Copies t unless the elements of a head are contiguous, which the operators require."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 class ByKernel(torch.autograd.Function):
-    """(q, k, v, sinks, segments, options, a name in `_KERNELS`) -> o."""
+    """Computes o from (q, k, v, sinks, segments, options, a key of `_KERNELS`)."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
@@ -204,7 +216,7 @@ def by_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: Segments,
     options: Options,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Attention by a flash attention that serves the call; None where none does."""
+    """Computes attention with a flash attention that supports the call. Returns None if none does."""
     size = q.shape[-1]
     if size > devices.widest_flash_head(q.device) or q.dtype not in _16_BITS or size != v.shape[-1]:
         return None

@@ -1,4 +1,4 @@
-"""How one packed row of tokens falls into segments: what `varlen_attention` knows besides its tensors."""
+"""The segments of one packed row of tokens, and the options of `varlen_attention`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Options", "Segments"]
 
 @dataclass(frozen=True)
 class Options:
-    """What a layer decides; see `varlen_attention`."""
+    """The options of a layer; see `varlen_attention`."""
 
     scale: float
     window: int | None = None
@@ -36,16 +36,16 @@ def _from_zero(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """How the tokens of one packed row [1, n] fall into segments, and which keys each segment's queries see.
+    """The segments of one packed row [1, n] of tokens, and the keys that each segment's queries attend to.
 
-    Queries are causal, and aligned with the end of their segment's keys: query i of Lq sees the keys 0 .. Lk - Lq + i.
+    Attention is causal and aligned at the end of each segment's keys: query i of Lq sees the keys 0 .. Lk - Lq + i.
 
     Attributes:
-        q_ends: where each segment's queries end, n at last.
-        k_ends: the same for the keys that they see; equal to `q_ends` where nothing is shared.
-        keys: the row of the packed row that each key is; None where they are the packed row itself.
-        cu_q, cu_k: both with a 0 before them, int32 on the device.
-        longest_q, longest_k: the greatest lengths.
+        q_ends: the end of each segment's queries; the last one is n.
+        k_ends: the end of each segment's keys; equal to `q_ends` if segments share no keys.
+        keys: for each key, its token in the packed row; None if the keys are the packed row itself.
+        cu_q, cu_k: `q_ends` and `k_ends` with a leading 0, as int32 tensors on the device.
+        longest_q, longest_k: the maximum numbers of queries and keys of a segment.
     """
 
     q_ends: tuple[int, ...]
@@ -64,16 +64,16 @@ class Segments:
         k_lengths: Sequence[int] | None = None,
         keys: Shared | None = None,
     ) -> Segments:
-        """From lengths on the host; made once for a forward, whatever number of layers uses it.
+        """Makes segments from lengths on the host. All layers of a forward share one object.
 
         Args:
-            q_lengths: of the segments' queries.
-            device: of the tensors.
-            k_lengths: of the keys that they see, none shorter than its queries; None: the same.
-            keys: the packed row's rows that the keys are; None: the keys are given as they are.
+            q_lengths: the number of queries of each segment.
+            device: the device of the tensors.
+            k_lengths: the number of keys of each segment, at least that of its queries; None for the same numbers.
+            keys: the tokens of the packed row that are the keys; None if the caller passes the keys themselves.
 
         Raises:
-            ValueError: no segment, an empty one, fewer keys than queries, or other numbers of keys.
+            ValueError: no segment, an empty one, one with fewer keys than queries, or `keys` of another total length.
         """
         device = torch.device(device)
         q_ends = _ends("q_lengths", q_lengths)
@@ -101,6 +101,6 @@ class Segments:
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """(queries, keys) of each segment."""
+        """The numbers of queries and keys of each segment."""
         q, k = (0, *self.q_ends), (0, *self.k_ends)
         return [(q[i + 1] - q[i], k[i + 1] - k[i]) for i in range(len(self))]

@@ -1,12 +1,12 @@
-"""Rows of a tensor in another order, some of them several times, some places empty; gradients come back by sums.
+"""Gathers rows of a tensor, possibly several times, with zeros for index -1. Backward sums the gradients of each row.
 
     y_i = x[index_i]                          zero where index_i is -1              [m, ...] of x [n, ...]
     dx_r = sum over i with index_i = r of dy_i          fp32, in a fixed order, rounded once
 
-Backward adds nothing with atomics, so it gives the same bits every time: rows that are used once are gathered; for
-those that are used several times, the places where they are used stand in a matrix, and one sum goes over its rows.
-What has to be known of the index is read on the host, where it was made, and uploaded once: nothing waits for the
-device.
+Backward uses no atomics, so it gives the same bits every time. It gathers the gradients of rows that are used once. For
+rows that are used several times a matrix has the positions of their uses, and one sum over that matrix adds the
+gradients. The index comes from the host, which prepares everything from it and uploads it once, so the host never waits
+for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Shared", "take", "uploaded"]
 
 
 def uploaded(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The values on a device. From pageable memory the host would wait for what the device is still doing."""
+    """Copies values to a device from pinned memory. From pageable memory the host would wait for the device's queue."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if device.type in ("cpu", "meta"):
         return tensor.to(device)
@@ -32,11 +32,11 @@ def uploaded(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """Where rows are gathered from, all on the device.
+    """A gather, with its index on the device.
 
     Attributes:
-        rows: `[m]`, for each row of the result a row of the source; any valid one where the result is to be zero.
-        empty: `[m]` bool, where that is; None where it is nowhere.
+        rows: `[m]`, the row of the source for each row of the result; any valid row where the result is zero.
+        empty: `[m]` bool, which rows of the result are zero; None if no row is.
     """
 
     rows: torch.Tensor
@@ -57,12 +57,12 @@ class _Plan:
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """For each row of a result, the row of a source that it is; -1: a row of zeros.
+    """The index of a gather, and the plans of its forward and backward.
 
     Attributes:
-        index: `[m]` int64, on the host.
-        n: rows of the source.
-        gather: what forward gathers.
+        index: `[m]` int64 on the host: for each row of the result, a row of the source, or -1 for zeros.
+        n: the number of rows of the source.
+        gather: the plan of forward.
     """
 
     index: np.ndarray
@@ -74,12 +74,12 @@ class Shared:
 
     @classmethod
     def make(cls, index: np.ndarray, n: int, device: torch.device | str) -> Shared:
-        """From an index on the host.
+        """Prepares a gather from an index on the host.
 
         Args:
             index: `[m]` integers in `[-1, n)`.
-            n: rows of the source.
-            device: of the tensors whose rows are taken.
+            n: the number of rows of the source.
+            device: the device of the tensors whose rows are taken.
 
         Raises:
             ValueError: an index of another shape or dtype, or out of range.
@@ -92,7 +92,7 @@ class Shared:
             raise ValueError(f"index must lie in [-1, {n}); got values from {index.min()} to {index.max()}")
         device = torch.device(device)
         places = np.flatnonzero(index >= 0)
-        # By row, and within a row in the order of the result.
+        # Sort by row of the source; positions of one row remain in the order of the result.
         places = places[np.argsort(index[places], kind="stable")]
         uses = np.bincount(index[places], minlength=n)
         first = np.cumsum(uses) - uses
@@ -105,7 +105,7 @@ class Shared:
             turn = np.arange(most)[:, None]
             matrix = np.where(turn < uses[several], places[np.minimum(first[several] + turn, places.size - 1)], -1)
             plan = _Plan.make(matrix.reshape(-1), device), most
-            # They are written over: no need to make them zero first.
+            # Backward overwrites these rows, so it need not set them to zero first.
             once[several] = places[first[several]]
         return cls(
             index, n, _Plan.make(index, device), _Plan.make(once, device),
@@ -113,7 +113,7 @@ class Shared:
         )  # fmt: skip
 
     def gradient(self, dy: torch.Tensor) -> torch.Tensor:
-        """Of the source, from that of the result."""
+        """Computes the gradient of the source from the gradient of the result."""
         if not len(self.index):
             return dy.new_zeros(self.n, *dy.shape[1:])
         dx = self._once.of(dy)
@@ -140,10 +140,10 @@ class _Take(torch.autograd.Function):
 
 
 def take(x: torch.Tensor, rows: Shared) -> torch.Tensor:
-    """The rows of x `[n, ...]` that `rows` names, `[m, ...]`; formulas in the module's docstring.
+    """Gathers the rows `[m, ...]` of x `[n, ...]` that `rows` names. The module's docstring has the formulas.
 
     Raises:
-        ValueError: x has another number of rows than `rows` was made for.
+        ValueError: x does not have the number of rows that `rows` was made for.
     """
     if x.dim() < 1 or x.shape[0] != rows.n:
         raise ValueError(f"x must have {rows.n} rows, for which the index was made; got shape {list(x.shape)}")

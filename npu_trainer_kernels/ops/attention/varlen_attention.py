@@ -4,16 +4,16 @@
     p_ij = exp(s_ij) / (sum over the keys l that query i sees of exp(s_il) + exp(sink))      no sink: without that term
     o_i = sum over the keys j that query i sees of dropout(p_ij) v_j                 rounded once, to q's dtype
 
-Query i of a segment with Lq queries and Lk keys sees its segment's keys 0 .. Lk - Lq + i, the last `window` of them
-where there is a window, and no other segment's. A head of k and v serves Hq / Hk heads of q.
+Query i of a segment with Lq queries and Lk keys sees the keys 0 .. Lk - Lq + i of its segment, with a window the last
+`window` of them, and no keys of other segments. Hq / Hk heads of q share a head of k and v.
 
-Segments may share keys: they are then taken from the packed row (`shared_rows.take`), and the gradient of a row that
-several segments see is summed in fp32 in a fixed order.
+Segments may share keys. The op then gathers the keys from the packed row (`shared_rows.take`) and sums the gradient of
+a key that several segments see in fp32, in a fixed order.
 
-Backend "vendor" is torch_npu's operator, "torch" what PyTorch has: flash attention where it serves the call, on CUDA
-(`segment_kernels`), and else one segment after another, by `scaled_dot_product_attention` or, with a soft cap or
-sinks, by the formula. Lengths are numbers on the host, so nothing waits for the device, and `torch.compile` calls the
-op without tracing it: traced, each batch's lengths would be compiled anew.
+Backend "vendor" is torch_npu's operator. Backend "torch" uses flash attention on CUDA if that supports the call
+(`segment_kernels`). Otherwise it processes one segment after another, with `scaled_dot_product_attention` or, with a
+soft cap or sinks, with the formula. Lengths are numbers on the host, so the host does not wait for the device.
+`torch.compile` calls the op without tracing it, because a traced op would be recompiled for each batch's lengths.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DTYPES = (*FLOATS, torch.float64)
 
 
 def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """`[queries, keys]`, which keys each query sees; None where it sees all."""
+    """Returns the mask `[queries, keys]` of the keys that each query sees; None if it sees all."""
     narrow = window is not None and window < keys
     if queries == 1 and not narrow:
         return None
@@ -61,11 +61,11 @@ def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> 
 def _by_formula(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, options: Options
 ) -> torch.Tensor:
-    """A segment, operation for operation: q `[Lq, Hq, D]`, k `[Lk, Hk, D]`, v `[Lk, Hk, Dv]`, sinks `[Lq, Hq]` in the
-    dtype of scores -> `[Lq, Hq, Dv]`."""
+    """Computes a segment by the formula: q `[Lq, Hq, D]`, k `[Lk, Hk, D]`, v `[Lk, Hk, Dv]`, sinks `[Lq, Hq]` in the
+    dtype of the scores -> `[Lq, Hq, Dv]`."""
     (queries, heads, size), (keys, shared, _) = q.shape, k.shape
     group = heads // shared
-    # The heads that one head of k serves are more rows of q.
+    # The heads of q that share a head of k become additional rows of q.
     rows = q.view(queries, shared, group, size).permute(1, 2, 0, 3).reshape(shared, group * queries, size)
     scores = torch.matmul(rows, k.permute(1, 2, 0)).to(torch.promote_types(q.dtype, torch.float32)) * options.scale
     scores = scores.view(shared, group, queries, keys)
@@ -86,14 +86,14 @@ def _by_formula(
 
 
 def _by_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
-    """The same by PyTorch's own attention, of several segments of one size: q `[s, Lq, Hq, D]`, k and v likewise."""
+    """Computes several segments of one size with PyTorch's attention: q `[s, Lq, Hq, D]`, k and v likewise."""
     queries, keys = q.shape[1], k.shape[1]
-    # Only where both lengths are the same do all of its backends mean the same by `is_causal`.
+    # All backends of PyTorch's attention agree on `is_causal` only if both lengths are equal.
     causal = queries == keys > 1 and (options.window is None or options.window >= keys)
     seen = None if causal else _seen(queries, keys, options.window, q.device)
     group = q.shape[2] // k.shape[2]
-    # In 16 bits the CPU's sums the gradients of the heads that share one in 16 bits: twice the error. Elsewhere what
-    # serves fp32 and masks has no shared heads.
+    # In 16 bits the CPU's attention sums the gradients of heads that share keys in 16 bits, with twice the error. On
+    # other devices the backends for fp32 and for masks do not support shared heads.
     in_groups = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
     if group > 1 and not in_groups:
         k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
@@ -107,8 +107,8 @@ def _by_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Opti
 def _size_by_size(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], options: Options
 ) -> list[torch.Tensor]:
-    """`_by_pytorch` of every segment. Short ones cost a call each rather than what they compute, so those of one size
-    share it: completions and prompts of one batch have few sizes."""
+    """Calls `_by_pytorch` for every segment. The call itself dominates the time of a short segment, so segments of one
+    size share a call: completions and prompts of one batch have few sizes."""
     sizes: dict[tuple[int, int], list[int]] = {}
     for i, (q, k, _) in enumerate(parts):
         sizes.setdefault((len(q), len(k)), []).append(i)
@@ -127,13 +127,13 @@ def _one_by_one(
     options: Options, by_formula: bool,
 ) -> torch.Tensor:  # fmt: skip
     of_q, of_k = ([pair[i] for pair in segments.lengths] for i in (0, 1))
-    # One split instead of a slice for each segment: its backward is one concatenation.
+    # Split once instead of slicing for each segment: the backward of a split is one concatenation.
     parts = list(zip(q.split(of_q), k.split(of_k), v.split(of_k), strict=True))
     if not by_formula:
         return torch.cat(_size_by_size(parts, options))
     each: Sequence[torch.Tensor | None] = [None] * len(parts)
     if sinks is not None:
-        # One for each query: the gradient is one sum over all of them and rounded once, not after every segment.
+        # Expand the sinks to one per query, so that their gradient is one sum and is rounded once, not per segment.
         each = sinks.to(torch.promote_types(q.dtype, torch.float32)).expand(len(q), -1).split(of_q)
     return torch.cat([_by_formula(*part, sink, options) for part, sink in zip(parts, each, strict=True)])
 
@@ -150,7 +150,7 @@ def varlen_attention_reference(
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """The op in plain PyTorch: one segment after another, each by the formula."""
+    """Computes the op in plain PyTorch: one segment after another, each by the formula."""
     if segments.keys is not None:
         index = torch.from_numpy(segments.keys.index).to(k.device)
         k, v = k[index], v[index]
@@ -175,18 +175,17 @@ def unserved(
     segments: int = 1,
     backend: str | None = None,
 ) -> str | None:
-    """Why a layer's attention had better stay as it is on this device, in words for a report; None where the op serves
-    it. Reads no tensor.
+    """Returns why the op should not replace a layer's attention on this device, for a report, or None if it may.
 
     Args:
-        device: of q, k and v.
-        dtype: of q, k and v.
-        head_sizes: D of q and k, and of v.
-        window: of the layer.
-        softcap: of the layer.
-        sinks: whether it has some.
-        dropout: of the layer.
-        segments: how many there are, or will be at most.
+        device: the device of q, k and v.
+        dtype: the dtype of q, k and v.
+        head_sizes: D of q and k, and D of v.
+        window: the window of the layer.
+        softcap: the soft cap of the layer.
+        sinks: whether the layer has sinks.
+        dropout: the dropout of the layer.
+        segments: the maximum number of segments.
         backend: overrides the choice of `backends.choose`.
     """
     if dtype not in _DTYPES:
@@ -201,6 +200,7 @@ def unserved(
 
     if devices.gains_by_segments_alone(device) or backends.asked_for("varlen_attention", backend):
         return None
+    # On an NPU nobody has measured that one segment after another is faster than the padded batch.
     chosen, why = backends.explain("varlen_attention", device, backend, uncovered)
     return None if chosen == "vendor" else why
 
@@ -210,23 +210,23 @@ def trial(
     device: torch.device, dtype: torch.dtype, head_sizes: tuple[int, int], window: bool, softcap: float | None,
     sinks: bool, backend: str | None,
 ) -> str | None:  # fmt: skip
-    """Tries attention by segments on a device, once for each kind of layer: output and gradients of a few tokens beside
-    those of the reference. Why it had better not be used there, in words for a report, or None.
+    """Compares attention by segments on a device with the reference: output and gradients of a few tokens. Returns a
+    reason for a report if they differ, else None.
 
-    What is called on an accelerator belongs to others, and its meaning may change from version to version. Here the
-    host waits for the device; never again for the same arguments.
+    The kernels on an accelerator belong to PyTorch or the vendor, and their behaviour may change between versions. The
+    comparison waits for the device; its result is cached.
 
     Args:
         device: as for `unserved`.
         dtype: as for `unserved`.
         head_sizes: as for `unserved`.
-        window: whether the layer has one.
+        window: whether the layer has a window.
         softcap: as for `unserved`.
-        sinks: whether the layer has some.
+        sinks: whether the layer has sinks.
         backend: as for `unserved`.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    # A root, two that continue it, and one by itself.
+    # A shared prefix, two segments that continue it, and one separate segment.
     lengths, seen = [6, 4, 3, 5], [6, 10, 9, 5]
     index = np.array([*range(6), *range(10), *range(6), *range(10, 13), *range(13, 18)])
 
@@ -238,7 +238,7 @@ def trial(
         out = attention(q, k, v, segments, softcap=softcap, sinks=rest[0] if rest else None, **options)
         return [out, *torch.autograd.grad(out, tensors, upstream.to(out.dtype))]
 
-    # Nobody else is to see what is saved for these gradients: not a checkpoint that the layer stands in.
+    # Hide the tensors that these gradients save from outer hooks, such as those of a checkpoint around the layer.
     own = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), own:
@@ -301,21 +301,22 @@ def varlen_attention(
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Causal attention inside the segments of one packed row; formulas in the module's docstring.
+    """Computes causal attention inside the segments of one packed row. The module's docstring has the formulas.
 
     Args:
-        q: `[n, Hq, D]`, fp32, bf16, fp16 or fp64; any strides. Under autocast q, k and v are cast as PyTorch's own
+        q: `[n, Hq, D]`, fp32, bf16, fp16 or fp64; any strides. Under autocast q, k and v are cast as PyTorch's
             attention casts them.
-        k: `[n, Hk, D]`, of q's dtype, with Hk a divisor of Hq; where the segments have keys of their own (`k_lengths`
-            without `keys`) as many rows as these.
-        v: `[n, Hk, Dv]`, the same.
-        segments: how the row falls into segments (`Segments.make`), and which keys they share.
-        scale: of the scores; None: D ** -0.5.
-        window: how many keys a query sees at most, its own among them; None: all before it.
-        softcap: of the scaled scores; None: none.
-        sinks: `[Hq]`, a logit for each head that takes part in the softmax and has no value; None: none.
-        dropout: the share of the probabilities that become zero, as in training.
-        backend: overrides the choice of `backends.choose`; no kernel is ours, so a mere `"triton"` changes nothing.
+        k: `[n, Hk, D]`, of q's dtype, with Hk a divisor of Hq; if the segments have `k_lengths` without `keys`, it has
+            as many rows as the sum of `k_lengths`.
+        v: `[n, Hk, Dv]`, likewise.
+        segments: the segments of the row (`Segments.make`), and the keys that they share.
+        scale: factor of the scores; None for D ** -0.5.
+        window: the maximum number of keys that a query sees, including the one at its position; None for all.
+        softcap: soft cap of the scaled scores, or None.
+        sinks: `[Hq]`, one additional logit per head in the softmax, without a value; or None.
+        dropout: the fraction of probabilities that are set to zero, as in training.
+        backend: overrides the choice of `backends.choose`. The package has no kernel of its own for this op, so
+            `"triton"` without an op name changes nothing.
 
     Returns:
         `[n, Hq, Dv]` in q's dtype.

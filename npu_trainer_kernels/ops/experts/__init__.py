@@ -1,8 +1,8 @@
 """The experts of a mixture as one op on rows.
 
-`moe_experts.py` has the formulas, the reference and the public function. Rows are sorted by expert
-(`row_kernels.py`), multiplied (`grouped.py`), gated (`gate_kernels.py`), multiplied again and added up; `steps.py` does
-the same one step at a time for gates that no kernel has.
+`moe_experts.py` has the formulas, the reference and the public function. The op sorts rows by expert
+(`row_kernels.py`), multiplies them (`grouped.py`), applies the gate (`gate_kernels.py`), multiplies again and sums.
+`steps.py` does the same with separate autograd functions, for gates that the kernels do not support.
 """
 
 from .moe_experts import moe_experts, moe_experts_reference, unserved

@@ -1,13 +1,13 @@
-"""The gate of a mixture's experts, on rows in the order of their experts; names as in `row_kernels.py`.
+"""The gate of a mixture's experts, on rows sorted by expert. The names are those of `row_kernels.py`.
 
     a_r = gate(h_r + c_e)                                        `gated_rows`
 
-and in backward, all in one pass, from g_r, which is what the gradient of a_r is where no weight multiplies it:
+and in backward, in one pass, from g_r, the gradient of a_r before the multiplication with the weight:
 
     dh_r = w_r g_r gate'(h_r + c_e)     q_r = w_r a_r     dw_r = <g_r, a_r>              `gated_rows_backward`
 
-where q is what the gradient of the next matrix needs. All in fp32 between loads and stores; the gate's formulas are in
-`ops.gates.py`. Not `swiglu`'s kernels: these know of rows without an expert, of biases and of weights.
+The gradient of the next matrix needs q. The kernels compute in fp32; `ops/gates.py` has the gate's formulas. Unlike the
+kernels of `swiglu`, they handle rows without an expert, biases and weights.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["gated_rows", "gated_rows_backward"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels. A program takes a run of rows. JOINED as in `swiglu.py`; 0: there is no up.
+# Kernels. A program processes a range of rows. JOINED is as in `swiglu.py`, but 0 means that there is no up.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @jit
 def _run_of_rows(ends, n_experts, ROWS: tl.constexpr):
-    """(first row, end) of this program's run: whole tiles, but for the last of all."""
+    """Returns (first row, end) of this program's range. All ranges but the last one consist of whole tiles."""
     live = tl.load(ends + n_experts - 1)
     tiles = (live + ROWS - 1) // ROWS
     each = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0) * ROWS
@@ -45,13 +45,13 @@ def _run_of_rows(ends, n_experts, ROWS: tl.constexpr):
 @jit
 def _parts(h, row, first, left, mask, N_COLS: tl.constexpr, JOINED: tl.constexpr, ROWS: tl.constexpr,
            COLS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """The gate `[ROWS, COLS]` and up of a tile, in fp32."""
+    """Loads the gate `[ROWS, COLS]` and up of a tile, in fp32."""
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     WIDTH: tl.constexpr = N_COLS if JOINED == 0 else 2 * N_COLS
     h += tl.cast(row, tl.int64) * WIDTH
     if JOINED == 2:
-        # One wide access, taken apart on chip: of two accesses each would fetch all of that memory.
+        # Load once with a wide access and split on the chip: each of two separate accesses would fetch all the memory.
         wide = tl.arange(0, 2 * COLS)[None, :]
         at = h + rows * WIDTH + 2 * first + wide
         both = tl.load(at, mask=(rows < left) & (wide < 2 * (N_COLS - first)), other=0.0) if MASKED else tl.load(at)
@@ -80,7 +80,7 @@ def _gate_tile(h, g_bias, u_bias, d, row_weights, a, dh, dots, row, stop, first,
     g = bounded_gate(g_raw, LIMIT)
     act, s = activated(g, ACTIVATION, ALPHA)
     at = tl.cast(row, tl.int64) * N_COLS + rows * N_COLS + first + cols
-    # As it is stored, and as the product of the next layer reads it.
+    # The dtype in which forward stores a and the next product reads it.
     stored = a.dtype.element_ty
     u = g
     if JOINED == 0:
@@ -127,7 +127,7 @@ def _gate_rows(h, bias, d, row_weights, a, dh, dots, row, stop, expert, first, N
                ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
                JOINED: tl.constexpr, HAS_BIAS: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                COLS: tl.constexpr):  # fmt: skip
-    """Rows of one bias, or without any: whole tiles without a mask, then what is left."""
+    """Processes rows that share one bias or have none: whole tiles without a mask, then the rest with one."""
     COLUMN_TAIL: tl.constexpr = N_COLS % COLS != 0
     g_bias = 0.0
     u_bias = 0.0
@@ -152,7 +152,7 @@ def _gate_program(h, bias, experts, ends, d, row_weights, a, dh, dots, n_experts
     row, end = _run_of_rows(ends, n_experts, ROWS)
     if HAS_BIAS:
         if row < end:
-            # A run goes through a few experts; the bias of each is read once.
+            # A range contains rows of a few experts. Read the bias of each once.
             for expert in range(tl.load(experts + row), tl.load(experts + end - 1) + 1):
                 stop = tl.minimum(tl.load(ends + expert), end)
                 _gate_rows(h, bias, d, row_weights, a, dh, dots, row, stop, expert, first, N_COLS, ACTIVATION, ALPHA,
@@ -165,8 +165,8 @@ def _gate_program(h, bias, experts, ends, d, row_weights, a, dh, dots, n_experts
 
 @jit
 def _gate_kernel(
-    h,  # [n_rows, N_COLS], twice as wide with up
-    bias,  # [n_experts, the same]; read with HAS_BIAS
+    h,  # [n_rows, N_COLS], or [n_rows, 2 N_COLS] with up
+    bias,  # [n_experts, columns of h], read if HAS_BIAS
     experts,  # [n_rows] int32
     ends,  # [n_experts] int32
     a,  # [n_rows, N_COLS]
@@ -187,15 +187,15 @@ def _gate_kernel(
 
 @jit(lengths=("n_rows",))
 def _gate_backward_kernel(
-    h,  # as above
+    h,  # as in `_gate_kernel`
     bias,
     experts,
     ends,
     d,  # [n_rows, N_COLS], g of the module's docstring
     row_weights,  # [n_rows]
-    a,  # [n_rows, N_COLS], q; the memory of d may be given: every tile is read before it is written
-    dh,  # as h
-    dots,  # [blocks, n_rows] fp32, zeros
+    a,  # [n_rows, N_COLS], q; may be the memory of d, because the kernel reads every tile before it writes it
+    dh,  # the shape of h
+    dots,  # [blocks, n_rows] fp32, initialised with zeros
     n_rows,
     n_experts,
     N_COLS: tl.constexpr,
@@ -245,7 +245,7 @@ def _biased(h: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> tor
 
 @falls_back("moe_experts")
 def gated_rows(h: torch.Tensor, bias: torch.Tensor | None, routing: Routing, form: Gate, backend: str) -> torch.Tensor:
-    """a `[S, I]` of h `[S, 2 I]`, or of h `[S, I]` where `form.joined` is None: there is no up then."""
+    """Computes a `[S, I]` from h `[S, 2 I]`, or from h `[S, I]` if `form.joined` is None, which means no up."""
     if in_torch(backend):
         h = _biased(h, bias, routing)
         return form.activate(h) if form.joined is None else form.product(*form.parts(h, None))
@@ -261,7 +261,7 @@ def gated_rows_backward(
     h: torch.Tensor, bias: torch.Tensor | None, d: torch.Tensor, row_weights: torch.Tensor, routing: Routing,
     form: Gate, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dh, q in the memory of d, dw of each row in fp32, zero for those without an expert here)."""
+    """Returns dh, q in the memory of d, and dw of each row in fp32, which is zero for a row without an expert."""
     if in_torch(backend):
         w, h = row_weights.float().unsqueeze(1), _biased(h, bias, routing)
         gate, up = (h, torch.ones_like(h)) if form.joined is None else form.parts(h, None)

@@ -1,13 +1,13 @@
-"""Products of rows that lie in groups, each with a matrix of its own: the heavy part of a mixture's experts.
+"""Grouped matrix products: rows in groups, and a matrix per group. They dominate the time of a mixture's experts.
 
     y_r = x_r W_g            for the rows r of group g                               [S, M] of x [S, K] and W [G, K, M]
     dW_g = sum over r of x_r^T dy_r                                                                        [G, K, M]
 
-Group g's rows are those from `ends[g - 1]` to `ends[g]`. Rows from the last end on belong to nobody: they are not read,
-and what is returned for them is whatever the memory held. A group without rows gets a dW of zeros.
+Group g has the rows from `ends[g - 1]` to `ends[g]`. Rows after the last end belong to no group: the product does not
+read them and leaves their results uninitialised. dW of a group without rows is zero.
 
-By device: PyTorch's grouped product on CUDA and the vendor's on an NPU, neither of which has to know on the host where
-groups end; on the host itself, and wherever backend "torch" is asked for on an NPU, one group after another.
+On CUDA this is PyTorch's grouped product, on an NPU the vendor's; both read the ends of groups on the device. On the
+host, and with backend "torch" on an NPU, it is a loop over the groups.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..trial import TRIAL_ERRORS, differs
 
 __all__ = ["columns", "grouped_product", "outer_products", "trial", "unavailable", "weight_gradient"]
 
-# Of a row, and of where a matrix begins: PyTorch's grouped product refuses others on CUDA.
+# PyTorch's grouped product on CUDA requires that rows and the start of a matrix are multiples of this many bytes.
 _ALIGNED = 16
 
 
 def unavailable(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], backend: str) -> str | None:
-    """Why a device has no grouped product for a backend of rows of these sizes in a dtype, in words, or None."""
-    by = devices.grouped_product_by(device)
+    """Returns why a backend has no grouped product on a device for rows of these sizes and dtype, or None if it has."""
+    kind = _kind(device)
     if _by_vendor(device, backend):
         return vendor.unavailable("moe_experts") or vendor.uncovered_experts(dtype, sizes)
     if by == "torch":
@@ -52,11 +52,11 @@ def unavailable(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]
 
 @functools.cache
 def trial(device: torch.device, dtype: torch.dtype, backend: str) -> str | None:
-    """Tries the products on a device, once: with a group that is empty, rows of nobody, and matrices stored either way
-    round. Why they had better not be used there, in words for a report, or None.
+    """Compares the products on a device with their formulas, for an empty group, rows of no group and both layouts of
+    the matrices. Returns a reason for a report if they differ, else None.
 
-    What is called on an accelerator belongs to others, and its meaning may change from version to version. Here the
-    host waits for the device; never again for the same arguments.
+    The products on an accelerator belong to PyTorch or the vendor, and their behaviour may change between versions. The
+    comparison waits for the device; its result is cached.
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -85,18 +85,18 @@ def _by_vendor(device: torch.device, backend: str) -> bool:
 
 
 def groups_of(ends: torch.Tensor, backend: str) -> torch.Tensor:
-    """The ends of groups as the device's product takes them: converted once for all products of a mixture."""
+    """Converts the ends of groups to the dtype of the device's product, once for all products of a mixture."""
     return ends.long() if _by_vendor(ends.device, backend) else ends
 
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, backend: str) -> torch.Tensor:
-    """y `[S, M]` of the module's docstring.
+    """Computes y `[S, M]` of the module's docstring.
 
     Args:
-        x: `[S, K]` without gaps.
+        x: `[S, K]`, contiguous.
         weight: `[G, K, M]`, or a transposed view of `[G, M, K]`.
-        ends: `[G]`, of `groups_of`.
-        backend: of the op.
+        ends: `[G]`, from `groups_of`.
+        backend: the backend of the op.
     """
     if not x.shape[0]:
         return x.new_empty(0, weight.shape[2])
@@ -113,8 +113,8 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, b
 def outer_products(
     x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, groups: torch.Tensor, backend: str
 ) -> torch.Tensor:
-    """dW `[G, K, M]` of the module's docstring, of x `[S, K]` and dy `[S, M]` without gaps; ends `[G]` int32, and
-    `groups_of` them."""
+    """Computes dW `[G, K, M]` of the module's docstring from contiguous x `[S, K]` and dy `[S, M]`. `ends` is `[G]`
+    int32, `groups` is `groups_of(ends)`."""
     shape = ends.shape[0], x.shape[1], dy.shape[1]
     if not x.shape[0]:
         return x.new_zeros(shape)
@@ -129,31 +129,31 @@ def outer_products(
 
 
 def columns(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """A weight `[G, out, in]`, or transposed `[G, in, out]`, as the second factor of `grouped_product`."""
+    """Returns a weight `[G, out, in]`, or transposed `[G, in, out]`, as the second factor of `grouped_product`."""
     return weight if transposed else weight.transpose(1, 2)
 
 
 def weight_gradient(
     x: torch.Tensor, dy: torch.Tensor, transposed: bool, ends: torch.Tensor, groups: torch.Tensor, backend: str
 ) -> torch.Tensor:
-    """The gradient of such a weight as it is stored, from the rows before and the gradient behind its product."""
+    """Computes the gradient of a weight in its layout, from its product's input x and output gradient dy."""
     before, behind = (x, dy) if transposed else (dy, x)
     return outer_products(before, behind, ends, groups, backend)
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """PyTorch's, under its older name where it has no other."""
+    """Calls PyTorch's grouped product, by its private name in older versions."""
     function: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
     return function(a, b, offs=ends)
 
 
 def _aligned(weight: torch.Tensor) -> torch.Tensor:
-    """A weight that begins where the product wants it: that of a sharded buffer may not."""
+    """Copies a weight unless its start is aligned for the product. A weight in a sharded buffer may not be aligned."""
     return weight if not has_values(weight) or weight.data_ptr() % _ALIGNED == 0 else weight.clone()
 
 
 def _groups(ends: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(group, start, end) of those that have rows. On meta there are none."""
+    """Returns (group, start, end) of the groups that have rows; none for meta tensors."""
     if not has_values(ends):
         return []
     bounds = ends.tolist()
@@ -161,8 +161,8 @@ def _groups(ends: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Gradients of groups without rows. What the product writes there differs from chip to chip and from version to version
-# of PyTorch, and is not always zero.
+# Gradients of groups without rows. The values that the product writes there depend on the chip and on PyTorch's
+# version, and are not always zero.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +188,7 @@ def _clear_kernel(
 
 @falls_back("moe_experts")
 def _cleared(dw: torch.Tensor, ends: torch.Tensor, backend: str) -> torch.Tensor:
-    """dw with zeros where a group has no rows. Where all have some, the kernel reads their ends and no more."""
+    """Sets dw to zero for groups without rows. If all groups have rows, the kernel only reads their ends."""
     groups = ends.shape[0]
     size = dw.shape[1] * dw.shape[2]
     if backend in ("torch", "vendor") or not dw.is_contiguous() or size >= 1 << 31:

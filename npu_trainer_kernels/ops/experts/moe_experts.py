@@ -1,28 +1,27 @@
-"""The experts of a mixture: each token goes through k small MLPs, and their results are summed by the router's weights.
+"""The experts of a mixture: k small MLPs process each token, and their outputs are summed with the router's weights.
 
-    h_r = x_t U_e^T                  of each row r: token t in its slot s, whose expert is e = id_ts          [S, 2 I]
+    h_r = x_t U_e^T                  for each row r: token t in its slot s, with expert e = id_ts             [S, 2 I]
     a_r = gate(h_r + c_e)            a gate of `ops/gates.py`, or any function of h                              [S, I]
-    y_r = norm(a_r D_e^T + b_e)      norm is the identity unless there is one                                 [S, H]
+    y_r = norm(a_r D_e^T + b_e)      norm is optional                                                         [S, H]
     o_t = sum over s of w_ts y_r                            fp32, in the order of the slots, rounded once     [N, H]
 
-A row whose id is E or more has no expert here (expert parallelism gives such ids): it adds nothing, and the gradient of
-its weight is zero. An expert without rows gets a gradient that is zero.
+A row whose id is E or more has no expert on this rank (expert parallelism produces such ids): it adds nothing, and the
+gradient of its weight is zero. The gradient of an expert without rows is zero.
 
-Rows are sorted by expert and multiplied in groups (`grouped.py`); what is around the products is in `row_kernels.py`
-and `gate_kernels.py`. With a norm, or a gate that is a function, each step has a backward of its own
-(`steps.py`). Else it is
+The op sorts rows by expert and multiplies them in groups (`grouped.py`); `row_kernels.py` and `gate_kernels.py` have
+the other steps. With a norm or a function as gate, each step is an autograd function (`steps.py`). Else backward is
 
-    g_r = do_t D_e                                   what a_r's gradient is where no weight multiplies it     [S, I]
+    g_r = do_t D_e                                   the gradient of a_r before its weight multiplies it      [S, I]
     dh_r = w_ts g_r gate'(h_r + c_e)      q_r = w_ts a_r      dw_ts = <g_r, a_r> + <do_t, b_e>
     dD_e = sum of do_t^T q_r      dU_e = sum of dh_r^T x_t      dc_e = sum of dh_r      db_e = sum of w_ts do_t
     dx_t = sum over s of dh_r U_e                           fp32, in the order of the slots, rounded once     [N, H]
 
-where <g_r, a_r> is <do_t, y_r> without its bias. So backward reads no y, and of all rows it keeps h alone: x is
-gathered and a is formed again. b is added and its gradients formed with a matrix `[N, E]` of the weights, which costs a
-small product instead of a pass over the rows; the price is that a b that is not finite reaches every token, and a do_t
-that is not finite every db.
+where <g_r, a_r> is <do_t, y_r> without the bias. So backward does not read y, and of the tensors `[S, ...]` forward
+saves only h: backward gathers x and computes a again. A matrix `[N, E]` of the weights adds b and gives its gradients,
+which costs a small product instead of a pass over the rows. The drawback is that a value of b that is not finite
+reaches every token, and a value of do_t that is not finite reaches every db.
 
-Nothing here waits for the device or needs a shape that the routing decides, where the grouped product does not.
+The host does not wait for the device, and no shape depends on the routing, unless the grouped product requires it.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def moe_experts_reference(
     transposed: bool = False,
     post_norm: Function | None = None,
 ) -> torch.Tensor:
-    """The op in plain PyTorch: one expert after another."""
+    """Computes the op in plain PyTorch, one expert after another."""
     form = _gate(gate, alpha, limit, offset, gated, interleaved)
     (n, k), flat = expert_ids.shape, expert_ids.reshape(-1)
     places, parts = [], []
@@ -84,7 +83,7 @@ def moe_experts_reference(
 def _gate(
     gate: str | Function, alpha: float, limit: float | None, offset: float, gated: bool, interleaved: bool
 ) -> Gate | Function:
-    """What is formed of h: by name, or a function of its own."""
+    """Checks the gate and returns it, as a `Gate` if it is a name."""
     if not gated and (limit is not None or offset or interleaved):
         raise ValueError(
             "limit, offset and interleaved must be None, 0 and False with gated=False, where there is no up; "
@@ -104,14 +103,14 @@ def _gate(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# With a gate of ours and without a norm: one function, which keeps h alone
+# With a gate of `gates.py` and without a norm: one autograd function, whose only saved tensor of rows is h
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def _dense(ids: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """`[N, E]` fp32, the weight of each expert for each token. Without atomics, also where a token has one twice."""
+    """Returns `[N, E]` fp32, each expert's weight for each token, without atomics. A token may repeat an expert."""
     own = ids.unsqueeze(-1) == torch.arange(n_experts, dtype=ids.dtype, device=ids.device)
-    # An infinite weight is no number to multiply by zero.
+    # Not a product with `own`: an infinite weight times zero would be NaN.
     return torch.where(own, weights.unsqueeze(-1).float(), 0.0).sum(1)
 
 
@@ -132,7 +131,7 @@ class _Experts(torch.autograd.Function):
         if down_bias is not None:
             dense = _dense(ids, weights, down.shape[0])
             base = fp32_product(dense, down_bias.float())
-        # Of what only one gradient needs nothing is kept where a parameter is frozen.
+        # Do not save a tensor for the gradient of a frozen parameter.
         needs_gate_up, needs_down_bias = ctx.needs_input_grad[3], ctx.needs_input_grad[6]
         ctx.save_for_backward(
             x if needs_gate_up else None, ids, weights, gate_up, down, gate_up_bias, down_bias, h,
@@ -234,12 +233,12 @@ def _check(
 def unserved(
     device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int, *, backend: str | None = None
 ) -> str | None:
-    """Why a model's experts had better stay as they are on this device, in words for a report; None where the op serves
-    them. Reads no tensor of a model; on an accelerator the products are tried, once for each dtype.
+    """Returns a reason for a report why the op should not replace a model's experts on this device; None if it may.
+    Reads no tensor of the model. On an accelerator it tries the products, once for each dtype.
 
     Args:
-        device: of all tensors.
-        dtype: that the products run in: the weights', or autocast's.
+        device: the device of all tensors.
+        dtype: the dtype of the products: that of the weights, or autocast's.
         hidden: H.
         intermediate: I.
         backend: overrides the choice of `backends.choose`.
@@ -271,27 +270,26 @@ def moe_experts(
     post_norm: Function | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """The experts of a mixture; formulas in the module's docstring. Under autocast its products run in its dtype.
+    """Computes the experts of a mixture by the formulas of the module's docstring. Autocast applies to the products.
 
     Args:
         x: `[N, H]`, fp32, bf16 or fp16.
-        expert_ids: `[N, k]` int64 or int32, at least 0; E and above: a row that has no expert here, costs nothing and
-            adds nothing.
-        expert_weights: `[N, k]`, the router's, fp32, bf16 or fp16.
+        expert_ids: `[N, k]` int64 or int32, not negative. A row with an id of E or more has no expert on this rank: it
+            costs nothing and adds nothing.
+        expert_weights: `[N, k]`, the router's weights, fp32, bf16 or fp16.
         gate_up: `[E, 2 I, H]`, in x's dtype unless autocast is on; without a gate `[E, I, H]`, up alone.
         down: `[E, H, I]`.
         gate_up_bias: `[E, 2 I]` (without a gate `[E, I]`) or None.
         down_bias: `[E, H]` or None.
         gate: the name of a formula in `ops/gates.py`, or a function of h `[S, 2 I]` (without a gate `[S, I]`) that
-            returns `[S, I]` row by row. It is given as many rows as there are ids, those without an expert last, as
-            zeros.
-        alpha: silu's sigmoid is that of alpha * gate.
-        limit: gate is clamped to at most this, up to between its negative and itself, before anything else; None: not.
-        offset: what is added to up.
-        gated: False: there is no up, and h is activated as it is.
-        interleaved: gate is in the even and up in the odd columns of h; else gate is its first half.
-        transposed: gate_up is `[E, H, 2 I]` and down `[E, I, H]`.
-        post_norm: a function of what `down` returns, `[S, H]` to `[S, H]` row by row, as for `gate`.
+            returns `[S, I]` row by row. The op passes one row for each id; rows without an expert are last and zero.
+        alpha: factor of gate inside silu's sigmoid.
+        limit: clamps gate to at most `limit` and up to between -limit and limit, before anything else; or None.
+        offset: the number that is added to up.
+        gated: if False, there is no up, and the activation applies to all of h.
+        interleaved: whether gate is in the even and up in the odd columns of h; else gate is the first half of h.
+        transposed: whether gate_up is `[E, H, 2 I]` and down `[E, I, H]`.
+        post_norm: a function of the rows after `down`, `[S, H]` to `[S, H]` row by row, like `gate`.
         backend: overrides the choice of `backends.choose`.
 
     Returns:
@@ -299,9 +297,9 @@ def moe_experts(
 
     Raises:
         TypeError: a dtype that is not allowed.
-        ValueError: shapes or dtypes that do not match, an option that is not allowed or that a function as gate does
-            not have, (on a CPU, or with NPU_KERNELS_DEBUG=1) a negative id, an unknown backend, a device without a
-            grouped product.
+        ValueError: shapes or dtypes that do not match, an option that is not allowed, an option of a named gate with a
+            function as gate, (on a CPU, or with NPU_KERNELS_DEBUG=1) a negative id, an unknown backend, a device
+            without a grouped product.
     """
     form = _gate(gate, alpha, limit, offset, gated, interleaved)
     _check(x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gated, transposed)

@@ -1,18 +1,18 @@
-"""Rows to the experts of a mixture, and back to their tokens.
+"""Moves tokens to the rows of their experts, and sums the experts' rows for each token.
 
-Rows `[S, ...]`, S = N k, are in the order of their experts. `places[t, s]` is the row of token t in its slot s, and
-`ends[e]` is where expert e's rows end; rows from the last end on have no expert here: no kernel reads or writes them,
-and how many there are stays on the device.
+Rows `[S, ...]`, S = N k, are sorted by expert. `places[t, s]` is the row of token t in its slot s, and expert e's rows
+end at `ends[e]`. Rows after the last end have no expert on this rank: no kernel reads or writes them, and their number
+stays on the device.
 
     x_r = x_t                                                    `to_rows`
-    o_t = base_t + sum over s of w_ts y_r                        `sums_of_rows`, in the order of the slots; no base: 0
+    o_t = base_t + sum over s of w_ts y_r                        `sums_of_rows`, in the order of the slots; base or 0
 
 and in backward
 
     dy_r = w_ts do_t     dw_ts = <do_t, y_r>                     `sums_of_rows_backward`
     db_e = sum over the rows of e of dy_r                        `expert_sums`, the gradient of a bias
 
-All in fp32 between loads and stores, and in a fixed order.
+The kernels compute in fp32 and sum in a fixed order.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
 
 
 class Routing(NamedTuple):
-    """Which row is whose, all of it on the device.
+    """The assignment of rows to experts and tokens, as tensors on the device.
 
     Attributes:
-        experts: `[S]` int32, the expert of each row, ascending; the last ones may be no expert's.
-        order: `[S]` int64, where each row is in `[N, k]`.
+        experts: `[S]` int32, the expert of each row, ascending; the last rows may have no expert.
+        order: `[S]` int64, the index of each row in the flattened `[N, k]`.
         places: `[N, k]` int32.
         ends: `[E]` int32.
-        groups: the same as the grouped product takes them.
+        groups: `ends` in the dtype of the grouped product.
     """
 
     experts: torch.Tensor
@@ -60,9 +60,9 @@ class Routing(NamedTuple):
 
     @classmethod
     def make(cls, ids: torch.Tensor, n_experts: int, backend: str) -> Routing:
-        """Of ids `[N, k]`. The sort is stable, so that the same ids always give the same rows."""
+        """Computes the routing of ids `[N, k]`. The sort is stable, so equal ids always give equal rows."""
         experts, order = torch.sort(ids.reshape(-1).int(), stable=True)
-        # The rows, and the experts: where one's rows end, all that precede have its number or a lower one.
+        # Row indices and expert indices. An expert's rows end after the last row with its index or a lower one.
         numbers = torch.arange(max(experts.shape[0], n_experts), dtype=torch.int32, device=ids.device)
         places = torch.empty_like(experts).scatter_(0, order, numbers[: experts.shape[0]]).view(ids.shape)
         ends = torch.searchsorted(experts, numbers[:n_experts], out_int32=True, right=True)
@@ -70,29 +70,30 @@ class Routing(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """k."""
+        """The number of slots k."""
         return self.places.shape[1]
 
     def away(self) -> torch.Tensor:
-        """`[N, k]`, which slots have a row without an expert here."""
+        """Returns `[N, k]`, true for slots whose row has no expert on this rank."""
         return self.places >= self.ends[-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels of rows and tokens. BRANCHES: a row that is nobody's is jumped over, as a core can; else its lanes are masked,
-# so that the loads of all slots are on their way at once.
+# Kernels. With BRANCHES a kernel skips a row without an expert by a branch, as an NPU's core can. Otherwise it masks
+# the lanes of that row, so that the loads of all slots are in flight together.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @jit
 def _unless_nobodys(mask, row, live, COLS: tl.constexpr):
-    """The mask of a row's lanes. As numbers of each lane: of one for all the interpreter makes no mask."""
+    """Returns the mask of a row's lanes, false for a row without an expert. It compares a vector, because Triton's
+    interpreter cannot use a scalar condition as a mask."""
     return mask & (row + tl.zeros([COLS], tl.int32) < live)
 
 
 @jit(lengths=("n_tokens",))
 def _to_rows_kernel(
-    x,  # [n_tokens, N_COLS], row stride given
+    x,  # [n_tokens, N_COLS] with row stride x_stride
     places,  # [n_tokens, SLOTS] int32
     ends,  # [n_experts] int32
     rows,  # [n_tokens SLOTS, N_COLS] contiguous
@@ -134,8 +135,8 @@ def _sums_kernel(
     rows,  # [n_tokens SLOTS, N_COLS] contiguous
     places,  # [n_tokens, SLOTS] int32
     ends,  # [n_experts] int32
-    weights,  # [n_tokens, SLOTS] contiguous; read with HAS_WEIGHTS
-    base,  # [n_tokens, N_COLS] contiguous fp32; read with HAS_BASE
+    weights,  # [n_tokens, SLOTS] contiguous, read if HAS_WEIGHTS
+    base,  # [n_tokens, N_COLS] contiguous fp32, read if HAS_BASE
     out,  # [n_tokens, N_COLS] contiguous
     n_tokens,
     n_experts,
@@ -171,13 +172,13 @@ def _sums_kernel(
 
 @jit(lengths=("n_tokens",))
 def _sums_backward_kernel(
-    dout,  # [n_tokens, N_COLS], row stride given
+    dout,  # [n_tokens, N_COLS] with row stride `stride`
     rows,  # [n_tokens SLOTS, N_COLS] contiguous
     places,  # [n_tokens, SLOTS] int32
     ends,  # [n_experts] int32
     weights,  # [n_tokens, SLOTS] contiguous
     drows,  # [n_tokens SLOTS, N_COLS] contiguous
-    dots,  # [blocks, n_tokens, SLOTS] fp32, zeros
+    dots,  # [blocks, n_tokens, SLOTS] fp32, initialised with zeros
     n_tokens,
     n_experts,
     stride,
@@ -254,7 +255,7 @@ def _expert_sums_kernel(
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b, also where autocast would round both."""
+    """Computes the product of a and b in their dtype, even under autocast."""
     if not autocasts(a):
         return a @ b
     with torch.autocast(a.device.type, enabled=False):
@@ -262,13 +263,13 @@ def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def in_torch(backend: str) -> bool:
-    """Whether a backend has torch do what is around the products: of the vendor's there are these alone."""
+    """Whether torch does the steps between the products; the vendor has only the products."""
     return backend in ("torch", "vendor")
 
 
 @falls_back("moe_experts")
 def to_rows(x: torch.Tensor, routing: Routing, backend: str) -> torch.Tensor:
-    """`[S, H]` of x `[N, H]`."""
+    """Copies x `[N, H]` to the rows `[S, H]`."""
     if in_torch(backend):
         return x.index_select(0, routing.order // routing.slots)
     n, n_cols = x.shape
@@ -289,12 +290,12 @@ def to_rows(x: torch.Tensor, routing: Routing, backend: str) -> torch.Tensor:
 def sums_of_rows(
     rows: torch.Tensor, weights: torch.Tensor | None, base: torch.Tensor | None, routing: Routing, backend: str
 ) -> torch.Tensor:
-    """`[N, H]` of rows `[S, H]`; weights `[N, k]`, or None for ones; base `[N, H]` fp32, or None for zeros."""
+    """Sums rows `[S, H]` to `[N, H]`; weights `[N, k]`, or None for ones; base `[N, H]` fp32, or None for zeros."""
     (n, slots), n_cols = routing.places.shape, rows.shape[1]
     if in_torch(backend):
         away, total = routing.away(), base
         for slot in range(slots):
-            # What nobody has written may be anything, and is no number to multiply by zero.
+            # Rows without an expert are uninitialised and may be NaN, so set them to zero instead of multiplying by it.
             part = rows.index_select(0, routing.places[:, slot]).float().masked_fill_(away[:, slot, None], 0)
             part = part if weights is None else part.mul_(weights[:, slot, None].float())
             total = part if total is None else total + part
@@ -318,7 +319,7 @@ def sums_of_rows(
 def sums_of_rows_backward(
     dout: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, routing: Routing, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient of the rows, of the weights `[N, k]` in fp32)."""
+    """Returns the gradients of the rows and of the weights, `[N, k]` in fp32."""
     (n, slots), n_cols = routing.places.shape, rows.shape[1]
     if in_torch(backend):
         away, drows = routing.away(), torch.empty_like(rows)
@@ -346,7 +347,7 @@ def sums_of_rows_backward(
 
 @falls_back("moe_experts")
 def without_tail(rows: torch.Tensor, routing: Routing, backend: str) -> torch.Tensor:
-    """The rows, those without an expert as zeros, for code that is not ours and reads them all."""
+    """Sets rows without an expert to zero, in place, for the model's code, which reads all rows."""
     if in_torch(backend):
         return rows.masked_fill_((routing.experts >= routing.ends.shape[0]).unsqueeze(1), 0)
     n_rows, n_cols = rows.shape
@@ -363,7 +364,7 @@ def without_tail(rows: torch.Tensor, routing: Routing, backend: str) -> torch.Te
 
 @falls_back("moe_experts")
 def expert_sums(rows: torch.Tensor, routing: Routing, backend: str) -> torch.Tensor:
-    """`[E, ...]`, the sum of each expert's rows."""
+    """Returns `[E, ...]`, the sum of each expert's rows."""
     n_experts, n_cols = routing.ends.shape[0], rows.shape[1]
     if in_torch(backend):
         each = torch.arange(n_experts, dtype=torch.int32, device=rows.device)

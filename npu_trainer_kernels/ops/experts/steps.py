@@ -1,8 +1,8 @@
-"""A mixture's experts with code of the model's own between the products: a gate that is no formula of ours, or a norm.
+"""A mixture's experts with the model's code between the products: a gate that `gates.py` does not have, or a norm.
 
-Each step has a backward of its own, and what is between them is autograd's. So more is kept than in `moe_experts.py`:
-the gathered rows, what the model's code keeps, and what the experts return. That code reads all rows; those without an
-expert here are zeros when it gets them, forward and backward.
+Each step is an autograd function, and autograd differentiates the model's code between them. So forward saves more than
+in `moe_experts.py`: the gathered rows, the tensors that the model's code saves, and the experts' outputs. The model's
+code reads all rows; rows without an expert on this rank are zeros there, in forward and backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def activated(h: torch.Tensor, form: Gate | Function, gated: bool) -> torch.Tensor:
-    """a of h that has its bias, in torch."""
+    """Computes a in torch, from an h that contains the bias."""
     if not isinstance(form, Gate):
         return form(h)
     return form.product(*form.parts(h, None)) if gated else form.activate(h)
@@ -44,8 +44,8 @@ class _ToRows(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """Rows times their expert's weight, and its bias. Rows without an expert come out as zeros, both ways: what reads
-    them is not ours."""
+    """Multiplies rows by their expert's weight and adds its bias. Rows without an expert become zeros in forward and
+    backward, because the model's code reads them."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool,
@@ -96,7 +96,7 @@ def in_steps(
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, form: Gate | Function, gated: bool,
     transposed: bool, post_norm: Function | None, backend: str,
 ) -> torch.Tensor:  # fmt: skip
-    """`[N, H]`, as `moe_experts` documents it."""
+    """Returns `[N, H]`, as `moe_experts` does."""
     routed = Routing.make(ids, gate_up.shape[0], backend)
     h = _Product.apply(_ToRows.apply(x, backend, *routed), gate_up, gate_up_bias, transposed, backend, *routed)
     a = _rows_of("gate", activated(h, form, gated), h.shape[0], down.shape[1 if transposed else 2])
