@@ -1,4 +1,4 @@
-"""The ops, as functions of tensors. See each one's docstring for formula, shapes, dtypes and errors."""
+"""The ops, as functions of tensors. The docstring of each op states its formulas, shapes, dtypes and errors."""
 
 from .attention import Segments, Shared, take, varlen_attention, varlen_attention_reference
 from .embedding import embedding, embedding_reference

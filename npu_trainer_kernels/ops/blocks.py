@@ -1,4 +1,4 @@
-"""Triton pieces that several ops share."""
+"""Triton functions that several ops share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 @jit
 def load(pointers, mask, MASKED: tl.constexpr):
-    """Values as they are stored; zeros where the mask says no, if there is one."""
+    """Loads values in their dtype. With MASKED, masked elements are zero."""
     if MASKED:
         return tl.load(pointers, mask=mask, other=0.0)
     else:
@@ -29,8 +29,7 @@ def load(pointers, mask, MASKED: tl.constexpr):
 
 @jit
 def load_fp32(pointers, mask, MASKED: tl.constexpr):
-    """fp32 values; zeros where the mask says no, if there is one. Whole tiles carry no mask: on an NPU it costs a fill
-    of the buffer."""
+    """Loads values as fp32. With MASKED, masked elements are zero; on an NPU a mask costs a fill of the buffer."""
     if MASKED:
         return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     else:
@@ -39,7 +38,7 @@ def load_fp32(pointers, mask, MASKED: tl.constexpr):
 
 @jit
 def store(pointers, value, mask, MASKED: tl.constexpr):
-    """Stores `value` in the dtype of what is pointed to, where the mask says so, if there is one."""
+    """Stores `value` in the dtype of the pointers' elements; with MASKED, only where the mask is true."""
     value = value.to(pointers.dtype.element_ty)
     if MASKED:
         tl.store(pointers, value, mask=mask)
@@ -47,14 +46,14 @@ def store(pointers, value, mask, MASKED: tl.constexpr):
         tl.store(pointers, value)
 
 
-# Of tiles `[ROWS, COLS]` of whole rows, or of column blocks of them. A tile of one row may be folded: `FOLD` pieces of
-# it, one above the other. What belongs to a row is then there `FOLD` times: a sum over a tile of one row would be a
-# scalar, and an NPU's scalar unit, which issues all instructions, would wait until the vector unit is done.
+# The functions below work on tiles `[ROWS, COLS]` of whole rows or of column blocks. A tile of one row may be folded
+# into `FOLD` pieces, one above the other; each per-row value then exists `FOLD` times. Otherwise a sum over a tile of
+# one row would be a scalar, and an NPU's scalar unit, which issues all instructions, would wait for the vector unit.
 
 
 @jit
 def tile_mask(row, n_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Which elements of the tile at `row` exist; not for folded ones, which are whole rows."""
+    """Returns the mask of the elements of the tile at `row` that exist. A folded tile is a whole row and needs none."""
     rows = row + tl.arange(0, ROWS)[:, None] < n_rows
     cols = tl.arange(0, COLS)[None, :] < width
     return rows & cols
@@ -62,7 +61,8 @@ def tile_mask(row, n_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @jit
 def tile_of(pointer, row, stride, ROWS: tl.constexpr, COLS: tl.constexpr, FOLD: tl.constexpr):
-    """Pointers `[ROWS, COLS]` or `[FOLD, COLS / FOLD]`. The row offset is 64-bit: rows x columns may exceed 2^31."""
+    """Returns pointers `[ROWS, COLS]` or `[FOLD, COLS / FOLD]`. The row offset has 64 bits: rows x columns may exceed
+    2^31."""
     start = pointer + tl.cast(row, tl.int64) * stride
     if FOLD == 1:
         return start + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
@@ -73,7 +73,7 @@ def tile_of(pointer, row, stride, ROWS: tl.constexpr, COLS: tl.constexpr, FOLD: 
 
 @jit
 def row_sums(tile, FOLD: tl.constexpr):
-    """The sum of each row, `[ROWS]` or `[FOLD]`."""
+    """Returns the sum of each row, `[ROWS]` or `[FOLD]`."""
     sums = tl.sum(tile, axis=1)
     if FOLD > 1:
         sums = tl.sum(tl.broadcast_to(sums[None, :], [FOLD, FOLD]), axis=1)
@@ -82,7 +82,7 @@ def row_sums(tile, FOLD: tl.constexpr):
 
 @jit
 def load_per_row(pointer, row, n_rows, ROWS: tl.constexpr, FOLD: tl.constexpr, TAIL: tl.constexpr):
-    """A number of each row of the tile, fp32 `[ROWS]` or `[FOLD]`."""
+    """Loads one number for each row of the tile, as fp32 `[ROWS]` or `[FOLD]`."""
     at = row + tl.arange(0, ROWS)
     numbers = load_fp32(pointer + at, at < n_rows, TAIL)
     if FOLD > 1:
@@ -92,7 +92,7 @@ def load_per_row(pointer, row, n_rows, ROWS: tl.constexpr, FOLD: tl.constexpr, T
 
 @jit
 def store_per_row(pointer, numbers, row, n_rows, ROWS: tl.constexpr, FOLD: tl.constexpr, TAIL: tl.constexpr):
-    """Stores a number of each row of the tile."""
+    """Stores one number for each row of the tile."""
     at = row + tl.arange(0, ROWS * FOLD)
     if FOLD > 1:
         tl.store(pointer + at, numbers, mask=at < row + 1)
@@ -102,7 +102,7 @@ def store_per_row(pointer, numbers, row, n_rows, ROWS: tl.constexpr, FOLD: tl.co
 
 @jit
 def rounded(value, like, ROUND: tl.constexpr):
-    """fp32 value rounded to the dtype of `like`."""
+    """Returns an fp32 value; with ROUND, rounded to the dtype of `like`."""
     if ROUND:
         value = value.to(like.dtype.element_ty).to(tl.float32)
     return value
@@ -112,6 +112,6 @@ def rounded(value, like, ROUND: tl.constexpr):
 def row_of_weight(
     weight, offset, width, COLS: tl.constexpr, FOLD: tl.constexpr, MASKED: tl.constexpr, ROUND: tl.constexpr
 ):
-    """w' as `[1, COLS]` fp32, or folded, rounded to the weight's dtype where the casting adds the offset there."""
+    """Returns w' as fp32 `[1, COLS]`, or folded. ROUND: the casting adds the offset in the weight's dtype."""
     w = load_fp32(tile_of(weight, 0, 0, 1, COLS, FOLD), tile_mask(0, 1, width, 1, COLS), MASKED) + offset
     return rounded(w, weight, ROUND)

@@ -1,4 +1,4 @@
-"""Checks of arguments that several ops share. Every message names the argument, its value and what is allowed."""
+"""Argument checks that several ops share. Every message names the argument, its value and the allowed values."""
 
 import functools
 import sys
@@ -34,7 +34,7 @@ _MAX_VOCAB = (1 << 24) - 1
 
 
 def check_float(name: str, tensor: torch.Tensor) -> None:
-    """`tensor` must be fp32, bf16 or fp16."""
+    """Raises unless `tensor` is an fp32, bf16 or fp16 tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
     if tensor.dtype not in FLOATS:
@@ -42,7 +42,7 @@ def check_float(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_ids(name: str, tensor: torch.Tensor) -> None:
-    """`tensor` must hold int64 or int32 ids."""
+    """Raises unless `tensor` is an int64 or int32 tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
     if tensor.dtype not in _IDS:
@@ -50,7 +50,7 @@ def check_ids(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """`tensor` must be no DTensor."""
+    """Raises if `tensor` is a DTensor."""
     if isinstance(tensor, DTensor):
         raise ValueError(
             f"{name} must be a plain tensor, the same on all ranks; got a DTensor placed {tensor.placements}"
@@ -58,28 +58,28 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """`value` must be one of `allowed`."""
+    """Raises unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
 
 def check_choices(name: str, values: Sequence[str], allowed: Sequence[str]) -> None:
-    """`values` must be a sequence of some of `allowed`."""
+    """Raises unless `values` is a sequence of elements of `allowed`."""
     if not isinstance(values, Sequence) or isinstance(values, str) or any(v not in allowed for v in values):
         raise ValueError(f"{name} must be a sequence of {', '.join(allowed)}; got {values!r}")
 
 
 def is_number(value: object) -> bool:
     """Whether an option is a finite int or float."""
-    # By its type first: what passes here passes at every call.
+    # Test the exact type first, which is the fast path of every call.
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, _REAL)):
         return False
     return -_LARGEST <= value <= _LARGEST
 
 
 def check_same_device(**tensors: torch.Tensor | None) -> None:
-    """All tensors that are given must be on one device. Ops that are small compare devices before they ask, since to
-    hand names over takes Python longer than that."""
+    """Raises unless all tensors that are not None are on one device. Small ops compare devices before they call this,
+    because passing keyword arguments takes Python longer than the comparison."""
     first = None
     for tensor in tensors.values():
         if tensor is None:
@@ -94,8 +94,8 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
 def check_head(
     x: torch.Tensor, weight: torch.Tensor, ids_name: str, ids: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """Arguments of an op on the LM head: x `[..., H]`, weight `[V, H]`, ids of x's leading shape, bias `[V]`. x and ids
-    are no DTensors."""
+    """Checks the arguments of an op on the LM head: x `[..., H]`, weight `[V, H]`, ids of x's leading shape, bias
+    `[V]`. x and ids must not be DTensors."""
     check_float("x", x)
     check_float("weight", weight)
     check_ids(ids_name, ids)
@@ -118,18 +118,18 @@ def check_head(
 
 @functools.cache
 def debug() -> bool:
-    """Whether NPU_KERNELS_DEBUG asks for checks that wait for the device."""
+    """Whether NPU_KERNELS_DEBUG enables checks that wait for the device."""
     return switch("NPU_KERNELS_DEBUG")
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether there are numbers behind the shape: on meta there are none, and in a fake tensor, which is a subclass."""
+    """Whether a tensor has values: a meta tensor has none, nor has a fake tensor, which is a subclass of Tensor."""
     return type(tensor) is torch.Tensor and tensor.device.type != "meta"
 
 
 def check_range(name: str, ids: torch.Tensor | Callable[[], torch.Tensor], where: torch.device, size: int) -> None:
-    """Every id must lie in [0, size). Reads the values, so on an accelerator only in debug mode: there nothing is asked
-    for its result before."""
+    """Raises unless every id lies in [0, size). Reading the values waits for the device, so on an accelerator it checks
+    only in debug mode."""
     if kind_of(where) != "cpu" and not debug():
         return
     ids = ids() if callable(ids) else ids

@@ -3,11 +3,11 @@
     y_i = scale W[id_i]                            [*, D]; in W's dtype, rounded once
     dW[v] = scale sum over i with id_i = v of dy_i     fp32, in a fixed order; zero for `padding_idx`
 
-Backward sorts the ids (stable), finds where each distinct id begins, and lets one program per distinct id add up its
-rows: no atomics, the same bits every time, and besides the zero fill only rows that occur are touched. The number of
-distinct ids stays on the device, so nothing waits for it. Where programs are many and cheap (CUDA) there is one for
-every row of the vocabulary instead, which writes zeros itself where its id does not occur: one pass and
-six launches less.
+Backward sorts the ids (stable), finds where each distinct id begins, and starts one program per distinct id, which adds
+its rows. There are no atomics, so the gradient has the same bits every time, and apart from the zero fill only rows of
+ids that occur are written. The number of distinct ids stays on the device, so the host does not wait for it. On CUDA,
+where programs are many and cheap, there is one program for every row of the vocabulary instead, which writes zeros if
+its id does not occur. This saves one pass over the gradient and six launches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["embedding", "embedding_reference"]
 def embedding_reference(
     ids: torch.Tensor, weight: torch.Tensor, *, padding_idx: int | None = None, scale: float | None = None
 ) -> torch.Tensor:
-    """The op in plain PyTorch."""
+    """Computes the op in plain PyTorch."""
     y = torch.nn.functional.embedding(ids, weight, padding_idx)
     return y if scale is None else y * scale
 
@@ -46,9 +46,9 @@ def _gather_tile(ids, weight, y, row, width, scale, HAS_SCALE: tl.constexpr, N_C
     MASKED: tl.constexpr = N_COLS % COLS != 0
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
-    # 64-bit offsets: tables of 2^31 elements exist (262144 x 8192). One transfer per row on an NPU.
+    # Offsets have 64 bits, because tables of 2^31 elements exist (262144 x 8192). An NPU makes one transfer per row.
     if ROWS == 1:
-        # A scalar: triton-ascend 3.2.0 cannot lower a gather by a vector of one id.
+        # Load the id as a scalar, because triton-ascend 3.2.0 cannot lower a gather by a vector of one id.
         source = weight + tl.load(ids + row).to(tl.int64) * N_COLS + cols
     else:
         source = weight + tl.load(ids + row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * N_COLS + cols
@@ -80,7 +80,7 @@ def _gather_kernel(
     for row in range(tl.program_id(0) * ROWS, n_whole, tl.num_programs(0) * ROWS):
         _gather_tile(ids, weight, y, row, width, scale, HAS_SCALE, N_COLS, ROWS, COLS)
     if ROWS > 1:
-        # The rows that fill no tile, one by one and spread over the programs: no mask, nothing read in vain.
+        # The programs process the rows that do not fill a tile one by one, so these need no mask.
         for row in range(n_whole + tl.program_id(0), n_rows, tl.num_programs(0)):
             _gather_tile(ids, weight, y, row, width, scale, HAS_SCALE, N_COLS, 1, COLS)
 
@@ -88,14 +88,14 @@ def _gather_kernel(
 @jit
 def _scatter_kernel(
     ids,  # [n_rows] int32, sorted
-    order,  # [n_rows] int32: row of dy that the sorted id came from
-    starts,  # int32: where each distinct id begins in ids, and n_rows after the last
+    order,  # [n_rows] int32, the row of dy that belongs to each sorted id
+    starts,  # int32, the index in ids where each distinct id begins, then n_rows
     n_distinct,  # [1] int32
-    dy,  # [n_rows, n_cols], row stride given
+    dy,  # [n_rows, n_cols] with row stride dy_stride
     dw,  # [V, n_cols] contiguous, zeros
     dy_stride,
     scale,
-    padding_idx,  # -1: none
+    padding_idx,  # -1 for none
     N_COLS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -119,13 +119,13 @@ def _scatter_kernel(
 
 @jit
 def _vocabulary_kernel(
-    order,  # [n_rows]: rows of dy in the order of their ids
-    starts,  # [V + 1] int32: where each id begins in that order
-    dy,  # [n_rows, n_cols], row stride given
-    dw,  # [V, n_cols] contiguous, every row is written
+    order,  # [n_rows], the rows of dy in the order of their ids
+    starts,  # [V + 1] int32, the index in order where each id begins
+    dy,  # [n_rows, n_cols] with row stride dy_stride
+    dw,  # [V, n_cols] contiguous; the kernel writes every row
     dy_stride,
     scale,
-    padding_idx,  # -1: none
+    padding_idx,  # -1 for none
     N_COLS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -150,7 +150,7 @@ def _vocabulary_kernel(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two steps, by Triton or in torch
+# Forward and backward, by Triton or in torch
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +211,7 @@ def _backward(ids: torch.Tensor, dy: torch.Tensor, shape: torch.Size, dtype: tor
     begins = torch.ones(n_rows, dtype=torch.bool, device=dw.device)
     torch.ne(in_order[1:], in_order[:-1], out=begins[1:])
     rank = begins.cumsum(0)
-    # Entry rank - 1 of every beginning; the others write to a last entry that nobody reads.
+    # The first row of each distinct id writes entry rank - 1; all other rows write to a last entry that nothing reads.
     starts = torch.full((n_rows + 2,), n_rows, dtype=torch.int32, device=dw.device)
     starts.scatter_(0, torch.where(begins, rank - 1, n_rows + 1),
                     torch.arange(n_rows, dtype=torch.int32, device=dw.device))  # fmt: skip
@@ -231,7 +231,7 @@ def _backward_by_vocabulary(
 ) -> torch.Tensor:  # fmt: skip
     size, n_cols = dw.shape
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
-    # 32-bit keys: half the passes of the sort.
+    # 32-bit keys halve the passes of the sort.
     in_order, order = torch.sort(ids.int(), stable=True)
     every = torch.arange(size + 1, dtype=torch.int32, device=dw.device)
     starts = torch.searchsorted(in_order, every, out_int32=True)
@@ -248,7 +248,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor,
                 options: tuple[int | None, float | None, str]) -> torch.Tensor:  # fmt: skip
-        # The weight is not needed, and may be written to before backward.
+        # Backward does not need the weight, which other code may change before then.
         ctx.save_for_backward(ids)
         ctx.of_weight = weight.shape, weight.dtype
         _, scale, backend = ctx.options = options
@@ -269,14 +269,14 @@ def embedding(
     scale: float | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Rows of `weight` by id; formulas in the module's docstring.
+    """Returns the rows of `weight` that `ids` select. The module's docstring has the formulas.
 
     Args:
         ids: int64 or int32 of any shape, values in `[0, V)`.
         weight: `[V, D]`, fp32, bf16 or fp16.
-        padding_idx: an id whose row gets no gradient, in `[-V, V)`; None: none.
-        scale: multiplies the rows in fp32 before they are rounded; None: 1. A model that multiplies by a scale of its
-            weight's dtype passes that rounded number.
+        padding_idx: an id in `[-V, V)` whose row gets no gradient, or None.
+        scale: factor of the rows, applied in fp32 before they are rounded; None for 1. A model that multiplies by a
+            scale in its weight's dtype must pass the rounded number.
         backend: overrides the choice of `backends.choose`.
 
     Returns:
@@ -284,7 +284,7 @@ def embedding(
 
     Raises:
         TypeError: a dtype that is not allowed.
-        ValueError: a weight that is no matrix, a padding_idx or (on a CPU, or with NPU_KERNELS_DEBUG=1) an id out of
+        ValueError: a weight that is not a matrix, a padding_idx or (on a CPU, or with NPU_KERNELS_DEBUG=1) an id out of
             range, a scale that is not finite, an unknown backend.
     """
     check_ids("ids", ids)

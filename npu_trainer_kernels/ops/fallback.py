@@ -1,14 +1,15 @@
-"""One kernel that does not work is no reason to lose a run.
+"""A kernel that fails does not end the run: PyTorch takes over.
 
-A *step* does a piece of an op by the backend that its last argument names, and has a torch twin behind the same
-arguments. `falls_back` guards it: when a kernel cannot be compiled or launched (`KernelError`: nothing has been written
-then), or an operator of the vendor's fails, the ops that use it go on in torch for the rest of the process, with one
-warning, and `backends.explain` and the report give the reason. With `strict` the error is raised instead. Memory that
-has run out is no fault of a kernel's: that error is raised as it is, and the op keeps its backend. So is the failure of
-an earlier operator that surfaces here: it has left its numbers unwritten, and torch would go on with those.
+A *step* is a function that computes a part of an op with the backend that its last argument names; backend "torch"
+computes the same from the same arguments. `falls_back` decorates a step. If a kernel cannot be compiled or launched
+(`KernelError`, which means that it has written nothing), or an operator of the vendor fails, all ops that use the step
+run in torch for the rest of the process. The package warns once, and `backends.explain` and the report state the
+reason. With `strict` the step raises the error instead. Two errors are always raised as they are, and the op keeps its
+backend: an out-of-memory error, which is not the kernel's fault, and the delayed error of an earlier operator, whose
+unwritten output torch would otherwise read.
 
-Under NPU_KERNELS_DEBUG=1 a step's result is looked at: `FloatingPointError` where it holds a NaN or an infinity and the
-torch twin's does not. That waits for the device and copies the arguments.
+With NPU_KERNELS_DEBUG=1 a step checks its result and raises `FloatingPointError` if it contains a NaN or an infinity
+and torch's result does not. The check waits for the device and copies the arguments.
 """
 
 import functools
@@ -32,7 +33,7 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 def falls_back(*ops: str) -> Callable[[Step], Step]:
-    """Guards a step that serves `ops`; its first argument is a tensor, its last the backend."""
+    """Decorates a step of `ops`. The first argument of the step is a tensor, the last one is the backend."""
 
     def decorate(step: Step) -> Step:
         @functools.wraps(step)
@@ -41,11 +42,11 @@ def falls_back(*ops: str) -> Callable[[Step], Step]:
             if backend == "torch":
                 return step(*args)
             given = args[:-1]
-            # In this order: that nothing has failed is known at once.
+            # Ask `has_failed` first, because it is the cheaper question.
             if backends.has_failed(ops[0], given[0].device) and not backends.is_strict(backend):
                 return step(*given, "torch")
             copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in given] if debug() else None
-            # The vendor's operators raise what PyTorch's own do, and write to nothing that they are given.
+            # The vendor's operators raise the same errors as PyTorch's, and do not write to their arguments.
             failure = RuntimeError if backend == "vendor" else KernelError
             try:
                 result = step(*args)
@@ -58,7 +59,7 @@ def falls_back(*ops: str) -> Callable[[Step], Step]:
                 backends.record_failure(ops, given[0].device, str(error))
                 return step(*given, "torch")
             if copies is not None:
-                # What a step returns, or, where it works in place, its first argument.
+                # A step that works in place returns None, and its result is its first argument.
                 ours = given[0] if result is None else result
                 if not _finite(ours):
                     expected = step(*copies, "torch")

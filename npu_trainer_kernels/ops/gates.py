@@ -1,4 +1,4 @@
-"""The gates of gated MLPs: y = cast(a(min(gate, limit))) (clamp(up, -limit, limit) + offset), the limits if there are.
+"""The gates of gated MLPs: y = cast(a(min(gate, limit))) (clamp(up, -limit, limit) + offset); limits are optional.
 
     silu         a = g s      s = 1 / (1 + exp(-alpha g))       a' = s + alpha a (1 - s)
     gelu         a = g s      s = (1 + erf(g / sqrt 2)) / 2     a' = s + g exp(-g^2 / 2) / sqrt(2 pi)
@@ -6,9 +6,8 @@
                               a' = s + 2 a (1 - s) z', z' = c (1 + 3 d g^2)
     relu2        a = s^2      s = max(g, 0)                     a' = 2 s
 
-with c = sqrt(2 / pi) and d = 0.044715. silu with alpha 1.702 is known as quick GELU; with limit 7 and offset 1, too, it
-is what GPT-OSS computes (https://huggingface.co/openai/gpt-oss-20b). Where a value lies beyond its limit its gradient
-is zero, as `torch.clamp` has it.
+with c = sqrt(2 / pi) and d = 0.044715. silu with alpha 1.702 is known as quick GELU. GPT-OSS computes it with limit 7
+and offset 1 (https://huggingface.co/openai/gpt-oss-20b). As in `torch.clamp`, a value beyond its limit has gradient 0.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ _CUBIC = 0.044715
 
 @dataclass(frozen=True)
 class Gate:
-    """The options of a gate, checked.
+    """The checked options of a gate.
 
     Attributes:
         activation: one of `ACTIVATIONS`.
         alpha: factor of the gate inside silu's sigmoid.
-        limit: of the gate from above, of up's amount; None: there is none.
-        offset: what is added to up.
-        joined: how gate and up lie in one tensor, one of `JOINED`; None: in two.
+        limit: upper bound of the gate, and bound of up's absolute value; None for no bound.
+        offset: the number that is added to up.
+        joined: the layout of gate and up in one tensor, one of `JOINED`; None if they are two tensors.
         flags: the constants of the kernels.
-        is_swiglu: y is silu(gate) * up.
+        is_swiglu: whether y is silu(gate) * up.
     """
 
     activation: str
@@ -55,7 +54,7 @@ class Gate:
     is_swiglu: bool = field(compare=False, repr=False)
 
     def parts(self, gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gate and up as two tensors, which are views where they are joined."""
+        """Returns gate and up as two tensors; they are views if one tensor contains both."""
         if self.joined is None:
             assert up is not None
             return gate, up
@@ -65,13 +64,13 @@ class Gate:
         return gate[..., ::2], gate[..., 1::2]
 
     def product(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """y, operation for operation as models compute it."""
+        """Computes y, operation for operation as models do."""
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
         return self.activate(gate) * (up + self.offset if self.offset else up)
 
     def activate(self, gate: torch.Tensor) -> torch.Tensor:
-        """a."""
+        """Computes a."""
         if self.activation == "silu":
             return torch.nn.functional.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
         if self.activation == "relu2":
@@ -79,7 +78,7 @@ class Gate:
         return torch.nn.functional.gelu(gate, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
     def gradients(self, gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(dgate, dup) in fp32, in plain PyTorch."""
+        """Computes (dgate, dup) in fp32, in plain PyTorch."""
         g, u, d = gate.float(), up.float(), dy.float()
         if self.limit is not None:
             g, u = g.clamp(max=self.limit), u.clamp(min=-self.limit, max=self.limit)
@@ -109,16 +108,16 @@ class Gate:
 
 
 def gate_options(activation: str, alpha: float, limit: float | None, offset: float, joined: str | None) -> Gate:
-    """The options of a call.
+    """Checks the options of a call and returns them as a `Gate`.
 
     Raises:
-        ValueError: an option that is not allowed, or alpha with another activation than silu.
+        ValueError: an option that is not allowed, or alpha with an activation other than silu.
     """
     key = activation, alpha, limit, offset, joined
     try:
         form = _known.get(key)
     except TypeError:
-        # What cannot be looked up is not allowed either: the check says which it is.
+        # An option that cannot be hashed is not allowed either; `_checked` names it in its error.
         form = None
     if form is None:
         form = _checked(*key)
@@ -141,7 +140,7 @@ def _checked(activation: str, alpha: float, limit: float | None, offset: float, 
         raise ValueError(f"limit must be None or a positive finite number; got {limit!r}")
     if not is_number(offset):
         raise ValueError(f"offset must be a finite number; got {offset!r}")
-    # One number of each kind whatever the caller wrote: a kernel is compiled once for 7 and 7.0.
+    # Convert to float, so that Triton compiles one kernel for 7 and 7.0.
     flags = {
         "ACTIVATION": activation,
         "ALPHA": float(alpha),
@@ -157,23 +156,23 @@ def _checked(activation: str, alpha: float, limit: float | None, offset: float, 
 # ---------------------------------------------------------------------------------------------------------------------
 # In kernels, all in fp32
 #
-# An NPU's time goes by vector instructions. Of bf16, per element, forward / backward, with 5 conversions each (of what
-# is read and written, and of a that is rounded) and one product / three (a u / dy a, dy u, dy u a'):
+# On an NPU the number of vector instructions decides the time. Instructions per bf16 element, forward / backward. Each
+# has 5 conversions (of inputs, outputs and the rounded a) and one product / three products (a u / dy a, dy u, dy u a'):
 #     silu        -g, exp, + 1, divide for a / g - a, + 1, divide for a'                                     10 / 15
 #     gelu_tanh   g^2, factor, - c, times g, exp, + 1, divide / the other side's sign, exp, + 1, divide;
 #                 z' (2) and its product, 1 / (1 + exp), sum                                                 13 / 24
 #     gelu        factor, erf (24), 1 + erf and its half, times g / exp(-g^2 / 2) (3), factor, times g, sum  34 / 42
 #     relu2       maximum, square / 2 s                                                                       8 / 11
 #     silu with alpha, limit, offset: 3 bounds, + offset more / times alpha and `within_limit` of both more  14 / 31
-# Backward that forms y, too, has 4 more. tests/ascend/test_gates.py holds them against the traced plan.
+# A backward that also computes y has 4 more. tests/ascend/test_gates.py compares these numbers with the traced plan.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @jit
 def bounded_gate(g, LIMIT: tl.constexpr):
-    """The gate that is activated; a LIMIT of 0 is none."""
+    """Returns the gate with its upper bound; a LIMIT of 0 is no bound."""
     if LIMIT > 0:
-        # By the rule that hands NaN on, as torch does: the other one takes 7 operations on an NPU.
+        # Propagate NaN, as torch does. The other rule takes 7 operations on an NPU.
         return tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     else:
         return g
@@ -181,7 +180,7 @@ def bounded_gate(g, LIMIT: tl.constexpr):
 
 @jit
 def bounded_up(u, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
-    """What the activated gate is multiplied by."""
+    """Returns the factor of the activated gate: up with its bounds, plus the offset."""
     if LIMIT > 0:
         u = tl.minimum(u, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         u = tl.maximum(u, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -192,11 +191,11 @@ def bounded_up(u, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
 
 @jit
 def within_limit(gradient, value, bounded, LIMIT: tl.constexpr, BOTH: tl.constexpr):
-    """The gradient where a value is its bounded one, else zero; BOTH: it is bounded from below, too.
+    """Returns the gradient where the value equals its bounded value, else zero. BOTH adds a lower bound.
 
-    For `tl.where` an NPU's scalar unit waits each time, and with it the next loads. There the gradient is multiplied by
-    1 or 0: 1e30 times the least that a value can be beyond its limit is far more than 1. So what is not finite is not
-    stopped there.
+    On an NPU each `tl.where` makes the scalar unit wait, and with it the next loads. There the kernel multiplies the
+    gradient by 1 or 0: 1e30 times the smallest possible distance from the limit is far larger than 1. A gradient that
+    is not finite therefore does not become zero there.
     """
     if ON_ASCEND:
         beyond = value - bounded
@@ -211,19 +210,19 @@ def within_limit(gradient, value, bounded, LIMIT: tl.constexpr, BOTH: tl.constex
 
 @jit
 def _sigmoid(negated):
-    """The sigmoid of -negated. A minus sign of its own would be two operations on an NPU."""
+    """Returns the sigmoid of -negated. A separate negation would be two operations on an NPU."""
     return 1.0 / (1.0 + tl.exp(negated))
 
 
 @jit
 def _negated_z(g):
-    """-2 z of gelu_tanh."""
+    """Returns -2 z of gelu_tanh."""
     return g * (-0.07135481627260025 * (g * g) - 1.5957691216057308)
 
 
 @jit
 def activated(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
-    """(a, s) of the module's docstring. On an NPU a product with s becomes a division by what s is one over."""
+    """Returns (a, s) of the module's docstring. On an NPU the product with s = 1 / t becomes a division by t."""
     if ACTIVATION == "relu2":
         s = tl.maximum(g, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return s * s, s
@@ -239,15 +238,15 @@ def activated(g, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
 
 @jit
 def slope(g, a, s, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
-    """a'. a (1 - s) is written s (g - a), which needs no 1 - s."""
+    """Returns a'. It computes a (1 - s) as s (g - a), which does not need 1 - s."""
     if ACTIVATION == "relu2":
         return 2.0 * s
     elif ACTIVATION == "gelu":
         return s + g * (0.3989422804014327 * tl.exp(-0.5 * g * g))
     elif ACTIVATION == "gelu_tanh":
-        # g - a has few digits left where s is close to 1, and z' is large there: 1 - s is formed from the other side.
+        # g - a loses digits where s is close to 1, and z' is large there. So compute 1 - s as the sigmoid of -2 z.
         negated = _negated_z(g)
-        # CUDA's compiler has the exponential at hand that s was formed of. Where it is infinite s is 0, and so is a.
+        # CUDA's compiler reuses the exponential that s was computed from. Where it is infinite, s and a are 0.
         rest = _sigmoid(-1.0 * negated) if ON_ASCEND else tl.minimum(tl.exp(negated), 1e38) * s
         return s + a * rest * (1.5957691216057308 + 0.21406444881780076 * (g * g))
     elif ALPHA == 1.0:

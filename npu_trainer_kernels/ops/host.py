@@ -1,6 +1,6 @@
-"""What ops do on the host before a launch, as cheap as can be: a small op's time is Python's.
+"""Host functions that ops call before a launch. They must be fast, because Python dominates the time of a small op.
 
-What has a counterpart in torch does the same, without what that costs where nothing is to be done.
+A function with a counterpart in torch does the same as that, but costs less if there is nothing to do.
 """
 
 import functools
@@ -24,13 +24,13 @@ __all__ = [
 
 
 def stands_on(ctx: Any, *inputs: torch.Tensor | None) -> None:
-    """Inputs that a backward depends on without saving them: for `once_differentiable`."""
+    """Registers inputs that backward depends on but forward does not save; `once_differentiable` reads them."""
     with torch.enable_grad():
         ctx.anchor = Anchor.apply(*inputs)
 
 
 class _ReadOnce:
-    """A backward's context whose saved tensors are read once: a checkpoint gives them no second time."""
+    """The context of a backward, with its saved tensors cached: a checkpoint unpacks them only once."""
 
     def __init__(self, ctx: Any) -> None:
         vars(self)["ctx"] = ctx
@@ -52,10 +52,10 @@ _REFUSED = (
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For a backward whose gradients raise, in whatever way they are differentiated once more. They stand where they
-    would stand if they could be differentiated: on the gradients that arrive, on what was saved and on what
-    `stands_on` names. torch's stands on nothing, so that `autograd.grad` of its gradients finds no way to the inputs,
-    and takes that for zero."""
+    """Decorates a backward whose gradients raise an error if they are differentiated again. In autograd's graph the
+    gradients depend on the incoming gradients, the saved tensors and the inputs of `stands_on`, as they would if they
+    were differentiable. With torch's `once_differentiable` they depend on nothing, so that `autograd.grad` of them
+    finds no path to the inputs and returns zero instead of an error."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -73,9 +73,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refused(outputs: tuple[torch.Tensor | None, ...], below: Iterable[Any]) -> tuple[torch.Tensor | None, ...]:
-    """Gradients that raise where they are differentiated, and stand in the graph on whatever of `below` is in it."""
+    """Returns `outputs` as tensors that raise an error if they are differentiated. In autograd's graph they depend on
+    the tensors of `below` that require a gradient."""
     below = [t for t in below if isinstance(t, torch.Tensor) and t.requires_grad]
-    # Leaves of their own beside that: what comes to stand on nothing would pass as a constant.
+    # Add new leaves as inputs: without any input that requires a gradient, autograd would treat the result as constant.
     leaves = [None if t is None else t.detach().requires_grad_() for t in outputs]
     given: Any = (*leaves, *below)
     made = torch._C._functions.DelayedError(_REFUSED, len(given))(*given)
@@ -83,29 +84,29 @@ def refused(outputs: tuple[torch.Tensor | None, ...], below: Iterable[Any]) -> t
 
 
 def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """`torch.promote_types`."""
+    """The same as `torch.promote_types`, but faster for equal dtypes."""
     return a if a is b else torch.promote_types(a, b)
 
 
 def in_dtype(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`t.to(dtype)`, which takes as long as an allocation also where it has nothing to do."""
+    """The same as `t.to(dtype)`, which takes as long as an allocation even if there is nothing to do."""
     return t if t.dtype is dtype else t.to(dtype)
 
 
 def contiguous_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An uninitialised tensor of t's shape (and dtype) without gaps. `torch.empty` reads a shape, a dtype and a device
-    from Python, which takes three times as long, and each argument of `torch.empty_like` a fourth as long again."""
+    """Returns an uninitialised contiguous tensor of t's shape. `torch.empty` would read a shape, a dtype and a device
+    from Python, which takes three times as long, and each argument of `torch.empty_like` a quarter longer."""
     if (dtype is None or dtype is t.dtype) and t.is_contiguous():
         return torch.empty_like(t)
     return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def autocasts(x: torch.Tensor) -> bool:
-    """Whether products with x run in autocast's dtype."""
+    """Whether matrix products with x run in autocast's dtype."""
     kind = x.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of the products with x: its own, or autocast's."""
+    """Returns the dtype of matrix products with x: x's dtype, or autocast's."""
     return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype

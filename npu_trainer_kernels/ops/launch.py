@@ -1,11 +1,10 @@
 """The one place where kernels are launched.
 
-Every op calls `launch(kernel, grid, args, constexprs)`. By default that is `kernel[grid](*args, **constexprs)`, or,
-where that has been launched before, the `CompiledKernel` that it returned: most of a launch's time in Python is
-Triton's search for it. For CPU tensors without Triton's interpreter it is the kernel's Ascend lowering (backend
-"ascend-lowering": no other backend launches that). A launcher installed with `use_launcher` can record the launches
-instead (the Ascend compile gate runs an op on `meta` tensors and compiles what it would have launched) or execute them
-another way.
+Every op calls `launch(kernel, grid, args, constexprs)`. By default it calls `kernel[grid](*args, **constexprs)` and
+caches the `CompiledKernel` that this returns, because most of the Python time of a launch is Triton's lookup of it. The
+next equal launch uses the cache. On CPU tensors without Triton's interpreter it executes the kernel's Ascend lowering
+(only backend "ascend-lowering" launches kernels there). A launcher installed with `use_launcher` replaces this: the
+Ascend compile gate, for example, runs an op on `meta` tensors, records its launches and compiles the kernels.
 """
 
 import contextlib
@@ -30,45 +29,45 @@ __all__ = [
 
 
 class KernelError(RuntimeError):
-    """A kernel could not be compiled for the device, or could not be launched; it has written nothing."""
+    """A kernel could not be compiled for the device or could not be launched. It has written nothing."""
 
 
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 
-# What executes kernels on CPU tensors without Triton's interpreter. Training knows nothing of the Ascend compiler's
-# tools: whoever wants them imports them, and they come here.
+# Executes kernels on CPU tensors without Triton's interpreter. Training does not import the Ascend compiler's tools;
+# importing `npu_trainer_kernels.ascend.launcher` registers this launcher.
 _on_host: Launcher | None = None
 
 
 def execute_on_host(launcher: Launcher) -> None:
-    """From now on launches on CPU tensors go to `launcher` where Triton's interpreter is not on."""
+    """Sends all further launches on CPU tensors to `launcher`, unless Triton's interpreter is on."""
     global _on_host
     _on_host = launcher
 
 
-# (kernel, what Triton compiled of it, its constants in the order of its parameters).
+# (kernel, the `CompiledKernel`, the kernel's constants in the order of its parameters).
 _Kept = tuple[Any, Any, tuple[Any, ...]]
-# By everything that Triton's own key may depend on but for settings of the process (TRITON_DEBUG, say): those of the
-# first launch count. Lengths are in it, though no kernel is compiled for them, since to tell them apart from the rest
-# would make every launch longer. Empty where nothing may be kept.
+# The cache of compiled kernels. Its key contains everything that Triton's key may depend on, except settings of the
+# process such as TRITON_DEBUG: the first launch decides these. The key contains lengths, although no kernel is compiled
+# for them, because separating them would make every launch slower. The cache is empty if the device forbids caching.
 _kept: dict[tuple[Any, ...], _Kept] = {}
-# The same by a key without them, which is looked up where a length is new: Triton's search takes longer, and
+# The same kernels by a key without lengths, for a launch with a new length. Triton's lookup takes longer, and
 # triton-ascend's waits for torch_npu's task queue.
 _of_any_length: dict[tuple[Any, ...], _Kept] = {}
-# Which arguments of a kernel are lengths.
+# The indices of a kernel's arguments that are lengths.
 _lengths: dict[Any, tuple[int, ...]] = {}
 _MOST_KEPT = 1 << 12
 _ASCEND = ON_ASCEND is not None and bool(ON_ASCEND.value)
-# More of them triton-ascend launches only where TRITON_ALL_BLOCKS_PARALLEL is set: it is asked.
+# triton-ascend launches larger grids only if TRITON_ALL_BLOCKS_PARALLEL is set, so they do not use the cache.
 _MOST_PROGRAMS = 65535
 
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
-    # Before anything else is asked: a small op's time is Python's, and much of it is spent here.
+    # Look into the cache first: Python dominates the time of a small op, and much of it is spent here.
     if _kept and _run_kept(kernel, grid, args, constexprs):
         return
-    # Every kernel's first argument is a tensor, and its arguments are on one device.
+    # The first argument of every kernel is a tensor, and all its tensors are on one device.
     where = args[0].device
     if not INTERPRETED and device.kind_of(where) == "cpu":
         if _on_host is None:
@@ -79,7 +78,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: 
     elif device.is_current(where):
         _run_by_triton(kernel, grid, args, constexprs)
     else:
-        # A model that is spread over several devices: Triton launches on the current one, wherever its arguments are.
+        # Triton launches on the current device, which differs from the tensors' one if a model spans several devices.
         with torch.get_device_module(where).device(where):
             if not (_kept and _run_kept(kernel, grid, args, constexprs)):
                 _run_by_triton(kernel, grid, args, constexprs)
@@ -95,7 +94,7 @@ def _run_by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], co
     if not (LAUNCHES_COMPILED and device.keeps_compiled(args[0].device)):
         return
     if isinstance(compiled, triton.compiler.CompiledKernel):
-        # triton-ascend 3.2 takes no constants.
+        # The launcher of triton-ascend 3.2 takes no constants.
         constants = () if _ASCEND else tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
         index = triton.runtime.driver.active.get_current_device()
         kept = kernel, compiled, constants
@@ -111,7 +110,7 @@ def _keep(where: dict[tuple[Any, ...], _Kept], key: tuple[Any, ...], kept: _Kept
 
 
 def _run_kept(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> bool:
-    """Whether the same has been launched before, and so is launched again without Triton's search for it."""
+    """Launches the kernel from the cache, without Triton's lookup. Returns False if the cache has no such kernel."""
     active = triton.runtime.driver.active
     index = active.get_current_device()
     key, addresses = _key(kernel, index, args, constexprs)
@@ -129,11 +128,11 @@ def _run_kept(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constex
         if _is_watched():
             compiled[x, y, z](*args, *constants)
         elif _ASCEND:
-            # triton-ascend's launcher asks what it is given for its shape while CANN's profiler is on: no addresses.
+            # triton-ascend's launcher reads the shapes of tensors while CANN's profiler is on, so pass no addresses.
             compiled.run(x, y, z, device.npu_stream()(index), compiled.function, compiled.packed_metadata,
                          None, None, None, *args)  # fmt: skip
         else:
-            # As the first, without a record for hooks and, for each tensor, a question to the driver.
+            # Like the first call, but without a record for hooks and without a driver query for each tensor.
             compiled.run(x, y, z, active.get_current_stream(index), compiled.function, compiled.packed_metadata,
                          None, None, None, *addresses, *constants)  # fmt: skip
     except Exception as error:
@@ -144,24 +143,24 @@ def _run_kept(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constex
 
 
 def _is_watched() -> bool:
-    """Whether somebody, Triton's profiler for one, is told of launches."""
+    """Whether a launch hook is installed, for example by Triton's profiler."""
     # triton-ascend 3.2 is older than Triton's knobs.
     runtime = triton.compiler.CompiledKernel if _ASCEND else triton.knobs.runtime
-    # From Triton 3.5 on there is always a chain of hooks; before, a hook or None.
+    # Since Triton 3.5 this is always a chain of hooks; before, it was a hook or None.
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _says_enough(error: Exception) -> bool:
-    """Whether what a launch has raised goes to callers as it is."""
+    """Whether an error of a launch reaches the caller unchanged."""
     return isinstance(error, torch.OutOfMemoryError) or device.is_of_an_earlier_call(error)
 
 
 def _named(
     error: Exception, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]
 ) -> RuntimeError:
-    """Compilers and drivers raise types of their own, and many: they become one that callers can name. Memory that has
-    run out is no fault of the kernel's; Triton has no type for it, and who makes do with less knows PyTorch's."""
+    """Converts the many error types of compilers and drivers to `KernelError`. An out-of-memory error is not the
+    kernel's fault and becomes PyTorch's type, which callers catch to retry with a smaller batch; Triton has none."""
     kind = torch.OutOfMemoryError if device.is_out_of_memory(error) else KernelError
     return kind(_describe(kernel, grid, args, constexprs, error))
 
@@ -172,8 +171,8 @@ _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 def _key(
     kernel: Any, index: int, args: tuple[Any, ...], constexprs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], list[Any]]:
-    """Of every argument at least what Triton compiles for, beside the current device and that of the tensors; and the
-    arguments with addresses in the place of tensors."""
+    """Returns the key of a launch, and its arguments with addresses in place of tensors. The key contains the current
+    device, the tensors' device and, for each argument, at least the properties that Triton specialises on."""
     key: list[Any] = [id(kernel), index, args[0].get_device()]
     addresses: list[Any] = []
     add, give = key.append, addresses.append
@@ -194,8 +193,8 @@ def _key(
 def _key_of_any_length(
     kernel: Any, index: int, args: tuple[Any, ...], constexprs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], ...]:
-    """As `_key`, with no more of each length than Triton compiles for: how wide it is."""
-    # Of other integers it also asks whether they are 1, or multiples of 16.
+    """Like `_key`, but with only the bit width of each length, which is all that Triton specialises on."""
+    # For other integers Triton also distinguishes 1 and multiples of 16.
     lengths = [
         (i, -(1 << 31) <= args[i] < 1 << 31, args[i] < 1 << 63)
         for i in _lengths.get(kernel, ())
@@ -221,17 +220,18 @@ _launcher: contextvars.ContextVar[Launcher] = contextvars.ContextVar("npu_kernel
 
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
     """Launches `kernel` over `grid` (a tuple of at least one positive int) with positional arguments and constexprs.
-    These come as a tuple and a dict: as arguments of this function they would take Python several times as long."""
+    They are a tuple and a dict, because Python would need several times as long to pass them as `*args, **kwargs`."""
     _launcher.get()(kernel, grid, args, constexprs)
 
 
 def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> Any:
-    """Compiles what `launch` would launch on the current device, into Triton's cache. Dtypes stand for tensors.
+    """Compiles the kernel that `launch` would launch on the current device, into Triton's cache. In `args` a dtype may
+    replace a tensor.
 
     Returns Triton's `CompiledKernel`.
 
     Raises:
-        KernelError: it cannot be compiled.
+        KernelError: the kernel cannot be compiled.
     """
     try:
         return kernel.warmup(*args, grid=grid, **constexprs)
@@ -240,11 +240,10 @@ def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], cons
 
 
 def build_launcher(compiled: Any) -> None:
-    """Builds what launches a `CompiledKernel`, into Triton's cache, where its first launch finds it. The device is not
-    asked for anything.
+    """Builds the launcher of a `CompiledKernel` into Triton's cache, for its first launch. It does not use the device.
 
     Raises:
-        KernelError: it cannot be built.
+        KernelError: the launcher cannot be built.
     """
     try:
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
@@ -255,7 +254,7 @@ def build_launcher(compiled: Any) -> None:
 
 @contextlib.contextmanager
 def use_launcher(launcher: Launcher) -> Iterator[None]:
-    """Inside the `with` block, on this thread, launches go to `launcher(kernel, grid, args, constexprs)`."""
+    """Sends launches inside the `with` block, on this thread, to `launcher(kernel, grid, args, constexprs)`."""
     token = _launcher.set(launcher)
     try:
         yield

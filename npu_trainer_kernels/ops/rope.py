@@ -1,18 +1,18 @@
-"""Rotary position embedding of queries and keys (arXiv:2104.09864) in the forms of transformers' models.
+"""Rotary position embedding of queries and keys (arXiv:2104.09864), in the variants of transformers' models.
 
-With x1 and x2 the members of the pairs that are rotated together, and c1, s1 and c2, s2 the cosines and sines of each,
+Let (x1, x2) be a pair of elements that are rotated together, and c1, s1 and c2, s2 their cosines and sines:
 
     y1 = x1 c1 - x2 s1         dx1 = dy1 c1 + dy2 s2
     y2 = x2 c2 + x1 s2         dx2 = dy2 c2 - dy1 s1
 
-so backward is the same kernel with s1 and s2 exchanged and negated. fp32 between loads and stores. Nothing is saved but
-cos and sin. Forms differ in which elements of a head are pairs, and in how much of a head is rotated:
+Backward is the same kernel with s1 and s2 exchanged and negated. The kernels compute in fp32. Forward saves only cos
+and sin. The variants differ in which elements of a head form a pair, and in how much of a head is rotated:
 
     pairs        halves: (i, i + R/2) of the first R elements       interleaved: (2i, 2i + 1)
-                 regrouped: interleaved where they are read, halves where they are written
-    tables       each: one number for each of R elements, as they lie in the head       pair: R/2 numbers, one a pair
-                 first_half: R numbers, of which the first half are one a pair
-    R            what the tables say; the other elements of a head pass through
+                 regrouped: interleaved in the input, halves in the output
+    tables       each: R numbers, one per element, in the order of the head       pair: R/2 numbers, one per pair
+                 first_half: R numbers, of which the first half are one per pair
+    R            the number of rotated elements, from the tables' width; the other elements of a head are copied
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ CASTINGS = ("promote", "back", "fp32")
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The options of a rotation, checked; outside of graphs the same object for the same options.
+    """The checked options of a rotation. Outside of compiled graphs, equal options give the same object.
 
     Attributes:
         pairs: one of `PAIRS`.
         tables: one of `TABLES`.
         casting: one of `CASTINGS`.
-        heads: the dimension of q and k that counts heads, 1 or 2; tokens are in the other one.
-        flags: the constants of the kernels, forward and backward.
+        heads: the dimension of q and k that counts heads, 1 or 2; the other one counts tokens.
+        flags: the constants of the kernels, for forward and for backward.
     """
 
     pairs: str
@@ -58,23 +58,23 @@ class Rotation:
     flags: tuple[dict[str, int], dict[str, int]] = field(repr=False)
 
     def rotated_size(self, width: int) -> int:
-        """R of tables of so many columns."""
+        """Returns R for tables with `width` columns."""
         return 2 * width if self.tables == "pair" else width
 
     def out_dtype(self, x: torch.dtype, table: torch.dtype) -> torch.dtype:
-        """What rotated x is returned in."""
+        """Returns the dtype of rotated x."""
         return promoted(x, table) if self.casting == "promote" else x
 
     def strides(self, of: tuple[int, ...]) -> tuple[int, int, int]:
-        """From sequence to sequence, head to head, token to token, of a tensor with these strides."""
+        """Returns the strides between sequences, heads and tokens of a tensor with strides `of`."""
         return of[:3] if self.heads == 1 else (of[0], of[2], of[1])  # type: ignore[return-value]
 
     def sizes(self, of: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Sequences, heads, tokens, elements of a head, of a tensor of this shape."""
+        """Returns the numbers of sequences, heads, tokens and elements of a head of a tensor with shape `of`."""
         return of if self.heads == 1 else (of[0], of[2], of[1], of[3])  # type: ignore[return-value]
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotated x in plain PyTorch, with the bits of the models' own functions."""
+        """Rotates x in plain PyTorch, bit for bit as the models' functions do."""
         y = _turned(x.float() if self.casting == "fp32" else x, cos, sin, self, False)
         return y if self.casting == "promote" else y.to(x.dtype)
 
@@ -91,7 +91,7 @@ def _of_pairs(first: torch.Tensor, second: torch.Tensor, by_turns: bool) -> torc
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Rotation, inverse: bool) -> torch.Tensor:
-    """x rotated, or its gradient of a gradient x, in the promoted dtype."""
+    """Rotates x, or with `inverse` a gradient of rotated values, in the promoted dtype."""
     cos, sin = cos.unsqueeze(form.heads), sin.unsqueeze(form.heads)
     size, by_turns, regroups = form.rotated_size(cos.shape[-1]), form.pairs == "interleaved", form.pairs == "regrouped"
     if form.tables != "each":
@@ -122,18 +122,18 @@ def rope_reference(
     casting: str = "promote",
     heads: int = 1,
 ) -> tuple[torch.Tensor, _Key]:
-    """The op in plain PyTorch."""
+    """Computes the op in plain PyTorch."""
     form = rotation(pairs, tables, casting, heads)
     return form.rotate(q, cos, sin), cast(_Key, None if k is None else form.rotate(k, cos, sin))
 
 
 def rotation(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
-    """What `rope` is to do, by its options, which are checked."""
+    """Checks the options of `rope` and returns them as a `Rotation`."""
     key = pairs, tables, casting, heads
     try:
         form = _known.get(key)
     except TypeError:
-        # What cannot be looked up is not allowed either: the check says which it is.
+        # An option that cannot be hashed is not allowed either; `_checked` names it in its error.
         form = None
     if form is None:
         form = _checked(*key)
@@ -162,8 +162,8 @@ def _checked(pairs: str, tables: str, casting: str, heads: int) -> Rotation:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels. BY_TURNS: pairs are (2i, 2i + 1), else (i, i + HALF). TABLE: 0, a number for each element, in halves; 1, the
-# same, by turns; 2, a number for each pair. REST: elements of a head behind 2 HALF, which pass through.
+# Kernels. BY_TURNS: pairs are (2i, 2i + 1), else (i, i + HALF). TABLE: 0 has one number per element, in halves; 1 the
+# same, interleaved; 2 one number per pair. REST: the number of elements of a head after 2 HALF, which are copied.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -174,29 +174,29 @@ def _mask(left, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @jit
 def _columns(pointer, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Pointers `[ROWS, COLS]` to columns of successive tokens."""
+    """Returns pointers `[ROWS, COLS]` to columns of successive tokens."""
     return pointer + tl.arange(0, ROWS)[:, None] * row_stride + tl.arange(0, COLS)[None, :]
 
 
 @jit
 def _split(both, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The members of the pairs of a tile `[ROWS, 2 COLS]` that holds them by turns, in fp32."""
+    """Splits a tile `[ROWS, 2 COLS]` of interleaved pairs into both members, in fp32."""
     x1, x2 = tl.split(tl.reshape(both, (ROWS, COLS, 2)))
     return x1.to(tl.float32), x2.to(tl.float32)
 
 
 @jit
 def _joined(y1, y2, dtype: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The other way round, in the dtype that is stored: half the room on chip."""
+    """Joins both members into an interleaved tile, in the dtype of the output, which takes less space on the chip."""
     return tl.reshape(tl.join(y1.to(dtype), y2.to(dtype)), (ROWS, 2 * COLS))
 
 
 @jit
 def _load_pairs(x, row_stride, mask, left, BY_TURNS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
                 COLS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Both members of the pairs of successive tokens, in fp32."""
+    """Loads both members of the pairs of successive tokens, in fp32."""
     if BY_TURNS:
-        # One wide access, taken apart on chip.
+        # Load once with a wide access and split on the chip.
         at = _columns(x, row_stride, ROWS, 2 * COLS)
         return _split(load(at, _mask(left, 2 * HALF, ROWS, 2 * COLS), MASKED), ROWS, COLS)
     else:
@@ -208,7 +208,7 @@ def _load_pairs(x, row_stride, mask, left, BY_TURNS: tl.constexpr, HALF: tl.cons
 @jit
 def _load_table(table, row_stride, mask, left, TABLE: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
                 COLS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """The numbers of both members."""
+    """Loads the cosines or sines of both members."""
     if TABLE == 2:
         one = load_fp32(_columns(table, row_stride, ROWS, COLS), mask, MASKED)
         return one, one
@@ -218,7 +218,7 @@ def _load_table(table, row_stride, mask, left, TABLE: tl.constexpr, HALF: tl.con
 
 @jit
 def _rotated_pairs(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
-    """Both members of the pairs, rotated in fp32."""
+    """Rotates both members of the pairs in fp32."""
     if INVERSE:
         y1 = x1 * c1 + x2 * s2
         y2 = x2 * c2 - x1 * s1
@@ -234,7 +234,7 @@ def _rotate_tile(x, y, cos, sin, batch, token, n_tokens, n_heads, x_batch, x_hea
                  Y_BY_TURNS: tl.constexpr, TABLE: tl.constexpr, TAIL: tl.constexpr, HALF: tl.constexpr,
                  REST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
                  REST_COLS: tl.constexpr):  # fmt: skip
-    """All heads of the tokens at `token`; cos and sin are read once for them."""
+    """Rotates all heads of the tokens at `token`, which share one read of cos and sin."""
     MASKED: tl.constexpr = TAIL or COLS != HALF
     left = n_tokens - token
     mask = _mask(left, HALF, ROWS, COLS)
@@ -265,9 +265,9 @@ def _rotate_tile(x, y, cos, sin, batch, token, n_tokens, n_heads, x_batch, x_hea
 
 @jit(lengths=("n_batches", "n_tokens"))
 def _rotate_kernel(
-    x,  # [n_batches, n_heads, n_tokens, 2 HALF + REST] by strides, the last one 1; so is y
+    x,  # [n_batches, n_heads, n_tokens, 2 HALF + REST] by strides, of which the last one is 1; likewise y
     y,
-    cos,  # [n_batches, n_tokens, as TABLE says] by strides; so is sin
+    cos,  # [n_batches, n_tokens, width that TABLE implies] by strides; likewise sin
     sin,
     n_batches,
     n_tokens,
@@ -299,7 +299,7 @@ def _rotate_kernel(
                      y_batch, y_head, y_token, cos_batch, cos_token, sin_batch, sin_token, INVERSE, X_BY_TURNS,
                      Y_BY_TURNS, TABLE, False, HALF, REST, ROWS, COLS, REST_COLS)  # fmt: skip
     if whole * ROWS < n_tokens:
-        # The tokens of each sequence that fill no tile; from the last program on, which has the fewest whole tiles.
+        # The tokens of each sequence that do not fill a tile. Start with the last program, which has the fewest tiles.
         for batch in range(tl.num_programs(0) - 1 - tl.program_id(0), n_batches, tl.num_programs(0)):
             _rotate_tile(x, y, cos, sin, batch, whole * ROWS, n_tokens, n_heads, x_batch, x_head, x_token, y_batch,
                          y_head, y_token, cos_batch, cos_token, sin_batch, sin_token, INVERSE, X_BY_TURNS, Y_BY_TURNS,
@@ -309,8 +309,8 @@ def _rotate_kernel(
 @jit
 def _head_group(q, k, q_head, k_head, INDEX: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
                 WIDTH: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Pointers `[GROUP, COLS]` to the first columns of a token's heads in group INDEX, q's groups before k's, and a
-    mask of the WIDTH that there are, which compiles to nothing where all are."""
+    """Returns pointers `[GROUP, COLS]` to the first columns of a token's heads in group INDEX (q's groups precede k's),
+    and the mask of the heads and of the WIDTH columns that exist. A mask that is always true compiles to nothing."""
     Q_GROUPS: tl.constexpr = (Q_HEADS + GROUP - 1) // GROUP
     cols = tl.arange(0, COLS)[None, :]
     if INDEX < Q_GROUPS:
@@ -323,8 +323,8 @@ def _head_group(q, k, q_head, k_head, INDEX: tl.constexpr, Q_HEADS: tl.constexpr
 
 @jit
 def _load_group_table(table, TABLE: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr):
-    """The numbers of both members of the pairs of a token, for a group of heads. As wide as the group: each thread
-    reads what it needs, 16 bytes at a time. As one row they would be read 2 bytes at a time and pass through shared
+    """Loads the cosines or sines of a token for a group of heads. The tile has a row for each head, so that each thread
+    reads its own elements, 16 bytes at a time. A single row would be read 2 bytes at a time and pass through shared
     memory."""
     if TABLE == 1:
         wide = tl.broadcast_to(tl.arange(0, 2 * COLS)[None, :], (GROUP, 2 * COLS))
@@ -339,12 +339,11 @@ def _load_group_table(table, TABLE: tl.constexpr, HALF: tl.constexpr, GROUP: tl.
 
 @jit
 def _rotate_pair_kernel(
-    q,  # [n_batches, Q_HEADS, n_tokens, 2 HALF + REST] by strides, the last one 1; so are k, yq and yk, which are
-    # written
-    k,
-    yq,
-    yk,
-    cos,  # [n_batches, n_tokens, as TABLE says] by strides; so is sin
+    q,  # [n_batches, Q_HEADS, n_tokens, 2 HALF + REST] by strides, of which the last one is 1
+    k,  # likewise, with K_HEADS
+    yq,  # written; q's shape
+    yk,  # written; k's shape
+    cos,  # [n_batches, n_tokens, width that TABLE implies] by strides; likewise sin
     sin,
     q_batch,
     q_head,
@@ -374,12 +373,12 @@ def _rotate_pair_kernel(
     COLS: tl.constexpr,
     REST_COLS: tl.constexpr,
     AHEAD: tl.constexpr,
-    PACKED: tl.constexpr,  # the four have strides of 2 HALF + REST between heads
+    PACKED: tl.constexpr,  # q, k, yq and yk have stride 2 HALF + REST between heads
 ):
-    # A program rotates one token of q and k, GROUP heads at a time; AHEAD groups are read before the first is written.
+    # A program rotates one token of q and k, GROUP heads at a time. It reads AHEAD groups before it writes the first.
     GROUPS: tl.constexpr = (Q_HEADS + GROUP - 1) // GROUP + (K_HEADS + GROUP - 1) // GROUP
     if PACKED:
-        # A model's heads lie one after another. With the constant their addresses are, too, and loads leave earlier.
+        # In most models the heads of a token are contiguous. With constant strides the compiler issues loads earlier.
         q_head = 2 * HALF + REST
         k_head = 2 * HALF + REST
         yq_head = 2 * HALF + REST
@@ -399,7 +398,7 @@ def _rotate_pair_kernel(
             c1, c2 = _load_group_table(cos, TABLE, HALF, GROUP, COLS)
             s1, s2 = _load_group_table(sin, TABLE, HALF, GROUP, COLS)
         if i < GROUPS:
-            # They wait in registers as they are in memory: bf16 takes half as many as fp32.
+            # Hold the loaded groups in registers in their dtype: bf16 needs half as many as fp32.
             if X_BY_TURNS:
                 x, mask = _head_group(q, k, q_head, k_head, i, Q_HEADS, K_HEADS, 2 * HALF, GROUP, 2 * COLS)
                 groups += ((tl.load(x, mask=mask),),)
@@ -438,16 +437,16 @@ def _with_unit_stride(t: torch.Tensor) -> torch.Tensor:
 
 
 def _like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for t rotated, in the order of t's dimensions."""
+    """Allocates the output for t, with t's order of dimensions in memory."""
     return torch.empty_like(t) if t.dtype is dtype else torch.empty_like(t, dtype=dtype)
 
 
 def _table_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """From sequence to sequence, which may share one table, and from token to token."""
+    """Returns the strides between sequences (0 if they share one table) and between tokens."""
     return strides[0] if shape[0] > 1 else 0, strides[1]
 
 
-# What CUDA takes in a grid's second dimension.
+# The maximum of a CUDA grid's second dimension.
 _MOST_BATCHES = (1 << 16) - 1
 
 
@@ -457,9 +456,8 @@ def _pair_plan(
     k_strides: tuple[int, ...], cos_strides: tuple[int, ...], sin_strides: tuple[int, ...], form: Rotation,
     inverse: bool, tile: tiling.HeadsTile,
 ) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """How q and k of these shapes and strides are rotated in one launch: its grid, strides of q and k, strides of the
-    tables, and constants for results whose heads do not lie one after another, and for those whose do. All layers of a
-    model ask the same."""
+    """Returns the launch that rotates q and k of these shapes and strides: its grid, the strides of q and k and of the
+    tables, and the constants for outputs with and without gaps between heads. All layers of a model share it."""
     n_batches, q_heads, n_tokens, size = form.sizes(q)
     k_heads = k[form.heads]
     half = form.rotated_size(cos[-1]) // 2
@@ -479,7 +477,7 @@ def _rotate_pair(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype],
     form: Rotation, inverse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """q and k rotated, each in its dtype of `dtypes`; in one launch where that pays."""
+    """Rotates q and k into the two dtypes of `dtypes`, in one launch if that is faster."""
     shape, k_shape, of_table, heads = q.shape, k.shape, cos.shape, form.heads
     half = form.rotated_size(of_table[2]) // 2
     tile = tiling.rope_pair_tile(shape[heads], k_shape[heads], half, device.spec(q.device))
@@ -501,7 +499,7 @@ def _rotate_pair(
 def _rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, form: Rotation, inverse: bool
 ) -> torch.Tensor:
-    """x rotated, in `dtype`; keeps the order of x's dimensions in memory, as elementwise operations do."""
+    """Rotates x into `dtype`. The result has x's order of dimensions in memory, as with elementwise operations."""
     x = _with_unit_stride(x)
     y = _like(x, dtype)
     if not x.numel():
@@ -543,10 +541,10 @@ def _backward(
     cos: torch.Tensor, sin: torch.Tensor, dq: torch.Tensor | None, dk: torch.Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype | None], form: Rotation, backend: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Gradients in `dtypes` of the two that are given."""
+    """Returns the gradients of q and k in `dtypes`; None where dq or dk is None."""
     given = list(zip((dq, dk), dtypes, strict=True))
     if backend == "torch":
-        # Of a gradient in 16 bits as of what a model's own code rounds up first.
+        # With casting "fp32" models convert x to fp32 first, so convert the gradient likewise.
         wide = form.casting == "fp32"
         q, k = (
             None if d is None else _turned(d.float() if wide else d, cos, sin, form, True).to(dtype)
@@ -608,32 +606,31 @@ def rope(
     heads: int = 1,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, _Key]:
-    """Rotates queries and keys by position; formulas in the module's docstring.
+    """Rotates queries and keys by position. The module's docstring has the formulas.
 
     Args:
         q: `[B, Hq, T, D]`, fp32, bf16 or fp16; any strides.
         k: `[B, Hkv, T, D]`, or None.
-        cos: `[B or 1, T, R]`, or R / 2 with `tables="pair"`; R is even and at most D, and the elements of a head behind
-            the first R pass through. It must not require a gradient.
+        cos: `[B or 1, T, R]`, or R / 2 with `tables="pair"`; R is even and at most D. The elements of a head after the
+            first R are copied. It must not require a gradient.
         sin: likewise.
-        pairs: which elements are rotated together: `"halves"`, `"interleaved"`, or `"regrouped"`, interleaved where
-            they are read and halves in what is returned.
-        tables: what the tables hold: `"each"`, a number for each element; `"pair"`, one for each pair; `"first_half"`,
-            the same in the first half of R columns, of which the second is not read.
-        casting: where the models round: `"promote"`, in the promoted dtype of q (or k) and the tables, which is what is
-            returned; `"back"`, the same, and q's own dtype is returned; `"fp32"`, in fp32, and likewise. The kernel
-            computes in fp32 in any case.
+        pairs: which elements are rotated together: `"halves"`, `"interleaved"`, or `"regrouped"`, which reads
+            interleaved pairs and returns halves.
+        tables: the layout of the tables: `"each"`, one number per element; `"pair"`, one per pair; `"first_half"`, one
+            per pair in the first half of R columns, of which the second half is not read.
+        casting: the models' dtypes. `"promote"` computes in the promoted dtype of q (or k) and the tables and returns
+            it; `"back"` computes likewise and returns q's dtype; `"fp32"` computes in fp32 and returns q's dtype. The
+            kernel always computes in fp32.
         heads: the dimension of q and k that counts heads: 1, or 2 for `[B, T, H, D]`.
         backend: overrides the choice of `backends.choose`.
 
     Returns:
-        q and k rotated; None for a k of None.
+        Rotated q and k; None for k if it was None.
 
     Raises:
         TypeError: a dtype that is not allowed.
         ValueError: shapes that do not match, an R that is odd or larger than D, tables that require a gradient, an
-            option that is not allowed, an unknown backend, a call that backend `"vendor"` was asked to serve by name
-            and does not cover.
+            option that is not allowed, an unknown backend, a call that does not suit `backend="vendor"`.
     """
     form = rotation(pairs, tables, casting, heads)
     check_float("q", q)
@@ -662,8 +659,8 @@ def rope(
 
 
 def unserved(q: torch.Tensor, cos: torch.Tensor, form: Rotation, backend: str | None) -> str | None:
-    """Why the kernel is not given heads like these on their device unless it is asked for by name; None: it is, or
-    `torch.compile` traces the call, where there are no kernels."""
+    """Returns why the kernel does not rotate these heads on their device unless a user asks for it by name; None if it
+    does, or if `torch.compile` traces the call, which uses no kernels."""
     if torch.compiler.is_compiling():
         return None
     spec = device.spec(q.device)
@@ -677,7 +674,7 @@ def unserved(q: torch.Tensor, cos: torch.Tensor, form: Rotation, backend: str | 
 def rope_of_checked(
     q: torch.Tensor, k: _Key, cos: torch.Tensor, sin: torch.Tensor, form: Rotation, backend: str | None
 ) -> tuple[torch.Tensor, _Key]:
-    """`rope` of tensors whose dtypes and shapes have been checked, and which `unserved` has been asked of."""
+    """`rope` without its checks: the caller has checked dtypes and shapes and has called `unserved`."""
     where = q.device
     if cos.device != where or sin.device != where or (k is not None and k.device != where):
         check_same_device(q=q, k=k, cos=cos, sin=sin)

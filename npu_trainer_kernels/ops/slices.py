@@ -1,16 +1,16 @@
-"""A function of rows over slices of them, so that what it needs in between is that of one slice.
+"""Applies a function of rows to slices of the rows, so that its intermediate tensors exist for one slice at a time.
 
-    forward    y[s] = f(x[s]) slice by slice, without gradients; saved for backward: x
-    backward   for each slice f(x[s]) again, then dx[s] and the slice's share of each parameter's gradient
+    forward    y[s] = f(x[s]) slice by slice, without gradients; saves x
+    backward   computes f(x[s]) of each slice again, then dx[s] and the slice's part of each parameter's gradient
 
-`f` may be any code that treats rows one by one: modules with adapters and hooks, autocast, dropout. The shares of a
-parameter's gradient are summed in fp32 and rounded once, and autograd is handed the sum alone: whatever waits for
-gradients (DDP, FSDP2) sees each of them once.
+`f` may be any code that treats each row separately: modules with adapters and hooks, autocast, dropout. Backward sums
+the parts of a parameter's gradient in fp32, rounds the sum once and returns only the sum to autograd, so DDP and FSDP2
+receive each gradient once.
 
-**Inside of a checkpoint.** x is saved before anything is computed, and the result is written afterwards into what
-`_InSlices` has returned. `torch.utils.checkpoint` (`use_reentrant=False`) ends its recomputation with the last tensor
-that the layer saves; in a layer that ends with an MLP and a residual add that is x. So `f` runs twice there, as it does
-under a checkpoint without slices, and not a third time for a result that nobody reads.
+**Inside a checkpoint.** Forward saves x before it computes anything, and afterwards writes the result into the tensor
+that `_InSlices` has returned. `torch.utils.checkpoint` (`use_reentrant=False`) stops its recomputation at the last
+tensor that the layer saves, which is x in a layer that ends with an MLP and a residual add. So `f` runs twice there, as
+under a checkpoint without slices, and not a third time for a result that nothing reads.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Parameters = Callable[[], Sequence[torch.Tensor]]
 
 @dataclass
 class _Work:
-    """One call.
+    """The state of one call.
 
     Attributes:
-        function: of `[n, H]`, the rows of a slice.
-        parameters: asks for those that it reads and that are trained.
-        tokens: the most rows of a slice.
-        draws: it may draw random numbers, which backward then has to draw again.
+        function: a function of the rows `[n, H]` of a slice.
+        parameters: returns the trained parameters that `function` reads.
+        tokens: the maximum number of rows of a slice.
+        draws: whether `function` may draw random numbers, which backward then draws again.
         numbers: the states of the generators before the first slice.
-        autocast: dtype of the products where autocast is on.
+        autocast: autocast's dtype in forward; None if autocast was off.
     """
 
     function: Rows
@@ -52,20 +52,20 @@ class _Work:
     autocast: torch.dtype | None = None
 
     def slices(self, rows: int) -> Iterator[slice]:
-        """As few as can be, all of about one length."""
+        """Returns as few slices as possible, of nearly equal length."""
         step = -(-rows // max(1, -(-rows // self.tokens)))
         return (slice(i, min(i + step, rows)) for i in range(0, rows, max(1, step)))
 
     def context(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Autocast as it was in forward, without its cache: torch 2.7 would hand a weight that is cast here without
-        gradients to whoever needs its gradient under the same autocast."""
+        """Restores forward's autocast, without its cache: torch 2.7 would return a weight that was cast here without
+        gradients to other code that needs its gradient under the same autocast."""
         if x.device.type == "meta":
             return contextlib.nullcontext()
         return torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None,
                               cache_enabled=False)  # fmt: skip
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> bool:
-        """The results of all slices into `out`; False, where they have another dtype."""
+        """Writes the results of all slices to `out`. Returns False if they have another dtype."""
         if self.draws:
             self.numbers = (torch.get_rng_state(), *get_device_states(x))
         self.autocast = compute_dtype(x) if autocasts(x) else None
@@ -80,7 +80,7 @@ class _Work:
 
     @contextlib.contextmanager
     def again(self, x: torch.Tensor) -> Iterator[None]:
-        """As it was in forward; the generators are put back."""
+        """Restores autocast and the random generators as they were in forward."""
         with contextlib.ExitStack() as stack:
             if self.numbers is not None:
                 host, devices, states = self.numbers
@@ -131,8 +131,8 @@ class _InSlices(torch.autograd.Function):
 
 
 def _added(total: torch.Tensor | None, share: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum in fp32: rounding it after every slice would add an error with every slice. It has memory of its own:
-    autograd may hand out one tensor as the gradient of two parameters."""
+    """Adds in fp32, because rounding the sum after every slice would accumulate errors. The sum is a copy, because
+    autograd may return one tensor as the gradient of two parameters."""
     if share is None:
         return total
     return share.to(promoted(share.dtype, torch.float32), copy=True) if total is None else total.add_(share)
@@ -141,19 +141,19 @@ def _added(total: torch.Tensor | None, share: torch.Tensor | None) -> torch.Tens
 def in_slices(
     function: Rows, x: torch.Tensor, parameters: Parameters, *, tokens: int, width: int, draws: bool
 ) -> torch.Tensor | None:
-    """`function(x)` over slices of at most `tokens` rows of x.
+    """Computes `function(x)` over slices of at most `tokens` rows of x.
 
     Args:
-        function: of the rows `[n, H]` of a slice, each of which it treats by itself. It runs again in backward, with
-            the parameters that are there then.
+        function: a function of the rows `[n, H]` of a slice; it must treat each row separately. It runs again in
+            backward, with the parameters of that time.
         x: `[..., H]`.
-        parameters: asks for all that `function` reads and that require a gradient, in forward and again in backward.
-        tokens: the most rows of a slice.
-        width: of the result's rows.
-        draws: `function` may draw random numbers. Backward draws the same; other ones than without slices.
+        parameters: returns the trained parameters that `function` reads; called in forward and again in backward.
+        tokens: the maximum number of rows of a slice.
+        width: the number of columns of the result.
+        draws: whether `function` may draw random numbers, which differ from those of a call without slices.
 
     Returns:
-        `[..., width]`; None where what `function` returns has neither x's dtype nor autocast's.
+        `[..., width]`; None if the result of `function` has neither x's dtype nor autocast's.
     """
     work = _Work(function, parameters, tokens, draws)
     out = _InSlices.apply(x, width, work, *parameters())

@@ -1,18 +1,18 @@
-"""The gated half of an MLP: a(gate) * up, the activation of every Llama, Qwen, Gemma, GLM and Phi layer
-(arXiv:2002.05202), SwiGLU by default.
+"""The gate of an MLP, a(gate) * up: the activation of every Llama, Qwen, Gemma, GLM and Phi layer (arXiv:2002.05202),
+SwiGLU by default.
 
-    y = cast(a(gate)) up        dgate = dy up a'(gate)        dup = dy a(gate)        as `act_fn(gate) * up` rounds
+    y = cast(a(gate)) up        dgate = dy up a'(gate)        dup = dy a(gate)        rounded as `act_fn(gate) * up` is
 
-All in fp32 between loads and stores; a, a' and what may bound them are in `gates.py`. Saved for backward: gate and up;
-a is formed again. Where one projection makes both, gate and up may lie in one tensor, side by side or by turns: then
-their gradients are written into one, too.
+The kernels compute in fp32; `gates.py` has a, a' and the limits. Forward saves gate and up, and backward computes a
+again. If one projection computes both, gate and up may be one tensor, as halves or interleaved; their gradient is then
+one tensor, too.
 
-`swiglu_linear` is a gated MLP from there to its end, z = y W^T + bias:
+`swiglu_linear` adds the output projection of the MLP, z = y W^T + bias:
 
     dy = dz W        dgate, dup as above        dW = dz^T y        dbias = sum of dz over rows
 
-On its own the projection would keep y `[N, I]` for dW: a third of what a layer's MLP keeps. Here y is formed again by
-the kernel that forms dgate and dup, in the memory of dy.
+A separate projection would save y `[N, I]` for dW, a third of the memory that a layer's MLP saves. Here the kernel of
+dgate and dup computes y again and writes it to the memory of dy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def swiglu_reference(
     offset: float = 0.0,
     joined: str | None = None,
 ) -> torch.Tensor:
-    """The op in plain PyTorch."""
+    """Computes the op in plain PyTorch."""
     form = gate_options(activation, alpha, limit, offset, joined)
     return form.product(*form.parts(gate, up))
 
@@ -55,19 +55,19 @@ def swiglu_linear_reference(
     bias: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """The op in plain PyTorch; options as `swiglu_reference` has them."""
+    """Computes the op in plain PyTorch; takes the options of `swiglu_reference`."""
     return torch.nn.functional.linear(swiglu_reference(gate, up, **options), weight, bias)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels: `[n_rows, n_cols]` in tiles of ROWS whole rows, or of COLS columns of one; tensors without gaps count as one
-# long row. JOINED: 0, gate and up are two tensors; 1, the halves of each row of one; 2, its even and its odd columns.
+# Kernels: `[n_rows, n_cols]` in tiles of ROWS whole rows, or of COLS columns of a row. Contiguous tensors are one long
+# row. JOINED: 0, gate and up are two tensors; 1, the halves of each row of one tensor; 2, its even and odd columns.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @jit
 def _tile_at(task, blocks, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(row, first column, columns left) of a task, the first two 64-bit."""
+    """Returns (row, first column, remaining columns) of a task; the first two are 64-bit integers."""
     if ROWS > 1:
         return tl.cast(task, tl.int64) * ROWS, tl.cast(0, tl.int64), n_cols
     row = task // blocks
@@ -83,9 +83,9 @@ def _mask(left, ROWS: tl.constexpr, COLS: tl.constexpr):
 @jit
 def _load_both(gate, up, row, column, left, n_cols, gate_stride, up_stride, JOINED: tl.constexpr, ROWS: tl.constexpr,
                COLS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """A tile of the gate and one of up."""
+    """Loads a tile of the gate and a tile of up."""
     if JOINED == 2:
-        # One wide access, taken apart on chip: of two accesses each would fetch all of that memory.
+        # Load once with a wide access and split on the chip: each of two separate accesses would fetch all the memory.
         at = tile_of(gate + 2 * column, row, gate_stride, ROWS, 2 * COLS, 1)
         both = load(at, _mask(2 * left, ROWS, 2 * COLS), MASKED)
         even, odd = tl.split(tl.reshape(both, (ROWS, COLS, 2)))
@@ -116,12 +116,12 @@ def _forward_tile(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACT
 
 @jit(lengths=("n_tasks", "n_whole", "blocks"))
 def _forward_kernel(
-    gate,  # [n_rows, n_cols], row stride given, as is up; joined: [n_rows, 2 n_cols], and up is not read
-    up,
+    gate,  # [n_rows, n_cols] with row stride gate_stride; joined: [n_rows, 2 n_cols]
+    up,  # [n_rows, n_cols] with row stride up_stride; not read if joined
     y,  # [n_rows, n_cols] contiguous
-    n_tasks,  # tiles in all; with ROWS > 1 rows in all
-    n_whole,  # tiles without a mask: all but the last of one long row, or all or none; with ROWS > 1 of ROWS rows
-    blocks,  # per row
+    n_tasks,  # number of tiles; with ROWS > 1, number of rows
+    n_whole,  # number of tiles without a mask: of one long row all but the last, else all or none; each has ROWS rows
+    blocks,  # tiles per row
     n_cols,
     gate_stride,
     up_stride,
@@ -138,7 +138,7 @@ def _forward_kernel(
         _forward_tile(gate, up, y, task, blocks, n_cols, gate_stride, up_stride, ACTIVATION, ALPHA, LIMIT, OFFSET,
                       JOINED, ROWS, COLS, False)  # fmt: skip
     if ROWS > 1:
-        # The rows that fill no tile, one by one; from the last program on, which has the fewest whole tiles.
+        # The rows that do not fill a tile, one by one. Start with the last program, which has the fewest tiles.
         last = n_whole * ROWS + tl.num_programs(0) - 1 - tl.program_id(0)
         for row in range(last, n_tasks, tl.num_programs(0)):
             _forward_tile(gate, up, y, row, 1, n_cols, gate_stride, up_stride, ACTIVATION, ALPHA, LIMIT, OFFSET,
@@ -186,13 +186,13 @@ def _backward_tile(gate, up, dy, dgate, dup, y, task, blocks, n_cols, gate_strid
 
 @jit(lengths=("n_tasks", "n_whole", "blocks"))
 def _backward_kernel(
-    gate,  # [n_rows, n_cols], row stride given, as are up and dy; joined: [n_rows, 2 n_cols], and up is not read
-    up,
-    dy,
-    dgate,  # [n_rows, n_cols] contiguous, as are dup and y; joined: [n_rows, 2 n_cols], and dup is not written. With
-    # STORE_PRODUCT the same memory as gate, up and dy may be given here: every tile is read before it is written.
-    dup,
-    y,  # written with STORE_PRODUCT
+    gate,  # [n_rows, n_cols] with row stride gate_stride; joined: [n_rows, 2 n_cols]
+    up,  # [n_rows, n_cols] with row stride up_stride; not read if joined
+    dy,  # [n_rows, n_cols] with row stride dy_stride
+    # With STORE_PRODUCT the next three may be the memory of gate, up and dy: every tile is read before it is written.
+    dgate,  # [n_rows, n_cols] contiguous; joined: [n_rows, 2 n_cols]
+    dup,  # [n_rows, n_cols] contiguous; not written if joined
+    y,  # [n_rows, n_cols] contiguous, written if STORE_PRODUCT
     n_tasks,
     n_whole,
     blocks,
@@ -235,10 +235,10 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
 
 
 def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], form: Gate, **flags: bool) -> None:
-    """Reads `inputs` (any strides) and writes `outputs` (contiguous), all of one shape that is not empty; where gate
-    and up are joined their tensor stands for both of them."""
+    """Launches a kernel that reads `inputs` (any strides) and writes `outputs` (contiguous). All have one shape, which
+    must not be empty; a joined tensor of gate and up stands for both."""
     spec = device.spec(inputs[0].device)
-    # The product is among the outputs, and then it counts, or the last output stands in for it.
+    # Without STORE_PRODUCT the last output is passed again in place of y, and does not count as a moved tensor.
     moved = len(inputs) + len(outputs)
     if flags.get("STORE_PRODUCT") is False:
         outputs = [*outputs, outputs[-1]]
@@ -249,7 +249,7 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
         block = tiling.gate_block(itemsize, moved, int(form.joined == "interleaved"), spec)
     parts = 1 if form.joined is None else 2
     n_cols = inputs[0].shape[-1] // parts
-    # As one long row, whose length is then a multiple of 16 whatever the number of tokens: a kernel is compiled once.
+    # One long row, whose length is a multiple of 16 for any number of tokens, so that Triton compiles one kernel.
     if n_cols % 16 == 0 and form.joined != "halves" and all(map(torch.Tensor.is_contiguous, inputs)):
         n_cols = inputs[0].numel() // parts
         rows, cols, blocks = 1, block.size, -(-n_cols // block.size)
@@ -272,7 +272,7 @@ def _launch(kernel: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
 
 
 def _product_like(gate: torch.Tensor, form: Gate) -> torch.Tensor:
-    """Memory for y."""
+    """Allocates y."""
     if form.joined is None:
         return contiguous_like(gate)
     return gate.new_empty(*gate.shape[:-1], gate.shape[-1] // 2)
@@ -294,7 +294,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor | None, form: Gate, backend: s
 def _backward(
     gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, form: Gate, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(dgate, dup); where gate and up are joined, (the gradient of both, None)."""
+    """Returns (dgate, dup); if gate and up are joined, (the gradient of both, None)."""
     if backend == "torch":
         return _backward_torch(gate, up, dy, form)
     if backend == "vendor":
@@ -310,8 +310,8 @@ def _backward(
 def _backward_and_product(
     gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor, overwrite: bool, form: Gate, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """`_backward` and y, the last in the memory of dy, which is contiguous; with `overwrite` the others in that of gate
-    and up where they are."""
+    """Returns dgate, dup and y. y overwrites dy, which must be contiguous; with `overwrite`, dgate and dup overwrite
+    gate and up if these are contiguous."""
     if backend == "torch":
         return *_backward_torch(gate, up, dy, form), dy.copy_(form.product(*form.parts(gate, up)))
     if backend == "vendor":
@@ -324,7 +324,7 @@ def _backward_and_product(
 
 
 def _place(t: torch.Tensor, overwrite: bool) -> torch.Tensor:
-    """Memory for t's gradient."""
+    """Returns the memory for t's gradient: t itself with `overwrite`, or a new tensor."""
     return t if overwrite and t.is_contiguous() else contiguous_like(t)
 
 
@@ -367,8 +367,8 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def _keeps_graph() -> bool:
-    """Whether the backward that is running may be run again. Under the name by which AOTAutograd asks before it writes
-    into what was saved; there is no public one."""
+    """Whether the running backward retains the graph and may run again. AOTAutograd uses the same private function
+    before it overwrites saved tensors; there is no public one."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
@@ -405,7 +405,7 @@ class _SwiGluLinear(torch.autograd.Function):
 
 
 def _check(gate: torch.Tensor, up: torch.Tensor | None, joined: str | None) -> int:
-    """The width of gate and of up."""
+    """Checks gate and up and returns their number of columns."""
     check_float("gate", gate)
     if gate.dim() < 1:
         raise ValueError("gate must have at least one dimension; got []")
@@ -429,7 +429,7 @@ def _check(gate: torch.Tensor, up: torch.Tensor | None, joined: str | None) -> i
 
 
 def _chosen(gate: torch.Tensor, form: Gate, backend: str | None) -> str:
-    """Who serves a call."""
+    """Chooses the backend of a call."""
 
     def at() -> backends.Shape:
         dtype, tokens, (width,) = backends.of_rows(gate)
@@ -442,8 +442,8 @@ def _chosen(gate: torch.Tensor, form: Gate, backend: str | None) -> str:
 
 
 def unserved(like: torch.Tensor, cols: int, backend: str | None) -> str | None:
-    """Why the kernels are not given gate and up by turns of so many columns each on a tensor's device unless they are
-    asked for by name; None: they are, or `torch.compile` traces the call, where there are no kernels."""
+    """Returns why the kernels do not take interleaved gate and up of `cols` columns each on the device of `like` unless
+    a user asks for them; None if they do, or if `torch.compile` traces the call, which uses no kernels."""
     if torch.compiler.is_compiling():
         return None
     spec = device.spec(like.device)
@@ -463,18 +463,18 @@ def swiglu(
     joined: str | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """activation(gate) * up, SwiGLU by default; formulas in the module's docstring and in `gates.py`.
+    """Computes activation(gate) * up, SwiGLU by default. The module's docstring and `gates.py` have the formulas.
 
     Args:
         gate: `[..., I]`, fp32, bf16 or fp16; any strides.
-        up: gate's shape and dtype; None with `joined`.
-        activation: the name of a formula in `gates.py`: `"silu"`, `"gelu"` (by the error function), `"gelu_tanh"`
-            (its approximation) and others.
-        alpha: silu's sigmoid is that of alpha * gate.
-        limit: gate is clamped to at most this, up to between its negative and itself, before anything else; None: not.
-        offset: what is added to up.
-        joined: gate is `[..., 2 I]` and holds both: `"halves"`, gate before up, or `"interleaved"`, gate in the even
-            and up in the odd columns. Its gradient is one tensor.
+        up: a tensor of gate's shape and dtype; None with `joined`.
+        activation: the name of a formula in `gates.py`: `"silu"`, `"gelu"` (with the error function), `"gelu_tanh"`
+            (its approximation) or another.
+        alpha: factor of gate inside silu's sigmoid.
+        limit: clamps gate to at most `limit` and up to between -limit and limit, before anything else; or None.
+        offset: the number that is added to up.
+        joined: gate is `[..., 2 I]` and contains both: `"halves"` has gate before up, `"interleaved"` has gate in the
+            even and up in the odd columns. Its gradient is one tensor.
         backend: overrides the choice of `backends.choose`.
 
     Returns:
@@ -482,8 +482,8 @@ def swiglu(
 
     Raises:
         TypeError: a dtype that is not allowed.
-        ValueError: shapes or dtypes that differ, an option that is not allowed, an unknown backend, a call that backend
-            `"vendor"` was asked to serve by name and does not cover.
+        ValueError: shapes or dtypes that differ, an option that is not allowed, an unknown backend, a call that does
+            not suit `backend="vendor"`.
     """
     form = gate_options(activation, alpha, limit, offset, joined)
     _check(gate, up, joined)
@@ -507,22 +507,22 @@ def swiglu_linear(
     overwrite: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """(activation(gate) * up) W^T + bias without keeping the product for backward; formulas in the module's docstring.
-    Under autocast in its dtype, as `torch.nn.functional.linear`.
+    """Computes (activation(gate) * up) W^T + bias without saving the product for backward. The module's docstring has
+    the formulas. Under autocast the projection runs in autocast's dtype, as in `torch.nn.functional.linear`.
 
     Args:
         gate: `[..., I]`, fp32, bf16 or fp16; any strides.
-        up: gate's shape and dtype; None with `joined`.
+        up: a tensor of gate's shape and dtype; None with `joined`.
         weight: `[H, I]`, in gate's dtype unless autocast is on.
         bias: `[H]` or None.
-        activation: as in `swiglu`, and so are the next four.
-        alpha: the factor in silu's sigmoid.
-        limit: of gate and up.
-        offset: what is added to up.
-        joined: how gate holds both.
-        overwrite: nobody but this call reads gate and up, nor did what made them keep them for its backward (as tanh
-            does; a linear layer does not), so that their gradients may take their place. That is done only where the
-            graph is not kept for another backward.
+        activation: as in `swiglu`; likewise the next four.
+        alpha: factor of gate inside silu's sigmoid.
+        limit: bounds of gate and up.
+        offset: the number that is added to up.
+        joined: the layout of gate and up in one tensor.
+        overwrite: allows backward to write the gradients of gate and up over them. The caller promises that nothing
+            else reads them and that the operations that computed them did not save them (tanh does; a linear layer does
+            not). Backward overwrites them only if it does not retain the graph.
         backend: overrides the choice of `backends.choose("swiglu", ...)`.
 
     Returns:
@@ -531,7 +531,7 @@ def swiglu_linear(
     Raises:
         TypeError: a dtype that is not allowed.
         ValueError: shapes or dtypes that do not match, an option that is not allowed, an unknown backend, a call that
-            backend `"vendor"` was asked to serve by name and does not cover.
+            does not suit `backend="vendor"`.
     """
     form = gate_options(activation, alpha, limit, offset, joined)
     size = _check(gate, up, joined)
@@ -552,7 +552,7 @@ def swiglu_linear(
         return torch.nn.functional.linear(form.product(*form.parts(gate, up)), weight, bias)
     dtype = compute_dtype(gate)
     if dtype != gate.dtype:
-        # Autocast rounds the product before the projection reads it: there are two tensors, and the second is kept.
+        # Autocast casts the product for the projection, which saves the cast copy. Two separate ops do the same.
         return torch.nn.functional.linear(_SwiGlu.apply(gate, up, form, chosen), weight, bias)
     weight, bias = in_dtype(weight, dtype), None if bias is None else in_dtype(bias, dtype)
     return _SwiGluLinear.apply(gate, up, weight, bias, overwrite, form, chosen)

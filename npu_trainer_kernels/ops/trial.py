@@ -1,4 +1,4 @@
-"""The rule of trials: what others' operators give on an accelerator, beside what they should."""
+"""Comparison of an operator of PyTorch or the vendor on an accelerator with its expected results."""
 
 from collections.abc import Sequence
 
@@ -7,22 +7,22 @@ import torch
 __all__ = ["TRIAL_ERRORS", "differs"]
 
 TRIAL_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, ImportError)
-"""What an operator raises that a device, its driver or its library does not have, or has in another form."""
+"""The errors of an operator that a device, its driver or its library lacks or defines differently."""
 
-# Of the greatest value: some roundings of the dtype. What is meant in another way (a key too many in segments of a few
-# tokens, a row in another group) makes more than 0.1.
+# Allowed errors relative to the greatest value: a few roundings of the dtype. An operator with another meaning (one key
+# too many in segments of a few tokens, a row in another group) is off by more than 0.1.
 _ALLOWED = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _ALLOWED_WIDE = 1e-3
 
 
 def differs(what: str, got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], dtype: torch.dtype) -> str | None:
-    """Why results are not those that are wanted, in words for a report, or None. The host waits for the device.
+    """Returns a reason for a report if the results differ from the expected ones, else None. Waits for the device.
 
     Args:
-        what: gives them, for the words.
-        got: the results, in `dtype`; NaN is never right.
-        wanted: the same in a wide dtype, anywhere.
-        dtype: whose roundings are allowed.
+        what: the name of the operator in the reason.
+        got: the results, in `dtype`; a NaN always differs.
+        wanted: the expected results in a wider dtype, on any device.
+        dtype: the dtype whose rounding errors are allowed.
     """
     off = torch.stack([
         (a.detach().to(b.device, b.dtype) - b.detach()).abs().max() / b.detach().abs().max()

@@ -1,7 +1,7 @@
-"""Norms. Each op has a file with its formulas, its reference and its public function.
+"""Norms. The file of each op has its formulas, its reference and its public function.
 
-`rms_kernels.py` has the kernels of `rms_norm`, `add_rms_norm` and `linear_rms_norm`; `general_kernels.py` those of
-`gated_rms_norm` and `layer_norm`, which work in groups, with a gate, a mean or a bias.
+`rms_kernels.py` has the kernels of `rms_norm`, `add_rms_norm` and `linear_rms_norm`. `general_kernels.py` has the
+kernels of `gated_rms_norm` and `layer_norm`, which support groups, a gate, a mean and a bias.
 """
 
 from .add_rms_norm import add_rms_norm, add_rms_norm_reference

@@ -1,16 +1,16 @@
 """Residual addition and RMS norm in one pass.
 
-    S = m x + residual                      in the promoted dtype, each operation rounded as PyTorch would; m = 1
-    y = rms_norm(S, weight)                 formulas and castings in `ops/norms/rms_norm.py`
+    S = m x + residual                      in the promoted dtype, each operation rounded as PyTorch rounds it; m = 1
+    y = rms_norm(S, weight)                 `ops/norms/rms_norm.py` has the formulas and the castings
 
-    mode "pre"    returns (y, S): S goes on as the residual stream (Llama, Qwen).
-         "post"   returns y alone: the normed value goes on, S is never written and formed again in backward.
+    mode "pre"    returns (y, S). S continues as the residual stream (Llama, Qwen).
+         "post"   returns y alone, which continues. Forward does not write S; backward computes it again.
 
-    dresidual = ds of the norm + dS         dS: what arrives for S itself (mode "pre"), added in the same kernel
-    dx = m dresidual                        the same tensor where m = 1
+    dresidual = ds of the norm + dS         dS: the incoming gradient of S (mode "pre"), added in the same kernel
+    dx = m dresidual                        the same tensor if m = 1
 
-Kernels and torch twin: `ops/norms/rms_kernels.py`. Saved for backward: S (`"pre"`, an output anyway) or x and residual
-(`"post"`), weight and one fp32 number per row.
+`ops/norms/rms_kernels.py` has the kernels and their torch implementation. Forward saves S (`"pre"`, where it is an
+output anyway) or x and residual (`"post"`), weight and one fp32 number per row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_rms_norm_reference(
     mode: str = "pre",
     multiplier: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-    """The op in plain PyTorch: what a decoder layer's two statements compute."""
+    """Computes the op in plain PyTorch, as the two statements of a decoder layer do."""
     s = (x if multiplier == 1.0 else x * multiplier) + residual
     y = norm_reference(s, weight, eps, offset, casting)
     return (y, s) if mode == "pre" else y
@@ -66,7 +66,7 @@ class _AddRmsNorm(torch.autograd.Function):
         needs_x, needs_residual, needs_dw, _ = ctx.needs_input_grad
         needs_sum = needs_x or needs_residual
         if dy is None:
-            # The normed value was not used: S is the whole result.
+            # The caller used S alone, so the norm adds nothing to the gradient.
             d, dw = ds, None
         else:
             ds = ds if needs_sum else None
@@ -90,27 +90,27 @@ def add_rms_norm(
     multiplier: float = 1.0,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-    """RMS norm of multiplier x + residual over the last dimension; formulas in the module's docstring.
+    """Computes the RMS norm of `multiplier * x + residual`. The module's docstring has the formulas.
 
     Args:
         x: `[..., H]`, fp32, bf16 or fp16; any strides.
-        residual: x's shape; its dtype may differ.
+        residual: a tensor of x's shape; its dtype may differ from x's.
         weight: `[H]` or None.
         eps: added to the mean square; not negative.
         offset: added to the weight.
         casting: `"llama"`, `"gemma"` or `"none"`.
         mode: `"pre"` or `"post"`.
-        multiplier: of x, before the addition. Kernels are compiled for it.
+        multiplier: factor of x before the addition. Triton compiles a kernel for each value.
         backend: overrides the choice of `backends.choose`.
 
     Returns:
-        `(y, S)` in mode `"pre"`, y in mode `"post"`. S has the promoted dtype of x and residual, and so has y; with
-        casting `"llama"` y has the promoted dtype of the weight and S.
+        `(y, S)` in mode `"pre"`, y in mode `"post"`. S and y have the promoted dtype of x and residual; with casting
+        `"llama"`, y has the promoted dtype of the weight and S.
 
     Raises:
         TypeError: a dtype that is not allowed.
         ValueError: shapes that do not match, an eps, offset or multiplier that is not finite, an unknown casting, mode
-            or backend, a call that backend `"vendor"` was asked to serve by name and does not cover.
+            or backend, a call that does not suit `backend="vendor"`.
     """
     check_norm(x, weight, eps, offset, casting)
     check_choice("mode", mode, MODES)

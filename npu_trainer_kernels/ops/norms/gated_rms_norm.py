@@ -1,6 +1,6 @@
-"""RMS norm with a gate, in groups of the last dimension: what state-space and linear-attention layers end with.
+"""RMS norm with a gate, in groups of the last dimension: the last step of state-space and linear-attention layers.
 
-With D = H / groups, the mean over the columns of a group, and a the gate's activation:
+With D = H / groups, the mean over the D columns of a group, and a the gate's activation:
 
     order "norm_first"      rstd = (mean_j x_j^2 + eps)^(-1/2)       y = cast(cast(cast(x rstd) w') a(gate))   "llama"
                                                                      y = cast(x rstd w' a(gate))               "gemma"
@@ -8,15 +8,15 @@ With D = H / groups, the mean over the columns of a group, and a the gate's acti
                             rstd = (mean_j s_j^2 + eps)^(-1/2)       y = cast(s rstd) w'                       "llama"
                                                                      y = cast(s rstd w')                       "gemma"
 
-    w' = offset + weight    cast: to x's dtype    a: silu or sigmoid; without a gate a = 1
+    w' = offset + weight    cast: to x's dtype    a: silu or sigmoid; a = 1 without a gate
 
     g = dy a(gate) or dy        h = g w'        n = x rstd or s rstd        ds = rstd (h - n mean_j h_j n_j)
     norm_first     dx = ds             dgate = dy n w' a'(gate)
     gate_first     dx = ds a(gate)     dgate = ds x a'(gate)             dw = sum over rows of g n
 
-Norm first: Qwen3-Next ("llama"), Kimi-Linear ("gemma"). Gate first: Mamba 2 (arXiv:2405.21060), Bamba, Nemotron-H.
-Kernels and torch twin: `ops/norms/general_kernels.py`. Saved for backward: x, gate, weight and one fp32 number per
-group.
+Qwen3-Next ("llama") and Kimi-Linear ("gemma") apply the norm first; Mamba 2 (arXiv:2405.21060), Bamba and Nemotron-H
+apply the gate first. `ops/norms/general_kernels.py` has the kernels and their torch implementation. Forward saves x,
+gate, weight and one fp32 number per row and group.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gated_rms_norm_reference(
     casting: str = "llama",
     groups: int = 1,
 ) -> torch.Tensor:
-    """The op in plain PyTorch: what transformers' modules compute."""
+    """Computes the op in plain PyTorch, as transformers' modules do."""
     return general_reference(x, gate, weight, None, _form(gate, eps, offset, order, activation, casting, groups))
 
 
@@ -93,23 +93,23 @@ def gated_rms_norm(
     groups: int = 1,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Gated RMS norm over groups of the last dimension; formulas in the module's docstring.
+    """Computes the gated RMS norm over groups of the last dimension. The module's docstring has the formulas.
 
     Args:
         x: `[..., H]`, fp32, bf16 or fp16; any strides.
-        gate: x's shape, its dtype may differ; None: the norm alone.
+        gate: a tensor of x's shape, whose dtype may differ; None for the norm without a gate.
         weight: `[H]`.
         eps: added to the mean square; not negative.
         offset: added to the weight.
         order: `"norm_first"` or `"gate_first"`.
-        activation: of the gate, `"silu"` or `"sigmoid"`.
+        activation: the activation of the gate, `"silu"` or `"sigmoid"`.
         casting: `"llama"` or `"gemma"`.
-        groups: how many parts of H have their own mean square; divides H.
+        groups: the number of groups; it must divide H.
         backend: overrides the choice of `backends.choose`.
 
     Returns:
-        `[..., H]` in x's dtype; with casting `"llama"`, unless the gate comes last, in the promoted dtype of weight and
-        x.
+        `[..., H]` in x's dtype; with casting `"llama"`, unless the gate is applied last, in the promoted dtype of
+        weight and x.
 
     Raises:
         TypeError: a dtype that is not allowed.

@@ -1,37 +1,37 @@
-"""The engine of the norms beyond RMSNorm: centred, with a gate, in groups. One pair of kernels (and their torch twin)
-behind `layer_norm` and `gated_rms_norm`.
+"""The kernels of `layer_norm` and `gated_rms_norm`, one for forward and one for backward, and their torch
+implementation. They subtract a mean, apply a gate and work in groups.
 
 Maths
 -----
-Row i of `[N, H]`, whose H columns are G groups of D = H / G: each group is a row of its own to the statistics, and has
-its own part of weight and bias. All in fp32, a the gate's activation:
+Row i of `[N, H]`. Its H columns are G groups of D = H / G. Each group has its own statistics and its own part of weight
+and bias. Everything is fp32, and a is the gate's activation:
 
     s      = x a(gate)                           gate "before"; else s = x
-    mean   = mean_j s_j                          centred; else 0
+    mean   = mean_j s_j                          if centred; else 0
     rstd   = (mean_j (s_j - mean)^2 + eps)^(-1/2)
     n      = (s - mean) rstd
     u      = cast(n) w' + b     "llama"          w' = offset + w, cast: to x's dtype
              n w' + b           "gemma"
-    y      = cast(u) a(gate)                     gate "after", cast again with "llama" alone; else y = u
+    y      = cast(u) a(gate)                     gate "after", this cast only with "llama"; else y = u
 
     g      = dy a(gate), gate "after"; else dy
     dw     = sum_i g n                           db = sum_i g
     h      = g w'
-    ds     = rstd (h - n mean_j h_j n_j - mean_j h_j)      the last mean where centred
+    ds     = rstd (h - n mean_j h_j n_j - mean_j h_j)      the last mean only if centred
     dx     = ds a(gate)         dgate = ds x a'(gate)      gate "before"
              ds                         dy u a'(gate)      gate "after"
 
     silu       a = z s     a' = s (1 + z (1 - s))     s = 1 / (1 + exp(-z))
     sigmoid    a = s       a' = s (1 - s)
 
-Kept for backward: the inputs, rstd and, where centred, mean, `[G, N]` fp32 each. Weight and bias gradients are summed
-as in `rms_kernels.py`: by each program over its own rows, then in a fixed order.
+Forward saves the inputs, rstd and, if centred, mean; both are `[G, N]` fp32. Weight and bias gradients are summed as in
+`rms_kernels.py`: each program sums its rows, and a second kernel adds these sums in a fixed order.
 
 Tiles
 -----
-As in `rms_kernels.py`. Groups lie along the grid's second axis, and so do column blocks of rows too wide for the chip,
-which run each kernel twice: REDUCE leaves sums per row and block (where centred, of the distances from the block's own
-mean, which add up without cancellation), APPLY is elementwise.
+Tiles are those of `rms_kernels.py`. The second axis of the grid counts groups and, for rows that are too wide for the
+chip, column blocks. With column blocks each kernel runs twice: with REDUCE it writes sums per row and block (if
+centred, sums of the distances from the block's mean, which add up without cancellation); with APPLY it is elementwise.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ ACTIVATIONS = ("silu", "sigmoid")
 
 @dataclass(frozen=True)
 class Form:
-    """The options of a call, checked.
+    """The checked options of a call.
 
     Attributes:
-        eps, offset: numbers of the docstring above.
-        centred: the mean is subtracted.
+        eps, offset: the numbers of the module's docstring.
+        centred: whether the norm subtracts the mean.
         casting: `"llama"` or `"gemma"`.
-        gate: `"before"` or `"after"` the norm; `"none"`.
-        activation: of the gate, one of `ACTIVATIONS`.
-        groups: of the last dimension.
+        gate: whether the gate applies `"before"` or `"after"` the norm; `"none"` for no gate.
+        activation: the activation of the gate, one of `ACTIVATIONS`.
+        groups: the number of groups of the last dimension.
     """
 
     eps: float
@@ -76,19 +76,19 @@ class Form:
 
     @property
     def rounds_weight(self) -> bool:
-        """Whether the offset is added in the weight's dtype."""
+        """Whether the norm adds the offset in the weight's dtype."""
         return self.centred or self.casting == "llama"
 
     def result_dtype(self, x: torch.dtype, weight: torch.dtype | None) -> torch.dtype:
-        """y's."""
+        """Returns the dtype of y."""
         return x if weight is None or self.gate == "after" or self.casting != "llama" else promoted(x, weight)
 
     def activate(self, gate: torch.Tensor) -> torch.Tensor:
-        """a, operation for operation as models compute it."""
+        """Computes a, operation for operation as models do."""
         return torch.nn.functional.silu(gate) if self.activation == "silu" else torch.sigmoid(gate)
 
     def slope(self, gate: torch.Tensor) -> torch.Tensor:
-        """a'."""
+        """Computes a'."""
         s = torch.sigmoid(gate)
         return s * (1 + gate * (1 - s)) if self.activation == "silu" else s * (1 - s)
 
@@ -101,7 +101,7 @@ class Form:
 def general_reference(
     x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, form: Form
 ) -> torch.Tensor:
-    """The norm in plain PyTorch, operation for operation as transformers' modules do it."""
+    """Computes the norm in plain PyTorch, operation for operation as transformers' modules do."""
     return _normed(x, gate, weight, bias, form)[0]
 
 
@@ -112,7 +112,7 @@ def _wide(t: torch.Tensor) -> torch.Tensor:
 def _normed(
     x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, form: Form
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, mean, rstd, both `[..., G, 1]`)."""
+    """Returns (y, mean, rstd); mean and rstd are `[..., G, 1]`."""
     s = _wide(x)
     if gate is not None and form.gate == "before":
         s = s * form.activate(_wide(gate))
@@ -134,7 +134,7 @@ def _normed(
 
 
 def _weight(weight: torch.Tensor, form: Form, dtype: torch.dtype) -> torch.Tensor:
-    """w', in fp32 with casting "gemma"."""
+    """Returns w', which is fp32 with casting "gemma"."""
     if form.casting == "llama":
         return shifted(weight, form.offset)
     if form.rounds_weight:
@@ -149,7 +149,7 @@ def _weight(weight: torch.Tensor, form: Form, dtype: torch.dtype) -> torch.Tenso
 
 @jit
 def _activated(z, ACTIVATION: tl.constexpr):
-    """(a, a') of the gate."""
+    """Returns (a, a') of the gate."""
     s = tl.sigmoid(z)
     if ACTIVATION == "silu":
         return z * s, s * (1.0 + z * (1.0 - s))
@@ -159,7 +159,7 @@ def _activated(z, ACTIVATION: tl.constexpr):
 
 @jit
 def _distances(s, mean, width, SIZE: tl.constexpr, COLS: tl.constexpr):
-    """s - mean, and zero in the columns past the last one."""
+    """Returns s - mean, with zeros in the columns past the last one."""
     d = s - mean[:, None]
     if SIZE % COLS != 0:
         d = tl.where(tl.arange(0, COLS)[None, :] < width, d, 0.0)
@@ -169,16 +169,16 @@ def _distances(s, mean, width, SIZE: tl.constexpr, COLS: tl.constexpr):
 @jit
 def _statistics(s, x, width, eps, CENTRED: tl.constexpr, APPLY: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
                 FOLD: tl.constexpr):  # fmt: skip
-    """(mean, rstd) of a tile's rows; without APPLY of a column block: its mean, and the sum of squares."""
+    """Returns (mean, rstd) of a tile's rows; without APPLY, the mean and the sum of squares of a column block."""
     mean = row_sums(s, FOLD)
     d = s
     if CENTRED:
-        # Divided, not multiplied by a reciprocal: the mean of equal numbers is that number.
+        # A division, not a product with a reciprocal, so that the mean of equal numbers is exactly that number.
         count = SIZE if APPLY else tl.minimum(width, COLS).to(tl.float32)
         mean = mean / count
         d = _distances(s, mean, width, SIZE, COLS)
         if x.dtype.element_ty == tl.float32:
-            # What rounding took from a large mean is as large as digits of the rest, where x has them: it is added.
+            # The rounding error of a large mean can reach digits of s - mean that an fp32 x resolves. Add it back.
             mean += row_sums(d, FOLD) / count
             d = _distances(s, mean, width, SIZE, COLS)
     squares = row_sums(d * d, FOLD)
@@ -223,13 +223,13 @@ def _forward_tile(x, gate, w, b, y, mean_at, rstd_at, row, n_rows, width, x_stri
 
 @jit(lengths=("n_rows",))
 def _forward_kernel(
-    x,  # [n_rows, HIDDEN], row stride given, as is gate, read unless GATE is none
-    gate,
-    weight,  # [HIDDEN], read where HAS_WEIGHT, and so is bias where HAS_BIAS
-    bias,
+    x,  # [n_rows, HIDDEN] with row stride x_stride
+    gate,  # [n_rows, HIDDEN] with row stride gate_stride, read unless GATE is "none"
+    weight,  # [HIDDEN], read if HAS_WEIGHT
+    bias,  # [HIDDEN], read if HAS_BIAS
     y,  # [n_rows, HIDDEN] contiguous
-    mean,  # [groups, n_rows] fp32, used where CENTRED, and so is rstd; [groups blocks, n_rows] where only reduced
-    rstd,
+    mean,  # [groups, n_rows] fp32, used if CENTRED; [groups blocks, n_rows] without APPLY
+    rstd,  # likewise, always used
     n_rows,
     x_stride,
     gate_stride,
@@ -240,24 +240,24 @@ def _forward_kernel(
     ACTIVATION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ROUND: tl.constexpr,  # casting "llama"
-    ROUND_PRODUCT: tl.constexpr,  # its product with the weight is rounded to x's dtype
-    ROUND_WEIGHT: tl.constexpr,  # the offset is added in the weight's dtype
+    ROUND: tl.constexpr,  # round n to x's dtype (casting "llama")
+    ROUND_PRODUCT: tl.constexpr,  # round n w' + b to x's dtype
+    ROUND_WEIGHT: tl.constexpr,  # add the offset in the weight's dtype
     CONTIGUOUS: tl.constexpr,
-    REDUCE: tl.constexpr,  # form the statistics
-    APPLY: tl.constexpr,  # form y; without REDUCE from the statistics
+    REDUCE: tl.constexpr,  # compute the statistics
+    APPLY: tl.constexpr,  # compute y; without REDUCE, read the statistics from mean and rstd
     SIZE: tl.constexpr,  # columns of a group
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    FOLD: tl.constexpr,  # pieces of a tile of one row
+    FOLD: tl.constexpr,  # number of pieces into which a tile of one row is folded
 ):
     if CONTIGUOUS:
         x_stride = HIDDEN
         gate_stride = HIDDEN
     width = SIZE
     if HIDDEN > COLS:
-        # Groups, and column blocks in them, along the grid's second axis.
+        # The second axis of the grid counts groups and the column blocks in them.
         BLOCKS: tl.constexpr = (SIZE + COLS - 1) // COLS
         group = tl.program_id(1) // BLOCKS
         block = tl.program_id(1) - group * BLOCKS
@@ -287,7 +287,7 @@ def _forward_kernel(
                       ACTIVATION, HAS_WEIGHT, HAS_BIAS, ROUND, ROUND_PRODUCT, REDUCE, APPLY, SIZE, HIDDEN, ROWS, COLS,
                       FOLD, False)  # fmt: skip
     if ROWS > 1:
-        # The rows that fill no tile go to the last program, which has no more tiles than any other.
+        # The last program, which has the fewest tiles, also processes the rows that do not fill a tile.
         for row in range(n_whole + step - ROWS - first, n_rows, step):
             _forward_tile(x, gate, w, b, y, mean, rstd, row, n_rows, width, x_stride, gate_stride, eps, CENTRED, GATE,
                           ACTIVATION, HAS_WEIGHT, HAS_BIAS, ROUND, ROUND_PRODUCT, REDUCE, APPLY, SIZE, HIDDEN, ROWS,
@@ -300,7 +300,7 @@ def _backward_tile(x, gate, w, b, dy, mean_at, rstd_at, dots, sums, dx, dgate, r
                    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_DX: tl.constexpr, REDUCE: tl.constexpr,
                    APPLY: tl.constexpr, SIZE: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
                    COLS: tl.constexpr, FOLD: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
-    """Writes dx and dgate of the tile; returns (g n, g), of which dw and db are the sums over rows."""
+    """Writes dx and dgate of the tile and returns (g n, g), whose sums over rows are dw and db."""
     MASKED: tl.constexpr = TAIL or SIZE % COLS != 0
     mask = tile_mask(row, n_rows, width, ROWS, COLS)
     raw = load_fp32(tile_of(x, row, x_stride, ROWS, COLS, FOLD), mask, MASKED)
@@ -358,19 +358,19 @@ def _backward_tile(x, gate, w, b, dy, mean_at, rstd_at, dots, sums, dx, dgate, r
 
 @jit(lengths=("n_rows",))
 def _backward_kernel(
-    x,  # [n_rows, HIDDEN], row stride given, as are gate and dy
+    x,  # [n_rows, HIDDEN] with row stride x_stride; likewise gate and dy
     gate,
     weight,
     bias,
     dy,
-    mean,  # [groups, n_rows] fp32, as is rstd
-    rstd,
-    dots,  # [groups, n_rows] fp32 sums of h n; [groups blocks, n_rows] where only reduced; unused in one pass; so are
-    sums,  # those of h, used where CENTRED
-    dx,  # [n_rows, HIDDEN] contiguous, as is dgate, written where STORE_DX
-    dgate,
-    dw,  # [programs, HIDDEN] fp32, written where STORE_DW
-    db,  # likewise, where STORE_DB
+    mean,  # [groups, n_rows] fp32
+    rstd,  # likewise
+    dots,  # [groups, n_rows] fp32, the sums of h n; [groups blocks, n_rows] without APPLY; unused with REDUCE and APPLY
+    sums,  # likewise the sums of h, used if CENTRED
+    dx,  # [n_rows, HIDDEN] contiguous, written if STORE_DX
+    dgate,  # likewise
+    dw,  # [programs, HIDDEN] fp32, written if STORE_DW
+    db,  # likewise, written if STORE_DB
     n_rows,
     x_stride,
     gate_stride,
@@ -386,13 +386,13 @@ def _backward_kernel(
     STORE_DW: tl.constexpr,
     STORE_DB: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
-    REDUCE: tl.constexpr,  # form the sums of h n and h
-    APPLY: tl.constexpr,  # form dx and dgate; without REDUCE from them
+    REDUCE: tl.constexpr,  # compute the sums of h n and h
+    APPLY: tl.constexpr,  # compute dx and dgate; without REDUCE, read the sums from dots and sums
     SIZE: tl.constexpr,
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    FOLD: tl.constexpr,  # pieces of a tile of one row
+    FOLD: tl.constexpr,
 ):
     if CONTIGUOUS:
         x_stride = HIDDEN
@@ -457,7 +457,7 @@ def _backward_kernel(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two steps, by Triton or in torch
+# Forward and backward, by Triton or in torch
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -493,7 +493,7 @@ def general_forward(
     x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, form: Form,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """(y, mean where the form is centred, rstd), statistics as `[groups, N]` fp32, of x (and gate) `[..., H]`."""
+    """Returns y `[..., H]`, mean and rstd, which are `[groups, N]` fp32; mean is None unless the form is centred."""
     if backend == "torch":
         y, found, rstd = _normed(x, gate, weight, bias, form)
         return y, _by_group(found, form) if form.centred else None, _by_group(rstd, form)
@@ -512,7 +512,7 @@ def general_forward(
     if tile.blocks == 1:
         _launch_forward(x, gate, w, b, y, rstd if mean is None else mean, rstd, form, tile, spec)
         return y, mean, rstd
-    # Two launches, and one copy where one is needed.
+    # Copy here, if a copy is necessary, so that the two launches share it.
     x, gate = as_rows(x)[0], None if gate is None else as_rows(gate)[0]
     squares = x.new_empty(form.groups * tile.blocks, n_rows, dtype=torch.float32)
     means = torch.empty_like(squares) if form.centred else squares
@@ -520,8 +520,8 @@ def general_forward(
     squares = squares.view(form.groups, tile.blocks, n_rows)
     total = squares.sum(1)
     if mean is not None:
-        # Of a block of n columns with mean m: sum (s - mean)^2 = sum (s - m)^2 + n (m - mean)^2. Means are added up as
-        # distances from the first one, which are small where they are large.
+        # For a block of n columns with mean m: sum (s - mean)^2 = sum (s - m)^2 + n (m - mean)^2. Average the distances
+        # from the first block's mean, because they stay small when the means are large.
         means = means.view(form.groups, tile.blocks, n_rows)
         mean = means[:, 0] + _over_blocks(means - means[:, :1], size, tile) / size
         total += _over_blocks((means - mean.unsqueeze(1)).square_(), size, tile)
@@ -531,13 +531,13 @@ def general_forward(
 
 
 def _over_blocks(values: torch.Tensor, size: int, tile: tiling.RowTile) -> torch.Tensor:
-    """The sum over a group's columns of `[G, blocks, N]` values that the columns of a block have in common."""
+    """Sums `[G, blocks, N]` values over a group's columns. All columns of a block have the same value."""
     last = size - (tile.blocks - 1) * tile.cols
     return (values[:, :-1].sum(1) * tile.cols).add_(values[:, -1], alpha=last)
 
 
 def _by_group(statistic: torch.Tensor, form: Form) -> torch.Tensor:
-    """`[..., G, 1]` as `[G, N]`."""
+    """Returns a statistic `[..., G, 1]` as `[G, N]`."""
     return statistic.reshape(-1, form.groups).t().contiguous()
 
 
@@ -547,7 +547,7 @@ def _launch_backward(
     dx: torch.Tensor | None, dgate: torch.Tensor | None, needs_dw: bool, needs_db: bool, form: Form,
     tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Returns (dw, db) in their parameters' dtypes, where they are needed."""
+    """Returns (dw, db) in the dtypes of their parameters; a gradient that is not needed is None."""
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
     x, x_stride = as_rows(x)
@@ -584,7 +584,7 @@ def general_backward(
     mean: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor, form: Form, needs_dx: bool, needs_dw: bool,
     needs_db: bool, backend: str,
 ) -> Gradients:  # fmt: skip
-    """(dx, dgate, dw, db) in the dtypes of what they belong to; the first two together, where either is needed."""
+    """Returns (dx, dgate, dw, db), each in the dtype of its tensor. `needs_dx` asks for both dx and dgate."""
     if backend == "torch":
         return _backward_torch(x, gate, weight, bias, mean, rstd, dy, form, needs_dx, needs_dw, needs_db)
     hidden = x.shape[-1]

@@ -2,12 +2,12 @@
 
     mean = mean_j x_j        rstd = (mean_j (x_j - mean)^2 + eps)^(-1/2)        n = (x - mean) rstd        fp32
 
-    y = cast(n w' + b)       w' = offset + weight, in the weight's dtype; the rest in fp32, rounded once, to x's dtype
+    y = cast(n w' + b)       w' = offset + weight in the weight's dtype; the rest in fp32, rounded once to x's dtype
 
     h = dy w'                dx = rstd (h - n mean_j h_j n_j - mean_j h_j)
     dw = sum over rows of dy n                db = sum over rows of dy
 
-Kernels and torch twin: `ops/norms/general_kernels.py`. Saved for backward: x, weight and two fp32 numbers per row.
+`ops/norms/general_kernels.py` has the kernels, also in torch. Forward saves x, weight and two fp32 numbers per row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def layer_norm_reference(
     *,
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """The op in plain PyTorch, operation for operation as Cohere's modules compute it."""
+    """Computes the op in plain PyTorch, operation for operation as Cohere's modules do."""
     return general_reference(x, None, weight, bias, Form(eps, offset, centred=True))
 
 
@@ -67,12 +67,12 @@ def layer_norm(
     offset: float = 0.0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Layer norm over the last dimension; formulas in the module's docstring.
+    """Computes the layer norm over the last dimension. The module's docstring has the formulas.
 
     Args:
         x: `[..., H]`, fp32, bf16 or fp16; any strides.
         weight: `[H]` or None.
-        bias: `[H]` or None; None without a weight.
+        bias: `[H]` or None; it must be None without a weight.
         eps: added to the variance; not negative.
         offset: added to the weight.
         backend: overrides the choice of `backends.choose`.

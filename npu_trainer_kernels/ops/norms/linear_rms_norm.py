@@ -1,17 +1,17 @@
-"""RMS norm of each head of a linear layer's result, which is not kept for backward.
+"""RMS norm of each head of a linear layer's output. Forward does not save that output for backward.
 
     p = x W^T + bias, seen as [..., heads, D]          y = rms_norm(p, weight = norm_weight) over D
 
-Backward forms p once more from x, which the linear layer keeps anyway: a matrix product more, and a tensor of p's size
-less for as long as the graph lives. Where queries and keys are normed (Qwen3) these are the two that attention's
-backward does not need, and with gradient checkpointing memory is largest there.
+Backward computes p again from x, which a linear layer saves anyway. This costs one matrix product and saves one tensor
+of p's size for as long as the graph lives. In models that norm queries and keys (Qwen3), attention's backward does not
+need these two tensors, and with gradient checkpointing memory peaks there.
 
-The formulas of the norm and its gradients: `ops/norms/rms_norm.py`; kernels: `ops/norms/rms_kernels.py`. With dp from
-the norm,
+`ops/norms/rms_norm.py` has the formulas of the norm and its gradients, `ops/norms/rms_kernels.py` the kernels. With dp
+from the norm,
 
     dx = dp W        dW = dp^T x        dbias = sum over rows of dp
 
-Saved for backward: x, weights and one fp32 number per head.
+Forward saves x, the weights and one fp32 number per head.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def linear_rms_norm_reference(
     offset: float = 0.0,
     casting: str = "llama",
 ) -> torch.Tensor:
-    """The op in plain PyTorch."""
+    """Computes the op in plain PyTorch."""
     return norm_reference(_heads(x, weight, bias, norm_weight.shape[0]), norm_weight, eps, offset, casting)
 
 
@@ -88,13 +88,13 @@ def linear_rms_norm(
     casting: str = "llama",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """rms_norm(x W^T + bias) over each head, without keeping the product for backward; formulas in the module's
-    docstring. Under autocast in its dtype, as `torch.nn.functional.linear`.
+    """Computes rms_norm(x W^T + bias) over each head without saving the product for backward. The module's docstring
+    has the formulas. Under autocast the product runs in autocast's dtype, as in `torch.nn.functional.linear`.
 
     Args:
         x: `[..., H]`, fp32, bf16 or fp16.
         weight: `[heads D, H]`, in x's dtype unless autocast is on.
-        norm_weight: `[D]`, of the norm.
+        norm_weight: `[D]`, the weight of the norm.
         bias: `[heads D]` or None.
         eps: as in `rms_norm`.
         offset: likewise.
@@ -102,12 +102,12 @@ def linear_rms_norm(
         backend: overrides the choice of `backends.choose("rms_norm", ...)`.
 
     Returns:
-        `[..., heads, D]` in the dtype that `rms_norm` gives.
+        `[..., heads, D]` in the dtype that `rms_norm` returns.
 
     Raises:
         TypeError: a dtype that is not allowed.
         ValueError: shapes or dtypes that do not match, an eps or offset that is not finite, an unknown casting or
-            backend, a call that backend `"vendor"` was asked to serve by name and does not cover.
+            backend, a call that does not suit `backend="vendor"`.
     """
     check_float("x", x)
     check_float("weight", weight)
@@ -135,11 +135,11 @@ def linear_rms_norm(
         if t is not None and t.dtype != x.dtype and not autocasts(x):
             raise ValueError(f"{name} must have x's dtype {x.dtype} without autocast; got {t.dtype}")
     if torch.compiler.is_compiling():
-        norm_backends(x, norm_weight, casting, backend)  # refuses a wrong name
+        norm_backends(x, norm_weight, casting, backend)  # raises for an unknown backend
         return linear_rms_norm_reference(x, weight, norm_weight, bias, eps, offset=offset, casting=casting)
     dtype = compute_dtype(x)
     if dtype != x.dtype:
-        # Autocast makes a copy of x for the linear layer, and that is what it would keep.
+        # Autocast casts x for the linear layer, which would save that copy rather than x.
         return rms_norm(_heads(x, weight, bias, size), norm_weight, eps, offset=offset, casting=casting,
                         backend=backend)  # fmt: skip
     weight, bias = in_dtype(weight, dtype), None if bias is None else in_dtype(bias, dtype)

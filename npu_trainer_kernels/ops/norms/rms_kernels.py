@@ -1,34 +1,34 @@
-"""The RMS norm engine: one pair of kernels (and their torch twin) behind `rms_norm` and `add_rms_norm`.
+"""The kernels of `rms_norm` and `add_rms_norm`, one for forward and one for backward, and their torch implementation.
 
 Maths
 -----
-Row i of `[N, H]`, with an optional residual; S, x and residual are stored in their own dtypes, everything else is fp32:
+Row i of `[N, H]`, with an optional residual. x, residual and S keep their dtypes; everything else is fp32:
 
     s      = m x + residual                     m: the multiplier, 1 by default; each operation rounded to S's dtype as
-                                                PyTorch would; s = x without a residual
-    rstd   = (mean_j s_j^2 + eps)^(-1/2)        [N], the only thing kept for backward besides the inputs
+                                                PyTorch rounds it; s = x without a residual
+    rstd   = (mean_j s_j^2 + eps)^(-1/2)        [N]; forward saves it and the inputs
     n      = s rstd
     y      = cast(n) w'        "llama"          w' = offset + w, cast: to S's dtype
              cast(n w')        "gemma"
              (s cast(rstd)) cast(w')  "none"    each product rounded to S's dtype
 
     g      = dy w'
-    ds     = rstd (g - n mean_j g_j n_j) + dS   dS: what arrives for S itself, where S was returned
+    ds     = rstd (g - n mean_j g_j n_j) + dS   dS: the incoming gradient of S, if forward returned S
     dw     = sum_i dy n
 
-The weight gradient is summed in fp32 by each program over its own rows into `[programs, H]`, and those few rows are
-added up afterwards in a fixed order: no atomics, the same bits every time.
+Each program sums the weight gradient over its rows in fp32 and writes one row of `[programs, H]`. A second kernel adds
+these rows in a fixed order. There are no atomics, so the result has the same bits every time.
 
 Tiles
 -----
-A row tile `[ROWS, COLS]` holds whole rows, so each element is read once. Per-row values stay `[ROWS, 1]` tensors: a
-scalar would cross from the vector to the scalar unit and back on an NPU, so that there a tile of one row is folded into
-`FOLD` pieces (`row_sums`).
+A tile `[ROWS, COLS]` contains whole rows, so the kernel reads each element once. Per-row values stay `[ROWS, 1]`
+tensors, because on an NPU a scalar would cross from the vector unit to the scalar unit and back. For the same reason a
+tile of one row is folded there into `FOLD` pieces (`row_sums`).
 
-A row that is too wide for that on an NPU goes in two halves (HALVES): what is read waits on the chip in its own dtype
-until the row's sum is known, and is converted a second time. Rows that are wider still go in column blocks, at the
-price of a second read: each kernel runs twice, by its flags REDUCE and APPLY. The first run leaves one partial sum per
-row and block (and S, and dw), the second is elementwise.
+A row that does not fit an NPU's buffer this way is processed as two halves (HALVES): the kernel keeps the inputs on the
+chip in their dtypes until it has the sum over the row, and converts them to fp32 a second time. Wider rows are
+processed in column blocks, which costs a second read: each kernel runs twice, controlled by the flags REDUCE and APPLY.
+The first run writes one partial sum per row and block (and S, and dw); the second run is elementwise.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CASTINGS = ("llama", "gemma", "none")
 
 
 def check_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str) -> None:
-    """Arguments that the norms share."""
+    """Checks the arguments that all norms have."""
     check_float("x", x)
     shape = x.shape
     if not shape or shape[-1] < 1:
@@ -67,7 +67,7 @@ def check_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset:
 
 
 def check_norm_options(eps: float, offset: float, casting: str) -> None:
-    """Those of them that are no tensors."""
+    """Checks the arguments that are not tensors."""
     if not (is_number(eps) and eps >= 0):
         raise ValueError(f"eps must be a finite number that is not negative; got {eps!r}")
     if not is_number(offset):
@@ -83,14 +83,14 @@ def check_norm_options(eps: float, offset: float, casting: str) -> None:
 def norm_reference(
     s: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str
 ) -> torch.Tensor:
-    """The norm in plain PyTorch, operation for operation as transformers' modules do it."""
+    """Computes the norm in plain PyTorch, operation for operation as transformers' modules do."""
     return _normed(s, weight, eps, offset, casting)[0]
 
 
 def _normed(
     s: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, rstd `[..., 1]`)."""
+    """Returns (y, rstd `[..., 1]`)."""
     wide = s if s.dtype == torch.float64 else s.float()
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if casting == "none":
@@ -107,13 +107,13 @@ def _normed(
 
 
 def shifted(weight: torch.Tensor, offset: float) -> torch.Tensor:
-    """w', in the weight's dtype."""
+    """Returns w' in the weight's dtype."""
     return offset + weight if offset else weight
 
 
 def _gamma(weight: torch.Tensor | None, offset: float, casting: str) -> torch.Tensor:
-    """w', in fp32 where the casting adds the offset there: what the vendor's norms take for their weight."""
-    assert weight is not None  # `npu_trainer_kernels.vendor.uncovered_norm`
+    """Returns w' as the weight argument of the vendor's norms: in fp32 if the casting adds the offset in fp32."""
+    assert weight is not None  # `vendor.uncovered_norm` excludes norms without a weight
     return shifted(weight.float() if offset and casting == "gemma" else weight, offset)
 
 
@@ -126,7 +126,7 @@ def _gamma(weight: torch.Tensor | None, offset: float, casting: str) -> torch.Te
 def _summed(x, residual, row, x_stride, residual_stride, mask, HAS_RESIDUAL: tl.constexpr, ROUND_SUM: tl.constexpr,
             MULTIPLIER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FOLD: tl.constexpr,
             MASKED: tl.constexpr):  # fmt: skip
-    """S of a tile, fp32."""
+    """Returns S of a tile in fp32."""
     s = load_fp32(tile_of(x, row, x_stride, ROWS, COLS, FOLD), mask, MASKED)
     if HAS_RESIDUAL:
         if MULTIPLIER != 1.0:
@@ -139,7 +139,7 @@ def _summed(x, residual, row, x_stride, residual_stride, mask, HAS_RESIDUAL: tl.
 @jit
 def _kept_sum(x, residual, row, x_stride, residual_stride, HAS_RESIDUAL: tl.constexpr, MULTIPLIER: tl.constexpr,
               COLS: tl.constexpr, FOLD: tl.constexpr):  # fmt: skip
-    """S of half a row, in x's dtype."""
+    """Returns S of half a row in x's dtype."""
     if HAS_RESIDUAL:
         s = _summed(x, residual, row, x_stride, residual_stride, True, True, True, MULTIPLIER, 1, COLS, FOLD, False)
         return s.to(x.dtype.element_ty)
@@ -149,7 +149,7 @@ def _kept_sum(x, residual, row, x_stride, residual_stride, HAS_RESIDUAL: tl.cons
 
 @jit
 def _from_kept(w, offset, ROUND: tl.constexpr):
-    """w' in fp32."""
+    """Returns w' in fp32."""
     w = w.to(tl.float32)
     if not ROUND:
         w += offset
@@ -193,14 +193,14 @@ def _forward_halves(x, residual, w, w_right, offset, s_out, y, rstd_out, row, n_
                     HAS_RESIDUAL: tl.constexpr, STORE_SUM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
                     CASTING: tl.constexpr, MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, COLS: tl.constexpr,
                     FOLD: tl.constexpr):  # fmt: skip
-    """A row in two halves, whose S, which has x's dtype, waits on the chip in it until rstd is known."""
+    """Processes a row as two halves. S of both halves stays on the chip in x's dtype until the kernel has rstd."""
     left = _kept_sum(x, residual, row, x_stride, residual_stride, HAS_RESIDUAL, MULTIPLIER, COLS, FOLD)
     right = _kept_sum(x + COLS, residual + COLS, row, x_stride, residual_stride, HAS_RESIDUAL, MULTIPLIER, COLS, FOLD)
     if STORE_SUM:
         tl.store(tile_of(s_out, row, HIDDEN, 1, COLS, FOLD), left)
         tl.store(tile_of(s_out + COLS, row, HIDDEN, 1, COLS, FOLD), right)
     squares = tl.zeros([FOLD], tl.float32)
-    # A compiler that does not know that it is always so keeps no fp32 copy for what follows.
+    # The condition is always true. Since the compiler cannot know that, it does not hold the fp32 copies for later use.
     if row < n_rows:
         s = left.to(tl.float32)
         squares = row_sums(s * s, FOLD)
@@ -220,12 +220,12 @@ def _forward_halves(x, residual, w, w_right, offset, s_out, y, rstd_out, row, n_
 
 @jit(lengths=("n_rows",))
 def _forward_kernel(
-    x,  # [n_rows, HIDDEN], row stride given; with HAS_RESIDUAL so is residual
-    residual,
-    weight,  # [HIDDEN], read where HAS_WEIGHT
-    s_out,  # [n_rows, HIDDEN] contiguous, written where STORE_SUM
+    x,  # [n_rows, HIDDEN] with row stride x_stride
+    residual,  # [n_rows, HIDDEN] with row stride residual_stride, read if HAS_RESIDUAL
+    weight,  # [HIDDEN], read if HAS_WEIGHT
+    s_out,  # [n_rows, HIDDEN] contiguous, written if STORE_SUM
     y,  # [n_rows, HIDDEN] contiguous
-    rstd_out,  # [n_rows] fp32; [blocks, n_rows] sums of squares where they are only reduced
+    rstd_out,  # [n_rows] fp32; without APPLY the sums of squares, [blocks, n_rows]
     n_rows,
     x_stride,
     residual_stride,
@@ -236,15 +236,15 @@ def _forward_kernel(
     ROUND_SUM: tl.constexpr,  # S has x's dtype; otherwise S is fp32
     HAS_WEIGHT: tl.constexpr,
     CASTING: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,  # rows lie back to back: a tile is one transfer
-    REDUCE: tl.constexpr,  # form the sums of squares
-    APPLY: tl.constexpr,  # form y; without REDUCE from rstd_out
-    MULTIPLIER: tl.constexpr,  # of x, where HAS_RESIDUAL
+    CONTIGUOUS: tl.constexpr,  # there are no gaps between rows, so a tile is one transfer
+    REDUCE: tl.constexpr,  # compute the sums of squares
+    APPLY: tl.constexpr,  # compute y; without REDUCE, read rstd from rstd_out
+    MULTIPLIER: tl.constexpr,  # factor of x if HAS_RESIDUAL
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    FOLD: tl.constexpr,  # pieces of a tile of one row
-    HALVES: tl.constexpr,  # a row goes in two tiles that are on the chip together
+    FOLD: tl.constexpr,  # number of pieces into which a tile of one row is folded
+    HALVES: tl.constexpr,  # process a row as two tiles that are on the chip at the same time
 ):
     if CONTIGUOUS:
         x_stride = HIDDEN
@@ -262,7 +262,7 @@ def _forward_kernel(
     else:
         width = HIDDEN
         if not (REDUCE and APPLY):
-            # Column blocks along the grid's second axis.
+            # The second axis of the grid counts column blocks.
             column = tl.program_id(1) * COLS
             width -= column
             x += column
@@ -284,7 +284,7 @@ def _forward_kernel(
                           HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, MULTIPLIER, HIDDEN,
                           ROWS, COLS, FOLD, False)  # fmt: skip
         if ROWS > 1:
-            # The rows that fill no tile go to the last program, which has no more tiles than any other.
+            # The last program, which has the fewest tiles, also processes the rows that do not fill a tile.
             for row in range(n_whole + step - ROWS - first, n_rows, step):
                 _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stride, residual_stride, eps,
                               HAS_RESIDUAL, STORE_SUM, ROUND_SUM, HAS_WEIGHT, CASTING, REDUCE, APPLY, MULTIPLIER,
@@ -297,15 +297,15 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
                    HAS_WEIGHT: tl.constexpr, STORE_DX: tl.constexpr, REDUCE: tl.constexpr, APPLY: tl.constexpr,
                    MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
                    FOLD: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
-    """Writes ds of the tile; returns dy n, of which dw is the sum over rows."""
+    """Writes ds of the tile and returns dy n, whose sum over rows is dw."""
     MASKED: tl.constexpr = TAIL or HIDDEN % COLS != 0
     mask = tile_mask(row, n_rows, width, ROWS, COLS)
     rstd = load_per_row(rstd_in, row, n_rows, ROWS, FOLD, TAIL)[:, None]
     s = _summed(x, residual, row, x_stride, residual_stride, mask, HAS_RESIDUAL, ROUND_SUM, MULTIPLIER, ROWS, COLS,
                 FOLD, MASKED)  # fmt: skip
     g = load_fp32(tile_of(dy, row, dy_stride, ROWS, COLS, FOLD), mask, MASKED)
-    # On an NPU what rstd multiplies is formed once: dy n = (dy rstd) s, and ds = (dy rstd) w' - s (rstd^2 mean g n).
-    # Of that form CUDA's compiler adds up one row of a tile after the other; with n in the place of s both at once.
+    # On an NPU the kernel computes dy rstd once: dy n = (dy rstd) s, and ds = (dy rstd) w' - s (rstd^2 mean g n). With
+    # this expression CUDA's compiler would sum the rows of a tile one after the other; with n it sums them together.
     if ON_ASCEND:
         g = g * rstd
     else:
@@ -336,7 +336,7 @@ def _backward_tile(x, residual, w, dy, ds, rstd_in, dots, dx, row, n_rows, width
 def _backward_half(s, g, w, offset, ds, dx, total, row, rstd, factor, ds_stride, HAS_DS: tl.constexpr,
                    HAS_WEIGHT: tl.constexpr, ROUND_WEIGHT: tl.constexpr, STORE_DX: tl.constexpr,
                    STORE_DW: tl.constexpr, HIDDEN: tl.constexpr, COLS: tl.constexpr, FOLD: tl.constexpr):  # fmt: skip
-    """Writes ds from what waits on the chip, and from factor = rstd^2 mean g n; returns total + dy n."""
+    """Writes ds of half a row from s and g on the chip and from factor = rstd^2 mean g n. Returns total + dy n."""
     s = s.to(tl.float32)
     g = g.to(tl.float32) * rstd
     if STORE_DW:
@@ -365,13 +365,13 @@ def _backward_halves(x, residual, w, w_right, offset, dy, ds, rstd_in, dx, total
                      HAS_WEIGHT: tl.constexpr, ROUND_WEIGHT: tl.constexpr, STORE_DX: tl.constexpr,
                      STORE_DW: tl.constexpr, MULTIPLIER: tl.constexpr, HIDDEN: tl.constexpr, COLS: tl.constexpr,
                      FOLD: tl.constexpr):  # fmt: skip
-    """A row in two halves, whose S and dy wait on the chip in their own dtypes until the sum of g n is known; returns
-    the totals with dy n added."""
+    """Processes a row as two halves. S and dy stay on the chip in their dtypes until the kernel has the sum of g n.
+    Returns the totals with dy n added."""
     rstd = load_per_row(rstd_in, row, n_rows, 1, FOLD, False)[:, None]
     dot = tl.zeros([FOLD], tl.float32)
     left = _kept_sum(x, residual, row, x_stride, residual_stride, HAS_RESIDUAL, MULTIPLIER, COLS, FOLD)
     g_left = tl.load(tile_of(dy, row, dy_stride, 1, COLS, FOLD))
-    # A compiler that does not know that it is always so keeps no fp32 copies for what follows.
+    # The condition is always true. Since the compiler cannot know that, it does not hold the fp32 copies for later use.
     if row < n_rows:
         dot = _dots(left, g_left, w, offset, HAS_WEIGHT, ROUND_WEIGHT, FOLD)
     right = _kept_sum(x + COLS, residual + COLS, row, x_stride, residual_stride, HAS_RESIDUAL, MULTIPLIER, COLS, FOLD)
@@ -389,15 +389,15 @@ def _backward_halves(x, residual, w, w_right, offset, dy, ds, rstd_in, dx, total
 
 @jit(lengths=("n_rows",))
 def _backward_kernel(
-    x,  # [n_rows, HIDDEN], row stride given, as are residual (HAS_RESIDUAL), dy and ds (HAS_DS)
+    x,  # [n_rows, HIDDEN] with row stride x_stride; likewise residual (if HAS_RESIDUAL), dy and ds (if HAS_DS)
     residual,
-    weight,  # [HIDDEN], read where HAS_WEIGHT
+    weight,  # [HIDDEN], read if HAS_WEIGHT
     dy,
     ds,
     rstd_in,  # [n_rows] fp32
-    dots,  # [n_rows] fp32 sums of g n; [blocks, n_rows] where they are only reduced; unused in one pass
-    dx,  # [n_rows, HIDDEN] contiguous, written where STORE_DX
-    dw,  # [programs, HIDDEN] fp32, written where STORE_DW
+    dots,  # [n_rows] fp32, the sums of g n; [blocks, n_rows] without APPLY; unused with REDUCE and APPLY
+    dx,  # [n_rows, HIDDEN] contiguous, written if STORE_DX
+    dw,  # [programs, HIDDEN] fp32, written if STORE_DW
     n_rows,
     x_stride,
     residual_stride,
@@ -408,18 +408,18 @@ def _backward_kernel(
     HAS_DS: tl.constexpr,
     ROUND_SUM: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    ROUND_WEIGHT: tl.constexpr,  # the casting adds the offset in the weight's dtype
+    ROUND_WEIGHT: tl.constexpr,  # add the offset in the weight's dtype
     STORE_DX: tl.constexpr,
     STORE_DW: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
-    REDUCE: tl.constexpr,  # form the sums of g n
-    APPLY: tl.constexpr,  # form dx; without REDUCE from dots
+    REDUCE: tl.constexpr,  # compute the sums of g n
+    APPLY: tl.constexpr,  # compute dx; without REDUCE, read the sums from dots
     MULTIPLIER: tl.constexpr,
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    FOLD: tl.constexpr,  # pieces of a tile of one row
-    HALVES: tl.constexpr,  # a row goes in two tiles that are on the chip together
+    FOLD: tl.constexpr,  # as in forward
+    HALVES: tl.constexpr,
 ):
     if CONTIGUOUS:
         x_stride = HIDDEN
@@ -505,17 +505,17 @@ def _sum_kernel(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two steps, by Triton or in torch
+# Forward and backward, by Triton or in torch
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """(`t` with its rows of the last dimension at one distance, that distance in elements); without a copy where the
-    strides allow it. A tensor without gaps comes back as it is: kernels do not see shapes."""
+    """Returns `t` as rows with one stride, and that stride in elements; copies only if the strides require it. Returns
+    a contiguous tensor unchanged, because kernels do not read its shape."""
     if t.is_contiguous():
         return t, t.shape[-1]
     rows = t.reshape(-1, t.shape[-1])
-    # The offsets inside a tile are 32-bit.
+    # Offsets inside a tile are 32-bit integers, which limits the row stride.
     if rows.stride(1) != 1 or not 0 < rows.stride(0) < 1 << 24:
         rows = rows.contiguous()
     return rows, rows.stride(0)
@@ -531,7 +531,7 @@ def _launch_forward(
     x, x_stride = as_rows(x)
     r, r_stride = (x, x_stride) if residual is None else as_rows(residual)
     if tile.halves and casting != "gemma" and weight is not None:
-        weight, offset = shifted(weight, offset), 0.0  # the kernel keeps w' in the weight's dtype
+        weight, offset = shifted(weight, offset), 0.0  # the kernel holds w' in the weight's dtype
     programs = tiling.programs(-(-n_rows // tile.rows), spec, tile.blocks)
     launch(
         _forward_kernel, (programs,) if tile.blocks == 1 else (programs, tile.blocks),
@@ -550,7 +550,7 @@ def norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float,
     casting: str, multiplier: float, store_sum: bool, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """(y, S or None, rstd `[N]` fp32) of x (and residual) `[..., H]`."""
+    """Returns (y, S or None, rstd `[N]` fp32) of x and residual `[..., H]`."""
     if backend == "torch":
         s = _sum(x, residual, multiplier)
         y, rstd = _normed(s, weight, eps, offset, casting)
@@ -571,12 +571,12 @@ def norm_forward(
         return y, s_out, rstd
     w = None if weight is None else weight.contiguous()
     spec = device.spec(x.device)
-    # No row that is read has a wider dtype than y.
+    # No input has a wider dtype than y.
     tile = tiling.norm_forward_tile(hidden, y_dtype.itemsize, rounds, store_sum, residual is not None, spec)
     if tile.blocks == 1:
         _launch_forward(x, residual, w, s_out, y, rstd, eps, offset, casting, multiplier, tile, spec)
         return y, s_out, rstd
-    # Two launches, and one copy where one is needed.
+    # Copy here, if a copy is necessary, so that the two launches share it.
     x, residual = as_rows(x)[0], None if residual is None else as_rows(residual)[0]
     squares = x.new_empty(tile.blocks, n_rows, dtype=torch.float32)
     _launch_forward(x, residual, w, s_out, y, squares, eps, offset, casting, multiplier, tile, spec, apply=False)
@@ -592,7 +592,7 @@ def _launch_backward(
     ds: torch.Tensor | None, dots: torch.Tensor, dx: torch.Tensor | None, needs_dw: bool, offset: float, casting: str,
     multiplier: float, tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Returns dw in the weight's dtype, where it is needed."""
+    """Returns dw in the weight's dtype if `needs_dw`, else None."""
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
     x, x_stride = as_rows(x)
@@ -601,7 +601,7 @@ def _launch_backward(
     s, s_stride = (x, x_stride) if ds is None else as_rows(ds)
     w = weight
     if tile.halves and casting != "gemma" and weight is not None:
-        w, offset = shifted(weight, offset), 0.0  # the kernel keeps w' in the weight's dtype
+        w, offset = shifted(weight, offset), 0.0  # the kernel holds w' in the weight's dtype
     programs = tiling.accumulating_programs(-(-n_rows // tile.rows), spec, tile.blocks, tile.options)
     dw = x.new_empty(programs, hidden, dtype=torch.float32) if needs_dw else None
     launch(
@@ -619,7 +619,7 @@ def _launch_backward(
 
 
 def sum_of_partials(partials: torch.Tensor, dtype: torch.dtype, spec: device.DeviceSpec) -> torch.Tensor:
-    """The programs' partial sums, added up."""
+    """Adds the programs' partial sums."""
     n_rows, hidden = partials.shape
     tile = tiling.partial_sums_tile(hidden, spec)
     total = partials.new_empty(hidden, dtype=dtype)
@@ -634,12 +634,12 @@ def norm_backward(
     ds: torch.Tensor | None, offset: float, casting: str, multiplier: float, needs_ds: bool, needs_dw: bool,
     backend: str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """(ds in S's dtype, dw in the weight's), each where it is needed. `ds`: what arrived for S."""
+    """Returns the gradient of S and dw, in the dtypes of S and weight, or None. `ds` is the incoming gradient of S."""
     if backend == "torch":
         s = _sum(x, residual, multiplier)
         return _backward_torch(s, weight, rstd, dy, ds, offset, casting, needs_ds, needs_dw)
     if backend == "vendor":
-        # With a residual x is S: the vendor's forward writes it.
+        # With a residual, x is S, which the vendor's forward writes.
         d, dgamma = vendor.norm_backward(x, _gamma(weight, offset, casting), rstd, dy)
         if ds is not None:
             d.add_(ds)
@@ -653,7 +653,7 @@ def norm_backward(
         return dx, torch.zeros_like(weight) if weight is not None and needs_dw else None
     w = None if weight is None else weight.contiguous()
     spec = device.spec(x.device)
-    # ds arrives in S's dtype.
+    # The incoming ds has S's dtype.
     itemsize = max(dtype.itemsize, dy.dtype.itemsize)
     tile = tiling.norm_backward_tile(hidden, itemsize, residual is not None, ds is not None, spec)
     if tile.blocks == 1:
@@ -670,7 +670,7 @@ def norm_backward(
 
 
 def _sum(x: torch.Tensor, residual: torch.Tensor | None, multiplier: float) -> torch.Tensor:
-    """S, as decoder layers form it."""
+    """Computes S as decoder layers do."""
     if residual is None:
         return x
     return (x if multiplier == 1.0 else x * multiplier) + residual

@@ -1,14 +1,14 @@
-"""Root mean square norm over the last dimension (arXiv:1910.07467), in the roundings that model families use.
+"""RMS norm over the last dimension (arXiv:1910.07467). `casting` selects where a model family rounds.
 
     rstd = (mean_j x_j^2 + eps)^(-1/2)          n = x rstd          w' = offset + weight          fp32
 
     casting "llama"   y = w' * n.to(x.dtype)        LlamaRMSNorm; y has the promoted dtype of weight and x
             "gemma"   y = (n * w').to(x.dtype)      Gemma (offset 1), Olmo2 and nn.RMSNorm (offset 0)
-            "none"    y = (x * rstd.to(x.dtype)) * w'.to(x.dtype)      every product in x's dtype
+            "none"    y = (x * rstd.to(x.dtype)) * w'.to(x.dtype)      both products in x's dtype
 
     g = dy w'        dx = rstd (g - n mean_j g_j n_j)        dw = sum over rows of dy n
 
-Kernels and torch twin: `ops/norms/rms_kernels.py`. Saved for backward: x, weight and one fp32 number per row.
+`ops/norms/rms_kernels.py` has the kernels, also in torch. Forward saves x, weight and one fp32 number per row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rms_norm_reference(
     offset: float = 0.0,
     casting: str = "llama",
 ) -> torch.Tensor:
-    """The op in plain PyTorch: what transformers' modules compute."""
+    """Computes the op in plain PyTorch, as transformers' modules do."""
     return norm_reference(x, weight, eps, offset, casting)
 
 
@@ -56,7 +56,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def norm_backends(x: torch.Tensor, weight: torch.Tensor | None, casting: str, backend: str | None) -> tuple[str, str]:
-    """Who serves forward and backward of a norm of values of x's dtype and device."""
+    """Chooses the backends of a norm's forward and backward."""
 
     def uncovered() -> str | None:
         return vendor.uncovered_norm(x.dtype, None if weight is None else weight.dtype, casting)
@@ -67,7 +67,7 @@ def norm_backends(x: torch.Tensor, weight: torch.Tensor | None, casting: str, ba
     chosen = backends.choose("rms_norm", x.device, backend, uncovered, at=at)
     if chosen != "vendor":
         return chosen, chosen
-    # A kernel of ours may follow a forward of the vendor's: both keep the same rstd.
+    # Our backward kernel may follow the vendor's forward, because both save the same rstd.
     backward = backends.choose("rms_norm", x.device, backend, uncovered, lambda: vendor.not_repeatable(weight), at)
     return chosen, backward
 
@@ -81,23 +81,23 @@ def rms_norm(
     casting: str = "llama",
     backend: str | None = None,
 ) -> torch.Tensor:
-    """RMS norm over the last dimension; formulas in the module's docstring.
+    """Computes the RMS norm over the last dimension. The module's docstring has the formulas.
 
     Args:
         x: `[..., H]`, fp32, bf16 or fp16; any strides.
-        weight: `[H]` or None (y = n, rounded to x's dtype).
+        weight: `[H]`, or None, which returns n rounded to x's dtype.
         eps: added to the mean square; not negative.
         offset: added to the weight.
         casting: `"llama"`, `"gemma"` or `"none"`.
         backend: overrides the choice of `backends.choose`.
 
     Returns:
-        `[..., H]` in x's dtype; with casting `"llama"` in the promoted dtype of weight and x.
+        `[..., H]` in x's dtype; with casting `"llama"`, in the promoted dtype of weight and x.
 
     Raises:
         TypeError: a dtype that is not allowed.
         ValueError: shapes that do not match, an eps or offset that is not finite, an unknown casting or backend, a call
-            that backend `"vendor"` was asked to serve by name and does not cover.
+            that does not suit `backend="vendor"`.
     """
     check_norm(x, weight, eps, offset, casting)
     chosen, backward = norm_backends(x, weight, casting, backend)
