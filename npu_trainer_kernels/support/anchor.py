@@ -1,4 +1,4 @@
-"""A place in autograd's graph that costs no memory."""
+"""A node of autograd's graph that needs no memory."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ __all__ = ["Anchor"]
 
 
 class Anchor(torch.autograd.Function):
-    """A tensor without numbers that stands where its inputs do in the graph, and keeps none of their memory. It is no
-    op: nothing is computed of it, and what stands on it raises before backward reaches it."""
+    """Returns an empty tensor that depends on its inputs in autograd's graph without holding their memory. It computes
+    nothing, and the operations that depend on it raise before backward reaches it."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The folder of what is kept between runs: measurements of `npu-kernels tune`, the Ascend compiler's output."""
+"""The folder for files between runs: the measurements of `npu-kernels tune`, the Ascend compiler's output."""
 
 import os
 from pathlib import Path
@@ -9,10 +9,10 @@ CACHE_VARIABLE = "NPU_KERNELS_CACHE"
 
 
 def cache_dir() -> Path:
-    """`$NPU_KERNELS_CACHE`, or `npu_trainer_kernels` in the user's cache folder.
+    """Returns `$NPU_KERNELS_CACHE`, or `npu_trainer_kernels` in the user's cache folder.
 
     Raises:
-        RuntimeError: there is neither the variable nor a home folder.
+        RuntimeError: neither the variable nor a home folder exists.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:

@@ -1,8 +1,8 @@
-"""What `torch.compile` must call and not trace, and what it may trace again inside of that.
+"""Marks functions that `torch.compile` must call without tracing, and functions inside them that it may trace again.
 
-Dynamo, which traces, is a callback that the interpreter asks before it runs a frame, on each thread. `opaque` takes it
-away for the length of a call, and `traced` gives it back. torch's own `torch.compiler.disable` does the first alone,
-keeps the callback to itself, and imports Dynamo (and with it Triton, seconds long) before anything is compiled.
+Dynamo traces through a callback that the interpreter calls, on each thread, before it runs a frame. `opaque` removes
+the callback for the duration of a call, and `traced` restores it. `torch.compiler.disable` only removes it, does not
+expose it for restoring, and imports Dynamo (and with it Triton, which takes seconds) before anything is compiled.
 """
 
 import contextvars
@@ -17,34 +17,34 @@ __all__ = ["opaque", "paused", "starts_no_graph", "traced"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# What an opaque function that is running has taken away.
+# The callback that the running opaque function has removed.
 _paused: contextvars.ContextVar[Any] = contextvars.ContextVar("npu_kernels_paused", default=None)
 
 
 def starts_no_graph(fn: _F) -> _F:
-    """Marks a function that is run as it stands where Dynamo would begin a graph with it; what it calls is traced, and
-    so is the function itself inside of a graph that something else has begun."""
+    """Marks a function with which Dynamo must not begin a graph; it runs as plain Python then. Dynamo still traces the
+    functions that it calls, and traces the function itself inside a graph that has already begun."""
     set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return fn
 
 
 def _in_full_graph() -> bool:
-    """Whether the graph that is being traced may not be broken (`fullgraph=True`); asked by what is traced alone."""
+    """Whether the current graph must not break (`fullgraph=True`). Only traced code may call this."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return bool(InstructionTranslator.current_tx().output.root_tx.one_graph)
 
 
-# Dynamo calls it where it is traced, and takes the answer for a constant.
+# Dynamo calls this function while tracing and treats the result as a constant.
 _in_full_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def opaque(fn: _F, in_full_graphs: Callable[..., Any] | None = None) -> _F:
-    """Marks a function that is called and not traced, with all that it calls: a break of the graph.
+    """Marks a function that Dynamo calls without tracing it or the functions that it calls. The call breaks the graph.
 
     Args:
         fn: the function.
-        in_full_graphs: what is traced instead where no break is allowed; without it that is torch's error.
+        in_full_graphs: a function that is traced instead if the graph must not break; without it torch raises then.
     """
 
     @functools.wraps(fn)
@@ -75,12 +75,12 @@ def opaque(fn: _F, in_full_graphs: Callable[..., Any] | None = None) -> _F:
 
 
 def paused() -> bool:
-    """Whether an opaque function is running that something compiled has called."""
+    """Whether an opaque function is running that compiled code has called."""
     return _paused.get() is not None
 
 
 def traced(fn: _F) -> _F:
-    """Marks a function that is traced again although it is called inside of an opaque one."""
+    """Marks a function that Dynamo traces even if an opaque function calls it."""
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

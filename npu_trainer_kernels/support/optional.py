@@ -1,5 +1,4 @@
-"""Packages that only some of this one needs: TRL, for its trainers, datasets, for data of its kind, PEFT, for adapters,
-and matplotlib, for figures."""
+"""Optional packages: TRL for its trainers, datasets for their data, PEFT for adapters, and matplotlib for figures."""
 
 import importlib.util
 
@@ -7,18 +6,18 @@ from .triton import MissingDependencyError
 
 __all__ = ["INSTALL", "require"]
 
-# What pip is told; the extras have the same.
+# The requirements for pip, equal to those of the extras.
 INSTALL = {
     "trl": "'trl>=1.15,<2'", "datasets": "'datasets>=4.0'", "peft": "'peft>=0.17'", "matplotlib": "'matplotlib>=3.8'",
 }  # fmt: skip
 
 
 def require(what: str, *names: str) -> None:
-    """Raises `MissingDependencyError`, with what to install, unless all the packages are there.
+    """Raises `MissingDependencyError` with a pip command unless all packages are installed.
 
     Args:
-        what: needs them; the beginning of the message.
-        names: of `INSTALL`.
+        what: the feature that needs them, which begins the message.
+        names: keys of `INSTALL`.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:

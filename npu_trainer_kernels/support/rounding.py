@@ -1,7 +1,7 @@
-"""What rounding does to a computation, asked for instead of hoped for.
+"""Measures how far rounding can move the results of a computation.
 
-Which way one run's rounding goes is a matter of the processor's order of summation. Moved at random at every operator,
-by about as much as rounding moves it, a computation shows how far rounding may carry its results on any processor.
+In a single run the processor's order of summation decides the rounding errors. `Rounded` changes the result of every
+operator at random, by about as much as rounding does, which shows how far the results may move on any processor.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ __all__ = ["SEEDS", "Rounded", "rounded"]
 T = TypeVar("T")
 
 SEEDS = 4
-# Another stream of numbers than that which a small seed gives the tensors that are computed with.
+# Added to the seed, so that the random numbers differ from those that a small seed gives for the test's tensors.
 _STREAM = 0x526F756E64
 
 _aten = torch.ops.aten
-# The values that these return stand in an argument, bit by bit.
+# These operators return values of their arguments without rounding.
 _EXACT = {
     _aten._unsafe_view, _aten.clone, _aten.copy_, _aten.cat, _aten.stack, _aten.index, _aten.index_select,
     _aten.gather, _aten.scatter, _aten.embedding, _aten.masked_fill, _aten.masked_select, _aten.where,
@@ -30,32 +30,32 @@ _EXACT = {
     _aten.empty_like, _aten.new_empty, _aten.slice_backward, _aten.select_backward, _aten.threshold_backward,
     _aten._local_scalar_dense, _aten.index_put_, _aten.triu, _aten.tril, _aten.clamp_, _aten.clamp_min_, _aten.relu_,
     _aten.neg_, _aten.abs_, _aten.masked_fill_, _aten.scatter_, _aten.index_copy_,
-    # These return places, which a moved argument would exchange.
+    # These return indices, which a changed argument would exchange.
     _aten.argmax, _aten.argmin, _aten.argsort, _aten.nonzero, _aten.searchsorted, _aten.bucketize, _aten.multinomial,
 }  # fmt: skip
-# An operator that is not pointwise adds: each term is rounded where it is added. Terms of 16 bits are added in fp32,
-# whose rounding does not count beside theirs.
+# An operator that is not pointwise computes sums, and rounds each term as it adds it. 16-bit terms are added in fp32,
+# whose rounding is negligible compared with theirs.
 _ADDED = (torch.float32, torch.float64)
-# What ranks share out (DTensor) stays as it is: each would move its part of a whole.
+# DTensors are not changed, because each rank would change its part differently.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Rounded(TorchDispatchMode):
-    """Moves every floating result of an operator, forward and backward, by a random part of a unit.
+    """Changes every floating-point result of an operator, forward and backward, by a random fraction of a unit.
 
         x  ->  x (1 + eps u),    u uniform in [-1/2, 1/2), eps of the dtype of x, rounded to that dtype
 
-    The fp32 arguments of an operator that adds (a product, a sum, a softmax and its backward) move likewise, since each
-    term is rounded: of terms that cancel much more is left than a unit of the result, and how much depends on the order
-    in which a processor adds. Integers stay: what counts in floats is exact.
+    The fp32 arguments of an operator that sums (a product, a sum, a softmax and its backward) change likewise, because
+    each term is rounded: terms that cancel leave much more than a unit of the result, and how much depends on the order
+    in which a processor adds. Integers do not change, even in floating-point tensors, because counts are exact.
 
-    A value that is exact in one run moves, too: a probability of one is one by the luck of its sum. What only takes
-    values from elsewhere (views, copies, gathers) does not. Works on any device and in any dtype, fp64 is not needed;
-    the random state of torch is not touched.
+    A value that is exact in one run changes, too: a probability is exactly one only by the luck of its sum. Operators
+    that only move values (views, copies, gathers) do not change them. The mode works on any device and in any dtype,
+    does not need fp64, and does not change torch's random state.
 
     Args:
-        seed: of the moves; the same on one device gives the same ones.
-        in_place: whether what an operator writes in place moves, too. It may be a parameter.
+        seed: the seed of the changes; equal seeds on one device give equal changes.
+        in_place: whether to change tensors that an operator writes in place, which may be parameters.
     """
 
     def __init__(self, seed: int, *, in_place: bool = True) -> None:
@@ -70,7 +70,7 @@ class Rounded(TorchDispatchMode):
             return func(*args, **kwargs)
         counts = _are_integers(given)
         adds = torch.Tag.pointwise not in func.tags
-        if adds and not counts and not func._schema.is_mutable:  # it writes to what it is given
+        if adds and not counts and not func._schema.is_mutable:  # a mutable operator must get the original tensors
             args, kwargs = tree_map_only(torch.Tensor, self._moved, (args, kwargs))
         result = func(*args, **kwargs)
         found = [v for v in tree_leaves(result) if type(v) in _PLAIN and v.is_floating_point()]
@@ -91,21 +91,21 @@ class Rounded(TorchDispatchMode):
         if generator is None:
             generator = self._generators[value.device] = torch.Generator(value.device).manual_seed(_STREAM + self._seed)
         u = torch.rand(value.shape, generator=generator, device=value.device) - 0.5
-        # Added, not as a factor of 1 + eps u, of which nothing but 1 - eps / 2 and 1 would be left.
+        # Add value * eps u: a factor 1 + eps u would be rounded to 1 - eps / 2 or 1.
         moved = value + value * (torch.finfo(value.dtype).eps * u).to(value.dtype)
         value.copy_(torch.where(moved.isfinite(), moved, value))
 
 
 def _rounds(func: Any, given: Sequence[torch.Tensor], in_place: bool) -> bool:
-    """Whether what an operator returns has been computed, and is no argument's memory."""
+    """Whether an operator computes its result with rounding, and does not return the memory of an argument."""
     if func.overloadpacket in _EXACT or not any(value.is_floating_point() for value in given):
         return False
     return all(r.alias_info is None or (in_place and r.alias_info.is_write) for r in func._schema.returns)
 
 
 def _are_integers(values: Sequence[torch.Tensor]) -> bool:
-    """Whether floats are all integers: what counts with floats (positions, of a mask) is exact on every processor. One
-    number of each is looked at first."""
+    """Whether all floating-point values are integers: counts (positions from a mask) are exact on every processor. It
+    tests one value of each tensor first."""
     floats = [value for value in values if value.is_floating_point() and value.numel()]
     return all(_is_integer(v[(0,) * v.dim()]) for v in floats) and all(map(_is_integer, floats))
 
@@ -115,7 +115,7 @@ def _is_integer(value: torch.Tensor) -> bool:
 
 
 def rounded(run: Callable[[], T]) -> list[T]:
-    """What `run` returns under each of `SEEDS` roundings."""
+    """Returns the results of `run` under each of `SEEDS` random roundings."""
     found = []
     for seed in range(SEEDS):
         with Rounded(seed):

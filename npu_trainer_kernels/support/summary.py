@@ -1,4 +1,4 @@
-"""What is kept of timed calls, and when one is slower than another. A report needs no torch for it."""
+"""Summaries of timed calls, and their comparison. Reports use this module without torch, so it does not import it."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ __all__ = ["Summary", "summarise"]
 
 @dataclass(frozen=True)
 class Summary:
-    """Median, quartiles and number of the samples, in milliseconds."""
+    """Median, quartiles and minimum of the samples in milliseconds, and their number."""
 
     median: float
     q1: float
@@ -17,12 +17,13 @@ class Summary:
     samples: int
 
     def slower_than(self, other: "Summary", tolerance: float = 1.02) -> bool:
-        """Beyond the spread of both: the first quartile above the other's third, and the median above by 2%."""
+        """Whether these calls are slower by more than the spread of both: the first quartile is above the other's
+        third, and the median is more than 2% above the other's."""
         return self.q1 > other.q3 and self.median > tolerance * other.median
 
 
 def _quantile(ordered: list[float], share: float) -> float:
-    """Linear interpolation between the order statistics."""
+    """Interpolates linearly between the order statistics."""
     position = share * (len(ordered) - 1)
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
@@ -30,7 +31,7 @@ def _quantile(ordered: list[float], share: float) -> float:
 
 
 def summarise(samples: list[float]) -> Summary:
-    """Of at least one sample."""
+    """Summarises at least one sample."""
     if not samples:
         raise ValueError("samples: at least one is needed; got none")
     ordered = sorted(samples)

@@ -1,4 +1,4 @@
-"""What is on or off: environment variables and arguments."""
+"""Environment variables and arguments that switch something on or off."""
 
 import functools
 import os
@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["RUN", "audit_steps", "check_switch", "switch", "switch_off_run", "variable"]
 
-# Whether `npu-kernels run` puts the kernels into the Trainers of a process.
+# The variable with which `npu-kernels run` switches on the kernels in the Trainers of a process.
 RUN = "NPU_KERNELS_RUN"
 _ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 
@@ -14,21 +14,21 @@ _as_kept = functools.cache(os.environ.encodekey)
 
 
 def variable(name: str) -> str:
-    """An environment variable; empty where it is not set.
+    """Returns an environment variable, or an empty string if it is not set.
 
-    Ops ask for variables at every call, and `os.environ.get` raises and catches two exceptions for one that is not set:
-    twice that was a twelfth of a norm's forward. So it is looked up where `os.environ` keeps it.
+    Ops read variables at every call, and `os.environ.get` raises and catches two exceptions for a variable that is not
+    set; two such reads took a twelfth of a norm's forward. So this function reads the dict inside `os.environ`.
     """
     environment: Any = os.environ
     kept = getattr(environment, "_data", None)
-    if kept is None:  # somebody has put a plain dict there
+    if kept is None:  # other code has replaced `os.environ` by a plain dict
         return str(environment.get(name, ""))
     value = kept.get(_as_kept(name))
     return "" if value is None else str(environment.decodevalue(value))
 
 
 def switch(name: str, default: bool = False) -> bool:
-    """Whether an environment variable is on; `default` where it is not set. `ValueError` for anything else."""
+    """Whether an environment variable is on; `default` if it is not set. Raises `ValueError` for an invalid value."""
     value = variable(name)
     if not value:
         return default
@@ -38,21 +38,21 @@ def switch(name: str, default: bool = False) -> bool:
 
 
 def switch_off_run() -> None:
-    """For programs that say themselves which Trainer has the kernels: in a shell that has what `run --print-env`
-    prints, what they train without the kernels would have them, too."""
+    """Switches off the automatic patching of Trainers, for programs that choose themselves which Trainer gets the
+    kernels. In a shell with the variables of `run --print-env`, their baselines would get the kernels, too."""
     if RUN in os.environ:
         os.environ[RUN] = "0"
 
 
 def check_switch(name: str, value: object) -> None:
-    """Raises `ValueError` unless an argument is a bool: "no" would count as true."""
+    """Raises `ValueError` unless an argument is a bool. Without the check the string "no" would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false; got {value!r}")
 
 
 def audit_steps(name: str, value: object) -> int | None:
-    """After how many optimizer steps the model is compared with its own code again: 0 for the first batch alone, None
-    for never. Raises `ValueError` for what is neither "first", "off" nor a positive number."""
+    """Parses the number of optimizer steps between comparisons of the patched model with its original code: 0 for
+    "first" (the first batch alone), None for "off". Raises `ValueError` for other values that are not positive."""
     if isinstance(value, str) and value in ("first", "off"):
         return 0 if value == "first" else None
     steps = int(value) if isinstance(value, str) and value.isdecimal() else value

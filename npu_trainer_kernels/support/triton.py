@@ -1,8 +1,8 @@
-"""Triton, or a stand-in that says what to install.
+"""Imports Triton, or provides a replacement whose errors state what to install.
 
-Triton, triton-ascend and torch_npu are optional, and on real machines each of them is sometimes present but broken
-(triton-ascend installed over triton, a driver library missing). Importing this package must work all the same, so this
-is the one module that imports Triton; the others take `triton`, `tl` and `jit` from here.
+Triton, triton-ascend and torch_npu are optional, and on real machines an installed one is sometimes broken
+(triton-ascend installed over triton, a driver library missing). Importing this package must work anyway, so only this
+module imports Triton; the others import `triton`, `tl` and `jit` from here.
 """
 
 import dataclasses
@@ -31,32 +31,32 @@ class MissingDependencyError(ImportError):
 
 IMPORT_ERROR: Exception | None = None
 LAUNCHES_COMPILED = False
-# For kernels: whether this is triton-ascend, where the best form of an expression may be another one.
+# Whether this is triton-ascend, as a constant for kernels that use different expressions there.
 ON_ASCEND: Any = None
 try:
     import triton
     import triton.language as tl
 
-    # By its general name, which CUDA's compiler replaces by its own: `tl.extra.cuda` does not exist in triton-ascend,
-    # whose frontend looks up the names of branches that are not taken, too.
+    # Use the general name, which CUDA's compiler replaces by its libdevice. `tl.extra.cuda` does not exist in
+    # triton-ascend, whose frontend also resolves names in branches that are not taken.
     from triton.language.extra import libdevice
 
-    # A half-installed Triton (triton-ascend's files over Triton's, say) imports, but lacks parts of itself.
+    # A partly overwritten Triton (for example by triton-ascend's files) imports, but lacks some of its parts.
     triton.jit, tl.load, triton.runtime.JITFunction  # noqa: B018
     ON_ASCEND = tl.constexpr(importlib.util.find_spec("triton.backends.ascend") is not None)
-    # Triton before 3.4 is given something else to launch a compiled kernel. Of triton-ascend 3.2 is known.
+    # `ops/launch.py` launches compiled kernels only with the signatures of Triton 3.4 and later and triton-ascend 3.2.
     _version = tuple(map(int, triton.__version__.split(".")[:2]))
     LAUNCHES_COMPILED = _version == (3, 2) if ON_ASCEND.value else _version >= (3, 4)
 except (ImportError, OSError, AttributeError, RuntimeError, SyntaxError) as error:
     IMPORT_ERROR = error
     triton = tl = libdevice = None
 
-# Read at decoration time by `triton.jit`, hence once and here.
+# `triton.jit` reads the variable at decoration time, so it is read once, here.
 INTERPRETED = IMPORT_ERROR is None and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
 
 
 class _MissingKernel:
-    """Stands for a kernel where Triton cannot be imported; using it raises."""
+    """Replaces a kernel if Triton cannot be imported; launching it raises."""
 
     def __init__(self, fn: Any) -> None:
         self.fn, self.__name__ = fn, fn.__name__
@@ -70,13 +70,13 @@ class _MissingKernel:
 
 
 def jit(fn: Any = None, *, lengths: Sequence[str] = ()) -> Any:
-    """`triton.jit`, or a stand-in that raises `MissingDependencyError` when it is launched.
+    """`triton.jit`, or a replacement that raises `MissingDependencyError` when it is launched.
 
     Args:
-        fn: the kernel; without it a decorator is returned.
-        lengths: the integer arguments that change from batch to batch. Triton would compile anew where one of them is
-            1, or starts or ceases to be a multiple of 16. Sizes and strides of a model are left to it: their alignment
-            is what wide loads need.
+        fn: the kernel; without it, `jit` returns a decorator.
+        lengths: the integer arguments that change from batch to batch. Without this Triton would compile another kernel
+            if one of them is 1 or a multiple of 16. Triton still specialises on sizes and strides of the model, because
+            wide loads need their alignment.
     """
     if fn is None:
         return functools.partial(jit, lengths=lengths)
@@ -84,9 +84,9 @@ def jit(fn: Any = None, *, lengths: Sequence[str] = ()) -> Any:
 
 
 def _round_interpreted_casts() -> None:
-    """Makes the interpreter round fp32 to bf16 to nearest even, as every device does; on its own it truncates
-    (triton 3.2 to 3.9), which no honest accuracy test of a bf16 kernel survives. The way back is a shift of 16 bits:
-    the interpreter's own takes numbers apart, which is slower and wrong for subnormals."""
+    """Makes the interpreter round fp32 to bf16 to nearest even, as every device does. By default it truncates (triton
+    3.2 to 3.9), which fails any strict accuracy test of a bf16 kernel. bf16 to fp32 becomes a shift by 16 bits; the
+    interpreter's conversion is slower and wrong for subnormals."""
     import torch
     from triton.runtime import interpreter
 
@@ -106,10 +106,10 @@ def _round_interpreted_casts() -> None:
 
 
 def _leave_the_language_as_it_was() -> None:
-    """Makes the interpreter put back all that it changes in `triton.language` while a kernel runs.
+    """Makes the interpreter restore everything that it changes in `triton.language` while a kernel runs.
 
-    On its own it leaves some of it there (triton 3.7 to 3.9 what is changed for a function that a kernel calls, older
-    ones everything), and a kernel that is compiled later in the process finds the interpreter's builtins in its place.
+    By default some changes remain (in triton 3.7 to 3.9 those for functions that a kernel calls, in older versions
+    all), and a kernel that is compiled later in the process would use the interpreter's builtins.
     """
     from triton.runtime import interpreter
 
@@ -135,16 +135,16 @@ def _leave_the_language_as_it_was() -> None:
 
 
 def _change_the_language_once_a_launch() -> None:
-    """Makes the interpreter change `triton.language` once for a launch, and not again for every function that a kernel
-    calls, `tl.sum` among them: looking through all names of the language takes milliseconds, which is more than what
-    such a function computes. A language that is not changed yet refuses each of its builtins, so none is missed."""
+    """Makes the interpreter change `triton.language` once per launch, and not again for every function that a kernel
+    calls, such as `tl.sum`. Visiting all names of the language takes milliseconds, longer than the function itself.
+    Builtins of an unchanged language raise an error, so a missed change would be noticed."""
     from triton.runtime import interpreter
 
     executor = interpreter.GridExecutor
     launch, change = executor.__call__, interpreter._patch_lang
     changed: set[int] = set()
 
-    @functools.cache  # a function is called by every program, and a module has hundreds of names
+    @functools.cache  # every program calls this function, and a module has hundreds of names
     def languages_of(fn: Any) -> frozenset[int]:
         return frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
 
@@ -167,8 +167,8 @@ def _change_the_language_once_a_launch() -> None:
 
 
 def _leave_out_unread_overflow_checks() -> None:
-    """Keeps the interpreter from computing, for every sum, difference and product of integers, whether it overflows:
-    five more operations, whose result it drops, since it asserts nothing outside of its debug mode."""
+    """Keeps the interpreter from checking every sum, difference and product of integers for overflow. The check takes
+    five operations, and outside of debug mode nothing uses its result."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -177,14 +177,14 @@ def _leave_out_unread_overflow_checks() -> None:
 
 
 def _remember_numpy_types() -> None:
-    """Makes the interpreter look a type of numpy up once: it builds a table of all of them for every operation."""
+    """Makes the interpreter look up each numpy type once. By default every operation builds a table of all types."""
     from triton.runtime import interpreter
 
     original = interpreter._get_np_dtype
     known: dict[str, Any] = {}
 
     def get_np_dtype(tt_dtype: Any) -> Any:
-        name = tt_dtype.name  # which names the whole type; types of pointers and blocks cannot be hashed
+        name = tt_dtype.name  # the name identifies the type; types of pointers and blocks cannot be hashed
         if name not in known:
             known[name] = original(tt_dtype)
         return known[name]

@@ -1,4 +1,4 @@
-"""From bytes to block sizes: pure integer functions that return frozen dataclasses (no torch, testable anywhere)."""
+"""Tile sizes of the kernels: pure integer functions that return frozen dataclasses (no torch, testable anywhere)."""
 
 from .chunk_rows import BorrowingChunks, borrowing_chunks, head_chunk, rows_inside, shortest_chunk
 from .common import Block, RowTile, accumulating_programs, next_power_of_2, programs

@@ -1,4 +1,4 @@
-"""What all tiles have in common: whole numbers, the number of programs, and the plainest forms of a tile."""
+"""Shared by all tiles: integer arithmetic, the number of programs, and the basic tile classes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,15 +22,15 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n` (at least 1)."""
+    """Returns the smallest power of two that is at least `n` and at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def programs(tasks: int, spec: DeviceSpec, blocks: int = 1) -> int:
-    """How many programs to start for `tasks` independent row tiles (of each of `blocks` column blocks): at least 1.
+    """Returns the number of programs, at least 1, for `tasks` independent row tiles of each of `blocks` column blocks.
 
-    On Ascend a persistent grid of one program per vector core (a grid beyond 65535 is refused there, and each further
-    wave costs a launch); elsewhere the hardware schedules, and one program per tile balances best.
+    On Ascend the grid is persistent, with one program per vector core: the runtime refuses grids beyond 65535, and each
+    further wave costs a launch. Elsewhere the hardware schedules, and one program per tile balances best.
     """
     if spec.has_buffer:
         return max(1, min(tasks, spec.vector_cores // blocks))
@@ -38,17 +38,17 @@ def programs(tasks: int, spec: DeviceSpec, blocks: int = 1) -> int:
 
 
 def launch_options(spec: DeviceSpec, num_warps: int) -> dict[str, int]:
-    """Launch options that exist on this kind of device (warps are a CUDA notion)."""
+    """Returns the launch options that exist on this kind of device: only CUDA has warps."""
     return {"num_warps": num_warps} if spec.has_warps else {}
 
 
 def accumulating_programs(
     tasks: int, spec: DeviceSpec, blocks: int = 1, options: Mapping[str, int] | None = None
 ) -> int:
-    """How many programs to start for `tasks` row tiles when each program adds up a row of its own over its tiles;
+    """Returns the number of programs for `tasks` row tiles if each program writes one row of sums over its tiles.
     `options` are the tile's launch options."""
     if spec.has_warps:
-        # 16 warps a multiprocessor hide each other's latency; more would only write more partial sums (H200).
+        # 16 warps per multiprocessor hide each other's latency; more would only write more partial sums (H200).
         each = max(1, 16 // (options or {}).get("num_warps", 4))
         return max(1, min(tasks, each * spec.vector_cores // blocks))
     return programs(tasks, spec, blocks)
@@ -56,8 +56,9 @@ def accumulating_programs(
 
 @dataclass(frozen=True)
 class RowTile:
-    """Blocks of a kernel over rows: a step takes `rows` rows of `cols` columns: whole rows, or one of `blocks` of each,
-    or both `halves` of one row. A tile of one row goes in `fold` pieces (`row_sums` of `ops/blocks.py`)."""
+    """Tile of a kernel over rows: a step processes `rows` rows of `cols` columns. These are whole rows, or one of
+    `blocks` column blocks of each row, or both halves of one row (`halves`). A tile of one row is folded into `fold`
+    pieces (`row_sums` of `ops/blocks.py`)."""
 
     rows: int
     cols: int
@@ -68,13 +69,13 @@ class RowTile:
 
     @property
     def pieces(self) -> int:
-        """In how many pieces a row goes."""
+        """The number of pieces into which a row is folded."""
         return self.fold if self.rows == 1 else 1
 
 
 @dataclass(frozen=True)
 class Block:
-    """Block of an elementwise kernel: a step takes `size` elements that lie one after another."""
+    """Block of an elementwise kernel: a step processes `size` contiguous elements."""
 
     size: int
     options: dict[str, int] = field(default_factory=dict, hash=False)
@@ -82,7 +83,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ColumnsTile:
-    """Block of a kernel that takes rows one by one, wherever they lie: a step takes `cols` of the `width` columns."""
+    """Block of a kernel that processes single rows in any order: a step processes `cols` of the `width` columns."""
 
     cols: int
     width: int
@@ -90,5 +91,5 @@ class ColumnsTile:
 
     @property
     def blocks(self) -> int:
-        """Of a row."""
+        """The number of blocks of a row."""
         return cdiv(self.width, self.cols)

@@ -1,4 +1,4 @@
-"""Gated MLPs, rotary embedding, token embedding."""
+"""Tiles of gated MLPs, rotary embedding and token embedding."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,21 +24,21 @@ __all__ = [
 ]
 
 
-# By the number of tensors.
+# The kernel by its number of tensors.
 _GATE_KERNELS = {3: "_forward_kernel", 5: "_backward_kernel", 6: "_backward_kernel with product"}
 
 
 @tunable
 def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
-    """Block of SwiGLU's kernels.
+    """Returns the block of SwiGLU's kernels.
 
     Args:
         itemsize: bytes of an element.
-        tensors: that are read and written: 3 forward, 5 backward, 6 where backward forms the product once more.
+        tensors: the number of tensors read and written: 3 in forward, 5 in backward, 6 if backward computes y again.
         spec: the device.
     """
     if spec.has_warps:
-        # 8 elements a thread: one 16-byte access of bf16 per tensor (H200).
+        # 8 elements per thread, which is one 16-byte access of bf16 per tensor (H200).
         return Block(2048, launch_options(spec, 8))
     if spec.has_buffer:
         return Block(tile_limit(f"swiglu.{_GATE_KERNELS[tensors]}", itemsize, spec))
@@ -47,12 +47,12 @@ def swiglu_block(itemsize: int, tensors: int, spec: DeviceSpec) -> Block:
 
 @tunable
 def gate_block(itemsize: int, tensors: int, by_turns: int, spec: DeviceSpec) -> Block:
-    """Block of the same kernels for another gate than SwiGLU's, or for gate and up in one tensor.
+    """Returns the block of the same kernels for other gates than SwiGLU's, or for gate and up in one tensor.
 
     Args:
         itemsize: bytes of an element.
-        tensors: as above, where gate and up count as two.
-        by_turns: 1 where they lie in one tensor by turns, else 0.
+        tensors: as in `swiglu_block`, where gate and up count as two.
+        by_turns: 1 if gate and up are interleaved in one tensor, else 0.
         spec: the device.
     """
     if not spec.has_buffer:
@@ -61,17 +61,17 @@ def gate_block(itemsize: int, tensors: int, by_turns: int, spec: DeviceSpec) -> 
     return Block(tile_limit(f"swiglu.{_GATE_KERNELS[tensors]} {variant}", itemsize, spec))
 
 
-# Of a row, at each of which the scalar unit waits for the vector unit once where gate and up are put by turns; as many
-# waits as the gate allows (`MAX_WAITS_PER_ROW` of `ascend/gate.py`).
+# The maximum number of blocks of a row with interleaved gate and up. The scalar unit waits for the vector unit once per
+# block, and the compile gate allows this number of waits (`MAX_WAITS_PER_ROW` of `ascend/gate.py`).
 _MOST_BLOCKS_BY_TURNS = 8
 
 
 @cache
 def swiglu_unserved(cols: int, itemsize: int, spec: DeviceSpec) -> str | None:
-    """Why SwiGLU's kernels had better not be given gate and up by turns in one tensor; None: they serve it.
+    """Returns why SwiGLU's kernels should not process interleaved gate and up; None if they should.
 
     Args:
-        cols: of gate.
+        cols: columns of gate.
         itemsize: bytes of an element.
         spec: the device.
     """
@@ -84,18 +84,18 @@ def swiglu_unserved(cols: int, itemsize: int, spec: DeviceSpec) -> str | None:
 
 
 def block_of_rows(size: int, cols: int, itemsize: int, spec: DeviceSpec) -> RowTile:
-    """How rows that do not lie one after another are cut: into whole rows, or into parts of one, of at most `size`
-    elements, and on an NPU into equal ones, so that nothing is computed in vain and no core has more to do.
+    """Returns the tile for rows with gaps between them: whole rows, or parts of one row, of at most `size` elements. On
+    an NPU the parts of a row are equal, so that no lanes are wasted and all cores have equal work.
 
     Args:
-        size: of the block.
+        size: the size of the block.
         cols: columns of a row.
         itemsize: bytes of an element.
         spec: the device.
     """
     if spec.has_warps:
         return RowTile(1, size, cdiv(cols, size))
-    # Rows lie at multiples of 32 bytes in the buffer. The interpreter knows powers of two only.
+    # Rows start at multiples of 32 bytes in the buffer. The interpreter supports only powers of two.
     aligned = cols * itemsize % 32 == 0 if spec.has_buffer else next_power_of_2(cols) == cols
     if cols <= size and (aligned or spec.has_buffer):
         return RowTile(min(size // cols, 128) if aligned else 1, cols)
@@ -110,7 +110,7 @@ def block_of_rows(size: int, cols: int, itemsize: int, spec: DeviceSpec) -> RowT
 
 @dataclass(frozen=True)
 class TokensTile:
-    """Tile of the rotary kernel: `rows` tokens by `cols` pairs, and `rest_cols` elements that pass through."""
+    """Tile of the rotary kernel: `rows` tokens by `cols` pairs, and `rest_cols` elements that it copies."""
 
     rows: int
     cols: int
@@ -120,43 +120,43 @@ class TokensTile:
 
 @tunable_on_npus
 def rope_tile(half: int, rest: int, itemsize: int, by_turns: bool, spec: DeviceSpec) -> TokensTile:
-    """Tile of the rotary kernel.
+    """Returns the tile of the rotary kernel.
 
     Args:
         half: pairs of a head.
-        rest: elements of a head that pass through.
+        rest: elements of a head that are copied.
         itemsize: bytes of the widest element.
-        by_turns: the pairs lie next to each other in a head.
+        by_turns: whether the pairs are interleaved.
         spec: the device.
     """
     if spec.has_warps:
         cols = next_power_of_2(half)
         return TokensTile(max(1, 1024 // cols), cols, next_power_of_2(rest), launch_options(spec, 4))
     if spec.has_buffer:
-        # Each part of a row lies at a multiple of 32 bytes: of 16 elements where heads have 16 bits, also beside tables
-        # of 32. Of elements that pass through there are two buffers, twice, which is a sixth of a pair's. 128 tokens
-        # are enough.
+        # Each part of a row starts at a multiple of 32 bytes, which is 16 elements for heads of 16 bits, even with
+        # tables of 32 bits. Elements that are copied need two double buffers, a sixth of the memory of a pair. 128
+        # tokens are enough.
         limit = tile_limit(f"rope._rotate_kernel{' by turns' if by_turns else ''}", itemsize, spec)
         rows = 6 * limit // (6 * cdiv(half, 16) * 16 + cdiv(rest, 16) * 16)
         return TokensTile(max(1, min(rows, 128)), half, rest)
     return TokensTile(4, next_power_of_2(half), next_power_of_2(rest))
 
 
-# What a transfer of the chip moves at least: less is moved one element at a time.
+# The minimum size of a transfer; smaller ones move one element at a time.
 _TRANSFER_BYTES = 32
-# Pairs by turns are taken apart in fp32: rows of 32 bytes' multiples on chip.
+# The kernel splits interleaved pairs in fp32, where rows on the chip are multiples of 32 bytes.
 _PAIRS_OF_A_UNIT = 8
 
 
 @cache
 def rope_unserved(half: int, rest: int, itemsize: int, by_turns: bool, spec: DeviceSpec) -> str | None:
-    """Why the rotary kernel had better not rotate these heads; None: it serves them.
+    """Returns why the rotary kernel should not rotate these heads; None if it should.
 
     Args:
         half: pairs of a head.
-        rest: elements of a head that pass through.
+        rest: elements of a head that are copied.
         itemsize: bytes of the narrowest element.
-        by_turns: the pairs lie next to each other in a head.
+        by_turns: whether the pairs are interleaved.
         spec: the device.
     """
     if not spec.has_buffer:
@@ -171,8 +171,8 @@ def rope_unserved(half: int, rest: int, itemsize: int, by_turns: bool, spec: Dev
 
 @dataclass(frozen=True)
 class HeadsTile:
-    """Blocks of the kernel that rotates a token of queries and keys: `heads` at once, half a head of `cols` columns;
-    so many blocks are read `ahead`."""
+    """Tile of the kernel that rotates a token of queries and keys: `heads` heads at once, with `cols` columns for half
+    a head. The kernel reads `ahead` groups of heads before it writes the first."""
 
     heads: int
     cols: int
@@ -180,17 +180,17 @@ class HeadsTile:
     options: dict[str, int] = field(default_factory=dict, hash=False)
 
 
-# Of one token in the rotary kernel, where they are unrolled: 256 heads of 128, say.
+# The maximum number of head groups of a token, which the rotary kernel unrolls: for example 256 heads of 128.
 _MOST_HEAD_GROUPS = 32
 
 
 @cache
 def rope_pair_tile(q_heads: int, k_heads: int, half: int, spec: DeviceSpec) -> HeadsTile | None:
-    """Tile of the rotary kernel for queries and keys in one launch; None: one launch for each."""
+    """Returns the tile of the rotary kernel for queries and keys in one launch; None for one launch each."""
     if not spec.has_warps:
         return None
-    # 8 elements a thread of each half: one 16-byte access of bf16 (H200; 16 and 32 heads at a time were slower, and so
-    # were several programs a token).
+    # 8 elements per thread of each half, which is one 16-byte access of bf16 (H200; 16 and 32 heads at a time and
+    # several programs per token were slower).
     cols = next_power_of_2(half)
     heads = min(max(1, 512 // cols), next_power_of_2(max(q_heads, k_heads)))
     if -(-q_heads // heads) - (-k_heads // heads) > _MOST_HEAD_GROUPS:
@@ -199,17 +199,17 @@ def rope_pair_tile(q_heads: int, k_heads: int, half: int, spec: DeviceSpec) -> H
 
 
 def wants_int32_ids(spec: DeviceSpec) -> bool:
-    """Whether the embedding's kernels should get 32-bit ids (an NPU's scalar loads), or ids as they come."""
+    """Whether the embedding's kernels need 32-bit ids, for an NPU's scalar loads, or take the caller's dtype."""
     return not spec.has_warps
 
 
 @cache
 def vocabulary_tile(cols: int, spec: DeviceSpec) -> RowTile | None:
-    """Tile of the embedding's backward that writes every row of the weight gradient: `rows` rows of dy at once, for a
-    block of `cols` columns; None: rows that occur are written over zeros."""
+    """Returns the tile of the embedding's backward that writes every row of the weight gradient: `rows` rows of dy at
+    once, for a block of `cols` columns. None selects the kernel that writes the rows of existing ids over zeros."""
     if not spec.has_warps:
         return None
-    # Whole rows: most ids do not occur, and their zeros leave in one go (H200).
+    # Whole rows: most ids do not occur, and one store writes the zeros of such a row (H200).
     blocks = cdiv(cols, 4096)
     cols = next_power_of_2(cdiv(cols, blocks))
     return RowTile(2, cols, blocks, launch_options(spec, max(1, min(8, cols // 512))))
@@ -217,7 +217,7 @@ def vocabulary_tile(cols: int, spec: DeviceSpec) -> RowTile | None:
 
 @tunable_on_npus
 def embedding_tile(cols: int, spec: DeviceSpec) -> RowTile:
-    """Tile of the embedding's kernels: `rows` rows of `cols` columns, or of a block of them.
+    """Returns the tile of the embedding's kernels: `rows` rows, or a block of `cols` columns of them.
 
     Args:
         cols: columns of the table.
@@ -230,8 +230,9 @@ def embedding_tile(cols: int, spec: DeviceSpec) -> RowTile:
     if spec.has_buffer:
         blocks = cdiv(cols, 8192)
         cols = cols if blocks == 1 else cdiv(cdiv(cols, blocks), 64) * 64
-        # 16 bytes an element: a scaled fp32 row, in and out, twice. bf16 makes transfers of 24 KiB of it. Several rows
-        # lie at multiples of 32 bytes: others would be brought there one element at a time.
+        # 16 bytes per element, for the double-buffered input and output of a scaled fp32 row; transfers of bf16 are
+        # then 24 KiB. A tile has several rows only if each starts at a multiple of 32 bytes: otherwise a transfer moves
+        # one element.
         rows = min(64, spec.on_chip_bytes // (16 * cols)) if cols % 16 == 0 else 1
         return RowTile(max(1, rows), cols, blocks)
     return RowTile(2, min(32, next_power_of_2(cols)), cdiv(cols, 32))

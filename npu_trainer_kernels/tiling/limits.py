@@ -1,11 +1,11 @@
-"""How large a kernel's tile may be on an NPU so that its loads overlap its arithmetic: `tiles.json`, with the evidence.
+"""Limits of tile sizes on an NPU below which loads overlap arithmetic: `tiles.json`, with the evidence.
 
-The largest tile that fits is not the best one. The planner makes it fit by laying temporaries over the buffers that the
-next tile is loaded into, and then each load waits for the vector unit. So the limits were chosen from sweeps over tiles
-(`python -m npu_trainer_kernels.ascend.sweep`), and they are data: a formula of `tiling/` asks for its limit here, and
-makes of it a tile for any number of rows and columns. Nothing is looked up by shape.
+The largest tile that fits is not the best one. The compiler makes it fit by placing temporaries in the buffers into
+which the next tile is loaded, and then each load waits for the vector unit. So the limits were chosen from sweeps over
+tiles (`python -m npu_trainer_kernels.ascend.sweep`) and are stored as data. A function of `tiling/` reads its limit
+here and computes a tile for any number of rows and columns from it; limits do not depend on the shape.
 
-The file is part of the package. What is wrong in it is an error when it is read, never a default.
+The file is part of the package. An invalid entry raises an error when the file is read; there are no defaults.
 """
 
 import contextlib
@@ -26,16 +26,15 @@ _ITEMSIZES = (2, 4)
 
 @dataclass(frozen=True)
 class Trial:
-    """What a sweep found of one tile at one shape.
+    """The result of a sweep for one tile at one shape.
 
     Attributes:
-        shape: as the gate's cases name it, for example `"4096 x 14336 (intermediate)"`.
-        tile: the value that was tried, in the sweep's terms, for example `8192`.
-        fixed_waits: waits of loads for the vector unit by a fixed event, in loops that load.
-        waits_per_row: waits of the scalar unit for the vector unit, executed per row; None: not traced.
-        cycles_per_kib: simulated cycles per KiB loaded: good for ratios between tiles, not a time of a chip. None:
-            nothing to simulate, because the plan does not fit or has lost its double buffering, or because its loads
-            follow data.
+        shape: the name of the shape in the compile gate's cases, for example `"4096 x 14336 (intermediate)"`.
+        tile: the tried value of the varied field, for example `8192`.
+        fixed_waits: number of waits of loads for the vector unit by a fixed event, in loops that load.
+        waits_per_row: number of waits of the scalar unit for the vector unit per row; None if not traced.
+        cycles_per_kib: simulated cycles per KiB loaded, valid for ratios between tiles and not as a time. None if the
+            plan does not fit or has no double buffering, or if its loads depend on data.
     """
 
     shape: str
@@ -47,15 +46,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The sweep behind a limit.
+    """The sweep that a limit was chosen from.
 
     Attributes:
-        case: the gate's case, for example `"swiglu"`.
-        dtype: of its tensors, for example `"bf16"`.
-        chip: the chip that was planned for.
-        compiler: its versions.
-        varied: what was varied, for example `"swiglu_block.size"`.
-        trials: what was tried, of each shape the former tile first.
+        case: the compile gate's case, for example `"swiglu"`.
+        dtype: the dtype of its tensors, for example `"bf16"`.
+        chip: the chip that the compiler planned for.
+        compiler: the versions of the compiler.
+        varied: the varied field, for example `"swiglu_block.size"`.
+        trials: the trials; for each shape the previous tile comes first.
     """
 
     case: str
@@ -71,12 +70,12 @@ class Limit:
     """A limit of one kernel.
 
     Attributes:
-        kernel: a stable name, `"<op>.<kernel>"`, a variant behind a space: `"rms_norm._forward_kernel rounded"`.
+        kernel: a stable name, `"<op>.<kernel>"`, and a variant after a space: `"rms_norm._forward_kernel rounded"`.
         itemsize: bytes of an element of its tensors, 2 or 4.
-        buffer_kib: the on-chip memory of a core that it was chosen for.
-        limit: the number that a formula of `tiling/` uses.
-        unit: what it counts, for example `"elements of a tile"`.
-        evidence: the sweeps that it was chosen from.
+        buffer_kib: the on-chip memory of a core that the limit was chosen for.
+        limit: the number that a function of `tiling/` uses.
+        unit: the unit of `limit`, for example `"elements of a tile"`.
+        evidence: the sweeps that the limit was chosen from.
     """
 
     kernel: str
@@ -88,15 +87,15 @@ class Limit:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What is unique in the file."""
+        """The fields that identify a limit in the file."""
         return self.kernel, self.itemsize, self.buffer_kib
 
 
 def parse(text: str) -> tuple[Limit, ...]:
-    """The limits in the text of such a file.
+    """Parses the text of a limits file.
 
     Raises:
-        ValueError: it is not as `Limit` says; the error names the entry, the field, its value and what is allowed.
+        ValueError: invalid content; the error names the entry, the field, its value and the allowed values.
     """
     try:
         content = json.loads(text)
@@ -130,7 +129,7 @@ def _evidence(where: str, fields: Any) -> Evidence:
     return made
 
 
-# The types of the fields, as JSON has them. A whole number may stand where a fraction is allowed.
+# The JSON types for each field type. An integer is allowed for a float.
 _TYPES: dict[Any, tuple[type, ...]] = {
     int: (int,),
     str: (str,),
@@ -140,7 +139,7 @@ _TYPES: dict[Any, tuple[type, ...]] = {
 
 
 def _made(kind: Any, where: str, fields: Any, **lists: Any) -> Any:
-    """A dataclass from an object of JSON; `lists` makes the elements of the fields that are lists."""
+    """Makes a dataclass from a JSON object. `lists` has the functions that make the elements of list fields."""
     names = kind.__dataclass_fields__
     if not isinstance(fields, dict) or set(fields) != set(names):
         got = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
@@ -162,7 +161,7 @@ def _made(kind: Any, where: str, fields: Any, **lists: Any) -> Any:
 
 @cache
 def limits() -> tuple[Limit, ...]:
-    """The limits of the package's own file. Raises as `parse`."""
+    """Reads the limits of the package's file. Raises the errors of `parse`."""
     return parse(FILE.read_text())
 
 
@@ -170,11 +169,11 @@ _tried: dict[tuple[str, int], int] = {}
 
 
 def tile_limit(kernel: str, itemsize: int, spec: DeviceSpec) -> int:
-    """The limit of a kernel, for the device's on-chip memory or, where nothing was swept for that, for the largest
-    below it: a tile that overlaps in less memory overlaps in more.
+    """Returns the limit of a kernel for the device's on-chip memory or, without a sweep for that size, for the largest
+    smaller size: a tile whose loads overlap in less memory also overlaps in more.
 
     Args:
-        kernel: as in `Limit`.
+        kernel: the name in `Limit`.
         itemsize: bytes of the widest element that is read or written.
         spec: the device.
 
@@ -193,7 +192,7 @@ def tile_limit(kernel: str, itemsize: int, spec: DeviceSpec) -> int:
 
 @contextlib.contextmanager
 def trying(kernel: str, itemsize: int, limit: int) -> Iterator[None]:
-    """Inside the `with` block the kernel has this limit, whatever the file says. `tiling`'s caches are the caller's."""
+    """Overrides the limit of a kernel inside the `with` block. The caller must clear `tiling`'s caches."""
     _tried[kernel, itemsize] = limit
     try:
         yield
@@ -202,7 +201,7 @@ def trying(kernel: str, itemsize: int, limit: int) -> Iterator[None]:
 
 
 def store(new: Limit, file: Path = FILE) -> None:
-    """Writes a limit into the file, in the place of the one with its key."""
+    """Writes a limit to the file and replaces the one with the same key."""
     kept = [limit for limit in parse(file.read_text()) if limit.key != new.key]
     content = {"limits": [asdict(limit) for limit in sorted([*kept, new], key=lambda limit: limit.key)]}
     file.write_text(_written(content) + "\n")
@@ -210,7 +209,7 @@ def store(new: Limit, file: Path = FILE) -> None:
 
 
 def _written(content: dict[str, Any]) -> str:
-    """JSON with a trial a line, so that a change of one is a change of one line."""
+    """Formats JSON with one line per trial, so that a changed trial is one changed line."""
     text = json.dumps(content, indent=1)
     lines: list[str] = []
     open_trial = ""

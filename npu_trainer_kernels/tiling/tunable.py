@@ -1,6 +1,6 @@
-"""Tiles that `npu-kernels tune` varies: half or twice the size that the formula gives, with half or twice the warps.
+"""Tiles that `npu-kernels tune` varies: half or twice the size of the formula, with half or twice the warps.
 
-No more can be said there, so that no file, whatever it holds, makes a tile that does not cover its row.
+The file of measurements can express nothing else, so no content of it can make a tile that does not cover its row.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ __all__ = ["TUNABLE", "asked_tiles", "forget_tiles", "try_variation", "tunable",
 
 _Tile = TypeVar("_Tile")
 TUNABLE: dict[str, Any] = {}
-"""The functions whose tiles can be tuned, by name. The last argument of each is the device."""
+"""The functions whose tiles can be tuned, by name. The last argument of each function is the device."""
 _asked: set[tuple[str, tuple[Any, ...]]] = set()
 _tried: dict[tuple[str, tuple[Any, ...]], Variation] = {}
 
 
 def tunable(fn: Callable[..., _Tile], on: Callable[[DeviceSpec], bool] = lambda spec: True) -> Callable[..., _Tile]:
-    """`cache`, and beyond it what was measured on the device, where it is one that `on` is true of."""
+    """Caches a tile function and, on devices for which `on` is true, applies the variation measured there."""
 
     @cache
     @wraps(fn)
@@ -41,20 +41,20 @@ def tunable(fn: Callable[..., _Tile], on: Callable[[DeviceSpec], bool] = lambda 
 
 
 def tunable_on_npus(fn: Callable[..., _Tile]) -> Callable[..., _Tile]:
-    """As `tunable`, on NPUs alone, where none was ever timed: elsewhere `tune` would only take longer."""
+    """Like `tunable`, but only on NPUs, where no tile was ever timed. Elsewhere `tune` would only take longer."""
     return tunable(fn, lambda spec: spec.has_buffer)
 
 
 def varied(tile: Any, by: Variation | None) -> Any:
-    """A tile with its rows, size, fold, block or columns halved or doubled, and its warps; None, and what does not
-    exist, stay.
+    """Returns a tile with its rows, size, fold, block or columns, and its warps, halved or doubled as `by` says. A tile
+    of None stays None, and fields that it lacks are ignored.
 
-    Whether a larger one fits an NPU, its compiler says.
+    Whether a larger tile fits an NPU is only known from its compiler.
     """
     if tile is None or by is None:
         return tile
     name = next(name for name in ("rows", "size", "fold", "block", "cols") if hasattr(tile, name))
-    # A row in halves is on the chip alone: its kernel takes one at a time.
+    # Do not change the size of a tile in halves, because its kernel processes one row at a time.
     size = 0 if isinstance(tile, RowTile) and tile.halves else by.size
     value = max(1, _shifted(getattr(tile, name), size))
     changes: dict[str, Any] = {name: min(value, tile.width) if isinstance(tile, ColumnsTile) else value}
@@ -69,19 +69,19 @@ def _shifted(value: int, by: int) -> int:
 
 
 def forget_tiles() -> None:
-    """Computes every tunable tile anew when it is next asked for; `asked_tiles` starts anew, too."""
+    """Clears the caches of all tunable tiles and the record of `asked_tiles`."""
     _asked.clear()
     for function in TUNABLE.values():
         function.cache_clear()
 
 
 def asked_tiles() -> set[tuple[str, tuple[Any, ...]]]:
-    """Which tiles were computed since `forget_tiles`: (function, arguments)."""
+    """Returns the tiles that were computed since `forget_tiles`, as (function, arguments)."""
     return set(_asked)
 
 
 def try_variation(name: str, args: tuple[Any, ...], by: Variation | None) -> None:
-    """Varies one tile in this process, whatever was measured; None: no longer."""
+    """Varies one tile in this process, regardless of measurements. None ends this."""
     if by is None:
         _tried.pop((name, args), None)
     else:
