@@ -1,15 +1,15 @@
-"""Which implementation serves an op on a device, why, and how a user overrides it.
+"""Chooses the implementation (backend) of an op on a device, and gives the reason.
 
-Per op and kind of device `table` has an ordered list; the first backend that can run there is used. A user overrides it
-with the environment variable `NPU_KERNELS_BACKEND` (`"torch"` for every op, or `"rms_norm=torch,swiglu=triton"`), with
-the `backend` argument of `apply_npu_kernels`, or with the `backend` argument of a single op; the nearest one wins. An
-override that cannot run raises: a backend that was asked for by name is never replaced silently.
+For each op and kind of device `table` has an ordered list, and the first backend that can run is used. A user overrides
+it with the environment variable `NPU_KERNELS_BACKEND` (`"torch"` for every op, or `"rms_norm=torch,swiglu=triton"`),
+with the `backend` argument of `apply_npu_kernels`, or with the `backend` argument of a single op; the most specific one
+wins. An override that cannot run raises an error: a backend that a user names is never replaced silently.
 
-What `npu-kernels tune` measured on the machine goes before the table (`tuned`), for calls of the shapes that it
-measured and no others.
+The measurements of `npu-kernels tune` on this machine (`tuned`) take precedence over the table, but only for calls of
+the measured shapes.
 
-The vendor's operators cover some calls of an op and not others. Where the table chose them, the next backend in order
-serves the others; where they were asked for by name, such a call raises.
+The vendor's operators cover only some calls of an op. If the table chose them, the next backend runs the other calls;
+if a user named them, such a call raises an error.
 """
 
 import functools
@@ -51,13 +51,13 @@ __all__ = [
 BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
 ENVIRONMENT = "NPU_KERNELS_BACKEND"
 _STRICT = "strict"
-# Backends that run kernels of ours.
+# The backends that run this package's kernels.
 _KERNELS = ("triton", "ascend-lowering")
 OPS = tuple(TABLE)
 
 
 def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
-    """Why `backend` cannot run (`op`) on this kind of device, or None when it can."""
+    """Returns why `backend` cannot run (`op`) on this kind of device, or None if it can."""
     if backend in _KERNELS and op is not None and not _has_kernels(op):
         return "there is no kernel of ours for it"
     if backend == "triton":
@@ -73,7 +73,7 @@ def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
     if backend == "ascend-lowering" and kind != "cpu":
         return "it executes the Ascend compiler's output on CPU tensors"
     if backend == "vendor":
-        # With `use_chip` any device stands for an NPU, as when checking calls without one.
+        # With `use_chip` any device replaces an NPU, to check calls without one.
         if kind != "npu" and not devices.stands_for_npu():
             state = devices.torch_npu_state()
             return "it runs on Ascend NPUs" + (f", and {state}" if state else "")
@@ -91,11 +91,11 @@ def _check_op(op: str, name: str = "backend") -> None:
 
 
 def parse_override(text: str, name: str = "backend") -> Mapping[str, str]:
-    """`"torch"` or `"op=backend,op=backend"` as a mapping from op to backend. Raises `ValueError` for anything else, in
-    a message that begins with `name`: of the argument, option or variable that the text is from.
+    """Parses `"torch"` or `"op=backend,op=backend"` to a mapping from op to backend. Raises `ValueError` for anything
+    else; the message begins with `name`, the argument, option or variable that contains the text.
 
-    `"triton"` without an op is for those that have such kernels; for others the table decides as ever. The word
-    `strict` among them is no backend: it makes a kernel's failure raise (`is_strict`).
+    `"triton"` without an op applies to all ops that have kernels; for other ops the table still decides. The word
+    `strict` is not a backend: it makes the failure of a kernel raise an error (`is_strict`).
     """
     if not isinstance(text, str):
         raise ValueError(f"{name} must be 'torch' or 'op=backend,...'; got {text!r}")
@@ -117,7 +117,7 @@ def parse_override(text: str, name: str = "backend") -> Mapping[str, str]:
 
 @functools.cache
 def _asked_for(op: str, override: str | None, environment: str) -> tuple[str | None, str]:
-    """(the backend that was asked for by name or None, by what)."""
+    """Returns the backend that a user named, or None, and the argument or variable that named it."""
     _check_op(op)
     asked = parse_override(override or "").get(op)
     if asked is not None:
@@ -126,22 +126,22 @@ def _asked_for(op: str, override: str | None, environment: str) -> tuple[str | N
 
 
 Shape = tuple[torch.dtype, int, tuple[int, ...]]
-"""Of a call: dtype, tokens, and the sizes of the model that `workloads.Workload.model_sizes` names."""
+"""The shape of a call: dtype, number of tokens, and the model's sizes, named by `workloads.Workload.model_sizes`."""
 
 
 def of_rows(x: torch.Tensor) -> Shape:
-    """Of an op on rows of x."""
+    """Returns the shape of an op on rows of x."""
     return x.dtype, math.prod(x.shape[:-1]), x.shape[-1:]
 
 
 def of_head(x: torch.Tensor, weight: torch.Tensor) -> Shape:
-    """Of a head with weight `[V, H]` on rows of x."""
+    """Returns the shape of a head with weight `[V, H]` on rows of x."""
     vocabulary, hidden = weight.shape
     return x.dtype, math.prod(x.shape[:-1]), (hidden, vocabulary)
 
 
 def _measured(op: str, device: torch.device, at: Callable[[], Shape] | None) -> tuned.Entry | None:
-    """What `npu-kernels tune` found for calls of this shape on the device."""
+    """Returns the measurement of `npu-kernels tune` for calls of this shape on the device, or None."""
     if at is None or not tuned.machines():
         return None
     machine = tuned.machine(devices.spec(device).name)
@@ -152,8 +152,7 @@ def _measured(op: str, device: torch.device, at: Callable[[], Shape] | None) -> 
 
 
 def every_measurement(op: str, device: torch.device, override: str | None = None) -> tuple[tuned.Entry, ...]:
-    """What `npu-kernels tune` found for an op on this device, of whatever sizes; nothing where a backend is asked for
-    by name."""
+    """Returns all measurements of `npu-kernels tune` for an op on this device; none if a user named a backend."""
     if not tuned.machines() or asked_for(op, override):
         return ()
     machine = tuned.machine(devices.spec(device).name)
@@ -163,16 +162,15 @@ def every_measurement(op: str, device: torch.device, override: str | None = None
 def measurements(
     op: str, device: torch.device, override: str | None, dtype: torch.dtype, sizes: tuple[int, ...]
 ) -> tuple[tuned.Entry, ...]:
-    """What `npu-kernels tune` found for an op of a model's sizes, each for a range of tokens; nothing where a backend
-    is asked for by name."""
+    """Returns the measurements of `every_measurement` for a dtype and a model's sizes, one for each range of tokens."""
     name = str(dtype).removeprefix("torch.")
     return tuple(entry for entry in every_measurement(op, device, override) if entry.covers(name, sizes))
 
 
 @functools.cache
 def _by_table(op: str, kind: str, measured: tuned.Entry | None, uncovered: bool) -> tuple[str, str]:
-    """The backend that was measured to be the fastest, or else the first one of the table that runs, and why;
-    `uncovered`: for the calls that the vendor does not cover."""
+    """Returns the fastest measured backend, or else the first one of the table that can run, and the reason. With
+    `uncovered`, it skips the vendor, for calls that the vendor does not cover."""
     if measured is not None and not (uncovered and measured.backend == "vendor"):
         reason = unavailable(measured.backend, kind, op)
         if reason is None:
@@ -189,7 +187,7 @@ def _by_table(op: str, kind: str, measured: tuned.Entry | None, uncovered: bool)
 
 
 class _Strict(str):
-    """The name of a backend whose failure raises: what was asked of one model goes with its calls into backward."""
+    """The name of a backend whose failure raises an error. The type carries the request of one model into backward."""
 
 
 @functools.cache
@@ -201,7 +199,7 @@ _strictly = functools.cache(_Strict)
 
 
 def strict_override(override: str | None) -> str:
-    """The override that chooses the same backends and makes their failures raise."""
+    """Returns an override that chooses the same backends and makes their failures raise an error."""
     return _STRICT if not override else f"{override},{_STRICT}"
 
 
@@ -229,29 +227,28 @@ def choose(
     unwanted: Reason | None = None,
     at: Callable[[], Shape] | None = None,
 ) -> str:
-    """The name of the backend that serves `op` on `device`. Where `torch.compile` traces it is `"torch"`, whatever was
-    asked for.
+    """Returns the name of the backend that runs `op` on `device`. It is always `"torch"` while `torch.compile` traces.
 
     Args:
         op: one of `OPS`.
-        device: where the op's tensors are.
+        device: the device of the op's tensors.
         override: a backend, `"op=backend,..."`, or None.
-        uncovered: why the vendor's operators do not cover this call, or None; asked where they were chosen.
-        unwanted: why this call had better not go to them unless they were asked for by name, or None.
-        at: the call's shape, for what was measured of such calls; asked where the op was measured at all.
+        uncovered: returns why the vendor's operators do not cover this call, or None; called if they were chosen.
+        unwanted: returns why they should not run this call unless a user named them, or None; called likewise.
+        at: returns the shape of the call, to look up measurements; called if there are measurements of the op.
 
     Raises:
-        ValueError: unknown op or backend, or a backend that was asked for cannot run there or does not cover the call.
+        ValueError: an unknown op or backend, or a named backend that cannot run there or does not cover the call.
     """
     if override is not None and not isinstance(override, str):
-        parse_override(override)  # says what is allowed; below it would be the key of a cache
+        parse_override(override)  # raises; below, the override would be the key of a cache
     if torch.compiler.is_compiling():
-        # A wrong name is an error here too. Dynamo traces the function below the cache, and warns of caches.
+        # An unknown name is an error here too. Call the function below the cache, because Dynamo warns of caches.
         _asked_for.__wrapped__(op, override, os.environ.get(ENVIRONMENT, ""))
         return "torch"
     environment = variable(ENVIRONMENT)
     strict = override is not None and _asks_strict(override)
-    # What has failed for another model is tried again where it is to raise.
+    # A strict model tries a kernel again that has failed for another model.
     if not strict and has_failed(op, device):
         return "torch"
     name = _choose(op, device, override, environment, at)[0]
@@ -264,7 +261,7 @@ def _covering(
     op: str, device: torch.device, override: str | None, environment: str, uncovered: Reason | None,
     unwanted: Reason | None, at: Callable[[], Shape] | None,
 ) -> str:  # fmt: skip
-    """The vendor, which was chosen, or who serves the calls that it does not cover."""
+    """Returns "vendor", which was chosen, or the backend for calls that the vendor does not cover."""
     asked, source = _asked_for(op, override, environment)
     reason = uncovered() if uncovered is not None else None
     if asked is not None and reason is not None:
@@ -280,13 +277,13 @@ def _covering(
 
 
 def asked_for(op: str, override: str | None = None) -> bool:
-    """Whether a backend is asked for by name."""
+    """Whether a user named a backend for the op."""
     return _asked_for(op, override, variable(ENVIRONMENT))[0] is not None
 
 
 def keeps_plain(op: str, device: torch.device, override: str | None = None, *, fused: bool = False) -> str | None:
-    """Why, by the table, a model keeps its own code for `op` on this device unless the op is asked for, or None; what
-    was measured (`measurements`) goes before it. `fused`: that code is one operator of PyTorch's."""
+    """Returns why, by the table, a model keeps its own code for `op` on this device unless a user asks for the op, or
+    None. `fused` says whether that code is one PyTorch operator. `measurements` take precedence over the table."""
     if asked_for(op, override):
         return None
     row, kind = TABLE[op], devices.kind_of(device)
@@ -297,7 +294,7 @@ def keeps_plain(op: str, device: torch.device, override: str | None = None, *, f
 def explain(
     op: str, device: torch.device, override: str | None = None, uncovered: Reason | None = None
 ) -> tuple[str, str]:
-    """`choose` for calls of a shape that was not measured, with the reason."""
+    """Returns the result of `choose` for calls of a shape that was not measured, and the reason."""
     if uncovered is not None and choose(op, device, override) != choose(op, device, override, uncovered):
         return choose(op, device, override, uncovered), f"the vendor's operator does not cover it: {uncovered()}"
     if has_failed(op, device):
@@ -326,7 +323,7 @@ _failures: dict[tuple[str, str], str] = {}
 
 
 def record_failure(ops: Sequence[str], device: torch.device, reason: str) -> None:
-    """From now on `ops` run in torch on this kind of device; warns."""
+    """Makes `ops` run in torch on this kind of device from now on, and warns."""
     for op in ops:
         _failures[op, devices.kind_of(device)] = reason
     warnings.warn(
@@ -343,16 +340,16 @@ def has_failed(op: str, device: torch.device) -> bool:
 
 
 def failures() -> dict[str, str]:
-    """Why ops run in torch since one of their kernels failed, by op; empty where none has."""
+    """Returns the reason for each op that runs in torch because one of its kernels failed."""
     return {op: reason for (op, _), reason in _failures.items()}
 
 
 def forget_failures() -> None:
-    """Gives kernels that have failed another try."""
+    """Forgets all failures, so that the kernels are tried again."""
     _failures.clear()
 
 
 def is_strict(backend: str = "") -> bool:
-    """Whether a kernel's failure raises: asked for by the backend's override (`strict_override`), for which `choose`
-    returned this name, or by NPU_KERNELS_STRICT=1."""
+    """Whether a kernel's failure raises an error: because of the override (`strict_override`) for which `choose`
+    returned this name, or of NPU_KERNELS_STRICT=1."""
     return isinstance(backend, _Strict) or switch("NPU_KERNELS_STRICT")

@@ -1,17 +1,17 @@
-"""The one accuracy rule, which is the same on every processor.
+"""The only accuracy rule of the package, which is the same on every processor.
 
-A result is close when its error against the fp64 truth is at most twice that which rounding gives plain PyTorch in the
-same dtype, plus a few units in the last place of the dtype that the result is stored in:
+A result is close if its error against the fp64 truth is at most twice the rounding error of plain PyTorch in the same
+dtype, plus a few units in the last place of the result's dtype:
 
     |actual_i - truth_i|  <=  2 max_k max_j |reference_kj - truth_j|  +  4 ulp(truth_i)             (every element)
     rms(actual - truth)   <=  2 max_k rms(reference_k - truth)        +  1 ulp(rms(truth))  (of more than one element)
 
-The references k are plain PyTorch as it is, and plain PyTorch with the result of every operator moved by a random part
-of a unit (`rounded`). The first alone says too little: which way its rounding goes is a matter of the order in which
-the processor sums, and a gradient that is zero, or a handful of numbers, may be right to the last bit by luck. Each
-reference can only widen the limits, so the others are computed where the first does not suffice.
+The references k are plain PyTorch, and plain PyTorch with the result of every operator changed by a random fraction of
+a unit (`rounded`). The first one alone does not suffice: its rounding errors depend on the order in which the processor
+sums, and a gradient that is zero, or a few numbers, may be exact by luck. Each reference can only widen the limits, so
+the others are computed only if the result fails with the first.
 
-The second line is the sharp one: a systematic fault of one percent fails it in every dtype where it could matter.
+The second line is the stricter one: a systematic error of one percent fails it in every dtype where it could matter.
 """
 
 import functools
@@ -33,16 +33,16 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 def _require(holds: bool, message: str) -> None:
-    # Not `assert`: doctor relies on this, also under `python -O`.
+    # Not `assert`, because doctor needs this check under `python -O`, too.
     if not holds:
         raise AssertionError(message)
 
 
 def run(fn: Callable[..., object], inputs: Sequence[object], upstream: Callable[[Tensors], torch.Tensor] | None,
         dtype: torch.dtype | None = None, where: torch.device | None = None) -> list[torch.Tensor | None]:  # fmt: skip
-    """Outputs of `fn(*inputs)` followed by the gradients of `upstream(outputs)` for every floating input.
+    """Returns the outputs of `fn(*inputs)`, then the gradients of `upstream(outputs)` for inputs that require one.
 
-    With `dtype` the floating inputs are converted first (fp64 gives the truth), with `where` all tensors are moved.
+    `dtype` converts the floating-point inputs first (fp64 gives the truth); `where` moves all tensors to a device.
     """
     leaves = []
     for value in inputs:
@@ -66,11 +66,11 @@ def assert_as_close(
     """Raises AssertionError unless `actual` satisfies the rule of the module's docstring.
 
     Args:
-        actual: what is tested, of any floating dtype; other dtypes have to be equal to the truth.
-        reference: the same by plain PyTorch, of the same shape and dtype.
-        truth: the same in fp64.
-        what: names it in the error.
-        moved: what the reference gives while its rounding is moved (`rounded`), or a function that returns it.
+        actual: the tested result, of any floating-point dtype; results of other dtypes must equal the truth.
+        reference: the result of plain PyTorch, of the same shape and dtype.
+        truth: the result in fp64.
+        what: the name of the result in the error.
+        moved: the results of the reference with changed rounding (`rounded`), or a function that returns them.
     """
     try:
         _assert_within(actual, reference, truth, what, ())
@@ -119,10 +119,10 @@ def assert_op_close(op: Callable[..., object], reference: Callable[..., object],
     """Compares `op(*inputs)` and its gradients with the reference in the same dtype, plain and `rounded`, and in fp64.
 
     Args:
-        op: what is tested.
-        reference: the op's reference; it must compute in fp64 when its inputs are fp64.
-        inputs: arguments; gradients are compared for those that require one.
-        upstream: maps the outputs to the scalar to differentiate; None compares outputs alone.
+        op: the tested op.
+        reference: the op's reference; it must compute in fp64 if its inputs are fp64.
+        inputs: the arguments; gradients are compared for those that require one.
+        upstream: maps the outputs to the scalar to differentiate; None compares only outputs.
     """
     where = next((v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu"))
     exact = where if device.has_fp64(where) else torch.device("cpu")
@@ -140,5 +140,5 @@ def assert_op_close(op: Callable[..., object], reference: Callable[..., object],
 
 
 def _of_each(moved: Callable[[], list[list[Any]]], i: int) -> list[torch.Tensor]:
-    """The result with number `i` under each rounding."""
+    """Returns result number `i` under each rounding."""
     return [results[i] for results in moved()]

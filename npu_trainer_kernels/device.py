@@ -1,11 +1,8 @@
-"""What the package knows of devices. Ops, tiles and patches ask here what a device can do, and name none.
+"""Properties of devices. This is the only file that names npu, cuda or cpu.
 
-Beside this file only those name a kind of device that look up, print or stand in for one: `backends.py` and
-`table.json`, the command line, `fit/` and `ascend/` (`tests/test_device.py` has the list).
-
-`spec(device)` answers with a frozen `DeviceSpec`, found once per device and cached, so that no call of an op queries a
-driver. `use_chip("Ascend910B4")` makes the CPU answer as that chip, for compiling and checking kernels without it; so
-does the environment variable NPU_KERNELS_CHIP, which is Ascend910B4 where the backend "ascend-lowering" is asked for.
+`spec(device)` returns a frozen `DeviceSpec`, queried once per device and cached, so that no call of an op queries a
+driver. `use_chip("Ascend910B4")` makes the CPU return the spec of that chip, to compile and check kernels without it.
+The environment variable NPU_KERNELS_CHIP does the same; with backend "ascend-lowering" its default is Ascend910B4.
 """
 
 import contextlib
@@ -56,21 +53,21 @@ __all__ = [
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 KINDS = ("npu", "cuda", "cpu", "other")
-"""Kinds of devices: Ascend NPUs, CUDA GPUs of NVIDIA, the host, and all others, where the ops run in torch."""
+"""Kinds of devices: Ascend NPUs, CUDA GPUs, the host, and all others, on which the ops run in torch."""
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What tiling needs to know of a device.
+    """The properties of a device that tiling uses.
 
     Attributes:
         kind: one of `KINDS`.
         name: the chip, for example `"Ascend910B4"` or `"NVIDIA H200"`.
-        vector_cores: programs worth starting at once for elementwise work (Ascend: vector cores; CUDA:
+        vector_cores: number of programs that run at once for elementwise work (Ascend: vector cores; CUDA:
             multiprocessors; CPU: 1).
-        on_chip_bytes: on-chip memory of one such core that a kernel may plan with (Ascend: the unified buffer; CUDA:
-            the register file, 0 on the CPU).
-        memory_bytes: device memory (0: not known).
+        on_chip_bytes: on-chip memory of one such core that a kernel may use (Ascend: the unified buffer; CUDA: the
+            register file; CPU: 0).
+        memory_bytes: device memory; 0 if unknown.
     """
 
     kind: str
@@ -80,18 +77,18 @@ class DeviceSpec:
     memory_bytes: int = 0
 
     def __hash__(self) -> int:
-        # Tiles are looked up by it, and that of all fields takes Python four times as long.
+        # The spec is a key of the caches of tiles, and hashing all fields takes Python four times as long.
         return hash(self.name)
 
     @property
     def has_buffer(self) -> bool:
-        """Whether a program is a core with a buffer that the compiler plans: tiles are sized by its bytes, and as many
-        programs are started as there are cores."""
+        """Whether a program runs on a core with a buffer that the compiler plans. Tiles then depend on the bytes of the
+        buffer, and there are as many programs as cores."""
         return self.kind == "npu"
 
     @property
     def has_warps(self) -> bool:
-        """Whether a program is a number of warps with registers, and the hardware schedules as many as there are."""
+        """Whether a program is a group of warps with registers, and the hardware schedules any number of programs."""
         return self.kind == "cuda"
 
     @property
@@ -100,7 +97,7 @@ class DeviceSpec:
         return self.kind == "cpu"
 
 
-# Vector cores and unified buffer as `bishengir-compile --target=<chip>` (ascendnpu-ir 1.2.0) plans with them.
+# The vector cores and the unified buffer that `bishengir-compile --target=<chip>` (ascendnpu-ir 1.2.0) plans with.
 ASCEND_CHIPS: dict[str, DeviceSpec] = {
     name: DeviceSpec("npu", name, vector_cores, on_chip_kib * KIB)
     for name, vector_cores, on_chip_kib in (
@@ -128,9 +125,9 @@ ASCEND_CHIPS: dict[str, DeviceSpec] = {
         ("Ascend950PR_950z", 8, 248),
     )
 }  # fmt: skip
-# 1 ms at 2 GHz: a backward takes Python up to half of that on a slow host.
+# 1 ms at 2 GHz. Python takes up to half of that for a backward on a slow host.
 _HEAD_START_CYCLES = 2_000_000
-# The smallest of the family, and of the generation that has more memory: what fits it fits the others.
+# The smallest chips of the family and of the generation with more memory: tiles that fit them fit the others.
 _UNKNOWN_ASCEND, _UNKNOWN_950 = ASCEND_CHIPS["Ascend910B4"], ASCEND_CHIPS["Ascend950PR_9579"]
 _CPU = DeviceSpec("cpu", "cpu", vector_cores=1, on_chip_bytes=0)
 
@@ -139,20 +136,20 @@ _stood_in_for: contextvars.ContextVar[str | None] = contextvars.ContextVar("npu_
 
 
 def chip_spec(name: str) -> DeviceSpec:
-    """The `DeviceSpec` of an Ascend chip by name. Raises `ValueError` for a chip that is not in `ASCEND_CHIPS`."""
+    """Returns the `DeviceSpec` of an Ascend chip. Raises `ValueError` for a name that is not in `ASCEND_CHIPS`."""
     if name not in ASCEND_CHIPS:
         raise ValueError(f"chip must be one of {', '.join(ASCEND_CHIPS)}; got {name!r}")
     return ASCEND_CHIPS[name]
 
 
 def sized_as(name: str) -> DeviceSpec:
-    """The chip whose tiles an Ascend chip gets: its own, or one of its generation that what fits fits it, too."""
+    """Returns the chip whose tiles an Ascend chip uses: itself, or the smallest of its generation if it is unknown."""
     return ASCEND_CHIPS.get(name, _UNKNOWN_950 if name.startswith("Ascend950") else _UNKNOWN_ASCEND)
 
 
 @contextlib.contextmanager
 def use_spec(device_spec: DeviceSpec) -> Iterator[None]:
-    """Inside the `with` block every device answers as `device_spec` (on this thread)."""
+    """Makes every device return `device_spec` inside the `with` block, on this thread."""
     token = _override.set(device_spec)
     try:
         yield
@@ -162,8 +159,8 @@ def use_spec(device_spec: DeviceSpec) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stand_in(device_spec: DeviceSpec) -> Iterator[None]:
-    """As `use_spec`, and the host is of that kind, too, so that every decision falls as it would there: for tensors
-    without memory, which may be on any host and are only asked for their shapes."""
+    """Like `use_spec`, but the host also has that kind, so that all decisions are those of that device. It is meant for
+    tensors without memory, of which only the shapes are read."""
     token = _stood_in_for.set(device_spec.kind)
     try:
         with use_spec(device_spec):
@@ -173,37 +170,37 @@ def stand_in(device_spec: DeviceSpec) -> Iterator[None]:
 
 
 def use_chip(name: str) -> contextlib.AbstractContextManager[None]:
-    """Inside the `with` block every device answers as the named Ascend chip, as when compiling without the card."""
+    """Makes every device return the spec of an Ascend chip inside the `with` block, to compile without the card."""
     return use_spec(chip_spec(name))
 
 
 def stands_for_npu() -> bool:
-    """Whether `use_chip` or `use_spec` makes every device answer as an NPU now."""
+    """Whether `use_chip` or `use_spec` currently makes every device return the spec of an NPU."""
     override = _override.get()
     return override is not None and override.kind == "npu"
 
 
 @functools.cache
 def torch_npu_error() -> Exception | None:
-    """Why torch_npu cannot be imported, or None where it can. Imports it, which takes seconds and starts its runtime:
-    to be asked only where an answer is needed."""
+    """Returns why torch_npu cannot be imported, or None if it can. The import takes seconds and starts torch_npu's
+    runtime, so call this only if the answer is necessary."""
     try:
         importlib.import_module("torch_npu")
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        # On real machines: not installed, a driver library missing, built for another torch.
+        # torch_npu is not installed, a driver library is missing, or it was built for another torch.
         return error
     return None
 
 
 @functools.cache
 def torch_npu_state() -> str | None:
-    """Why this machine trains without an NPU although torch_npu is installed; None where it is not, or there is one."""
+    """Returns why an installed torch_npu does not make this machine train on an NPU; None if it does or is missing."""
     if importlib.util.find_spec("torch_npu") is None:
         return None
     error = torch_npu_error()
     if error is not None:
         return f"torch_npu is installed, but cannot be imported ({type(error).__name__}: {error})"
-    # Not `accelerator`, which may have been asked, and cached, before this import.
+    # Not `accelerator`, whose result may have been cached before this import.
     return None if torch.npu.is_available() else "torch_npu is installed, but finds no NPU"  # type: ignore[attr-defined]
 
 
@@ -211,13 +208,13 @@ def torch_npu_state() -> str | None:
 def _of_environment(chip: str, backend: str) -> DeviceSpec:
     if chip:
         return chip_spec(chip)
-    # Its tiles must be a chip's: the code that an NPU would get is what it is for.
+    # "ascend-lowering" needs the tiles of a chip, because it executes the code that an NPU would run.
     return _UNKNOWN_ASCEND if "ascend-lowering" in backend else _CPU
 
 
 @functools.cache
 def _query(device: torch.device) -> DeviceSpec | None:
-    """What the driver says of an accelerator; None for the host."""
+    """Queries the driver for the spec of an accelerator; returns None for the host."""
     kind, index = device.type, device.index or 0
     if _KINDS.get(kind) == "cuda":
         p = torch.cuda.get_device_properties(index)
@@ -234,13 +231,13 @@ def _query(device: torch.device) -> DeviceSpec | None:
                 stacklevel=2,
             )
             known = replace(like, name=p.name)
-        # Of the card itself, of which some cores may be switched off; a torch_npu that does not say leaves the table's.
+        # Use the card's number of cores, since some may be disabled; a torch_npu without it leaves the table's number.
         cores = getattr(p, "vector_core_num", 0)
         return replace(known, vector_cores=cores if cores > 0 else known.vector_cores, memory_bytes=p.total_memory)
     return None if kind_of(device) == "cpu" else DeviceSpec("other", kind, vector_cores=1, on_chip_bytes=0)
 
 
-# A meta tensor has no device: it is looked at as the host's are, or as those of a chip that `use_chip` names.
+# A meta tensor has no device; it is treated as a tensor of the host, or of the chip of `use_chip`.
 _HOST = ("cpu", "meta")
 # PyTorch calls AMD's GPUs "cuda", too. Every figure and tile of ours is NVIDIA's: on AMD's the ops run in torch.
 _KINDS = {"npu": "npu", "cuda": "cuda" if torch.version.hip is None else "other"}
@@ -248,12 +245,12 @@ _KINDS = {"npu": "npu", "cuda": "cuda" if torch.version.hip is None else "other"
 
 @functools.cache
 def type_of(device: torch.device) -> str:
-    """`device.type`, for which PyTorch writes a new string every time."""
+    """Caches `device.type`, for which PyTorch makes a new string every time."""
     return device.type
 
 
 def kind_of(device: torch.device) -> str:
-    """Which of `KINDS` a torch device is of."""
+    """Returns the kind of a torch device, one of `KINDS`."""
     kind = type_of(device)
     if kind in _HOST:
         return _stood_in_for.get() or "cpu"
@@ -261,7 +258,7 @@ def kind_of(device: torch.device) -> str:
 
 
 def spec(device: torch.device) -> DeviceSpec:
-    """The `DeviceSpec` of a torch device; cached, so cheap enough for every call of an op."""
+    """Returns the `DeviceSpec` of a torch device. It is cached, and so cheap enough for every call of an op."""
     override = _override.get()
     if override is not None:
         return override
@@ -272,7 +269,7 @@ def spec(device: torch.device) -> DeviceSpec:
 
 
 def accelerator() -> str:
-    """The kind of device that training would use here: `"npu"`, `"cuda"` or `"cpu"`, also where that stands in."""
+    """Returns the kind of device that training would use here: `"npu"`, `"cuda"` or `"cpu"`; `"cpu"` in `stand_in`."""
     return "cpu" if _stood_in_for.get() else _accelerator()
 
 
@@ -285,13 +282,13 @@ def _accelerator() -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device's queue; nothing to wait for on the CPU."""
+    """Waits for the device's queue. The CPU has none."""
     if device.type in ("cuda", "npu"):
         getattr(torch, device.type).synchronize(device)
 
 
 def occupy(device: torch.device) -> None:
-    """Keeps the device's queue busy for longer than Python needs for a call, where it can be told to."""
+    """Keeps the device busy for longer than Python needs for a call. Only CUDA supports this."""
     if device.type == "cuda":
         torch.cuda._sleep(_HEAD_START_CYCLES)
 
@@ -302,9 +299,9 @@ _TORCH_HAS_IT = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def has_fp32_output_product(device: torch.device) -> bool:
-    """Whether `torch.mm` and `torch.addmm` with `out_dtype=torch.float32` take bf16 and fp16 factors there.
+    """Whether `torch.mm` and `torch.addmm` with `out_dtype=torch.float32` take bf16 and fp16 factors on a device.
 
-    On CUDA they do. torch_npu 2.13 lists both among its functions, and older ones do not: an NPU is asked once.
+    On CUDA they do. torch_npu 2.13 lists both functions and older versions do not, so an NPU is tested once.
     """
     if not _TORCH_HAS_IT:
         return False
@@ -321,8 +318,8 @@ def has_fp32_output_product(device: torch.device) -> bool:
 
 
 def try_fp32_output_product(where: torch.device) -> bool | None:
-    """Whether these products work there, as the LM head uses them, on numbers that are exact in fp32 and would not be
-    in bf16. None where there are no numbers (under fake tensors). Waits for the device."""
+    """Tests whether these products work on a device as the LM head uses them, on numbers that are exact in fp32 and not
+    in bf16. Returns None for tensors without values (fake tensors). Waits for the device."""
     a = (torch.arange(33 * 70, device="cpu").view(33, 70) % 127).to(torch.bfloat16)
     b = (torch.arange(70 * 48, device="cpu").view(70, 48) % 7 - 2).to(torch.bfloat16)
     total = torch.empty(33, 48, dtype=torch.float32, device=where)
@@ -332,7 +329,7 @@ def try_fp32_output_product(where: torch.device) -> bool | None:
         torch.mm(a.to(where), b.to(where), out_dtype=torch.float32, out=total)
         torch.addmm(total, a.to(where), b.to(where), out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):
-        # Not implemented there, or in this torch.
+        # The device or this torch does not implement them.
         return False
     return torch.equal(total.cpu(), 2 * (a.float() @ b.float()))
 
@@ -349,30 +346,30 @@ def _current_device(kind: str) -> Callable[[], int]:
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether what is launched now without naming a device runs on this one."""
+    """Whether a device is the current one, on which kernels are launched."""
     kind = type_of(device)
     return kind == "cpu" or device.index is None or _current_device(kind)() == device.index
 
 
 @functools.cache
 def keeps_compiled(device: torch.device) -> bool:
-    """Whether Triton compiles a kernel there by no more than dtypes, alignment to 16 bytes, integers and constants, so
-    that what was compiled can be launched again without asking it."""
-    return _KINDS.get(device.type) in ("npu", "cuda")
+    """Whether a compiled kernel may be cached and launched again without Triton's lookup: Triton specialises it only on
+    dtypes, alignment to 16 bytes, integers and constants. On AMD it also specialises on the size of storages."""
+    return device.type == "npu" or (device.type == "cuda" and torch.version.hip is None)
 
 
 @functools.cache
 def npu_stream() -> Callable[[int], int]:
-    """What answers, for the index of an NPU, which stream is the current one there: without waiting until torch_npu's
-    task queue is empty, where that can be had.
+    """Returns a function from the index of an NPU to its current stream. If possible, the function does not wait until
+    torch_npu's task queue is empty.
 
-    torch_npu's own `_npu_getCurrentRawStream`, which triton-ascend calls for every launch, waits for it, so that those
-    who launch past the queue keep the order of operators. triton-ascend launches through the queue, unless it is told
-    not to: then the wait is needed. torch_npu 2.13 has the same without the wait. Before, a stream's handle has to be
-    waited for, but its number has not, so that each handle is asked for once."""
+    torch_npu's `_npu_getCurrentRawStream`, which triton-ascend calls for every launch, waits for the queue, so that
+    kernels launched outside of the queue keep the order of operators. triton-ascend launches through the queue unless a
+    variable disables that; only then is the wait necessary. torch_npu 2.13 has a function without the wait. In older
+    versions reading a stream's handle waits but reading its number does not, so each handle is read once and cached."""
     bindings = importlib.import_module("torch_npu._C")
     waiting: Callable[[int], int] = bindings._npu_getCurrentRawStream
-    # As triton-ascend reads it.
+    # triton-ascend reads the variable in the same way.
     if os.environ.get("TRITON_ENABLE_TASKQUEUE", "true").lower() not in ("true", "1"):
         return waiting
     if hasattr(bindings, "_npu_getCurrentRawStreamNoWait"):
@@ -381,7 +378,7 @@ def npu_stream() -> Callable[[int], int]:
     handles: dict[tuple[int, ...], int] = {}
 
     def known(index: int) -> int:
-        # Its number, its device and the kind of that; numbers of different devices may be equal.
+        # (number, device, kind of device) of the stream; numbers of different devices may be equal.
         stream = number(index)
         handle = handles.get(stream)
         if handle is None:
@@ -392,17 +389,17 @@ def npu_stream() -> Callable[[int], int]:
 
 
 def builds_launchers(device: torch.device) -> bool:
-    """Whether Triton compiles C++ there, seconds for each signature, before it can launch what it has compiled."""
+    """Whether Triton compiles a C++ launcher for each signature on a device, which takes seconds."""
     return device.type == "npu"
 
 
-# How it is said where there is nothing but a RuntimeError: by Triton, and by torch_npu before it raised PyTorch's own
-# exception ("out of memory"); by CANN below an operator (error EL0004, status 207001); by PyTorch for the host.
+# Texts of out-of-memory errors that are plain RuntimeErrors: of Triton, and of torch_npu before it raised PyTorch's
+# type ("out of memory"); of CANN below an operator (error EL0004, status 207001); of PyTorch for the host.
 _OUT_OF_MEMORY = ("out of memory", "EL0004", "error code is 207001", "DefaultCPUAllocator")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or the one that it was raised from, says that there was no memory left."""
+    """Whether an error, or its cause, is an out-of-memory error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY):
@@ -411,13 +408,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_of_an_earlier_call(error: BaseException) -> bool:
-    """Whether an operator that was called before has failed in torch_npu's task queue, and this call hears of it."""
+    """Whether this error reports the failure of an earlier operator in torch_npu's task queue."""
     # torch_npu 2.13: "Since the operator is called asynchronously, the stacktrace may be inaccurate."
     return isinstance(error, RuntimeError) and "operator is called asynchronously" in str(error)
 
 
 def compute_capability(device: torch.device) -> int:
-    """The generation of a CUDA device: 9 is Hopper's, for which the host stands in."""
+    """Returns the major compute capability of a CUDA device; under `stand_in` it is 9, that of Hopper."""
     return 9 if _stood_in_for.get() else _capability(device)
 
 
@@ -455,10 +452,10 @@ def widest_flash_head(device: torch.device) -> int:
 
 
 def has_libdevice(device: torch.device) -> bool:
-    """Whether kernels there can call CUDA's library of accurate functions."""
+    """Whether kernels on a device can call CUDA's library of accurate functions."""
     return kind_of(device) == "cuda"
 
 
 def has_atomic_index_add(device: torch.device) -> bool:
-    """Whether `index_add_` adds in no fixed order there, and `index_put_` with accumulate in a fixed one."""
+    """Whether on a device `index_add_` adds in no fixed order, and `index_put_` with accumulate in a fixed order."""
     return kind_of(device) == "cuda"

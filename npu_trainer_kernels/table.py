@@ -1,24 +1,22 @@
-"""The one table of ops, `table.json`: which there are, the forms in which they run, the order of backends on each kind
-of device, where a model keeps its own code, and the evidence for each of these.
+"""The one table of ops, `table.json`: the ops, the forms in which they run, the order of backends on each kind of
+device, the devices on which a model keeps its own code, and the evidence for each of these.
 
 A row of the file, under `ops`:
 
     forms          names in `workloads.OPS`: the op by itself, or together with its projection
-    head           it forms no logits of all tokens: worth having wherever it runs (default false)
-    before_torch   by kind of device, the backends that are tried before torch, each a `backend` and why (`because`)
-    not_measured   by kind of device, backends that run there and have no evidence: they are chosen by name alone, and
-                   a model keeps its own code
-    torch          by kind of device, why torch ends the list, where that is not what is said of all ops
-    keeps_plain    by kind of device, why a model keeps its own code unless the op is asked for by name
-    keeps_fused    the same for modules whose own code is one operator of PyTorch's
-    vendor         torch_npu's operators for it, the calls that they cover, and what they do not repeat bit by bit
-    remark         for the reader: what the evidence does not say
+    head           whether it avoids the logits of all tokens, and is useful wherever it runs (default false)
+    before_torch   by kind of device, the backends to try before torch, each with `backend` and `because`, the reason
+    torch          by kind of device, the reason for torch at the end, if it differs from the one of all ops
+    keeps_plain    by kind of device, the reason why a model keeps its own code unless the op is asked for by name
+    keeps_fused    the same for modules whose own code is one PyTorch operator
+    vendor         torch_npu's operators for it, the calls that they cover, and results that they do not repeat exactly
+    remark         additional remarks for the reader
 
-Evidence is a sentence, in which `{name}` stands for one of `sentences`; or what was measured, as figures of a results
-file (`python -m benchmarks --evidence FILE` writes them), of which the sentence is made here. `torch` says of each kind
-of device why torch ends its list, and `unmeasured` where models keep all of their code but the head.
+Evidence is a sentence, in which `{name}` inserts one of `sentences`, or a measurement from a results file (`python -m
+benchmarks --evidence FILE` writes it), from which this module makes the sentence. By kind of device, the top-level
+`torch` has the reason for torch at the end, and `unmeasured` why models keep all of their code except the head.
 
-It is read once, and needs no torch: `npu-kernels doctor` reads it where torch is broken.
+The module reads the table once and does not import torch, because `npu-kernels doctor` needs it if torch is broken.
 """
 
 import json
@@ -33,14 +31,14 @@ FILE = Path(__file__).with_name("table.json")
 
 @dataclass(frozen=True)
 class Measured:
-    """Milliseconds of forward and backward, of ours and of plain PyTorch.
+    """A measurement: milliseconds of forward and backward, of the op and of plain PyTorch.
 
     Attributes:
-        file: the results, from the root of the repository.
-        form, shape, dtype: the row.
-        ms, plain_ms: medians.
+        file: the results file, relative to the root of the repository.
+        form, shape, dtype: the row of the file.
+        ms, plain_ms: the medians of the op and of plain PyTorch.
         on: the device, with its article.
-        plain: whose time `plain_ms` is: of the op's plain reference, or of a provider of the file by this name.
+        plain: the implementation that `plain_ms` belongs to: the op's reference, or a provider of the file.
     """
 
     file: str
@@ -59,7 +57,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend, or the model's own code, and the evidence that puts it in its place."""
+    """A backend, or the model's own code, and the evidence for its place in the list."""
 
     backend: str
     evidence: str
@@ -68,13 +66,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Vendor:
-    """What torch_npu has for an op.
+    """The operators of torch_npu for an op.
 
     Attributes:
-        operators: their names in `torch.ops.npu`.
+        operators: the names of the operators in `torch.ops.npu`.
         covers: the calls that they cover, in words; the functions `uncovered_*` of `vendor` decide.
-        not_repeatable: what they do, but not with the same bits every time: done by the next backend unless they were
-            asked for by name.
+        not_repeatable: the result whose bits differ every time; the next backend computes it unless a user named them.
     """
 
     operators: tuple[str, ...]
@@ -84,15 +81,14 @@ class Vendor:
 
 @dataclass(frozen=True)
 class Op:
-    """A row.
+    """A row of the table.
 
     Attributes:
         forms: names in `workloads.OPS`.
-        order: by kind of device (`device.KINDS`), the backends; the first that can run there is used. Behind torch
-            stand those that were not measured.
-        keeps_plain: by kind of device, why a model keeps its own code there.
-        keeps_fused: the same for modules whose own code is one operator of PyTorch's.
-        vendor: torch_npu's operators, if there are any.
+        order: by kind of device (`device.KINDS`), the backends; the first one that can run there is used.
+        keeps_plain: by kind of device, the reason why a model keeps its own code.
+        keeps_fused: the same for modules whose own code is one PyTorch operator.
+        vendor: torch_npu's operators, or None.
     """
 
     forms: tuple[str, ...]
@@ -157,9 +153,9 @@ def _read() -> dict[str, Op]:
 TABLE = _read()
 _OP_OF = {form: name for name, op in TABLE.items() for form in op.forms}
 FORMS = tuple(_OP_OF)
-"""Of all ops, in the table's order."""
+"""The forms of all ops, in the table's order."""
 
 
 def op_of(form: str) -> str:
-    """The op that a form is of."""
+    """Returns the op of a form."""
     return _OP_OF[form]

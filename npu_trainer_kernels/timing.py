@@ -1,8 +1,8 @@
-"""How long a call takes: warm-up, then single timed calls; median and quartiles over them.
+"""Timing of calls: warm-up, then single timed calls, of which it reports median and quartiles.
 
-On an accelerator between two device events, with the queue filled first so that Python's own time is hidden (it is
-measured apart), and over inputs in rotation whose bytes are several times the cache, so that every call starts cold. On
-a CPU by the wall clock. Backward is timed alone, after an untimed forward; gradients are None before it.
+On an accelerator a call is timed between two device events. The queue is filled first, so that Python's time is hidden
+(it is measured separately), and calls rotate through inputs several times as large as the cache, so that every call
+starts cold. On a CPU a call is timed by the wall clock. Backward is timed alone, after an untimed forward.
 """
 
 import math
@@ -21,19 +21,19 @@ from .workloads import Inputs, Outputs
 __all__ = ["QUICK", "Settings", "Summary", "Timer", "is_accelerator", "measure", "rotation", "summarise"]
 
 Function = Callable[[Mapping[str, Tensor]], Outputs]
-# Rotating inputs: four times the 50 MB L2 of an H100 or H200, and more than any Ascend chip's 192 MB.
+# The size of all rotating inputs: four times the 50 MB L2 of an H100 or H200, and more than any Ascend chip's 192 MB.
 COLD_BYTES = 256 << 20
 MAX_SETS = 8
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure.
+    """The number of timed calls.
 
     Attributes:
-        seconds: timed calls of one row and mode are as many as fit, within the bounds.
-        least, most: those bounds.
-        warmup: calls before the first timed one.
+        seconds: the time for the timed calls of one row and mode, which decides their number within the bounds.
+        least, most: the bounds of the number of timed calls.
+        warmup: the number of calls before the first timed one.
     """
 
     seconds: float = 0.6
@@ -50,7 +50,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 class Timer:
-    """Milliseconds of one call, by device events or by the clock; `host` collects the seconds that Python took."""
+    """Measures the milliseconds of a call by device events or by the clock. `host` collects Python's seconds."""
 
     def __init__(self, device: torch.device, head_start: bool) -> None:
         self.device = device
@@ -77,14 +77,14 @@ class Timer:
 
 
 def _round(fn: Function, sets: list[Inputs], mode: str, timer: Timer) -> list[float]:
-    """One timed call for each set of inputs."""
+    """Times one call for each set of inputs."""
     for inputs in sets:
         inputs.drop_grads()
     if mode == "forward":
         return [timer(lambda inputs=inputs: fn(inputs.tensors)) for inputs in sets]  # type: ignore[misc]
     if mode == "both":
         return [timer(lambda inputs=inputs: inputs.backward(fn(inputs.tensors))) for inputs in sets]  # type: ignore[misc]
-    # All forwards first: what they read and write pushes the earlier sets out of the cache.
+    # Run all forwards first: their reads and writes evict the earlier sets from the cache.
     outputs = [fn(inputs.tensors) for inputs in sets]
     times = []
     for inputs in sets:
@@ -94,7 +94,7 @@ def _round(fn: Function, sets: list[Inputs], mode: str, timer: Timer) -> list[fl
 
 
 def rotation(device: torch.device, bytes_of_one: int) -> int:
-    """How many sets of inputs to rotate through, where the time is that of memory."""
+    """Returns the number of input sets to rotate through, for a call whose time depends on memory."""
     if not is_accelerator(device):
         return 1
     return max(2, min(MAX_SETS, math.ceil(COLD_BYTES / bytes_of_one) + 1))
@@ -106,7 +106,7 @@ def measure(
     """Times a call in mode `"forward"`, `"backward"` or `"both"`.
 
     Returns:
-        (milliseconds, median microseconds of Python to enqueue one call on an accelerator).
+        The milliseconds, and the median microseconds that Python takes to enqueue a call on an accelerator (else None).
     """
     timer = Timer(device, head_start=cold)
     for _ in range(max(1, math.ceil(settings.warmup / len(sets)))):

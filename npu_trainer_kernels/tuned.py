@@ -1,14 +1,14 @@
-"""What `npu-kernels tune` measured on this machine, in a small JSON file that the choice of backend reads.
+"""The measurements of `npu-kernels tune` on this machine, in a small JSON file that the choice of backend reads.
 
     {"format": 2, "machines": {"NVIDIA H200": {"versions": {...}, "ops": {"rms_norm": [{...}]}, "tiles": [...]}}}
 
-Keyed by chip, versions and op: what was measured with another torch, Triton or version of this package does not count,
-and a warning says so. Each result has the range that it was measured for (`Entry`), and nothing is concluded beyond it:
-a model of other sizes, another dtype, or a call with more tokens or fewer goes by the table of `backends`.
+The keys are chip, versions and op: measurements with another version of torch, Triton or this package are ignored with
+a warning. Each result applies only to the range that was measured (`Entry`): for a model of other sizes, another dtype,
+or a call with more or fewer tokens the table of `backends` decides.
 
-The file lies in `$NPU_KERNELS_CACHE`, or in `npu_trainer_kernels` in the user's cache folder. It is input like any
-other: read as JSON of a limited size, every field checked, and ignored with a warning where anything is not as it
-should be. NPU_KERNELS_TUNED=0 ignores it without one.
+The file is in `$NPU_KERNELS_CACHE`, or in `npu_trainer_kernels` in the user's cache folder. It is untrusted input: the
+module reads it as JSON of a limited size, checks every field, and ignores the file with a warning if anything is
+invalid. NPU_KERNELS_TUNED=0 ignores it without a warning.
 """
 
 import contextlib
@@ -56,16 +56,16 @@ _LOCK = ".tuned.lock"
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured of an op, forward and backward, and for which calls that counts.
+    """The measurement of an op, forward and backward, and the calls that it applies to.
 
     Attributes:
-        backend: the fastest of ours.
+        backend: the fastest backend.
         ms: its milliseconds, at the larger number of tokens.
-        plain_ms: plain PyTorch's; None where it could not run (memory).
-        plain_wins: a model runs its own code for such calls.
-        dtype: of what was measured.
-        sizes: names and sizes that a call must have exactly, as `(("H", 2048),)`.
-        tokens: the least and the most that were measured, both with this outcome.
+        plain_ms: milliseconds of plain PyTorch; None if it could not run (memory).
+        plain_wins: whether a model should keep its own code for these calls.
+        dtype: the measured dtype.
+        sizes: names and sizes that a call must have exactly, for example `(("H", 2048),)`.
+        tokens: the smallest and largest measured numbers of tokens, both with this outcome.
     """
 
     backend: str
@@ -95,23 +95,23 @@ class Entry:
 
     @classmethod
     def parse(cls, fields: Any) -> "Entry":
-        """From `as_json`'s form; raises as `Machine.parse`."""
+        """Parses the result of `as_json`; raises the errors of `Machine.parse`."""
         tokens = fields["tokens"]
         if not isinstance(tokens, list):
             raise ValueError("tokens must be a list")
         return cls(**{**fields, "sizes": tuple(fields["sizes"].items()), "tokens": tuple(tokens)})
 
     def as_json(self) -> dict[str, Any]:
-        """What `parse` reads."""
+        """Returns JSON data that `parse` reads."""
         return {**asdict(self), "sizes": dict(self.sizes), "tokens": list(self.tokens)}
 
     def covers(self, dtype: str, sizes: tuple[int, ...]) -> bool:
-        """Whether a model's op of such a dtype and sizes is what was measured."""
+        """Whether the measurement was made for this dtype and these sizes of a model."""
         return self.dtype == dtype and tuple(size for _, size in self.sizes) == sizes
 
     @property
     def range(self) -> str:
-        """For people: `512 to 4096 tokens, H=2048 bfloat16`."""
+        """The range as text, for example `512 to 4096 tokens, H=2048 bfloat16`."""
         low, high = self.tokens
         tokens = f"{high}" if low == high else f"{low} to {high}"
         return f"{tokens} tokens, {' '.join(f'{name}={size}' for name, size in self.sizes)} {self.dtype}"
@@ -127,7 +127,8 @@ def _is_size(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Variation:
-    """How a tile differs from the formula's: its size and its warps halved (-1), kept (0) or doubled (1)."""
+    """The difference of a tile from the formula's: its size and its warps are halved (-1), unchanged (0) or doubled
+    (1)."""
 
     size: int = 0
     warps: int = 0
@@ -139,18 +140,18 @@ class Variation:
                 raise ValueError(f"{name} must be -1, 0 or 1; got {value!r:.50}")
 
 
-# A function of `tiling`, and its arguments but for the device.
+# A function of `tiling`, and its arguments except the device.
 TileKey = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured on one chip.
+    """The measurements on one chip.
 
     Attributes:
-        versions: of the packages that matter.
-        ops: by name, each with a result for each range.
-        tiles: those that are to differ from the formula's.
+        versions: the versions of the relevant packages.
+        ops: for each op, a result for each range.
+        tiles: the tiles that differ from the formula's.
     """
 
     versions: Mapping[str, str]
@@ -159,7 +160,7 @@ class Machine:
 
     @classmethod
     def parse(cls, data: Any) -> "Machine":
-        """Raises `ValueError`, `TypeError`, `KeyError` or `AttributeError` for data of another form."""
+        """Parses JSON data. Raises `ValueError`, `TypeError`, `KeyError` or `AttributeError` for invalid data."""
         if not all(isinstance(version, str) for version in data["versions"].values()):
             raise ValueError("versions must be texts")
         tiles = {}
@@ -172,7 +173,7 @@ class Machine:
         return cls(dict(data["versions"]), ops, tiles)
 
     def as_json(self) -> dict[str, Any]:
-        """What `parse` reads."""
+        """Returns JSON data that `parse` reads."""
         return {
             "versions": dict(self.versions),
             "ops": {op: [entry.as_json() for entry in entries] for op, entries in self.ops.items()},
@@ -180,14 +181,14 @@ class Machine:
         }
 
     def at(self, op: str, dtype: str, tokens: int, sizes: tuple[int, ...]) -> Entry | None:
-        """The result that counts for a call, or None."""
+        """Returns the result that applies to a call, or None."""
         for entry in self.ops.get(op, ()):
             if entry.tokens[0] <= tokens <= entry.tokens[1] and entry.covers(dtype, sizes):
                 return entry
         return None
 
     def with_results(self, ops: Mapping[str, Iterable[Entry]], tiles: Mapping[TileKey, Variation]) -> "Machine":
-        """With new results; earlier ones stay but for those whose range the new ones touch."""
+        """Returns a copy with new results; it drops earlier results whose range overlaps a new one."""
         merged = dict(self.ops)
         for op, entries in ops.items():
             new = tuple(entries)
@@ -205,10 +206,10 @@ def _is_time(value: Any) -> bool:
 
 
 def file() -> Path:
-    """Where the measurements are. Raises `OSError` where there is no place for a user's files."""
+    """Returns the path of the file. Raises `OSError` if there is no folder for a user's files."""
     try:
         return cache_dir() / "tuned.json"
-    except RuntimeError as error:  # neither HOME nor an entry in the system's list of users
+    except RuntimeError as error:  # neither HOME nor an entry in the user database
         raise FileNotFoundError(f"there is no home folder ({error}); set {CACHE_VARIABLE} to a folder") from error
 
 
@@ -223,7 +224,7 @@ def _versions() -> dict[str, str]:
 
 
 def _parse(text: str) -> dict[str, Machine]:
-    """Machines by chip. Raises `ValueError` for anything that is not of this format."""
+    """Parses the file to machines by chip. Raises `ValueError` for any other format."""
     try:
         data = json.loads(text)
     except RecursionError:
@@ -237,7 +238,7 @@ def _parse(text: str) -> dict[str, Machine]:
 
 
 def _content(path: Path) -> bytes:
-    """What a regular file holds; anything else in its place is an `OSError`, and is not waited for."""
+    """Reads a regular file. For anything else, such as a pipe, it raises `OSError` without waiting."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -266,13 +267,14 @@ def _read() -> dict[str, Machine]:
 
 @functools.cache
 def machines() -> Mapping[str, Machine]:
-    """What was measured, by chip, with whatever versions; read once."""
+    """Returns the measurements by chip, of any versions. The file is read once."""
     return _read() if switch(IGNORE, True) else {}
 
 
 @functools.cache
 def machine(chip: str) -> Machine | None:
-    """What the installed versions measured on a chip, or None; warns once where others did."""
+    """Returns the measurements of the installed versions on a chip, or None. Warns once if there are measurements of
+    other versions."""
     found, now = machines().get(chip), _versions()
     if found is None or found.versions == now:
         return found
@@ -290,20 +292,20 @@ def machine(chip: str) -> Machine | None:
 
 
 def variation(function: str, args: tuple[int, ...], chip: str) -> Variation | None:
-    """How a tile is to differ from the formula's on a chip, or None."""
+    """Returns the difference of a tile from the formula's on a chip, or None."""
     found = machine(chip)
     return None if found is None else found.tiles.get((function, args))
 
 
 def forget() -> None:
-    """Reads the file again when it is next asked for."""
+    """Clears the cache, so that the file is read again."""
     machines.cache_clear()
     machine.cache_clear()
 
 
 @contextlib.contextmanager
 def ignored() -> Iterator[None]:
-    """Inside the `with` block nothing was measured, as with NPU_KERNELS_TUNED=0."""
+    """Ignores all measurements inside the `with` block, as NPU_KERNELS_TUNED=0 does."""
     before = os.environ.get(IGNORE)
     os.environ[IGNORE] = "0"
     forget()
@@ -317,18 +319,18 @@ def ignored() -> Iterator[None]:
 
 
 def document(measured: Mapping[str, Machine]) -> dict[str, Any]:
-    """What the file holds, of machines by chip."""
+    """Returns the content of the file for machines by chip."""
     return {"format": FORMAT, "machines": {chip: found.as_json() for chip, found in measured.items()}}
 
 
 def machine_of(ops: Mapping[str, Iterable[Entry]], tiles: Mapping[TileKey, Variation]) -> Machine:
-    """What was measured now, with the installed versions."""
+    """Makes a machine of new measurements with the installed versions."""
     return Machine(_versions(), {}, {}).with_results(ops, tiles)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Inside the `with` block no other process stores."""
+    """Locks the file, so that no other process stores inside the `with` block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path.parent / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -336,17 +338,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def check_writable() -> None:
-    """Raises `OSError` where `store` could not write."""
+    """Raises `OSError` if `store` could not write."""
     path = file()
     with _locked(path), tempfile.TemporaryFile(dir=path.parent), contextlib.suppress(FileNotFoundError):
         _content(path)
 
 
 def store(chip: str, ops: Mapping[str, Iterable[Entry]], tiles: Mapping[TileKey, Variation] | None = None) -> Path:
-    """Adds measurements of a chip; they replace its earlier ones of the same ranges and tiles.
+    """Adds measurements of a chip, which replace earlier ones of the same ranges and tiles.
 
-    The file is replaced whole, so that a reader never sees half of it, and under a lock, so that two processes that
-    store at once lose nothing. Raises `OSError` where it cannot be written.
+    It replaces the whole file, so that a reader never sees a partial one, and holds a lock, so that two processes that
+    store at the same time lose nothing. Raises `OSError` if it cannot write the file.
     """
     path = file()
     with _locked(path):

@@ -1,11 +1,11 @@
-"""The vendor's fused operators for Ascend NPUs, from torch_npu: the one module that calls `torch.ops.npu`.
+"""The vendor's fused operators for Ascend NPUs, from torch_npu. Only this module calls `torch.ops.npu`.
 
-Which calls an operator covers is decided here, from what is documented: op-plugin's pages for torch_npu, those of
-CANN's ops-nn for the kernels behind it, and the golden functions beside those for where they round. What the operators
-take and what shapes they return is checked against torch_npu itself by tests/npu_contract; what they compute is not,
-for want of an NPU. Nothing here was timed.
+This module decides which calls an operator covers, from documentation: op-plugin's pages for torch_npu, those of CANN's
+ops-nn for the kernels behind it, and the golden functions next to them for the roundings. tests/npu_contract compares
+the arguments and result shapes of the operators with torch_npu; it does not compare their values, because no NPU is
+available. Nothing here was timed.
 
-The operators are called inside this package's own autograd functions, so their own autograd is not used.
+This package's autograd functions call the operators, so the operators' autograd is not used.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ SERVED: dict[str, Vendor] = {name: op.vendor for name, op in TABLE.items() if op
 _MAX_HEAD = 896
 _MAX_BATCH = 1000
 _MAX_ROWS = 200_000
-# Of npu_fusion_attention with layout TND: 1K segments, 1M tokens.
+# Limits of npu_fusion_attention with layout TND: 1K segments, 1M tokens.
 _MAX_SEGMENTS = 1024
 _MAX_TOKENS = 1 << 20
 _MAX_HEADS = 256
 _MAX_ATTENTION_HEAD = 768
-# Of npu_grouped_matmul, the last axis of either factor.
+# Limit of npu_grouped_matmul for the last axis of either factor.
 _MAX_INNER = 1 << 16
 
 
 @functools.cache
 def unavailable(op: str) -> str | None:
-    """Why torch_npu does not serve `op` in this environment, or None."""
+    """Returns why torch_npu has no operator for `op` in this environment, or None if it has."""
     if op not in SERVED:
         return f"torch_npu has no operator for it; there are some for {', '.join(SERVED)}"
     error = device.torch_npu_error()
@@ -92,10 +92,11 @@ def uncovered_norm(
     mode: str = "pre",
     multiplier: float = 1.0,
 ) -> str | None:
-    """Why a norm of x in `dtype` is not covered, or None; `residual`: the dtype of what is added to x, if anything.
+    """Returns why a norm of x in `dtype` is not covered, or None if it is. `residual` is the dtype of the residual, or
+    None without one.
 
     `npu_rms_norm` computes x rstd weight in fp32 and rounds once, as casting "gemma" does; "llama" rounds x rstd too,
-    so there the vendor's value is the more exact one. `npu_add_rms_norm` rounds in both places on 910B and A3.
+    so the vendor's value is more exact there. `npu_add_rms_norm` rounds in both places on 910B and A3.
     """
     if weight is None:
         return "no weight"
@@ -115,7 +116,7 @@ def uncovered_norm(
 
 
 def not_repeatable(weight: torch.Tensor | None) -> str | None:
-    """Why backward of a norm would not give the same bits twice, or None where it does.
+    """Returns why backward of a norm would not give the same bits twice, or None if it would.
 
     aclnnRmsNormGrad is documented as not deterministic by default on Atlas A2 and A3; PyTorch's switch makes it so.
     """
@@ -127,7 +128,7 @@ def not_repeatable(weight: torch.Tensor | None) -> str | None:
 def norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, gamma: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, S, rstd `[N]` fp32) of x (and residual) `[..., H]`; S is x without a residual."""
+    """Returns (y, S, rstd `[N]` fp32) of x and residual `[..., H]`; S is x without a residual."""
     rows = x.reshape(-1, x.shape[-1])
     if residual is None:
         y, rstd = torch.ops.npu.npu_rms_norm(rows, gamma, eps)
@@ -140,7 +141,7 @@ def norm_forward(
 def norm_backward(
     s: torch.Tensor, gamma: torch.Tensor, rstd: torch.Tensor, dy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient of S in S's dtype, gradient of gamma in fp32)."""
+    """Returns the gradient of S in S's dtype and the gradient of gamma in fp32."""
     rows = s.reshape(-1, s.shape[-1])
     ds, dgamma = torch.ops.npu.npu_rms_norm_backward(dy.reshape(rows.shape), rows, gamma, rstd.view(-1, 1))
     return ds.view(s.shape), dgamma
@@ -152,7 +153,7 @@ def norm_backward(
 
 
 def uncovered_swiglu(form: Any) -> str | None:
-    """Why `npu_swiglu` does not compute a gate (`ops.gates.Gate`), or None."""
+    """Returns why `npu_swiglu` does not compute a gate (`ops.gates.Gate`), or None if it does."""
     if not form.is_swiglu:
         return f"{form}: npu_swiglu computes silu(gate) * up"
     if form.joined == "interleaved":
@@ -161,8 +162,8 @@ def uncovered_swiglu(form: Any) -> str | None:
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """silu(gate) * up. The operator wants both in one tensor without gaps, at the price of a copy unless they are (then
-    up is None), and no empty one."""
+    """Computes silu(gate) * up. The operator requires both in one contiguous tensor that is not empty. If they are two
+    tensors this costs a copy; if they are one, up is None."""
     if not gate.numel():
         return torch.empty_like(gate) if up is not None else gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
     return torch.ops.npu.npu_swiglu(_joined(gate, up), -1)
@@ -171,7 +172,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
 def swiglu_backward(
     gate: torch.Tensor, up: torch.Tensor | None, dy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of gate and up; without up, of both in one."""
+    """Returns the gradients of gate and up; without up, (the gradient of both in one tensor, None)."""
     if not gate.numel():
         return torch.empty_like(gate), None if up is None else torch.empty_like(up)
     joined = torch.ops.npu.npu_swiglu_backward(dy.contiguous(), _joined(gate, up), -1)
@@ -188,8 +189,8 @@ def _joined(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
 def uncovered_rope(
     q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, form: Any
 ) -> str | None:
-    """Why `npu_rotary_mul` does not rotate q and k in a form (`ops.rope.Rotation`), or None. It is documented for
-    tables in [-1, 1], which is not looked at here: that would wait for the device."""
+    """Returns why `npu_rotary_mul` does not compute a rotation (`ops.rope.Rotation`) of q and k, or None if it does.
+    Its documentation requires tables in [-1, 1], which is not checked, because that would wait for the device."""
     if (form.pairs, form.tables, form.heads) != ("halves", "each", 1):
         return f"pairs {form.pairs!r} with tables {form.tables!r} and heads in dimension {form.heads}"
     if cos.shape[-1] != q.shape[-1]:
@@ -206,7 +207,7 @@ def uncovered_rope(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x cos + [-x2, x1] sin of x `[B, N, T, D]` with tables `[B or 1, 1, T, D]`."""
+    """Computes x cos + [-x2, x1] sin of x `[B, N, T, D]` with tables `[B or 1, 1, T, D]`."""
     return torch.ops.npu.npu_rotary_mul(x, cos, sin) if x.numel() else torch.empty_like(x)
 
 
@@ -218,9 +219,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def uncovered_cross_entropy(
     n_rows: int, *, softcap: float | None, logit_scale: float, label_smoothing: float, z_loss: float, outputs: Any
 ) -> str | None:
-    """Why a loss at the head is not covered, or None. The operator has arguments for label smoothing and z-loss, but is
-    documented to have no gradient for the first, and the second is "not enabled". Ignored rows are left out and class
-    weights multiplied before it."""
+    """Returns why a loss at the head is not covered, or None if it is. The operator has arguments for label smoothing
+    and z-loss, but by its documentation the first has no gradient and the second is "not enabled". The engine leaves
+    out ignored rows and multiplies class weights before the call."""
     if softcap is not None:
         return f"softcap={softcap!r}"
     if logit_scale != 1.0:
@@ -237,15 +238,15 @@ def uncovered_cross_entropy(
 
 
 def cross_entropy(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probability of the ids `[n]`, log-probabilities `[n, V]`), both fp32: the operator rounds them to the dtype
-    of its input, so that is made fp32."""
+    """Returns the log-probabilities of the ids `[n]` and of all ids `[n, V]`, both fp32. The operator rounds them to
+    the dtype of its input, so the input is converted to fp32."""
     loss, log_probs, _, _ = torch.ops.npu.npu_cross_entropy_loss(logits.float(), ids.long(), None, "none")
     return -loss, log_probs
 
 
 def cross_entropy_gradient(log_probs: torch.Tensor, ids: torch.Tensor, d_log_prob: torch.Tensor) -> torch.Tensor:
-    """Gradient of the logits, fp32 `[n, V]`, of what `cross_entropy` returned; `d_log_prob` `[n]` arrives for the ids'
-    log-probabilities."""
+    """Returns the gradient of the logits, fp32 `[n, V]`, from the log-probabilities of `cross_entropy` and the incoming
+    gradient `d_log_prob` `[n]` of the ids' log-probabilities."""
     return torch.ops.npu.npu_cross_entropy_loss_backward(-d_log_prob, log_probs, ids.long(), None, None, None, "none")
 
 
@@ -256,7 +257,7 @@ def cross_entropy_gradient(log_probs: torch.Tensor, ids: torch.Tensor, d_log_pro
 
 @functools.cache
 def _takes_sinks() -> bool:
-    """Whether this torch_npu's attention has the argument, forward and backward."""
+    """Whether this torch_npu's attention has an argument for sinks, in forward and backward."""
     operators = torch.ops.npu.npu_fusion_attention, torch.ops.npu.npu_fusion_attention_grad
     return all("sink" in {argument.name for argument in each.default._schema.arguments} for each in operators)
 
@@ -265,8 +266,8 @@ def uncovered_attention(
     dtype: torch.dtype, head_sizes: tuple[int, int], *, heads: int | None, tokens: int | None, segments: int,
     softcap: float | None, sinks: bool,
 ) -> str | None:  # fmt: skip
-    """Why `npu_fusion_attention` does not cover attention by segments, or None; `heads` and `tokens` where they are
-    known. Limits are those of op-plugin's page for it, and of CANN's ops-transformer for the backward."""
+    """Returns why `npu_fusion_attention` does not cover attention by segments, or None if it does. `heads` and `tokens`
+    are None if unknown. The limits are those of op-plugin's page and, for backward, of CANN's ops-transformer."""
     size, of_values = head_sizes
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{_name(dtype)} q, k and v"
@@ -291,17 +292,17 @@ def uncovered_attention(
 
 @functools.cache
 def _causal(where: torch.device) -> torch.Tensor:
-    """The mask of sparse modes 3 and 4, True where nothing is seen: of this size whatever the lengths are."""
+    """Returns the mask of sparse modes 3 and 4, true for hidden keys. It has this size for all lengths."""
     with torch.inference_mode(False):
         return torch.ones(2048, 2048, dtype=torch.bool, device=where).triu_(1)
 
 
 def _attention_arguments(q: torch.Tensor, sinks: torch.Tensor | None, segments: Any, options: Any) -> dict[str, Any]:
-    """Those that forward and backward have in common.
+    """Returns the arguments that forward and backward share.
 
-    Sparse mode 3 is causal, 4 a band from `pre_tockens` keys before the query's own to `next_tockens` keys behind it;
-    both count from the lower right corner of each segment, so that the last query sees the last key. So say
-    op-plugin's `docs/context/torch_npu-npu_fusion_attention.md` and `sparse_mode_introduction` of CANN's
+    Sparse mode 3 is causal; mode 4 is a band from `pre_tockens` keys before the query's position to `next_tockens` keys
+    after it. Both are aligned at the lower right corner of each segment, so that the last query sees the last key.
+    Sources: op-plugin's `docs/context/torch_npu-npu_fusion_attention.md` and `sparse_mode_introduction` of CANN's
     ops-transformer.
     """
     given = {
@@ -321,8 +322,8 @@ def _attention_arguments(q: torch.Tensor, sinks: torch.Tensor | None, segments: 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, segments: Any, options: Any
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Any]:
-    """(o, what backward reads of it, numbers for it); see `ops/attention/varlen_attention.py`. The segments' ends are
-    lists on the host, and go to the operator as they are."""
+    """Returns o, the tensors that backward needs, and the random state; see `ops/attention/varlen_attention.py`. The
+    operator takes the segments' ends as lists on the host."""
     out, maximum, total, reserved, *random = torch.ops.npu.npu_fusion_attention(
         q, k, v, q.shape[1], "TND", scale=options.scale, **_attention_arguments(q, sinks, segments, options)
     )
@@ -333,7 +334,7 @@ def attention_backward(
     dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
     out: torch.Tensor, saved: tuple[torch.Tensor, ...], segments: Any, options: Any, random: Any,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """Gradients of q, k, v and the sinks."""
+    """Returns the gradients of q, k, v and the sinks."""
     maximum, total, reserved = saved
     seed, offset, numels = random
     dq, dk, dv, _, *dsinks = torch.ops.npu.npu_fusion_attention_grad(
@@ -347,16 +348,16 @@ def attention_backward(
 # ---------------------------------------------------------------------------------------------------------------------
 # Products in groups: aclnnGroupedMatmul
 #
-# npu_moe_token_permute and npu_moe_token_unpermute, which bring rows to experts and back, do not fit around them. Rows
-# without an expert here are moved, too, unless the host knows how many others there are (num_out_tokens), and are
-# multiplied by a weight of zero, which leaves a NaN what it is; and backward of the second reads the experts' results
-# (permuted_tokens), which `ops/experts/moe_experts.py` does not keep.
+# npu_moe_token_permute and npu_moe_token_unpermute move rows to experts and back, but do not fit here. They also move
+# rows without an expert on this rank, unless the host knows the number of other rows (num_out_tokens), and multiply
+# them by a weight of zero, which does not remove a NaN. And backward of the second reads the experts' results
+# (permuted_tokens), which `ops/experts/moe_experts.py` does not save.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def uncovered_experts(dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
-    """Why `npu_grouped_matmul` does not cover rows of these sizes in a dtype, or None; its limit is that of op-plugin's
-    page for it."""
+    """Returns why `npu_grouped_matmul` does not cover rows of these sizes and dtype, or None if it does. The limit is
+    from op-plugin's page for it."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{_name(dtype)} rows"
     wide = [size for size in sizes if 2 * size >= _MAX_INNER]
@@ -364,15 +365,15 @@ def uncovered_experts(dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
 
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows `[S, K]` in groups, each times its matrix of `[G, K, M]` (or a transposed view): M's axis in groups, by
-    where they end, `[G]` int64."""
+    """Multiplies rows `[S, K]` in groups by each group's matrix of `[G, K, M]` (or a transposed view). `ends` has the
+    ends of the groups, `[G]` int64."""
     return torch.ops.npu.npu_grouped_matmul(
         [x], [weight], group_list=ends, split_item=3, group_type=0, group_list_type=0
     )[0]
 
 
 def outer_products(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`[G, K, M]` from rows `[S, K]` and `[S, M]`: the axis that is summed over lies in groups."""
+    """Computes `[G, K, M]` from rows `[S, K]` and `[S, M]`, summing over the rows of each group."""
     return torch.ops.npu.npu_grouped_matmul(
         [x.t()], [dy], group_list=ends, split_item=3, group_type=2, group_list_type=0
     )[0]

@@ -1,31 +1,32 @@
-"""Does a model train the same with the kernels? The noise-floor rule, and `verify` for any model.
+"""Tests whether a model trains the same with the kernels: the noise-floor rule, and `verify` for any model.
 
-Two correct implementations of one training step differ by rounding, and training amplifies the difference. So equality
-is no criterion and no fixed tolerance is right; what rounding does to *this* run on *this* machine is measured:
+Two correct implementations of one training step differ by rounding, and training amplifies the difference. So neither
+equality nor a fixed tolerance is a valid criterion. Instead this module measures the effect of rounding on *this* run
+on *this* machine:
 
-1. The run is trained without the kernels several times. The first is the reference. In the others every matrix product
-   and every sum, forward and backward, is added up in another order (`SummationNoise`): the same in exact arithmetic,
-   and what another BLAS or another tile size would do.
+1. It trains several times without the kernels. The first run is the reference. In the others every matrix product and
+   every sum, forward and backward, adds its terms in another order (`SummationNoise`). In exact arithmetic the result
+   is the same; another BLAS or another tile size has the same effect.
 2. The **noise floor** of a quantity at a step is the largest distance between any two of these runs within `WINDOW`
-   steps, and never less than what its own number format can resolve.
-3. It is trained with the kernels. At every step, for every quantity, the distance from the reference may be at most
+   steps, and at least the resolution of the quantity's number format.
+3. It trains with the kernels. At every step, for every quantity, the distance from the reference may be at most
    `K[precision]` noise floors.
-4. **Drift**: the signed distance, in noise floors, is averaged over the whole curve. A bias that hides in the noise of
-   each step does not hide in the average. It may be at most K times the largest average that two of the unpatched runs
-   have between them, and never less than what becomes of one unit in the last place per step, up or down at random.
-5. **Jumps**: now and then rounding alone moves the gradient of one weight at one step far from where all other runs
-   have it, which is no normal number. So the gradient norm of each parameter is not held against a floor at each step:
-   its largest distance over all steps, in floors, may be at most K times the largest that an unpatched run of the same
-   training has from the others, judged in the same way.
+4. **Drift**: it averages the signed distance, in noise floors, over the whole curve. A bias that is hidden in the noise
+   of each step is visible in the average. The average may be at most K times the largest average between two unpatched
+   runs; that limit is at least the effect of one unit in the last place per step, up or down at random.
+5. **Jumps**: sometimes rounding alone moves the gradient of one weight at one step far from its value in all other
+   runs, so this distance is not normally distributed. Therefore the gradient norm of each parameter has no floor at
+   each step: its largest distance over all steps, in floors, may be at most K times the largest such distance of an
+   unpatched run of the same training from the others.
 
-The quantities: loss, gradient norm (of all parameters and of each), mean log-probability of a fixed held-out batch, its
-log-probabilities token by token (root mean square), which tokens are its `TOP_K` most likely ones (share of positions
-that differ), evaluation loss, and at the end every parameter (root mean square, tensor by tensor).
+The quantities are: loss, gradient norm (of all parameters and of each), mean log-probability of a fixed held-out batch,
+its log-probabilities token by token (root mean square), its `TOP_K` most likely tokens (fraction of positions that
+differ), evaluation loss, and at the end every parameter (root mean square, tensor by tensor).
 
-Why K = 3 and five noisy runs: were a quantity one normal number per run, the worst that correlation can do, a correct
-run would exceed 3 times the range of six others with probability 0.001; the window and the averages over tokens
-and elements make it far less. The smallest deviation that is always caught is about 7 standard deviations of rounding,
-where a fault of one percent of a gradient is thousands in fp32.
+Reason for K = 3 and five noisy runs: if a quantity were one normal number per run, the worst case of correlation, a
+correct run would exceed 3 times the range of six others with probability 0.001; the window and the averages over tokens
+and elements make it far less likely. The rule always detects deviations of about 7 standard deviations of rounding; an
+error of one percent of a gradient is thousands of them in fp32.
 """
 
 from __future__ import annotations
@@ -74,36 +75,36 @@ __all__ = [
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
-# The one place where what is allowed is said: noise floors, per precision.
+# The allowed distance in noise floors, per precision. It is defined only here.
 K = {"fp32": 3.0, "bf16": 3.0, "bf16-autocast": 3.0}
 PRECISIONS = tuple(K)
 NOISE_RUNS = 5
-# What `from_pretrained` calls it since transformers 4.56, and before.
+# The name of the argument of `from_pretrained` since transformers 4.56, and before.
 _DTYPE = "dtype" if Version("4.56") <= Version(transformers.__version__) else "torch_dtype"
 WINDOW = 5
 TOP_K = 5
-# Per tensor: enough for its root mean square, and five runs of a large model fit in memory.
+# The maximum per tensor: enough for its root mean square, and five runs of a large model fit in memory.
 MAX_ELEMENTS = 1 << 16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Noise: the same arithmetic, added up in another order
+# Noise: the same arithmetic with sums in another order
 # ---------------------------------------------------------------------------------------------------------------------
 
 _aten = torch.ops.aten
-# The sums inside these run along one dimension.
+# These operators sum along one dimension.
 _SOFTMAXES = (_aten._softmax.default, _aten._log_softmax.default)
 _SOFTMAX_BACKWARDS = (_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
 _NO_REDUCTION = 0
 
 
 class SummationNoise(TorchDispatchMode):
-    """While it is on, products are formed as two partial products, and sums run backwards, those in a softmax or in a
-    cross-entropy too.
+    """Computes matrix products as two partial products, and sums in reverse order, including those in a softmax or a
+    cross-entropy.
 
-    The place where a product is split is drawn anew for each call, from the seed. It sits below autograd and autocast,
-    so it reaches forward and backward of every module alike, and each partial product is rounded to the dtype in use,
-    as with a split-K kernel.
+    Each call draws a new position for the split, from the seed. The mode is below autograd and autocast, so it affects
+    forward and backward of every module, and each partial product is rounded to the dtype in use, as in a split-K
+    kernel.
     """
 
     def __init__(self, seed: int) -> None:
@@ -132,7 +133,7 @@ class SummationNoise(TorchDispatchMode):
         size = a.shape[-1]
         if size < 4:
             return func(a, b)
-        # Near the middle: a split that leaves a few terms over changes the rounding of few elements.
+        # Split near the middle: a split that separates few terms changes the rounding of few elements.
         at = self._random.randint(size // 4, size - size // 4)
         return func(a[..., :at], b[..., :at, :]) + func(a[..., at:], b[..., at:, :])
 
@@ -144,7 +145,7 @@ class SummationNoise(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Variant:
-    """How a run differs from the reference: by noise, by the kernels, or by what it samples (free-running cases)."""
+    """The difference of a run from the reference: noise, the kernels, or the sampling seed (free-running cases)."""
 
     patched: bool = False
     noise_seed: int | None = None
@@ -157,13 +158,13 @@ class Variant:
 
 
 def variants(noise_runs: int = NOISE_RUNS) -> list[Variant]:
-    """The reference, the noisy runs, the patched run."""
+    """Returns the reference, the noisy runs and the patched run."""
     return [Variant(), *(Variant(noise_seed=seed) for seed in range(1, noise_runs + 1)), Variant(patched=True)]
 
 
 @dataclass
 class Curves:
-    """What one run leaves behind.
+    """The results of one run.
 
     Attributes:
         scalars: name -> one number per step, or per evaluation.
@@ -171,9 +172,9 @@ class Curves:
         top: `[steps, tokens, TOP_K]` ids, the most likely first.
         gradient_norms: `[steps, trained tensors]`, fp64; the order is that of `parameters`.
         parameters: name -> (a part of) the trained tensor, and the relative spacing of its dtype.
-        seconds: wall clock of the training.
-        replaced: op -> how many modules it serves, where the kernels were in.
-        report: the kernels' own.
+        seconds: wall-clock time of the training.
+        replaced: op -> number of modules that it replaces; None without the kernels.
+        report: the kernels' report.
     """
 
     scalars: dict[str, list[float]] = field(default_factory=dict)
@@ -187,7 +188,7 @@ class Curves:
 
 
 class _Recorder(TrainerCallback):
-    """Collects losses and gradient norms from the Trainer's log, and probes the held-out batch after each step."""
+    """Collects losses and gradient norms from the Trainer's log, and evaluates the held-out batch after each step."""
 
     def __init__(self, held_out: torch.Tensor) -> None:
         self._held_out = held_out
@@ -232,7 +233,7 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _snapshot(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, float]]:
-    """The trained parameters, evenly thinned to MAX_ELEMENTS each."""
+    """Returns the trained parameters, evenly sampled to MAX_ELEMENTS each."""
     found = {}
     for name, parameter in _trained(model).items():
         flat = parameter.detach().flatten()
@@ -241,15 +242,15 @@ def _snapshot(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, float]]:
 
 
 def record(trainer: Trainer, held_out: torch.Tensor, variant: Variant) -> Curves:
-    """Trains and returns the run's curves. The caller has put the kernels in, if the variant asks for them.
+    """Trains and returns the run's curves. The caller must have applied the kernels if the variant requires them.
 
     Args:
-        trainer: ready to train, with `logging_steps=1`.
+        trainer: a Trainer that is ready to train, with `logging_steps=1`.
         held_out: `[rows, length]` token ids without padding, which are never trained on.
-        variant: says whether the run is a noisy one.
+        variant: says whether the run has noise.
 
     Raises:
-        ValueError: a run without the kernels has them all the same.
+        ValueError: a run that should not have the kernels has them.
     """
     if not variant.patched and _report(trainer) is not None:
         raise ValueError(f"trainer: the run without the kernels has them; under npu-kernels run, set {RUN}=0")
@@ -258,7 +259,7 @@ def record(trainer: Trainer, held_out: torch.Tensor, variant: Variant) -> Curves
     trainer.remove_callback(PrinterCallback)
     noise = contextlib.nullcontext() if variant.noise_seed is None else SummationNoise(variant.noise_seed)
     start = time.perf_counter()
-    # The kernels' report belongs into the result, not between the caller's lines.
+    # The kernels' report is part of the result, so do not print it.
     with contextlib.redirect_stdout(io.StringIO()), noise:
         trainer.train()
     seconds = time.perf_counter() - start
@@ -290,13 +291,13 @@ def _report(trainer: Trainer) -> Report | None:
 
 @dataclass
 class Check:
-    """One quantity held against its noise floor.
+    """The comparison of one quantity with its noise floor.
 
     Attributes:
-        name: of the quantity; `drift of ...` for its average over the curve.
-        distance, floor: one number per step (or per tensor), in the quantity's own unit.
-        labels: what the numbers stand for; empty: steps, from 1.
-        k: how many floors are allowed.
+        name: the name of the quantity; `drift of ...` for its average over the curve.
+        distance, floor: one number per step (or per tensor), in the quantity's unit.
+        labels: the names of the numbers; empty for steps, from 1.
+        k: the allowed number of floors.
     """
 
     name: str
@@ -307,12 +308,12 @@ class Check:
 
     @property
     def ratios(self) -> list[float]:
-        """Distances in noise floors; infinite where a distance is not a number."""
+        """The distances in noise floors; infinite if a distance is not finite."""
         return [d / f if math.isfinite(d) else math.inf for d, f in zip(self.distance, self.floor, strict=True)]
 
     @property
     def worst(self) -> int:
-        """Where the ratio is largest."""
+        """The index of the largest ratio."""
         ratios = self.ratios
         return max(range(len(ratios)), key=ratios.__getitem__)
 
@@ -336,7 +337,7 @@ class Check:
 
 @dataclass
 class Verdict:
-    """The outcome: every check, and reasons to fail that are not distances."""
+    """The outcome: all checks, and problems that are not distances."""
 
     checks: list[Check]
     problems: list[str] = field(default_factory=list)
@@ -344,16 +345,16 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing speaks against the kernels."""
+        """Whether all checks passed and there are no problems."""
         return not self.problems and all(check.passed for check in self.checks)
 
     @property
     def worst(self) -> Check:
-        """The check that comes nearest to its limit, or exceeds it most."""
+        """The check that is nearest to its limit, or exceeds it most."""
         return max(self.checks, key=lambda check: check.ratio / check.k)
 
     def failures(self) -> list[str]:
-        """What failed, in words."""
+        """Returns descriptions of everything that failed."""
         return [*self.problems, *(str(check) for check in self.checks if not check.passed)]
 
     def __str__(self) -> str:
@@ -374,15 +375,15 @@ def _pairs(runs: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.T
 
 
 def _floors(between: Sequence[torch.Tensor], resolution: torch.Tensor) -> torch.Tensor:
-    """Per step (the first dimension): the largest distance between two unpatched runs within WINDOW steps, at least
-    the resolution."""
+    """Returns, per step (the first dimension), the largest distance between two unpatched runs within WINDOW steps, at
+    least the resolution."""
     largest = torch.stack(list(between)).amax(0)
     windows = [largest[max(0, t - WINDOW) : t + WINDOW + 1].amax(0) for t in range(len(largest))]
     return torch.maximum(torch.stack(windows), resolution)
 
 
 def _random_walk(steps: torch.Tensor) -> float:
-    """The standard deviation of the mean of steps of these sizes, up or down at random."""
+    """Returns the standard deviation of the mean of steps of these sizes, up or down at random."""
     return float(steps.square().sum().sqrt()) / len(steps)
 
 
@@ -402,21 +403,21 @@ def _scalar_checks(
 
 
 def _jump(run: torch.Tensor, others: Sequence[torch.Tensor]) -> float:
-    """The largest distance of a run from the first of the others, in their noise floors."""
+    """Returns the largest distance of a run from the first of the others, in their noise floors."""
     floors = _floors([(a - b).abs() for a, b in _pairs(others)], _ulp(others[0]))
     return float(((run - others[0]).abs() / floors).max())
 
 
 def _gradient_checks(unpatched: Sequence[Curves], patched: Curves, k: float) -> list[Check]:
-    """The norm of each parameter's gradient. The norm of all gradients hides a fault in the gradient of a small one,
-    and Adam, which divides a gradient by its own size, hides it from the parameter."""
+    """Checks the norm of each parameter's gradient. The norm of all gradients hides an error in the gradient of a small
+    parameter, and Adam, which divides a gradient by its size, hides it from the parameter."""
     names = list(unpatched[0].parameters)
     runs = [run.gradient_norms for run in unpatched]
     ulp = _ulp(runs[0])
     floors = _floors([(a - b).abs() for a, b in _pairs(runs)], ulp)
     signed = (patched.gradient_norms - runs[0]) / floors
-    # In noise floors all tensors are alike, so that each is held against the jump of an unpatched run in any, and
-    # against the drift between unpatched runs of any.
+    # Distances in noise floors are comparable between tensors. So compare each tensor with the largest jump and drift
+    # of any tensor between unpatched runs.
     jump_floor = max(1.0, *(_jump(run, [*runs[:i], *runs[i + 1 :]]) for i, run in enumerate(runs)))
     drift_floor = max(
         _random_walk((ulp / floors).amax(1)), *(float(((a - b) / floors).mean(0).abs().max()) for a, b in _pairs(runs))
@@ -453,7 +454,7 @@ def _parameter_check(unpatched: Sequence[Curves], patched: Curves, k: float) -> 
     for name in names:
         runs = [run.parameters[name][0] for run in unpatched]
         eps = unpatched[0].parameters[name][1]
-        # The least that can differ: one element, by one unit in the last place.
+        # The smallest possible distance: one element differs by one unit in the last place.
         least = float(_ulp(runs[0].abs().max(), eps)) / math.sqrt(runs[0].numel())
         floors.append(max(least, *(float(_rms(a - b)) for a, b in _pairs(runs))))
         distances.append(float(_rms(patched.parameters[name][0] - runs[0])))
@@ -472,7 +473,7 @@ def _shape_problems(reference: Curves, other: Curves) -> list[str]:
 
 
 def judge(unpatched: Sequence[Curves], patched: Curves, precision: str) -> Verdict:
-    """The module's rule.
+    """Applies the rule of the module's docstring.
 
     Args:
         unpatched: the reference and the noisy runs.
@@ -508,7 +509,7 @@ def judge(unpatched: Sequence[Curves], patched: Curves, precision: str) -> Verdi
 
 
 def judge_samples(name: str, unpatched: Sequence[float], patched: Sequence[float], precision: str) -> Check:
-    """For runs that sample, and so cannot be compared step by step: one number per run, many runs each way.
+    """Judges runs that sample and so cannot be compared step by step, by one number per run of several runs each way.
 
     The distance is that of the two means. Its noise floor is the largest distance between the means of two halves of
     the unpatched runs, over all ways to halve them.
@@ -528,7 +529,7 @@ def judge_samples(name: str, unpatched: Sequence[float], patched: Sequence[float
 
 
 def judge_runs(run: Callable[[Variant], Curves], precision: str, noise_runs: int = NOISE_RUNS) -> Verdict:
-    """Makes all the runs, one after the other, and judges."""
+    """Makes all runs, one after the other, and judges them."""
     *unpatched, patched = [run(variant) for variant in variants(noise_runs)]
     return judge(unpatched, patched, precision)
 
@@ -539,7 +540,7 @@ def judge_runs(run: Callable[[Variant], Curves], precision: str, noise_runs: int
 
 
 def _texts(dataset: Any, column: str, characters: int) -> list[str]:
-    """The texts of a dataset; without one the sources of Python's standard library."""
+    """Returns the texts of a dataset, or without one the sources of Python's standard library."""
     if dataset is not None:
         texts = dataset if isinstance(dataset, list) else dataset[column]
         return [text for text in texts if text]
@@ -556,7 +557,7 @@ def _texts(dataset: Any, column: str, characters: int) -> list[str]:
 def _sequences(texts: list[str], tokenizer: Any, length: int, needed: int) -> list[list[int]]:
     stream = list(itertools.chain.from_iterable(tokenizer(texts, add_special_tokens=False)["input_ids"]))
     if any(texts) and not stream:
-        # What transformers makes of a model's name where the folder has no tokenizer.
+        # transformers makes such a tokenizer if the model's folder has none.
         raise ValueError(
             "model: its tokenizer makes no tokens of any text; are the tokenizer's files beside the model?"
         )
@@ -591,8 +592,8 @@ def _training_arguments(
 
 
 def on_one_device(arguments: Arguments) -> Arguments:
-    """The arguments, for a Trainer that leaves alone the other GPUs in sight: it would spread the batch over them with
-    `nn.DataParallel`, which TRL's GRPO refuses."""
+    """Changes the arguments so that a Trainer ignores other visible GPUs. It would distribute the batch over them with
+    `nn.DataParallel`, which TRL's GRPO does not support."""
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
     return arguments
@@ -614,9 +615,9 @@ def verify(
     seed: int = 0,
     on_run: Callable[[Variant], None] | None = None,
 ) -> Verdict:
-    """Trains a causal language model with and without the kernels on this machine, and says whether they agree.
+    """Trains a causal language model with and without the kernels on this machine, and judges whether they agree.
 
-    The model is trained `noise_runs` + 2 times by `transformers.Trainer`, in full, from the same weights and on the
+    `transformers.Trainer` trains all parameters of the model `noise_runs` + 2 times, from the same weights and on the
     same batches. Nothing is saved.
 
     Args:
@@ -624,15 +625,15 @@ def verify(
         dataset: a list of texts, or a `datasets.Dataset`; None: the sources of Python's standard library.
         steps: optimizer steps per run.
         text_column: the column of `dataset` that holds the text.
-        batch_size: of the training.
-        sequence_length: of the training.
-        learning_rate: of the training.
+        batch_size: sequences per optimizer step.
+        sequence_length: tokens per sequence.
+        learning_rate: the constant learning rate.
         precision: "fp32", "bf16" (weights too) or "bf16-autocast" (fp32 weights).
         ops: as for `apply_npu_kernels`.
         backend: as for `apply_npu_kernels`.
-        noise_runs: unpatched runs that measure the noise floor, beside the reference; at least 2.
-        seed: of the order of batches.
-        on_run: is called before each run, to show progress.
+        noise_runs: the number of noisy runs, in addition to the reference; at least 2.
+        seed: the seed of the order of batches.
+        on_run: a function that is called before each run, to show progress.
 
     Raises:
         ValueError: an option out of range, or too little text.

@@ -1,6 +1,6 @@
-"""The ops at the shapes of a model: inputs on any device, our call, and plain PyTorch's.
+"""The ops at the shapes of a model: inputs on any device, the op's call, and plain PyTorch's.
 
-One table for all that runs an op by itself: `npu-kernels doctor` and `tune`, and the benchmarks.
+`npu-kernels doctor` and `tune` and the benchmarks, which all run single ops, share this table.
 
     shapes = ModelShapes.of_config(config)
     for workload in of_model(shapes, tokens=4096, dtype="bfloat16"):
@@ -47,7 +47,7 @@ __all__ = [
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EPS = 1e-6
 _TOKENS = ("N", "S", "BT", "B", "T")
-# Of a batch, and no count of its tokens.
+# Sizes of a batch that are not factors of its number of tokens.
 _OF_BATCH = ("live", "shared")
 GRPO_BETA, GRPO_EPSILON = 0.04, 0.2
 _GRPO = ops.GrpoOptions(loss_type="bnpo", beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON)
@@ -65,9 +65,9 @@ class Inputs:
     """One set of inputs.
 
     Attributes:
-        tensors: by the names that references and calls use.
-        leaves: those that need a gradient.
-        grads: what arrives in backward, one for each output; empty where the output is a scalar loss.
+        tensors: the tensors, by the names that references and calls use.
+        leaves: the names of tensors that need a gradient.
+        grads: the incoming gradients of backward, one for each output; empty if the output is a scalar loss.
     """
 
     tensors: dict[str, Tensor]
@@ -87,10 +87,10 @@ class Inputs:
         return {name: self.tensors[name].grad for name in self.leaves}
 
     def backward(self, outputs: Outputs) -> None:
-        """Backward from `outputs` with the gradients that belong to them, into the leaves' `.grad`.
+        """Runs backward from `outputs` and stores the gradients in the leaves' `.grad`.
 
-        Gradients are taken as the op hands them over: where two leaves have one in common, `outputs.backward()` would
-        copy it for the second, a pass over memory that is not the op's, and that no model makes.
+        It does not call `outputs.backward()`: if two leaves share one gradient tensor, that copies it for the second, a
+        pass over memory that neither the op nor a model makes.
         """
         leaves = [self.tensors[name] for name in self.leaves]
         found = torch.autograd.grad(list(as_tuple(outputs)), leaves, list(self.grads) or None, allow_unused=True)
@@ -107,8 +107,8 @@ class Workload:
 
     Attributes:
         op: a key of `OPS`.
-        sizes: what the op's builder needs, by name.
-        dtype: of inputs and weights, a key of `DTYPES`.
+        sizes: the sizes that the op's builder needs, by name.
+        dtype: the dtype of inputs and weights, a key of `DTYPES`.
     """
 
     op: str
@@ -117,12 +117,12 @@ class Workload:
 
     @property
     def shape(self) -> str:
-        """For people: `BT=8192 H=4096 V=128256`."""
+        """The sizes as text, for example `BT=8192 H=4096 V=128256`."""
         return " ".join(f"{name}={size}" for name, size in self.sizes.items())
 
     @property
     def tokens(self) -> int:
-        """How many there are; padding is none."""
+        """The number of tokens, without padding."""
         s = self.sizes
         if "live" in s:
             return s["shared"] + sum(attention_lengths(s["B"], s["T"], s["live"], s["shared"]))
@@ -130,7 +130,7 @@ class Workload:
 
     @property
     def model_sizes(self) -> tuple[tuple[str, int], ...]:
-        """The sizes that a model decides, in the order of `backends.Shape`."""
+        """The sizes that depend on the model, in the order of `backends.Shape`."""
         return tuple((name, size) for name, size in self.sizes.items() if name not in (*_TOKENS, *_OF_BATCH))
 
     @property
@@ -150,20 +150,20 @@ class Workload:
         return OPS[self.op].build(self, device).require_grad()
 
     def ours(self, backend: str | None) -> Function:
-        """The op as a function of the inputs' tensors; with a backend of None as `backends.choose` says."""
+        """Returns the op as a function of the inputs' tensors. With None, `backends.choose` decides the backend."""
         return OPS[self.op].ours(backend)
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """What the ops' shapes need to know of a causal language model; 0 where it has nothing of the kind.
+    """The sizes of a causal language model that the ops' shapes depend on; 0 for parts that it does not have.
 
     Attributes:
-        hidden, intermediate, vocabulary: sizes of the residual stream, of the MLP (of one expert where there are
+        hidden, intermediate, vocabulary: sizes of the residual stream, of the MLP (of one expert, if there are
             experts), and of the LM head.
-        heads, kv_heads, head_dim: of attention.
-        experts, slots: how many experts a layer has, and how many of them a token goes to.
-        rotated: the share of a head that rotates.
+        heads, kv_heads, head_dim: sizes of attention.
+        experts, slots: the number of experts of a layer, and the number of experts per token.
+        rotated: the fraction of a head that rotates.
     """
 
     hidden: int
@@ -178,7 +178,7 @@ class ModelShapes:
 
     @classmethod
     def of_config(cls, config: Any) -> "ModelShapes":
-        """From a transformers config (of a model with several parts, its text part; of layers that differ, the first).
+        """Reads a transformers config: of a model with several parts the text part, of different layers the first one.
 
         Raises:
             ValueError: the config has no size of the residual stream or the LM head, or a size that is not a positive
@@ -211,13 +211,13 @@ class ModelShapes:
 
 @dataclass(frozen=True)
 class Op:
-    """How a form of an op is called.
+    """The calls of a form of an op.
 
     Attributes:
-        build: inputs of a workload on a device.
-        reference: plain PyTorch, from tensors to output(s); in fp64 where the inputs are.
-        ours: the op by a backend.
-        sizes: of a `Workload` at a model's shapes, for so many tokens; one is 0 where the model has no such thing.
+        build: makes the inputs of a workload on a device.
+        reference: plain PyTorch, from tensors to outputs; it computes in fp64 if the inputs are fp64.
+        ours: returns the op with a backend.
+        sizes: returns the sizes of a `Workload` for a model and a number of tokens, with 0 for a part that it lacks.
     """
 
     build: Callable[[Workload, torch.device], Inputs]
@@ -240,7 +240,7 @@ def _head_sizes(model: ModelShapes, tokens: int) -> dict[str, int]:
 
 
 def _head_weight(work: Workload, device: torch.device) -> Tensor:
-    # Logits of a standard deviation near one.
+    # Scaled so that the logits have a standard deviation near one.
     return _randn(work, device, work.sizes["V"], work.sizes["H"], scale=work.sizes["H"] ** -0.5)
 
 
@@ -275,7 +275,7 @@ def _logprob(backend: str | None) -> Function:
 
 
 def grpo_lengths(batch: int, length: int) -> Tensor:
-    """Completions of 60% to 100% of the length, 80% on average."""
+    """Returns lengths of completions, 60% to 100% of `length` and 80% on average."""
     return (torch.linspace(0.6, 1.0, batch, dtype=torch.float64) * length).round().long()
 
 
@@ -301,16 +301,16 @@ def _build_grpo(work: Workload, device: torch.device) -> Inputs:
 
 
 def _log_prob_eager(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """What a trainer without a fused head computes. Not the ops' own references, which form every statistic whether it
-    is asked for or not: measured as a baseline they would flatter everybody else."""
+    """Computes log-probabilities as a trainer without a fused head does. The ops' references would be a slower baseline
+    and make all other implementations look better, because they compute more statistics."""
     logits = torch.nn.functional.linear(x, weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, -1)
 
 
 def grpo_terms(log_prob: Tensor, old: Tensor, ref: Tensor, advantages: Tensor) -> Tensor:
-    """Loss of each token: clipped policy gradient plus the KL penalty."""
-    unread = log_prob.new_empty(0)  # what a loss of each token by itself does not ask for
+    """Computes the loss of each token: clipped policy gradient plus the KL penalty."""
+    unread = log_prob.new_empty(0)  # fields that a token-level loss does not read
     tokens = GrpoTokens(advantages, unread, unread, old, ref, None, None, None, unread, unread)
     return token_losses(log_prob, tokens, _GRPO)
 
@@ -466,7 +466,7 @@ def _build_rope(work: Workload, device: torch.device) -> Inputs:
     s = work.sizes
 
     def heads(count: int) -> Tensor:
-        # As attention has them: [B, S, heads, D] in memory, seen as [B, heads, S, D].
+        # The layout of attention: [B, S, heads, D] in memory, viewed as [B, heads, S, D].
         return _randn(work, device, 1, s["S"], count, s["D"]).transpose(1, 2)
 
     frequency = 1.0 / 500000.0 ** (torch.arange(0, s["D"], 2, device=device) / s["D"])
@@ -495,7 +495,7 @@ def _rope_sizes(model: ModelShapes, tokens: int) -> dict[str, int]:
 
 def _build_rope_by_turns(work: Workload, device: torch.device) -> Inputs:
     inputs = _build_rope(work, device)
-    # Half of each head rotates, as GLM-4's does: the first half of tables of half the width is read.
+    # Half of each head rotates, as in GLM-4; the op reads the first half of tables of half the width.
     for name in ("cos", "sin"):
         inputs.tensors[name] = inputs.tensors[name][..., : work.sizes["D"] // 2].contiguous()
     return inputs
@@ -518,13 +518,13 @@ def _rope_by_turns(backend: str | None) -> Function:
 
 
 def attention_lengths(batch: int, length: int, live: int, shared: int = 0) -> tuple[int, ...]:
-    """Tokens of each row behind those that all rows share, none of them nothing.
+    """Returns the number of tokens of each row after the tokens that all rows share, at least 1.
 
     Args:
-        batch, length: of the padded batch.
-        live: the share of its positions that hold a token, in percent: 37 (lengths of an exponential distribution whose
-            mean is 0.4 of the longest, between 0.05 of that and all of it), 78 (evenly spread from 56% to all) or 100.
-        shared: tokens at the beginning of every row.
+        batch, length: the size of the padded batch.
+        live: the percentage of positions that contain a token: 37 (lengths of an exponential distribution with a mean
+            of 0.4 of the longest, between 0.05 of that and all of it), 78 (evenly spread from 56% to all) or 100.
+        shared: the number of tokens at the beginning of every row that all rows share.
     """
     middles = (np.arange(batch) + 0.5) / batch
     shares = {37: np.clip(-0.4 * np.log(1 - middles), 0.05, 1), 78: np.linspace(0.56, 1, batch), 100: np.ones(batch)}
@@ -533,13 +533,13 @@ def attention_lengths(batch: int, length: int, live: int, shared: int = 0) -> tu
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """A batch with padding, and the row of tokens that it packs.
+    """A batch with padding, and its packed row of tokens.
 
     Attributes:
-        segments: of the packed row.
-        padded: for each position of the batch its token; -1: padding.
-        packed: for each token its position, the first one of a token that rows share.
-        seen: `[B, 1, L, L]`, what each position sees.
+        segments: the segments of the packed row.
+        padded: for each position of the batch its token in the packed row, or -1 for padding.
+        packed: for each token of the packed row its (first) position in the batch.
+        seen: `[B, 1, L, L]`, the attention mask.
         batch: B.
     """
 
@@ -552,7 +552,8 @@ class _Rows:
 
 @functools.lru_cache(maxsize=4)
 def _rows(lengths: tuple[int, ...], device: torch.device) -> _Rows:
-    """Made once, as for all layers of a forward. `lengths`: of the part that all rows share, and of each row's own."""
+    """Makes the batch once, as all layers of a forward share it. `lengths` has the length of the part that all rows
+    share, then that of the rest of each row."""
     shared, *own = lengths
     ends = np.cumsum(own) + shared
     widest, first = shared + max(own), np.arange(shared)
@@ -595,8 +596,8 @@ def _build_attention(work: Workload, device: torch.device) -> Inputs:
 
 
 def _attention_reference(t: Tensors) -> Outputs:
-    """The padded batch under a mask, heads repeated, as models compute it; what a token that rows share gives is
-    computed in each of them. Padding and packing are a few percent of its time."""
+    """Computes attention of the padded batch with a mask and repeated heads, as models do. It computes a shared token
+    once in each row. Padding and packing take a few percent of its time."""
     rows = _rows_of(t)
 
     def batch(x: Tensor) -> Tensor:
@@ -619,7 +620,7 @@ def _attention(backend: str | None) -> Function:
 
 def _build_experts(work: Workload, device: torch.device) -> Inputs:
     n, hidden, inner, experts, slots = (work.sizes[name] for name in ("N", "H", "I", "E", "k"))
-    # A router's: k different experts for each token, whose probabilities add up to one.
+    # The output of a router: k different experts for each token, with probabilities that sum to one.
     scores, ids = torch.randn(n, experts, device=device).softmax(-1).topk(slots)
     tensors = {
         "x": _randn(work, device, n, hidden),
@@ -682,15 +683,15 @@ OPS: dict[str, Op] = {
         lambda m, n: {"B": 8, "T": n // 8, "H": m.hidden, "V": m.vocabulary},
     ),
 }  # fmt: skip
-"""A row for each form in the table of ops (`table.FORMS`)."""
+"""One entry for each form in the table of ops (`table.FORMS`)."""
 
 
 def of_model(shapes: ModelShapes, tokens: int, dtype: str) -> list[Workload]:
-    """Every op that a model has a use for, at its shapes.
+    """Returns every op that a model can use, at its shapes.
 
     Args:
         shapes: the model.
-        tokens: of a micro-batch; GRPO's are 8 completions of an eighth each.
+        tokens: the number of tokens of a micro-batch; for GRPO these are 8 completions of equal length.
         dtype: a key of `DTYPES`.
 
     Raises:
