@@ -1,4 +1,7 @@
-"""Properties of devices. This is the only file that names npu, cuda or cpu.
+"""What the package knows of devices. Ops, tiles and patches ask here what a device can do, and name none.
+
+Beside this file only those name a kind of device that look up, print or stand in for one: `backends.py` and
+`table.json`, the command line, `fit/` and `ascend/` (`tests/test_device.py` has the list).
 
 `spec(device)` returns a frozen `DeviceSpec`, queried once per device and cached, so that no call of an op queries a
 driver. `use_chip("Ascend910B4")` makes the CPU return the spec of that chip, to compile and check kernels without it.
@@ -53,7 +56,7 @@ __all__ = [
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 KINDS = ("npu", "cuda", "cpu", "other")
-"""Kinds of devices: Ascend NPUs, CUDA GPUs, the host, and all others, on which the ops run in torch."""
+"""Kinds of devices: Ascend NPUs, CUDA GPUs of NVIDIA, the host, and all others, where the ops run in torch."""
 
 
 @dataclass(frozen=True)
@@ -355,7 +358,7 @@ def is_current(device: torch.device) -> bool:
 def keeps_compiled(device: torch.device) -> bool:
     """Whether a compiled kernel may be cached and launched again without Triton's lookup: Triton specialises it only on
     dtypes, alignment to 16 bytes, integers and constants. On AMD it also specialises on the size of storages."""
-    return device.type == "npu" or (device.type == "cuda" and torch.version.hip is None)
+    return _KINDS.get(device.type) in ("npu", "cuda")
 
 
 @functools.cache

@@ -45,18 +45,6 @@ _16_BITS = (torch.bfloat16, torch.float16)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def widest_head(device: torch.device) -> int:
-    """Returns the largest head size of flash attention on the device; 0 if there is no flash attention."""
-    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return 0
-    # 8.6, 8.9 and 12.x have 100 KiB of shared memory per block. There PyTorch has no backward for heads above 192.
-    return 256 if minor == 0 and major < 12 else 192
-
-
 def _is_replaced() -> bool:
     """Whether the user has replaced PyTorch's flash attention. No replacement has dropout."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # older versions lack it

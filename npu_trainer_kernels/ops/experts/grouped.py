@@ -35,7 +35,7 @@ _ALIGNED = 16
 
 def unavailable(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], backend: str) -> str | None:
     """Returns why a backend has no grouped product on a device for rows of these sizes and dtype, or None if it has."""
-    kind = _kind(device)
+    by = devices.grouped_product_by(device)
     if _by_vendor(device, backend):
         return vendor.unavailable("moe_experts") or vendor.uncovered_experts(dtype, sizes)
     if by == "torch":
