@@ -6,6 +6,8 @@ A row of the file, under `ops`:
     forms          names in `workloads.OPS`: the op by itself, or together with its projection
     head           whether it avoids the logits of all tokens, and is useful wherever it runs (default false)
     before_torch   by kind of device, the backends to try before torch, each with `backend` and `because`, the reason
+    not_measured   by kind of device, backends without evidence: they are chosen by name alone, and a model keeps its
+                   own code
     torch          by kind of device, the reason for torch at the end, if it differs from the one of all ops
     keeps_plain    by kind of device, the reason why a model keeps its own code unless the op is asked for by name
     keeps_fused    the same for modules whose own code is one PyTorch operator
