@@ -115,8 +115,8 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(module: str) -> Iterator[tuple[str, str, str]]:
-    """(module of this package, name that is taken from it or "", name given to it) of each import in a module."""
+def imported_from(module: str) -> Iterator[tuple[str, list[ast.alias]]]:
+    """(module of this package, names) of each import statement of a module."""
     file = modules()[module]
     parts = ["npu_trainer_kernels", *filter(None, module.split("."))]
     package = parts if file.name == "__init__.py" else parts[:-1]
@@ -127,8 +127,13 @@ def imports(module: str) -> Iterator[tuple[str, str, str]]:
         whole = [*start, *filter(None, (node.module or "").split("."))]
         if whole[0] != "npu_trainer_kernels":
             continue
-        source = ".".join(whole[1:])
-        for alias in node.names:
+        yield ".".join(whole[1:]), node.names
+
+
+def imports(module: str) -> Iterator[tuple[str, str, str]]:
+    """(module of this package, name that is taken from it or "", name given to it) of each import in a module."""
+    for source, names in imported_from(module):
+        for alias in names:
             below = f"{source}.{alias.name}".removeprefix(".")
             given = alias.asname or alias.name
             yield (below, "", given) if below in modules() else (source, alias.name, given)
@@ -172,7 +177,7 @@ def test_modules_do_not_import_one_another():
 def test_other_folders_import_the_face(face):
     for module in modules():
         if not f"{module}.".startswith(f"{face}."):
-            deep = {source for source, *_ in imports(module) if source.startswith(f"{face}.")}
+            deep = {source for source, _ in imported_from(module) if source.startswith(f"{face}.")}
             assert not deep, f"{module} imports {deep}"
 
 

@@ -147,7 +147,7 @@ def test_launches_of_ours_are_counted_where_they_are_launched(monkeypatch):
     """In every thread, and not by their names: the kernel of this step is TRL's, and ours do not run on its device."""
     launched: list[tuple[object, ...]] = []
     before = contextvars.ContextVar("before", default=lambda *launch: launched.append(launch))
-    monkeypatch.setattr(ranks._launch, "_launcher", before)
+    monkeypatch.setattr(ranks.launch_module, "_launcher", before)
     what_ran, of_trl = ranks.what_ran, [_Event("_forward_kernel", 0, 1_000_000)]
     monkeypatch.setattr(ranks, "what_ran", lambda events, on_cuda: what_ran(of_trl, True))
     assert ranks._profiled(lambda: None, CPU)["profiled"]["launches_of_ours"] == 0
