@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 from . import backends
-from .patching import FORMS, PATCHES, check_tiled_mlp
+from .patching import PATCHES, REPORT_LENGTHS, check_tiled_mlp
 from .support.switch import audit_steps, check_switch, switch
 
 if TYPE_CHECKING:
@@ -82,8 +82,10 @@ class NpuKernelsArguments:
         ):
             raise ValueError(f"npu_kernels_ops must be a list of {', '.join(PATCHES)}, one at least; got {ops!r}")
         audit_steps("npu_kernels_audit", self.npu_kernels_audit)
-        if self.npu_kernels_report not in FORMS:
-            raise ValueError(f"npu_kernels_report must be one of {', '.join(FORMS)}; got {self.npu_kernels_report!r}")
+        if self.npu_kernels_report not in REPORT_LENGTHS:
+            raise ValueError(
+                f"npu_kernels_report must be one of {', '.join(REPORT_LENGTHS)}; got {self.npu_kernels_report!r}"
+            )
         if backend is not None and not (isinstance(backend, str) and backend):
             raise ValueError(f"npu_kernels_backend must be 'torch' or 'op=backend,...'; got {backend!r}")
         check_tiled_mlp("npu_kernels_tiled_mlp", self.npu_kernels_tiled_mlp, ops)

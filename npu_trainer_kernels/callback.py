@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import backends, device, warmup
-from .patching import FORMS, NpuKernels, Report, apply_npu_kernels, check_ops, check_tiled_mlp, handle_of
+from .patching import REPORT_LENGTHS, NpuKernels, Report, apply_npu_kernels, check_ops, check_tiled_mlp, handle_of
 from .patching.call import use_labels
 from .patching.undo import Undo
 from .support.switch import audit_steps, check_switch
@@ -115,8 +115,8 @@ class NpuKernelsCallback(TrainerCallback):
         for name, value in (("strict", strict), ("warm_up", warm_up), ("balance", balance)):
             check_switch(name, value)
         self._audit_steps = audit_steps("audit", audit)
-        if report not in FORMS:
-            raise ValueError(f"report must be one of {', '.join(FORMS)}; got {report!r}")
+        if report not in REPORT_LENGTHS:
+            raise ValueError(f"report must be one of {', '.join(REPORT_LENGTHS)}; got {report!r}")
         backends.parse_override("" if backend is None else backend)
         check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
         self._full = report == "full"

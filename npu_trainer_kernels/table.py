@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FILE", "FORMS", "TABLE", "Choice", "Measured", "Op", "Vendor", "op_of"]
+__all__ = ["FILE", "FORMS", "TABLE", "Choice", "Measured", "OpRow", "Vendor", "op_of"]
 
 FILE = Path(__file__).with_name("table.json")
 
@@ -82,7 +82,7 @@ class Vendor:
 
 
 @dataclass(frozen=True)
-class Op:
+class OpRow:
     """A row of the table.
 
     Attributes:
@@ -123,7 +123,7 @@ def _plain(because: Any, sentences: dict[str, str]) -> Choice:
 _NOT_MEASURED = "not measured on this kind of device"
 
 
-def _op(row: dict[str, Any], whole: dict[str, Any]) -> Op:
+def _op(row: dict[str, Any], whole: dict[str, Any]) -> OpRow:
     before, new, vendor = row["before_torch"], row.get("not_measured", {}), row.get("vendor")
     sentences = whole["sentences"]
     order = {}
@@ -138,7 +138,7 @@ def _op(row: dict[str, Any], whole: dict[str, Any]) -> Op:
         order[kind] = (*ours, _ours("torch", last, sentences), *others)
     unmeasured = {**whole["unmeasured"], **dict.fromkeys(new, _NOT_MEASURED)}
     plain = {**({} if row.get("head", False) else unmeasured), **row.get("keeps_plain", {})}
-    return Op(
+    return OpRow(
         forms=tuple(row["forms"]),
         order=order,
         keeps_plain={kind: _plain(because, sentences) for kind, because in plain.items()},
@@ -147,7 +147,7 @@ def _op(row: dict[str, Any], whole: dict[str, Any]) -> Op:
     )
 
 
-def _read() -> dict[str, Op]:
+def _read() -> dict[str, OpRow]:
     whole = json.loads(FILE.read_text(encoding="utf-8"))
     return {name: _op(row, whole) for name, row in whole["ops"].items()}
 

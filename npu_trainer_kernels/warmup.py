@@ -139,7 +139,7 @@ def record(
         one_thread = torch.autograd.set_multithreading_enabled(False)
         given = use_plan(plan if planned else None)
         with _without_numbers(handle, planned), given, use_launcher(recorder), one_thread, fake, _ShapesAlone():
-            _run(_Step(model, context, backward), fake, rows, length, trl)
+            _run(_WarmupStep(model, context, backward), fake, rows, length, trl)
 
     try:
         step(handle, model, planned=False, backward=True)
@@ -184,7 +184,7 @@ class _ShapesAlone(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-class _Step(nn.Module):
+class _WarmupStep(nn.Module):
     """Forward and backward as one forward, since gradient checkpointing looks the parameters up again in backward."""
 
     def __init__(self, model: nn.Module, context: Callable[[], AbstractContextManager[Any]], backward: bool) -> None:
@@ -198,7 +198,7 @@ class _Step(nn.Module):
             output.loss.backward()
 
 
-def _run(step: _Step, fake: FakeTensorMode, rows: int, length: int, trl: bool) -> None:
+def _run(step: _WarmupStep, fake: FakeTensorMode, rows: int, length: int, trl: bool) -> None:
     tensors = {
         name: fake.from_tensor(tensor).requires_grad_(tensor.requires_grad)
         for named in (step.named_parameters, step.named_buffers)

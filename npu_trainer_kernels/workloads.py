@@ -33,7 +33,7 @@ __all__ = [
     "OPS",
     "Inputs",
     "ModelShapes",
-    "Op",
+    "OpWorkload",
     "Outputs",
     "Tensors",
     "Workload",
@@ -210,7 +210,7 @@ class ModelShapes:
 
 
 @dataclass(frozen=True)
-class Op:
+class OpWorkload:
     """The calls of a form of an op.
 
     Attributes:
@@ -647,38 +647,38 @@ def _experts_sizes(model: ModelShapes, tokens: int) -> dict[str, int]:
     return {"N": tokens, "H": model.hidden, "I": model.intermediate, "E": model.experts, "k": model.slots}
 
 
-OPS: dict[str, Op] = {
-    "rms_norm": Op(_build_norm, _norm_reference, _norm, lambda m, n: {"N": n, "H": m.hidden}),
-    "linear_rms_norm": Op(
+OPS: dict[str, OpWorkload] = {
+    "rms_norm": OpWorkload(_build_norm, _norm_reference, _norm, lambda m, n: {"N": n, "H": m.hidden}),
+    "linear_rms_norm": OpWorkload(
         _build_linear_norm, _linear_norm_reference, _linear_norm,
         lambda m, n: {"N": n, "H": m.hidden, "Q": m.heads, "D": m.head_dim},
     ),
-    "add_rms_norm": Op(_build_add_norm, _add_norm_reference, _add_norm, lambda m, n: {"N": n, "H": m.hidden}),
-    "gated_rms_norm": Op(
+    "add_rms_norm": OpWorkload(_build_add_norm, _add_norm_reference, _add_norm, lambda m, n: {"N": n, "H": m.hidden}),
+    "gated_rms_norm": OpWorkload(
         _build_gated_norm, _gated_norm_reference, _gated_norm, lambda m, n: {"N": n, "H": m.hidden}
     ),
-    "layer_norm": Op(_build_norm, _layer_norm_reference, _layer_norm, lambda m, n: {"N": n, "H": m.hidden}),
-    "swiglu": Op(_build_swiglu, _swiglu_reference, _swiglu, lambda m, n: {"N": n, "I": m.intermediate}),
-    "swiglu_linear": Op(
+    "layer_norm": OpWorkload(_build_norm, _layer_norm_reference, _layer_norm, lambda m, n: {"N": n, "H": m.hidden}),
+    "swiglu": OpWorkload(_build_swiglu, _swiglu_reference, _swiglu, lambda m, n: {"N": n, "I": m.intermediate}),
+    "swiglu_linear": OpWorkload(
         _build_swiglu_linear, _swiglu_linear_reference, _swiglu_linear,
         lambda m, n: {"N": n, "I": m.intermediate, "H": m.hidden},
     ),
-    "geglu": Op(_build_swiglu, _geglu_reference, _geglu, lambda m, n: {"N": n, "I": m.intermediate}),
-    "moe_experts": Op(_build_experts, _experts_reference, _experts, _experts_sizes),
-    "rope": Op(_build_rope, _rope_reference, _rope, _rope_sizes),
-    "rope_by_turns": Op(_build_rope_by_turns, _rope_by_turns_reference, _rope_by_turns, _rope_sizes),
-    "varlen_attention": Op(
+    "geglu": OpWorkload(_build_swiglu, _geglu_reference, _geglu, lambda m, n: {"N": n, "I": m.intermediate}),
+    "moe_experts": OpWorkload(_build_experts, _experts_reference, _experts, _experts_sizes),
+    "rope": OpWorkload(_build_rope, _rope_reference, _rope, _rope_sizes),
+    "rope_by_turns": OpWorkload(_build_rope_by_turns, _rope_by_turns_reference, _rope_by_turns, _rope_sizes),
+    "varlen_attention": OpWorkload(
         _build_attention, _attention_reference, _attention,
         lambda m, n: {
             "B": 8, "T": n // 8, "live": 37, "shared": max(1, n // 256), "Q": m.heads, "K": m.kv_heads, "D": m.head_dim,
         },
     ),
-    "embedding": Op(
+    "embedding": OpWorkload(
         _build_embedding, _embedding_reference, _embedding, lambda m, n: {"N": n, "V": m.vocabulary, "D": m.hidden}
     ),
-    "linear_cross_entropy": Op(_build_cross_entropy, _cross_entropy_reference, _cross_entropy, _head_sizes),
-    "linear_logprob": Op(_build_logprob, _logprob_reference, _logprob, _head_sizes),
-    "fused_linear_grpo_loss": Op(
+    "linear_cross_entropy": OpWorkload(_build_cross_entropy, _cross_entropy_reference, _cross_entropy, _head_sizes),
+    "linear_logprob": OpWorkload(_build_logprob, _logprob_reference, _logprob, _head_sizes),
+    "fused_linear_grpo_loss": OpWorkload(
         _build_grpo, _grpo_reference, _grpo,
         lambda m, n: {"B": 8, "T": n // 8, "H": m.hidden, "V": m.vocabulary},
     ),

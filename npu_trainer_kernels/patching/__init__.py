@@ -2,9 +2,17 @@
 
 from .apply import NpuKernels, apply_npu_kernels, check_ops, check_tiled_mlp, handle_of
 from .patches import PATCHES
-from .report import FORMS, LeftAlone, Replaced, Report
+from .report import REPORT_LENGTHS, LeftAlone, Replaced, Report
 
 __all__ = [
-    "FORMS", "PATCHES", "LeftAlone", "NpuKernels", "Replaced", "Report", "apply_npu_kernels", "check_ops",
-    "check_tiled_mlp", "handle_of",
+    "PATCHES",
+    "REPORT_LENGTHS",
+    "LeftAlone",
+    "NpuKernels",
+    "Replaced",
+    "Report",
+    "apply_npu_kernels",
+    "check_ops",
+    "check_tiled_mlp",
+    "handle_of",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from .call import CallSettings, track_calls
 from .classes import leaves_out_hooks, original_class
 from .head import causal_lm
 from .modules import GatedMlpPatch
-from .patch import Aside, Patch, Scene, Site
+from .patch import HarmlessReason, Patch, Scene, Site
 from .patches import PATCHES
 from .report import LeftAlone, Report
 from .undo import Undo
@@ -233,7 +233,9 @@ class NpuKernels:
                 form = self._install(patch, scene, path, module, form, plain, by_name)
             if isinstance(form, str):
                 kind = "" if module is scene.model else original_class(module).__name__
-                self._report.left_alone.append(LeftAlone(path, kind, op, form, counts=not isinstance(form, Aside)))
+                self._report.left_alone.append(
+                    LeftAlone(path, kind, op, form, counts=not isinstance(form, HarmlessReason))
+                )
 
     def _install(
         self, patch: Patch, scene: Scene, path: str, module: nn.Module, form: Any, plain: str | None, by_name: bool
@@ -248,7 +250,7 @@ class NpuKernels:
         at = None if by_name else patch.sizes(module, form)
         entries = () if at is None else backends.measurements(patch.op, scene.where, scene.backend, *at)
         if plain is not None and all(entry.plain_wins for entry in entries):
-            return Aside("; ".join(f"plain PyTorch is faster, {entry}" for entry in entries) or plain)
+            return HarmlessReason("; ".join(f"plain PyTorch is faster, {entry}" for entry in entries) or plain)
         kind = original_class(module)
         key = (patch.op, kind, form, entries)
         site = self._sites.get(key)

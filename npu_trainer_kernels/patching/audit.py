@@ -40,7 +40,7 @@ from .body import draws_for_tokens, under_way
 from .call import generates
 from .classes import is_patched_class, leaves_out_hooks
 from .head import is_partitioned
-from .patch import PROBE_ERRORS, QUIET, Late, Site
+from .patch import PROBE_ERRORS, UNREPORTED, LateRefusal, Site
 from .probe import repeatable
 from .undo import Undo
 
@@ -245,9 +245,9 @@ class Audit:
                 return _live(module.forward(**given), mask)
 
         with _undisturbed(module, sites):
-            with _set(bodies, "off", QUIET), _set(sites, "look", functools.partial(self.look, found)):
+            with _set(bodies, "off", UNREPORTED), _set(sites, "look", functools.partial(self.look, found)):
                 own = forward()
-            with _set(sites, "off", QUIET):
+            with _set(sites, "off", UNREPORTED):
                 rounded = _moved(found, forward)
             before = sum(site.ran for site in bodies)
             served = forward()
@@ -268,7 +268,7 @@ class Audit:
             self._looking = True
             try:
                 given = served()
-                rounded = None if type(given) is Late else _moved(found, own)
+                rounded = None if type(given) is LateRefusal else _moved(found, own)
                 if rounded is not None:
                     far = distance(given, own(), rounded)
                     found.calls += 1
@@ -341,7 +341,7 @@ def _set(sites: list[Site], name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         for site in chosen:
-            if name != "off" or site.off == QUIET:
+            if name != "off" or site.off == UNREPORTED:
                 setattr(site, name, None)
 
 

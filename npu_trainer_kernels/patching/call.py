@@ -77,25 +77,26 @@ class Scored:
 
     Attributes:
         labels: `[B, L]`, the labels that the model was called with.
-        ahead: the number of positions between a label and the position that predicts it: 1, or 0 for shifted labels.
-        places: `[n]`, indices of the scored positions in the flattened `[B, L - ahead]`; None: not read yet.
+        label_shift: the number of positions between a label and the position that predicts it: 1, or 0 for shifted
+            labels.
+        places: `[n]`, indices of the scored positions in the flattened `[B, L - label_shift]`; None: not read yet.
         left_to_us: whether TRL passes all positions to the head, so that this package removes those without a label.
     """
 
-    def __init__(self, labels: torch.Tensor, ahead: int) -> None:
-        self.labels, self.ahead = labels, ahead
+    def __init__(self, labels: torch.Tensor, label_shift: int) -> None:
+        self.labels, self.label_shift = labels, label_shift
         self.places: np.ndarray | None = None
         self.left_to_us = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the positions that the head is called with, `(B, L - ahead)`."""
-        return self.labels.shape[0], self.labels.shape[1] - self.ahead
+        """The shape of the positions that the head is called with, `(B, L - label_shift)`."""
+        return self.labels.shape[0], self.labels.shape[1] - self.label_shift
 
     @property
     def mask(self) -> torch.Tensor:
         """A boolean tensor on the device that marks the scored positions."""
-        return self.labels[:, self.ahead :] != -100
+        return self.labels[:, self.label_shift :] != -100
 
     def read(self) -> np.ndarray:
         """Returns `places`; the host waits for the device where they were not read yet."""
@@ -193,10 +194,12 @@ def _has_one_column(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _scored(kwargs: dict[str, Any]) -> Scored | None:
     shifted = kwargs.get("shift_labels")
-    labels, ahead = (kwargs.get("labels"), 1) if shifted is None else (shifted, 0)
+    labels, label_shift = (kwargs.get("labels"), 1) if shifted is None else (shifted, 0)
     # Fake tensors have no values to read.
     return (
-        Scored(labels, ahead) if isinstance(labels, torch.Tensor) and labels.dim() == 2 and has_values(labels) else None
+        Scored(labels, label_shift)
+        if isinstance(labels, torch.Tensor) and labels.dim() == 2 and has_values(labels)
+        else None
     )
 
 

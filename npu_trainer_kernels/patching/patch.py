@@ -32,9 +32,9 @@ from .undo import Undo
 __all__ = [
     "PLAIN",
     "PROBE_ERRORS",
-    "QUIET",
-    "Aside",
-    "Late",
+    "UNREPORTED",
+    "HarmlessReason",
+    "LateRefusal",
     "Patch",
     "Scene",
     "Site",
@@ -56,16 +56,16 @@ PROBE_ERRORS = (
 PLAIN = frozenset((torch.Tensor, nn.Parameter, FakeTensor))
 _FLOATS = frozenset(FLOATS)
 
-QUIET = ""
+UNREPORTED = ""
 """The reason of a declined call that the report omits: the original code is as good (generation on a CPU, say)."""
 
 
-class Aside(str):
+class HarmlessReason(str):
     """A reason to leave a module alone that costs the run nothing, so the short report omits it."""
 
 
 @dataclass(frozen=True)
-class Late:
+class LateRefusal:
     """Returned by `run` instead of a result when only the work itself showed that the op cannot serve the call."""
 
     reason: str
@@ -118,7 +118,7 @@ class Site:
         late: whether its calls are compared where their results are used (`audit`).
         look: while calls are compared, a function of the site and of two functions, which compute a call by the
             original code and by the op; otherwise None.
-        off: why the op no longer serves any call; `QUIET` while the original code is requested.
+        off: why the op no longer serves any call; `UNREPORTED` while the original code is requested.
     """
 
     op: str
@@ -198,11 +198,11 @@ def guarded(
             return own(*args, **kwargs)
         if reason is None:
             result = run(*args, **kwargs)
-            if type(result) is not Late:
+            if type(result) is not LateRefusal:
                 site.ran += counts
                 return result
             reason = result.reason
-        if reason is not QUIET:
+        if reason is not UNREPORTED:
             site.declined[reason] += 1
         return own(*args, **kwargs)
 
@@ -241,11 +241,11 @@ class Patch:
         raise NotImplementedError
 
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
-        """Returns why the op does not serve a call, or None; `QUIET` where the report omits the reason."""
+        """Returns why the op does not serve a call, or None; `UNREPORTED` where the report omits the reason."""
         raise NotImplementedError
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Serves a call that was not declined, or returns `Late`."""
+        """Serves a call that was not declined, or returns `LateRefusal`."""
         raise NotImplementedError
 
     def asked_for(self, scene: Scene) -> bool:

@@ -14,9 +14,9 @@ from ..tuned import Entry
 from .audit import Audited
 from .patch import Site
 
-__all__ = ["FORMS", "Declined", "LeftAlone", "Replaced", "Report"]
+__all__ = ["REPORT_LENGTHS", "Declined", "LeftAlone", "Replaced", "Report"]
 
-FORMS = ("short", "full")
+REPORT_LENGTHS = ("short", "full")
 _MORE = "(in full: --npu_kernels_report full, or report().text(full=True))"
 
 

@@ -13,7 +13,7 @@ import transformers
 from npu_trainer_kernels import device
 from npu_trainer_kernels.patching.modules.rotation_forms import rope_form, rotate, rotation_call, rotations_of
 from npu_trainer_kernels.patching.modules.rotations import RopePatch
-from npu_trainer_kernels.patching.patch import Late
+from npu_trainer_kernels.patching.patch import LateRefusal
 from tests.closeness import assert_op_close
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -247,7 +247,7 @@ def test_what_the_kernel_is_not_given_on_an_npu_is_left_to_the_model_by_name():
             return patch.run(site, form, *arguments(form, torch.bfloat16, size, rotated))
 
     left = run(88, 88)
-    assert isinstance(left, Late)
+    assert isinstance(left, LateRefusal)
     assert left.reason == "44 pairs by turns, not a multiple of 8: the kernel waits for each on Ascend910B4"
     assert "a rest of 8 elements" in run(72, 64).reason
     for served in (run(128, 64), run(88, 88, SimpleNamespace(backend="torch"))):

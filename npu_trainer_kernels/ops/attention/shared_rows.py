@@ -31,7 +31,7 @@ def uploaded(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class _RowIndex:
     """A gather, with its index on the device.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Plan:
     empty: torch.Tensor | None
 
     @classmethod
-    def make(cls, index: np.ndarray, device: torch.device) -> _Plan:
+    def make(cls, index: np.ndarray, device: torch.device) -> _RowIndex:
         empty = index < 0
         rows = np.where(empty, 0, index)
         return cls(uploaded(rows, device), uploaded(empty, device) if empty.any() else None)
@@ -67,10 +67,10 @@ class Shared:
 
     index: np.ndarray
     n: int
-    gather: _Plan
-    _once: _Plan
+    gather: _RowIndex
+    _once: _RowIndex
     _several: torch.Tensor | None
-    _uses: tuple[_Plan, int] | None
+    _uses: tuple[_RowIndex, int] | None
 
     @classmethod
     def make(cls, index: np.ndarray, n: int, device: torch.device | str) -> Shared:
@@ -104,11 +104,11 @@ class Shared:
         if several.size:
             turn = np.arange(most)[:, None]
             matrix = np.where(turn < uses[several], places[np.minimum(first[several] + turn, places.size - 1)], -1)
-            plan = _Plan.make(matrix.reshape(-1), device), most
+            plan = _RowIndex.make(matrix.reshape(-1), device), most
             # Backward overwrites these rows, so it need not set them to zero first.
             once[several] = places[first[several]]
         return cls(
-            index, n, _Plan.make(index, device), _Plan.make(once, device),
+            index, n, _RowIndex.make(index, device), _RowIndex.make(once, device),
             uploaded(several, device) if several.size else None, plan,
         )  # fmt: skip
 

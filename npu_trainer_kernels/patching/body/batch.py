@@ -57,7 +57,7 @@ class Batch:
     @classmethod
     def of(
         cls, given: dict[str, Any], labels: torch.Tensor | None, *, share: bool, padding: int | None = None,
-        ahead: int = 1, scored: Scored | None = None,
+        label_shift: int = 1, scored: Scored | None = None,
     ) -> Any:  # fmt: skip
         """Packs a batch, or returns why it cannot, as a sentence; the host waits for the device, once for a forward.
 
@@ -66,7 +66,7 @@ class Batch:
             labels: the labels that the model was called with, where there are some.
             share: whether common prefixes may be computed once.
             padding: the only id that a position without a token may have; None: any.
-            ahead: the number of positions between a label and the position that predicts it.
+            label_shift: the number of positions between a label and the position that predicts it.
             scored: the positions that TRL's head scores, which are read with the layout; None: they are not needed.
         """
         mask, ids = given["attention_mask"], given.get("input_ids")
@@ -80,8 +80,8 @@ class Batch:
             # Tokens are equal only if their position ids are.
             seen = torch.where(alive, seen | (positions.long() & 0x7FFF_FFFF) << 32, seen)
         if labels is not None and labels.shape == mask.shape:
-            predicting = slice(0, mask.shape[1] - ahead)
-            lost = (labels[:, ahead:] != -100) & ~alive[:, predicting]
+            predicting = slice(0, mask.shape[1] - label_shift)
+            lost = (labels[:, label_shift:] != -100) & ~alive[:, predicting]
             seen[:, predicting].masked_fill_(lost, PREDICTS)
         if isinstance(seen, FakeTensor):
             return "its ids or mask have no numbers (FakeTensorMode)"

@@ -31,7 +31,7 @@ from ...support.opaque import paused, traced
 from ..call import CallSettings, current_call, generates
 from ..classes import forward_of, original_class
 from ..head import causal_lm
-from ..patch import QUIET, Aside, Late, Patch, Scene, Site, set_on_instance
+from ..patch import UNREPORTED, HarmlessReason, LateRefusal, Patch, Scene, Site, set_on_instance
 from ..undo import Undo
 from .batch import Batch, hidden_of
 from .caches import can_promise, promised_cache
@@ -80,7 +80,8 @@ class BodyForm:
         names: the parameters of its forward, in order.
         inner: the path of the text-only body; empty: itself.
         classifies: whether a classifier finds the position that it reads by ids: the last one that is no padding.
-        ahead: the number of positions between a label and the position that predicts it; 0: each token has a class.
+        label_shift: the number of positions between a label and the position that predicts it; 0: each token has a
+            class.
         drops: whether training draws random numbers for each token (dropout).
         longest: the number of columns beyond which its rotation depends on the largest position; None: no limit.
         refused: by the circumstances of a call, the reason that a first call has shown, or None.
@@ -90,7 +91,7 @@ class BodyForm:
     names: tuple[str, ...]
     inner: str
     classifies: bool
-    ahead: int
+    label_shift: int
     drops: bool
     longest: int | None
     refused: dict[Any, str | None] = field(default_factory=dict, compare=False)
@@ -166,7 +167,7 @@ class PaddingPatch(Patch):
     def recognise(self, module: Any, scene: Scene) -> BodyForm | str | None:
         kind: Any = original_class(module)
         if not isinstance(module, PreTrainedModel):
-            return Aside("no body of a transformers model found")
+            return HarmlessReason("no body of a transformers model found")
         names = tuple(inspect.signature(kind.forward).parameters)[1:]
         if not {"input_ids", "attention_mask", "position_ids"} <= set(names):
             return "its forward takes no ids, mask and positions"
@@ -183,7 +184,7 @@ class PaddingPatch(Patch):
             proof = unproven(body, proof) or proof
         if isinstance(proof, str):
             # The short report omits a module around a body, since the body has its own line.
-            return Aside(proof) if inner else proof
+            return HarmlessReason(proof) if inner else proof
         owners = [original_class(m).__name__ for m in scene.model.modules() if isinstance(m, PreTrainedModel)]
         classifies, tokens, answers = (
             any(name.endswith(f"For{task}") for name in owners)
@@ -221,19 +222,19 @@ class PaddingPatch(Patch):
         if paused():
             return "it is compiled"
         if mask is None or under_way() or generates():
-            return QUIET
+            return UNREPORTED
         if (reason := foreign_attention(config._attn_implementation)) is not None:
             return reason
         if given.get("past_key_values") is not None:
-            return "it is given keys and values (past_key_values)" if torch.is_grad_enabled() else QUIET
+            return "it is given keys and values (past_key_values)" if torch.is_grad_enabled() else UNREPORTED
         ids = given.get("input_ids")
         rows = ids if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            return "its mask is none of tokens" if torch.is_grad_enabled() else QUIET
+            return "its mask is none of tokens" if torch.is_grad_enabled() else UNREPORTED
         if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
             return "its mask is not of the shape of its tokens"
         if _caches(module, config, given.get("use_cache")) and not _may_promise(form, module, config, given):
-            return "a cache is asked for (use_cache)" if torch.is_grad_enabled() else QUIET
+            return "a cache is asked for (use_cache)" if torch.is_grad_enabled() else UNREPORTED
         for name in OUTPUTS:
             asked = given.get(name)
             if asked is None:
@@ -247,7 +248,7 @@ class PaddingPatch(Patch):
             numbers = value.dim() > 0 if isinstance(value, torch.Tensor) else isinstance(value, dict | list | tuple)
             if numbers and name not in _BATCH:
                 # The text-only body inside gets no images, and decides for itself.
-                return QUIET if form.inner else f"it is given {name}"
+                return UNREPORTED if form.inner else f"it is given {name}"
         if getattr(module, "_is_replica", False):
             return "threads run copies of it, which share a configuration (DataParallel)"
         if form.longest is not None and mask.shape[-1] > form.longest:
@@ -278,25 +279,25 @@ class PaddingPatch(Patch):
         )
         padding = config.pad_token_id if form.classifies else None
         scored = None if call is None else call.scored
-        batch = Batch.of(given, labels, share=not drops, padding=padding, ahead=form.ahead, scored=scored)
+        batch = Batch.of(given, labels, share=not drops, padding=padding, label_shift=form.label_shift, scored=scored)
         if isinstance(batch, str):
-            return Late(batch)
+            return LateRefusal(batch)
         positions = batch.shape[0] * batch.shape[1]
         if batch.computed == positions:
-            return Late(QUIET)
+            return LateRefusal(UNREPORTED)
         try:
             out, _ = batch.through(site.kind, module, form.inner, form.proof.by_columns, site.backend)
         except Unserved as error:
             rows = given.get("inputs_embeds")
             if error.lasts:
                 form.refused[_circumstances(module, given["input_ids"] if rows is None else rows)] = str(error)
-            return Late(str(error))
+            return LateRefusal(str(error))
         except (RuntimeError, IndexError) as error:
             # Tensors of the batch's shape that a module adds do not go with a row. Running out of memory, and other
             # subclasses of these errors, are no matter of shapes.
             if type(error) not in (RuntimeError, IndexError):
                 raise
-            return Late(f"its code takes no packed row: {one_line(error, 120)}")
+            return LateRefusal(f"its code takes no packed row: {one_line(error, 120)}")
         if form.proof.cache is not None and _caches(module, config, given.get("use_cache")):
             out = type(out)(**{**out, "past_key_values": promised_cache(site.kind, form.proof.cache, module, given)})
         savings = site.progress

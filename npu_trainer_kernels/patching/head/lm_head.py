@@ -19,7 +19,7 @@ from ...support.opaque import opaque
 from ..call import CallSettings
 from ..classes import forward_of, original_class, subclass_with_forward
 from ..parallel import gathered_over, instead_of, serve_instead
-from ..patch import QUIET, Aside, Patch, Scene, Site, no_float, set_on_instance
+from ..patch import UNREPORTED, HarmlessReason, Patch, Scene, Site, no_float, set_on_instance
 from ..undo import Undo
 from .graphs import keep_out_of_graphs, may_promise
 from .head_call import HeadCall, answer_of, is_asked, is_of_a_wrapper
@@ -72,7 +72,7 @@ class LmHeadPatch(Patch):
     def recognise(self, module: nn.Module, scene: Scene) -> HeadForm | str:
         owner = causal_lm(scene.model)[1]
         if owner is None:
-            return Aside("no causal language model found")
+            return HarmlessReason("no causal language model found")
         if module is not owner.get_output_embeddings():
             return "it is the head of a second language model; that of the first is served"
         if not isinstance(module, nn.Linear) or original_class(module).forward is not nn.Linear.forward:
@@ -91,7 +91,7 @@ class LmHeadPatch(Patch):
             return "its weight is computed anew whenever it is read (a parametrization)"
         hidden, weight, bias = args[0], module.weight, module.bias
         if not (may_promise(module) and any(t is not None and t.requires_grad for t in (hidden, weight, bias))):
-            return QUIET
+            return UNREPORTED
         if (reason := no_float(hidden)) is not None:
             return reason
         if isinstance(weight, DTensor) or site.form.mesh is not None:

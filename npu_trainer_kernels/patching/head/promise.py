@@ -152,7 +152,7 @@ class PromisedLogits(torch.Tensor):
         """Returns the promise that the last step of `place` makes of this one."""
         in_graph = self.requires_grad
         if in_graph and torch.is_grad_enabled():
-            made: PromisedLogits = _Step.apply(self, place)
+            made: PromisedLogits = _PromiseOfStep.apply(self, place)
             made.state.parent, made.state.own = self, True
         else:
             made = PromisedLogits(place)
@@ -204,7 +204,7 @@ class PromisedLogits(torch.Tensor):
             with torch.no_grad():
                 return call.cross_entropy(hidden, target, **options)
         debt = _Debt(call.cross_entropy(hidden, target, **options), self.place, options, target)
-        loss: torch.Tensor = _Loss.apply(self, debt)
+        loss: torch.Tensor = _PromisedLoss.apply(self, debt)
         used: PromisedLogits | None = self
         while used is not None:
             used.state.fused, used = True, used.state.parent
@@ -237,7 +237,7 @@ class PromisedLogits(torch.Tensor):
 
 def promise(call: HeadCall, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> PromisedLogits:
     """Returns the promise of a head's logits."""
-    made: PromisedLogits = _Head.apply(hidden, weight, bias, Place(call, call.hidden, call.shadow))
+    made: PromisedLogits = _PromiseOfHead.apply(hidden, weight, bias, Place(call, call.hidden, call.shadow))
     made.state.own = True
     return made
 
@@ -337,7 +337,7 @@ def _taken(ctx: Any) -> Any:
     return kept
 
 
-class _Head(torch.autograd.Function):
+class _PromiseOfHead(torch.autograd.Function):
     """(hidden, weight, bias) -> the first promise."""
 
     @staticmethod
@@ -366,7 +366,7 @@ class _Head(torch.autograd.Function):
         return *found, None
 
 
-class _Step(torch.autograd.Function):
+class _PromiseOfStep(torch.autograd.Function):
     """A promise -> the next promise."""
 
     @staticmethod
@@ -390,7 +390,7 @@ class _Step(torch.autograd.Function):
         return OwedGradient(owed.debts, before, paid) if owed.debts else paid, None
 
 
-class _Loss(torch.autograd.Function):
+class _PromisedLoss(torch.autograd.Function):
     """A promise -> the loss that the fused op has computed."""
 
     @staticmethod

@@ -30,7 +30,7 @@ from ...ops.slices import in_slices
 from ...ops.swiglu import swiglu, swiglu_linear, swiglu_reference, unserved
 from ..call import CallSettings
 from ..classes import has_hooks, original_class
-from ..patch import PLAIN, PROBE_ERRORS, Late, Patch, Scene, Site, no_float, set_on_instance
+from ..patch import PLAIN, PROBE_ERRORS, LateRefusal, Patch, Scene, Site, no_float, set_on_instance
 from ..probe import MODES, Settings, agree, changed, repeatable, settings_of, unseen
 from ..undo import Undo
 from .gate_forms import GateForm, gate_form, gate_of, joined_gate_form, numbers_of
@@ -334,7 +334,7 @@ class GatedMlpPatch(Patch):
 
         def of_slice(rows: torch.Tensor) -> torch.Tensor:
             result = self._at_once(site, module, rows)
-            return site.kind.forward(module, rows) if type(result) is Late else result
+            return site.kind.forward(module, rows) if type(result) is LateRefusal else result
 
         return in_slices(
             of_slice, x, lambda: [p for p in module.parameters() if p.requires_grad], tokens=form.tokens,
@@ -351,9 +351,9 @@ class GatedMlpPatch(Patch):
         elif form.swapped:
             up, gate = gate.chunk(2, dim=-1)
         if no_float(gate) or (up is not None and (type(up) not in PLAIN or up.dtype is not gate.dtype)):
-            return Late("its projections return no plain tensors of one dtype")
+            return LateRefusal("its projections return no plain tensors of one dtype")
         if _is_cast_for(down, gate):
-            return Late("its last projection is of another dtype than the others")
+            return LateRefusal("its last projection is of another dtype than the others")
         options = {**form.product.options, "backend": site.backend}
         if not is_bare_linear(down):
             return down(swiglu(gate, up, **options))

@@ -9,7 +9,7 @@ from ... import backends, vendor
 from ...ops.host import autocasts
 from ..call import CallSettings
 from ..parallel import plain_inside, serve_inside
-from ..patch import QUIET, Patch, Scene, Site, keeps_own_code, no_float, no_plain, set_on_instance
+from ..patch import UNREPORTED, Patch, Scene, Site, keeps_own_code, no_float, no_plain, set_on_instance
 from ..probe import changed
 from ..undo import Undo
 from .norm_forms import (
@@ -59,7 +59,7 @@ class _NormPatch(Patch):
         reason = no_float(x) or no_plain(module, *form.parameters) or changed(module, form.settings)
         reason = reason or of_other_dtypes(module, form, x)
         if reason is None and keeps_own_code(site, x):
-            return QUIET
+            return UNREPORTED
         return reason
 
     def run(self, site: Site, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 from ...ops.checks import is_number
 from ...ops.norms import add_rms_norm
 from ..classes import original_class, subclass_with_forward
-from ..patch import QUIET, Patch, Scene, Site, guarded, keeps_own_code, no_float, set_on_instance, while_recognised
+from ..patch import UNREPORTED, Patch, Scene, Site, guarded, keeps_own_code, no_float, set_on_instance, while_recognised
 from ..probe import called_on_self, plain_forward, rewritten, source_of
 from .norm_forms import NormForm, exchanged, forms_of, full_shape, norms_of, of_other_dtypes
 
@@ -170,7 +170,7 @@ class AddRmsNormPatch(Patch):
             # Models call `view` on the sum, which has the layout of its first term.
             reason = "hidden states that are not contiguous, or of two shapes"
         if reason is None and keeps_own_code(site, first):
-            return QUIET
+            return UNREPORTED
         return reason
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from ...support.configs import setting
 from ..classes import original_class, subclass_with_forward
 from ..patch import (
     PLAIN,
-    Late,
+    LateRefusal,
     Patch,
     Scene,
     Site,
@@ -45,7 +45,7 @@ __all__ = ["RopePatch"]
 
 _PROJECT = "_npu_kernels_linear_rms_norm"
 _DTYPES = frozenset((*FLOATS, torch.complex64))
-_OTHER = Late("other arguments, or other shapes, than its form has")
+_OTHER = LateRefusal("other arguments, or other shapes, than its form has")
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class RopePatch(Patch):
         if call is None:
             return _OTHER
         reason = unserved(call.q, call.cos, form_of_call(form, call), site.backend)
-        return rotate(form, call, site.backend) if reason is None else Late(reason)
+        return rotate(form, call, site.backend) if reason is None else LateRefusal(reason)
 
     def sizes(self, module: Any, form: AttentionForm) -> tuple[torch.dtype, tuple[int, ...]] | None:
         of_layer = functools.partial(setting, getattr(module, "config", None), layer=getattr(module, "layer_idx", 0))
