@@ -132,7 +132,7 @@ def _cases(where: torch.device) -> list[Any]:
     if not is_accelerator(where):
         shapes, tokens = TIMED[False]
         works = of_model(shapes, tokens, "float32")
-        return [cases.Case(work.op, work.sizes, work.dtype) for work in works if work.op in cases.OPS]
+        return [cases.OpCase(work.op, work.sizes, work.dtype) for work in works if work.op in cases.OPS]
     wanted = [case for case in cases.table(where.type) if case.group == "ops"]
     # One row of each op before the second of any: time may run out.
     rows_of: Counter[str] = Counter()
@@ -187,7 +187,7 @@ def _reason(rows: list[dict[str, Any]]) -> str | None:
 # ------------------------------------------------------------------------------------------------- steps, ranks, curves
 def _workloads(kind: str) -> list[Any]:
     """Steps of SFT, GRPO and DPO; on an accelerator such as fit 32 GiB without the kernels, too."""
-    workload = _benchmarks("endtoend").Workload
+    workload = _benchmarks("step_cases").StepWorkload
     if kind == "cpu":
         return [
             workload("sft-trainer", "demo-llama", 4, 128),
@@ -281,17 +281,17 @@ def _run_ranks(command: list[str], port: int, folder: Path, root: Path) -> str |
 
 def _curves(workload: Any, precision: str) -> Callable[[Variant], Curves]:
     """A short training of a small model on data that it can learn by heart."""
-    endtoend, models, steps = (_benchmarks(name) for name in ("endtoend", "models", "steps"))
+    step_cases, models, steps = (_benchmarks(name) for name in ("step_cases", "models", "steps"))
     vocabulary = models.MODELS[workload.size][1]["vocab_size"]
     held_out = torch.randint(3, vocabulary, (4, 24), generator=torch.Generator().manual_seed(9))
 
     def run(variant: Variant) -> Curves:
-        how = endtoend.VARIANTS["flag" if variant.patched else "plain"]
+        how = step_cases.VARIANTS["flag" if variant.patched else "plain"]
         # GRPO's configuration has a bf16 of its own.
         options = {"bf16": True} if precision == "bf16-autocast" else {}
         with tempfile.TemporaryDirectory() as folder:
             trainer, _ = steps.build_trainer(
-                workload, how, CONVERGENCE_STEPS, folder, endtoend.Clock(_where()),
+                workload, how, CONVERGENCE_STEPS, folder, _benchmarks("step_clock").Clock(_where()),
                 logging_steps=1, learning_rate=1e-3, logging_nan_inf_filter=False, **options,
             )  # fmt: skip
             if workload.name != "grpo-trl":
@@ -304,7 +304,7 @@ def _curves(workload: Any, precision: str) -> Callable[[Variant], Curves]:
 
 
 def _convergence(items: Items) -> None:
-    workload = _benchmarks("endtoend").Workload
+    workload = _benchmarks("step_cases").StepWorkload
     todo = {
         "sft, llama, fp32": (workload("sft-trainer", "tiny-llama", 4, 40, lengths="exponential"), "fp32"),
         "grpo, qwen3, fp32": (workload("grpo-trl", "tiny-qwen3", 8, 12, 6, lengths="exponential", group=4), "fp32"),
