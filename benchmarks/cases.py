@@ -4,26 +4,15 @@ A row of the table is a `OpCase`. What an op needs is an `OpSpec`: inputs, the p
 higher precision, and the fewest operations and bytes that any implementation must spend.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from npu_trainer_kernels.workloads import OPS as WORKLOADS
-from npu_trainer_kernels.workloads import (
-    Inputs,
-    Outputs,
-    Tensors,
-    Workload,
-    attention_lengths,
-    grpo_lengths,
-    grpo_terms,
-)
+from npu_trainer_kernels.descriptions import FORMS, Form, Inputs, Tensors, Work, Workload
 
-__all__ = ["OPS", "OpCase", "OpSpec", "Work", "grpo_tokens", "peak", "table"]
+__all__ = ["OPS", "OpCase", "grpo_tokens", "peak", "table", "work_of"]
 
 # Rows of x that are raised at once: 64 MiB in fp32 at H=4096.
 PEAKED_ROWS = 4096
@@ -52,39 +41,7 @@ class OpCase(Workload):
         return f"{self.group}/{self.op}/{self.shape}/{self.dtype}"
 
 
-@dataclass(frozen=True)
-class Work:
-    """The least that a mode costs: operations on the matrix unit, and bytes to and from memory."""
-
-    flops: float = 0.0
-    bytes: float = 0.0
-
-
 Truth = tuple[tuple[Tensor, ...], dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class OpSpec:
-    """What the runner has to know of an op.
-
-    Attributes:
-        build: inputs of a case on a device.
-        reference: plain PyTorch, from tensors to output(s).
-        work: by mode.
-        products: (rows, hidden, vocabulary) of the head's matrix product, which set the floor; None: `work` does.
-        row_truth: for ops at the LM head, from a chunk's logits in high precision, the inputs and the chunk's rows to
-            (per-row outputs or None, the scalar whose gradient is wanted); so that the truth needs no `[N, V]` logits.
-    """
-
-    build: Callable[[Workload, torch.device], Inputs]
-    reference: Callable[[Tensors], Outputs]
-    work: Callable[[OpCase], dict[str, Work]]
-    products: Callable[[OpCase], tuple[int, int, int]] | None = None
-    row_truth: Callable[[Tensor, Inputs, Tensor], tuple[Tensor | None, Tensor]] | None = None
-
-
-def _itemsize(case: OpCase) -> int:
-    return case.torch_dtype.itemsize
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,48 +49,11 @@ def _itemsize(case: OpCase) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _head_products(case: OpCase) -> tuple[int, int, int]:
-    s = case.sizes
-    return s["BT"], s["H"], s["V"]
-
-
-def _grpo_products(case: OpCase) -> tuple[int, int, int]:
-    s = case.sizes
-    return int(grpo_lengths(s["B"], s["T"]).sum()), s["H"], s["V"]
-
-
-def _head_work(products: Callable[[OpCase], tuple[int, int, int]]) -> Callable[[OpCase], dict[str, Work]]:
-    def work(case: OpCase) -> dict[str, Work]:
-        rows, hidden, vocab = products(case)
-        one = 2.0 * rows * hidden * vocab
-        return {"forward": Work(one), "backward": Work(2 * one), "both": Work(3 * one)}
-
-    return work
-
-
-def _cross_entropy_rows(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-    target = inputs.tensors["target"]
-    return None, F.cross_entropy(logits, target[rows], reduction="sum") / target.numel()
-
-
-def _logprob_rows(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-    log_prob = -F.cross_entropy(logits, inputs.tensors["ids"][rows], reduction="none")
-    return log_prob.detach(), (log_prob * inputs.grads[0][rows]).sum()
-
-
 def grpo_tokens(t: Tensors) -> tuple[Tensor, ...]:
     """(mask, x, ids, old, ref, advantages) of the unmasked tokens alone."""
     mask = t["mask"]
     advantages = t["advantages"].unsqueeze(1).expand(mask.shape)
     return mask, t["x"][mask], t["ids"][mask], t["old"][mask], t["ref"][mask], advantages[mask]
-
-
-def _grpo_rows(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-    t = inputs.tensors
-    log_prob = -F.cross_entropy(logits, t["ids"].flatten()[rows], reduction="none")
-    advantages = t["advantages"].unsqueeze(1).expand_as(t["mask"]).flatten()[rows]
-    terms = grpo_terms(log_prob, t["old"].flatten()[rows], t["ref"].flatten()[rows], advantages)
-    return None, (terms * t["mask"].flatten()[rows]).sum() / t["mask"].sum()
 
 
 def peak(x: Tensor, weight: Tensor, seed: int = 4) -> Tensor:
@@ -162,105 +82,32 @@ def peak(x: Tensor, weight: Tensor, seed: int = 4) -> Tensor:
     return ids
 
 
-def _peaked(op: str, target: str) -> Callable[[Workload, torch.device], Inputs]:
+def _peaked(form: Form, target: str) -> Form:
+    """The form with inputs as `peak` makes them, in the cases that ask for them."""
+
     def build(work: Workload, device: torch.device) -> Inputs:
-        inputs = WORKLOADS[op].build(work, device)
+        inputs = form.build(work, device)
         if isinstance(work, OpCase) and work.peaked:
             inputs.tensors[target] = peak(inputs.tensors["x"], inputs.tensors["weight"])
         return inputs
 
-    return build
+    return replace(form, build=build)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Elementwise ops
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _passes(
-    per_mode: tuple[int, int], elements: Callable[[Mapping[str, int]], int]
-) -> Callable[[OpCase], dict[str, Work]]:
-    """Work of an op that passes over tensors of so many elements, forward and backward."""
-
-    def work(case: OpCase) -> dict[str, Work]:
-        size = float(elements(case.sizes) * _itemsize(case))
-        forward, backward = per_mode[0] * size, per_mode[1] * size
-        return {
-            "forward": Work(bytes=forward),
-            "backward": Work(bytes=backward),
-            "both": Work(bytes=forward + backward),
-        }
-
-    return work
-
-
-def _embedding_work(case: OpCase) -> dict[str, Work]:
-    s = case.sizes
-    rows, weight = float(s["N"] * s["D"] * _itemsize(case)), float(s["V"] * s["D"] * _itemsize(case))
-    forward, backward = 2 * rows, rows + weight
-    return {"forward": Work(bytes=forward), "backward": Work(bytes=backward), "both": Work(bytes=forward + backward)}
-
-
-def _attention_work(case: OpCase) -> dict[str, Work]:
-    """Products of what is seen: two forward, five backward; q, k, v and o, and their gradients."""
-    s = case.sizes
-    lengths = attention_lengths(s["B"], s["T"], s["live"], s["shared"])
-    # Every token sees itself and what is before it in its row; what rows share is there once.
-    seen = s["shared"] * (s["shared"] + 1) / 2 + sum(n * s["shared"] + n * (n + 1) / 2 for n in lengths)
-    product = 2.0 * seen * s["Q"] * s["D"]
-    size = float((s["shared"] + sum(lengths)) * s["D"] * _itemsize(case))
-    forward, backward = size * 2 * (s["Q"] + s["K"]), size * 4 * (s["Q"] + s["K"])
-    return {
-        "forward": Work(2 * product, forward),
-        "backward": Work(5 * product, backward),
-        "both": Work(7 * product, forward + backward),
-    }
-
-
-def _experts_work(case: OpCase) -> dict[str, Work]:
-    """Products of every row with its expert's two matrices; x, o, the matrices, h, which has to be kept, and gradients.
-    What else lies between products is not counted: nobody is known who needs none of it."""
-    s = case.sizes
-    rows, size = s["N"] * s["k"], float(_itemsize(case))
-    product = 6.0 * rows * s["H"] * s["I"]
-    matrices, tokens, kept = 3 * s["E"] * s["H"] * s["I"] * size, s["N"] * s["H"] * size, 2 * rows * s["I"] * size
-    forward, backward = 2 * tokens + matrices + kept, 3 * tokens + 2 * matrices + kept
-    return {
-        "forward": Work(product, forward),
-        "backward": Work(2 * product, backward),
-        "both": Work(3 * product, forward + backward),
-    }
-
-
-def _spec(op: str, *args: Any) -> OpSpec:
-    target = {"linear_cross_entropy": "target", "linear_logprob": "ids"}.get(op)
-    build = WORKLOADS[op].build if target is None else _peaked(op, target)
-    return OpSpec(build, WORKLOADS[op].reference, *args)
-
-
-OPS: dict[str, OpSpec] = {
-    "linear_cross_entropy": _spec(
-        "linear_cross_entropy", _head_work(_head_products), _head_products, _cross_entropy_rows
-    ),
-    "fused_linear_grpo_loss": _spec("fused_linear_grpo_loss", _head_work(_grpo_products), _grpo_products, _grpo_rows),
-    "linear_logprob": _spec("linear_logprob", _head_work(_head_products), _head_products, _logprob_rows),
-    # Forward reads x and writes y; backward reads x and dy and writes dx.
-    "rms_norm": _spec("rms_norm", _passes((2, 3), lambda s: s["N"] * s["H"])),
-    # Forward reads x and residual, writes y and S; backward reads S, dy and dS, writes one gradient for both.
-    "add_rms_norm": _spec("add_rms_norm", _passes((4, 4), lambda s: s["N"] * s["H"])),
-    # As rms_norm, with a gate that is read twice and whose gradient is written.
-    "gated_rms_norm": _spec("gated_rms_norm", _passes((3, 5), lambda s: s["N"] * s["H"])),
-    "layer_norm": _spec("layer_norm", _passes((2, 3), lambda s: s["N"] * s["H"])),
-    # Backward writes the whole weight gradient.
-    "embedding": _spec("embedding", _embedding_work),
-    # Forward reads gate and up, writes one; backward reads both and dy, writes two.
-    "swiglu": _spec("swiglu", _passes((3, 5), lambda s: s["N"] * s["I"])),
-    "geglu": _spec("geglu", _passes((3, 5), lambda s: s["N"] * s["I"])),
-    "rope": _spec("rope", _passes((2, 2), lambda s: s["S"] * (s["Q"] + s["K"]) * s["D"])),
-    "rope_by_turns": _spec("rope_by_turns", _passes((2, 2), lambda s: s["S"] * (s["Q"] + s["K"]) * s["D"])),
-    "varlen_attention": _spec("varlen_attention", _attention_work),
-    "moe_experts": _spec("moe_experts", _experts_work),
+_TARGETS = {"linear_cross_entropy": "target", "linear_logprob": "ids"}
+OPS: dict[str, Form] = {
+    name: _peaked(form, _TARGETS[name]) if name in _TARGETS else form
+    for name, form in FORMS.items()
+    if form.work is not None
 }
+"""The forms that are measured, those whose least work is known."""
+
+
+def work_of(case: OpCase) -> dict[str, Work]:
+    """The least that each mode of a case costs."""
+    work = OPS[case.op].work
+    assert work is not None
+    return work(case)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels import timing
+from npu_trainer_kernels.descriptions import Inputs, as_tuple
 from npu_trainer_kernels.timing import QUICK, Function, Settings, Summary, Timer, is_accelerator, measure, summarise
-from npu_trainer_kernels.workloads import Inputs, as_tuple
 
 from .cases import OPS, OpCase
 

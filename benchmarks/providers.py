@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npu_trainer_kernels import backends, ops
+from npu_trainer_kernels.descriptions import EPS, GRPO_BETA, GRPO_EPSILON, Outputs, Tensors, grpo_terms
+from npu_trainer_kernels.descriptions import FORMS as WORKLOADS
 from npu_trainer_kernels.table import TABLE
-from npu_trainer_kernels.workloads import EPS, GRPO_BETA, GRPO_EPSILON, Outputs, Tensors, grpo_terms
-from npu_trainer_kernels.workloads import OPS as WORKLOADS
 
 from .cases import OPS, OpCase, grpo_tokens
 

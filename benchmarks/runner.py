@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from npu_trainer_kernels import device as devices
-from npu_trainer_kernels.workloads import Inputs
+from npu_trainer_kernels.descriptions import Inputs
 
-from .cases import OPS, OpCase
+from .cases import OPS, OpCase, work_of
 from .measure import (
     Settings,
     as_json,
@@ -102,7 +102,7 @@ def _inputs(case: OpCase, device: torch.device, seed: int) -> Inputs:
 
 def floors(case: OpCase, device: torch.device, settings: Settings, bytes_per_second: float) -> list[Row]:
     """A floor row for each mode."""
-    work = OPS[case.op].work(case)
+    work = work_of(case)
     if OPS[case.op].products is not None:
         seconds = product_seconds(case, device, settings)
     else:
@@ -118,7 +118,7 @@ def floors(case: OpCase, device: torch.device, settings: Settings, bytes_per_sec
 
 
 def _rates(case: OpCase, mode: str, ms: float) -> dict[str, float]:
-    work = OPS[case.op].work(case)[mode]
+    work = work_of(case)[mode]
     return {"tflops": work.flops / ms / 1e9, "gbps": work.bytes / ms / 1e6}
 
 

@@ -126,7 +126,7 @@ def _asked_for(op: str, override: str | None, environment: str) -> tuple[str | N
 
 
 Shape = tuple[torch.dtype, int, tuple[int, ...]]
-"""The shape of a call: dtype, number of tokens, and the model's sizes, named by `workloads.Workload.model_sizes`."""
+"""The shape of a call: dtype, number of tokens, and the model's sizes, named by `descriptions.Workload.model_sizes`."""
 
 
 def of_rows(x: torch.Tensor) -> Shape:

@@ -3,7 +3,7 @@ device, the devices on which a model keeps its own code, and the evidence for ea
 
 A row of the file, under `ops`:
 
-    forms          names in `workloads.OPS`: the op by itself, or together with its projection
+    forms          names in `descriptions.FORMS`: the op by itself, or together with its projection
     head           whether it avoids the logits of all tokens, and is useful wherever it runs (default false)
     before_torch   by kind of device, the backends to try before torch, each with `backend` and `because`, the reason
     not_measured   by kind of device, backends without evidence: they are chosen by name alone, and a model keeps its
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FILE", "FORMS", "TABLE", "Choice", "Measured", "OpRow", "Vendor", "op_of"]
+__all__ = ["FILE", "FORM_NAMES", "TABLE", "Choice", "Measured", "OpRow", "Vendor", "op_of"]
 
 FILE = Path(__file__).with_name("table.json")
 
@@ -86,7 +86,7 @@ class OpRow:
     """A row of the table.
 
     Attributes:
-        forms: names in `workloads.OPS`.
+        forms: names in `descriptions.FORMS`.
         order: by kind of device (`device.KINDS`), the backends; the first one that can run there is used.
         keeps_plain: by kind of device, the reason why a model keeps its own code.
         keeps_fused: the same for modules whose own code is one PyTorch operator.
@@ -154,7 +154,7 @@ def _read() -> dict[str, OpRow]:
 
 TABLE = _read()
 _OP_OF = {form: name for name, op in TABLE.items() for form in op.forms}
-FORMS = tuple(_OP_OF)
+FORM_NAMES = tuple(_OP_OF)
 """The forms of all ops, in the table's order."""
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import device as devices
+from .descriptions import Inputs, Outputs
 from .support.summary import Summary, summarise
-from .workloads import Inputs, Outputs
 
 __all__ = ["QUICK", "Settings", "Summary", "Timer", "is_accelerator", "measure", "rotation", "summarise"]
 

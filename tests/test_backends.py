@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from npu_trainer_kernels import backends, table, workloads
+from npu_trainer_kernels import backends, descriptions, table
 from npu_trainer_kernels import vendor as vendor_module
 from npu_trainer_kernels.device import KINDS
 from npu_trainer_kernels.support import triton
-from npu_trainer_kernels.table import FORMS, TABLE, Measured
+from npu_trainer_kernels.table import FORM_NAMES, TABLE, Measured
 
 CPU = torch.device("cpu")
 
@@ -75,10 +75,10 @@ def test_bad_overrides(text, message):
 
 
 @pytest.mark.parametrize("value", [["torch"], [], {}, 3], ids=repr)
-@pytest.mark.parametrize("op", workloads.OPS)
+@pytest.mark.parametrize("op", descriptions.FORMS)
 def test_an_op_refuses_a_backend_that_is_no_text(op, value):
-    shapes = workloads.ModelShapes(16, 32, 67, heads=2, kv_heads=1, head_dim=8, experts=4, slots=2)
-    (work,) = (work for work in workloads.of_model(shapes, 8, "float32") if work.op == op)
+    shapes = descriptions.ModelShapes(16, 32, 67, heads=2, kv_heads=1, head_dim=8, experts=4, slots=2)
+    (work,) = (work for work in descriptions.of_model(shapes, 8, "float32") if work.op == op)
     with pytest.raises(ValueError, match=rf"backend must be 'torch' or 'op=backend,...'; got {re.escape(repr(value))}"):
         work.ours(value)(work.inputs(CPU).tensors)
 
@@ -94,7 +94,7 @@ def test_every_op_ends_with_torch_on_every_device():
 
 
 def test_every_form_of_the_table_has_a_workload():
-    assert tuple(workloads.OPS) == FORMS
+    assert tuple(descriptions.FORMS) == FORM_NAMES
 
 
 def medians(measured: Measured) -> dict[str, float]:

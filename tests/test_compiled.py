@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.descriptions import ModelShapes, Workload, of_model
 from npu_trainer_kernels.ops import launch
 from npu_trainer_kernels.patching import PATCHES
-from npu_trainer_kernels.workloads import ModelShapes, Workload, of_model
 from tests.closeness import assert_as_close
 from tests.conftest import DEVICE
 from tests.models import SMALL, batch, small_model

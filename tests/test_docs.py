@@ -30,7 +30,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not in ("ascend-report.md", "models.md")),
 ]
-MODULES = ("backends", "cli", "closeness", "device", "ops", "tiling", "verify", "workloads")
+MODULES = ("backends", "cli", "closeness", "device", "ops", "tiling", "verify", "descriptions")
 # What commands make, and a checkout does not have.
 MADE = {"dist/", "site/", "convergence/results/", "runs/"}
 # Names of other libraries, and of the reader's own.

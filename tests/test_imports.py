@@ -19,7 +19,7 @@ LAYERS = (
     ("closeness", "tuned", "vendor"),
     ("backends", "tiling"),
     ("ops",),
-    ("patching", "workloads"),
+    ("patching", "descriptions"),
     ("ascend", "fit", "timing", "training", "warmup"),
     ("callback",),
     ("arguments",),
@@ -29,7 +29,7 @@ LAYERS = (
 )
 # Folders of which other folders import what the folder's own `__init__` hands out, and nothing else.
 FACES = (
-    "fit", "ops.attention", "ops.experts", "ops.head", "ops.norms",
+    "descriptions", "fit", "ops.attention", "ops.experts", "ops.head", "ops.norms",
     "patching.body", "patching.head", "patching.modules", "patching.probe",
 )  # fmt: skip
 

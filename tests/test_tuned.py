@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from npu_trainer_kernels import apply_npu_kernels, backends, tiling, tuned, workloads
+from npu_trainer_kernels import apply_npu_kernels, backends, descriptions, tiling, tuned
 from npu_trainer_kernels.device import ASCEND_CHIPS, DeviceSpec
 from npu_trainer_kernels.ops import rms_norm
 from npu_trainer_kernels.patching.modules import mlps
@@ -196,10 +196,10 @@ def test_every_op_says_its_shape(monkeypatch):
         return choose(op, *args, at=at, **kwargs)
 
     monkeypatch.setattr(backends, "choose", spied)
-    shapes = workloads.ModelShapes(
+    shapes = descriptions.ModelShapes(
         hidden=24, intermediate=40, vocabulary=57, heads=6, kv_heads=2, head_dim=4, experts=4, slots=2
     )
-    for work in workloads.of_model(shapes, 16, "float32"):
+    for work in descriptions.of_model(shapes, 16, "float32"):
         told.clear()
         inputs = work.inputs(CPU)
         work.ours(None)(inputs.tensors)
@@ -224,9 +224,9 @@ def test_layers_that_differ_are_each_looked_up(monkeypatch):
         num_global_key_value_heads=1, global_head_dim=16, attention_k_eq_v=True, num_kv_shared_layers=0,
         enable_moe_block=True, num_experts=4, top_k_experts=3, moe_intermediate_size=16,
     )  # fmt: skip
-    shapes = workloads.ModelShapes.of_config(config)
+    shapes = descriptions.ModelShapes.of_config(config)
     assert (shapes.kv_heads, shapes.head_dim, shapes.experts, shapes.slots) == (2, 8, 4, 3)
-    assert workloads.ModelShapes.of_config(AriaTextConfig()).slots == 2
+    assert descriptions.ModelShapes.of_config(AriaTextConfig()).slots == 2
     asked = set()
     monkeypatch.setattr(backends, "keeps_plain", lambda *args: None)  # as on an accelerator
     monkeypatch.setattr(backends, "measurements", lambda op, *args: asked.add((op, args[-1])) or ())

@@ -23,11 +23,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import device, tiling
+from ..descriptions import GATE, GATE_DTYPES, GateEntry, GateTensors
 from ..ops.launch import use_launcher
 from ..support.triton import MissingDependencyError
 from ..tiling import limits
 from ..tiling.limits import Evidence, Limit, Trial
-from . import cases, gate, toolchain
+from . import gate, toolchain
 from .launcher import RecordedLaunch, Recorder
 from .lower import bind
 from .pipes import simulate
@@ -42,13 +43,13 @@ class Sweep:
     """What to try.
 
     Attributes:
-        case: the `op` of an entry of `cases.TABLE`.
+        case: the `op` of an entry of `GATE`.
         kernel: the kernel's name.
         sizes: of the entry's size, for example the hidden sizes.
         values: what to try.
         tile: a function of `tiling` and a field of its tiles, `"swiglu_block.size"`; None: `limit_of` is varied.
         limit_of: a kernel's name in `tiles.json`.
-        dtype: a name of `cases.DTYPES`.
+        dtype: a name of `GATE_DTYPES`.
         chip: a chip of `rates.json`, or one of which there is no trace: then the plans alone tell.
     """
 
@@ -67,16 +68,16 @@ class Sweep:
         if self.tile is not None and not callable(getattr(tiling, self.tile.partition(".")[0], None)):
             raise ValueError(f"--tile must be FUNCTION.FIELD with a function of tiling; got {self.tile!r}")
         device.chip_spec(self.chip)
-        if self.dtype not in cases.DTYPES:
-            raise ValueError(f"--dtype must be one of {', '.join(cases.DTYPES)}; got {self.dtype!r}")
+        if self.dtype not in GATE_DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(GATE_DTYPES)}; got {self.dtype!r}")
 
     @property
-    def entry(self) -> cases.GateEntry:
+    def entry(self) -> GateEntry:
         """The entry of the table."""
-        for entry in cases.TABLE:
+        for entry in GATE:
             if entry.op == self.case:
                 return entry
-        raise ValueError(f"case must be one of {'; '.join(entry.op for entry in cases.TABLE)}; got {self.case!r}")
+        raise ValueError(f"case must be one of {'; '.join(entry.op for entry in GATE)}; got {self.case!r}")
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _with(what: Sweep, value: int | None) -> Iterator[None]:
     if value is None:
         yield
     elif what.limit_of is not None:
-        itemsize = cases.DTYPES[what.dtype].itemsize
+        itemsize = GATE_DTYPES[what.dtype].itemsize
         _forget()
         with limits.trying(what.limit_of, itemsize, value):
             yield
@@ -141,7 +142,7 @@ def _forget() -> None:
 def _launches(what: Sweep, size: int, value: int | None) -> list[RecordedLaunch]:
     """The kernel's launches."""
     recorder, entry = Recorder(), what.entry
-    tensors = cases.Tensors(cases.DTYPES[what.dtype], "cpu" if entry.reads_values or entry.follows_ids else "meta")
+    tensors = GateTensors(GATE_DTYPES[what.dtype], "cpu" if entry.reads_values or entry.follows_ids else "meta")
     with _with(what, value), device.use_chip(what.chip), use_launcher(recorder):
         entry.call(tensors, _rows(what) * device.chip_spec(what.chip).vector_cores, size)
     named = [launch for launch in recorder.launches if launch.kernel.__name__ == what.kernel]
@@ -235,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m npu_trainer_kernels.ascend.sweep", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("case", help="the op of an entry of cases.TABLE")
+    parser.add_argument("case", help="the op of an entry of GATE")
     parser.add_argument("--kernel", required=True, help="the kernel's name")
     parser.add_argument("--tile", help="a function of tiling and a field of its tiles: swiglu_block.size")
     parser.add_argument("--limit-of", help="a kernel's name in tiles.json, whose limit is varied instead")
@@ -277,7 +278,7 @@ def _write(given: argparse.Namespace, what: Sweep, found: list[Found], bests: se
     name = given.name or what.limit_of
     if chosen is None or name is None or given.unit is None:
         raise ValueError("--write needs --name, --unit, and --limit where the sizes' bests differ or are today's tile")
-    itemsize = cases.DTYPES[what.dtype].itemsize
+    itemsize = GATE_DTYPES[what.dtype].itemsize
     kib = device.chip_spec(what.chip).on_chip_bytes // device.KIB
     new = Limit(name, itemsize, kib, chosen, given.unit, (_evidence(what, found),))
     known = [limit for limit in limits.limits() if limit.key == new.key]

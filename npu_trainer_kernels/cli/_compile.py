@@ -51,7 +51,8 @@ def _ready() -> None:
 def run(args: argparse.Namespace, output: Output) -> int:
     _ready()
     from ..ascend import gate
-    from ..ascend.cases import TABLE, model_cases
+    from ..ascend.cases import model_cases
+    from ..descriptions import GATE
     from ..device import ASCEND_CHIPS, chip_spec
     from ..patching.modules import rotations_of
 
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     chips = gate.CHIPS if args.all_targets else (args.target,)
     cases = model_cases(shapes, args.dtype, [form.options for form in rotations_of(config_of(args.model))])
     ops = {case.op for case in cases}
-    left_out = [entry.op for entry in TABLE if args.dtype in entry.dtypes and entry.op not in ops]
+    left_out = [entry.op for entry in GATE if args.dtype in entry.dtypes and entry.op not in ops]
     specs = [chip_spec(chip) for chip in chips]
     # The op asks the same rule at a call, and has it done by the model's own code.
     reasons = {case.op: reason for case in cases for spec in specs

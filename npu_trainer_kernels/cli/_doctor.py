@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..table import FORMS
+from ..table import FORM_NAMES
 from . import _launcher
 from ._environment import ERROR, WARNING, Finding, broken_imports, findings, versions
 from ._process import ENDED, read
@@ -47,7 +47,7 @@ def _child(ops: list[str], times: bool, seconds: float) -> Iterator[dict[str, An
 def self_check(times: bool = True, seconds: float = 600.0) -> Iterator[dict[str, Any]]:
     """Lines as `_selfcheck` writes them. An op that takes its process down is one with a `problem`, and the others go
     on in a new process."""
-    left = list(FORMS)
+    left = list(FORM_NAMES)
     while left:
         started: dict[str, Any] | None = None
         for line in _child(left, times, seconds):
@@ -122,7 +122,7 @@ def _ops_table(lines: list[dict[str, Any]]) -> Table:
     timed = any(line.get("times") for line in lines)
     for column in ("op", "backend", "right", *(("ours", "plain") if timed else ())):
         table.add_column(column, justify="right" if column in ("ours", "plain") else "left")
-    for op in FORMS:
+    for op in FORM_NAMES:
         of_op = [line for line in lines if line.get("op") == op]
         if not of_op:
             continue
@@ -164,7 +164,7 @@ def _why(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 def _run_self_check(args: argparse.Namespace, output: Output) -> list[dict[str, Any]]:
     lines = []
-    with output.progress(len(FORMS)) as progress:
+    with output.progress(len(FORM_NAMES)) as progress:
         for line in self_check(not args.no_times, args.timeout):
             lines.append(line)
             if line.get("begins"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .output import UsageError
 
 if TYPE_CHECKING:
-    from ..workloads import ModelShapes
+    from ..descriptions import ModelShapes
 
 __all__ = ["DTYPES", "HELP", "config_of", "shapes_of"]
 
@@ -47,7 +47,7 @@ def _check_path(model: str) -> None:
 def shapes_of(model: str) -> "ModelShapes":
     """The shapes of a model, from its config alone. Raises `UsageError` where there is none, or none of a causal LM."""
     config = config_of(model)
-    from ..workloads import ModelShapes
+    from ..descriptions import ModelShapes
 
     try:
         return ModelShapes.of_config(config)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import tuned
-from ..table import FORMS, TABLE
+from ..table import FORM_NAMES, TABLE
 from .output import plain
 
 __all__ = ["SCHEMA", "Journal", "Scrubber", "document", "write"]
@@ -91,7 +91,7 @@ _VERSION = re.compile(r"[\d.]+[\w.+-]*")
 _WORDS = {
     "cpu", "npu", "cuda", "torch", "triton", "vendor", "reference", "ok", "wrong", "failed", "absent", "error", "plain",
     "flag", "forward", "backward", "both", "step", "float32", "bfloat16", "float16", "Linux", "ops", "end-to-end",
-    *FORMS, *TABLE,
+    *FORM_NAMES, *TABLE,
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .. import backends, device, tuned
+from ..descriptions import of_model
 from ..ops.launch import KernelError
 from ..support.errors import one_line
 from ..support.optional import require
@@ -27,7 +28,6 @@ from ..support.triton import MissingDependencyError
 from ..table import TABLE
 from ..timing import QUICK, Settings, is_accelerator
 from ..verify import Curves, Variant, judge_runs, record
-from ..workloads import of_model
 from . import _tune
 from ._bench import package
 from ._process import Lines, ended

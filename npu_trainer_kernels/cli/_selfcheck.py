@@ -14,8 +14,8 @@ import torch
 
 from .. import backends, device
 from ..closeness import Tensors, assert_op_close
+from ..descriptions import FORMS, Inputs, ModelShapes, Workload, of_model
 from ..timing import QUICK, is_accelerator, measure, rotation
-from ..workloads import OPS, Inputs, ModelShapes, Workload, of_model
 from ._process import Lines
 
 __all__ = ["CHECKED", "CHECKED_TOKENS", "TIMED", "check", "facts", "main", "time_op"]
@@ -96,7 +96,7 @@ def facts(where: torch.device) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ops", required=True, help="names of workloads.OPS, comma-separated")
+    parser.add_argument("--ops", required=True, help="names of descriptions.FORMS, comma-separated")
     parser.add_argument("--no-times", action="store_true")
     args = parser.parse_args(arguments)
     emit = Lines().write
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shapes, tokens = TIMED[accelerated]
     timed = {work.op: work for work in of_model(shapes, tokens, "bfloat16" if accelerated else "float32")}
     for op in args.ops.split(","):
-        assert op in OPS, op
+        assert op in FORMS, op
         for dtype in ("float32", "bfloat16"):
             work = next(w for w in of_model(CHECKED, CHECKED_TOKENS, dtype) if w.op == op)
             name, reason = backends.explain(work.backend_op, where)

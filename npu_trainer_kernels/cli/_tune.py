@@ -36,9 +36,9 @@ from .output import FINE, FOUND, STOPPED, Output, UsageError, new_table
 if TYPE_CHECKING:
     import torch
 
+    from ..descriptions import ModelShapes, Workload
     from ..timing import Settings, Summary
     from ..tuned import Entry, TileKey, Variation
-    from ..workloads import ModelShapes, Workload
 
 __all__ = [
     "HELP",
@@ -263,7 +263,7 @@ def tiles_of(outcomes: list[Outcome]) -> "dict[TileKey, Variation]":
 def pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
     """Every op at the most tokens and at the least, one after the other, so that a run that is stopped has whole
     ranges. Tiles are tried at the most; the least is timed with what was kept of them."""
-    from ..workloads import of_model
+    from ..descriptions import of_model
 
     ends = dict.fromkeys((tokens, max(8, tokens // SHARE)))
     return [work for pair in zip(*(of_model(shapes, end, dtype) for end in ends), strict=True) for work in pair]
@@ -287,7 +287,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     shapes = None if args.model is None else shapes_of(args.model)
     import torch
 
-    from .. import device, workloads
+    from .. import descriptions, device
     from ..timing import is_accelerator
     from ._selfcheck import TIMED
 
@@ -299,7 +299,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     for_shapes = shapes or usual
     output.text(f"Tuning for {', '.join(f'{name} {size}' for name, size in asdict(for_shapes).items())}, {dtype}")
     works = pairs(for_shapes, args.tokens or tokens, dtype)
-    left_out = [form for form in workloads.FORMS if all(work.op != form for work in works)]
+    left_out = [form for form in descriptions.FORM_NAMES if all(work.op != form for work in works)]
     if left_out:
         output.text(f"Left out, as the model has no such sizes: {', '.join(left_out)}")
     outcomes: list[Outcome] = []
@@ -317,7 +317,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 def _measure(works: "list[Workload]", where: "torch.device", outcomes: list[Outcome], output: Output) -> None:
     """Appends to `outcomes`."""
     from .. import tuned
-    from ..workloads import of_model
+    from ..descriptions import of_model
     from ._selfcheck import CHECKED, CHECKED_TOKENS
 
     checked = {work.op: work for work in of_model(CHECKED, CHECKED_TOKENS, works[0].dtype)}

@@ -257,8 +257,8 @@ class Patch:
         return str(site.form)
 
     def sizes(self, module: Any, form: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """Returns the dtype and sizes of a module's computation, in the order of `workloads.Workload.model_sizes`; None
-        where no measurement applies."""
+        """Returns the dtype and sizes of a module's computation, in the order of `Workload.model_sizes` of
+        `descriptions`; None where no measurement applies."""
         return None
 
     def keeps_plain(self, form: Any, scene: Scene) -> str | None:

@@ -18,7 +18,7 @@ CONFIG = {
 def model(tmp_path, monkeypatch):
     """A model of sizes that the gate's own table does not have; norm, SwiGLU and its rotation alone, for time."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(cases, "TABLE", [entry for entry in cases.TABLE if entry.op in ("rms_norm", "swiglu")])
+    monkeypatch.setattr(cases, "GATE", [entry for entry in cases.GATE if entry.op in ("rms_norm", "swiglu")])
     return str(tmp_path)
 
 

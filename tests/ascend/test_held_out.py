@@ -9,13 +9,14 @@ import pytest
 
 from npu_trainer_kernels import tiling
 from npu_trainer_kernels.ascend import gate
-from npu_trainer_kernels.ascend.cases import TABLE
+from npu_trainer_kernels.ascend.cases import cases_of
+from npu_trainer_kernels.descriptions import GATE
 from npu_trainer_kernels.tiling import limits, norm_tiles
 
 pytestmark = pytest.mark.usefixtures("kept_cache")
 
 CHIPS = ("Ascend910B4",)
-ENTRIES = {entry.op: entry for entry in TABLE}
+ENTRIES = {entry.op: entry for entry in GATE}
 # Tiles of several rows, one row in pieces, two halves, column blocks.
 HELD_OUT = [
     *(("rms_norm", size) for size in (768, 1792, 3328, 4608, 6656, 7680)),
@@ -40,7 +41,7 @@ def fresh_tiles():
 
 def planned(op, size, dtype="bf16", chips=CHIPS):
     entry = replace(ENTRIES[op], sizes=(size,), dtypes=(dtype,))
-    rows = gate.collect([replace(case, run_small=None) for case in entry.cases()], chips)
+    rows = gate.collect([replace(case, run_small=None) for case in cases_of(entry)], chips)
     assert rows
     return rows
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from npu_trainer_kernels import device, ops, tiling
-from npu_trainer_kernels.ascend.cases import DTYPES, TABLE, Tensors
 from npu_trainer_kernels.ascend.execute import LEVELS
 from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder
 from npu_trainer_kernels.ascend.plan import plan, violations
+from npu_trainer_kernels.descriptions import GATE, GATE_DTYPES, GateTensors
 from npu_trainer_kernels.ops.gates import ACTIVATIONS
 from npu_trainer_kernels.ops.head.options import HeadOptions
 from npu_trainer_kernels.ops.head.statistics import _raw_statistics
@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc):
         return
     names, cases = ["launcher"], [(level,) for level in LEVELS]
     if "tensors" in metafunc.fixturenames:
-        names, cases = ["launcher", "tensors"], [(LEVELS[0], "fp32"), *((LEVELS[1], dtype) for dtype in DTYPES)]
+        names, cases = ["launcher", "tensors"], [(LEVELS[0], "fp32"), *((LEVELS[1], dtype) for dtype in GATE_DTYPES)]
     parameters = getattr(metafunc.function, "paired", {})
     rows = [(*case, *values) for case, *values in pairs(cases, *parameters.values())]
     ids = ["-".join(map(str, row)) for row in rows]
@@ -62,7 +62,7 @@ def launcher(request):
 
 @pytest.fixture
 def tensors(request):
-    return Tensors(DTYPES[request.param], "cpu")
+    return GateTensors(GATE_DTYPES[request.param], "cpu")
 
 
 def weighted(outputs):
@@ -135,7 +135,7 @@ def test_layer_norm(launcher, tensors, shape, given):
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
 def test_layer_norm_of_a_large_mean(launcher, shape):
     """The mean's own rounding costs no digits of what is left."""
-    tensors = Tensors(torch.float32, "cpu")
+    tensors = GateTensors(torch.float32, "cpu")
     x = (300 + tensors.floats(*shape)).detach().requires_grad_()
     check(launcher, "layer_norm", [x, tensors.floats(shape[1]), tensors.floats(shape[1])], WEIGHTED)
 
@@ -162,7 +162,7 @@ def test_grouped_rms_norm_without_gate(launcher, tensors):
 
 
 def test_add_rms_norm_to_an_fp32_residual(launcher):
-    t = Tensors(torch.bfloat16, "cpu")
+    t = GateTensors(torch.bfloat16, "cpu")
     check(
         launcher, "add_rms_norm", [t.floats(11, 200), t.floats(11, 200, dtype=torch.float32), t.floats(200)], WEIGHTED
     )
@@ -388,7 +388,7 @@ def test_every_op_of_the_gate_is_executed_here():
         "linear_logprob",
         "grpo_loss",
     }
-    assert {entry.op.partition(",")[0] for entry in TABLE} == executed
+    assert {entry.op.partition(",")[0] for entry in GATE} == executed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from npu_trainer_kernels import device
-from npu_trainer_kernels.ascend.cases import TABLE, cases
+from npu_trainer_kernels.ascend.cases import cases, cases_of
 from npu_trainer_kernels.ascend.gate import (
     CHIPS,
     SAMPLED_CHIPS,
@@ -17,6 +17,7 @@ from npu_trainer_kernels.ascend.launcher import Recorder
 from npu_trainer_kernels.ascend.lower import lower
 from npu_trainer_kernels.ascend.plan import planned_code
 from npu_trainer_kernels.ascend.report import report_is_current, write_report
+from npu_trainer_kernels.descriptions import GATE
 from npu_trainer_kernels.ops.launch import use_launcher
 
 REPORT = Path(__file__).parents[2] / "docs" / "ascend-report.md"
@@ -33,9 +34,9 @@ def test_every_kernel_passes_on_every_chip_and_the_report_says_so(kept_cache):
     assert current, "docs/ascend-report.md was stale; it has been written anew: commit it"
 
 
-@pytest.mark.parametrize("entry", TABLE, ids=lambda entry: entry.op)
+@pytest.mark.parametrize("entry", GATE, ids=lambda entry: entry.op)
 def test_the_number_of_cores_changes_no_plan(entry, kept_cache):
-    case = next(iter(entry.cases()))
+    case = next(iter(cases_of(entry)))
     recorder = Recorder()
     with device.use_chip("Ascend910B1"), use_launcher(recorder):
         case.run()

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from npu_trainer_kernels import device
-from npu_trainer_kernels.ascend import cases
+from npu_trainer_kernels import descriptions, device
 from npu_trainer_kernels.ascend.device_library import Event
 from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder
 from npu_trainer_kernels.ascend.lower import Specialization, bind
@@ -66,14 +65,14 @@ def test_each_program_of_a_grid_has_its_share():
 @pytest.mark.parametrize("op", ["rms_norm", "swiglu", "rope, half", "add_rms_norm, post, gemma", "embedding, scaled"])
 def test_the_bytes_are_those_that_the_executed_lowering_moves(op, kept_cache):
     """The lowering is executed on another way, by other tools: transfers there are counted where they happen."""
-    entry = next(entry for entry in cases.TABLE if entry.op == op)
+    entry = next(entry for entry in descriptions.GATE if entry.op == op)
     size, rows = entry.sizes[0], 16
     executed, recorder = LoweringLauncher(CHIP), Recorder()
     with device.use_spec(replace(device.chip_spec(CHIP), vector_cores=1)):
         with use_launcher(executed):
-            entry.call(cases.Tensors(torch.bfloat16, "cpu"), rows, size)
+            entry.call(descriptions.GateTensors(torch.bfloat16, "cpu"), rows, size)
         with use_launcher(recorder):
-            entry.call(cases.Tensors(torch.bfloat16, "cpu" if entry.follows_ids else "meta"), rows, size)
+            entry.call(descriptions.GateTensors(torch.bfloat16, "cpu" if entry.follows_ids else "meta"), rows, size)
     moved = dict.fromkeys(executed.traffic, 0)
     for launch in recorder.launches:
         spec = launch.specialize(CHIP)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from npu_trainer_kernels import device
+from npu_trainer_kernels import descriptions, device
 from npu_trainer_kernels.ascend import cases, gate
 
 CHIP = "Ascend910B4"
@@ -34,7 +34,7 @@ ROTATIONS = [
 
 def judged(entry, size, dtype):
     """What the op's rule says of a case, and what the gate does."""
-    (case,) = replace(entry, sizes=(size,), dtypes=(dtype,)).cases()
+    (case,) = cases.cases_of(replace(entry, sizes=(size,), dtypes=(dtype,)))
     failures = gate.failures(gate.collect([replace(case, run_small=None)], [CHIP]), known=())
     return case.unserved(device.chip_spec(CHIP)), failures
 
@@ -42,7 +42,7 @@ def judged(entry, size, dtype):
 @pytest.mark.parametrize(("size", "rotated", "pairs", "dtype"), ROTATIONS, ids=str)
 def test_rotations_are_left_to_the_model_where_the_gate_refuses_them(size, rotated, pairs, dtype):
     tables = "each" if pairs == "halves" else "first_half"
-    reason, failures = judged(cases.rotation_entry(rotated / size, pairs, tables, "promote"), size, dtype)
+    reason, failures = judged(descriptions.rotation_entry(rotated / size, pairs, tables, "promote"), size, dtype)
     assert (reason is not None) == bool(failures), (reason, failures)
 
 
@@ -51,6 +51,6 @@ def test_rotations_are_left_to_the_model_where_the_gate_refuses_them(size, rotat
                                           ("swiglu_linear, joined by turns, alpha, limit, offset", 18432),
                                           ("swiglu, joined by turns", 18432)])  # fmt: skip
 def test_gates_by_turns_are_left_to_the_model_where_the_gate_refuses_them(op, size, dtype):
-    (entry,) = (entry for entry in cases.TABLE if entry.op == op)
+    (entry,) = (entry for entry in descriptions.GATE if entry.op == op)
     reason, failures = judged(entry, size, dtype)
     assert (reason is not None) == bool(failures), (reason, failures)

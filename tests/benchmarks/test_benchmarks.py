@@ -15,7 +15,7 @@ import torch
 from benchmarks import cli, endtoend, measure, models, report, results, runner, step_cases, step_clock, steps
 from benchmarks.cases import OPS, OpCase, table
 from benchmarks.providers import Absent, Provider, providers
-from npu_trainer_kernels.workloads import ModelShapes, of_model
+from npu_trainer_kernels.descriptions import ModelShapes, of_model
 from tests import warm
 
 CPU = torch.device("cpu")

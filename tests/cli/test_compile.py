@@ -6,9 +6,9 @@ import json
 import pytest
 
 from npu_trainer_kernels.ascend import gate
-from npu_trainer_kernels.ascend.cases import TABLE, is_rotation, model_cases
+from npu_trainer_kernels.ascend.cases import model_cases
 from npu_trainer_kernels.cli import _compile, main
-from npu_trainer_kernels.workloads import ModelShapes
+from npu_trainer_kernels.descriptions import GATE, ModelShapes, is_rotation
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "vocab_size": 331, "num_attention_heads": 4,
@@ -16,7 +16,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-ROTATIONS = {entry.op for entry in TABLE if is_rotation(entry)}
+ROTATIONS = {entry.op for entry in GATE if is_rotation(entry)}
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_without_the_extra_it_says_what_to_install(model, capsys):
 def test_every_entry_of_the_table_at_the_models_sizes():
     shapes = ModelShapes(hidden=2304, intermediate=9216, vocabulary=256000, heads=8, kv_heads=4, head_dim=256)
     found = model_cases(shapes, "bf16")
-    assert [case.op for case in found] == [entry.op for entry in TABLE if "bf16" in entry.dtypes and entry.part == 1]
+    assert [case.op for case in found] == [entry.op for entry in GATE if "bf16" in entry.dtypes and entry.part == 1]
     sizes = {case.op: case.shape.split(" x ")[1] for case in found}
     assert sizes["rms_norm"] == "2304 (hidden)"
     assert sizes["swiglu"] == "9216 (intermediate)"

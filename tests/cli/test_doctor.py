@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from npu_trainer_kernels import workloads
+from npu_trainer_kernels import descriptions
 from npu_trainer_kernels.cli import _doctor, _environment, _selfcheck, main
 from npu_trainer_kernels.cli._environment import broken_imports, findings, versions
 
@@ -186,9 +186,9 @@ def test_the_driver_of_both_kernel_modules_of_nvidia(tmp_path, said, version):
 # ----------------------------------------------------------------------------------------------------------- self-check
 def plant(monkeypatch, fault):
     """Makes our rms_norm wrong."""
-    op = workloads.OPS["rms_norm"]
+    op = descriptions.FORMS["rms_norm"]
     wrong = dataclasses.replace(op, ours=lambda backend: lambda t: fault(op.ours(backend)(t)))
-    monkeypatch.setitem(workloads.OPS, "rms_norm", wrong)
+    monkeypatch.setitem(descriptions.FORMS, "rms_norm", wrong)
 
 
 def one_infinity(y):
@@ -209,7 +209,7 @@ def one_infinity(y):
 )
 def test_the_self_check_sees(monkeypatch, device, fault, problem):
     plant(monkeypatch, fault)
-    work = workloads.Workload("rms_norm", {"N": 12, "H": 40}, "float32")
+    work = descriptions.Workload("rms_norm", {"N": 12, "H": 40}, "float32")
     found = _selfcheck.check(work, device, "torch")
     assert found is None if problem is None else found.startswith(problem)
 
@@ -228,7 +228,7 @@ for op in sys.argv[sys.argv.index("--ops") + 1].split(","):
     stub.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stub))
     problems = {line["op"]: line["problem"] for line in _doctor.self_check() if "problem" in line}
-    assert set(problems) == set(workloads.OPS)
+    assert set(problems) == set(descriptions.FORMS)
     assert {op for op, problem in problems.items() if problem} == {"swiglu"}
     assert "SIGKILL" in problems["swiglu"]
 
@@ -309,7 +309,7 @@ def test_doctor_writes_one_json_object_and_says_that_every_op_is_right(capsys):
     code = main(["doctor", "--json", "--no-times"])
     found = json.loads(capsys.readouterr().out)
     assert code == (1 if any(f["level"] == "error" for f in found["findings"]) else 0)
-    assert {line["op"] for line in found["ops"]} == set(workloads.OPS)
+    assert {line["op"] for line in found["ops"]} == set(descriptions.FORMS)
     assert [line for line in found["ops"] if line.get("problem")] == []
     assert found["device"]["kind"] == os.environ["NPU_KERNELS_TEST_DEVICE"]
     assert found["backends"]["rms_norm"]["reason"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cases, results
-from npu_trainer_kernels import tuned, workloads
+from npu_trainer_kernels import descriptions, tuned
 from npu_trainer_kernels.cli import _doctor, _process, _prove, _prove_archive, _prove_report, _prove_worker, _tune, main
 from npu_trainer_kernels.cli._environment import Finding
 
@@ -599,7 +599,7 @@ def do(part: str, done=()) -> dict[str, dict]:
 def test_checks_see_a_wrong_backend(monkeypatch):
     monkeypatch.setattr(_prove_worker, "DTYPES", ("float32",))
     monkeypatch.setattr(
-        _prove_worker, "of_model", lambda *args: [w for w in workloads.of_model(*args) if w.op == "rope"]
+        _prove_worker, "of_model", lambda *args: [w for w in descriptions.of_model(*args) if w.op == "rope"]
     )
     monkeypatch.setattr(_tune, "candidates", lambda work, where: ["torch", "vendor"])
     found = do("checks")
@@ -644,7 +644,7 @@ def test_what_a_row_of_the_benchmark_comes_to(rows, status, reason):
 
 
 def test_the_table_is_measured(monkeypatch):
-    small = workloads.ModelShapes(hidden=32, intermediate=40, vocabulary=97, heads=2, kv_heads=1, head_dim=16)
+    small = descriptions.ModelShapes(hidden=32, intermediate=40, vocabulary=97, heads=2, kv_heads=1, head_dim=16)
     monkeypatch.setattr(_prove_worker, "TIMED", {False: (small, 64)})
     monkeypatch.setattr(_prove_worker, "TABLE", {"swiglu": _prove_worker.TABLE["swiglu"]})
     (found,) = do("table").values()

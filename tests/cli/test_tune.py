@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from npu_trainer_kernels import apply_npu_kernels, backends, tiling, timing, tuned, workloads
+from npu_trainer_kernels import apply_npu_kernels, backends, descriptions, tiling, timing, tuned
 from npu_trainer_kernels.cli import _tune, main
 from npu_trainer_kernels.device import ASCEND_CHIPS, DeviceSpec, spec, use_spec
 from npu_trainer_kernels.ops.launch import KernelError
@@ -38,7 +38,7 @@ def model(tmp_path, monkeypatch):
 def times(monkeypatch):
     """Milliseconds that every measurement of ours, and of plain PyTorch, gives."""
     made_up = {"ours": 1.0, "plain": 2.0}
-    references = {op.reference for op in workloads.OPS.values()}
+    references = {op.reference for op in descriptions.FORMS.values()}
 
     def measure(fn, sets, mode, where, settings, cold):
         ms = made_up["plain" if fn in references else "ours"]
@@ -52,7 +52,7 @@ def times(monkeypatch):
 @pytest.fixture
 def two_ops(monkeypatch):
     """For what has nothing to do with which ops there are: all of them take seconds."""
-    monkeypatch.setattr(workloads, "FORMS", ("rms_norm", "swiglu"))
+    monkeypatch.setattr(descriptions, "FORM_NAMES", ("rms_norm", "swiglu"))
 
 
 def run(model, capsys, *options):
@@ -72,7 +72,7 @@ def stored(op):
 def test_winners_are_stored_for_the_models_shapes(model, times, capsys):
     code, found = run(model, capsys)
     assert code == 0
-    assert set(found["ops"]) == set(workloads.OPS)
+    assert set(found["ops"]) == set(descriptions.FORMS)
     assert [at["shape"] for at in found["ops"]["swiglu"]] == ["N=128 I=176", "N=16 I=176"]
     assert set(map(tuple, winners(found).values())) == {("torch", "torch")}
     assert set(tuned.machines()["cpu"].ops) == set(backends.OPS)
@@ -100,7 +100,7 @@ def test_what_a_model_has_no_sizes_for_is_left_out_and_named(tmp_path, monkeypat
     (tmp_path / "config.json").write_text(json.dumps(config))
     _, found = run(str(tmp_path), capsys)
     assert set(found["left_out"]) == left_out
-    assert set(found["ops"]) == set(workloads.OPS) - left_out
+    assert set(found["ops"]) == set(descriptions.FORMS) - left_out
 
 
 def test_an_op_that_loses_is_left_to_the_model_with_both_times(model, times, two_ops, capsys):
@@ -163,9 +163,9 @@ def test_the_head_keeps_its_memory(model, times, capsys):
 
 
 def test_a_wrong_backend_never_wins(model, times, two_ops, capsys, monkeypatch):
-    op = workloads.OPS["rms_norm"]
+    op = descriptions.FORMS["rms_norm"]
     wrong = dataclasses.replace(op, ours=lambda backend: lambda t: 1.01 * op.ours(backend)(t))
-    monkeypatch.setitem(workloads.OPS, "rms_norm", wrong)
+    monkeypatch.setitem(descriptions.FORMS, "rms_norm", wrong)
     code, found = run(model, capsys)
     assert code == 1
     assert "result 0" in found["ops"]["rms_norm"][0]["problems"]["torch"]
@@ -174,7 +174,7 @@ def test_a_wrong_backend_never_wins(model, times, two_ops, capsys, monkeypatch):
 
 
 def test_plain_pytorch_out_of_memory_is_no_failure(model, times, capsys, monkeypatch):
-    reference = workloads.Workload.reference.fget
+    reference = descriptions.Workload.reference.fget
 
     def of(work):
         # The small check still has its reference, the measurement none.
@@ -183,8 +183,8 @@ def test_plain_pytorch_out_of_memory_is_no_failure(model, times, capsys, monkeyp
     def too_large(tensors):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(workloads, "FORMS", ("linear_logprob",))
-    monkeypatch.setattr(workloads.Workload, "reference", property(of))
+    monkeypatch.setattr(descriptions, "FORM_NAMES", ("linear_logprob",))
+    monkeypatch.setattr(descriptions.Workload, "reference", property(of))
     code, found = run(model, capsys)
     assert code == 0
     assert winners(found)["linear_logprob"] == ["torch", "torch"]
@@ -193,15 +193,15 @@ def test_plain_pytorch_out_of_memory_is_no_failure(model, times, capsys, monkeyp
 
 def test_inputs_that_do_not_fit_stop_no_other_op(model, times, capsys, monkeypatch):
     """As all experts of a model that is trained on several devices."""
-    inputs = workloads.Workload.inputs
+    inputs = descriptions.Workload.inputs
 
     def too_large(work, where):
         if work.op == "moe_experts" and work.sizes["H"] == 64:
             raise torch.OutOfMemoryError("no room\nmore of it")
         return inputs(work, where)
 
-    monkeypatch.setattr(workloads, "FORMS", ("moe_experts", "rope"))
-    monkeypatch.setattr(workloads.Workload, "inputs", too_large)
+    monkeypatch.setattr(descriptions, "FORM_NAMES", ("moe_experts", "rope"))
+    monkeypatch.setattr(descriptions.Workload, "inputs", too_large)
     code, found = run(model, capsys)
     assert code == 0
     assert [op["problems"] for op in found["ops"]["moe_experts"]] == [{"inputs": "OutOfMemoryError: no room"}] * 2
@@ -269,7 +269,7 @@ def test_it_measures_for_real(model, capsys):
     captured = capsys.readouterr()
     assert "from now on" in captured.out
     assert "nothing was stored" in captured.out
-    assert f"[1/{2 * len(workloads.OPS)}] tuning rms_norm, 16 tokens\n" in captured.err
+    assert f"[1/{2 * len(descriptions.FORMS)}] tuning rms_norm, 16 tokens\n" in captured.err
 
 
 def test_tiles_are_tried_one_by_one_and_the_faster_kept(device):
@@ -405,5 +405,5 @@ def test_an_earlier_measurement_has_no_part_in_a_new_one(model, times, capsys, m
     seen = []
     monkeypatch.setattr(_tune, "tune_op", lambda work, *args: seen.append(tuned.machines()) or _tune.Outcome(work))
     assert main(["tune", "--model", model]) == 0
-    assert seen == [{}] * 2 * len(workloads.OPS)
+    assert seen == [{}] * 2 * len(descriptions.FORMS)
     assert "rms_norm" in tuned.machines()["cpu"].ops

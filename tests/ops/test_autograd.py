@@ -13,10 +13,10 @@ from torch.autograd import forward_ad, functional
 from torch.utils.checkpoint import checkpoint
 
 from npu_trainer_kernels import ops
+from npu_trainer_kernels.descriptions import FORMS, Inputs, ModelShapes, Workload, as_tuple, of_model
 from npu_trainer_kernels.ops import fused_linear_cross_entropy, grpo_loss, linear_logprob
 from npu_trainer_kernels.ops.head import chunks
 from npu_trainer_kernels.ops.slices import in_slices
-from npu_trainer_kernels.workloads import OPS, Inputs, ModelShapes, Workload, as_tuple, of_model
 from tests.closeness import assert_op_close
 
 SHAPES = ModelShapes(hidden=24, intermediate=40, vocabulary=67, heads=2, kv_heads=1, head_dim=12, experts=4, slots=2)
@@ -24,7 +24,7 @@ WORKLOADS = {work.op: work for work in of_model(SHAPES, tokens=16, dtype="float3
 
 
 def test_every_op_is_here():
-    assert WORKLOADS.keys() == OPS.keys()
+    assert WORKLOADS.keys() == FORMS.keys()
 
 
 def scalar(outputs, inputs: Inputs) -> torch.Tensor:
@@ -75,7 +75,7 @@ def loss_on_logits(device, backend):
 
 
 def experts_with_a_gate_of_their_own(device, backend):
-    """Step by step, as `OPS` has no form for."""
+    """Step by step, as `FORMS` has no form for."""
     inputs = WORKLOADS["moe_experts"].inputs(device)
     t = inputs.tensors
     y = ops.moe_experts(
@@ -104,7 +104,7 @@ def check_refuses(loss: torch.Tensor, wanted: list[torch.Tensor]) -> None:
         penalty.backward()
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FORMS)
 def test_second_derivatives_raise(device, backend, op):
     outputs, inputs = call(WORKLOADS[op], backend, device)
     check_refuses(scalar(outputs, inputs), leaves(inputs))
@@ -196,7 +196,7 @@ def objective_of(
 @pytest.mark.parametrize("straight", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("form", DERIVATIVES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FORMS)
 def test_derivatives_of_every_form_raise_or_are_right(device, op, form, frozen, straight):
     """Of an objective that is linear in an op's outputs nothing that arrives for them depends on anything, so that what
     the op has saved must: and where that does not either, a zero is right. An op saves less where leaves beside its
@@ -221,7 +221,7 @@ REFUSALS = (
 )
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FORMS)
 def test_a_graph_of_the_gradient_changes_no_gradient(device, backend, op):
     outputs, inputs = call(WORKLOADS[op], backend, device)
     loss = scalar(outputs, inputs)
@@ -235,7 +235,7 @@ def test_a_graph_of_the_gradient_changes_no_gradient(device, backend, op):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FORMS)
 @pytest.mark.parametrize("inside", [False, True])
 def test_inference_mode(device, backend, op, inside):
     """With inputs that were made outside or inside of it; parameters are always made outside."""
@@ -302,7 +302,7 @@ def test_nothing_is_formed_for_a_backward_that_will_not_come(device, backend, mo
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FORMS)
 def test_saved_tensors_are_read_at_most_once(device, backend, op):
     """Whoever keeps them elsewhere (on the host, or as a checkpoint) brings them back at every reading."""
     read = Counter()

@@ -9,7 +9,7 @@ For each kind of module one file has the patch (`recognise`, `declines`, `run` o
 5. `experts.py`: the experts of a mixture, with the same gates.
 6. `rotations.py`: the rotation of queries and keys. `rotation_forms.py` finds the formula of a rotating function.
 
-`..patches` applies them in this order.
+`PATCHES` has them in the order in which they are applied.
 """
 
 from .embeddings import EmbeddingPatch
@@ -20,14 +20,10 @@ from .residuals import AddRmsNormPatch
 from .rotation_forms import rotations_of
 from .rotations import RopePatch
 
-__all__ = [
-    "AddRmsNormPatch",
-    "EmbeddingPatch",
-    "ExpertsPatch",
-    "GatedMlpPatch",
-    "GatedRmsNormPatch",
-    "LayerNormPatch",
-    "RmsNormPatch",
-    "RopePatch",
-    "rotations_of",
-]
+__all__ = ["PATCHES", "GatedMlpPatch", "rotations_of"]
+
+PATCHES = (
+    RmsNormPatch(), GatedRmsNormPatch(), LayerNormPatch(), AddRmsNormPatch(), EmbeddingPatch(), GatedMlpPatch(),
+    ExpertsPatch(), RopePatch(),
+)  # fmt: skip
+"""In the order in which they are applied: a residual addition needs what was found of norms."""

@@ -1,0 +1,123 @@
+"""Attention by segments of one row of tokens. It has no kernel of ours for the Ascend compiler."""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import ops
+from .base import Form, Function, Inputs, Outputs, Tensors, Work, Workload, attention_lengths, randn
+
+__all__ = ["FORMS"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """A batch with padding, and its packed row of tokens.
+
+    Attributes:
+        segments: the segments of the packed row.
+        padded: for each position of the batch its token in the packed row, or -1 for padding.
+        packed: for each token of the packed row its (first) position in the batch.
+        seen: `[B, 1, L, L]`, the attention mask.
+        batch: B.
+    """
+
+    segments: ops.Segments
+    padded: ops.Shared
+    packed: ops.Shared
+    seen: Tensor
+    batch: int
+
+
+@functools.lru_cache(maxsize=4)
+def _rows(lengths: tuple[int, ...], device: torch.device) -> _Rows:
+    """Makes the batch once, as all layers of a forward share it. `lengths` has the length of the part that all rows
+    share, then that of the rest of each row."""
+    shared, *own = lengths
+    ends = np.cumsum(own) + shared
+    widest, first = shared + max(own), np.arange(shared)
+    padded = np.full((len(own), widest), -1)
+    keys = [first] if shared else []
+    for row, (end, length) in enumerate(zip(ends, own, strict=True)):
+        tokens = np.concatenate((first, np.arange(end - length, end)))
+        padded[row, : shared + length] = tokens
+        keys.append(tokens)
+    n = int(ends[-1])
+    several = ops.Shared.make(np.concatenate(keys), n, device) if shared else None
+    segments = ops.Segments.make(
+        [shared, *own] if shared else own, device, [len(part) for part in keys] if shared else None, several
+    )
+    flat = padded.reshape(-1)
+    places = np.flatnonzero(flat >= 0)
+    _, at = np.unique(flat[places], return_index=True)
+    live = torch.from_numpy(padded >= 0).to(device)
+    seen = torch.ones(widest, widest, dtype=torch.bool, device=device).tril() & live[:, None, None, :]
+    return _Rows(
+        segments, ops.Shared.make(flat, n, device), ops.Shared.make(places[at], flat.size, device), seen, len(own)
+    )
+
+
+def _rows_of(t: Tensors) -> _Rows:
+    return _rows(tuple(t["lengths"].tolist()), t["q"].device)
+
+
+def _build_attention(work: Workload, device: torch.device) -> Inputs:
+    s = work.sizes
+    lengths = s["shared"], *attention_lengths(s["B"], s["T"], s["live"], s["shared"])
+    n = sum(lengths)
+    tensors = {
+        "q": randn(work, device, n, s["Q"], s["D"]),
+        "k": randn(work, device, n, s["K"], s["D"]),
+        "v": randn(work, device, n, s["K"], s["D"]),
+        "lengths": torch.tensor(lengths),
+    }
+    return Inputs(tensors, ("q", "k", "v"), (randn(work, device, n, s["Q"], s["D"]),))
+
+
+def _attention_reference(t: Tensors) -> Outputs:
+    """Computes attention of the padded batch with a mask and repeated heads, as models do. It computes a shared token
+    once in each row. Padding and packing take a few percent of its time."""
+    rows = _rows_of(t)
+
+    def batch(x: Tensor) -> Tensor:
+        return ops.take(x, rows.padded).view(rows.batch, -1, *x.shape[1:]).transpose(1, 2)
+
+    q, k, v = (batch(t[name]) for name in ("q", "k", "v"))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, rows.seen).transpose(1, 2)
+    return ops.take(out.reshape(-1, *out.shape[2:]), rows.packed)
+
+
+def _attention(backend: str | None) -> Function:
+    return lambda t: ops.varlen_attention(t["q"], t["k"], t["v"], _rows_of(t).segments, backend=backend)
+
+
+def _attention_work(case: Workload) -> dict[str, Work]:
+    """Products of what is seen: two forward, five backward; q, k, v and o, and their gradients."""
+    s = case.sizes
+    lengths = attention_lengths(s["B"], s["T"], s["live"], s["shared"])
+    # Every token sees itself and what is before it in its row; what rows share is there once.
+    seen = s["shared"] * (s["shared"] + 1) / 2 + sum(n * s["shared"] + n * (n + 1) / 2 for n in lengths)
+    product = 2.0 * seen * s["Q"] * s["D"]
+    size = float((s["shared"] + sum(lengths)) * s["D"] * case.torch_dtype.itemsize)
+    forward, backward = size * 2 * (s["Q"] + s["K"]), size * 4 * (s["Q"] + s["K"])
+    return {
+        "forward": Work(2 * product, forward),
+        "backward": Work(5 * product, backward),
+        "both": Work(7 * product, forward + backward),
+    }
+
+
+FORMS = {
+    "varlen_attention": Form(
+        _build_attention, _attention_reference, _attention,
+        lambda m, n: {
+            "B": 8, "T": n // 8, "live": 37, "shared": max(1, n // 256), "Q": m.heads, "K": m.kv_heads, "D": m.head_dim,
+        },
+        _attention_work,
+    ),
+}  # fmt: skip
