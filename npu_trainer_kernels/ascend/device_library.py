@@ -1,10 +1,10 @@
-"""The device library that planned kernels call, run on this machine for the instructions that it would issue.
+"""Runs functions of the compiler's device library on this machine, to list the instructions that they would issue.
 
-The compiler's package ships its functions (`vexp_1d_float`, `load_gm_to_ubuf_1d_bfloat16_t`, ...) as LLVM bitcode.
-`call` builds the one that is asked for with every hardware instruction replaced by a record, runs it on a description
-of its operands, and returns what it issued: vector instructions, how often each repeats, transfers, flags. Nothing is
-computed. What a function issues depends on the sizes, strides and alignment of its operands alone, so that each answer
-is kept for a while.
+Planned kernels call these functions (`vexp_1d_float`, `load_gm_to_ubuf_1d_bfloat16_t`, ...), which the compiler's
+package contains as LLVM bitcode. `call` builds a function with every hardware instruction replaced by a call that
+records it, runs it on descriptors of its operands, and returns the recorded events: vector instructions with their
+repeats, transfers, flags. No values are computed. The events depend only on the sizes, strides and alignment of the
+operands, so `call` caches them.
 """
 
 import ctypes
@@ -24,16 +24,16 @@ _BUFFER_BYTES = 1 << 20
 
 
 class Event(NamedTuple):
-    """Something that a program does, in the order of its issue.
+    """An instruction, transfer or synchronisation that a program issues.
 
     Attributes:
         kind: `"vector"`, `"load"`, `"store"`, `"set"`, `"wait"`, `"barrier"` or `"scalar"` (the scalar unit accesses
             memory).
-        name: the instruction, for example `"VADD"`; of a flag the unit that sets it, of a barrier the unit that waits,
-            of a scalar access the memory.
-        repeats: of a vector instruction how often it works on 256 bytes; of a transfer its pieces.
-        bytes: of a transfer all bytes that it moves.
-        waits: of a flag the unit that waits for it.
+        name: the instruction, for example `"VADD"`; for a flag the unit that sets it, for a barrier the unit that
+            waits, for a scalar access the memory.
+        repeats: for a vector instruction its number of repeats, each on 256 bytes; for a transfer its pieces.
+        bytes: for a transfer the bytes that it moves.
+        waits: for a flag the unit that waits for it.
         flag: the number of a flag.
     """
 
@@ -47,13 +47,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """A piece of memory as the library's functions are told of it.
+    """A memory view that is an operand of the library's functions.
 
     Attributes:
-        address: in bytes; of the unified buffer, from its start.
-        sizes, strides: in elements.
-        bits: of an element.
-        space: `"ub"` or `"gm"`.
+        address: the address in bytes; in the unified buffer, from its start.
+        sizes, strides: the sizes and strides in elements.
+        bits: the bits of an element.
+        space: the memory, `"ub"` or `"gm"`.
     """
 
     address: int
@@ -68,17 +68,17 @@ _ELEMENT_BYTES = {"f32": 4, "s32": 4, "u32": 4, "b32": 4, "s64": 8, "b8": 1, "s8
 _CONVERSION = re.compile(r"VCONV\.(bf16|[fsu]\d+)2(bf16|[fsu](?:16|32|64|8))")
 
 
-# ------------------------------------------------------------------------------------------------------ building it
+# ---------------------------------------------------------------------------------------------------------- building it
 _INTRINSIC = re.compile(r"@llvm\.hivm\.([\w.]+)")
 _DECLARED = re.compile(
     r"declare [^@]*?(void|i\d+|ptr(?: addrspace\(\d\))?) @llvm\.hivm\.([\w.]+)\((.*)\)(?: #\d+)?$", re.M
 )
-_RESULTS = {"SBITSET0", "SBITSET1"}  # these are computed; of what the hardware would answer, 0 is as good as any
+_RESULTS = {"SBITSET0", "SBITSET1"}  # stubs compute these; every other instruction with a result returns 0
 
 
 @cache
 def _bitcode() -> Path:
-    """The library of the 910's vector cores (the compiler calls their generation c220)."""
+    """Returns the path of the library of the 910's vector cores (the compiler calls their generation c220)."""
     found = importlib.util.find_spec("ascendnpuir")
     toolchain.bishengir("bishengir-compile", "")
     folders = found.submodule_search_locations if found else None
@@ -92,20 +92,20 @@ def _this_module() -> str:
 
 
 def _instrumented(text: str) -> str:
-    """LLVM's text with a function in the place of each hardware instruction that hands its name, its first three
-    arguments and its last to `npuk_record`."""
+    """Replaces each hardware instruction in LLVM IR by a function that calls `npuk_record` with the instruction's name,
+    its first three arguments and its last."""
     stubs = ["@npuk_record = global ptr null", "@npuk_nothing = global [16 x i64] zeroinitializer"]
     for result, name, parameters in dict.fromkeys(_DECLARED.findall(text)):
         kinds = [re.match(r"ptr addrspace\(\d\)|\w+", part.strip()) for part in parameters.split(",") if part.strip()]
         stubs.append(_stub(result, name, [kind[0] for kind in kinds if kind]))
     kept = [
-        # The target is no machine that LLVM could compile for, and its features are no other's.
+        # LLVM cannot compile for the chip, so the target and its features are removed.
         re.sub(r' "[^"]*"(="[^"]*")?', "", line) if line.startswith("attributes #") else line
         for line in text.splitlines()
         if not line.startswith(("target ", "declare")) or (line.startswith("declare") and "@llvm.hivm." not in line)
     ]
     body = "\n".join(kept).replace(" noinline", "").replace(" optnone", "")
-    # On the chip a descriptor may lie at address 0. Here reading it is an error, and code that does is left out.
+    # On the chip a descriptor may lie at address 0. In LLVM reading it is undefined, and such code would be removed.
     body = body.replace("ptr noundef null", "ptr noundef @npuk_nothing")
     return "\n".join([_INTRINSIC.sub(_renamed, body), *stubs])
 
@@ -130,7 +130,7 @@ def _stub(result: str, name: str, kinds: list[str]) -> str:
                 f"%v{i} = {'add i64 0,' if kind == 'i64' else f'zext {kind}'} %a{i}"
                 + ("" if kind == "i64" else " to i64")
             )
-        else:  # a number's value decides nothing
+        else:  # the value of a floating-point argument has no influence on the events
             lines.append(f"%v{i} = add i64 0, 0")
     values = [f"%v{i}" for i in range(len(kinds))]
     given = [*(values[i] if i < len(values) else "0" for i in range(3)), values[-1] if values else "0"]
@@ -141,7 +141,7 @@ def _stub(result: str, name: str, kinds: list[str]) -> str:
 
 
 def _build(path: Path, function: str) -> None:
-    """Writes the function's machine code to `path`."""
+    """Writes a shared library with the function to `path`."""
     folder = path.parent
     given, optimized, machine = (folder / f"{function}.{suffix}" for suffix in ("ll", "opt.ll", "o"))
     stage = "build of the device library"
@@ -159,12 +159,12 @@ def _build(path: Path, function: str) -> None:
 
 _Recorder = ctypes.CFUNCTYPE(None, ctypes.c_char_p, *[ctypes.c_int64] * 4)
 _answers: dict[tuple[Any, ...], tuple[Event, ...]] = {}
-_MOST_ANSWERS = 4096  # a kernel asks for some hundred, again and again
-_running = threading.Lock()  # one buffer, one list of events
+_MOST_ANSWERS = 4096  # a kernel has some hundred distinct calls
+_running = threading.Lock()  # there is one buffer and one list of events
 
 
 class _Machine:
-    """The one core that functions run on: its buffer, the mask that their instructions obey, and what they issue."""
+    """The one core that functions run on: its buffer, the mask of its vector instructions, and the recorded calls."""
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(_BUFFER_BYTES + 4096)
@@ -172,22 +172,22 @@ class _Machine:
         self.issued: list[tuple[bytes, int, int, int, int]] = []
         self.counts = False
         self.mask = 0
-        # What is issued is read when the function has returned: an error in between would be lost.
+        # Records are decoded after the function has returned, since ctypes would swallow an exception in a callback.
         self.record = _Recorder(lambda *issued: self.issued.append(issued))
 
     def take(self) -> tuple[Event, ...]:
-        """What was issued since the last time."""
+        """Returns the events since the last call."""
         issued, self.issued = self.issued, []
         events = (self._event(name.decode(), *arguments) for name, *arguments in issued)
         return tuple(event for event in events if event is not None)
 
     def _event(self, name: str, a: int, b: int, c: int, last: int) -> Event | None:
-        """The bit fields are those of the instruction set: repeats on top of a vector instruction's last argument;
-        pieces and their length in a transfer's third."""
+        """Decodes a recorded instruction by the bit fields of the instruction set: the top byte of a vector
+        instruction's last argument is its repeats, a transfer's third argument has its pieces and their length."""
         if name == "SET.CTRL":
             self.counts = bool(a >> 56 & 1)
         elif name == "MOVEMASK":
-            self.mask = b  # the lower half; while instructions count, the elements
+            self.mask = b  # the lower half of the mask; in counter mode, the number of elements
         elif name in ("SET.FLAG.IMM", "WAIT.FLAG.IMM"):
             return Event(name[:-9].lower(), _UNITS[a], waits=_UNITS[b], flag=c)
         elif name == "BARRIER":
@@ -225,7 +225,7 @@ def _machine() -> _Machine:
 
 @cache
 def _function(name: str) -> Any:
-    """The library's function as built here."""
+    """Returns a function of the library, built for this machine."""
     key = toolchain.digest(toolchain.versions(), name, _this_module())
     library = ctypes.CDLL(str(toolchain.cached(f"device/{name}-{key}.so", lambda path: _build(path, name))))
     ctypes.c_void_p.in_dll(library, "npuk_record").value = ctypes.cast(_machine().record, ctypes.c_void_p).value
@@ -235,22 +235,22 @@ def _function(name: str) -> Any:
 
 
 def _descriptor(view: View) -> Any:
-    """A memref descriptor: allocation, first element, offset, sizes and strides. HBM is never touched, so that its
-    addresses may be anything."""
+    """Returns a memref descriptor: allocation, first element, offset, sizes and strides. The functions never access
+    HBM, so its addresses may have any value."""
     address = view.address + (_machine().base if view.space == "ub" else 0)
     return ctypes.byref((ctypes.c_int64 * (3 + 2 * len(view.sizes)))(address, address, 0, *view.sizes, *view.strides))
 
 
 def call(name: str, operands: tuple[View | int | float, ...]) -> tuple[Event, ...]:
-    """What a function of the library issues.
+    """Returns the events of a function of the library.
 
     Args:
-        name: for example `"vexp_1d_float"`.
-        operands: as a planned call passes them; of floating numbers the value does not matter.
+        name: the function, for example `"vexp_1d_float"`.
+        operands: the operands of the planned call; the values of floating-point numbers do not matter.
 
     Raises:
         MissingDependencyError: a tool is not installed.
-        ToolchainError: the function cannot be built, for example because the library has none of this name.
+        ToolchainError: the function cannot be built, for example because the library has no function of this name.
     """
     key = name, *(_alike(operand) for operand in operands)
     with _running:
@@ -259,14 +259,14 @@ def call(name: str, operands: tuple[View | int | float, ...]) -> tuple[Event, ..
                 _answers.clear()
             machine = _machine()
             passed = [_passed(operand) for operand in operands]
-            # A load of the library takes one number more than the planner passes, how to treat the cache: 0.
+            # The library's loads take one number more than the planner passes: the cache mode, 0.
             _function(name)(*passed, *([ctypes.c_int32(0)] if name.startswith("load_gm_to_") else []))
             _answers[key] = machine.take()
         return _answers[key]
 
 
 def _alike(operand: View | int | float) -> Any:
-    """What decides what is issued: not where in HBM, but how aligned."""
+    """Returns the properties of an operand that decide the events: of an address in HBM only its alignment."""
     if isinstance(operand, View) and operand.space == "gm":
         return operand.address % 512, operand.sizes, operand.strides
     return operand

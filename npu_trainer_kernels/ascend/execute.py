@@ -1,16 +1,16 @@
-"""Runs the lowered kernel on CPU tensors over its full grid, and counts what it moves between HBM and the chip.
+"""Runs a lowered kernel on CPU tensors over its full grid, and counts its traffic between HBM and the chip.
 
-The compiler's MLIR is instrumented (a call beside each transfer), lowered to machine code with the compiler's own
-passes and LLVM 19, and linked with a small C program that loops over the grid. Tensors are passed as what the kernel
-was written for, raw pointers: a non-contiguous tensor or one with an offset is read and written as the chip would.
+The compiler's MLIR is instrumented (with a call at each transfer), lowered to machine code with the compiler's own
+passes and LLVM 19, and linked with a small C program that loops over the grid. The kernel gets raw pointers, as on the
+chip, so it reads and writes non-contiguous tensors and tensors with an offset as the chip would.
 
-Each launch is a process of its own, so that a kernel that is wrong ends that process and not the caller's. Its tensors
-lie in shared memory, the end of each storage at the end of a page, with a zone before and behind that nobody may read
-or write: the first byte past the end, which a missing mask reaches for, is named with its argument.
+Each launch runs in its own process, so a wrong kernel cannot crash the caller. Its tensors lie in shared memory, each
+storage ends at the end of a page, and there is a protected zone before and after it: an access to the first byte past
+the end, as by a kernel that lacks a mask, is reported with the argument's name.
 
-There are two levels. `"ttadapter"` is what triton-ascend emits; `"hfusion"` has also been through bishengir's rewrites
-for the vector unit (bf16 arithmetic in fp32, division, tanh, rounding modes, NaN rules), so it is nearer to the chip;
-atomics cannot be run there. Programs of a grid run one after the other.
+There are two levels. `"ttadapter"` is the output of triton-ascend; `"hfusion"` also includes bishengir's rewrites for
+the vector unit (bf16 arithmetic in fp32, division, tanh, rounding modes, NaN rules), which is closer to the chip but
+cannot run atomics. Programs of a grid run one after the other.
 """
 
 import ctypes
@@ -39,15 +39,15 @@ LEVELS = ("ttadapter", "hfusion")
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one launch moved between HBM and the chip; `+` adds launches.
+    """The traffic of a launch between HBM and the chip; `+` adds launches.
 
     Attributes:
         bytes_in: bytes that transfers read from HBM.
         bytes_out: bytes that transfers wrote to HBM.
-        transfers_in: transfers that read.
-        transfers_out: transfers that wrote.
-        scalar_loads: single elements that the scalar unit read from HBM.
-        scalar_stores: single elements that the scalar unit wrote to HBM.
+        transfers_in: the number of transfers that read.
+        transfers_out: the number of transfers that wrote.
+        scalar_loads: the number of elements that the scalar unit read from HBM.
+        scalar_stores: the number of elements that the scalar unit wrote to HBM.
         atomic_bytes: bytes that atomic updates wrote.
         scalar_bytes: bytes of the scalar loads and stores.
     """
@@ -63,7 +63,7 @@ class Traffic:
 
     @property
     def bytes(self) -> int:
-        """All bytes moved, in both directions."""
+        """All bytes moved in both directions."""
         return self.bytes_in + self.bytes_out + self.atomic_bytes + self.scalar_bytes
 
     def __add__(self, other: "Traffic") -> "Traffic":
@@ -71,20 +71,20 @@ class Traffic:
 
 
 def execute(spec: Specialization, grid: tuple[int, ...], args: Mapping[str, Any], level: str = "ttadapter") -> Traffic:
-    """Runs every program of the grid; tensors are written in place.
+    """Runs every program of the grid, and writes tensors in place.
 
     Args:
         spec: the launch's specialization.
         grid: one to three positive ints.
-        args: the value of each parameter by name (see `lower.bind`): CPU tensors, ints, floats, bools; those that are
-            constants of `spec` may be left out.
+        args: the value of each parameter by name (see `lower.bind`): CPU tensors, ints, floats, bools; constants of
+            `spec` may be omitted.
         level: one of `LEVELS`.
 
     Raises:
         ValueError: an unknown level, a grid that is not one to three positive ints, or a tensor that is not on the CPU.
         MissingDependencyError: a tool is not installed.
-        ToolchainError: the kernel cannot be built at this level, reads or writes what is no argument's, or does not
-            end. Tensors are then as they were.
+        ToolchainError: the kernel cannot be built at this level, accesses memory outside its arguments, or does not
+            end. Tensors are then unchanged.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}; got {level!r}")
@@ -104,7 +104,7 @@ def execute(spec: Specialization, grid: tuple[int, ...], args: Mapping[str, Any]
     return memory.take_back()
 
 
-# --------------------------------------------------------------------------------------------- memory of the two sides
+# --------------------------------------------------------------------------------------------------- memory of a launch
 _C_TYPES: dict[str, tuple[str, Any]] = {
     "i1": ("int8_t", ctypes.c_int8),
     "i8": ("int8_t", ctypes.c_int8),
@@ -119,17 +119,17 @@ _C_TYPES: dict[str, tuple[str, Any]] = {
 }
 
 
-# Numbers of eight bytes at the start of the memory: the grid, what is counted, the storage that was left (from 1 on;
-# -1: no storage of an argument) and how far from its start or past its end, how many storages there are; then three for
-# each argument and two for each storage.
+# The memory begins with 64-bit integers: the grid, the counts, the storage of an illegal access (counted from 1; -1:
+# the access is near no argument's storage) with the distance from its start or end, the number of storages; then three
+# integers for each argument and two for each storage.
 _GRID, _COUNTS, _FAULT, _STORAGES, _ARGUMENTS = 0, 3, 11, 13, 14
 _PER_ARGUMENT, _PER_STORAGE = 3, 2
 
 
 class _Memory:
-    """What a launch is given and gives back, in a file that both processes map.
+    """The arguments and counts of a launch, in a file that both processes map.
 
-    A storage ends where its last page does. What is left of its first page is filled, and looked at afterwards.
+    Each storage ends at the end of a page. The rest of its first page has a fill value, which is checked afterwards.
     """
 
     def __init__(self, file: int, spec: Specialization, grid: tuple[int, ...], args: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ class _Memory:
         for name, tensor in given.items():
             if tensor.device.type != "cpu":
                 raise ValueError(f"{name} must be a CPU tensor; it is on {tensor.device}")
-        # Arguments that share a storage, as the two halves of one tensor do, share it there too.
+        # Arguments that share a storage, such as two halves of a tensor, also share it in the other process.
         self._names: dict[int, list[str]] = {}
         self._storages: list[torch.Tensor] = []
         for name, tensor in given.items():
@@ -169,7 +169,7 @@ class _Memory:
                 whole[8 * at : 8 * at + len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
     def fault(self) -> str | None:
-        """What was read or written that is no argument's; None: nothing was seen."""
+        """Returns a description of an access outside the arguments, or None."""
         names = [" or ".join(names) for names in self._names.values()]
         storage, distance = self._words[_FAULT:_STORAGES].tolist()
         if storage > 0:
@@ -184,7 +184,7 @@ class _Memory:
         return None
 
     def take_back(self) -> "Traffic":
-        """Writes the tensors; what was counted."""
+        """Copies the results into the tensors, and returns the counts."""
         for storage, copy in zip(self._storages, self._copies, strict=True):
             storage.copy_(copy)
         return Traffic(*self._words[_COUNTS:_FAULT].tolist())
@@ -198,15 +198,15 @@ def _in_pages(size: int) -> int:
 
 
 def _placed(storage: int, tensor: torch.Tensor) -> tuple[int, int, int]:
-    """A tensor's storage, its first byte there, and the elements from there on."""
+    """Returns a tensor's storage, the offset of its first byte, and the number of elements from there to the end."""
     first = int(tensor.storage_offset())
     elements = tensor.untyped_storage().nbytes() // tensor.element_size() - first
     return storage, first * tensor.element_size(), elements
 
 
-# ---------------------------------------------------------------------------------------------------------- building it
-# bishengir's own passes turn its operations into upstream ones; the rest is the upstream way down to LLVM.
-# Deallocation frees each tile after its last use: without it a loop over rows would keep every tile of every row.
+# ------------------------------------------------------------------------------------------------- building the program
+# The first pass, bishengir's own, converts its operations into upstream ones; the rest is upstream's lowering to LLVM.
+# Deallocation frees each tile after its last use; without it a loop over rows would leak every tile.
 _PASSES = (
     "--execution-engine-convert-hfusion-to-upstream",
     "--convert-elementwise-to-linalg",
@@ -228,7 +228,7 @@ _PASSES = (
     "--reconcile-unrealized-casts",
 )
 
-# `__hmf_*` are the device library's functions, which the compiler's upstream conversion leaves as calls.
+# The compiler's upstream conversion leaves calls of the device library's functions, `__hmf_*`.
 _DRIVER = """
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -318,8 +318,8 @@ int main(int count, char **arguments) {{
 
 @functools.cache
 def _host() -> tuple[str, str]:
-    """The machine and CPU that LLVM compiles for, as flags; without the first it knows of no vector instructions. Part
-    of the key of a program, which may be on a disk that machines share."""
+    """Returns flags for the host's machine and CPU, as LLVM names them; without the first LLVM uses no vector
+    instructions. They are part of a program's cache key, since machines may share the cache's disk."""
     text = toolchain.invoke("llc", "ask for the host's CPU", [toolchain.host_tool("llc-19"), "--version"]).stdout
     machine, cpu = re.search(r"Default target: (\S+)", text), re.search(r"Host CPU: (\S+)", text)
     assert machine is not None, "llc names its default target"
@@ -328,12 +328,12 @@ def _host() -> tuple[str, str]:
 
 @functools.cache
 def _this_module() -> str:
-    """What is done to a kernel on its way to a program: part of the program's key, too."""
+    """Returns the source of this module, which is part of a program's cache key."""
     return Path(__file__).read_text()
 
 
 def _program_of(spec: Specialization, level: str) -> Path:
-    """The program that runs the kernel, from the disk or built now."""
+    """Returns the path of the program that runs the kernel; builds it if it is not cached."""
     text = lower(spec)
     name = toolchain.digest(toolchain.versions(), text, level, _this_module(), *_host())
     return toolchain.cached(f"host/{spec.name}-{name}", lambda made: _build(made, spec, text, level))
@@ -354,10 +354,11 @@ def _build(program: Path, spec: Specialization, lowered: str, level: str) -> Non
 
     step("lowering to LLVM", optimizer, source, *_PASSES, "-o", in_llvm)
     step("translation", toolchain.host_tool("mlir-translate-19"), "--mlir-to-llvmir", in_llvm, "-o", in_ir)
-    # Loops of constant length unrolled into thousands of instructions would take seconds to compile.
+    # Unrolling loops of constant length yields thousands of instructions, which would take seconds to compile.
     optimize_flags = ("-O2", "--disable-loop-unrolling", *_host())
     step("optimization", toolchain.host_tool("opt-19"), *optimize_flags, in_ir, "-o", optimized)
-    # What costs time is done to the IR, sums side by side among it; a program runs for less time than this step takes.
+    # `opt` has already done the optimizations that matter, such as vectorizing sums; more than -O0 in `llc` would take
+    # longer than the program runs.
     compile_flags = ("-O0", *_host(), "-relocation-model=pic", "-filetype=obj")
     step("compilation", toolchain.host_tool("llc-19"), *compile_flags, optimized, "-o", machine)
     libraries = toolchain.llvm_libraries()
@@ -373,7 +374,7 @@ def _entry_name(lowered: str) -> str:
 
 def _driver(spec: Specialization, entry: str, level: str) -> str:
     types, values = ["Buffer *", "Buffer *"], ["&lock", "&workspace"]
-    if level == "hfusion":  # the address of the inter-core flags comes first
+    if level == "hfusion":  # the first argument is the address of the inter-core flags
         types, values = ["int64_t", *types], ["0", *values]
     for place, kind in enumerate(spec.runtime.values()):
         pointer = kind.startswith("*")
@@ -416,15 +417,15 @@ def _through_hfusion(kernel: str, lowered: str, folder: Path) -> str:
         "--lower-hfusion-pipeline=enable-triton-kernel-compile=true",
     ]
     text = toolchain.invoke(kernel, "rewriting for the vector unit", command).stdout
-    # The attributes of the chip's runtime mean nothing to the passes that follow.
+    # The following passes do not know the attributes of the chip's runtime.
     text = re.sub(r"\{hacc\.arg_type = #hacc\.arg_type<\w+>\}", "", text)
     text = re.sub(r"hacc\.\w+(?: = #hacc\.\w+<\w+>)?(?:, )?", "", text)
     return "\n".join(_spelled_out(text.splitlines()))
 
 
 def _spelled_out(lines: Iterable[str]) -> Iterator[str]:
-    """Writes out what the conversion to upstream operations drops: `vnot`, how casts to whole numbers round, and
-    `interleave`, which puts the elements of two tensors by turns."""
+    """Replaces operations that the conversion to upstream ones does not handle: `vnot`, the rounding modes of casts to
+    integers, and `interleave`, which alternates the elements of two tensors."""
     for number, line in enumerate(lines):
         by_turns = _INTERLEAVE.match(line)
         if by_turns is not None:
@@ -436,7 +437,8 @@ def _spelled_out(lines: Iterable[str]) -> Iterator[str]:
             continue
         pad, operand, kind = found["pad"], found["operand"], found["from"]
         rounding = re.search(r"round_mode<(\w+)>", found["how"])
-        # floor and its like are casts from fp32 to fp32; to a narrower float a rounding mode is about the last bit.
+        # floor, ceil and similar functions are casts from fp32 to fp32; in a cast to a narrower float a rounding mode
+        # concerns only the last bit.
         to_whole = found["to_element"] in ("f32", "i8", "i16", "i32", "i64")
         if "unary_fn<vnot>" in found["how"]:
             ones = "true" if found["from_element"] == "i1" else "-1"
@@ -473,8 +475,8 @@ _SCALAR_LOAD = re.compile(rf"\s*{_VALUE} = (?:memref|affine)\.load ({_VALUE})\[.
 _SCALAR_STORE = re.compile(rf"\s*(?:memref|affine)\.store {_VALUE}, ({_VALUE})\[.*\] : (memref<.*>)")
 _ATOMIC = re.compile(rf"\s*linalg\.generic .*outs\(({_VALUE}) : (memref<.*>)\) attrs = .*GenericAtomicRMW")
 _SHAPE = re.compile(r"memref<((?:[\d?]+x)*)(\w+)")
-# The body of a sum. Its order is the compiler's to choose: the chip adds up blocks side by side, a plain loop would add
-# one element after the other, and thousands of them would gather an error that no kernel makes.
+# The body of a sum, whose order the compiler may choose. The chip adds blocks in parallel; a loop that adds thousands
+# of elements one after the other would accumulate a larger error than the kernel's.
 _SUM = re.compile(r"(\s*%\w+ = arith\.addf %in\w*, %init\w*)( : f32)$")
 _VIEWS = {"reinterpret_cast", "subview", "cast", "collapse_shape", "expand_shape"}
 _IN, _OUT, _LOAD, _SCALAR_OUT, _UPDATE = range(5)
@@ -482,8 +484,8 @@ _ELEMENT_BYTES = {"f64": 8, "i64": 8, "f32": 4, "i32": 4, "f16": 2, "bf16": 2, "
 
 
 def instrument(text: str) -> str:
-    """Adds to a lowered kernel a call of `npuk_count(kind, elements, bytes of an element)` beside every HBM access, and
-    leaves the order of sums open."""
+    """Adds a call of `npuk_count(kind, elements, bytes of an element)` to a lowered kernel before every HBM access, and
+    allows reassociation of sums."""
     in_hbm: set[str] = set()
     fresh = itertools.count()
     result: list[str] = []
@@ -493,7 +495,7 @@ def instrument(text: str) -> str:
             line = line.replace("attributes {", "attributes {llvm.emit_c_interface, ", 1)
         view = _VIEW.match(line)
         if view:
-            # Names come again in sibling regions, for other values.
+            # Sibling regions reuse names for other values.
             in_hbm.discard(view[1])
             if view[2] in _VIEWS and view[3] in in_hbm:
                 in_hbm.add(view[1])
@@ -508,7 +510,7 @@ def instrument(text: str) -> str:
 
 
 def _accesses(line: str) -> Iterator[tuple[int, str, str]]:
-    """The (kind, memref value, its type) that a line may access in HBM."""
+    """Returns (kind, memref value, its type) for each access to HBM that a line may make."""
     if copy := _COPY.match(line):
         yield _IN, copy[1], copy[3]
         yield _OUT, copy[2], copy[4]
@@ -520,7 +522,7 @@ def _accesses(line: str) -> Iterator[tuple[int, str, str]]:
 def _count_call(kind: int, value: str, memref: str, number: int) -> Iterator[str]:
     shape = _SHAPE.match(memref)
     assert shape is not None, f"the type of an HBM access is a memref, not {memref}"
-    # A scalar access is to one element, whatever the size of the memref that it is in.
+    # A scalar access reads or writes one element, regardless of the memref's size.
     dims = [] if kind in (_LOAD, _SCALAR_OUT) else shape[1].split("x")[:-1]
     name = f"%npuk{number}"
     yield f"{name}_kind = arith.constant {kind} : i32"

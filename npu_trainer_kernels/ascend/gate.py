@@ -1,16 +1,15 @@
-"""The gate: every kernel that an op would launch, on every chip, against the rules; and the table that says so.
+"""The Ascend gate checks the rules for every kernel that an op would launch, on every chip.
 
-A `GateCase` is an op at one production shape and dtype. Its host code runs on `meta` tensors as if on the chip, so that
-the grid and the block sizes are those that `tiling/` chooses there; each launch is then planned by the real compiler.
-Where the case can also be run small, the launches are executed and their HBM traffic is held against the least that
-would do.
+A `GateCase` is an op at one production shape and dtype. The op's host code runs on `meta` tensors as if on the chip, so
+`tiling/` chooses the grid and the block sizes for that chip; then the compiler plans each launch. If a case has a small
+version, its launches are executed, and their HBM traffic is compared with the minimum.
 
     rows = collect(cases, CHIPS)
-    failures(rows)                        what fails, by kernel and rule: empty for a gate that passes
+    failures(rows)                        one line per kernel and broken rule; empty if the gate passes
 
-Some rules are about waiting, not about right or wrong: loads that wait for the vector unit by a fixed event, waits of
-the scalar unit executed per row, vector instructions per element over a minimum that was counted by hand. The last two
-are counted in a trace of a few rows. What cannot keep such a rule is listed with its reason (`listed.py`).
+Some rules concern speed, not correctness: loads that wait for the vector unit by a fixed event, waits of the scalar
+unit executed per row, vector instructions per element over a minimum that was counted by hand. The last two are counted
+in a trace of a few rows. A kernel that cannot keep one of these rules is listed with the reason (`listed.py`).
 """
 
 from collections import Counter
@@ -47,7 +46,7 @@ __all__ = [
 
 A3_CHIPS = tuple(name for name in device.ASCEND_CHIPS if name.startswith("Ascend910_93"))
 CHIPS = ("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4", *A3_CHIPS)
-SAMPLED_CHIPS = ("Ascend950PR_9589",)  # some shapes: its compiler takes four times as long
+SAMPLED_CHIPS = ("Ascend950PR_9589",)  # only some shapes are compiled, as its compiler takes four times as long
 
 
 MAX_WAITS_PER_ROW = 8
@@ -56,12 +55,12 @@ MAX_OVER_MINIMUM = 1.10
 
 @dataclass(frozen=True)
 class FewRows:
-    """A case with few rows, as one core gets them.
+    """A case with few rows, which one core computes.
 
     Attributes:
         run: calls the op; nothing is computed.
-        rows: how many.
-        elements: of all of them.
+        rows: the number of rows.
+        elements: the number of elements of all rows.
     """
 
     run: Callable[[], object]
@@ -71,11 +70,11 @@ class FewRows:
 
 @dataclass(frozen=True)
 class Minimum:
-    """The fewest vector instructions per element that a kernel can do with, counted by hand in 16-bit dtypes.
+    """The minimum of vector instructions per element that a kernel needs, counted by hand in 16-bit dtypes.
 
     Attributes:
-        count: how many.
-        formula: what they are.
+        count: the number of instructions.
+        formula: a list of the instructions, for the report.
     """
 
     count: float
@@ -91,12 +90,12 @@ class GateCase:
         shape: a label, for example `"4096 x 8192"`.
         dtype: a label, for example `"bf16"`.
         run: calls the op (forward, and backward where it has one) on meta tensors of that shape.
-        run_small: calls the op on CPU tensors of a small shape, and returns the fewest bytes that each kernel, by name,
-            could have moved between HBM and the chip; None where the traffic is not measured.
-        max_traffic: the most bytes moved, over the fewest possible, that passes where rows fit on the chip; None: any.
-        few: what is traced; None: nothing is.
-        minima: of each kernel, by name, that has one.
-        unserved: why the op leaves such calls to the model on a device; None: it serves them, or always does.
+        run_small: calls the op on CPU tensors of a small shape, and returns the minimum of bytes that each kernel, by
+            name, has to move between HBM and the chip; None: the traffic is not measured.
+        max_traffic: the limit of bytes moved / minimum of bytes for rows that fit on the chip; None: no limit.
+        few: the case that is traced; None: there is no trace.
+        minima: the minimum of instructions, by kernel name, where it was counted.
+        unserved: returns why the op does not serve these calls on a device, or None; None: the op has no such rule.
     """
 
     op: str
@@ -112,18 +111,18 @@ class GateCase:
 
 @dataclass(frozen=True)
 class GateRow:
-    """One kernel of one case on one chip. `plan` is None where the compiler failed, which `broken` then tells.
+    """The results for one kernel of one case on one chip.
 
     Attributes:
-        op, kernel, shape, dtype, chip: what.
-        plan: the compiler's plan.
-        traffic: bytes moved over the fewest possible, None where it is not measured.
-        in_blocks: a row goes in column blocks, because it does not fit on the chip: then it is read more than once.
-        broken: the rules that it breaks.
-        waits: waits of the scalar unit for the vector unit, executed per row; None where it is not traced.
-        instructions: vector instructions per element; None where it is not traced.
-        minimum: the fewest that would do; None: nobody counted.
-        delays: the rules about waiting that it breaks.
+        op, kernel, shape, dtype, chip: the names of the kernel, its case and the chip.
+        plan: the compiler's plan; None: the compiler failed, and `broken` has the error.
+        traffic: bytes moved / minimum of bytes; None: not measured.
+        in_blocks: whether a row does not fit on the chip and is computed in column blocks, which reads it repeatedly.
+        broken: the rules that the kernel breaks.
+        waits: waits of the scalar unit for the vector unit, executed per row; None: not traced.
+        instructions: vector instructions per element; None: not traced.
+        minimum: the minimum of these instructions; None: not counted.
+        delays: the rules about waiting that the kernel breaks.
     """
 
     op: str
@@ -143,36 +142,36 @@ class GateRow:
 
 @dataclass(frozen=True)
 class _Traced:
-    """Of one kernel of a case: waits per row and vector instructions per element."""
+    """Waits per row and vector instructions per element of one kernel of a case."""
 
     waits: float
     instructions: float
 
 
-# By the kernel's name and which of its specializations it is, in the order of launches.
+# The key is the kernel's name and the index of its specialization, in the order of launches.
 _Traces = Mapping[tuple[str, int], _Traced]
 _Job = tuple[str, str]  # a specialization's content, and the facts of a target
 
 
 def collect(cases: Iterable[GateCase], chips: Sequence[str] = CHIPS, workers: int = 2) -> list[GateRow]:
-    """Records, plans and measures the cases; rows in the order of cases, chips and launches.
+    """Records, plans and measures the cases; returns rows in the order of cases, chips and launches.
 
-    Chips of which the compiler knows the same, but for the number of cores (`plan.target_facts`), share a plan.
+    Chips whose descriptions in the compiler differ only in the number of cores (`plan.target_facts`) share a plan.
 
     Args:
         cases: the cases.
         chips: names of `device.ASCEND_CHIPS`.
-        workers: compilers that run at once. Each is a process of its own, which a thread waits for.
+        workers: the number of compiler processes that run at once; a thread waits for each.
 
     Raises:
         MissingDependencyError: a tool is not installed.
-        RuntimeError: a case launches nothing on a chip, so that passing it would mean nothing.
+        RuntimeError: a case launches no kernel on a chip, so it would pass without a check.
     """
     with ThreadPoolExecutor(workers) as pool:
         plans = _Plans(pool)
         rows: list[Callable[[], GateRow]] = []
         for case in cases:
-            # Chips of one size have the same tiles, and with the same number of cores the same grid.
+            # Chips with equal on-chip memory have the same tiles, and with equal core counts the same grid.
             measured: dict[tuple[int, int], Future[Mapping[str, float]]] = {}
             traced: dict[int, Future[_Traces]] = {}
             recorded: dict[tuple[int, int], list[tuple[Specialization, bool]]] = {}
@@ -196,7 +195,7 @@ def collect(cases: Iterable[GateCase], chips: Sequence[str] = CHIPS, workers: in
 
 
 class _Plans:
-    """Plans under way: each specialization once for each kind of target."""
+    """Futures of plans: each specialization is planned once for each kind of target."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -227,7 +226,7 @@ class _Plans:
         if spec.chip not in self._facts:
             try:
                 self._facts[spec.chip] = target_facts(spec.name, lowered, spec.chip)
-            except ToolchainError:  # this kernel has no plan to read them from; the next may
+            except ToolchainError:  # this kernel has no plan with the facts; another kernel may have one
                 return spec.chip
         return self._facts[spec.chip]
 
@@ -240,7 +239,8 @@ def _plan(spec: Specialization, lowered: str) -> MemoryPlan | ToolchainError:
 
 
 def _launched(case: GateCase, chip: str) -> list[tuple[Specialization, bool]]:
-    """The distinct specializations that a case launches on a chip, in order, and whether each goes in column blocks."""
+    """Returns the distinct specializations that a case launches on a chip, each with whether its rows are computed in
+    column blocks."""
     recorder = Recorder()
     with device.use_chip(chip), use_launcher(recorder):
         case.run()
@@ -251,7 +251,7 @@ def _launched(case: GateCase, chip: str) -> list[tuple[Specialization, bool]]:
 
 
 def _traffic(case: GateCase, chip: str) -> Mapping[str, float]:
-    """Bytes moved by each kernel over the fewest possible, executed with the tiles of `chip`."""
+    """Returns bytes moved / minimum of bytes for each kernel, executed with the tiles of `chip`."""
     if case.run_small is None or chip in SAMPLED_CHIPS:
         return {}
     launcher = LoweringLauncher(chip)
@@ -261,9 +261,9 @@ def _traffic(case: GateCase, chip: str) -> Mapping[str, float]:
 
 
 def _traced(case: GateCase, chip: str) -> _Traces:
-    """What the kernels of a case issue for each row and element. One core does all of the few rows, so that the tiles
-    are those of one core; the compiler's plan has no more to do with the number of cores."""
-    if case.few is None or chip in SAMPLED_CHIPS:  # a trace needs loops, and the library of its own generation
+    """Traces the kernels of a case. One core computes all of the few rows; the compiler's plan depends on the number of
+    cores only through the tiles."""
+    if case.few is None or chip in SAMPLED_CHIPS:  # their plans have no loops, and there is no library for them
         return {}
     recorder = Recorder()
     with device.use_spec(replace(device.chip_spec(chip), vector_cores=1)), use_launcher(recorder):
@@ -277,10 +277,10 @@ def _traced(case: GateCase, chip: str) -> _Traces:
         try:
             events = trace(launch.specialize(chip), launch.grid, bind(launch.kernel, launch.args, launch.constexprs)[0])
         except ToolchainError:
-            # Its plan says what is wrong with it; a plan that is right and cannot be followed is named by `_row`.
+            # The plan's own error is reported by `_row`, and so is a valid plan that cannot be traced.
             continue
         did = counts(events)
-        # One program has one of the column blocks of each row.
+        # One program computes one column block of each row.
         blocks = launch.grid[1] if len(launch.grid) > 1 else 1
         elements = case.few.elements / blocks
         found[key] = _Traced(did.waits / case.few.rows, did.instructions_per_element(elements))
@@ -298,7 +298,7 @@ def _row(
 ) -> GateRow:
     plan, traffic, kernel = planned.result(), None, key[0]
     if isinstance(plan, MemoryPlan):
-        plan = replace(plan, chip=chip)  # it may have been planned for another chip of the kind
+        plan = replace(plan, chip=chip)  # the plan may have been made for another chip with the same facts
     broken: list[str] = []
     try:
         traffic = measured.result().get(kernel)
@@ -327,7 +327,7 @@ def _row(
 
 
 def _delays(row: GateRow) -> list[str]:
-    """The rules about waiting that only a trace can show."""
+    """Returns the broken rules about waiting that a trace checks."""
     broken = []
     if row.waits is not None and row.waits > MAX_WAITS_PER_ROW:
         broken.append(f"waits per row: {row.waits:.1f} executed, at most {MAX_WAITS_PER_ROW}")
@@ -339,7 +339,7 @@ def _delays(row: GateRow) -> list[str]:
 
 
 def collect_all(cases: Iterable[GateCase], workers: int = 2) -> list[GateRow]:
-    """`collect` for all `CHIPS`, then for `SAMPLED_CHIPS` every third shape in bf16, and every sixth in fp32."""
+    """Calls `collect` for all `CHIPS`, then for `SAMPLED_CHIPS` with every third bf16 and every sixth fp32 case."""
     cases = list(cases)
     sampled = [case for case in cases if case.dtype == "bf16"][::3]
     sampled += [case for case in cases if case.dtype == "fp32"][::6]
@@ -347,11 +347,11 @@ def collect_all(cases: Iterable[GateCase], workers: int = 2) -> list[GateRow]:
 
 
 def failures(rows: Iterable[GateRow], known: Sequence[Listed] | None = None) -> list[str]:
-    """What breaks the gate, a line each: `op kernel shape dtype chip: rule: fact`.
+    """Returns a line for each broken rule: `op kernel shape dtype chip: rule: fact`.
 
     Args:
-        rows: of the gate.
-        known: what need not keep a rule about waiting; None: `listed.json`.
+        rows: the rows of the gate.
+        known: the exceptions to rules about waiting; None: those of `listed.json`.
     """
     known = listed() if known is None else known
     return [
@@ -362,12 +362,13 @@ def failures(rows: Iterable[GateRow], known: Sequence[Listed] | None = None) -> 
 
 
 def reason(row: GateRow, delay: str, known: Sequence[Listed]) -> str | None:
-    """Why a row need not keep a rule; None: it must."""
+    """Returns the reason why a row may break a rule about waiting; None: it must keep the rule."""
     return next((entry.why for entry in known if entry.covers(row.op, row.kernel, row.shape, row.dtype, delay)), None)
 
 
 def no_longer_needed(rows: Sequence[GateRow], known: Sequence[Listed] | None = None) -> list[str]:
-    """What is listed and breaks no rule: the list must not outlive its reasons. `rows` are those of the whole gate."""
+    """Returns a line for each listed exception whose kernel keeps the rule, and which must therefore be removed. `rows`
+    are those of the whole gate."""
     known = listed() if known is None else known
     broken = [(row, delay) for row in rows for delay in row.delays]
     return [

@@ -1,4 +1,4 @@
-"""Launchers for `ops.launch.use_launcher`: one records launches, one executes them on their real lowering."""
+"""Launchers for `ops.launch.use_launcher`: `Recorder` records launches, `LoweringLauncher` executes lowered kernels."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ class RecordedLaunch:
     constexprs: dict[str, Any]
 
     def specialize(self, chip: str) -> Specialization:
-        """What the compiler would be given for this launch on `chip`."""
+        """Returns the specialization that the compiler would get for this launch on `chip`."""
         return Specialization.of(self.kernel, self.args, self.constexprs, chip)
 
 
@@ -39,12 +39,12 @@ class Recorder:
 
 @dataclass
 class LoweringLauncher:
-    """A launcher that executes each launch through the Ascend compiler's output, on CPU tensors.
+    """A launcher that executes kernels as the Ascend compiler lowers them, on CPU tensors.
 
     Attributes:
-        chip: the chip to lower for; None: the one whose tiles the launch has (`device.spec`).
+        chip: the chip to lower for; None: the chip whose tiles the launch has (`device.spec`).
         level: `"ttadapter"` or `"hfusion"`, see `execute`.
-        traffic: what all launches so far moved, per kernel name.
+        traffic: the traffic of all launches, by kernel name.
     """
 
     chip: str | None = None
@@ -64,7 +64,7 @@ class LoweringLauncher:
 
     @property
     def total(self) -> Traffic:
-        """What all launches so far moved."""
+        """The traffic of all launches."""
         return sum(self.traffic.values(), Traffic())
 
 

@@ -1,6 +1,6 @@
-"""Which kernels need not keep a rule about waiting, and why: `listed.json`, the one place for it.
+"""Reads and writes `listed.json`, which lists the kernels that may break a rule about waiting, with reasons.
 
-`python -m npu_trainer_kernels.ascend.relist` writes it.
+`python -m npu_trainer_kernels.ascend.relist` writes the file.
 """
 
 import json
@@ -17,15 +17,15 @@ RULES = ("fixed waits", "waits per row", "instructions per element")
 
 @dataclass(frozen=True)
 class Listed:
-    """Kernels that need not keep a rule.
+    """A rule about waiting, and the cases in which a kernel may break it.
 
     Attributes:
-        op: of a case of the gate.
-        kernel: its kernel.
+        op: the op of the gate's cases.
+        kernel: the kernel's name.
         rule: one of `RULES`.
-        dtypes: of the cases.
-        sizes: of the cases.
-        why: the reason, for people.
+        dtypes: the dtypes of the cases.
+        sizes: the sizes of the cases.
+        why: the reason, for readers of the report.
     """
 
     op: str
@@ -36,7 +36,7 @@ class Listed:
     why: str
 
     def covers(self, op: str, kernel: str, shape: str, dtype: str, delay: str) -> bool:
-        """Whether what a row of the gate breaks is listed."""
+        """Whether the entry allows a row of the gate to break the rule of `delay`."""
         return (
             (self.op, self.kernel, self.rule) == (op, kernel, delay.partition(":")[0])
             and dtype in self.dtypes
@@ -44,7 +44,7 @@ class Listed:
         )
 
     def parts(self) -> Iterable["Listed"]:
-        """An entry for each dtype and size."""
+        """Returns an entry for each dtype and size."""
         for dtype in self.dtypes:
             for size in self.sizes:
                 yield replace(self, dtypes=(dtype,), sizes=(size,))
@@ -54,15 +54,15 @@ class Listed:
 
 
 def _size(shape: str) -> int:
-    """The size in a case's shape: 14336 of `"4096 x 14336 (intermediate)"`."""
+    """Returns the size in a case's shape: 14336 for `"4096 x 14336 (intermediate)"`."""
     return int(shape.split(" x ")[1].split(" ")[0])
 
 
 def parse(text: str) -> tuple[Listed, ...]:
-    """The entries in the text of such a file.
+    """Returns the entries in the text of `listed.json`.
 
     Raises:
-        ValueError: an entry has other fields than `Listed`, an unknown rule, nothing that it lists, or no reason.
+        ValueError: an entry has other fields than `Listed`, an unknown rule, no dtypes, no sizes, or no reason.
     """
     found = []
     for fields in json.loads(text):
@@ -79,16 +79,16 @@ def parse(text: str) -> tuple[Listed, ...]:
 
 @cache
 def listed() -> tuple[Listed, ...]:
-    """The entries of the package's own file. Raises as `parse`."""
+    """Returns the entries of the package's `listed.json`. Raises as `parse`."""
     return parse(FILE.read_text())
 
 
 def written(broken: Iterable[tuple[str, str, str, str, str]], known: Sequence[Listed]) -> str:
-    """The text of a file that lists what is broken, with the reasons that are known.
+    """Returns the text of a `listed.json` for broken rules, with the reasons of existing entries.
 
     Args:
-        broken: op, kernel, shape, dtype and rule of each.
-        known: entries with reasons.
+        broken: op, kernel, shape, dtype and rule of each broken rule.
+        known: the existing entries.
     """
     sizes: dict[tuple[str, str, str, str, str], dict[int, None]] = {}
     for op, kernel, shape, dtype, delay in broken:

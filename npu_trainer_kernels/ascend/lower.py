@@ -1,8 +1,8 @@
-"""From a recorded launch to the MLIR that triton-ascend hands to the Ascend compiler.
+"""Lowers a recorded launch to the MLIR that triton-ascend passes to the Ascend compiler.
 
-A `Specialization` is all that decides the compiled code: the kernel, the types of its arguments, its constants, which
-arguments are multiples of 16, and the chip. It is made from the arguments of a launch as Triton's JIT would make it,
-but without a device, and also from `meta` tensors, so that production shapes cost no memory.
+A `Specialization` has everything that decides the compiled code: the kernel, the types of its arguments, its constants,
+the arguments that are multiples of 16, and the chip. It is made from the arguments of a launch as Triton's JIT would
+make it, but without a device; `meta` tensors are allowed, with which production shapes need no memory.
 """
 
 import inspect
@@ -21,14 +21,14 @@ from .toolchain import ToolchainError
 
 __all__ = ["Specialization", "bind", "lower"]
 
-# Python's parser counts its depth per interpreter, not per thread: two threads in it at once end in a SystemError.
+# Python's parser counts its recursion depth per interpreter, not per thread: two threads in it raise SystemError.
 _frontend = threading.RLock()
-_ALIGNMENT = 16  # the JIT's: pointers in bytes, integers as they are
+_ALIGNMENT = 16  # the JIT specializes on addresses (in bytes) and integers that are multiples of this
 
 
 @dataclass(frozen=True)
 class Specialization:
-    """What the compiler is given for one launch.
+    """The compiler's input for one launch.
 
     Attributes:
         kernel: the `triton.JITFunction`.
@@ -57,7 +57,8 @@ class Specialization:
             chip: the chip to compile for.
 
         Raises:
-            TypeError: not a compilable kernel, an argument of another type, or arguments that do not fit it.
+            TypeError: `kernel` is not a compilable kernel, an argument has another type, or the arguments do not match
+                the kernel's parameters.
         """
         values, options = bind(kernel, args, constexprs)
         signature: dict[str, str] = {}
@@ -89,8 +90,9 @@ class Specialization:
 
     @cached_property
     def content(self) -> str:
-        """Names what the lowering depends on: sources, types, constants and compiler (not the chip, see `lower`)."""
-        # The JIT's key covers the source of the kernel and of all it calls, but not the globals that they read.
+        """A digest of all that the lowering depends on: sources, types, constants, compiler (not the chip, see
+        `lower`)."""
+        # The JIT's key covers the source of the kernel and of the functions that it calls, but not their globals.
         with _frontend:
             source = self.kernel.cache_key
         read_globals = sorted((name, repr(value)) for (name, _), (value, _) in self.kernel.used_global_vals.items())
@@ -101,10 +103,10 @@ class Specialization:
 
 
 def bind(kernel: Any, args: tuple[Any, ...], constexprs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The value of each of the kernel's parameters, defaults included, and the launch options among the keywords.
+    """Returns the value of each of the kernel's parameters, defaults included, and the launch options in `constexprs`.
 
     Raises:
-        TypeError: `kernel` is not a `triton.JITFunction`, or the arguments do not fit its parameters.
+        TypeError: `kernel` is not a `triton.JITFunction`, or the arguments do not match its parameters.
     """
     known_options = toolchain.ascend_compiler().NPUOptions.__dataclass_fields__
     from triton.runtime.jit import JITFunction
@@ -129,16 +131,16 @@ def _type_of(name: str, value: Any, parameter: Any) -> str:
 
 def _is_aligned(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        # A meta tensor has no address; its storage would have come from an allocator that aligns to far more.
+        # A meta tensor has no address; a real storage comes from an allocator whose alignment is larger.
         address = value.storage_offset() * value.element_size() if value.is_meta else value.data_ptr()
         return address % _ALIGNMENT == 0
     return isinstance(value, int) and value % _ALIGNMENT == 0
 
 
 def lower(spec: Specialization) -> str:
-    """The kernel as linalg MLIR ("ttadapter"), from triton-ascend's own passes; cached on disk by content.
+    """Lowers a kernel to linalg MLIR ("ttadapter") with triton-ascend's own passes; cached on disk by content.
 
-    The chips of one generation share it: nothing in it depends on the chip.
+    The result does not depend on the chip, so the chips of one generation share it.
 
     Raises:
         MissingDependencyError: triton-ascend is not installed.

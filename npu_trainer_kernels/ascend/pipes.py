@@ -1,10 +1,10 @@
-"""A trace played on in-order units: which version of a kernel keeps them busier. Ratios, never times.
+"""Simulates a trace on in-order units, to compare versions of a kernel. Results are ratios, never times.
 
-A vector core has a scalar unit, which issues everything, and units that work beside each other: the vector unit, one
-for loads (MTE2) and one for stores (MTE3). Each does its instructions in order; flags and barriers couple them.
-`simulate` plays a trace on this model with the vendor's single-core rates (`rates.json` says whose they are). The state
-of caches, the cost of a launch and what other cores do to the memory are not in it: the cycles of two versions of one
-kernel compare, but they are not microseconds of a chip and are never shown as such.
+A vector core has a scalar unit, which issues everything, and units that work in parallel: the vector unit, one for
+loads (MTE2) and one for stores (MTE3). Each executes its instructions in order; flags and barriers synchronise them.
+`simulate` runs a trace on this model with the vendor's single-core rates (`rates.json` names the source). The model has
+no caches, no launch cost and no memory traffic of other cores: the cycles of two versions of a kernel can be compared,
+but they are not microseconds of a chip and are never shown as such.
 """
 
 import bisect
@@ -20,11 +20,11 @@ from .device_library import Event
 
 __all__ = ["Busy", "simulate"]
 
-# Cycles. The scalar unit's for whatever it issues stand for the address arithmetic between two instructions: 6 to 19 in
-# traces of whole kernels with every scalar instruction counted. The rest is what makes small tiles slow at all.
+# Costs in cycles. `_ISSUE` stands for the scalar unit's address arithmetic between two instructions: 6 to 19 in traces
+# of whole kernels with every scalar instruction counted. Without the other constants small tiles would not be slower.
 _ISSUE = 10.0
-_FEWEST = 3.0  # a vector instruction, however short
-_SHORT_PIECE = 4.0  # a piece of a transfer below 512 bytes
+_FEWEST = 3.0  # the minimum for a vector instruction
+_SHORT_PIECE = 4.0  # for each piece of a transfer whose pieces are shorter than 512 bytes
 _LATENCY = {"V": 20.0, "MTE2": 100.0, "MTE3": 100.0}
 _SCALAR_ACCESS = {"gm": 300.0, "ub": 20.0}
 _UNIT = {"vector": "V", "load": "MTE2", "store": "MTE3"}
@@ -32,11 +32,11 @@ _UNIT = {"vector": "V", "load": "MTE2", "store": "MTE3"}
 
 @dataclass(frozen=True)
 class Busy:
-    """What `simulate` found, in simulated cycles.
+    """The result of `simulate`, in simulated cycles.
 
     Attributes:
-        cycles: from the first instruction to the last unit's end.
-        vector, loads, stores: how long each unit worked.
+        cycles: the cycles from the first instruction to the end of the last unit.
+        vector, loads, stores: the busy cycles of each unit.
     """
 
     cycles: float
@@ -76,22 +76,22 @@ def _cycles(event: Event) -> float:
 
 
 def simulate(events: Sequence[Event], chip: str) -> Busy:
-    """Plays a trace.
+    """Simulates a trace.
 
     Args:
-        events: of one program, see `trace.trace`.
-        chip: a chip of which `rates.json` has the memory's bandwidth for each core.
+        events: the events of one program, see `trace.trace`.
+        chip: a chip for which `rates.json` has the memory bandwidth of a core.
 
     Raises:
-        ValueError: it has none of this chip, or no rate of an instruction.
+        ValueError: `rates.json` has no bandwidth for this chip, or no rate for an instruction.
     """
     known = _rates()["hbm_bytes_per_cycle"]
     if chip not in known:
         raise ValueError(f"chip must be one of {', '.join(known)}; got {chip!r}")
-    now = 0.0  # of the scalar unit
+    now = 0.0  # the clock of the scalar unit
     free: dict[str, float] = defaultdict(float)  # when a unit can begin its next instruction
-    done: dict[str, float] = defaultdict(float)  # when the last result of a unit is there
-    channel = {"load": 0.0, "store": 0.0}  # the core's share of the memory, in each direction
+    done: dict[str, float] = defaultdict(float)  # when the last result of a unit is complete
+    channel = {"load": 0.0, "store": 0.0}  # when the core's share of the memory bandwidth is free, in each direction
     worked: dict[str, float] = defaultdict(float)
     flags: dict[tuple[str, str, int], deque[float]] = defaultdict(deque)
     for event in events:

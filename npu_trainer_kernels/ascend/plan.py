@@ -1,17 +1,17 @@
-"""What the Ascend compiler plans for a kernel: its on-chip memory and how its units have to wait for each other.
+"""Runs the Ascend compiler's memory planner on a kernel, and checks the plan against the project's rules.
 
-`plan` runs the real `bishengir-compile` up to its closed code generator and reads the planned IR: where every buffer
-lies, which transfers rotate between two buffers, which loops are left, where the vector unit and the scalar unit wait
-for each other. `violations` holds these facts against the project's rules.
+`plan` runs `bishengir-compile` up to its closed code generator and reads the planned IR: where every buffer lies, which
+transfers alternate between two buffers, which loops remain, where the vector unit and the scalar unit wait for each
+other. `violations` checks these facts.
 
-What is counted, and per what. A *row body* is what is repeated for each row or tile of rows: the body of an outermost
-loop that starts at the program's index (a persistent kernel), or the whole program where there is none. Work is counted
-per row body: a loop of constant length counts as often as it runs, a loop of runtime length (over the blocks of a long
-row) counts once, both sides of an `if` count. Of several row bodies (full tiles, then the rest) the worst counts.
+Work is counted per *row body*, the code that is repeated for each row or tile of rows: the body of an outermost loop
+that starts at the program's index (in a persistent kernel), or the whole program if there is no such loop. A loop of
+constant length counts as often as it runs, a loop of runtime length (over the blocks of a long row) counts once, both
+sides of an `if` count. If there are several row bodies (full tiles, then the rest), the worst counts.
 
-Touching single elements is not always wrong: a row may need its target's id, or its own scale. The rule is therefore a
-price: one access to a single element is paid for by `BYTES_PER_ELEMENT_ACCESS` bytes that the same row body streams.
-A per-row number next to a row of 512 and more bytes is free by it; a number per element never is.
+Accesses to single elements are not always wrong: a row may need its target's id, or its own scale. The rule therefore
+allows one access to a single element for each `BYTES_PER_ELEMENT_ACCESS` bytes that the same row body streams. It
+allows a number per row of 512 bytes or more, and never a number per element.
 """
 
 import json
@@ -50,34 +50,34 @@ MAX_SWITCHES = 6
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Facts of one compiled kernel. "Per row" means per row body, see the module.
+    """The facts of a compiled kernel. "Per row" means per row body, see the module.
 
     Attributes:
-        kernel: its name.
-        chip: the chip it was compiled for.
-        fits: the plan fits the unified buffer (False: nothing below but the buffer is known).
-        buffer_used: bytes of the unified buffer that the plan uses; those it would need where it does not fit.
+        kernel: the kernel's name.
+        chip: the chip that it was compiled for.
+        fits: whether the plan fits the unified buffer. If not, only `buffer_used` and `buffer_size` are meaningful.
+        buffer_used: bytes of the unified buffer that the plan uses; if it does not fit, those that it would need.
         buffer_size: bytes of the unified buffer that the compiler plans with.
-        double_buffered: transfers inside loops rotate between two buffers (True where no loop transfers anything,
-            or all do is to store what was made before them).
-        multi_buffer_dropped: the compiler gave double buffering up to make the plan fit.
-        single_buffers: tile transfers inside loops whose buffer does not rotate.
+        double_buffered: whether transfers inside loops alternate between two buffers (also True if no loop transfers
+            tiles, or loops only store data that was computed before them).
+        multi_buffer_dropped: whether the compiler dropped double buffering to make the plan fit.
+        single_buffers: tile transfers inside loops whose buffer does not alternate.
         loads_after_stores: waits of loads for earlier stores in loops that stream tiles. Each of them stops the overlap
             that double buffering is for; reading and writing through one argument causes them.
         fixed_waits: waits of loads for the vector unit by a fixed event, in innermost loops that load whole tiles (in
-            all of them, where none loads whole ones: a tail's loop runs once). Then the next tile is not loaded while
-            this one is computed, although there are two buffers.
-        element_loops: loops over single elements that the streamed bytes do not pay for.
-        element_transfers: HBM accesses of less than 32 bytes per row, beyond those that the streamed bytes pay for.
+            all loops that load, if none loads whole tiles: a tail's loop runs once). With them the next tile is not
+            loaded while this one is computed, although there are two buffers.
+        element_loops: loops over single elements that repeat more often than the streamed bytes allow.
+        element_transfers: HBM accesses of less than 32 bytes per row, beyond those that the streamed bytes allow.
         atomics: atomic updates of HBM in the program text.
         vector_scalar_switches: waits between the vector and the scalar unit per row.
         block_switches: those of them in loops of runtime length, which repeat for each block of the row.
         tiny_vector_ops: vector instructions on 32 bytes or less per row.
-        vector_bytes: bytes of the widest operand of each vector operation per row: over `bytes_streamed`, how much work
-            the vector unit has for each byte that arrives.
+        vector_bytes: bytes of the widest operand of each vector operation per row: divided by `bytes_streamed`, the
+            vector unit's work for each byte that is transferred.
         bytes_streamed: bytes in transfers of 32 bytes and more per row (masked tails count in full).
         largest_transfer: bytes of the largest transfer.
-        seconds: what the compiler took when it was run (not part of equality).
+        seconds: the seconds that the compiler took when it ran (not part of equality).
         diagnostics: the compiler's remarks and errors.
     """
 
@@ -105,7 +105,7 @@ class MemoryPlan:
 
 
 def violations(plan: MemoryPlan) -> list[str]:
-    """The rules that a plan breaks, each as `"<rule>: <fact>"`; empty for a kernel that passes.
+    """Returns the rules that a plan breaks, each as `"<rule>: <fact>"`; empty for a kernel that passes.
 
     The rules: `buffer overflow`, `double buffering lost`, `element loop`, `element transfers`, `atomics`,
     `vector/scalar switches`.
@@ -136,7 +136,8 @@ def violations(plan: MemoryPlan) -> list[str]:
 
 
 def delays(plan: MemoryPlan) -> list[str]:
-    """The rule about waiting that a plan can break, as `violations`: `fixed waits`. The kernel is right, and slow."""
+    """Returns the broken rule about waiting that a plan shows, as `violations` does: `fixed waits`. A kernel that
+    breaks it is correct but slow."""
     if plan.fits and plan.fixed_waits:
         return [f"fixed waits: {plan.fixed_waits} of the next tile's loads for the vector unit"]
     return []
@@ -148,22 +149,22 @@ def plan(spec: Specialization) -> MemoryPlan:
 
     Raises:
         MissingDependencyError: a tool is not installed.
-        ToolchainError: the compiler fails for another reason than the size of its buffers.
+        ToolchainError: the compiler fails for another reason than the size of the buffers.
     """
     return plan_lowered(spec.name, lower(spec), spec.chip, multi_buffer=bool(spec.options.get("multibuffer", True)))
 
 
 def plan_lowered(kernel: str, lowered: str, chip: str, *, multi_buffer: bool = True) -> MemoryPlan:
-    """`plan` of a kernel that is lowered already; needs no Triton, so it can run on any thread. Raises as `plan`."""
+    """Plans a lowered kernel; needs no Triton, so it can run on any thread. Raises as `plan`."""
     compiled = _compiled(kernel, lowered, chip, multi_buffer)
     facts = read_plan(kernel, chip, lowered, compiled["planned"], compiled["log"])
     return replace(facts, seconds=compiled["seconds"])
 
 
 def target_facts(kernel: str, lowered: str, chip: str) -> str:
-    """What the compiler knows of a chip that a plan depends on, in its own words: the sizes of memories that it wrote
-    into the planned IR of some kernel. The numbers of cores are left out: they change nothing else of the planned IR
-    (a test holds `planned_code` of every kernel against that)."""
+    """Returns the facts about a chip that a plan depends on: the compiler's text about the sizes of memories in the
+    planned IR of a kernel. It omits the numbers of cores, which change nothing else in the planned IR (a test checks
+    this on `planned_code` of every kernel)."""
     found = _TARGET.search(_compiled(kernel, lowered, chip, True)["planned"])
     if found is None:
         raise ToolchainError(kernel, f"description of {chip}", ["the planned IR has no target_device_spec"])
@@ -171,7 +172,7 @@ def target_facts(kernel: str, lowered: str, chip: str) -> str:
 
 
 def planned(kernel: str, lowered: str, chip: str, *, multi_buffer: bool = True) -> str:
-    """The planned IR itself. Raises as `plan`, and `ToolchainError` where no plan fits."""
+    """Returns the planned IR. Raises as `plan`, and `ToolchainError` if no plan fits."""
     text: str = _compiled(kernel, lowered, chip, multi_buffer)["planned"]
     if not text:
         raise ToolchainError(kernel, f"plan on-chip memory for {chip}", ["no plan fits"])
@@ -179,12 +180,12 @@ def planned(kernel: str, lowered: str, chip: str, *, multi_buffer: bool = True) 
 
 
 def planned_code(kernel: str, lowered: str, chip: str) -> str:
-    """The planned IR without the compiler's description of the chip."""
+    """Returns the planned IR without the compiler's description of the chip."""
     return _TARGET.sub("", _compiled(kernel, lowered, chip, True)["planned"])
 
 
 def _compiled(kernel: str, lowered: str, chip: str, multi_buffer: bool) -> dict[str, Any]:
-    """The planned IR, the compiler's log and its seconds, from the cache or made now."""
+    """Returns the planned IR, the compiler's log and its seconds; runs the compiler if they are not cached."""
     flags = (
         f"--target={chip}",
         f"--enable-auto-multi-buffer={str(multi_buffer).lower()}",
@@ -200,7 +201,7 @@ def _compiled(kernel: str, lowered: str, chip: str, multi_buffer: bool) -> dict[
 
 
 def without_mix_mode(lowered: str) -> str:
-    """The attribute says that triton-ascend has split the kernel already, which on this path it has not."""
+    """Removes the attribute which says that triton-ascend has already split the kernel; it has not on this path."""
     return re.sub(r', mix_mode = "\w+"', "", lowered)
 
 
@@ -213,7 +214,8 @@ def _compile_to(kernel: str, lowered: str, chip: str, flags: tuple[str, ...], pa
         search = f"{toolchain.stand_in_hivmc()}:{os.environ.get('PATH', '')}"
         command: list[str | Path] = [tool, source, *flags, "-o", Path(folder, "kernel.o")]
         started = time.perf_counter()
-        # The code generator's stand-in produces no object file, so that success is a planned IR, not an exit status.
+        # The stand-in for the code generator writes no object file, so success shows in the planned IR, not in the exit
+        # status.
         done = toolchain.invoke(kernel, stage, command, check=False, PATH=search, NPU_KERNELS_PLANNED_IR=str(planned))
         seconds = round(time.perf_counter() - started, 2)
         log = (done.stderr + done.stdout).replace(folder, "")
@@ -223,7 +225,7 @@ def _compile_to(kernel: str, lowered: str, chip: str, flags: tuple[str, ...], pa
         path.write_bytes(zlib.compress(json.dumps(compiled).encode()))
 
 
-# ------------------------------------------------------------------------------------------------- reading what it says
+# ----------------------------------------------------------------------------------------------------- reading the plan
 _REQUIRED = re.compile(r"ub overflow, requires (\d+) bits while (\d+) bits available")
 _UB_SIZE = re.compile(r'"UB_SIZE", (\d+) : i32')
 _TARGET = re.compile(r"#hacc\.target_device_spec<(.*?>)>")
@@ -232,7 +234,7 @@ _DROPPED = "set enable-auto-multi-buffer to false"
 
 
 def read_plan(kernel: str, chip: str, lowered: str, planned: str, log: str) -> MemoryPlan:
-    """The facts in a planned IR (empty: the compiler found no plan that fits) and the compiler's log."""
+    """Reads the facts in a planned IR (empty: the compiler found no plan that fits) and in the compiler's log."""
     remarks = tuple(line for line in toolchain.telling_lines(log) if _INTERESTING.search(line))
     required = _REQUIRED.search(log)
     if not planned:
@@ -242,7 +244,7 @@ def read_plan(kernel: str, chip: str, lowered: str, planned: str, log: str) -> M
     walk = Walk(planned)
     worst = walk.row_body()
     dropped = _DROPPED in log
-    # What is made before a loop and stored in it again and again, as zeros are, waits for nothing.
+    # A loop that only stores data computed before it, such as zeros, needs no second buffer.
     idle = walk.loop_transfers == 0 or not walk.fills_in_loops
     rotates = walk.single_buffers < walk.loop_transfers or idle
     paid = worst.streamed // BYTES_PER_ELEMENT_ACCESS
@@ -274,7 +276,7 @@ _INTERESTING = re.compile(r"\[NOTE\]|overflow")
 
 
 def summary(plans: Iterable[MemoryPlan]) -> str:
-    """A line per plan, for people."""
+    """Returns a readable line for each plan."""
     lines = []
     for p in plans:
         share = f"{p.buffer_used}/{p.buffer_size} bytes ({100 * p.buffer_used // max(1, p.buffer_size)}%)"

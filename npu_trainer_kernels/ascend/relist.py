@@ -1,9 +1,9 @@
-"""Writes `listed.json` anew: asks the compiler again which kernels break a rule about waiting.
+"""Rewrites `listed.json` after running the gate again for all kernels that break a rule about waiting.
 
     python -m npu_trainer_kernels.ascend.relist
 
-What keeps its rule goes; what is new comes with an empty reason, which the file is refused with until somebody writes
-one.
+Entries of kernels that keep their rule are removed. A new entry has an empty reason; `listed.parse` rejects the file
+until a maintainer has written one.
 """
 
 from dataclasses import replace
@@ -15,8 +15,8 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """The command; see the module."""
-    # The bytes moved break another rule, and take the longest.
+    """Runs the command; see the module."""
+    # Traffic is not a rule about waiting, and takes the longest to measure.
     rows = gate.collect_all(replace(case, run_small=None) for case in cases.cases())
     broken = [(row.op, row.kernel, row.shape, row.dtype, delay) for row in rows for delay in row.delays]
     known = parse(FILE.read_text()) if FILE.exists() else ()

@@ -1,7 +1,7 @@
-"""The gate's report: what the Ascend compiler says of every kernel, as a page of the documentation.
+"""Writes the gate's report, a page of the documentation with the compiler's results for every kernel.
 
-Its compile time is the one column that a rerun would change: it is shown in coarse steps and left out when the report
-is compared, so that the file changes only with the kernels or the compiler.
+The compile time is the only column that a rerun would change. It is shown in coarse steps and ignored when reports are
+compared, so the file changes only with the kernels or the compiler.
 """
 
 import re
@@ -49,7 +49,7 @@ shape is compiled in bf16 and every sixth in fp32, by a compiler of its own; its
 
 
 def render(rows: Iterable[GateRow]) -> str:
-    """The report as Markdown: chips with the same facts share a line; the order is that of `rows`."""
+    """Returns the report as Markdown. Chips with the same facts share a line; lines are in the order of `rows`."""
     rows = list(rows)
     lines: dict[tuple[str, ...], list[GateRow]] = {}
     for row in rows:
@@ -67,7 +67,7 @@ def render(rows: Iterable[GateRow]) -> str:
 
 
 def _minima(rows: Sequence[GateRow]) -> list[str]:
-    """The table of kernels with a minimum of instructions."""
+    """Returns the table of kernels with a minimum of instructions."""
     worst: dict[tuple[str, str], GateRow] = {}
     for row in rows:
         if row.minimum is not None and row.instructions is not None:
@@ -91,7 +91,7 @@ def _minima(rows: Sequence[GateRow]) -> list[str]:
 
 
 def _listed() -> list[str]:
-    """The table of what need not keep a rule about waiting."""
+    """Returns the table of kernels that may break a rule about waiting."""
     if not listed():
         return []
     lines = []
@@ -108,7 +108,7 @@ def _listed() -> list[str]:
 
 
 def _chips(names: Iterable[str]) -> str:
-    """The chips without what all are called; those of the A3 as one where they are all there."""
+    """Returns the chips' names without "Ascend"; if all chips of the A3 are there, "A3" stands for them."""
     shown = dict.fromkeys(names)
     if set(A3_CHIPS) <= set(shown):
         shown = dict.fromkeys([*(name for name in shown if name not in A3_CHIPS), "A3"])
@@ -148,7 +148,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def write_report(rows: Iterable[GateRow], path: Path) -> None:
-    """Writes `render(rows)` to `path`; a report that is current is left as it is, compile times included."""
+    """Writes `render(rows)` to `path`, unless the report there is current."""
     rows = list(rows)
     if not report_is_current(rows, path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def write_report(rows: Iterable[GateRow], path: Path) -> None:
 
 
 def report_is_current(rows: Iterable[GateRow], path: Path) -> bool:
-    """Whether the file says what `rows` say, compile times aside."""
+    """Whether the file is the report for `rows`, apart from compile times."""
     return path.exists() and _without_times(path.read_text()) == _without_times(render(rows))
 
 

@@ -1,18 +1,19 @@
-"""Tries tiles of a kernel and says which overlaps best: for whoever writes `tiling/`, not for a user's machine.
+"""Compares tiles of a kernel in the compiler's plan and in simulation, for developers of `tiling/`.
 
     python -m npu_trainer_kernels.ascend.sweep swiglu --kernel _forward_kernel --tile swiglu_block.size \\
         --values 10240,8192,6144 --sizes 14336,8192
 
-Each tile is planned for one chip and followed by trace (`trace.py`). A line says whether it fits and is
-double-buffered, how many loads wait for the vector unit by a fixed event, how often the scalar unit waits for the
-vector unit per row, how many vector instructions an element costs (of rows x size: a token of rotation has that for
-each head), and the simulated cycles per KiB loaded (`pipes.py`: a ratio between tiles, never a time). The best passes
-the gate's rules for plans and has the fewest cycles.
+Each tile is planned for one chip and traced (`trace.py`). The line of a tile shows whether it fits and is
+double-buffered, the number of loads that wait for the vector unit by a fixed event, the waits of the scalar unit for
+the vector unit per row, the vector instructions per element of rows x size (for a rotation this includes all heads of a
+token), and the simulated cycles per KiB loaded (`pipes.py`: a ratio between tiles, never a time). The best tile is the
+one with the fewest cycles of those that pass the gate's rules for plans.
 
     ... --name swiglu._forward_kernel --limit 8192 --unit "elements of a tile" --write
 
-writes the limit and what was found into `tiles.json`, from where `tiling.limits.tile_limit` gives it to a formula of
-`tiling/`. With `--limit-of swiglu._forward_kernel` in the place of `--tile` the values are limits of that formula.
+writes the limit and the results into `tiles.json`, from which the formulas of `tiling/` read it
+(`tiling.limits.tile_limit`). With `--limit-of swiglu._forward_kernel` instead of `--tile`, the values are limits of
+that formula.
 """
 
 import argparse
@@ -40,17 +41,17 @@ __all__ = ["Found", "Sweep", "main", "sweep"]
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to try.
+    """The tiles to compare.
 
     Attributes:
         case: the `op` of an entry of `GATE`.
         kernel: the kernel's name.
-        sizes: of the entry's size, for example the hidden sizes.
-        values: what to try.
+        sizes: values of the entry's size, for example hidden sizes.
+        values: the values of the tile's field, or of the limit.
         tile: a function of `tiling` and a field of its tiles, `"swiglu_block.size"`; None: `limit_of` is varied.
         limit_of: a kernel's name in `tiles.json`.
-        dtype: a name of `GATE_DTYPES`.
-        chip: a chip of `rates.json`, or one of which there is no trace: then the plans alone tell.
+        dtype: a name of `cases.DTYPES`.
+        chip: a chip of `rates.json`, or a chip without traces, for which only the plans are compared.
     """
 
     case: str
@@ -82,14 +83,14 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Found:
-    """What one tile came to: sums over all launches of the kernel.
+    """The results for one tile, summed over all launches of the kernel.
 
     Attributes:
         size: the size of the case.
-        value: what was tried; None: today's tile.
+        value: the tile's value; None: the current tile.
         tile: the tile's compile-time numbers.
-        plans: the compiler's.
-        trial: as `tiles.json` keeps it; None where no plan fits.
+        plans: the compiler's plans.
+        trial: the results in the format of `tiles.json`; None: no plan fits.
         instructions: vector instructions per element.
     """
 
@@ -108,7 +109,7 @@ class Found:
 
 @contextlib.contextmanager
 def _with(what: Sweep, value: int | None) -> Iterator[None]:
-    """Inside the block the tile has this value; None: the one that it has today."""
+    """Sets the tile's value inside the block; None: the current value stays."""
     if value is None:
         yield
     elif what.limit_of is not None:
@@ -133,14 +134,14 @@ def _with(what: Sweep, value: int | None) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Tiles are kept by their arguments, which the limit is not one of."""
+    """Clears the caches of tiles, whose keys do not include the limit."""
     for function in vars(tiling).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
 
 
 def _launches(what: Sweep, size: int, value: int | None) -> list[RecordedLaunch]:
-    """The kernel's launches."""
+    """Returns the kernel's launches."""
     recorder, entry = Recorder(), what.entry
     tensors = GateTensors(GATE_DTYPES[what.dtype], "cpu" if entry.reads_values or entry.follows_ids else "meta")
     with _with(what, value), device.use_chip(what.chip), use_launcher(recorder):
@@ -153,7 +154,7 @@ def _launches(what: Sweep, size: int, value: int | None) -> list[RecordedLaunch]
 
 
 def _rows(what: Sweep) -> int:
-    """Rows of one program."""
+    """Returns the number of rows of one program."""
     return what.entry.share or what.entry.rows // device.chip_spec(what.chip).vector_cores
 
 
@@ -167,7 +168,7 @@ def _found(what: Sweep, size: int, value: int | None) -> Found:
     rows = _rows(what)
     fixed = max(found.fixed_waits for found in plans)
     shape = f"{rows * device.chip_spec(what.chip).vector_cores} x {size} ({what.entry.label})"
-    if what.chip in gate.SAMPLED_CHIPS:  # of its plans there is no trace
+    if what.chip in gate.SAMPLED_CHIPS:  # its plans cannot be traced
         return Found(size, value, tile, plans, Trial(shape, value or 0, fixed, None, None), 0.0)
     cycles = waits = repeats = loaded = 0.0
     for spec, launch in zip(specs, launches, strict=True):
@@ -175,18 +176,18 @@ def _found(what: Sweep, size: int, value: int | None) -> Found:
         seen = counts(events)
         waits, repeats, loaded = waits + seen.waits, repeats + seen.instructions_per_element(1), loaded + seen.bytes_in
         cycles += simulate(events, what.chip).cycles
-    # Where loads follow data, a trace of zeros may have none.
+    # If loads depend on data, a trace of zeros may have no loads.
     per_kib = round(cycles / (loaded / 1024), 1) if loaded else None
     trial = Trial(shape, value or 0, fixed, round(waits / rows, 2), per_kib)
     return Found(size, value, tile, plans, trial, repeats / (rows * size))
 
 
-# How the kernels name what their tiles consist of.
+# The names of the kernels' tile parameters.
 _TILE_NAMES = frozenset(("ROWS", "COLS", "BLOCK", "FOLD", "WIDTH", "REST_COLS"))
 
 
 def sweep(what: Sweep) -> list[Found]:
-    """Today's tile and every value, of each size in turn.
+    """Returns the results of the current tile and of every value, size by size.
 
     Raises:
         ValueError: `what` names something that does not exist.
@@ -196,7 +197,7 @@ def sweep(what: Sweep) -> list[Found]:
 
 
 def _best(found: Sequence[Found]) -> Found | None:
-    """Of one size: what passes with the fewest cycles."""
+    """Returns the tile with the fewest cycles of those that pass; all are of one size."""
     passing = [one for one in found if one.passes]
     return min(passing, key=lambda one: one.trial.cycles_per_kib or 0.0 if one.trial else 0.0, default=None)
 
@@ -221,7 +222,7 @@ def _line(one: Found, best: Found | None) -> str:
 
 
 def _evidence(what: Sweep, found: Sequence[Found]) -> Evidence:
-    """Today's tile stands as 0 in the trials: its number follows from the formula."""
+    """Returns the results in the format of `tiles.json`. The current tile has the value 0, as a formula computes it."""
     trials = tuple(one.trial for one in found if one.trial is not None)
     varied = what.tile if what.tile is not None else f"limit of {what.limit_of}"
     return Evidence(what.case, what.dtype, what.chip, toolchain.versions(), str(varied), trials)
@@ -232,7 +233,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; see the module."""
+    """Runs the command; see the module."""
     parser = argparse.ArgumentParser(
         prog="python -m npu_trainer_kernels.ascend.sweep", description=__doc__.splitlines()[0]
     )

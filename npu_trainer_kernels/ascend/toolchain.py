@@ -1,8 +1,8 @@
-"""Where the Ascend compiler's tools are, how they are run, and a cache of what they produced.
+"""Finds and runs the Ascend compiler's tools, and caches their output.
 
-The compiler is `ascendnpu-ir` (bishengir-compile, bishengir-opt) behind `triton-ascend` (the Triton frontend); running
-its output on a CPU also takes LLVM 19, because the compiler is built on LLVM 19 and its output is read by no other.
-Nothing here imports Triton before a tool is asked for.
+The compiler is `ascendnpu-ir` (bishengir-compile, bishengir-opt) behind `triton-ascend` (the Triton frontend). Running
+its output on a CPU also needs LLVM 19: the compiler is built on LLVM 19, and other versions cannot read its output.
+Triton is imported only when a tool is requested.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class ToolchainError(RuntimeError):
 
     Attributes:
         kernel: the kernel's name.
-        stage: what was being done, for example `"plan on-chip memory"`.
+        stage: the stage that failed, for example `"plan on-chip memory"`.
         diagnostics: the lines of the tool's output that say what went wrong.
     """
 
@@ -60,7 +60,7 @@ class ToolchainError(RuntimeError):
 
 
 def telling_lines(output: str, limit: int = 6) -> list[str]:
-    """The lines of a tool's output that carry a diagnosis, each once; the end of the output where there is none."""
+    """Returns the distinct lines of a tool's output that have a diagnosis, or the end of the output."""
     lines = [line.strip()[:300] for line in output.splitlines() if line.strip()]
     telling = dict.fromkeys(line for line in lines if _TELLING.search(line))
     return list(telling)[:limit] or lines[-limit:]
@@ -68,7 +68,7 @@ def telling_lines(output: str, limit: int = 6) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------------ the tools
 def _missing(what: str, install: str) -> ImportError:
-    # Imported here because `support.triton` imports Triton, which asking where a tool is must not do.
+    # Imported here because `support.triton` imports Triton, which is not needed to find a tool.
     from ..support.triton import MissingDependencyError
 
     return MissingDependencyError(f"{what} is missing; install it with: {install}")
@@ -76,14 +76,14 @@ def _missing(what: str, install: str) -> ImportError:
 
 @cache
 def ascend_compiler() -> ModuleType:
-    """`triton.backends.ascend.compiler`. Raises `MissingDependencyError` where triton-ascend is not installed."""
+    """Returns `triton.backends.ascend.compiler`. Raises `MissingDependencyError` if triton-ascend is not installed."""
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.backends.ascend") is None:
         raise _missing("triton-ascend (a `triton` with the ascend backend)", INSTALL_PACKAGES)
     return importlib.import_module("triton.backends.ascend.compiler")
 
 
 def bishengir(tool: str, chip: str) -> Path:
-    """The path of `bishengir-compile` or `bishengir-opt` for a chip (the 950 has builds of its own).
+    """Returns the path of `bishengir-compile` or `bishengir-opt` for a chip (the 950 has separate builds).
 
     Raises:
         MissingDependencyError: ascendnpu-ir is not installed, or lacks this tool.
@@ -97,7 +97,7 @@ def bishengir(tool: str, chip: str) -> Path:
 
 
 def host_tool(name: str) -> Path:
-    """The path of one of `HOST_TOOLS`. Raises `MissingDependencyError` with the command that installs it."""
+    """Returns the path of one of `HOST_TOOLS`. Raises `MissingDependencyError` with the command that installs it."""
     found = shutil.which(name)
     if found is None:
         raise _missing(name, INSTALL_TOOLS)
@@ -106,7 +106,7 @@ def host_tool(name: str) -> Path:
 
 @cache
 def llvm_libraries() -> Path:
-    """LLVM 19's library folder, which holds MLIR's C runtime. Raises `MissingDependencyError` where it does not."""
+    """Returns LLVM 19's library folder. Raises `MissingDependencyError` if MLIR's C runtime is not in it."""
     text = subprocess.run([host_tool("llvm-config-19"), "--libdir"], capture_output=True, text=True, check=True).stdout
     folder = Path(text.strip())
     if not (folder / "libmlir_c_runner_utils.so").exists():
@@ -115,7 +115,8 @@ def llvm_libraries() -> Path:
 
 
 def require_all() -> None:
-    """Raises `MissingDependencyError` for the first tool that lowering, planning or executing would miss."""
+    """Raises `MissingDependencyError` for the first tool that lowering, planning or executing needs and that is not
+    installed."""
     ascend_compiler()
     bishengir("bishengir-compile", "")
     bishengir("bishengir-opt", "")
@@ -126,7 +127,7 @@ def require_all() -> None:
 
 @cache
 def versions() -> str:
-    """The versions of the compiler's two packages: part of every cache key."""
+    """Returns the versions of the compiler's two packages, which are part of every cache key."""
     ascend_compiler()
     bishengir("bishengir-compile", "")
     return " ".join(f"{name}={metadata.version(name)}" for name in ("triton-ascend", "ascendnpu-ir"))
@@ -139,10 +140,10 @@ def invoke(
 
     Args:
         kernel: the kernel's name, for the error.
-        stage: what the tool is run for, for the error.
+        stage: the stage that the tool is run for, for the error.
         command: the program and its arguments.
-        check: raise where the tool fails (else the caller reads `returncode`).
-        **environment: variables added to the environment.
+        check: whether to raise if the tool fails (else the caller reads `returncode`).
+        **environment: variables that are added to the environment.
 
     Raises:
         ToolchainError: the tool failed (and `check`), or did not end within ten minutes.
@@ -164,15 +165,15 @@ def invoke(
 
 # ------------------------------------------------------------------------------------------------------------ the cache
 def digest(*parts: str) -> str:
-    """A name for content: 32 hexadecimal digits that differ where any part differs."""
+    """Returns a hash of 32 hexadecimal digits that differs if any part differs."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def cached(name: str, produce: Callable[[Path], None]) -> Path:
-    """The cached file `name`, which says what its content was made from (see `digest`).
+    """Returns the path of the cached file `name`, which has to identify the inputs of its content (see `digest`).
 
-    Where it does not exist `produce(path)` writes it under a temporary name in the same folder and it is moved into
-    place whole, so that two processes may do the same work but none ever reads half a file.
+    If the file does not exist, `produce(path)` writes it into a temporary folder, and a rename moves it into place: two
+    processes may do the same work, but no process reads an incomplete file.
     """
     path = cache_dir() / name
     if not path.exists():
@@ -184,8 +185,8 @@ def cached(name: str, produce: Callable[[Path], None]) -> Path:
     return path
 
 
-# `bishengir-compile` hands the planned IR to `hivmc`, Huawei's closed code generator, which is in no package. The
-# planned IR is all that is wanted, so this stands in its place: it answers the version question and keeps its input.
+# `bishengir-compile` passes the planned IR to `hivmc`, Huawei's closed code generator, which is in no package. Only the
+# planned IR is needed, so this script replaces `hivmc`: it prints a version and copies its input.
 _HIVMC = """#!/bin/sh
 if [ "$1" = --version ]; then echo "hivmc 0.1.0"; exit 0; fi
 cp "$1" "$NPU_KERNELS_PLANNED_IR"
@@ -193,7 +194,7 @@ cp "$1" "$NPU_KERNELS_PLANNED_IR"
 
 
 def stand_in_hivmc() -> Path:
-    """A folder to put first on PATH: its `hivmc` copies the planned IR to `$NPU_KERNELS_PLANNED_IR`."""
+    """Returns a folder to put first on PATH: its `hivmc` copies the planned IR to `$NPU_KERNELS_PLANNED_IR`."""
 
     def write(path: Path) -> None:
         path.write_text(_HIVMC)

@@ -1,14 +1,14 @@
-"""What one program of a planned kernel does: its instructions, transfers and waits, in the order of their issue.
+"""Traces one program of a planned kernel: its instructions, transfers and waits, in the order in which it issues them.
 
-The planned IR is what the vector core's scalar unit runs: integers, loops, and calls into the device library. Here it
-is turned into a Python function that does the integers and loops, and asks `device_library.call` what each call issues.
-So a program of a production kernel is followed in a fraction of a second, exactly, with no chip: how often the scalar
-unit really waits for the vector unit (the library's own waits included, which the planned IR does not show), how many
-vector instructions an element costs, how many bytes are moved.
+The planned IR is the program of the vector core's scalar unit: integer arithmetic, loops, and calls into the device
+library. This module translates it into a Python function that computes the integers and loops, and gets the events of
+each call from `device_library.call`. A program of a production kernel is thus traced exactly, in a fraction of a second
+and without a chip: the waits of the scalar unit for the vector unit (with those inside the library, which the planned
+IR does not show), the vector instructions per element, the bytes moved.
 
-Data is not followed, but for whole numbers that the scalar unit reads from tensors on the CPU: which rows an
-embedding's gradient adds up. Where else a branch depends on data, whole numbers are 0 and others 1: a token whose
-target lies in the first tile, a row with weight. Half of such a branch is not seen.
+The trace has no data, except integers that the scalar unit reads from tensors on the CPU, such as the rows that an
+embedding's gradient sums. Where a branch depends on other data, integers are 0 and floating-point numbers 1: a token
+whose target lies in the first tile, a row with a weight. The other side of the branch is not traced.
 """
 
 import math
@@ -29,20 +29,20 @@ from .walk import memory_of
 __all__ = ["Trace", "counts", "trace"]
 
 LANES = 64
-"""Elements of fp32 that a vector instruction works on at each repeat: 256 bytes."""
+"""The number of fp32 elements of one repeat of a vector instruction: 256 bytes."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one program did.
+    """The counts of one program's trace.
 
     Attributes:
         waits: waits of the scalar unit, which issues all instructions, for the vector unit.
         waits_of_library: those of them inside functions of the device library.
-        vector_repeats: vector instructions, each as often as it works on 256 bytes.
-        by_name: the same by instruction.
-        bytes_in, bytes_out: moved by transfers.
-        loads: transfers that read from HBM.
+        vector_repeats: the sum of the repeats of all vector instructions, each on 256 bytes.
+        by_name: the repeats by instruction.
+        bytes_in, bytes_out: bytes that transfers read from and wrote to HBM.
+        loads: the number of transfers that read from HBM.
     """
 
     waits: int
@@ -54,16 +54,16 @@ class Trace:
     loads: int
 
     def instructions_per_element(self, elements: float) -> float:
-        """Vector instructions over a number of elements, as if each worked on 64 fp32 lanes."""
+        """Returns vector instructions per element, as if each worked on 64 fp32 lanes."""
         return self.vector_repeats * LANES / elements
 
 
-# The planner uses the events up to 5 itself, and the library the sixth.
+# The planner uses events 0 to 5, the library uses event 6.
 _LIBRARY_EVENT = 6
 
 
 def counts(events: list[Event]) -> Trace:
-    """The sums of a trace."""
+    """Counts the events of a trace."""
     waits = [event for event in events if event.kind == "wait" and (event.name, event.waits) == ("V", "S")]
     by_name: Counter[str] = Counter()
     for event in events:
@@ -81,18 +81,18 @@ def counts(events: list[Event]) -> Trace:
 
 
 def trace(spec: Specialization, grid: tuple[int, ...], args: Mapping[str, Any], program: int = 0) -> list[Event]:
-    """Follows one program of a launch.
+    """Traces one program of a launch.
 
     Args:
         spec: the launch's specialization.
-        grid: of the launch.
+        grid: the launch's grid.
         args: the value of each parameter by name (see `lower.bind`); tensors may be meta tensors.
-        program: which program.
+        program: the index of the program.
 
     Raises:
         MissingDependencyError: a tool is not installed.
-        ToolchainError: the kernel cannot be compiled or has no plan that fits, or its plan cannot be followed: the
-            950's has no loops, and an operation may be new.
+        ToolchainError: the kernel cannot be compiled, no plan fits, or the plan cannot be traced: plans of the 950 have
+            no loops, and an operation may be unknown.
     """
     text = planned(spec.name, lower(spec), spec.chip, multi_buffer=bool(spec.options.get("multibuffer", True)))
     run = _compiled(spec.name, text)
@@ -103,7 +103,7 @@ def trace(spec: Specialization, grid: tuple[int, ...], args: Mapping[str, Any], 
     return events
 
 
-# The library never touches HBM, so that its addresses may be anything: every tensor gets a region of its own.
+# The library never accesses HBM, so its addresses may have any value: every tensor gets a separate region.
 _REGION_BITS = 44
 
 
@@ -118,7 +118,7 @@ def _argument(place: int, value: Any) -> Any:
 
 
 def _whole_numbers(value: Any) -> torch.Tensor | None:
-    """A tensor of whole numbers as the memory that it lies in; None: its values are not read."""
+    """Returns a flat view of the memory of an integer tensor; None: its values are not read."""
     if not isinstance(value, torch.Tensor) or value.is_meta or value.is_floating_point():
         return None
     rest = value.untyped_storage().nbytes() // value.element_size() - value.storage_offset()
@@ -126,7 +126,7 @@ def _whole_numbers(value: Any) -> torch.Tensor | None:
 
 
 def _read(data: list[torch.Tensor | None], view: View, index: tuple[int, ...]) -> int:
-    """A whole number as the scalar unit reads it from HBM."""
+    """Returns an integer that the scalar unit reads from HBM."""
     place = (view.address >> _REGION_BITS) - 1
     tensor = data[place] if view.space == "gm" and 0 <= place < len(data) else None
     if tensor is None:
@@ -136,7 +136,7 @@ def _read(data: list[torch.Tensor | None], view: View, index: tuple[int, ...]) -
     return int(tensor[at])
 
 
-# ------------------------------------------------------------------------------------------- views, as memref has them
+# --------------------------------------------------------------------------------------------- memref's view operations
 def _view(address: int, sizes: tuple[int, ...], bits: int) -> View:
     return View(address, sizes, _row_major(sizes), bits, "ub")
 
@@ -152,7 +152,7 @@ def _recast(view: View, offset: int, sizes: tuple[int, ...], strides: tuple[int,
 def _subview(
     view: View, offsets: tuple[int, ...], sizes: tuple[int, ...], steps: tuple[int, ...], like: tuple[Any, Any]
 ) -> View:
-    """`like` are the sizes and strides of the result's type: where it has fewer axes, some of one element are gone."""
+    """`like`: the sizes and strides of the result's type; if it has fewer axes, axes of size 1 are dropped."""
     offset = sum(a * b for a, b in zip(offsets, view.strides, strict=True))
     strides = tuple(a * b for a, b in zip(steps, view.strides, strict=True))
     kept: list[tuple[int, int]] = []
@@ -192,7 +192,7 @@ def _divided(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-# ------------------------------------------------------------------------------------------- from planned IR to Python
+# -------------------------------------------------------------------------------------------- from planned IR to Python
 _ENTRY = re.compile(r"  func\.func @(\w+)\((.*)\) attributes \{.*hacc\.entry")
 _PARAMETER = re.compile(r"(%arg\d+): ")
 _MAP = re.compile(r"(#map\d*) = affine_map<\(([^)]*)\)(?:\[([^\]]*)\])? -> \((.*)\)>$", re.MULTILINE)
@@ -215,31 +215,31 @@ _COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=
 
 
 def _python(name: str) -> str:
-    """A value's name in Python."""
+    """Returns the Python name of an IR value."""
     found = _VALUE.match(name.strip())
     assert found is not None, name
     return "v" + re.sub(r"\W", "_", found[1]) + (f"_r{found[2]}" if found[2] else "")
 
 
 def _values(text: str) -> list[str]:
-    """The values that a text names, in order."""
+    """Returns the Python names of the values in a text, in order."""
     return [_python(found[0]) for found in _VALUE.finditer(text)]
 
 
 def _numbers(text: str) -> str:
-    """A list of values and numbers as a tuple's inside: `[%5, 64]` to `v5, 64,`."""
+    """Converts a list of values and numbers into the inside of a Python tuple: `[%5, 64]` to `v5, 64,`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     return "".join((_python(part) if part.startswith("%") else part) + ", " for part in parts)
 
 
 class _Translation:
-    """Writes the Python function, a line at a time."""
+    """Writes the Python function line by line."""
 
     def __init__(self, kernel: str, planned: str) -> None:
         self.kernel = kernel
         self.maps = {found[1]: found for found in _MAP.finditer(planned)}
         self.lines: list[str] = []
-        self.open: list[tuple[list[str], list[str]]] = []  # of each loop or branch: results, and what carries them
+        self.open: list[tuple[list[str], list[str]]] = []  # results and carried values of each open loop or branch
 
     def say(self, line: str) -> None:
         self.lines.append("    " * (len(self.open) + 1) + line)
@@ -303,7 +303,7 @@ class _Translation:
             raise self.refuse(line)
 
     def value(self, line: str) -> str:
-        """The Python expression of an operation that only computes."""
+        """Returns the Python expression of an operation without side effects."""
         operation = line.split(" ")[0].split("(")[0]
         dialect, _, name = operation.partition(".")
         operands = _values(line.partition(" : ")[0])
@@ -318,7 +318,7 @@ class _Translation:
             predicate = predicate or ("eq" if " eq" in line else "ne")
             return f"{operands[0]} {_COMPARED[predicate]} {operands[1]}"
         if operation == "arith.cmpf":
-            return str("e" in line.split(" ")[1])  # 1 and 1: true where equality is
+            return str("e" in line.split(" ")[1])  # compares 1 with 1: true if the predicate includes equality
         if operation.startswith("affine.") and name in ("apply", "min", "max"):
             return self.mapped(line, name, operands)
         if operation in ("memref.load", "affine.load"):
@@ -376,7 +376,7 @@ class _Translation:
 
 
 def _compiled(kernel: str, planned: str) -> Callable[..., None]:
-    """The Python function of a planned kernel: `run(events, program, data, *arguments)`."""
+    """Returns the Python function of a planned kernel: `run(events, program, data, *arguments)`."""
     if "cf.cond_br " in planned or "cf.br " in planned:
         raise ToolchainError(kernel, "trace of the planned code", ["it has jumps in the place of loops"])
     translation = _Translation(kernel, planned)

@@ -1,7 +1,7 @@
-"""Reads planned IR: its loops, what each loads and stores, and where its units wait for each other.
+"""Reads planned IR: its loops, their loads and stores, and the waits between units.
 
-The 910's plans have their loops. The 950's come with jumps in the place of them: `loops_again` writes the loops back,
-by the jumps that go backwards, so that both are read alike.
+Plans of the 910 have loops. Plans of the 950 have jumps instead, from which `loops_again` reconstructs the loops, so
+that `Walk` can read both.
 """
 
 import math
@@ -16,7 +16,8 @@ BYTES_PER_ELEMENT_ACCESS = 512
 DMA_BLOCK_BYTES = 32
 
 _SWITCH = re.compile(r"hivm\.hir\.wait_flag\[<PIPE_V>, <PIPE_S>|hivm\.hir\.wait_flag\[<PIPE_S>, <PIPE_V>")
-# A fixed event is the store just before; where buffers rotate the event does too, and stands for the store before that.
+# With a fixed event a load waits for the latest store; if buffers alternate, so does the event, and the load waits for
+# the store before that.
 _LOAD_AFTER_STORE = "hivm.hir.wait_flag[<PIPE_MTE3>, <PIPE_MTE2>, <EVENT"
 _LOAD_AFTER_VECTOR = "hivm.hir.wait_flag[<PIPE_V>, <PIPE_MTE2>, <EVENT"
 _ASSIGN = re.compile(r"\s*(%[\w$.-]+)(?::\d+)?(?:, %[\w$.:-]+)* = (.*)")
@@ -32,7 +33,7 @@ _BITS = {"f64": 64, "i64": 64, "index": 64, "f32": 32, "i32": 32, "f16": 16, "bf
 
 
 def entry_function(text: str) -> Iterator[str]:
-    """The lines of the function that runs on the device (the module also holds host functions and declarations)."""
+    """Returns the lines of the function that runs on the device; a module also has host functions and declarations."""
     inside = False
     for line in text.splitlines():
         if line.startswith("  func.func "):
@@ -50,13 +51,13 @@ _COMPARED = re.compile(r"\s*%[\w$.-]+ = arith\.cmpi \w+, %[\w$.-]+, (%[\w$.-]+) 
 
 @dataclass
 class _Block:
-    """A block of a function with jumps.
+    """A basic block of a function with jumps.
 
     Attributes:
-        counter: its first argument, "" where it has none.
-        before: the only block that leads here; None where there are several, or none.
-        lines: what it does, its jump included.
-        jumps: where it leads, and the first value that it hands over, "" for none.
+        counter: its first argument; "": it has none.
+        before: its only predecessor; None: it has several, or none.
+        lines: its lines, with its jump.
+        jumps: its successors, each with the first value that the jump passes ("": none).
     """
 
     counter: str = ""
@@ -66,8 +67,8 @@ class _Block:
 
 
 def loops_again(lines: Iterable[str]) -> Iterator[str]:
-    """The lines of a function with its loops: jumps to a block above become an `scf.for` around what they repeat, and
-    what only a condition leads to is indented. Other lines pass as they are."""
+    """Returns a function's lines with reconstructed loops: a backward jump becomes an `scf.for` around the blocks that
+    it repeats, and a block that is reached only by a condition is indented. Other lines are unchanged."""
     lines = list(lines)
     if not any("cf.br " in line or "cf.cond_br " in line for line in lines):
         yield from lines
@@ -103,7 +104,7 @@ def _blocks(lines: Iterable[str]) -> list[_Block]:
 
 
 def _loop(blocks: list[_Block], header: int, end: int) -> str:
-    """The head of a loop whose first block compares its counter with a limit, and whose last adds to it."""
+    """Returns the head of a loop: its first block compares the counter with a limit, its last block increments it."""
     first = next((value for block in blocks[:header] for to, value in block.jumps if to == header), "")
     stepped = next((value for to, value in blocks[end].jumps if to == header), "")
     counter = blocks[header].counter
@@ -117,29 +118,29 @@ def _loop(blocks: list[_Block], header: int, end: int) -> str:
 
 @dataclass(frozen=True)
 class Memory:
-    """What is known of a memref value: its static shape (None: runtime), strides, element, and where it lies."""
+    """The static shape (None: a runtime size), strides, element type and memory space of a memref value."""
 
     dims: tuple[int | None, ...]
     strides: tuple[int | None, ...]
     element: str
     space: str
     rotates: bool = False
-    cut: bool = False  # a slice whose size is known at run time only
+    cut: bool = False  # whether it is a slice of runtime size
 
     @property
     def element_bits(self) -> int:
-        """Bits of an element."""
+        """The bits of an element."""
         return _BITS.get(self.element, 8)
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of all elements, or None where a dimension is known at run time only."""
+        """The bytes of all elements, or None if a dimension has a runtime size."""
         sizes = [d for d in self.dims if d is not None]
         return -(-math.prod(sizes) * self.element_bits // 8) if len(sizes) == len(self.dims) else None
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of the longest contiguous piece; one of runtime size counts as endless."""
+        """The bytes of the longest contiguous piece; a piece of runtime size counts as `_ENDLESS` elements."""
         run = 1
         for size, stride in zip(reversed(self.dims), reversed(self.strides), strict=True):
             if size != 1 and stride != run:
@@ -151,7 +152,7 @@ class Memory:
 
 
 def memory_of(text: str) -> Memory | None:
-    """The memref type at the beginning of a text; None: there is none."""
+    """Parses the memref type at the beginning of a text; None: there is none."""
     found = _MEMREF.match(text)
     if found is None:
         return None
@@ -167,7 +168,7 @@ def _row_major(dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
 
 
 def _collapsed(text: str, source: Memory, memory: Memory) -> Memory:
-    """The result of a `memref.collapse_shape` with the sizes that are known of what it collapses."""
+    """Returns the result of a `memref.collapse_shape` with the sizes that follow from its source."""
     groups = [
         [int(axis) for axis in group.split(",")] for group in re.findall(r"\[([\d, ]+)\]", text.partition(" : ")[0])
     ]
@@ -184,7 +185,7 @@ def _collapsed(text: str, source: Memory, memory: Memory) -> Memory:
 
 
 def _at_most(memory: Memory, source: Memory) -> Memory:
-    """A part of `source` whose size is known at run time only, as large as it can be."""
+    """Returns a part of `source` of runtime size with its upper bound as its size."""
     if len(memory.dims) == len(source.dims):
         return replace(memory, dims=tuple(s if d is None else d for d, s in zip(memory.dims, source.dims, strict=True)))
     if len(memory.dims) == 1 and None not in source.dims:
@@ -194,11 +195,11 @@ def _at_most(memory: Memory, source: Memory) -> Memory:
 
 @dataclass
 class Region:
-    """A loop, or the whole program, and the work in it. Work of a closed loop is added to the region around it."""
+    """A loop, or the whole program, and the work in it. A loop's work is added to the region around it when it ends."""
 
     indent: int
     counter: str | None = None
-    runs: int | None = None  # how often, None: known at run time only
+    runs: int | None = None  # the trip count; None: a runtime value
     is_loop: bool = True
     is_row_loop: bool = False
     switches: int = 0
@@ -206,25 +207,26 @@ class Region:
     tiny_vector_ops: int = 0
     vector_bytes: int = 0
     wide_ops: int = 0  # vector operations and transfers of more than 32 bytes
-    own_tiles: int = 0  # tile transfers in this loop itself, not in loops inside it
-    own_waits: int = 0  # waits of loads for stores, likewise
-    own_loads: int = 0  # tiles that are loaded, likewise
-    own_cut_loads: int = 0  # those of them whose size is known at run time only: a tail's
-    own_fixed_waits: int = 0  # waits of loads for the vector unit by a fixed event, likewise, and not inside an `if`
-    holds_loads: bool = False  # a loop inside it loads tiles
+    # The `own_` counts are of this loop itself, without the loops inside it.
+    own_tiles: int = 0  # tile transfers
+    own_waits: int = 0  # waits of loads for stores
+    own_loads: int = 0  # loads of tiles
+    own_cut_loads: int = 0  # those of them with a runtime size: loads of a tail
+    own_fixed_waits: int = 0  # waits of loads for the vector unit by a fixed event, outside of any `if`
+    holds_loads: bool = False  # whether a loop inside it loads tiles
     loads_after_stores: int = 0
     streamed: int = 0
     small_accesses: int = 0
-    touches_elements: bool = False  # single elements, at places that follow this loop's counter
+    touches_elements: bool = False  # whether it accesses single elements at indices that depend on its counter
     element_loops: list[int | None] = field(default_factory=list)
 
     def close(self) -> None:
-        """Settles what only the whole loop shows: a wait for a store stops transfers that the loop itself makes."""
+        """Counts the loop's waits for stores if the loop itself transfers tiles, which these waits then delay."""
         if self.is_loop and self.own_tiles:
             self.loads_after_stores += self.own_waits
 
     def absorb(self, inner: "Region") -> None:
-        """Adds the work of a loop inside this region, as often as it runs."""
+        """Adds the work of a loop inside this region, times its trip count."""
         times = 1 if inner.runs is None else inner.runs
         self.loads_after_stores += times * inner.loads_after_stores
         self.vector_bytes += times * inner.vector_bytes
@@ -240,9 +242,9 @@ class Region:
 
 
 class Walk:
-    """Reads the lines of a device function in order, following its values and its loops.
+    """Reads the lines of a device function in order, and keeps track of its values and loops.
 
-    The printer reuses value names in sibling regions, so that a name means what its latest definition above says.
+    The printer reuses value names in sibling regions, so the latest definition of a name counts.
     """
 
     def __init__(self, planned: str) -> None:
@@ -252,14 +254,14 @@ class Walk:
         self.regions = [Region(indent=-1, is_loop=False)]
         self.row_loops: list[Region] = []
         self.loading_loops: list[Region] = []
-        self.rotating: set[str] = set()  # descriptors that a turn selects
+        self.rotating: set[str] = set()  # descriptors selected between two buffers
         self.buffer_end = self.loop_transfers = self.single_buffers = self.largest_transfer = 0
         self.fills_in_loops = False
         for line in loops_again(entry_function(planned)):
             self.read(line)
 
     def row_body(self) -> Region:
-        """The worst of the row bodies."""
+        """Returns the worst of the row bodies."""
         self._close(-1)
         program = self.regions[0]
         if not self.row_loops:
@@ -267,7 +269,7 @@ class Walk:
         worst = Region(indent=-1)
         for name in ("switches", "block_switches", "tiny_vector_ops", "vector_bytes", "loads_after_stores"):
             setattr(worst, name, max(getattr(loop, name) for loop in self.row_loops))
-        # Element accesses are paid for by their own loop's bytes, so take the loop where most are left to pay.
+        # A loop's streamed bytes allow element accesses in that loop only: take the loop with the most in excess.
         dearest = max(self.row_loops, key=lambda r: r.small_accesses * BYTES_PER_ELEMENT_ACCESS - r.streamed)
         worst.small_accesses, worst.streamed = dearest.small_accesses, dearest.streamed
         worst.element_loops = [runs for loop in self.row_loops for runs in loop.element_loops]
@@ -275,7 +277,7 @@ class Walk:
         return worst
 
     def fixed_waits(self) -> int:
-        """See `MemoryPlan`."""
+        """Returns `MemoryPlan.fixed_waits`."""
         whole = [loop for loop in self.loading_loops if loop.own_cut_loads < loop.own_loads]
         return sum(loop.own_fixed_waits for loop in whole or self.loading_loops)
 
@@ -332,11 +334,11 @@ class Walk:
         if text.startswith("builtin.unrealized_conversion_cast") and self.rotating.intersection(operands):
             memory = replace(memory, rotates=True)
         elif text.startswith("memref.extract_strided_metadata"):
-            if source is None:  # an argument, of which no size is known
+            if source is None:  # an argument, whose size is unknown
                 return
             memory = source
         if source is not None and text.startswith(("memref.cast", "memref.subview")):
-            # Casts only forget the shape; a slice of runtime size is at most what it is a slice of.
+            # A cast only hides the shape; a slice of runtime size is at most as large as its source.
             is_cut = text.startswith("memref.subview") and None in memory.dims
             if len(source.dims) == len(memory.dims):
                 dims = tuple(s if d is None else d for d, s in zip(memory.dims, source.dims, strict=True))
@@ -408,6 +410,6 @@ class Walk:
         origins = frozenset().union(*(self.origins.get(o, frozenset()) for o in [base, *_NAME.findall(indices)]))
         if region.counter in origins:
             region.touches_elements = True
-        # Arguments have no definition in the body: they lie in HBM.
+        # A memref without a definition in the body is an argument, in HBM.
         if memory is None or memory.space == "gm":
             region.small_accesses += 1
