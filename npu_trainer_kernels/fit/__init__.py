@@ -1,4 +1,4 @@
-"""Will it fit? The peak memory of a training step and its parts, from a step on tensors without memory."""
+"""Predicts the peak memory of a training step and its parts, by running the step on tensors without memory."""
 
 from ._ledger import PARTS
 from ._search import largest_batch, most_tried

@@ -1,8 +1,8 @@
-"""Memory as a step takes it and gives it back: every storage of a tensor, from its birth to its death.
+"""Tracks the memory of a step: every tensor storage from its allocation until it is freed.
 
-Tensors without numbers live and die as real ones do, since it is Python and autograd that let go of them. So the most
-that is alive at one time is the peak of the real step, up to what no tensor stands for: what an operator takes and
-gives back inside itself (`scratch`), and what libraries hold.
+Fake tensors have the lifetimes of real ones, since Python and autograd free both. The largest number of bytes alive at
+one time is therefore the peak of the real step, except for memory outside of tensors that the step sees: temporary
+tensors inside operators (`scratch`), and memory of libraries.
 """
 
 import contextlib
@@ -18,28 +18,28 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["PARTS", "Ledger"]
 
 PARTS = ("weights", "gradients", "optimiser", "activations", "head", "attention", "other")
-"""What memory is for. `other`: what libraries hold, and what several devices add."""
+"""The purposes of memory. `other`: memory of libraries, and the additional memory of several devices."""
 
-# The CUDA allocator hands out multiples of it; so does the one of torch_npu, which comes from it.
+# The CUDA allocator allocates multiples of this; so does torch_npu's, which derives from it.
 _ROUNDED_TO = 512
 
 
 def _rounded(size: float) -> int:
-    """Bytes that the allocator takes for so many."""
+    """Returns the bytes that the allocator allocates for a size."""
     return math.ceil(size / _ROUNDED_TO) * _ROUNDED_TO
 
 
 class Ledger(TorchDispatchMode):
-    """Counts what is alive while it is on, and keeps the parts of the moment at which that was most.
+    """Counts the bytes that are alive while the mode is active, and records the parts at their peak.
 
     Args:
-        vocabulary: a tensor with a dimension of this size belongs to the head, unless it is something that lasts.
-        scratch: bytes that an operator takes and gives back inside itself, from the operator and its arguments.
+        vocabulary: an activation with a dimension of this size belongs to the head.
+        scratch: returns the bytes of temporary tensors inside an operator, for the operator and its arguments.
 
     Attributes:
-        alive: bytes now, by part.
-        total: bytes now; counted by itself, so that it can be held against the sum of the parts.
-        peak: the parts at the moment when they were most in all.
+        alive: the current bytes, by part.
+        total: the current bytes; counted separately, for a comparison with the sum of the parts.
+        peak: the bytes by part when their sum was largest.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self._vocabulary, self._scratch = vocabulary, scratch
         self._blocks: dict[int, tuple[weakref.ref[Any], str, int]] = {}
-        # What is born belongs to the innermost of these, and counts for a share of its size.
+        # A new storage belongs to the part of the innermost region, and counts with that region's share of its size.
         self._regions: list[tuple[str, float]] = []
         self.alive = dict.fromkeys(PARTS, 0)
         self.total = 0
@@ -56,20 +56,20 @@ class Ledger(TorchDispatchMode):
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at one time."""
+        """The largest number of bytes that were alive at one time."""
         return sum(self.peak.values())
 
     @property
     def blocks(self) -> int:
-        """How many storages are alive."""
+        """The number of storages that are alive."""
         return len(self._blocks)
 
     def forget_peak(self) -> None:
-        """The peak is looked for from here on."""
+        """Restarts the search for the peak."""
         self.peak = dict(self.alive)
 
     def enter(self, part: str, share: float = 1.0) -> None:
-        """What is born from now on is of this part; of its bytes this device holds a share."""
+        """Begins a region: new storages belong to this part, and this device has a share of their bytes."""
         self._regions.append((part, share))
 
     def leave(self) -> None:
@@ -78,7 +78,7 @@ class Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def within(self, part: str, share: float = 1.0) -> Iterator[None]:
-        """See `enter`; for the length of a `with` block."""
+        """Applies `enter` and `leave` to a `with` block."""
         self.enter(part, share)
         try:
             yield
@@ -87,7 +87,7 @@ class Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def holding(self, part: str, size: int) -> Iterator[None]:
-        """Counts bytes that no tensor stands for, for the length of a `with` block."""
+        """Counts bytes that belong to no tensor, inside a `with` block."""
         self._add(part, size)
         try:
             yield
@@ -95,10 +95,10 @@ class Ledger(TorchDispatchMode):
             self._add(part, -size)
 
     def belongs(self, tensor: torch.Tensor, part: str, share: float = 1.0) -> None:
-        """From now on a tensor's storage is of this part, whatever it was born for.
+        """Moves a tensor's storage to this part.
 
         Raises:
-            ValueError: it was not born under this ledger.
+            ValueError: the storage was not allocated while this ledger was active.
         """
         storage = tensor.untyped_storage()
         found = self._blocks.get(id(storage))
@@ -122,7 +122,7 @@ class Ledger(TorchDispatchMode):
 
     def _part_of(self, tensor: torch.Tensor) -> tuple[str, float]:
         part, share = self._regions[-1] if self._regions else ("activations", 1.0)
-        # Whatever module asks for logits, they are the head's.
+        # Logits belong to the head, whichever module computes them.
         logits = part in ("activations", "attention") and self._vocabulary in tensor.shape
         return ("head" if logits else part), share
 
@@ -140,13 +140,13 @@ class Ledger(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is torch.ops.prim.device.default:
-            # Two thirds of all calls: fake tensors are asked where they are.
+            # Two thirds of all calls ask fake tensors for their device.
             return args[0].fake_device
         result = function(*args, **(kwargs or {}))
         attends = "attention" in function.__name__
         with contextlib.ExitStack() as stack:
             if attends:
-                # In backward no module says whose turn it is.
+                # In backward there are no module hooks that enter the region.
                 stack.enter_context(self.within("attention"))
                 stack.enter_context(self.holding("attention", self._scratch(function, args)))
             for leaf in tree_leaves(result):

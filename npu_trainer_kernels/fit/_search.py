@@ -1,31 +1,32 @@
-"""The largest micro-batch that fits."""
+"""Searches for the largest micro-batch that fits."""
 
 from collections.abc import Callable
 
 __all__ = ["largest_batch", "most_tried"]
 
-# A step takes the longer the more tokens it has: MLPs and heads go through them in slices. So no more are tried than
-# these, though at least so many rows, as a small model may have of long ones.
+# The time of a simulated step grows with its tokens, since MLPs and heads loop over slices of them. So a batch has at
+# most this many rows and tokens, but may always have the last number of rows, for long sequences of a small model.
 _ROWS, _TOKENS, _LONG_ROWS = 1 << 10, 1 << 19, 16
-# Of a small batch the optimiser's state may be all, so that two of them say little of a third.
+# The limit of a guess / the largest batch that fits: the peak of a small batch may be mostly optimiser state, so an
+# extrapolation from two of them may be far off.
 _FURTHEST = 8
 
 
 def most_tried(tokens: int) -> int:
-    """The largest micro-batch that is worth a try, of sequences of so many tokens; where it fits, more may fit."""
+    """Returns the largest micro-batch of sequences of so many tokens that is tried; if it fits, more may fit."""
     return min(_ROWS, max(_LONG_ROWS, _TOKENS // tokens))
 
 
 def largest_batch(peak: Callable[[int], int], memory: int, most: int) -> int:
-    """The largest micro-batch up to `most` whose peak is at most `memory`; 0 where one sequence is too much.
+    """Returns the largest micro-batch up to `most` whose peak is at most `memory`; 0 if one sequence does not fit.
 
-    Peaks grow with the batch nearly in a line, so two of them say where it meets the memory. What is returned was
-    asked for and fits, and one more was asked for and does not, unless it is `most`.
+    Peaks grow almost linearly with the batch, so two of them predict where the peak reaches the memory. The search has
+    evaluated the batch that it returns, which fits, and, unless that is `most`, the next larger one, which does not.
 
     Args:
-        peak: bytes of a micro-batch; does not fall from one to the next. Asked once for each.
-        memory: bytes that there are.
-        most: beyond it nothing is asked for; at least 1.
+        peak: returns the peak bytes of a micro-batch, which must not decrease; it is called once for each.
+        memory: the available bytes.
+        most: the largest micro-batch that is tried; at least 1.
     """
     known: dict[int, int] = {}
 
@@ -42,7 +43,7 @@ def largest_batch(peak: Callable[[int], int], memory: int, most: int) -> int:
             good = guess
         else:
             bad = guess
-        # The line through the largest that fits and its nearest neighbour that is known.
+        # Extrapolate linearly from the largest batch that fits and the nearest other one that was evaluated.
         other = bad if bad in known else max((b for b in known if b < good), default=good)
         slope = (known[good] - known[other]) / (good - other) if other != good else 0.0
         ahead = int((memory - known[good]) / slope) if slope > 0 else good

@@ -1,4 +1,4 @@
-"""What is trained, and how: the question that a prediction answers."""
+"""Describes a training step (`Setup`) and the prediction of its memory (`Prediction`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,26 +19,26 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "kernels": {},
     "kernels, tiled MLP": {"tiled_mlp": 8192},
 }
-"""How a step may be run, what asks for least first: the options of `apply_npu_kernels`, or None without it."""
+"""The ways to run a step, fewest options first: the options of `apply_npu_kernels`; None: without kernels."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and how.
+    """A training step of a model.
 
     Attributes:
         trainer: one of `TRAINERS`.
-        batch: sequences of a device's micro-batch (`per_device_train_batch_size`); pairs of them in DPO.
-        length: tokens of a sequence.
-        prompt: those of them that are prompt, which TRL's GRPO and DPO do not score.
-        dtype: of the weights.
+        batch: the sequences of a device's micro-batch (`per_device_train_batch_size`); in DPO pairs of sequences.
+        length: the tokens of a sequence.
+        prompt: the prompt tokens among them, which TRL's GRPO and DPO do not score.
+        dtype: the dtype of the weights.
         autocast: the Trainer's `bf16`.
         variant: one of `VARIANTS`.
         checkpointing: the Trainer's `gradient_checkpointing`.
-        lora: the rank of an adapter on all linear layers that is trained instead of the model; 0: the model.
+        lora: the rank of an adapter on all linear layers that is trained instead of the model; 0: the model is trained.
         sharding: one of `SHARDINGS`.
-        devices: over which the weights are spread, or the batch alone.
-        memory: bytes of a device; the kernels size their chunks by it.
+        devices: the number of devices over which the weights, or only the batch, are distributed.
+        memory: the bytes of a device, by which the kernels choose the sizes of their chunks.
         find_unused: DDP's `find_unused_parameters`; None: as transformers' Trainer sets it.
 
     Raises:
@@ -83,32 +83,32 @@ class Setup:
 
     @property
     def looks_for_unused(self) -> bool:
-        """Whether DDP looks for parameters without a gradient. The Trainer's rule: where layers are not checkpointed,
-        and in what is no model of transformers itself, as one with an adapter around it."""
+        """Whether DDP looks for parameters without a gradient. By the Trainer's rule it does if layers are not
+        checkpointed, or if the model is not a transformers class, for example has an adapter around it."""
         return self.find_unused if self.find_unused is not None else not self.checkpointing or self.lora > 0
 
     @property
     def rows(self) -> int:
-        """Sequences of a forward."""
+        """The number of sequences in a forward."""
         return self.batch * (2 if self.trainer == "dpo" else 1)
 
     @property
     def scored(self) -> int:
-        """Tokens of a forward whose probability is asked for."""
+        """The number of tokens in a forward whose log-probability is computed."""
         return self.rows * (self.length - max(self.prompt, 1))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Peak memory of one device.
+    """The peak memory of one device.
 
     Attributes:
-        parts: bytes at the moment of the peak, by `PARTS`.
+        parts: the bytes at the peak, by `PARTS`.
     """
 
     parts: dict[str, int]
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is allocated at one time."""
+        """The largest number of bytes that are allocated at one time."""
         return sum(self.parts.values())

@@ -1,22 +1,23 @@
-"""What several devices change: shares of what lasts, and units that are gathered while they are used.
+"""Models the memory of several devices: shares of sharded tensors, and units that are gathered while they are used.
 
-It is a model, and not a run: the step is that of one device. A unit is a layer, as accelerate wraps models; what is in
-no layer (embedding, last norm, head) is the root unit, which stays gathered from forward to backward.
+No collective runs: the step is that of one device, and this module adds the difference. A unit is a layer, as
+accelerate wraps models; the weights in no layer (embedding, last norm, head) are the root unit, which stays gathered
+from forward to backward.
 
-- `ddp`: everything is everywhere, and gradients a second time, in the buckets that are reduced. Where DDP does not
-  look for unused parameters, a third time in the second step: it reduces the first step's gradients in a single
-  bucket, since it has yet to learn in which order they come, and makes those that it keeps when the second forward
-  begins. Over NCCL the first one is still there then. PyTorch holds what a collective has worked on until a thread
-  that looks ten times a second has found it done and one more collective has been sent after that. Between two steps
-  there is hardly time for both, so what is sent next lets go of it: what TRL's trainers gather for their logs once the
-  loss is known, or the first bucket of the backward. With more time it goes earlier, and the run takes one copy less;
-  what fits has to fit either way.
-- `fsdp2`: weights, gradients and optimiser in shares. The root unit is gathered for the whole step, and a layer beside
-  it; once backward has come to the layers a second one, and a layer's gradients as a whole, twice: as they come, and
-  as what is reduced. The root unit's gradients are whole until the end. With the Trainer's `bf16` accelerate keeps
-  what is trained in fp32.
-- `zero3`: the same, with DeepSpeed's fp32 copy of what is trained in the optimiser, and weights and gradients in their
-  dtype.
+- `ddp`: every device has everything, and a second copy of the gradients in the buckets that are reduced. If DDP does
+  not look for unused parameters, there is a third copy in the second step: DDP reduces the first step's gradients in a
+  single bucket, since it does not know their order yet, and allocates its final buckets when the second forward begins.
+  With NCCL the first bucket still exists then: PyTorch keeps the tensors of a collective until a thread that checks ten
+  times a second has found it complete and another collective has been launched after that. Between two steps there is
+  hardly time for both, so the next collective frees the bucket: the gathering of values for the logs of TRL's trainers
+  after the loss, or the first bucket of the backward. With more time between steps it is freed earlier, and the run
+  needs one copy less; a step has to fit in both cases.
+- `fsdp2`: weights, gradients and optimiser state are sharded. The root unit and one layer are gathered for the whole
+  step; once backward reaches the layers also a second layer, and two unsharded copies of a layer's gradients: as
+  computed, and as the input of the reduction. The root unit's gradients are unsharded until the end. With the Trainer's
+  `bf16` accelerate keeps trained weights in fp32.
+- `zero3`: as `fsdp2`, but DeepSpeed's optimiser has an fp32 copy of trained weights, and weights and gradients keep
+  their dtype.
 """
 
 from dataclasses import dataclass
@@ -29,16 +30,16 @@ from ._setup import Setup
 __all__ = ["FIRST_BUCKET", "Beside", "Shares", "Units", "beside", "shares_of", "units_of"]
 
 FIRST_BUCKET = 1 << 20
-"""Bytes of the first bucket that DDP reduces in a backward (torch's `kDefaultFirstBucketBytes`)."""
+"""The bytes of the first bucket that DDP reduces in a backward (torch's `kDefaultFirstBucketBytes`)."""
 
 _FP32 = 4
-# DeepSpeed's optimiser has, for each number that is trained, the number itself and Adam's two in fp32.
+# DeepSpeed's optimiser has three fp32 numbers for each trained weight: the weight and Adam's two moments.
 _ZERO3_OPTIMISER = 3 * _FP32
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What a device holds of a tensor, by what the tensor is for."""
+    """The fraction of a tensor's bytes that a device has, by the tensor's purpose."""
 
     frozen: float = 1.0
     trained: float = 1.0
@@ -47,7 +48,7 @@ class Shares:
 
 
 def shares_of(setup: Setup, trained: torch.dtype) -> Shares:
-    """Of a setup whose trained weights are of a dtype."""
+    """Returns the shares of a setup; `trained`: the dtype of its trained weights."""
     if setup.sharding in ("none", "ddp"):
         return Shares()
     share = 1 / setup.devices
@@ -59,15 +60,15 @@ def shares_of(setup: Setup, trained: torch.dtype) -> Shares:
 
 @dataclass(frozen=True)
 class Units:
-    """Bytes of gathered units.
+    """The bytes of gathered units.
 
     Attributes:
-        root: weights in no layer.
+        root: the weights in no layer.
         layer: the weights of the largest layer.
         layer_gradients: the gradients of the layer whose gradients are largest.
-        trained: all that is trained.
+        trained: all trained weights.
         in_root: ids of the parameters in no layer.
-        last: the layer with which backward begins; in a model without layers the model.
+        last: the layer with which backward begins; in a model without layers, the model.
     """
 
     root: int
@@ -83,7 +84,7 @@ def _bytes(parameters: dict[int, nn.Parameter], trained: bool = False) -> int:
 
 
 def units_of(model: nn.Module) -> Units:
-    """The units of a model: the members of its longest list of layers, and the rest."""
+    """Returns the units of a model: the layers of its longest `ModuleList`, and the rest."""
     every = {id(p): p for p in model.parameters()}
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     modules = list(max(lists, key=len, default=()))
@@ -102,12 +103,12 @@ def units_of(model: nn.Module) -> Units:
 
 @dataclass(frozen=True)
 class Beside:
-    """Bytes that several devices add.
+    """The additional bytes of several devices.
 
     Attributes:
-        step: from the beginning of forward to the end of backward.
-        layers: beside these, once backward has come to the layers.
-        start: beside these, from the beginning of forward until something is sent.
+        step: bytes from the beginning of forward to the end of backward.
+        layers: further bytes once backward has reached the layers.
+        start: further bytes from the beginning of forward until the next collective.
     """
 
     step: int = 0
@@ -116,7 +117,7 @@ class Beside:
 
 
 def beside(setup: Setup, units: Units) -> Beside:
-    """What several devices add to a step."""
+    """Returns the additional bytes of several devices in a step."""
     if setup.sharding == "none":
         return Beside()
     if setup.sharding == "ddp":

@@ -1,8 +1,8 @@
-"""One training step of a model on tensors without memory, as Trainer and TRL's trainers take it.
+"""Runs one training step of a model on tensors without memory, as Trainer and TRL's trainers do.
 
-Their loops are not run, since they ask for values at every turn; what they call is: the model, TRL's head, autograd,
-the clipping of gradients, the optimiser. What the losses of TRL's trainers do with `[rows, length]` numbers is there in
-short: it is nothing beside the rest.
+The trainers' loops cannot run, since they read values in many places. This module calls the same functions: the model,
+TRL's head, autograd, gradient clipping, the optimiser. The losses of TRL's trainers on `[rows, length]` numbers are
+simplified, since they need little memory.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ from ._sharding import FIRST_BUCKET, beside, shares_of, units_of
 
 __all__ = ["predict"]
 
-# What transformers calls it since 4.56, and before.
+# The name of the argument since transformers 4.56, and before.
 _DTYPE = "dtype" if Version("4.56") <= Version(transformers.__version__) else "torch_dtype"
 
-# What models raise while they are made of a config with sizes that do not go together, or without a package they need.
+# Exceptions of models whose config has inconsistent sizes, or that need a package which is missing.
 _NO_MODEL = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
 
-# What TRL's trainers ask of its head.
+# The outputs that TRL's trainers request from its head.
 _OUTPUTS = {
     "sft": ("log_probs", "entropy", "is_top1"),
     "grpo": ("log_probs", "entropy"),
@@ -45,7 +45,7 @@ _OUTPUTS = {
 
 
 def _built(config: Any, setup: Setup) -> nn.Module:
-    """The model, on no device."""
+    """Creates the model on the meta device."""
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = transformers.AutoModelForCausalLM.from_config(config, **{_DTYPE: setup.dtype})
@@ -57,9 +57,9 @@ def _built(config: Any, setup: Setup) -> nn.Module:
 
         add_fused_lm_head(model, outputs=_OUTPUTS[setup.trainer])
     with warnings.catch_warnings():
-        # Names of checkpointing change with transformers 6; PEFT asks for the old ones.
+        # The names for checkpointing change with transformers 6; PEFT uses the old ones.
         warnings.simplefilter("ignore", FutureWarning)
-        # Of experts PEFT looks for modules first, warns that there are none, and adapts their parameters.
+        # PEFT first looks for experts' modules, warns that there are none, and then adapts their parameters.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         if setup.lora:
             from peft import LoraConfig, get_peft_model
@@ -77,7 +77,7 @@ def _built(config: Any, setup: Setup) -> nn.Module:
 
 
 def _materialise(model: nn.Module, ledger: Ledger, frozen: float, trained: float) -> None:
-    """Gives the model's tensors storages, without numbers; the ledger counts shares of them."""
+    """Replaces the model's tensors by fake ones on the CPU; the ledger counts a share of each."""
     made: dict[int, torch.Tensor] = {}
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _materialise(model: nn.Module, ledger: Ledger, frozen: float, trained: float
 
 
 def _mark_attention(model: nn.Module, ledger: Ledger) -> None:
-    """What modules of attention make in forward is attention's."""
+    """Attributes storages that attention modules allocate in forward to the part "attention"."""
 
     def enter(module: nn.Module, args: Any) -> None:
         ledger.enter("attention")
@@ -112,8 +112,8 @@ def _mark_attention(model: nn.Module, ledger: Ledger) -> None:
 
 @contextlib.contextmanager
 def _marking_head(ledger: Ledger) -> Iterator[None]:
-    """What a fused head makes is the head's: the memory of its logits need not have a dimension of the vocabulary's
-    size."""
+    """Attributes storages that a fused head allocates to the part "head": the memory of its logits need not have a
+    dimension of the vocabulary's size."""
 
     def marked(call: Callable[..., Any]) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ def _marking_head(ledger: Ledger) -> Iterator[None]:
 
 
 def _when_backward_reaches(layer: nn.Module, call: Callable[[], object]) -> None:
-    """Calls once, when a gradient of what a layer returns is there."""
+    """Runs `call` once, when the first gradient of a layer's output has been computed."""
     called = False
 
     def arrived(gradient: torch.Tensor) -> None:
@@ -171,10 +171,10 @@ def _loss(model: Any, reference: Any, ids: torch.Tensor, setup: Setup) -> torch.
 
 
 class _GrpoPlan:
-    """What GRPO's trainer tells the head of TRL's default loss, on-policy."""
+    """The plan that GRPO's trainer gives the head for TRL's default loss, on-policy."""
 
     def mismatch(self, share: float) -> None:
-        """Without numbers a plan holds."""
+        """Ignores mismatches, which fake tensors cannot show."""
 
     def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int, scored: object) -> GrpoPlan | None:
         """See `HeadPlan`."""
@@ -188,28 +188,28 @@ class _GrpoPlan:
 
 @contextlib.contextmanager
 def _applied(model: nn.Module, setup: Setup) -> Iterator[None]:
-    """The kernels in a model, and their head knowing what it knows after the first steps."""
+    """Applies the kernels to a model, with the plan that its head has learned after the first steps."""
     options = VARIANTS[setup.variant]
     if options is None:
         yield
         return
     with apply_npu_kernels(model, **options) as handle, use_plan(_GrpoPlan() if setup.trainer == "grpo" else None):
-        # What two backward passes show: SFT's gradient is the same for every token, DPO's is each row's own.
+        # The head learns in two backward passes that SFT's gradient is equal for all tokens, DPO's only within a row.
         handle.settings.learned = LearnedPlan.settled(setup.trainer == "sft")
         yield
 
 
 def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction:
-    """Peak memory of a step in which the optimiser has its state already.
+    """Predicts the peak memory of a step after the first, when the optimiser has its state.
 
     Args:
-        config: of a causal language model of transformers.
-        setup: what is trained, and how.
-        libraries: bytes that they hold.
+        config: the config of a transformers causal language model.
+        setup: the training step.
+        libraries: bytes allocated by libraries.
 
     Raises:
-        ValueError: the model's code asks for values, its weights are quantised, transformers has no causal language
-            model for the config, or makes none of it.
+        ValueError: the model's code reads values, its weights are quantised, or transformers cannot create a causal
+            language model from the config.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("its weights are quantised (quantization_config), and what these take is not modelled")
@@ -220,7 +220,7 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
     ledger = Ledger(config.get_text_config().vocab_size, scratch)
     with contextlib.ExitStack() as stack:
         with deciding(setup.memory):
-            # Modules are recognised by what they compute.
+            # Recognition runs the modules on numbers, so this is outside of fake mode.
             for each in filter(None, (model, reference)):
                 stack.enter_context(_applied(each, setup))
         stack.enter_context(standing_in(setup.memory, setup.scored))
@@ -245,7 +245,7 @@ def _step(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> None:
         _materialise(each, ledger, shares.frozen, shares.trained)
         _mark_attention(each, ledger)
     trained, units = [p for p in model.parameters() if p.requires_grad], units_of(model)
-    in_root = units.in_root  # alone: a hook of a parameter that holds its module is never freed
+    in_root = units.in_root  # a parameter's hook that referred to a module, as `units` does, would never be freed
 
     def arrived(parameter: torch.Tensor) -> None:
         nonlocal come
@@ -279,7 +279,7 @@ def _step(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> None:
         loss.backward()
     del loss
     for parameter in trained:
-        if parameter.grad is not None:  # not every one need be used
+        if parameter.grad is not None:  # the model may not use every parameter
             ledger.belongs(parameter.grad, "gradients", shares.gradients)
     nn.utils.clip_grad_norm_(trained, 1.0)
     with ledger.within("optimiser", shares.optimiser):
