@@ -2,12 +2,12 @@
 
     npu-kernels COMMAND --help
 
-Every command works without an accelerator, and with `--json` all but `run` write one JSON object to stdout and nothing
-else there. Exit codes: 0 fine, 1 something was found or failed, 2 wrong usage or something to install first, 130
-stopped by Ctrl-C. `bench` has one more: 3, the device was lost. Those of `run` are the command's.
+Every command works without an accelerator. With `--json` every command except `run` writes one JSON object to stdout,
+and nothing else. Exit codes: 0 fine, 1 something was found or failed, 2 wrong usage or a missing package, 130 stopped
+by Ctrl-C. `bench` also has 3, the device was lost. `run` exits with the code of its command.
 
-Nothing is imported here that may be broken: torch, Triton and transformers come into the process when a command needs
-them, and `doctor` looks at them from outside first.
+This module imports no package that may be broken: a command imports torch, Triton and transformers when it needs them,
+and `doctor` first checks them in other processes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from .output import FINE, STOPPED, USAGE, Output, UsageError
 
 __all__ = ["main", "make_parser"]
 
-# One module a command, each with NAME, HELP, add_arguments(parser) and run(args, output) -> exit code.
+# The module of each command, with NAME, HELP, add_arguments(parser) and run(args, output) -> exit code.
 _COMMANDS = (_doctor, _tune, _compile, _fit, _verify, _prove)
 
 
@@ -33,7 +33,7 @@ def _version() -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="npu-kernels",
         description="Fused kernels for Hugging Face Trainer and TRL: look at an installation, measure it, check it.",
@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"npu-kernels {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # What follows its options is not for this parser, see `main`.
+    # `main` splits off the command that follows these options.
     launcher = commands.add_parser(
         _run.NAME, help=_run.HELP, description=_run.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,13 +56,13 @@ def make_parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
         command.set_defaults(run=module.run, refuse=command.error)
-    # Its options are the benchmark runner's own, see `main`.
+    # The benchmark runner parses the options of `bench`, see `main`.
     commands.add_parser(_bench.NAME, help=_bench.HELP, add_help=False)
     return parser
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
-    """`parse_args`, but an option that does not exist is refused with the usage of the command that it was given to."""
+    """Parses like `parse_args`, but reports an unknown option with the usage of the subcommand."""
     args, unknown = make_parser().parse_known_args(arguments)
     if unknown:
         args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
@@ -70,7 +70,7 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code."""
+    """Runs a command, and returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] != [_run.NAME]:
         switch_off_run()

@@ -1,4 +1,4 @@
-"""Every op, and whole training steps, beside their peers: the runner of `benchmarks/`, with its own options."""
+"""Runs the benchmarks of ops and training steps (`benchmarks/`), with the options of their runner."""
 
 import importlib
 import sys
@@ -9,18 +9,19 @@ __all__ = ["HELP", "NAME", "package", "run"]
 
 NAME = "bench"
 HELP = "time every op, and whole training steps, beside their peers"
-# Not into the package, where the runner of a checkout writes.
+# Results go to the working directory, not into the package, where the runner of a checkout writes.
 RESULTS = Path("npu-kernels-bench")
 
 
 def run(arguments: Sequence[str]) -> int:
-    # This import brings torch.
+    # This import loads torch.
     code: int = importlib.import_module(f"{package()}.cli").main(arguments, "npu-kernels bench", RESULTS)
     return code
 
 
 def package() -> str:
-    """The runner is a part of this package in a wheel, and the folder beside it in a checkout."""
+    """Returns the name of the benchmarks' package: in a wheel a subpackage of this one, in a checkout the folder
+    `benchmarks` next to it."""
     package = Path(__file__).parents[1]
     if (package / "benchmarks").is_dir():
         return "npu_trainer_kernels.benchmarks"

@@ -1,8 +1,8 @@
-"""Every kernel at a model's shapes, through the real Ascend compiler for a chip that need not be there, and the plan of
-its on-chip memory.
+"""Compiles every kernel at a model's shapes with the Ascend compiler, for a chip that need not be installed, and shows
+the plan of its on-chip memory.
 
-It needs the extra `ascend` (`pip install '.[ascend]'` in a checkout), in an environment of its own (triton-ascend and
-triton exclude each other), and no NPU. A plan is a fact; a time it is not.
+The command needs the extra `ascend` (`pip install '.[ascend]'` in a checkout) in a separate environment (triton-ascend
+and triton exclude each other), and no NPU. It measures no times.
 
 Exit codes: 0 every kernel compiles and keeps the rules, 1 one does not, 2 wrong usage or the extra is missing.
 """
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ready() -> None:
-    """Raises `UsageError` where the compiler is missing or kernels are being interpreted."""
+    """Raises `UsageError` if the compiler is missing or kernels are being interpreted."""
     from ..ascend import toolchain
     from ..support import triton
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     ops = {case.op for case in cases}
     left_out = [entry.op for entry in GATE if args.dtype in entry.dtypes and entry.op not in ops]
     specs = [chip_spec(chip) for chip in chips]
-    # The op asks the same rule at a call, and has it done by the model's own code.
+    # The op applies the same rule to a call, which the model's own code then computes.
     reasons = {case.op: reason for case in cases for spec in specs
                if case.unserved is not None and (reason := case.unserved(spec)) is not None}  # fmt: skip
     cases = [case for case in cases if case.op not in reasons]
@@ -116,7 +116,7 @@ def _as_json(row: "GateRow") -> dict[str, Any]:
 
 
 def _table(rows: "list[GateRow]") -> Table:
-    """One line for chips of the same plan."""
+    """Chips with the same plan share a line."""
     table = new_table()
     for column in (
         "op",

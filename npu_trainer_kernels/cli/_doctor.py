@@ -1,8 +1,8 @@
-"""What is installed and on which device, what does not work together, which backend each op would use and why, and
-whether every op is right and fast here.
+"""Shows the installation and the device, packages that do not work together, the backend of each op with the reason,
+and whether every op is correct and fast here.
 
-It looks at torch, torch_npu, triton, transformers and TRL from outside before anything is imported, and runs each op
-forward and backward against its reference in a process of its own. It ends with what to do about each finding.
+The command checks torch, torch_npu, triton, transformers and TRL in other processes before it imports them, and
+compares each op forward and backward with its reference in another process. It ends with a remedy for each finding.
 
 Exit codes: 0 nothing is broken (warnings may have been printed), 1 something is broken, 2 wrong usage.
 """
@@ -37,17 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _child(ops: list[str], times: bool, seconds: float) -> Iterator[dict[str, Any]]:
-    """Lines of one self-check; the last one has `ended` where it did not get to its end."""
+    """Returns the lines of one self-check process; if it did not finish, the last one has `ended`."""
     command = [sys.executable, "-m", "npu_trainer_kernels.cli._selfcheck", "--ops", ",".join(ops)]
     command += [] if times else ["--no-times"]
-    # A kernel that fails is to be seen, not replaced.
+    # In strict mode a kernel that fails raises, and is not replaced.
     return read(command, seconds, environment={**os.environ, "NPU_KERNELS_STRICT": "1"})
 
 
 def self_check(times: bool = True, seconds: float = 600.0) -> Iterator[dict[str, Any]]:
-    """Lines as `_selfcheck` writes them. An op that takes its process down is one with a `problem`, and the others go
-    on in a new process."""
-    left = list(FORM_NAMES)
+    """Returns the lines that `_selfcheck` writes. If an op crashes the process, its line has the reason as `problem`,
+    and a new process checks the remaining ops."""
+    left = list(FORMS)
     while left:
         started: dict[str, Any] | None = None
         for line in _child(left, times, seconds):
@@ -58,7 +58,7 @@ def self_check(times: bool = True, seconds: float = 600.0) -> Iterator[dict[str,
                 yield line
                 continue
             if started is None:
-                yield line  # it did not come to the first op
+                yield line  # the process ended before the first op
                 return
             yield {**started, "begins": False, "problem": line[ENDED]}
             left.remove(started["op"])
@@ -80,7 +80,7 @@ def device_findings(line: dict[str, Any], installed: dict[str, str | None]) -> l
     wanted = {"npu": "triton-ascend", "cuda": "triton"}.get(kind)
     if wanted is None or installed[wanted]:
         return found
-    # triton-ascend imports pybind11, and does not ask for it.
+    # triton-ascend imports pybind11, but does not list it as a requirement.
     install = f"pip install {wanted}{' pybind11' if kind == 'npu' else ''}"
     other = next((name for name in ("triton", "triton-ascend") if installed[name]), None)
     if other is None:
@@ -137,7 +137,7 @@ def _ops_table(lines: list[dict[str, Any]]) -> Table:
 
 
 def _show_ops(lines: list[dict[str, Any]], output: Output) -> None:
-    """What was found of the ops: the table, what was timed, and the evidence for each choice."""
+    """Shows the table of ops, the shapes that were timed, and the reason for each backend."""
     output.text("\nOps, forward and backward")
     output.show(_ops_table(lines))
     shapes = {line["op"]: f"{line['times']['shape']} {line['times']['dtype']}" for line in lines if line.get("times")}
@@ -151,7 +151,7 @@ def _show_ops(lines: list[dict[str, Any]], output: Output) -> None:
 
 
 def _why(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Reasons for backends, and for leaving out, and what was measured here, each with its ops."""
+    """Returns the reasons for backends, the reasons for leaving ops out, and local measurements, each with its ops."""
     reasons: dict[str, list[str]] = {}
     for line in lines:
         left_out = f"left out of models unless asked for: {line['plain']}" if line.get("plain") else None
@@ -175,7 +175,7 @@ def _run_self_check(args: argparse.Namespace, output: Output) -> list[dict[str, 
 
 
 def _nothing_found(lines: list[dict[str, Any]]) -> str:
-    """Success, and of what."""
+    """Returns the message that the checks passed, with their number."""
     ops = len({line["op"] for line in lines if "op" in line})
     checked = f", and {ops} ops against their references" if ops > 1 else ", and 1 op against its reference"
     return f"Everything checked passed: the installation{checked if ops else '; the ops were not checked'}."
@@ -183,13 +183,14 @@ def _nothing_found(lines: list[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Installation:
-    """What is there, looked at from outside.
+    """The installed packages, drivers and tools, and their problems.
 
     Attributes:
-        versions: by package, driver and toolkit.
-        broken: why packages cannot be imported.
-        launcher: where each thing is that triton-ascend launches kernels with; empty where it is not asked for.
-        findings: what stands in the way.
+        versions: versions by package, driver and toolkit.
+        broken: the packages that cannot be imported, with the errors.
+        launcher: the paths of the tools and headers with which triton-ascend launches kernels; empty if torch_npu or
+            triton-ascend is not installed.
+        findings: the problems.
     """
 
     versions: dict[str, str | None]
@@ -199,7 +200,7 @@ class Installation:
 
 
 def look(output: Output) -> Installation:
-    """Looks at the installation, and imports nothing of it."""
+    """Examines the installation without importing any of its packages."""
     installed = versions()
     with output.progress() as progress:
         progress.begin("importing each package in a process of its own")

@@ -1,4 +1,4 @@
-"""What is installed, and what of it cannot work together; without importing any of it into this process."""
+"""Finds the installed versions and their conflicts, without importing the packages into this process."""
 
 import os
 import re
@@ -24,7 +24,7 @@ PACKAGES = (
     "accelerate", "datasets", "peft", "numpy",
 )  # fmt: skip
 
-# What is imported to see whether it can be; of Triton also what a half-installed one lacks.
+# The code that tests whether a package can be imported; for Triton it includes names that a damaged one lacks.
 IMPORTS = {
     "torch": "import torch",
     "torch_npu": "import torch_npu",
@@ -32,7 +32,7 @@ IMPORTS = {
     "transformers": "import transformers; transformers.Trainer",
     "trl": "import trl; trl.GRPOTrainer",
 }
-# Those whose packages serve a run, by what is served: `npu` is one version of it. The others are for developers.
+# The extras whose packages a training run may use (`npu` is one version of `npu-any`). The others are for developers.
 _EXTRAS = ("cuda", "npu-any", "trl")
 _IMPORT_SECONDS = 180.0
 _SLOW = "it does not come back within"
@@ -45,20 +45,20 @@ _REINSTALL_TRITON = (
 
 @dataclass(frozen=True)
 class MadeFor:
-    """What a version of triton-ascend is made for.
+    """The platform that a version of triton-ascend was built for.
 
     Attributes:
         cann: CANN's version.
-        pythons: the first and the last Python that the package index has a wheel for.
+        pythons: the first and the last Python for which the package index has a wheel.
     """
 
     cann: str
     pythons: tuple[str, str]
 
 
-# By its installation guide, and by the wheels on the package index.
+# Sources: triton-ascend's installation guide, and the wheels on the package index.
 TRITON_ASCEND = {"3.2.0": MadeFor("8.5.0", ("3.9", "3.11"))}
-# CANN by torch_npu, as far as the table in the description of its wheels goes: 2.13 is not in it.
+# The CANN of each torch_npu, from the table in the description of its wheels, which lacks 2.13.
 TORCH_NPU_CANN = {
     "2.7.1": "8.3.RC1", "2.7.1.post2": "8.5.0", "2.8.0": "8.3.RC1", "2.8.0.post2": "8.5.0", "2.9.0": "8.5.0",
     "2.10.0rc2": "8.5.0", "2.11.0rc1": "8.5.0", "2.12.0rc1": "8.5.0",
@@ -67,13 +67,13 @@ TORCH_NPU_CANN = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a user should know of.
+    """A problem that the user should know about.
 
     Attributes:
         level: `ERROR` (it does not work) or `WARNING` (it works, less well than it could).
-        code: names the kind of finding, for programs and for the documentation.
-        what: what was found.
-        do: what to do about it.
+        code: the kind of finding, for programs and for the documentation.
+        what: a description of the problem.
+        do: the remedy.
     """
 
     level: str
@@ -91,7 +91,7 @@ def _installed(name: str) -> str | None:
 
 
 def _found_in(pattern: str, paths: Iterable[Path]) -> str | None:
-    """The first group of the pattern in the first of the files that exists and has it."""
+    """Returns the first group of the pattern, from the first file that exists and matches."""
     for path in paths:
         if path.is_file():
             found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.IGNORECASE | re.MULTILINE)
@@ -101,7 +101,7 @@ def _found_in(pattern: str, paths: Iterable[Path]) -> str | None:
 
 
 def _cann(environment: Mapping[str, str]) -> str | None:
-    """CANN's version, from where its `set_env.sh` points or where it installs by default."""
+    """Returns CANN's version, from the folder that its `set_env.sh` names or from its default folders."""
     homes = [environment[name] for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if environment.get(name)]
     homes += ["/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann"]
     for home in map(Path, homes):
@@ -113,7 +113,7 @@ def _cann(environment: Mapping[str, str]) -> str | None:
 
 
 def _drivers(root: Path = Path("/")) -> dict[str, str | None]:
-    # NVIDIA's open kernel module names the machine before its version: "Kernel Module for x86_64  580.159.04".
+    # NVIDIA's open kernel module prints the architecture before its version: "Kernel Module for x86_64  580.159.04".
     nvidia = r"Kernel Module(?:\s+for\s+\S+)?\s+([\d.]+)"
     return {
         "Ascend driver": _found_in(r"^version\s*=\s*(.+)$", [root / "usr/local/Ascend/driver/version.info"]),
@@ -122,7 +122,7 @@ def _drivers(root: Path = Path("/")) -> dict[str, str | None]:
 
 
 def versions(environment: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Versions by name; None where it is not there."""
+    """Returns versions by name; None: not installed."""
     environment = os.environ if environment is None else environment
     found: dict[str, str | None] = {"python": sys.version.split()[0]}
     found.update({name: _installed(name) for name in PACKAGES})
@@ -131,7 +131,7 @@ def versions(environment: Mapping[str, str] | None = None) -> dict[str, str | No
 
 # -------------------------------------------------------------------------------------------------------------- imports
 def _import_error(code: str, environment: Mapping[str, str]) -> str | None:
-    """Why `code` fails in a Python of its own, or None."""
+    """Runs `code` in a separate Python process, and returns why it fails, or None."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, errors="replace",
@@ -153,8 +153,8 @@ def _import_error(code: str, environment: Mapping[str, str]) -> str | None:
 
 
 def broken_imports(installed: Mapping[str, str | None], environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Of the installed packages of `IMPORTS` those that cannot be imported, and why: each in a process of its own, so
-    that one that crashes or hangs is a finding and no more."""
+    """Returns the installed packages of `IMPORTS` that cannot be imported, with the reasons. Each is imported in a
+    separate process, so a package that crashes or hangs only causes a finding."""
     environment = os.environ if environment is None else environment
     names = [name for name in IMPORTS if installed.get(name) or (name == "triton" and installed.get("triton-ascend"))]
     with ThreadPoolExecutor(len(names) or 1) as pool:
@@ -164,7 +164,7 @@ def broken_imports(installed: Mapping[str, str | None], environment: Mapping[str
 
 # ------------------------------------------------------------------------------------------------------------- findings
 def _files(name: str) -> dict[str, Path]:
-    """The Python files and libraries of a distribution, by their name in it."""
+    """Returns the Python files and libraries of a distribution, by their names in it."""
     files = metadata.distribution(name).files or []
     return {str(file): Path(str(file.locate())) for file in files if file.suffix in (".py", ".so")}
 
@@ -197,8 +197,8 @@ def _triton_findings(installed: Mapping[str, str | None], broken: Mapping[str, s
 
 
 def _interpreter_findings(installed: Mapping[str, str | None]) -> list[Finding]:
-    """Triton before 3.7, and triton-ascend 3.2, which comes from 3.2: the interpreter takes an array of one element for
-    a number, and numpy 2.4 refuses that."""
+    """The interpreter of Triton before 3.7, and of triton-ascend 3.2, which is based on 3.2, uses an array of one
+    element as a number, which numpy 2.4 rejects."""
     name = next((name for name in ("triton-ascend", "triton") if installed.get(name)), "")
     triton, numpy = installed.get(name), installed.get("numpy")
     if not triton or not numpy or Version(triton) >= Version("3.7") or Version(numpy) < Version("2.4"):
@@ -211,7 +211,7 @@ def _interpreter_findings(installed: Mapping[str, str | None]) -> list[Finding]:
 
 
 def _release(version: str) -> str:
-    """`2.7.1` of `2.7.1.post2+cpu`."""
+    """Returns `2.7.1` for `2.7.1.post2+cpu`."""
     return ".".join(re.split(r"[^\d.]", version)[0].split(".")[:3])
 
 
@@ -248,7 +248,7 @@ def _torch_npu_findings(installed: Mapping[str, str | None], broken: Mapping[str
 
 
 def _is_older(version: str, than: str) -> bool:
-    """Whether a version of CANN is older; not where it is no version that can be compared."""
+    """Whether a version of CANN is older; False if it cannot be parsed."""
     try:
         return Version(version) < Version(than)
     except InvalidVersion:
@@ -256,7 +256,7 @@ def _is_older(version: str, than: str) -> bool:
 
 
 def _platform_findings(installed: Mapping[str, str | None]) -> list[Finding]:
-    """Python and CANN, where there is an NPU, or torch_npu for one."""
+    """Checks Python and CANN, if there is an NPU or torch_npu is installed."""
     if not installed.get("Ascend driver") and not installed.get("torch_npu"):
         return []
     python, triton_ascend, torch_npu, cann = (
@@ -293,7 +293,7 @@ def _import_findings(broken: Mapping[str, str]) -> list[Finding]:
         if broken[name].startswith(_SLOW):
             do = f"python -X importtime -c 'import {name}' shows what takes so long; on a busy machine try again"
         for cause in ("torch_npu", "triton", "torch", "transformers"):
-            # The same first cause in the chain of exceptions.
+            # The first exception of both chains is the same.
             if cause != name and cause in broken and broken[cause].partition(" (")[0] in broken[name]:
                 do = f"mend {cause} (above), which it imports"
                 break
@@ -302,7 +302,7 @@ def _import_findings(broken: Mapping[str, str]) -> list[Finding]:
 
 
 def _requirement_findings(installed: Mapping[str, str | None]) -> list[Finding]:
-    """What this package requires of others, and does not get."""
+    """Returns the requirements of this package that are not met."""
     try:
         required = metadata.requires("npu_trainer_kernels") or []
     except metadata.PackageNotFoundError:
@@ -325,11 +325,11 @@ def _requirement_findings(installed: Mapping[str, str | None]) -> list[Finding]:
 
 
 def findings(installed: Mapping[str, str | None], broken: Mapping[str, str]) -> list[Finding]:
-    """What stands in the way, the causes before what they break.
+    """Returns all findings; causes come before their effects.
 
     Args:
-        installed: from `versions`.
-        broken: from `broken_imports`.
+        installed: the result of `versions`.
+        broken: the result of `broken_imports`.
     """
     return [
         *_requirement_findings(installed),

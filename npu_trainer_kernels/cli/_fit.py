@@ -1,12 +1,14 @@
-"""Will it fit, and what must be switched on? The peak memory of a training step and its parts, plain, with the kernels
-and with MLPs over slices of the tokens besides (tiled_mlp=8192), each with checkpointing on and off, and the largest
-micro-batch of each, before anything is rented or started. Of a small model no more rows are tried than make half a
-million tokens (at most 1024, at least 16): a + behind their number says that more may fit.
+"""Predicts whether a training step fits into memory, and which options it needs for that, before it is started.
 
-It runs a step on tensors without memory, and needs neither an accelerator nor weights. Every row of a batch is taken to
-be as long as --seq.
+The command shows the peak memory of a step and its parts, plain, with the kernels, and with the kernels and MLPs that
+compute slices of the tokens (tiled_mlp=8192), each with checkpointing on and off, and the largest micro-batch of each.
+It tries no more rows than have half a million tokens in all (at most 1024, at least 16): a + after the largest
+micro-batch says that more may fit.
 
-Exit codes: 0 a step of --batch fits one way or another, 1 it does not, 2 wrong usage or something to install first.
+It runs a step on tensors without memory, and needs neither an accelerator nor weights. It assumes that every row of a
+batch is as long as --seq.
+
+Exit codes: 0 a step of --batch fits in at least one way, 1 it does not, 2 wrong usage or a missing package.
 """
 
 import argparse
@@ -32,7 +34,7 @@ TRAINERS = ("trainer", "sft", "grpo", "dpo")
 SHARDINGS = ("ddp", "fsdp2", "zero3")
 FIGURES = (".png", ".svg", ".pdf")
 GIB = 1 << 30
-# What people read for the names in the table and in JSON.
+# Readable names for the values in JSON.
 _CALLED = {"none": "one device", "ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}
 Row = dict[str, Any]
 
@@ -105,7 +107,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _setups(args: argparse.Namespace) -> "list[Setup]":
-    """Every way to run the step, those with the least effort first."""
+    """Returns every way to run the step, those that need the fewest options first."""
     import torch
 
     from ..fit import VARIANTS, Setup
@@ -141,7 +143,7 @@ def _row(config: Any, setup: "Setup", usable: int) -> Row:
 
 
 def advice(rows: Sequence[Row], batch: int) -> str:
-    """What must be switched on, in a sentence: the first of the rows that fits, and what is gained beyond it."""
+    """Returns a sentence with the first row that fits, and with the row of the largest micro-batch."""
     fitting = [row for row in rows if row["fits"]]
     if not fitting:
         least = min(rows, key=lambda row: row["peak_bytes"])
@@ -226,7 +228,7 @@ def _show(rows: Sequence[Row], args: argparse.Namespace, parts: Sequence[str], o
 
 
 def _draw(rows: Sequence[Row], args: argparse.Namespace, parts: Sequence[str]) -> None:
-    """A bar for each row, part by part, and a line where the memory ends."""
+    """Draws a bar for each row, divided into parts, and a line at the limit of memory."""
     import matplotlib
 
     matplotlib.use("Agg")

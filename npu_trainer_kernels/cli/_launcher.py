@@ -1,8 +1,8 @@
-"""What triton-ascend needs of a machine to launch a kernel on an NPU, beside the packages.
+"""Checks for the tools and headers, besides packages, that triton-ascend needs to launch a kernel on an NPU.
 
-It asks `bisheng`, the compiler of the chip, whether it knows NPUs (where it does not, Triton says "0 active drivers"),
-compiles kernels with `bishengir-compile`, and builds a launcher in C++ for each signature, against the headers of
-Python, of CANN and of torch_npu.
+triton-ascend asks `bisheng`, the chip's compiler, whether it supports NPUs (if not, Triton says "0 active drivers"),
+compiles kernels with `bishengir-compile`, and builds a C++ launcher for each signature with the headers of Python, CANN
+and torch_npu.
 """
 
 import importlib.util
@@ -26,13 +26,13 @@ _SET_ENV = (
 
 @dataclass(frozen=True)
 class Need:
-    """One thing that the launcher needs.
+    """A tool, header or setting that the launcher needs.
 
     Attributes:
-        name: of the thing.
-        found: where it is, or None.
-        lacking: what is wrong where it was not found.
-        do: how to mend that.
+        name: its name.
+        found: its path; None: it was not found.
+        lacking: a description of the problem if it was not found.
+        do: the remedy.
     """
 
     name: str
@@ -45,7 +45,7 @@ def _compiler(environment: Mapping[str, str]) -> Need:
     install = "apt-get install g++ (or clang++ of your distribution)"
     named = environment.get("CC")
     if named is not None:
-        # Whatever language it is for: triton-ascend compiles C++ with it, and takes the text for one program.
+        # triton-ascend compiles C++ with CC, whatever language it is for, and takes its value as one program's name.
         found = shutil.which(named, path=environment.get("PATH"))
         return Need("C++ compiler", found, f"CC is {named!r}, which is no program on PATH",
                     f"unset CC, or let it name a C++ compiler alone; {install}")  # fmt: skip
@@ -55,7 +55,7 @@ def _compiler(environment: Mapping[str, str]) -> Need:
 
 def _python_headers() -> Need:
     scheme = sysconfig.get_default_scheme()
-    # Debian's own scheme has no headers; triton-ascend takes this one, too.
+    # Debian's own scheme has no headers; triton-ascend also uses posix_prefix instead.
     folder = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
     found = str(folder) if (folder / "Python.h").is_file() else None
     return Need("Python's headers", found, f"there is no Python.h in {folder}",
@@ -73,7 +73,7 @@ def _cann(environment: Mapping[str, str]) -> list[Need]:
     lacking = f"there is no folder {home}" if home else "it is not set"
     needs = [Need("ASCEND_HOME_PATH", home if there else None, lacking, _SET_ENV)]
     if not there:
-        return needs  # what is in it is not there either, and mended with it
+        return needs  # the other needs are in this folder, and have the same remedy
     install = "install CANN's toolkit (its runtime alone has no headers), and source its set_env.sh"
     folders = ("include", "include/experiment", "pkg_inc")
     runtime = next((folder for folder in folders if Path(home, folder, "runtime/runtime/rt.h").is_file()), None)
@@ -91,7 +91,8 @@ def _cann(environment: Mapping[str, str]) -> list[Need]:
 
 
 def _tool(name: str, instead: str, environment: Mapping[str, str]) -> str | None:
-    """A tool on PATH, or what triton-ascend takes in its place from `TRITON_NPU_COMPILER_PATH`."""
+    """Returns the path of a tool on PATH, or of `instead` in `TRITON_NPU_COMPILER_PATH`, as triton-ascend looks it
+    up."""
     folder = environment.get("TRITON_NPU_COMPILER_PATH", "")
     return shutil.which(name, path=environment.get("PATH")) or (
         shutil.which(str(Path(folder, instead))) if folder else None
@@ -114,7 +115,7 @@ def _bisheng(environment: Mapping[str, str]) -> Need:
 
 
 def needs(environment: Mapping[str, str] | None = None) -> list[Need]:
-    """Everything that the launcher needs, in the order in which it asks for it."""
+    """Returns everything that the launcher needs, in the order in which it uses it."""
     environment = os.environ if environment is None else environment
     compiler = _tool("bishengir-compile", "npuc", environment)
     return [
@@ -133,7 +134,8 @@ def needs(environment: Mapping[str, str] | None = None) -> list[Need]:
 
 
 def findings(needs: Sequence[Need], installed: Mapping[str, str | None]) -> list[Finding]:
-    """What is lacking, one finding for each thing; a warning where there is no driver, and so nothing to launch on."""
+    """Returns a finding for each need that is not met: warnings if there is no driver, and therefore no NPU to launch
+    on, else errors."""
     level = ERROR if installed.get("Ascend driver") else WARNING
     return [
         Finding(level, "launcher", f"triton-ascend launches no kernel without {need.name}: {need.lacking}", need.do)

@@ -1,4 +1,4 @@
-"""`--model`: a folder with a config.json, a JSON file, or an id that `AutoConfig` finds; and the names of `--dtype`."""
+"""Reads `--model` (a folder with a config.json, a JSON file, or a hub id), and has the names of `--dtype`."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DTYPES", "HELP", "config_of", "shapes_of"]
 
-# What `--dtype` is told, and torch's names for it.
+# The values of `--dtype`, and torch's names of them.
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
 # NAME or OWNER/NAME; neither begins or ends with a dot, so that `./model` and `../model` are paths.
@@ -20,7 +20,7 @@ HELP = "folder with a config.json, the JSON file itself, or a hub id"
 
 
 def config_of(model: str) -> Any:
-    """The config of a model. Raises `UsageError` where there is none."""
+    """Returns the config of a model. Raises `UsageError` if it cannot be loaded."""
     _check_path(model)
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -28,14 +28,14 @@ def config_of(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
-        # In full: what is wrong with a config is often in the last line.
+        # The whole message, since the cause is often in its last line.
         kind = "" if isinstance(error, OSError | ValueError | StrictDataclassError) else f"{type(error).__name__}: "
         here = "" if Path(model).exists() else "there is no such folder here; "
         raise UsageError(f"--model {model!r}: {here}{kind}{str(error).strip()}") from error
 
 
 def _check_path(model: str) -> None:
-    """Raises `UsageError` for what is meant as a file or a folder and is none; a hub would be asked for it."""
+    """Raises `UsageError` for a path of a missing file or folder, which `AutoConfig` would look up on the hub."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -45,7 +45,8 @@ def _check_path(model: str) -> None:
 
 
 def shapes_of(model: str) -> "ModelShapes":
-    """The shapes of a model, from its config alone. Raises `UsageError` where there is none, or none of a causal LM."""
+    """Returns the shapes of a model, from its config alone. Raises `UsageError` if it cannot be loaded, or is not of a
+    causal LM."""
     config = config_of(model)
     from ..descriptions import ModelShapes
 

@@ -1,7 +1,7 @@
-"""Work that may take its process down, or hang, in a process of its own that says what it knows line by line.
+"""Runs work that may crash or hang in a child process, which reports its results line by line.
 
-The child writes JSON, one object a line, with `Lines`; the parent reads them with `read`. A kernel may raise anything,
-and some of its failures are no exceptions at all: so the process is the boundary, and nothing is caught here.
+The child writes one JSON object per line with `Lines`; the parent reads them with `read`. A failing kernel may raise
+any exception, or crash the process without one: the process is the boundary, and no exception is caught here.
 """
 
 import contextlib
@@ -18,15 +18,16 @@ from typing import IO, Any
 
 __all__ = ["ENDED", "OUT_OF_TIME", "SILENT", "Lines", "ended", "read"]
 
-# The key of a child's last line where it did not get to its end, and why it was ended where that was not its own doing.
+# The key of the last line if a child did not finish, and the values of `why` if the parent ended it.
 ENDED = "ended"
 OUT_OF_TIME, SILENT = "out of time", "silent"
-# Of a process that has said everything.
+# How long a process may take to exit after it has closed stdout.
 _EXIT_SECONDS = 30.0
 
 
 class Lines:
-    """Where a child writes. Compilers and drivers print to stdout, from C as well: from here on that is stderr."""
+    """Writes a child's lines. It redirects stdout to stderr, since compilers and drivers print to stdout, also from
+    C."""
 
     def __init__(self) -> None:
         sys.stdout.flush()
@@ -34,13 +35,13 @@ class Lines:
         os.dup2(2, 1)
 
     def write(self, **line: Any) -> None:
-        """A line, at once."""
+        """Writes a line, and flushes it."""
         self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
 
 
 def ended(code: int, said: Sequence[str]) -> str | None:
-    """Why a process ended before its end, by its exit code and what it wrote to stderr; None where it did not."""
+    """Returns why a process failed, from its exit code and the lines that it wrote to stderr; None: it did not."""
     if code == 0:
         return None
     if code < 0:
@@ -63,17 +64,17 @@ def read(
     silence: float = float("inf"),
     given: str = "",
 ) -> Iterator[dict[str, Any]]:
-    """A child's lines; where it did not get to its end the last one is `{"ended": reason, "why": ...}`, whose `why` is
-    `OUT_OF_TIME`, `SILENT` or None. However it ends, or the reader does, no process that it started stays behind.
+    """Runs a child, and returns its lines. If it did not finish, the last line is `{"ended": reason, "why": ...}`, with
+    `OUT_OF_TIME`, `SILENT` or None for `why`. In any case all processes that the child started are killed at the end.
 
     Args:
-        command: of the child.
-        seconds: that it may take in all.
-        environment: of the child.
-        silence: seconds that may pass between two lines.
-        given: what it reads from stdin.
+        command: the child's command.
+        seconds: the time limit of the child.
+        environment: the child's environment.
+        silence: the maximum number of seconds between two lines.
+        given: the child's stdin.
     """
-    # A session of its own: a signal reaches whatever it has started, and Ctrl-C in the terminal this process alone.
+    # In a new session the kill reaches all processes that the child started, and Ctrl-C reaches only this process.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         env=dict(environment), start_new_session=True,
@@ -82,7 +83,7 @@ def read(
     assert process.stdout is not None
     assert process.stderr is not None
     lines: queue.Queue[str | None] = queue.Queue()
-    # stderr is read beside stdout, or a full pipe would stop the child.
+    # stderr is read concurrently with stdout, since a full pipe would block the child.
     said: list[str] = []
     readers = [
         threading.Thread(target=_forward, args=(process.stdout, lines), daemon=True),
@@ -107,9 +108,9 @@ def read(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=max(0.0, min(left, leaving)))
                     break
-                why = OUT_OF_TIME if left <= leaving else SILENT  # a driver that does not let go
+                why = OUT_OF_TIME if left <= leaving else SILENT  # for example, a driver does not release the process
                 continue
-            # Libraries print, too, while they are imported.
+            # Libraries may also print while they are imported.
             if line.startswith("{"):
                 yield json.loads(line)
     finally:

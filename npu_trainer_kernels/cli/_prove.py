@@ -1,18 +1,18 @@
-"""Measures on this machine what the project claims, in at most an hour, and packs it into one archive to send in.
+"""Tests the project's claims on this machine, in at most an hour, and packs the results into an archive to send in.
 
-Every op against its reference by every backend that there is, the vendor's operators too; every kernel and the LM head
-beside plain PyTorch, in time and memory; steps of SFT, GRPO and DPO, plain and with the kernels; short trainings both
-ways; two ranks, where there are two devices (on a CPU two processes); and the table of backends that `npu-kernels tune`
-would write. Those of TRL's are left out, and named, where TRL is not installed.
+It compares every op with its reference on every available backend, including the vendor's operators; compares every
+kernel and the LM head with plain PyTorch in time and memory; measures steps of SFT, GRPO and DPO, and short trainings,
+plain and with the kernels; runs two ranks, if there are two devices (on a CPU two processes); and measures the table of
+backends that `npu-kernels tune` would write. Without TRL it skips TRL's trainers, and lists them.
 
-Each part runs in a process of its own. What fails, crashes or hangs is recorded as that, and the rest goes on. Ctrl-C
-keeps what was measured and writes the archive of it; the same command goes on where it stopped.
+Each part runs in a separate process. A failure, crash or hang is recorded, and the other parts continue. After Ctrl-C
+the archive has the results so far; the same command continues from there.
 
-The archive has prove.json, report.md and tuned.json: versions and numbers, no names, no paths, no data, no variables of
-the environment. Read report.md before you send it. Nothing is sent by itself; nothing outside of the folder changes.
+The archive has prove.json, report.md and tuned.json: versions and numbers, no names, no paths, no data, no environment
+variables. Read report.md before you send it. The command sends nothing, and changes nothing outside of its folder.
 
-Exit codes: 0 nothing is wrong (there may be places where we lose), 1 something is wrong or failed, 2 wrong usage,
-130 stopped by Ctrl-C.
+Exit codes: 0 nothing is wrong (there may be cases where the kernels are slower), 1 something is wrong or failed,
+2 wrong usage, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -43,12 +43,12 @@ WORKER = (sys.executable, "-m", "npu_trainer_kernels.cli._prove_worker")
 
 @dataclass(frozen=True)
 class Part:
-    """What a process is started for.
+    """A part of the measurements, which runs in a separate process.
 
     Attributes:
         name: a key of `_prove_worker.PARTS`.
-        weight: its share of the time that the parts from it on have; what it leaves is theirs.
-        silence: seconds that one item may take.
+        weight: its share of the remaining time is its weight / the sum of its weight and those of the later parts.
+        silence: the time limit of one item in seconds.
     """
 
     name: str
@@ -56,7 +56,8 @@ class Part:
     silence: float
 
 
-# A kernel may have to be compiled, by Ascend's compiler in tens of seconds; a step has all those of a model.
+# An item may have to compile a kernel, which takes Ascend's compiler tens of seconds; a step compiles all kernels of a
+# model.
 PARTS = (
     Part("checks", 3, 300.0),
     Part("kernels", 5, 300.0),
@@ -66,11 +67,11 @@ PARTS = (
     Part("table", 3, 600.0),
 )
 _DEVICE = Part("device", 0, 300.0)
-# Of a process that has to import torch before its first line.
+# The least time for a new process, which has to import torch before its first line.
 LEAST_SECONDS = 20.0
-# Where a queue is filled, a failure surfaces in a later operator's call: these make it that of the one that failed.
+# Launches are asynchronous, so a failure would be raised by a later operator; with these, the failing one raises it.
 _BLOCKING = ("ASCEND_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING")
-# Of the environment what would change the results, beside our own variables: a launcher's, too.
+# Environment variables that would change the results, in addition to ours; a launcher's are among them.
 _CHANGING = ("TRITON_INTERPRET", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
              *_BLOCKING)  # fmt: skip
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
@@ -84,22 +85,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def environment_of(part: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Of a part's process: the choice of backends is the package's, and a kernel that fails is seen, not replaced."""
+    """Returns the environment of a part's process: no variable overrides the choice of backends, and a kernel that
+    fails raises instead of being replaced."""
     ours = {name for name in environment if name.startswith("NPU_KERNELS_")} - {CACHE_VARIABLE}
     found = {name: value for name, value in environment.items() if name not in (*_CHANGING, *ours)}
     found.update(NPU_KERNELS_STRICT="1", NPU_KERNELS_TUNED="0", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     if part not in ("ranks", "device"):
-        # With several in sight the Trainer would spread the batch over them by itself.
+        # With several visible devices the Trainer would distribute the batch over them.
         found.update({name: environment.get(name, "0").split(",")[0] for name in _VISIBLE})
     if part == "checks":
-        # Nothing is timed here.
+        # This part measures no times.
         found.update(dict.fromkeys(_BLOCKING, "1"))
     return found
 
 
 @contextmanager
 def _ended_like_ctrl_c() -> Iterator[None]:
-    """Inside the block SIGTERM, by which schedulers end jobs, does what Ctrl-C does."""
+    """Inside the block SIGTERM, with which schedulers end jobs, has the effect of Ctrl-C."""
 
     def stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -113,7 +115,7 @@ def _ended_like_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Inside the block Ctrl-C does nothing: the archive is being written."""
+    """Inside the block Ctrl-C and SIGTERM are ignored, while the archive is written."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -141,12 +143,12 @@ class _Proof:
         return [item for item in self.journal.of(part) if (part, item) not in self.retried]
 
     def is_complete(self, part: str) -> bool:
-        """Whether nothing of a part is left to do."""
+        """Whether all items of a part are done."""
         items = self.journal.items(part)
         return bool(items) and not set(items) - set(self.done(part))
 
     def do(self, part: Part, seconds: float) -> None:
-        """Runs a part's processes until it is done or the seconds are over."""
+        """Runs processes of a part until it is complete or the time is over."""
         end = time.monotonic() + seconds
         with self.output.progress() as progress:
             while not self.is_complete(part.name):
@@ -155,7 +157,7 @@ class _Proof:
                     return
 
     def _once(self, part: Part, seconds: float, progress: Any) -> bool:
-        """One process; whether another one would go on."""
+        """Runs one process; returns whether another process could do more items."""
         begun: str | None = None
         began = time.monotonic()
         lines = read((*WORKER, part.name), seconds, environment=environment_of(part.name, os.environ),
@@ -170,9 +172,9 @@ class _Proof:
                 begun = None if line.get("item") == begun else begun
                 continue
             if line["why"] == OUT_OF_TIME and time.monotonic() - began < part.silence:
-                return False  # it is not known to hang: another time
+                return False  # the item had less time than its limit: it is not recorded as failed
             if begun is None:
-                # It did not come to its first item, or broke between two.
+                # The process failed before its first item or between two items.
                 self._keep(part.name, {"items": [*self.journal.items(part.name), "start"]})
                 begun = "start"
             self._keep(part.name, {"item": begun, "status": "failed", "reason": line[ENDED], "rows": []})
@@ -180,7 +182,7 @@ class _Proof:
         return False
 
     def records(self) -> int:
-        """How many items have a record that is not to be made again."""
+        """Returns the number of items with a final record."""
         return sum(len(self.done(part.name)) for part in PARTS)
 
     def _keep(self, part: str, line: dict[str, Any]) -> None:
@@ -193,7 +195,7 @@ class _Proof:
 
 
 def _installation(output: Output) -> dict[str, Any]:
-    """What doctor sees. Where a thing lies is not said."""
+    """Returns the findings of `doctor` without paths."""
     here = _doctor.look(output)
     return {
         "versions": here.versions,
@@ -204,7 +206,7 @@ def _installation(output: Output) -> dict[str, Any]:
 
 
 def _same_machine(journal: _prove_archive.Journal, here: dict[str, Any]) -> None:
-    """Raises `UsageError` where a folder's records are of other versions: they do not belong into one archive."""
+    """Raises `UsageError` if a folder's records are of other versions, which must not be in the same archive."""
     before = next((r["environment"]["versions"] for r in journal.records if "environment" in r), here["versions"])
     changed = [f"{name} {before.get(name)} -> {now}" for name, now in here["versions"].items()
                if before.get(name) != now]  # fmt: skip
@@ -234,7 +236,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             except KeyboardInterrupt:
                 stopped = True
             except OSError as error:
-                # A full disk, no more processes: what there is can still be packed, perhaps.
+                # The disk is full, or no process can be started; perhaps the existing results can still be packed.
                 output.text(f"It cannot go on: {type(error).__name__}: {error}", style="red")
                 code = FOUND
             with _undisturbed():
@@ -249,8 +251,8 @@ def _measure(journal: _prove_archive.Journal, args: argparse.Namespace, output: 
     _same_machine(journal, here)
     journal.add({"environment": here})
     if here["versions"]["torch"] is None or "torch" in here["broken"]:
-        return  # the findings say so
-    # Each time: a folder may be seen from several machines.
+        return  # the findings have the reason
+    # The device is checked in every run, since several machines may share a folder.
     proof.retried.add((_DEVICE.name, _DEVICE.name))
     proof.do(_DEVICE, min(_DEVICE.silence, proof.left()))
     device = journal.of(_DEVICE.name).get(_DEVICE.name, {})
@@ -259,7 +261,7 @@ def _measure(journal: _prove_archive.Journal, args: argparse.Namespace, output: 
         here["findings"] += [asdict(finding) for finding in _doctor.device_findings(line, here["versions"])]
         journal.add({"environment": here})
     before = -1
-    # Until all is done, or a round brings nothing new: what a part leaves of its time is there for the others.
+    # Until all is done or a round adds nothing: the time that a part leaves is used by the others.
     while proof.records() > before and proof.left() > LEAST_SECONDS:
         before = proof.records()
         todo = [part for part in PARTS if not proof.is_complete(part.name)]
@@ -269,7 +271,7 @@ def _measure(journal: _prove_archive.Journal, args: argparse.Namespace, output: 
 
 
 def _finish(journal: _prove_archive.Journal, folder: Path, stopped: bool, output: Output) -> int:
-    """Writes and shows what there is; the exit code."""
+    """Writes and shows the results; returns the exit code."""
     found = _prove_archive.document(journal, [part.name for part in PARTS], os.environ)
     report = _prove_report.text(found)
     try:

@@ -1,9 +1,8 @@
-"""What `npu-kernels prove` keeps: a journal in its folder while it measures, and the archive that is sent in.
+"""The files of `npu-kernels prove`: a journal in its folder during the measurements, and the archive to send in.
 
-The journal has one line of JSON for each thing that was found, written when it is found; what is read is what was there
-when the last run ended, however it ended. The archive is a zip of three files, `prove.json`, `report.md` and
-`tuned.json`, with no names, paths, addresses, data or secrets: it is made of fields that are chosen here, and every
-text in it goes through a `Scrubber`.
+The journal has one line of JSON for each result, written at once, so a new run finds the results of a run that was
+interrupted. The archive is a zip of three files, `prove.json`, `report.md` and `tuned.json`, with no names, paths,
+addresses, data or secrets: this module chooses its fields, and every text in it goes through a `Scrubber`.
 """
 
 import contextlib
@@ -31,14 +30,14 @@ Row = dict[str, Any]
 
 
 class Journal:
-    """The records of a folder, of this run and of those that it goes on from.
+    """The records of a folder, from this run and the runs that it continues.
 
-    Raises `OSError` where the folder cannot be written, `BlockingIOError` where another process is writing there.
+    Raises `OSError` if the folder cannot be written, `BlockingIOError` if another process is writing there.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._stream = open(folder / "journal.jsonl", "a+", encoding="utf-8")  # noqa: SIM115  open as long as this is
+        self._stream = open(folder / "journal.jsonl", "a+", encoding="utf-8")  # noqa: SIM115  `close` closes it
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -48,7 +47,7 @@ class Journal:
         text = self._stream.read()
         self.records: list[Row] = []
         for line in text.splitlines():
-            # The last one of a run that was killed may be half there.
+            # The last line of a run that was killed may be incomplete.
             with contextlib.suppress(json.JSONDecodeError):
                 self.records.append(json.loads(line))
         if text and not text.endswith("\n"):
@@ -63,16 +62,16 @@ class Journal:
         self._stream.close()
 
     def of(self, part: str) -> dict[str, Row]:
-        """The last record of each item of a part."""
+        """Returns the last record of each item of a part."""
         return {r["item"]: r for r in self.records if r.get("part") == part and "item" in r}
 
     def items(self, part: str) -> list[str]:
-        """Those that the part has, as far as it came to say so."""
+        """Returns the items of a part; empty until its process has listed them."""
         named = [r["items"] for r in self.records if r.get("part") == part and "items" in r]
         return named[-1] if named else []
 
     def left(self, part: str) -> list[str]:
-        """Items of a part without a record."""
+        """Returns the items of a part that have no record."""
         done = self.of(part)
         return [item for item in self.items(part) if item not in done]
 
@@ -82,12 +81,12 @@ _SECRET = re.compile(
     r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PROXY|URL|URI|ENDPOINT|DSN|EMAIL|ACCOUNT|LOGIN", re.I
 )
 _NAMES = ("USER", "LOGNAME", "USERNAME", "SUDO_USER", "HOSTNAME", "HOST", "COMPUTERNAME")
-# Also right behind an option of one letter, as compilers have them.
+# A path may directly follow an option of one letter, as in the commands of compilers.
 _PATH = re.compile(r"(?:(?<![\w./<)-])|(?<=-[A-Za-z]))(?:~|[A-Za-z]:(?=[\\/]))?[\\/](?:[^\s:'\"`,;()<>\[\]=|]+)")
 _FILE = re.compile(r"[\w.+-]*\.(?:so[.\d]*|py|h|hpp|cpp)")
 _ADDRESSES = re.compile(r"\w+://\S+|[\w.+-]+@[\w-]+\.[\w.-]+|(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
 _VERSION = re.compile(r"[\d.]+[\w.+-]*")
-# Words of ours that say nothing of a machine, should its owner have chosen one of them for a name.
+# Words of ours that are never removed, even if a user or a machine has one of them as its name.
 _WORDS = {
     "cpu", "npu", "cuda", "torch", "triton", "vendor", "reference", "ok", "wrong", "failed", "absent", "error", "plain",
     "flag", "forward", "backward", "both", "step", "float32", "bfloat16", "float16", "Linux", "ops", "end-to-end",
@@ -102,7 +101,7 @@ def _host_names() -> set[str]:
 
 def _user_names() -> set[str]:
     names = set()
-    # Neither a variable nor an entry in the system's list of users: then it has no name (OSError since Python 3.13).
+    # Without an environment variable and an entry in the user database there is no name (OSError since Python 3.13).
     with contextlib.suppress(KeyError, OSError):
         names.add(getpass.getuser())
     with contextlib.suppress(RuntimeError):
@@ -111,19 +110,19 @@ def _user_names() -> set[str]:
 
 
 class Scrubber:
-    """Takes out of a text what says whose machine it is from, and what nobody is to know."""
+    """Removes from texts what identifies the machine or its user, and secrets."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         names = {environment.get(name, "") for name in _NAMES} | _host_names() | _user_names()
         self._names = _whole_words(names - {""} - _WORDS)
-        # Values of few letters are switches.
+        # Short values are switches, not secrets.
         secrets = {v for k, v in environment.items() if _SECRET.search(k) and len(v) >= 6}
         self._secrets = (
             re.compile("|".join(map(re.escape, sorted(secrets, key=len, reverse=True)))) if secrets else None
         )
 
     def text(self, text: str) -> str:
-        """The text without secrets, addresses, paths and names; of a path to a library or a source its name stays."""
+        """Removes secrets, addresses, paths and names; of a path to a library or source file the file name stays."""
         if text in _WORDS:
             return text
         if self._secrets is not None:
@@ -134,7 +133,7 @@ class Scrubber:
         return text if self._names is None else self._names.sub("<name>", text)
 
     def value(self, value: Any) -> Any:
-        """The same of every text in lists and dictionaries, names of entries included."""
+        """Applies `text` to every string in lists and dictionaries, including keys."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -162,7 +161,7 @@ def _rows(journal: Journal) -> list[Row]:
 
 
 def _failures(journal: Journal, parts: Iterable[str]) -> list[Row]:
-    """What is wrong or failed, and not because of a peer or for want of memory in plain PyTorch."""
+    """Returns the items that are wrong or failed, except those of plain PyTorch."""
     return [
         {"part": part, "item": item, "status": found["status"], "reason": found.get("reason") or "a wrong result"}
         for part in parts
@@ -172,7 +171,7 @@ def _failures(journal: Journal, parts: Iterable[str]) -> list[Row]:
 
 
 def _measured(journal: Journal, chip: str) -> dict[str, Any]:
-    """The table that `npu-kernels tune` would write."""
+    """Returns the table that `npu-kernels tune` would write."""
     machines = [tuned.Machine.parse(found["machine"]) for found in journal.of("table").values() if "machine" in found]
     if not machines:
         return tuned.document({})
@@ -183,7 +182,7 @@ def _measured(journal: Journal, chip: str) -> dict[str, Any]:
 
 
 def document(journal: Journal, parts: Iterable[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Everything that was found, scrubbed. `meta` and `rows` are as in a results file of the benchmarks."""
+    """Returns all results, scrubbed. `meta` and `rows` have the format of a results file of the benchmarks."""
     parts = list(parts)
     device = journal.of("device").get("device", {})
     unknown = {"format": 1, "device": {"kind": "unknown", "name": "unknown", "memory_bytes": 0}, "packages": {}}
@@ -221,7 +220,7 @@ def document(journal: Journal, parts: Iterable[str], environment: Mapping[str, s
 
 
 def write(folder: Path, found: Mapping[str, Any], report: str) -> Path:
-    """Writes the archive, whole or not at all."""
+    """Writes the archive atomically."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", found["meta"]["device"]["name"]).strip("-").lower() or "unknown"
     path = folder / f"prove-{device}.zip"
     unfinished = path.with_suffix(".zip.tmp")
@@ -232,7 +231,7 @@ def write(folder: Path, found: Mapping[str, Any], report: str) -> Path:
     }
     with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in files.items():
-            # By a name alone: no owner, no time zone.
+            # `ZipInfo` with only a name has no owner and no time.
             archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
     unfinished.replace(path)
     return path

@@ -1,4 +1,4 @@
-"""The report of `npu-kernels prove`, from the archive's document alone. No line has more than 60 columns, since phones
+"""Makes the report of `npu-kernels prove` from the archive's document. No line has more than 60 columns, since phones
 and issues show no more."""
 
 import textwrap
@@ -13,7 +13,7 @@ __all__ = ["WIDTH", "losses", "text"]
 WIDTH = 60
 Row = Mapping[str, Any]
 MODES = ("forward", "backward", "both")
-# More than the allocator's grain, and by more than a hundredth.
+# Memory counts as larger if it is larger by more than the allocator's granularity and by more than a hundredth.
 _BYTES, _SHARE = 1 << 20, 1.01
 _MIB, _GIB = 1 << 20, 1 << 30
 TITLES = {
@@ -49,7 +49,7 @@ def _larger(ours: float, theirs: float) -> bool:
 
 
 def _by_case(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[tuple[str, str], Row]]:
-    """Rows of the kernels by (op, shape, dtype), and there by (provider, mode)."""
+    """Groups the kernels' rows by (op, shape, dtype), and within that by (provider, mode)."""
     found: dict[tuple[str, str, str], dict[tuple[str, str], Row]] = {}
     for row in rows:
         if row["group"] == "ops":
@@ -59,7 +59,7 @@ def _by_case(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[tuple[str, 
 
 
 def _kernel_losses(found: Row) -> list[tuple[str, str]]:
-    """(op, line): one for each case and what is faster there, and one for memory."""
+    """Returns (op, line) for each case and provider that is faster there, and for each case with more memory."""
     lines = []
     for (op, shape, dtype), rows in _by_case(found["rows"]).items():
         if op not in found["choices"]:
@@ -70,7 +70,7 @@ def _kernel_losses(found: Row) -> list[tuple[str, str]]:
             for mode in MODES:
                 row, theirs = rows.get((used, mode)), rows.get((other, mode))
                 if mode != "both" and row is not None and {"H", "V"} <= row["sizes"].keys():
-                    continue  # at the head one of the two does what is the other's elsewhere
+                    continue  # providers of the head divide the work between forward and backward differently
                 if row is not None and theirs is not None and _ok(row) and _ok(theirs) and _slower(row, theirs):
                     slower.append(f"{mode} {_times(row, theirs)}")
             if slower:
@@ -84,7 +84,7 @@ def _kernel_losses(found: Row) -> list[tuple[str, str]]:
 
 
 def _step_pairs(found: Row) -> list[tuple[Row, Row]]:
-    """(plain, with the kernels) of the training steps, those of two ranks too."""
+    """Returns (plain, with the kernels) for the training steps, including those of two ranks."""
     of: dict[tuple[str, str], dict[str, Row]] = {}
     for row in found["rows"]:
         if row["group"] == "end-to-end":
@@ -107,10 +107,10 @@ def _step_losses(found: Row) -> list[str]:
 
 
 def _tuning_losses(found: Row) -> list[tuple[str, str]]:
-    """At the shapes of `tune`, against plain PyTorch alone: the table shows which of ours is the fastest."""
+    """Compares with plain PyTorch at the shapes of `tune`; the table of backends shows which of ours is the fastest."""
     lines, known = [], _by_case(found["rows"])
     for op, outcomes in found["tuning"].items():
-        # By the form that was timed.
+        # The first form was timed.
         form = TABLE[op].forms[0]
         for outcome in outcomes if form in found["choices"] else ():
             backend, times = found["choices"][form]["backend"], outcome["times"]
@@ -124,8 +124,8 @@ def _tuning_losses(found: Row) -> list[tuple[str, str]]:
 
 
 def losses(found: Row) -> tuple[list[str], list[str]]:
-    """Where what is used here is slower, beyond the spread, or larger than something that was measured beside it; and
-    the same of ops that models do not use on this device unless they are asked for."""
+    """Returns lines for the cases in which the backend in use is slower, beyond the spread, or needs more memory than
+    another provider; then the same for ops that models use on this device only by request."""
     of_ops = [*_kernel_losses(found), *_tuning_losses(found)]
     unused = {op for op, choice in found["choices"].items() if choice["plain"]}
     used = [line for op, line in of_ops if op not in unused]
@@ -142,7 +142,7 @@ def _paragraph(line: str) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    """The first column to the left, the others to the right."""
+    """Aligns the first column to the left, and the others to the right."""
     return [
         "".join(f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}"
                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
@@ -152,7 +152,7 @@ def _columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
 
 def _head(found: Row) -> list[str]:
     device, packages = found["meta"]["device"], found["environment"].get("versions", {})
-    # Of a checkout that is not installed no version is known.
+    # A checkout that is not installed has no version.
     sources = found["meta"].get("sources")
     facts = [device["kind"]]
     facts += [f"{device['memory_bytes'] / _GIB:.1f} GiB"] if device["memory_bytes"] else []
@@ -191,7 +191,7 @@ def _checks(found: Row) -> list[str]:
             {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}[check["dtype"]]
             + {"ok": "", "wrong": " WRONG", "failed": " FAILED", "absent": " not covered"}[check["status"]]
         )
-    # One paragraph for ops of the same outcome.
+    # Ops with the same outcome share a paragraph.
     ops: dict[tuple[str, str], list[str]] = {}
     for (backend, op), said in by_op.items():
         ops.setdefault((backend, ", ".join(said)), []).append(op)
@@ -218,7 +218,7 @@ def _kernels(found: Row) -> list[str]:
         for provider in dict.fromkeys(provider for provider, _ in rows):
             name = _NAMES.get(provider, provider)
             if name not in ("triton", "vendor", "torch", "eager"):
-                continue  # the floor
+                continue  # the provider "floor"
             first = rows[provider, "both"]
             if not _ok(first):
                 if first["status"] != "absent":
@@ -251,7 +251,7 @@ def _steps(found: Row) -> list[str]:
 
 
 def _floors(check: Row) -> float:
-    """JSON has no infinity, which is what the distance of something that is no number is."""
+    """Returns a check's distance in noise floors: infinity for null, since JSON has no infinity."""
     return float("inf") if check["noise_floors"] is None else float(check["noise_floors"])
 
 
@@ -266,7 +266,7 @@ def _convergence(found: Row) -> list[str]:
             worst = max(case["checks"], key=lambda check: _floors(check) / check["allowed"])
             curve = case["losses"]["with"]
             floors = f"{_floors(worst):.2g}"
-            # The value of GRPO's loss stays where it is while the policy is the one that has sampled.
+            # GRPO's loss does not change as long as the policy is the one that generated the completions.
             moved = f"; loss {curve[0]:.4g} to {curve[-1]:.4g}" if f"{curve[0]:.4g}" != f"{curve[-1]:.4g}" else ""
             said = f"{floors} noise floors of {worst['allowed']:g} allowed ({worst['name']}){moved}"
         else:
@@ -293,7 +293,7 @@ def _table(found: Row) -> list[str]:
 
 
 def text(found: Row) -> str:
-    """The report."""
+    """Returns the report."""
     failures = [f"{f['part']}, {f['item']}: {f['status']}: {f['reason']}" for f in found["failures"]]
     absent = [f"{a['part']}, {a['item']}: {a['reason']}" for a in found["absent"]
               if a["part"] not in ("checks", "kernels")]  # fmt: skip

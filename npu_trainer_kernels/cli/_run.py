@@ -1,12 +1,13 @@
-"""Runs any training command with the kernels, as it is: every Trainer in it gets them, also in the processes that it
-starts. Nothing of the command is changed, and its signals and exit codes are its own.
+"""Runs any training command with the kernels, unmodified: every Trainer in it gets them, also in the processes that it
+starts. Signals reach the command directly, and its exit code is returned.
 
-    npu-kernels run train.py --lr 1e-4                   a .py file or -m MODULE: under this Python
-    npu-kernels run trl grpo --config grpo.yaml          anything else: as it is
+    npu-kernels run train.py --lr 1e-4                   a .py file or -m MODULE runs under this Python
+    npu-kernels run trl grpo --config grpo.yaml          any other command runs as it is
     npu-kernels run --ops rms_norm,swiglu torchrun --nproc_per_node 8 train.py
-    eval "$(npu-kernels run --print-env)"                for the commands of this shell from here on
+    eval "$(npu-kernels run --print-env)"                all following commands of this shell get the kernels
 
-NPU_KERNELS_RUN=0 leaves the kernels out. Each option is an environment variable, too: see --print-env.
+With NPU_KERNELS_RUN=0 the command runs without the kernels. Each option is also an environment variable: see
+--print-env.
 
 Exit codes: those of the command; 2 wrong usage, 126 the command cannot be executed, 127 it is not found.
 """
@@ -54,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our options, and the command: what follows `--`, or begins with `-m` or with a word that belongs to no option."""
+    """Splits arguments into our options and the command, which follows `--`, or begins with `-m` or with the first word
+    that belongs to no option."""
     valued = [option for option, const, _ in OPTIONS.values() if const is None]
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] not in ("--", "-m"):
@@ -63,7 +65,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(args: argparse.Namespace, command: list[str]) -> int:
-    """Does not return where there is a command."""
+    """Replaces this process by the command, or prints the environment."""
     given = {variable: value for variable in OPTIONS if (value := getattr(args, variable)) is not None}
     if not command and not args.print_env:
         raise UsageError(f"what is to be run is missing: {USAGE}")
@@ -90,7 +92,7 @@ def _is_on() -> bool:
 
 
 def _check(given: dict[str, str]) -> None:
-    """Refuses before anything has begun what every process would refuse later on."""
+    """Raises `UsageError` for values that every process of the command would reject later."""
     if not given and not any(os.environ.get(variable) for variable in OPTIONS):
         return
     os.environ.update(given)
@@ -106,7 +108,7 @@ def _check(given: dict[str, str]) -> None:
 
 
 def _python_path() -> str:
-    """Ours in front of what is there: Ascend's toolkit, for one, needs its own entries."""
+    """Returns PYTHONPATH with our folder first. Other entries stay: Ascend's toolkit, for example, needs its own."""
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != str(FOLDER)]
     return os.pathsep.join([str(FOLDER), *others] if any(others) else [str(FOLDER)])
 

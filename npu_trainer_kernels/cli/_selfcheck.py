@@ -1,7 +1,7 @@
-"""Every op on this machine's device: is it right, and is it faster than plain PyTorch?
+"""Checks whether every op is correct on this machine's device, and faster than plain PyTorch.
 
-`doctor` runs this file as a process of its own, because a kernel that is wrong may take its process, or the device,
-with it. It writes one line of JSON for each thing it knows.
+`doctor` runs this file in a separate process, because a faulty kernel may crash its process or the device. The file
+writes one line of JSON for each result.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from ._process import Lines
 
 __all__ = ["CHECKED", "CHECKED_TOKENS", "TIMED", "check", "facts", "main", "time_op"]
 
-# Small, since the truth is computed in fp64, and with tails: no size divides a tile.
+# The sizes are small, since the truth is computed in fp64, and no tile divides them, so that tails are checked.
 CHECKED = ModelShapes(
     hidden=328, intermediate=712, vocabulary=2053, heads=4, kv_heads=2, head_dim=72, experts=5, slots=2
 )
 CHECKED_TOKENS = 136
-# Where time is that of the kernels; on a CPU, where it is worth waiting for.
+# By whether the device is an accelerator: shapes at which the kernels dominate the time; on a CPU small ones.
 TIMED = {
     True: (ModelShapes(2048, 8192, 128256, heads=32, kv_heads=8, head_dim=64, experts=8, slots=2), 4096),
     False: (ModelShapes(256, 704, 4096, heads=4, kv_heads=2, head_dim=64, experts=8, slots=2), 512),
@@ -33,7 +33,7 @@ TIMED = {
 
 
 def _upstream(inputs: Inputs) -> Callable[[Tensors], torch.Tensor]:
-    """The scalar whose gradient `inputs.backward` would form."""
+    """Returns a function that computes the scalar whose gradients are those of `inputs.backward`."""
 
     def scalar(outputs: Tensors) -> torch.Tensor:
         given = [output for output in outputs if output is not None]
@@ -45,8 +45,8 @@ def _upstream(inputs: Inputs) -> Callable[[Tensors], torch.Tensor]:
 
 
 def check(work: Workload, where: torch.device, backend: str | None = None) -> str | None:
-    """What is wrong with an op, forward or backward, or None. The rule is that of `closeness`; a number that is not
-    finite where the reference's is breaks it."""
+    """Returns what is wrong with an op, forward or backward, or None, by the rule of `closeness`; an infinity or NaN
+    where the reference is finite breaks it."""
     torch.manual_seed(0)
     inputs = work.inputs(where)
     names = list(inputs.tensors)
@@ -63,7 +63,7 @@ def check(work: Workload, where: torch.device, backend: str | None = None) -> st
 
 
 def time_op(work: Workload, where: torch.device, backend: str | None = None) -> dict[str, Any]:
-    """Milliseconds of forward and backward, ours and plain PyTorch's."""
+    """Returns the milliseconds of forward and backward, of the op and of plain PyTorch."""
     torch.manual_seed(0)
     first = work.inputs(where)
     sets = [first] + [work.inputs(where) for _ in range(rotation(where, first.bytes()) - 1)]
@@ -80,7 +80,8 @@ def time_op(work: Workload, where: torch.device, backend: str | None = None) -> 
 
 
 def facts(where: torch.device) -> dict[str, Any]:
-    """What is known of the device, whose tiles it gets, and why it is no NPU although torch_npu is installed."""
+    """Returns the device's properties, the chip whose tiles it uses, and why it is not an NPU, if torch_npu is
+    installed."""
     spec = device.spec(where)
     return {
         "device": {
@@ -110,11 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for dtype in ("float32", "bfloat16"):
             work = next(w for w in of_model(CHECKED, CHECKED_TOKENS, dtype) if w.op == op)
             name, reason = backends.explain(work.backend_op, where)
-            # Said first, so that the parent knows what was under way when this process died.
+            # Written before the check, so that the parent knows which op was running if this process dies.
             emit(op=op, dtype=dtype, backend_op=work.backend_op, backend=name, reason=reason, begins=True)
             emit(op=op, dtype=dtype, backend_op=work.backend_op, problem=check(work, where))
         plain = backends.keeps_plain(timed[op].backend_op, where)
-        # What `tune` stored decides for its ranges, whatever the table says.
+        # Measurements of `tune` take precedence over the table in their ranges.
         measured = [str(entry) for entry in backends.every_measurement(timed[op].backend_op, where)]
         emit(op=op, plain=plain, measured=measured, times=None if args.no_times else time_op(timed[op], where))
     return 0

@@ -1,22 +1,22 @@
-"""Times every op's backends beside plain PyTorch at your model's shapes on this device, and remembers the winners: from
-then on the fastest backend serves each op, and a model runs its own code where that is faster (unless the op is asked
-for by name).
+"""Times every op's backends and plain PyTorch at your model's shapes on this device, and stores the winners: from then
+on the fastest backend serves each op, and a model runs its own code where that is faster (unless the op is requested by
+name).
 
-A result counts for the sizes that were measured and no others: a model of this hidden size, vocabulary and so on, in
-this dtype, and calls of an eighth of --tokens up to --tokens, both of which are timed. Results of several models and
-of several --tokens stay side by side.
+A result applies only to the sizes that were measured: to models of this hidden size, vocabulary and so on, in this
+dtype, and to calls with an eighth of --tokens up to --tokens, both of which are timed. Results of several models and of
+several values of --tokens are kept.
 
-A backend that gives a wrong result never wins, and plain PyTorch never wins at the LM head: what the head is for is
-memory, which a time does not show.
+A backend with a wrong result never wins, and plain PyTorch never wins for the LM head, whose purpose is to save memory,
+not time.
 
-On an accelerator some tiles (`tiling.TUNABLE`) are tried at half and twice the size that the formula gives, with half
-and twice the warps where there are any. One that does not fit, which on an NPU the larger may not, is passed over and
-named. The tiles of the head's statistics and gradient, of rotation, of the embedding and of experts are tried on NPUs
-alone.
+On an accelerator some tiles (`tiling.TUNABLE`) are also timed at half and twice the size of the formula, and with half
+and twice the warps where there are any. A tile that does not fit, as larger ones may not on an NPU, is skipped and
+listed. The tiles of the head's statistics and gradient, of rotation, of the embedding and of experts are varied only on
+NPUs.
 
 The winners are in a JSON file in your cache folder (NPU_KERNELS_CACHE, or ~/.cache/npu_trainer_kernels), by chip and by
-the versions of torch, Triton and this package. Ctrl-C keeps what was measured until then. NPU_KERNELS_TUNED=0 ignores
-the file; removing it forgets it.
+the versions of torch, Triton and this package. After Ctrl-C the results so far are stored. NPU_KERNELS_TUNED=0 ignores
+the file; delete it to discard all results.
 
 Exit codes: 0 done, 1 a backend is wrong or failed, or nothing could be stored, 2 wrong usage, 130 stopped by Ctrl-C.
 """
@@ -56,9 +56,9 @@ __all__ = [
 
 NAME = "tune"
 HELP = "time the backends at your model's shapes on this device, and remember the winners"
-# Ours is left out when it is slower by more than this: what two timings of one function differ by.
+# Plain PyTorch wins only if it is faster by more than this, the difference between two timings of one function.
 TOLERANCE = 1.02
-# The least number of tokens that is timed, as a share of the most.
+# The largest number of tokens that is timed, divided by the smallest.
 SHARE = 8
 
 
@@ -72,14 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Outcome:
-    """What was found of an op.
+    """The results for an op.
 
     Attributes:
-        work: what was measured.
-        times: of each backend that is right; `plain` is PyTorch's.
-        problems: what is wrong with the others, by backend.
-        tiles: those that are faster than the formula's.
-        too_large: tiles that could not be compiled or launched, and why.
+        work: the workload that was measured.
+        times: the time of each correct backend; `plain` is PyTorch.
+        problems: the problems of the other backends.
+        tiles: the chosen variation of each tile that was tried.
+        too_large: tiles that could not be compiled or launched, with the reasons.
     """
 
     work: "Workload"
@@ -90,7 +90,7 @@ class Outcome:
 
     @property
     def entry(self) -> "Entry | None":
-        """For the file; None where none of ours could be timed."""
+        """The entry for the file; None: none of our backends could be timed."""
         from ..tuned import Entry
 
         ours = {name: time for name, time in self.times.items() if name != "plain"}
@@ -111,14 +111,15 @@ class Outcome:
 
 
 def _deciding(outcomes: list[Outcome]) -> list[Outcome]:
-    """Of an op in two forms the first decides, also that there is no winner: it is the op alone."""
+    """Returns the outcomes that decide: for an op in several forms those of the first, which is the op alone, even if
+    it has no winner."""
     first: dict[str, str] = {}
     return [o for o in outcomes if first.setdefault(o.work.backend_op, o.work.op) == o.work.op]
 
 
 def results(outcomes: list[Outcome]) -> "dict[str, list[Entry]]":
-    """What is to be stored, by the ops of `backends`: one result for a range of tokens whose ends agree, else one for
-    each end."""
+    """Returns the entries to store, by the ops of `backends`: one for a range of tokens if both ends have the same
+    winner, else one for each end."""
     found: dict[str, list[Entry]] = {}
     for outcome in _deciding(outcomes):
         if outcome.entry is not None:
@@ -131,11 +132,11 @@ def results(outcomes: list[Outcome]) -> "dict[str, list[Entry]]":
 
 
 def candidates(work: "Workload", where: "torch.device") -> list[str]:
-    """The backends that can serve an op there."""
+    """Returns the backends that can serve an op on a device."""
     from .. import backends, device
 
     kind = device.kind_of(where)
-    # On a CPU Triton's kernels and Ascend's are executed by interpreters, for tests.
+    # On a CPU the kernels of Triton and Ascend run in interpreters, for tests.
     names = ("torch",) if kind == "cpu" else ("triton", "vendor", "torch")
     return [name for name in names if backends.unavailable(name, kind, work.backend_op) is None]
 
@@ -147,11 +148,11 @@ def tune_op(
     """Checks and times an op's backends.
 
     Args:
-        work: what is timed.
-        checked: the same op, small, held against its reference.
+        work: the workload that is timed.
+        checked: a small workload of the same op, which is compared with its reference.
         where: the device.
-        settings: how long each is timed; None: as `npu-kernels tune` does.
-        settled: tiles that are not tried again, but stay as they are.
+        settings: how long each backend is timed; None: as `npu-kernels tune` does.
+        settled: tiles that keep their variation, and are not tried again.
     """
     import torch
 
@@ -164,15 +165,15 @@ def tune_op(
     try:
         time = _timer(work, where, settings or Settings(least=7))
     except torch.OutOfMemoryError as error:
-        # All experts of a large model, which training shares out to several devices.
+        # The inputs may be all experts of a large model, which training distributes over several devices.
         found.problems["inputs"] = one_line(error)
         return found
-    # Twice in turn, and the better of both counts: what else the machine does should hit all alike.
+    # All are timed in two rounds, and the better time counts, so that other load on the machine affects all equally.
     for name in (*candidates(work, where), "plain") * 2:
         if name in found.problems:
             continue
         try:
-            # A kernel that fails is to be seen, not replaced.
+            # In strict mode a kernel that fails raises, and is not replaced.
             strict = backends.strict_override(name)
             problem = None if name == "plain" or name in found.times else check(checked, where, strict)
             if problem is not None:
@@ -181,7 +182,7 @@ def tune_op(
             now = time(name)
             found.times[name] = min(now, found.times.get(name, now), key=lambda t: t.median)
         except (KernelError, ValueError, torch.OutOfMemoryError) as error:
-            # The vendor's operators cover some calls (ValueError); logits of plain PyTorch may not fit.
+            # The vendor's operators cover only some calls (ValueError); the logits of plain PyTorch may not fit.
             found.problems[name] = one_line(error)
     if "triton" in found.times and is_accelerator(where):
         tried = tune_tiles(found.times["triton"], lambda: time("triton"), where, settled)
@@ -190,7 +191,7 @@ def tune_op(
 
 
 def _timer(work: "Workload", where: "torch.device", settings: "Settings") -> "Callable[[str], Summary]":
-    """Times a backend, or `plain`, always on the same inputs."""
+    """Returns a function that times a backend, or `plain`, always on the same inputs."""
     import torch
 
     from .. import backends, timing
@@ -209,15 +210,15 @@ def _timer(work: "Workload", where: "torch.device", settings: "Settings") -> "Ca
 def tune_tiles(
     best: "Summary", time: "Callable[[], Summary]", where: "torch.device", settled: "Collection[TileKey]" = ()
 ) -> "tuple[dict[TileKey, Variation], Summary, list[str]]":
-    """Tries each tile that an op asks for, one after the other; keeps what is faster beyond the spread.
+    """Varies each tile that an op requests, in turn, and keeps variations that are faster beyond the spread.
 
-    Returns what is kept, the op's time with it, and a line for each tile that fails.
+    Returns the chosen variations, the op's time with them, and a line for each tile that fails.
 
     Args:
-        best: the op's time by the formula.
+        best: the op's time with the formula's tiles.
         time: times the op.
         where: the device.
-        settled: tiles that are not tried again, but stay as they are.
+        settled: tiles that keep their variation, and are not tried again.
     """
     import torch
 
@@ -228,7 +229,7 @@ def tune_tiles(
     kept: dict[TileKey, Variation] = {}
     too_large: list[str] = []
     tiling.forget_tiles()
-    time()  # asks for the tiles
+    time()  # requests the tiles
     for name, args in sorted(tiling.asked_tiles(), key=str):
         if (name, args[:-1]) in settled:
             continue
@@ -250,27 +251,27 @@ def tune_tiles(
             if best.slower_than(now):
                 best, chosen = now, by
         tiling.try_variation(name, args, chosen)
-        # Also where it is the formula's: an earlier measurement may have said otherwise.
+        # Stored also if the formula's tile wins, to replace an earlier result.
         kept[name, args[:-1]] = chosen
     return kept, best, too_large
 
 
 def tiles_of(outcomes: list[Outcome]) -> "dict[TileKey, Variation]":
-    """The tiles that were tried so far: what several ops, or numbers of tokens, ask for alike the first has settled."""
+    """Returns the tiles tried so far. A tile that several ops or numbers of tokens request is tried for the first."""
     return {key: by for outcome in outcomes for key, by in outcome.tiles.items()}
 
 
 def pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
-    """Every op at the most tokens and at the least, one after the other, so that a run that is stopped has whole
-    ranges. Tiles are tried at the most; the least is timed with what was kept of them."""
-    from ..descriptions import of_model
+    """Returns every op at the largest and then at the smallest number of tokens, so that a run that is stopped has
+    complete ranges. Tiles are varied at the largest; the smallest is timed with the chosen tiles."""
+    from ..workloads import of_model
 
     ends = dict.fromkeys((tokens, max(8, tokens // SHARE)))
     return [work for pair in zip(*(of_model(shapes, end, dtype) for end in ends), strict=True) for work in pair]
 
 
 def _writable(dry_run: bool) -> None:
-    """Raises `UsageError` where what is going to be measured could not be stored."""
+    """Raises `UsageError` if the results could not be stored."""
     from .. import tuned
 
     try:
@@ -309,13 +310,13 @@ def run(args: argparse.Namespace, output: Output) -> int:
     except KeyboardInterrupt:
         stopped = True
     finally:
-        # Whatever happens: what was measured is shown and stored.
+        # The results so far are shown and stored in any case.
         code = _finish(outcomes, left_out, spec.kind, spec.name, stopped, args.dry_run, output)
     return STOPPED if stopped else code
 
 
 def _measure(works: "list[Workload]", where: "torch.device", outcomes: list[Outcome], output: Output) -> None:
-    """Appends to `outcomes`."""
+    """Measures each workload, and appends to `outcomes`."""
     from .. import tuned
     from ..descriptions import of_model
     from ._selfcheck import CHECKED, CHECKED_TOKENS
@@ -331,7 +332,7 @@ def _measure(works: "list[Workload]", where: "torch.device", outcomes: list[Outc
 def _finish(
     outcomes: list[Outcome], left_out: list[str], kind: str, chip: str, stopped: bool, dry_run: bool, output: Output
 ) -> int:
-    """Shows and stores; the exit code."""
+    """Shows and stores the results; returns the exit code."""
     from .. import tuned
 
     entries = results(outcomes)
@@ -393,7 +394,7 @@ def _winner(outcome: Outcome) -> str | None:
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """What was found, for the command's result."""
+    """Returns the outcome for the command's JSON result."""
     return {
         "shape": outcome.work.shape,
         "tokens": outcome.work.tokens,

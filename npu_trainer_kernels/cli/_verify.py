@@ -1,8 +1,8 @@
 """Trains your model with and without the kernels on this machine, and says whether it is the same training.
 
-The distance between the two runs is held against the noise of the machine: how far runs without the kernels are apart
-when their sums are added up in another order. The model is trained seven times from the same weights on the same
-batches (two more than --noise-runs); nothing is saved.
+The distance between the two runs is compared with the machine's noise, the distance between runs without the kernels
+whose sums are added in a different order. The model is trained seven times from the same weights on the same batches
+(two more than --noise-runs); nothing is saved.
 
 Exit codes: 0 the same training, 1 not the same, 2 wrong usage.
 """
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _texts(args: argparse.Namespace) -> Any:
-    """What `verify` takes as its dataset."""
+    """Returns the dataset for `verify`."""
     if args.dataset is None:
         if args.split is not None or args.text_column != "text":
             raise UsageError("--split and --text-column do nothing without --dataset")
@@ -78,12 +78,12 @@ def _texts(args: argparse.Namespace) -> Any:
 
 
 def _check_kernels(args: argparse.Namespace) -> None:
-    """Before the first run, and not in the last one, which is the first to use them."""
+    """Checks the options of the kernels before the first run, since only the last one uses the kernels."""
     from .. import backends
     from ..patching import PATCHES
 
     if args.ops is not None:
-        args.ops = ",".join(args.ops).split(",")  # with commas, too, as `run --ops` takes them
+        args.ops = ",".join(args.ops).split(",")  # commas are allowed, as in `run --ops`
     for op in args.ops or ():
         if op not in PATCHES:
             raise UsageError(f"--ops must be of {', '.join(PATCHES)}; got {op!r}")

@@ -1,7 +1,7 @@
-"""Where a command writes: text for people, or one JSON object; and its exit codes.
+"""The output of a command, which is readable text or one JSON object, and its exit codes.
 
-Results go to stdout, progress to stderr: as a bar in a terminal, and as a line for each step elsewhere, where a bar
-would be invisible and a log silent for minutes.
+Results go to stdout, progress to stderr: as a bar in a terminal, elsewhere as a line for each step, since a bar would
+be invisible and a log would be silent for minutes.
 """
 
 import contextlib
@@ -23,27 +23,27 @@ from rich.text import Text
 __all__ = ["FINE", "FOUND", "STOPPED", "USAGE", "Output", "Steps", "UsageError", "first_line", "new_table", "plain"]
 
 FINE, FOUND, USAGE = 0, 1, 2
-STOPPED = 130  # as shells have it for Ctrl-C
-# The numbers first: a narrow terminal cuts off the end.
+STOPPED = 130  # the shells' exit code for Ctrl-C
+# The numbers come first, since a narrow terminal cuts off the end.
 _COUNT, _TIME, _WHAT = MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
 
 
 class UsageError(Exception):
-    """What the user can mend: an argument, or something to install. The message says how."""
+    """An error that the user can fix: a wrong argument, or a missing package. The message says how."""
 
 
 def first_line(error: Exception) -> str:
-    """Of what an error says; the name of its class where it says nothing."""
+    """Returns the first line of an error's message, or the name of its class if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def new_table() -> Table:
-    """A table without frames, whose columns stand close: it is to be read in a narrow terminal, too."""
+    """Returns a table without frames and with narrow gaps, for narrow terminals."""
     return Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 class Steps:
-    """Progress through a known number of steps; a context manager."""
+    """Progress through a number of steps (None: unknown); a context manager."""
 
     def __init__(self, console: Console, total: int | None) -> None:
         self._total, self._done, self._line = total, 0, ""
@@ -64,7 +64,7 @@ class Steps:
             self._bar.stop()
 
     def begin(self, what: str) -> None:
-        """Says what is being done now."""
+        """Shows the current step."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=what)
             return
@@ -74,14 +74,14 @@ class Steps:
             self._console.print(self._line, markup=False, highlight=False, soft_wrap=True)
 
     def advance(self) -> None:
-        """A step is done."""
+        """Counts a step as done."""
         self._done += 1
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, advance=1)
 
 
 def _records(table: Table) -> Text:
-    """A table as a block of lines for each row, for a terminal that is too narrow for its columns."""
+    """Returns a table as a block of lines for each row, for a terminal that is too narrow for its columns."""
     headers = [str(column.header) for column in table.columns]
     width = max(map(len, headers[1:]), default=0)
     lines = []
@@ -94,15 +94,15 @@ def _records(table: Table) -> Text:
 class Output:
     """A command's output; a context manager.
 
-    With `as_json` everything that is printed meanwhile, also by libraries, goes to stderr, so that stdout holds what
-    `result` is given and nothing else.
+    With `as_json` all other output, also that of libraries, goes to stderr, so that stdout has only the value of
+    `result`.
     """
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self._stdout = sys.stdout
         self._redirected = contextlib.ExitStack()
-        # Wide where nobody looks: a log or a pipe should hold whole lines.
+        # Wide unless it is a terminal: lines in a log or a pipe should not be wrapped.
         self._looked_at = sys.stderr.isatty() or sys.stdout.isatty() or "COLUMNS" in os.environ
         self.console = Console(width=None if self._looked_at else 170)
 
@@ -117,47 +117,47 @@ class Output:
         self._redirected.close()
 
     def text(self, *parts: Any, style: str = "") -> None:
-        """For people; strings are printed as they are, without markup, and in full."""
+        """Prints text; strings are printed in full and without markup."""
         self.console.print(*parts, style=style or None, markup=False, highlight=False, soft_wrap=True)
 
     def paragraph(self, text: str, indent: int = 2) -> None:
-        """For people: a remark, in a terminal wrapped between words."""
+        """Prints a paragraph, which is wrapped between words in a terminal."""
         lines = textwrap.wrap(text, max(20, self.console.width - indent), break_on_hyphens=False)
         self.text(textwrap.indent("\n".join(lines) if self._looked_at else text, " " * indent))
 
     def show(self, table: Table) -> None:
-        """For people: a table; row by row where its columns would not fit."""
+        """Prints a table, or blocks of lines if its columns do not fit."""
         endless = self.console.options.update(max_width=10_000)
         fits = self.console.measure(table, options=endless).maximum <= self.console.width
         self.console.print(table if fits else _records(table), highlight=False, soft_wrap=not fits)
 
     def progress(self, total: int | None = None) -> Steps:
-        """What is being done, on stderr: a bar that leaves nothing behind, or lines."""
+        """Returns the progress on stderr: a bar that disappears at the end, or lines."""
         return Steps(Console(stderr=True), total)
 
     def bar(self) -> Progress:
-        """A bar above which results are printed while they come."""
+        """Returns a progress bar; results are printed above it."""
         return Progress(_COUNT, _TIME, BarColumn(bar_width=16), _WHAT, console=self.console, transient=True)
 
     def result(self, value: dict[str, Any]) -> None:
-        """The command's result, written where `--json` was asked for. JSON has no NaN and no infinity: null."""
+        """Writes the command's result if `--json` is set. NaN and infinity, which JSON lacks, become null."""
         if not self.as_json:
             return
         text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
         try:
             self._stdout.write(text)
             self._stdout.flush()
-        except OSError as error:  # a disk that is full, a pipe that nobody reads any more
+        except OSError as error:  # a full disk, or a pipe without a reader
             raise SystemExit(f"the result could not be written to stdout: {error}") from error
 
     def fail(self, message: str) -> None:
-        """An error that the user can mend."""
+        """Reports an error that the user can fix."""
         self.result({"error": message})
         Console(stderr=True, soft_wrap=True).print(escape(message), highlight=False)
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: tuples as lists, null for what is no finite number."""
+    """Converts a value for JSON: tuples become lists, infinities and NaN become null."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,8 @@
-"""Python runs this file when it starts: `npu-kernels run` puts its folder in front of PYTHONPATH.
+"""Python runs this file when it starts, since `npu-kernels run` puts its folder first in PYTHONPATH.
 
-So it is read by every Python of a command: launchers, ranks, workers, tools; of other versions and environments, too.
-It imports neither torch nor transformers, and it never raises: a problem is one line on stderr. It waits until
-something imports `transformers.trainer`, and lets `npu_trainer_kernels.run` do the rest. With NPU_KERNELS_RUN unset or
-off it does nothing at all.
+Every Python process of a command runs it: launchers, ranks, workers, tools, also those of other versions and
+environments. It imports neither torch nor transformers, and never raises: a problem is one line on stderr. When code
+imports `transformers.trainer`, it calls `npu_trainer_kernels.run`. If NPU_KERNELS_RUN is unset or off, it does nothing.
 """
 
 import atexit
@@ -17,10 +16,11 @@ import tempfile
 from typing import Any
 
 TRAINER = "transformers.trainer"
-# Of the command itself, by `npu-kernels run`: it says at its end where there was no Trainer, in whatever process.
+# Set by `npu-kernels run` to the id of the command's first process, which warns at its end if no process of the command
+# had a Trainer.
 PID = "NPU_KERNELS_RUN_PID"
-# A file of the first Python of a command, for its descendants: it is there when one of them has imported
-# `transformers.trainer`, and not empty when one of them has built a Trainer.
+# The path of a file that a command's first Python process shares with its descendants: the file exists when one of them
+# has imported `transformers.trainer`, and is not empty when one of them has built a Trainer.
 SEEN = "NPU_KERNELS_RUN_SEEN"
 
 
@@ -31,7 +31,7 @@ def _warn(text: str) -> None:
 
 
 def _run_next() -> None:
-    """The sitecustomize that this one stands in front of, if any, takes its place."""
+    """Runs the sitecustomize that this one hides, if there is one, under its usual name."""
     here = os.path.dirname(os.path.abspath(__file__))
     others = [path for path in sys.path if os.path.abspath(path) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
@@ -47,7 +47,7 @@ def _is_on() -> bool:
     try:
         from npu_trainer_kernels.support.switch import switch
     except ImportError:
-        # A Python without this package: said when it trains, and not by every tool of another environment.
+        # This Python lacks the package. It warns only if it trains, since it may be a tool of another environment.
         return True
     try:
         return switch("NPU_KERNELS_RUN")
@@ -57,7 +57,8 @@ def _is_on() -> bool:
 
 
 class _Finder:
-    """Finds nothing itself: it has what others find for `transformers.trainer` changed once it is there."""
+    """An import hook that lets the other finders find `transformers.trainer`, and changes the module after its
+    import."""
 
     looking = False
 
@@ -75,7 +76,7 @@ class _Finder:
 
 
 def _call_after(loader: Any, action: Any) -> None:
-    """Has `action` called with the module that a loader executes."""
+    """Makes a loader call `action` with the module that it has executed."""
     original = loader.exec_module
 
     def exec_module(module: Any) -> None:
@@ -87,7 +88,7 @@ def _call_after(loader: Any, action: Any) -> None:
 
 
 def _put_into(module: Any) -> None:
-    if not _is_on():  # switched off since, by a program that says itself which Trainer has the kernels
+    if not _is_on():  # a program that applies the kernels itself may have switched it off
         return
     _note("")
     try:
@@ -95,7 +96,7 @@ def _put_into(module: Any) -> None:
 
         run.put_into(module, functools.partial(_note, "a Trainer was built"))
     except Exception as error:  # noqa: BLE001
-        # Whatever it is, the command that was asked for trains all the same.
+        # Whatever the error is, the command trains without the kernels.
         _warn(
             "trains without the kernels: npu_trainer_kernels cannot be used by %s (%s: %s)"  # noqa: UP031
             % (sys.executable, type(error).__name__, error)
@@ -104,7 +105,7 @@ def _put_into(module: Any) -> None:
 
 
 def _note(text: str) -> None:
-    """For the first Python of the command, see SEEN."""
+    """Appends to the file for the command's first Python process, see SEEN."""
     file = os.environ.get(SEEN)
     if file:
         with contextlib.suppress(OSError), open(file, "a", encoding="ascii") as opened:
@@ -112,7 +113,7 @@ def _note(text: str) -> None:
 
 
 def _watch() -> None:
-    """The first Python of a command says at its end whether there was no Trainer."""
+    """Makes the first Python process of a command warn at its end if there was no Trainer."""
     if SEEN in os.environ:
         return
     os.environ[SEEN] = os.path.join(tempfile.gettempdir(), "npu-kernels-run-" + os.urandom(8).hex())
@@ -126,8 +127,8 @@ def _say_if_none(file: str, pid: int) -> None:
         built = os.stat(file).st_size > 0
         os.remove(file)
     except OSError:
-        # Nobody has imported a Trainer. Where nobody has asked for kernels for this very command, that is no news: it
-        # may be any tool in a shell script.
+        # No process has imported a Trainer. This needs a warning only in the command of `npu-kernels run`; other
+        # processes may be any tool in a shell script (`--print-env`).
         built = os.environ.get(PID) != str(pid)
     if not built:
         _warn("no Trainer of transformers was built, so that no kernels were used")
