@@ -4,6 +4,6 @@ import os
 
 from npu_trainer_kernels.support.switch import switch_off_run
 
-# The profiler, which counts memory on a CPU, would log to the terminal; it reads this when torch is loaded.
+# Keeps the profiler, which counts memory on a CPU, from logging to the terminal; it reads this when torch is loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 switch_off_run()

@@ -1,11 +1,11 @@
-"""What the comparison before the first step takes, and how far what is served is from its limit.
+"""Measures the time and memory of the audit before the first step, and how close served calls are to its limit.
 
     python -m benchmarks.audit --output benchmarks/results/NAME.json
 
-Each model of the kind's list is trained for three steps on one padded batch, in bf16 and in fp32, forward, loss and
-backward, in one process: the first step has the comparison (`NpuKernels.audit`), the others have not. A row has what
-the comparison says of itself, the times of the steps, and the peak of memory in each. The first step of a model also
-compiles kernels, so that every model is run twice, and the second run counts.
+Each model is trained for three steps (forward, loss, backward) on one padded batch, in bf16 and in fp32, in one
+process; only the first step has the audit (`NpuKernels.audit`). A row has the audit's report, and the time and peak
+memory of each step. The first step of a model also compiles kernels, so every model runs twice, and the second run
+counts.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _STEPS = 3
 
 
 def workloads(kind: str) -> list[StepWorkload]:
-    """For a kind of device."""
+    """Returns the workloads for a kind of device."""
     if kind == "cpu":
         return [StepWorkload("sft", name, 8, 128, lengths="exponential") for name in ("demo-llama", "demo-qwen3-moe")]
     names = ("qwen3-0.6b", "llama-1b", "gemma3-1b", "qwen3-moe")
@@ -39,7 +39,7 @@ def workloads(kind: str) -> list[StepWorkload]:
 
 
 def measure(workload: StepWorkload, dtype: torch.dtype, device: torch.device) -> Row:
-    """One row."""
+    """Measures one row."""
     on_card = device.type != "cpu"
     memory: Any = getattr(torch, device.type)
     model = build_model(workload.size).to(dtype)
@@ -66,7 +66,7 @@ def measure(workload: StepWorkload, dtype: torch.dtype, device: torch.device) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the results file; 1 where something that is served differed."""
+    """Writes the results file; returns 1 if a served call differed by more than the limit."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,14 @@
-"""`python -m benchmarks`: measures what is missing in the results file and writes JSON, Markdown and plots.
+"""`python -m benchmarks`: measures the rows that are missing in the results file; writes JSON, Markdown and plots.
 
-    python -m benchmarks                         everything, into benchmarks/results/
-    python -m benchmarks --list                  what there is, without measuring
+    python -m benchmarks                         measures everything, into benchmarks/results/
+    python -m benchmarks --list                  lists all rows, without measuring
     python -m benchmarks --quick --only rms_norm
     python -m benchmarks --compare old.json      measures, then compares
     python -m benchmarks --compare old.json new.json
-    python -m benchmarks --evidence results.json    measures nothing: its figures into the package's table of ops
+    python -m benchmarks --evidence results.json    writes the file's figures into the package's table of ops
 
-A run that is started again goes on where the one before stopped: rows in the results file are not measured again,
-except where they failed or where the package's sources (for our rows) or the peer's version (for its) have changed.
+A new run continues an interrupted one: it measures a row of the results file again only if the row failed, or if the
+package's sources (for our rows) or the peer's version (for its rows) have changed.
 
 Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 the device was lost.
 """
@@ -44,7 +44,7 @@ LEAST_SECONDS_FOR_A_CHILD = 20.0
 
 
 def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.ArgumentParser:
-    """The command line, by its name and the folder that it writes into by default."""
+    """Returns the parser of the command line, for a program name and a default output folder."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,12 +76,12 @@ def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.Argumen
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a row's path is meant by a pattern of --only or --skip."""
+    """Whether a row's path matches a pattern of --only or --skip."""
     return fnmatch.fnmatch(path, f"*{pattern}") if set(pattern) & set("*?") else pattern in path
 
 
 def matcher(only: Sequence[str], skip: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a row's path is wanted."""
+    """Returns a function that says whether --only and --skip select a row's path."""
 
     def wanted(path: str) -> bool:
         return (not only or any(matches(path, p) for p in only)) and not any(matches(path, p) for p in skip)
@@ -141,7 +141,7 @@ def _write(parser: argparse.ArgumentParser, output: Output, what: str, write: Ca
 
 
 def _line(rows: Sequence[Row]) -> str:
-    """What one cell found, in one line."""
+    """Returns one line with the results of a cell."""
     first = rows[0]
     name = f"{first['op']} {first['shape']} {first['provider']}"
     if first["status"] != "ok":
@@ -173,7 +173,7 @@ class _Run:
         return [(w, v) for w, v in pairs if self.wanted(f"{w.key}/{v}")]
 
     def paths(self) -> list[str]:
-        """The paths that --only and --skip see."""
+        """Returns the paths of all selected rows."""
         found: list[str] = []
         for group in self.groups:
             if group == "end-to-end":
@@ -183,7 +183,7 @@ class _Run:
         return found
 
     def unknown(self) -> str | None:
-        """What is wrong with --only and --skip, or None. A --skip that skips nothing does no harm."""
+        """Returns what is wrong with --only and --skip, or None. A --skip that skips nothing is allowed."""
         found = self.paths()
         beside = f" beside --skip {' '.join(self.args.skip)}" if self.args.skip else ""
         for pattern in self.args.only:
@@ -198,7 +198,7 @@ class _Run:
         return Results(self.args.output / f"{name}.json", meta, self.args.resume)
 
     def measure(self, results: Results, progress: Progress) -> None:
-        """Everything that is wanted and not there yet."""
+        """Measures every selected row that the results lack."""
         for group in self.groups:
             if group == "end-to-end":
                 self._measure_children(results, progress)
@@ -238,7 +238,7 @@ class _Run:
             progress.update(task, advance=1)
 
     def unmeasured(self, results: Results) -> int:
-        """How many wanted cells have no row."""
+        """Returns the number of selected cells that have no row."""
         left = 0
         for group in self.groups:
             if group == "end-to-end":
@@ -253,7 +253,7 @@ class _Run:
 
 
 def write_reports(results: Results, output: Output) -> None:
-    """Markdown and plots beside the JSON; without matplotlib no plots, which is said."""
+    """Writes Markdown and plots next to the JSON file; without matplotlib it prints that there are no plots."""
     stem = results.path.with_suffix("")
     if not results.rows:
         output.text("nothing was measured")
@@ -272,9 +272,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM, folder: Pa
     """Runs the command; returns the exit code: 0, 1 after a regression, 2 wrong usage, 3 the device was lost.
 
     Args:
-        arguments: of the command line; None: of this process.
+        arguments: the command line's arguments; None: those of this process.
         prog: the command's name.
-        folder: where results are written by default.
+        folder: the default folder for results.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser(prog, folder)

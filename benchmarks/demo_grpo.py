@@ -1,9 +1,9 @@
-"""The GRPO demo's training, without and with the kernels, in turns: is the flag slower where the vocabulary is tiny?
+"""Times the GRPO demo's training without and with the kernels, to see whether they are slower with a tiny vocabulary.
 
     python -m benchmarks.demo_grpo --output benchmarks/results/NAME.json
 
-`make demo` runs each variant once. Here they take turns in one process, from the same warmed-up model and seed. Kept
-are the seconds that passed and those that the processor worked, which other load disturbs less.
+`make demo` runs each variant once. Here the variants alternate in one process, from the same warmed-up model and seed.
+Rows have wall-clock seconds and processor seconds, which other load disturbs less.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TRAINERS = {"plain": trl.GRPOTrainer, "flag": GRPOTrainer}
 
 
 def measure(runs: int, steps: int) -> list[dict[str, Any]]:
-    """One row per run: the variant, seconds passed, seconds of processor time."""
+    """Returns one row per run: the variant, wall-clock seconds, processor seconds."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--output_dir", folder, "--max_steps", str(steps), "--disable_tqdm", "True", "--use_cpu", "True"]
         args, _, training = grpo.make_parser().parse_args_and_config(options)
@@ -43,7 +43,7 @@ def measure(runs: int, steps: int) -> list[dict[str, Any]]:
         warm = Qwen3ForCausalLM(grpo.small_qwen3(tokenizer))
         grpo.warm_up(warm, tokenizer, rows, args, training)
         found = []
-        # The first pair is not kept: it pays for what is done once in a process.
+        # The first pair is not recorded, since it includes one-time work of the process.
         for run in range(-1, runs):
             for variant, cls in TRAINERS.items():
                 _, _, training = grpo.make_parser().parse_args_and_config(options)
@@ -67,13 +67,13 @@ def measure(runs: int, steps: int) -> list[dict[str, Any]]:
 
 
 def ratios(rows: list[dict[str, Any]], of: str) -> dict[str, float]:
-    """With the flag over without: medians, and the least of each, which other load has disturbed least."""
+    """Returns flag / plain for the medians, and for the minima, which other load has disturbed least."""
     taken = {variant: [row[of] for row in rows if row["variant"] == variant] for variant in TRAINERS}
     return {fn.__name__: fn(taken["flag"]) / fn(taken["plain"]) for fn in (median, min)}
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_grpo", description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=6, help="of each variant (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=25, help="per run (default: %(default)s)")

@@ -1,27 +1,27 @@
-"""Two or more GPUs: training steps plain, with the kernels and with Liger's, alone and in what a step is spread with.
+"""Measures training steps on two or more GPUs, plain, with the kernels and with Liger's, in several wrappers.
 
-What is asked: does the kernel path add communication, and does it keep its gain? So beside time and memory every row
-says how often each collective kernel ran in a step. A wrapper is one of
+The rows show whether the kernels add communication, and whether they are still faster: beside time and memory each has
+the number of collective kernels in a step. The wrappers are
 
-alone   the same step on every device at once, without wrapping: what the devices would do if they had nothing to say to
-        each other (a trainer's ranks still exchange what they log);
+alone   none: every device runs the same step at once, without communication (a trainer's ranks still exchange their
+        logs);
 ddp     `DistributedDataParallel`;
 fsdp2   `fully_shard`, a unit for each layer;
 fsdp2-gathered  the same, where a layer's weights stay gathered until its backward: fewer collectives, more memory;
-tp      transformers' tensor plan for the model: all ranks have one batch, and each a slice of the weights.
+tp      transformers' tensor-parallel plan for the model: all ranks have one batch, and each a slice of the weights.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.distributed --output benchmarks/results/two-gpus.json
 
-Random weights and ids, as in `endtoend.py`, whose words its workloads are in. `sft` has no Trainer, so that nothing but
-model, wrapper and optimiser is timed; what a rank gets differs from what the others get, except under tp. `grpo-trl` is
-TRL's trainer with given rollouts, as there, wrapped by accelerate; collectives of the step's preparation count. TRL's
-trainer is not run under tp: there `sft` with prompts is, batches like a GRPO update's with layers checkpointed, whose
-loss is the cross-entropy of the completions.
+Weights and ids are random, and workloads are named, as in `endtoend.py`. `sft` has no Trainer, so only model, wrapper
+and optimiser are timed; ranks have different batches, except under tp. `grpo-trl` is TRL's trainer with fixed rollouts,
+wrapped by accelerate; collectives of the step's preparation count. TRL's trainer does not run under tp: instead there
+is `sft` with prompts, whose batches are like a GRPO update's, with layers checkpointed and the cross-entropy of the
+completions as its loss.
 
-Besides there is the LM head alone: the op with the whole vocabulary on every rank ("alone"), and with the vocabulary
-shared out ("tp"), whose loss and gradients are held to the former's.
+The LM head is also measured by itself: with the whole vocabulary on every rank ("alone"), and with a slice of the
+vocabulary on each rank ("tp"), whose loss and gradients are compared with the former's.
 
-Rows come the most wanted first. The same command goes on where one stopped; what failed is tried again.
+The most important rows come first. The same command continues an interrupted run, and tries failed rows again.
 """
 
 import argparse
@@ -53,13 +53,13 @@ from .step_cases import VARIANTS, StepWorkload
 
 __all__ = ["HEADS", "WITH_SIZE", "main", "plan", "rows_of"]
 
-# Options that make a workload of one's own.
+# Options that define a custom workload.
 OF_ONE = ("batch", "length", "prompt", "lengths", "group")
-# Variants of a workload of one's own.
+# Variants of a custom workload.
 WITH_SIZE = ("plain", "flag", "flag-padded", "liger")
-# A workload, what it is spread with, and the variants that say something there.
+# A workload, its wrappers and its variants.
 Part = tuple[StepWorkload, tuple[str, ...], tuple[str, ...]]
-# A rank that waits longer for the others waits for one that has failed.
+# If a rank waits longer than this for another, the other one has failed.
 _TIMEOUT = timedelta(minutes=3)
 _PEERS = ("plain", "flag", "liger")
 _DATA, _TENSOR, _GATHERED = WRAPPERS[:3], WRAPPERS[3:4], WRAPPERS[4:]
@@ -71,12 +71,13 @@ HEADS = {
 
 
 def plan(kind: str) -> list[Part]:
-    """By the kind of device, the most wanted first. Workloads are of each rank; under tp, of all."""
+    """Returns the parts for a kind of device, the most important first. A workload's batch is that of each rank; under
+    tp, of all ranks."""
     if kind == "cpu":
         return [
             (StepWorkload("sft", "demo-llama", 4, 128), _DATA, WITH_SIZE[:3]),
             (StepWorkload("sft", "demo-llama", 4, 128, lengths="exponential"), _DATA, WITH_SIZE[:3]),
-            # accelerate wraps no ranks on CPUs in FSDP.
+            # accelerate does not support FSDP on CPUs.
             (StepWorkload("grpo-trl", "demo-qwen3", 4, 64, 32, lengths="exponential", group=2), _DATA[:2], _PEERS[:2]),
             (StepWorkload("sft", "demo-qwen3", 4, 64, 128, lengths="exponential"), WRAPPERS, WITH_SIZE[:3]),
             (StepWorkload("sft", "demo-qwen3-moe", 4, 128), (*_DATA, *_TENSOR), _PEERS[:2]),
@@ -90,7 +91,7 @@ def plan(kind: str) -> list[Part]:
     as_they_are = StepWorkload("sft", "llama-1b", 4, 2048, lengths="exponential")
     # One prompt for all rows of a rank.
     one_prompt = StepWorkload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential")
-    # With rows for the memory that the kernels leave, a step takes the device longer than the host.
+    # Larger batches, for which the kernels leave memory: the device, not the host, limits the step.
     with_more_rows = [
         replace(workload, batch=times * workload.batch) for workload, times in (
             (as_they_are, 4), (updates["exponential"], 4), (updates["exponential"], 8), (updates["even"], 2),
@@ -110,15 +111,15 @@ def plan(kind: str) -> list[Part]:
         (one_prompt, _DATA, _PEERS),
         *((workload, _DATA, _PEERS[:2]) for workload in with_more_rows),
         *((workload, _GATHERED, _PEERS[:2]) for workload in (as_they_are, updates["exponential"])),
-        # The largest whose optimiser one device has room for.
+        # The largest model whose optimiser state fits on one device.
         (StepWorkload("sft", "llama-8b", 3, 2048, lengths="exponential"), _DATA, _PEERS[:2]),
-        # Liger's kernels know of no weight in slices: what they do with one may cost the device.
+        # Liger's kernels do not support sliced weights, and may crash the device: these rows are last.
         *((workload, _TENSOR, _PEERS[2:]) for workload in (whole_rows, experts)),
     ]
 
 
 def rows_of(parts: Sequence[Part]) -> list[tuple[StepWorkload, str, str]]:
-    """Workload, wrapper and variant of every row: of a part all variants of one wrapper, then those of the next."""
+    """Returns workload, wrapper and variant of every row: part by part, and within a part wrapper by wrapper."""
     return [(workload, wrapper, variant) for workload, wrappers, variants in parts
             for wrapper in wrappers for variant in variants]  # fmt: skip
 
@@ -144,7 +145,7 @@ def _head_row(sizes: dict[str, int], dtype: str, way: str) -> Row:
 
 
 def _tasks(args: argparse.Namespace, kind: str, device: torch.device) -> list[tuple[Row, Callable[[], Row]]]:
-    """Every row's key, and what measures it."""
+    """Returns for every row its fields, and the function that measures it."""
     found: list[tuple[Row, Callable[[], Row]]] = []
     if args.size is None:
         dtype = "float32" if kind == "cpu" else "bfloat16"
@@ -199,29 +200,30 @@ def _checked(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class _Together:
-    """What the ranks agree on, through their store: one that has failed must not answer the others' collectives."""
+    """Exchanges values between ranks through their store: after a failure, ranks must not use collectives, in which
+    others may be waiting."""
 
     def __init__(self, store: distributed.Store, rank: int, ranks: int) -> None:
         self._store, self._rank, self._ranks = distributed.PrefixStore("rows", store), rank, ranks
         self._asked = 0
 
     def everybody(self, mine: Any) -> list[Any]:
-        """What the ranks say, in their order; anything that JSON knows."""
+        """Returns the values of all ranks, in order; values must be JSON-serializable."""
         self._asked += 1
         self._store.set(f"{self._asked}/{self._rank}", json.dumps(mine))
         return [json.loads(self._store.get(f"{self._asked}/{rank}")) for rank in range(self._ranks)]
 
     def first_says(self, value: bool) -> bool:
-        """What the first rank says, on all."""
+        """Returns the first rank's value on all ranks."""
         return bool(self.everybody(value)[0])
 
     def failures(self, mine: str) -> list[str]:
-        """What the ranks say that is not empty."""
+        """Returns the error messages of all ranks that are not empty."""
         return [said for said in self.everybody(mine) if said]
 
 
 def _measured(row: Row, together: _Together, step: Callable[[], Row]) -> Row:
-    """The row with what was found, or with what went wrong on any of the ranks."""
+    """Returns the row with its results, or with the first error of any rank."""
     found, reason, absent = {}, "", False
     try:
         found = step()
@@ -230,14 +232,15 @@ def _measured(row: Row, together: _Together, step: Callable[[], Row]) -> Row:
         reason = f"{type(error).__name__}: {error}".strip().split("\n")[0][:400]
     failures = together.failures(reason)
     if not failures:
-        # A step is over when the slowest has ended, and waiting for another rank looks like work on the device.
+        # The profiles of all ranks are stored: the slowest rank decides the step's time, and waiting for another rank
+        # looks like work on the device.
         first, *others = together.everybody(found.get("profiled"))
         return {**row, **found, **({"profiled": first, "profiled_others": others} if first else {})}
     return {**row, "status": "absent" if absent else "error", "reason": failures[0]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line, on every rank."""
+    """Runs the command, on every rank."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     args = _checked(arguments)
     kind = devices.accelerator()

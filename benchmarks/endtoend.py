@@ -1,16 +1,15 @@
-"""End to end: tokens per second and peak memory of real training steps, plain, with the flag and with its peers.
+"""Measures tokens per second and peak memory of real training steps, plain, with the flag and with its peers.
 
-Each run is a process of its own, so that its peak memory is its own, and all variants of a workload are children of one
-parent, one after the other. Models have random weights and data are random ids: what is measured does not depend on
-them. It does depend on lengths: beside batches without padding there are some with lengths as users have them
-(`lengths.py`). Tokens are counted in the batches that ran, and so is the share of positions that they are.
+Each run is a separate process with its own peak memory; one parent runs all variants of a workload, one after the
+other. Models have random weights and data are random ids, on which the results do not depend. They do depend on
+lengths: in addition to batches without padding there are batches with lengths as users have them (`lengths.py`). Tokens
+and positions are counted in the batches that ran.
 
-A step is timed from the end of the one before to its own end, so that data loading and the Trainer count, on the
-device's own clock: nothing here waits for it where training would not. Loss and gradient norm are logged after the
-first step and the last. The optimiser is the Trainer's default. In the GRPO update the rollouts are given: a trainer
-whose generation returns fixed ids, and whose step is timed without the preparation of the batch (rewards, decoding),
-which no kernel here touches. DPO's reference is a second model with the weights that the policy starts with: the first
-loss is log 2, 0.6931, where both compute alike.
+A step is timed from the end of the previous step to its own end, with data loading and the Trainer, on the device's
+clock: the measurement does not wait for the device where training would not. Loss and gradient norm are logged after
+the first and the last step. The optimiser is the Trainer's default. In the GRPO update generation returns fixed ids,
+and the step is timed without the preparation of the batch (rewards, decoding), which uses no kernels. DPO's reference
+is a second model with the policy's initial weights: the first loss is log 2, 0.6931, if both compute the same.
 
     python -m benchmarks --groups end-to-end --only exponential --only even
 """
@@ -44,19 +43,19 @@ Row = dict[str, Any]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-# Where a child finds this module by its name, which is benchmarks.endtoend or npu_trainer_kernels.benchmarks.endtoend.
+# The folder in which a child can import this module: as benchmarks.endtoend or npu_trainer_kernels.benchmarks.endtoend.
 ROOT = Path(__file__).parents[__name__.count(".")]
 
 
 def _child_environment() -> dict[str, str]:
-    """One device: with several in sight the Trainer would spread the batch over them by itself."""
+    """Returns an environment with one visible device: with several the Trainer would distribute the batch over them."""
     one = {"CUDA_VISIBLE_DEVICES": "0", "ASCEND_RT_VISIBLE_DEVICES": "0"}
     return {**one, **os.environ, "HF_HUB_OFFLINE": "1"}
 
 
 def run(workload: StepWorkload, variant: str, steps: int, timeout: float | None, module: str = __name__) -> Row:
-    """Runs a workload in a process of its own and returns its row; a failure is a row too, and so is one that takes
-    longer than `timeout` seconds. `module`: whose command line it is."""
+    """Runs a workload in a separate process and returns its row, also after a failure or more than `timeout` seconds.
+    `module`: the module whose command line runs it."""
     sizes = {f.name: getattr(workload, f.name) for f in fields(StepWorkload) if f.name not in ("name", "size")}
     row: Row = {
         "group": "end-to-end", "op": workload.name, "shape": workload.shape, "sizes": sizes,
@@ -86,7 +85,7 @@ def run(workload: StepWorkload, variant: str, steps: int, timeout: float | None,
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """For each patched variant of one workload: (speed over plain, peak memory over plain)."""
+    """Returns (speed / plain, peak memory / plain) for each patched variant of one workload."""
     done = {r["provider"]: r for r in rows if r["status"] == "ok"}
     plain = done.get("plain")
     if plain is None:
@@ -99,7 +98,8 @@ def ratios(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def differs(row: Row, plain: Row) -> bool:
-    """Whether a run's first loss or gradient norm is not the unpatched one's, within the rounding of its dtype."""
+    """Whether a run's first loss or gradient norm differs from the unpatched run's by more than rounding in its
+    dtype."""
     tolerance = {"bfloat16": 0.02, "float32": 1e-3}[row["dtype"]]
     return any(
         abs(row[name][0] - plain[name][0]) > tolerance * max(abs(plain[name][0]), 1e-3)
@@ -113,8 +113,8 @@ def differs(row: Row, plain: Row) -> bool:
 
 
 class _PeakMemory:
-    """Peak memory of this process: the allocator's on an accelerator, else resident memory beyond what was resident
-    when this was made."""
+    """The peak memory of this process: on an accelerator the allocator's, else the increase of resident memory since
+    this object was created."""
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -143,7 +143,7 @@ class _PeakMemory:
 
 
 def train(workload: StepWorkload, variant: str, steps: int, warmup: int = 3) -> Row:
-    """Trains in this process and returns what a row needs beyond its key.
+    """Trains in this process and returns the fields of a row beyond its key.
 
     Raises:
         ImportError: the variant's package is not installed.
@@ -178,7 +178,7 @@ def train(workload: StepWorkload, variant: str, steps: int, warmup: int = 3) -> 
 
 
 def main(arguments: Sequence[str] | None = None, measured: Callable[..., Row] = train) -> int:
-    """The child's command line. `measured`: what is done with the workload, see `train`."""
+    """Runs the child's command. `measured`: the function that measures the workload, see `train`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.endtoend", description="One workload, one variant.")
     parser.add_argument("--workload", required=True, metavar="JSON", help="the fields of Workload")
     parser.add_argument("--variant", choices=VARIANTS, required=True)

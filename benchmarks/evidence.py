@@ -1,11 +1,11 @@
-"""The evidence in the package's table of ops, from a results file: `python -m benchmarks --evidence FILE`.
+"""Writes the figures of a results file into the package's table of ops: `python -m benchmarks --evidence FILE`.
 
-What the table holds of the device that the file was measured on is replaced by the file's figures of the same rows;
-rows that the file lacks keep theirs, so that a run of some ops is evidence for those. Where a backend is chosen by a
-sentence, as on a device that nobody had measured, the figures take its place. No order is changed here: where the file
-says that another one would be faster, nothing is written, and that is the error.
+The file's figures replace those of the same rows and the same device in the table; rows that the file lacks keep
+theirs, so a run may cover only some ops. If the table's evidence is a sentence, as for a device that was not measured
+before, the figures replace it. The order of backends does not change: if the file contradicts it, nothing is written
+and an error is raised.
 
-A results file is one of `python -m benchmarks`, or the prove.json of an archive that `npu-kernels prove` has made.
+A results file is made by `python -m benchmarks`, or is the prove.json of an archive of `npu-kernels prove`.
 """
 
 import json
@@ -20,23 +20,24 @@ from .results import Row, read
 __all__ = ["write"]
 
 _KEYS = ("form", "shape", "dtype")
-# Behind the point, as the reports print them.
+# Digits after the decimal point, as in the reports.
 _DIGITS = 3
 
 
 def _places(op: dict[str, Any], kind: str) -> Iterator[tuple[str, bool, dict[str, Any], str]]:
-    """(our provider, whether ours is the one that is used, what holds the evidence, its key there) for a kind of
-    device."""
+    """Returns (our provider, whether it is used, the dictionary with the evidence, its key there) for each piece of
+    evidence on a kind of device."""
     for choice in op["before_torch"].get(kind, ()):
         yield f"ours-{choice['backend']}", True, choice, "because"
-    # Where models keep their own code, torch is our backend.
+    # If models keep their own code, our backend is torch.
     for name, used in (("torch", True), ("keeps_plain", False)):
         if isinstance(op.get(name, {}).get(kind), dict):
             yield "ours-torch", used, op[name], kind
 
 
 def _figures(op: dict[str, Any], evidence: Any) -> dict[str, Any] | None:
-    """What was measured; in the place of a sentence the row that was measured on another kind of device."""
+    """Returns the evidence if it is a measurement; for a sentence, the row that was measured on another kind of
+    device."""
     if isinstance(evidence, dict):
         return evidence
     others = (choice["because"] for choices in op["before_torch"].values() for choice in choices)
@@ -45,7 +46,7 @@ def _figures(op: dict[str, Any], evidence: Any) -> dict[str, Any] | None:
 
 
 def _times(rows: list[Row], figures: dict[str, Any]) -> dict[str, Row]:
-    """Forward and backward, by provider, of what the figures are of."""
+    """Returns the rows with forward and backward of the figures' case, by provider."""
     form, shape, dtype = (figures[key] for key in _KEYS)
     wanted = {"group": "ops", "op": form, "shape": shape, "dtype": dtype, "mode": "both"}
     return {row["provider"]: row for row in rows if all(row.get(key) == value for key, value in wanted.items())}
@@ -62,7 +63,7 @@ def _median(times: dict[str, Row], provider: str, row: str) -> float:
 
 
 def _named(device: dict[str, Any]) -> str:
-    """With its article, as it is spoken."""
+    """Returns a device's name with its article."""
     if device["kind"] == "cpu":
         return "a CPU"
     name = device["name"].removeprefix("NVIDIA ").removeprefix("Ascend")
@@ -70,15 +71,15 @@ def _named(device: dict[str, Any]) -> str:
 
 
 def write(results: Path, table: Path = FILE) -> list[str]:
-    """Puts a results file's figures into the table; returns a line for each.
+    """Writes a results file's figures into the table; returns a line for each.
 
     Args:
-        results: in `benchmarks/results/` of the repository, since the evidence names it.
-        table: the file that is changed.
+        results: a file in `benchmarks/results/` of the repository, since the evidence names it.
+        table: the file of the table.
 
     Raises:
-        ValueError: the file lies elsewhere, has no row of the table, has one without ours or plain PyTorch, or its
-            figures contradict the table.
+        ValueError: the file is in another folder, has no row of the table, has a row without our time or that of plain
+            PyTorch, or its figures contradict the table.
     """
     folder = Path(__file__).parent / "results"
     if results.resolve().parent != folder:
@@ -93,7 +94,7 @@ def write(results: Path, table: Path = FILE) -> list[str]:
             times = _times(rows, figures) if figures else {}
             is_sentence = holder[key] is not figures
             plain = (figures or {}).get("plain", "reference")
-            # A sentence stays where there are not both times.
+            # A sentence stays unless both times are there.
             if figures is None or not times or (is_sentence and not _has_both(times, ours, plain)):
                 continue
             row = " ".join(figures[name] for name in _KEYS)
@@ -105,7 +106,7 @@ def write(results: Path, table: Path = FILE) -> list[str]:
                 )
             old, old_plain = ("a sentence",) * 2 if is_sentence else (f"{figures[n]:g}" for n in ("ms", "plain_ms"))
             said.append(f"{row}: {old} -> {ms:g} ms, plain {old_plain} -> {plain_ms:g} ms")
-            # In the order of the file's other entries.
+            # The keys are in the order of the file's other entries.
             holder[key] = {"file": f"benchmarks/results/{results.name}", **{name: figures[name] for name in _KEYS},
                            "ms": ms, "plain_ms": plain_ms, "on": on,
                            **({} if plain == "reference" else {"plain": plain})}  # fmt: skip

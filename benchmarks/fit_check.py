@@ -1,17 +1,17 @@
-"""What `npu-kernels fit` predicts, beside what the allocator says: the peak memory of real training steps.
+"""Compares the peak memory that `npu-kernels fit` predicts with the allocator's peak in real training steps.
 
     python -m benchmarks.fit_check --output benchmarks/results/NAME.json
 
-Every configuration trains for a few steps in a process of its own, with the real trainers, plain and with the kernels;
-then the same process predicts the peak on tensors without memory. A file that is there is continued. On a CPU, where no
-allocator counts, the ledger of the prediction counts real tensors instead: that tests this module, and proves little.
+Every configuration trains for a few steps in a separate process, with the real trainers, plain and with the kernels;
+then the same process predicts the peak on tensors without memory. An existing file is continued. On a CPU, where no
+allocator counts, the prediction's ledger counts real tensors instead: that tests this module, but proves little.
 
-Rows are as long as can be, since that is what is predicted: no padding, no lengths that vary, and prompts so short that
-it is not worth it to compute them once for all rows.
+All rows have the full length, as the prediction assumes: no padding, no varying lengths, and prompts too short to be
+computed once for all rows.
 
     python -m benchmarks.fit_check --again OLD --output NEW.json
 
-measures nothing: the peaks of an older file beside what is predicted now, for the device that they were measured on.
+measures nothing: it compares the peaks of an older file with current predictions for the device of that file.
 """
 
 import argparse
@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Configuration:
-    """A workload without padding, and whether its layers are checkpointed beyond what the workload does itself."""
+    """A workload without padding, and whether its layers are checkpointed in addition to the workload's options."""
 
     workload: StepWorkload
     checkpointing: bool = False
@@ -55,7 +55,7 @@ class Configuration:
 
 
 def configurations(kind: str) -> list[Configuration]:
-    """For a kind of device; from 1B to 14B, SFT, GRPO, DPO, adapters and experts."""
+    """Returns the configurations for a kind of device: 1B to 14B models, with SFT, GRPO, DPO, adapters and experts."""
     if kind == "cpu":
         return [
             Configuration(StepWorkload("sft-trainer", "tiny-llama", 2, 32)),
@@ -76,13 +76,13 @@ def configurations(kind: str) -> list[Configuration]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One configuration, in a process of its own
+# One configuration, in a separate process
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _counted(model: Any) -> Iterator[Any]:
-    """Answers with the peak, in bytes, of what happens inside."""
+    """Yields a function that returns the peak bytes inside the block."""
     import torch
 
     from npu_trainer_kernels import device as devices
@@ -95,12 +95,12 @@ def _counted(model: Any) -> Iterator[Any]:
     ledger = Ledger(model.config.get_text_config().vocab_size)
     with ledger:
         for parameter in model.parameters():
-            parameter.data = parameter.data.clone()  # born under the ledger
+            parameter.data = parameter.data.clone()  # so that the ledger sees the allocation
         yield lambda: ledger.peak_bytes
 
 
 def measure_one(configuration: Configuration, variant: str) -> int:
-    """The allocator's peak of a few steps of the real trainer, in bytes."""
+    """Returns the allocator's peak bytes in a few steps of the real trainer."""
     import torch
 
     from npu_trainer_kernels import device as devices
@@ -120,7 +120,7 @@ def measure_one(configuration: Configuration, variant: str) -> int:
 
 
 def config_of(size: str) -> Any:
-    """The config of a key of `MODELS`."""
+    """Returns the config for a key of `MODELS`."""
     import transformers
 
     family, arguments, _ = MODELS[size]
@@ -128,13 +128,13 @@ def config_of(size: str) -> Any:
 
 
 def setup_of(configuration: Configuration, variant: str) -> Any:
-    """What `npu_trainer_kernels.fit` is asked for a configuration."""
+    """Returns the `Setup` for a configuration."""
     import torch
 
     from npu_trainer_kernels.fit import Setup
 
     workload, dtype = configuration.workload, MODELS[configuration.workload.size][2]
-    # As `steps.py` sets TRL's GRPO trainer up.
+    # As `steps.py` configures TRL's GRPO trainer.
     in_16_bits = workload.name == "grpo-trl" and dtype == "bfloat16"
     return Setup(
         TRAINER_OF[workload.name], workload.batch, workload.prompt + workload.length, workload.prompt,
@@ -144,7 +144,7 @@ def setup_of(configuration: Configuration, variant: str) -> Any:
 
 
 def predict_one(configuration: Configuration, variant: str) -> Any:
-    """The `Prediction` for the same steps."""
+    """Returns the `Prediction` for the same steps."""
     import torch
 
     from npu_trainer_kernels import device as devices
@@ -158,7 +158,7 @@ def predict_one(configuration: Configuration, variant: str) -> Any:
 
 
 def run_child(configuration: Configuration, variant: str) -> Row:
-    """What a process of its own says; a failure is a row too."""
+    """Returns the row of a configuration that runs in a separate process, also after a failure."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "row.json"
         command = [
@@ -195,7 +195,8 @@ def _one(given: Row, output: Path) -> int:
 
 
 def again(old: Path, new: Path, meta: Row) -> list[Row]:
-    """Writes the peaks of a file with predictions made now, which is what `meta` is of; answers with its rows."""
+    """Writes the peaks of an old file with current predictions, and returns the rows. `meta` describes the environment
+    of the predictions."""
     from npu_trainer_kernels.fit import predict
 
     from .results import read
@@ -215,12 +216,12 @@ def again(old: Path, new: Path, meta: Row) -> list[Row]:
 
 
 def worst(rows: Sequence[Row]) -> float:
-    """The largest relative error of the rows that were measured."""
+    """Returns the largest relative error of the rows that were measured."""
     return max((abs(row["error"]) for row in rows if row["status"] == "ok"), default=float("inf"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 1 if a configuration failed."""
+    """Runs the command; returns 1 if a configuration failed."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_check", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip

@@ -1,13 +1,13 @@
-"""Generation, as TRL's trainers without vLLM and evaluation callbacks do it: `model.generate`, plain and with the flag.
+"""Times `model.generate`, as in TRL's trainers without vLLM and in evaluation callbacks, plain and with the flag.
 
     python -m benchmarks.generation --output benchmarks/results/NAME.json
 
-One token at a time a forward waits for Python: what is measured is whether our calls cost more than those that they
-replace. Prompts of several lengths are padded on the left, weights are random, and the likeliest id is taken until so
-many tokens are there. Plain and flag take turns in one process, with `apply_npu_kernels` and `restore` in between, as
-the callback does it. The ids of both are compared: in bf16 two roundings of nearly equal logits may part, and a row
-that has parted goes on with other tokens, so it is said where rows part, and nothing fails. The file is written after
-every model.
+A forward of one token waits for Python, so this measures whether our calls cost more than those that they replace.
+Prompts of several lengths are padded on the left, weights are random, and decoding is greedy up to a fixed number of
+tokens. Plain and flag alternate in one process, with `apply_npu_kernels` and `restore` in between, as in the callback.
+The ids of both are compared: in bf16 nearly equal logits may round differently, and after the first difference a row
+continues with other tokens, so the position of the first difference is reported, and nothing fails. The file is written
+after every model.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 def prompts(size: str, length: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random ids and their mask: `BATCH` prompts from half of the length to the whole of it, padded on the left."""
+    """Returns random ids and their mask: `BATCH` prompts of half the length to the full length, padded on the left."""
     lengths = torch.linspace(length // 2, length, BATCH).long()
     mask = (torch.arange(length) >= length - lengths[:, None]).long()
     generator = torch.Generator().manual_seed(0)
@@ -49,13 +49,13 @@ def prompts(size: str, length: int, device: torch.device) -> dict[str, torch.Ten
 
 
 def compared(ours: torch.Tensor, theirs: torch.Tensor) -> Row:
-    """How many generated ids are the same, and after how many tokens each row parts (all of them: never)."""
+    """Returns the fraction of equal ids, and for each row the number of tokens before the first difference."""
     same = ours == theirs
     return {"equal_share": float(same.float().mean()), "equal_before": same.cumprod(1).sum(1).tolist()}
 
 
 def measure(size: str, length: int, tokens: int, repetitions: int) -> dict[str, Row]:
-    """What the rows of a model need beyond their keys, by variant."""
+    """Returns the fields of a model's rows beyond their keys, by variant."""
     device = torch.device(devices.accelerator())
     model = build_model(size, length=length + tokens).eval()
     given = prompts(size, length, device)
@@ -65,7 +65,7 @@ def measure(size: str, length: int, tokens: int, repetitions: int) -> dict[str, 
     ran: dict[str, int] = {}
 
     def generate(count: int) -> tuple[torch.Tensor, float]:
-        """The new ids, and the milliseconds they took."""
+        """Returns the new ids, and the milliseconds that they took."""
         gc.collect()
         devices.synchronize(device)
         start = time.perf_counter()
@@ -75,10 +75,10 @@ def measure(size: str, length: int, tokens: int, repetitions: int) -> dict[str, 
         devices.synchronize(device)
         return found[:, length:], (time.perf_counter() - start) * 1e3
 
-    # The first two turns of each are not kept. They are as long as the others: what is prepared anew for each length of
-    # the cache would otherwise be prepared by whoever comes first.
+    # The first two turns are warm-up. They generate as many tokens as the others, because some work is done once for
+    # each length of the cache.
     for turn in range(-WARM_UP, repetitions):
-        # Both come first equally often.
+        # Each variant comes first equally often.
         for variant in list(VARIANTS)[:: 1 if turn % 2 == 0 else -1]:
             handle = apply_npu_kernels(model) if variant == "flag" else None
             _, first = generate(1)
@@ -112,7 +112,7 @@ def _line(size: str, rows: dict[str, Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 1 if a model failed."""
+    """Runs the command; returns 1 if a model failed."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             found = measure(size, args.prompt, args.tokens, args.repetitions)
         except RuntimeError as error:
-            # A kernel that cannot be launched, memory that has run out: the other models are measured all the same.
+            # A kernel cannot be launched, or memory is exhausted: the other models are still measured.
             reason = f"{error}"[:400]
             failed, found = 1, {variant: {"status": "error", "reason": reason} for variant in VARIANTS}
             console.print(f"{size}: {reason}")

@@ -1,14 +1,14 @@
-"""What the ops cost the processor that feeds a GPU: instructions of Python and PyTorch per call, without a GPU.
+"""Counts the host's instructions per call of an op, in Python and PyTorch, without a GPU.
 
     python -m benchmarks.host --output benchmarks/results/NAME.json
     python -m benchmarks.host --compare OLD.json
 
-A small model's step waits for Python. Times of it differ by a factor of two from host to host and from run to run;
-instructions are the same again within a hundredth. Triton compiles for a GPU and its driver is one that launches
-nothing, so that all is counted that happens before a launch; the grouped product of experts multiplies nothing either.
-Tensors are on the CPU and tiny: what PyTorch's other operators compute of them is in the figures, and is little. A
-decoder layer of transformers stands beside the ops, as it is and with the kernels, and so does a model of two that is
-given one token of each row, as generation does. Needs Linux and its hardware counters (`perf_event_open`).
+A small model's step waits for Python. Its times differ by a factor of two between hosts and between runs; instruction
+counts are reproducible within a hundredth. Triton compiles for a GPU with a driver that launches nothing, so the count
+has all work before a launch; the grouped matrix product of experts computes nothing either. Tensors are on the CPU and
+tiny: the computations of PyTorch's other operators are included, and small. The other cases are a transformers decoder
+layer, and a model of two layers that gets one token of each row, as in generation, both plain and with the kernels.
+The benchmark needs Linux and its hardware counters (`perf_event_open`).
 """
 
 import argparse
@@ -47,7 +47,7 @@ WARM_UP = 10
 _SYSCALL = {"x86_64": 298, "aarch64": 241}
 
 Case = Callable[[], Callable[[], Any]]
-"""Prepares a call and returns it."""
+"""A function that prepares a call and returns it."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ Case = Callable[[], Callable[[], Any]]
 
 
 class Counter:
-    """Instructions that this process has executed outside the kernel, in the threads that start after this.
+    """Counts the user-mode instructions of this process, including threads that start later.
 
     Raises:
         OSError: this machine does not count them.
@@ -66,7 +66,7 @@ class Counter:
         number = _SYSCALL.get(platform.machine()) if sys.platform == "linux" else None
         if number is None:
             raise OSError(f"no hardware counters are known on {sys.platform} {platform.machine()}")
-        # perf_event_attr: hardware's counter 1 of what children do, too, but neither the kernel nor a hypervisor.
+        # perf_event_attr: hardware counter 1 (instructions), with children, without the kernel and the hypervisor.
         attributes = struct.pack("=IIQQQQQ", 0, 112, 1, 0, 0, 0, 1 << 1 | 1 << 5 | 1 << 6).ljust(112, b"\0")
         libc = ctypes.CDLL(None, use_errno=True)
         self._file = libc.syscall(number, attributes, 0, -1, -1, 0)
@@ -74,13 +74,13 @@ class Counter:
             raise OSError(ctypes.get_errno(), "perf_event_open counts no instructions here")
 
     def now(self) -> int:
-        """How many there were."""
+        """Returns the count."""
         found: int = struct.unpack("q", os.read(self._file, 8))[0]
         return found
 
 
 class Driver:
-    """Triton's, of a GPU that does nothing."""
+    """A driver for Triton that launches nothing."""
 
     def __init__(self) -> None:
         self.utils = self
@@ -106,13 +106,13 @@ class Driver:
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """What PyTorch's returns, without values: on the host it is a loop over experts."""
+    """Returns a tensor of the shape that PyTorch's `grouped_mm`, a loop over experts on the host, returns."""
     return a.new_empty(a.shape[0], b.shape[2]) if b.dim() == 3 else a.new_empty(len(offs), a.shape[0], b.shape[1])
 
 
 @contextmanager
 def gpu_that_does_nothing() -> Iterator[None]:
-    """Inside the `with` block CPU tensors are served as an H200's would be, up to a kernel's launch."""
+    """Inside the `with` block ops treat CPU tensors as tensors on an H200, up to a kernel's launch."""
     with (
         mock.patch.object(triton.runtime.driver, "_active", Driver()),
         mock.patch.object(devices, "keeps_compiled", return_value=True),
@@ -123,7 +123,7 @@ def gpu_that_does_nothing() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is counted
+# Cases
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +188,7 @@ def _layer(patched: bool) -> Callable[[], Any]:
     layers, x = model.model.layers, _tensor(*_TOKENS, _HIDDEN)
     tables = _tensor(2, 16, _SIZE, grad=False), _tensor(2, 16, _SIZE, grad=False)
 
-    def call(model: Any = model) -> Any:  # a patch ends with its model
+    def call(model: Any = model) -> Any:  # keeps the model alive, with which its patch ends
         return layers[0](x, position_embeddings=tables, attention_mask=None)
 
     return call
@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
 
 
 def measure(case: Case, counter: Counter, calls: int = 200) -> dict[str, float]:
-    """Thousands of instructions of a call's forward and of its backward."""
+    """Returns thousands of instructions of a call's forward and of its backward."""
     call = case()
 
     def outputs() -> list[torch.Tensor]:
@@ -262,7 +262,7 @@ def _table(rows: dict[str, dict[str, float]], old: dict[str, dict[str, float]]) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
-"""How long sequences are in the workloads whose batches have padding.
+"""The lengths of sequences in workloads whose batches have padding.
 
-Lengths are not drawn: they are the distribution's quantiles at the middles of equal parts, in random order. So a batch
-of eight rows has what eight rows have on average, and the share of positions that are tokens does not depend on luck.
+Lengths are not sampled: they are the distribution's quantiles at the middles of equal parts, in random order. A batch
+of eight rows therefore has the average lengths of eight rows, and its fraction of live positions is not random.
 """
 
 import math
@@ -9,7 +9,7 @@ import random
 
 __all__ = ["DISTRIBUTIONS", "lengths", "prompt_lengths"]
 
-# How long completions are when a model answers as it likes, up to a maximum at which they are cut.
+# A distribution of completion lengths when a model answers freely, up to a maximum at which completions are cut.
 _MEAN, _LEAST = 0.4, 0.05
 _EVEN_LEAST = 9 / 16
 
@@ -20,7 +20,7 @@ DISTRIBUTIONS = {
 
 
 def _quantile(distribution: str, index: int, count: int) -> float:
-    """Of the maximum."""
+    """Returns a quantile as a fraction of the maximum."""
     if distribution == "exponential":
         return min(1.0, max(_LEAST, -_MEAN * math.log(1 - (index + 0.5) / count)))
     if distribution == "even":
@@ -29,10 +29,10 @@ def _quantile(distribution: str, index: int, count: int) -> float:
 
 
 def lengths(distribution: str, count: int, longest: int, seed: int = 3) -> list[int]:
-    """Lengths of `count` sequences of at most `longest` tokens, at least one, in an order that the seed decides.
+    """Returns the lengths of `count` sequences, each of 1 to `longest` tokens, in an order that depends on the seed.
 
     Raises:
-        ValueError: no such distribution.
+        ValueError: the distribution is unknown.
     """
     found = [max(1, round(longest * _quantile(distribution, i, count))) for i in range(count)]
     random.Random(seed).shuffle(found)
@@ -40,5 +40,5 @@ def lengths(distribution: str, count: int, longest: int, seed: int = 3) -> list[
 
 
 def prompt_lengths(count: int, longest: int) -> list[int]:
-    """Lengths of different prompts, evenly spaced up to the longest."""
+    """Returns the lengths of different prompts, evenly spaced up to the longest."""
     return [max(1, round(longest * (i + 1) / count)) for i in range(count)]

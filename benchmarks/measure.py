@@ -1,13 +1,13 @@
-"""How a number is made: time, peak memory, floor, error.
+"""Measures time, peak memory, floor and error.
 
-Time        as `npu_trainer_kernels.timing` says.
-Memory      the allocator's peak over one call, less what was there before it and less what the call leaves (outputs in
+Time        is measured as `npu_trainer_kernels.timing` describes.
+Memory      is the allocator's peak in one call, minus the memory before it and minus the call's results (outputs in
             mode forward, gradients of inputs and weights otherwise).
-Floor       at the LM head the op's own matrix products, one by one, at their real shapes and dtype, random factors, in
-            the same run; elsewhere the bytes that must be moved at the bandwidth of a large copy, or, for attention,
-            its operations at the rate of a large product, if that takes longer.
-Error       |result - truth| / |truth| of every output and gradient against the reference in higher precision (fp64 for
-            fp32, fp32 for bf16), and how that compares to the plain reference's own error in the case's dtype.
+Floor       is for the LM head the time of the op's matrix products one by one, at their real shapes and dtype, with
+            random factors, in the same run; for other ops the minimum of bytes at the bandwidth of a large copy, or,
+            for attention, its operations at the rate of a large matrix product, if that takes longer.
+Error       is |result - truth| / |truth| of every output and gradient against the reference in higher precision (fp64
+            for fp32, fp32 for bf16); it is compared with the plain reference's own error in the case's dtype.
 """
 
 import functools
@@ -42,12 +42,12 @@ __all__ = [
     "verdict",
 ]
 
-# Rows of the head per step while the truth is computed.
+# Rows of the head for which the truth is computed at once.
 TRUTH_ROWS = 4096
 
 
 def rotation(case: OpCase, device: torch.device, bytes_of_one: int) -> int:
-    """How many sets of inputs to rotate through."""
+    """Returns the number of sets of inputs that the measurement rotates through."""
     return timing.rotation(device, bytes_of_one) if OPS[case.op].products is None else 1
 
 
@@ -57,18 +57,18 @@ def rotation(case: OpCase, device: torch.device, bytes_of_one: int) -> int:
 
 
 def _call(fn: Function, inputs: Inputs, mode: str) -> tuple[Tensor, ...]:
-    """Runs one call and returns what it leaves."""
+    """Runs one call and returns its results."""
     outputs = fn(inputs.tensors)
     if mode == "forward":
         return as_tuple(outputs)
     inputs.backward(outputs)
-    # A gradient that two leaves have in common is one tensor.
+    # Two leaves may share one gradient tensor.
     return tuple({g.data_ptr(): g for g in inputs.leaf_grads().values() if g is not None}.values())
 
 
 def peak_extra_bytes(fn: Function, inputs: Inputs, mode: str, device: torch.device) -> int:
-    """Peak memory of a call beyond inputs, weights and what it leaves. In mode backward forward counts too, because
-    what it saved is alive."""
+    """Returns the peak memory of a call beyond inputs, weights and results. In mode backward forward counts too,
+    because its saved tensors are alive."""
     inputs.drop_grads()
     if is_accelerator(device):
         module = torch.get_device_module(device)
@@ -85,7 +85,8 @@ def peak_extra_bytes(fn: Function, inputs: Inputs, mode: str, device: torch.devi
 
 
 def _peak_on_cpu(call: Callable[[], int]) -> tuple[int, int]:
-    """(largest sum of live allocations during the call, its result), from the profiler's log of the allocator."""
+    """Returns the largest sum of live allocations during the call, from the profiler's log of the allocator, and the
+    call's result."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         left = call()
     live = peak = 0
@@ -113,14 +114,14 @@ def _median_seconds(call: Callable[[], Any], device: torch.device, settings: Set
 
 
 def product_seconds(case: OpCase, device: torch.device, settings: Settings) -> dict[str, float]:
-    """Seconds of the head's products at their real shapes, by mode."""
+    """Returns the seconds of the head's matrix products at their real shapes, by mode."""
     products = OPS[case.op].products
     assert products is not None
     rows, hidden, vocab = products(case)
     x = torch.randn(rows, hidden, device=device).to(case.torch_dtype)
     weight = torch.randn(vocab, hidden, device=device).to(case.torch_dtype)
     gradient = torch.empty(rows, vocab, dtype=case.torch_dtype, device=device).normal_()
-    # Each one's result is dropped before the next.
+    # Each result is freed before the next product.
     forward = _median_seconds(lambda: torch.mm(x, weight.t()), device, settings)
     backward = _median_seconds(lambda: torch.mm(gradient, weight), device, settings)
     backward += _median_seconds(lambda: torch.mm(gradient.t(), x), device, settings)
@@ -129,14 +130,14 @@ def product_seconds(case: OpCase, device: torch.device, settings: Settings) -> d
 
 @functools.cache
 def operations(device: torch.device, dtype: torch.dtype, settings: Settings) -> float:
-    """Operations per second of a large square product."""
+    """Returns the operations per second of a large square matrix product."""
     size = 8192 if is_accelerator(device) else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _median_seconds(lambda: torch.mm(a, b), device, settings)
 
 
 def bandwidth(device: torch.device, settings: Settings) -> float:
-    """Bytes per second of a large copy on the device, bytes read plus bytes written."""
+    """Returns the bytes per second of a large copy on the device, bytes read plus bytes written."""
     size = (2 << 30) if is_accelerator(device) else (64 << 20)
     source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()
     target = torch.empty_like(source)
@@ -149,7 +150,7 @@ def bandwidth(device: torch.device, settings: Settings) -> float:
 
 
 def _results(fn: Function, inputs: Inputs) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
+    """Returns outputs and gradients by name."""
     outputs = fn(inputs.tensors)
     found = {f"out{i}": t.detach().clone() for i, t in enumerate(as_tuple(outputs))}
     inputs.backward(outputs)
@@ -161,7 +162,7 @@ def _results(fn: Function, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def truth_of(case: OpCase, inputs: Inputs) -> dict[str, Tensor]:
-    """Outputs and gradients in higher precision."""
+    """Returns outputs and gradients in higher precision."""
     exact = torch.float64 if case.dtype == "float32" else torch.float32
     if OPS[case.op].row_truth is not None:
         return _head_truth(case, inputs, exact)
@@ -193,7 +194,7 @@ def _head_truth(case: OpCase, inputs: Inputs, exact: torch.dtype) -> dict[str, T
 
 
 def errors(fn: Function, inputs: Inputs, truth: Mapping[str, Tensor]) -> dict[str, float]:
-    """Norm-relative error of each output and gradient; infinite where a result is not finite."""
+    """Returns the norm-relative error of each output and gradient; infinity if a result is not finite."""
     inputs.drop_grads()
     found = _results(fn, inputs)
     inputs.drop_grads()
@@ -208,8 +209,8 @@ def _relative(value: Tensor, expected: Tensor) -> float:
 
 
 def verdict(found: Mapping[str, float], reference: Mapping[str, float] | None, dtype: str) -> str:
-    """`"ok"`; `"inaccurate"` beyond three times the plain reference's own error plus the dtype's rounding; `"wrong"`
-    beyond a tenth, or not a number."""
+    """Returns `"ok"`; `"inaccurate"` if an error exceeds three times the plain reference's own error plus the dtype's
+    rounding; `"wrong"` if it exceeds a tenth, or is not finite."""
     if not all(math.isfinite(e) and e < 0.1 for e in found.values()):
         return "wrong"
     rounding = max({"bfloat16": 2.0**-8, "float32": 2.0**-23}[dtype], 2e-6)
@@ -219,5 +220,5 @@ def verdict(found: Mapping[str, float], reference: Mapping[str, float] | None, d
 
 
 def as_json(summary: Summary) -> dict[str, float]:
-    """For the results file."""
+    """Converts a summary for the results file."""
     return asdict(summary)

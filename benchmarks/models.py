@@ -10,7 +10,7 @@ _QWEN3_4B = {
     "max_position_embeddings": 8192,
 }  # fmt: skip
 
-# (configuration class, its arguments, dtype of the weights)
+# (prefix of the configuration class, its arguments, dtype of the weights)
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama-1b": (
         "Llama",
@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
-    # Qwen3-30B-A3B in small. Of the mixtures of experts every size is even, so that ranks can have a half each.
+    # A small Qwen3-30B-A3B. All sizes of mixtures of experts are even, so that two ranks can split them.
     "qwen3-moe": (
         "Qwen3Moe",
         {
@@ -147,19 +147,19 @@ def _config_class(size: str) -> Any:
 
 
 def model_class(size: str) -> Any:
-    """transformers' class for a model of `MODELS`."""
+    """Returns transformers' class for a model of `MODELS`."""
     import transformers
 
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[_config_class(size)]
 
 
 def build_model(size: str, attention: str | None = None, length: int = 0) -> Any:
-    """A model of `MODELS` with random weights, in training mode, on the device that training would use.
+    """Creates a model of `MODELS` with random weights, in training mode, on the device that training would use.
 
     Args:
         size: a key of `MODELS`.
         attention: transformers' name for an attention; None: its default.
-        length: tokens of a row, where the model has to have positions for more than it is listed with.
+        length: the tokens of a row, if the model needs more positions than `MODELS` says.
     """
     import torch
 

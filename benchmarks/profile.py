@@ -1,11 +1,12 @@
-"""What a training step's time is: the device's work, or waiting for the host that asks for it.
+"""Shows whether the time of a training step is the device's work or waiting for the host.
 
     python -m benchmarks.profile --only grpo-trl/qwen3-moe --output benchmarks/results/NAME.json
 
-The workloads are those of `endtoend.py`, each variant in a process of its own. Steps are timed without a profiler, and
-then one more is recorded, on CUDA alone: how long the host took to ask for all of it (the preparation of the batch
-among it, which is said beside it), how long the device was busy, how many kernels and copies that were, launches of
-ours among them, and the kernels that took longest. Nothing of the host is recorded, which would make it slower.
+The workloads are those of `endtoend.py`, each variant in a separate process. Steps are timed without a profiler; then,
+on CUDA only, one more step is profiled: the host's time until all work was enqueued (with the preparation of the batch,
+which is also listed separately), the time that the device was busy, the numbers of kernels and copies and of our
+launches among them, and the kernels that took longest. The host's calls are not recorded, since that would slow it
+down.
 """
 
 import argparse
@@ -35,7 +36,7 @@ PROGRAM = "python -m benchmarks.profile"
 
 
 class _Clock(Clock):
-    """Knows of the last step how long the host prepared its batch."""
+    """A clock that records how long the host prepared the last step's batch."""
 
     prepared = 0.0
 
@@ -48,7 +49,7 @@ class _Clock(Clock):
 
 
 def measure(workload: StepWorkload, variant: str, steps: int, warmup: int = 3) -> Row:
-    """What a row needs beyond its key: steps without a profiler, and one with it."""
+    """Returns the fields of a row beyond its key, from steps without a profiler and one with it."""
     device = torch.device(devices.accelerator())
     clock, total = _Clock(device), warmup + steps + 1
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +66,7 @@ def measure(workload: StepWorkload, variant: str, steps: int, warmup: int = 3) -
 
 
 def _line(row: Row) -> str:
-    """A row in a line."""
+    """Returns a line for a row."""
     title = f"{row['op']} {row['shape']} {row['provider']}"
     if row["status"] != "ok":
         return f"{title}: {row['reason']}"
@@ -81,7 +82,7 @@ def _line(row: Row) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 1 if a row failed."""
+    """Runs the command; returns 1 if a row failed."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if "--workload" in arguments:
         return endtoend.main(arguments, measure)

@@ -1,8 +1,8 @@
-"""Who is measured. A provider is a function that imports what it needs and returns the op as a function of tensors.
+"""The implementations that are compared. A provider imports its package and returns an op as a function of tensors.
 
-What cannot be imported raises `ImportError` or `AttributeError` there, and the results name it as absent. Every peer
-runs with the settings that its own documentation recommends, and where two are worth having (speed or accuracy, tuned
-at first use or not), as two providers.
+If its package cannot be imported, it raises `ImportError` or `AttributeError`, and the results list it as absent. Every
+peer runs with the settings that its documentation recommends; if two settings are useful (fast or accurate, tuned at
+first use or not), there are two providers.
 """
 
 import importlib
@@ -29,24 +29,24 @@ __all__ = ["Absent", "Provider", "providers"]
 
 Function = Callable[[Tensors], Outputs]
 Make = Callable[[OpCase, torch.device], Function]
-# Rows of logits alive at once in the low-memory setting of linear cross-entropy.
+# Rows of logits that exist at once in the low-memory setting of linear cross-entropy.
 LOW_MEMORY_ROWS = 2048
-# Liger's logits, in times the memory of x: 0.5 and 1 GiB for 8192 and 16384 rows of 4096 columns, less than ours take.
+# Memory of Liger's logits / memory of x: 0.5 and 1 GiB for 8192 and 16384 rows of 4096 columns, less than ours need.
 LIGER_WIDE = 8
-# Rows that Liger's chunked GRPO loss works on at once, if it is given as many.
+# The maximum number of rows that Liger's chunked GRPO loss computes at once.
 LIGER_ROWS = 2048
-# torch.compile chooses among tiles and products by timing them. Without CUDA graphs, which would keep outputs alive.
+# torch.compile chooses tiles and matrix products by timing them. CUDA graphs are off, as they would keep outputs alive.
 TUNED_MODE = "max-autotune-no-cudagraphs"
 
 
 class Absent(RuntimeError):
-    """What a provider needs is not there."""
+    """A provider's package or backend is not available."""
 
 
 @dataclass(frozen=True)
 class Provider:
-    """A name and how to make its function; `package` is the distribution whose version belongs to a result. Not
-    `whole`: it is a part of the op, beside which the op's time is read, and what it returns is not judged."""
+    """A name and the function that makes the op; `package` is the distribution whose version belongs to a result. If
+    `whole` is False, it computes only a part of the op, for comparison of times, and its results are not checked."""
 
     name: str
     make: Make
@@ -86,7 +86,7 @@ def _low_memory(case: OpCase, device: torch.device) -> Function:
 
 @_peer("fused_linear_grpo_loss", "ours-logprob", "npu_trainer_kernels")
 def _logprob_and_formula(case: OpCase, device: torch.device) -> Function:
-    """What TRL's trainer does with our head behind its seam."""
+    """Computes the loss as TRL's trainer does with our head in place of its own."""
 
     def call(t: Tensors) -> Outputs:
         _, x, ids, old, ref, advantages = grpo_tokens(t)
@@ -139,7 +139,7 @@ def _functional_layer_norm(case: OpCase, device: torch.device) -> Function:
 
 @_peer("moe_experts", "transformers-grouped_mm", "transformers")
 def _stock_experts(case: OpCase, device: torch.device) -> Function:
-    """What models of transformers run by default, and need no class for."""
+    """The default implementation of transformers' models, which needs no class."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     def apply_gate(h: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _stock_experts(case: OpCase, device: torch.device) -> Function:
 
 
 class _ProductsAlone(torch.autograd.Function):
-    """The two products of experts and the four of their backward, on rows that lie where they belong."""
+    """The two matrix products of experts and the four of their backward, on rows that are already sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, rows: Tensor, gated: Tensor, ends: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def _liger_default(case: OpCase, device: torch.device) -> Function:
 
 @_peer("linear_cross_entropy", "liger-wide", "liger-kernel")
 def _liger_wide(case: OpCase, device: torch.device) -> Function:
-    # Its chunks are as short as memory allows unless it is told to spend more: 128 to 512 rows at V=128256, H=4096.
+    # By default its chunks are short, to save memory: 128 to 512 rows at V=128256, H=4096.
     return _liger_cross_entropy(chunk_mem_const=LIGER_WIDE)
 
 
@@ -243,7 +243,7 @@ def _liger_add_norm(case: OpCase, device: torch.device) -> Function:
 def _liger_layer_norm(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.transformers.functional import liger_layer_norm
 
-    # It has no layer norm without a bias; a frozen one of zeros is the least that it can be given.
+    # It has no layer norm without a bias; a frozen bias of zeros is the closest.
     bias = torch.zeros(case.sizes["H"], dtype=case.torch_dtype, device=device)
     return lambda t: liger_layer_norm(t["x"], t["weight"], bias, EPS)
 
@@ -288,7 +288,7 @@ def _liger_rope(case: OpCase, device: torch.device) -> Function:
 def _liger_chunked(case: OpCase, **settings: Any) -> Function:
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
-    # Its default is one sequence a chunk, however short.
+    # Its default is one sequence per chunk, even if it is short.
     chunk = max(1, LIGER_ROWS // case.sizes["T"])
     loss = LigerFusedLinearGRPOLoss(
         beta=GRPO_BETA, epsilon_low=GRPO_EPSILON, epsilon_high=GRPO_EPSILON, loss_type="bnpo", use_ref_model=True,
@@ -312,7 +312,7 @@ def _liger_chunked_grpo(case: OpCase, device: torch.device) -> Function:
 
 @_peer("fused_linear_grpo_loss", "liger-chunked-eager", "liger-kernel")
 def _liger_eager_grpo(case: OpCase, device: torch.device) -> Function:
-    # Its loss is compiled by default, which fails at some shapes; the products never are.
+    # Its loss is compiled by default, which fails at some shapes; its matrix products are never compiled.
     return _liger_chunked(case, compiled=False)
 
 
@@ -321,7 +321,7 @@ def _liger_triton_grpo(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     def call(t: Tensors) -> Outputs:
-        # It wants the logits of one position more than there are completion tokens.
+        # It needs the logits of one position more than there are completion tokens.
         logits = F.linear(F.pad(t["x"], (0, 0, 0, 1)), t["weight"])
         loss, _ = triton_grpo_loss(
             logits, t["old"], t["ref"], t["ids"], t["advantages"], t["mask"].int(), temperature=1.0, beta=GRPO_BETA,
@@ -371,8 +371,8 @@ def _trl_grpo(case: OpCase, device: torch.device) -> Function:
 
 
 def _imported_with(package: str, **environment: str) -> ModuleType:
-    """A copy of its own of a package that reads its settings from the environment when it is imported."""
-    importlib.import_module(package)  # what it needs itself stays imported once
+    """Imports a second copy of a package that reads its settings from the environment at import."""
+    importlib.import_module(package)  # so that its dependencies are not imported twice
     others = {name: m for name, m in sys.modules.items() if name.partition(".")[0] != package}
     with mock.patch.dict(os.environ, environment), mock.patch.dict(sys.modules, others, clear=True):
         return importlib.import_module(package)
@@ -386,14 +386,14 @@ def _cut_cross_entropy(**settings: Any) -> Function:
 
 @_peer("linear_cross_entropy", "cut-cross-entropy", "cut-cross-entropy")
 def _cut_default(case: OpCase, device: torch.device) -> Function:
-    # Nothing is said of its filter: "high", the default of 25.1.1, is the same number as "auto" there, and a later
-    # release may choose better.
+    # Its filter keeps the default: that of 25.1.1, "high", is the same number as "auto", and a later release may choose
+    # a better one.
     return _cut_cross_entropy()
 
 
 @_peer("linear_cross_entropy", "cut-cross-entropy-tuned", "cut-cross-entropy")
 def _cut_tuned(case: OpCase, device: torch.device) -> Function:
-    # Its tiles are fixed unless it is told to look for better ones.
+    # Its tiles are fixed unless tuning is requested.
     tuned = _imported_with("cut_cross_entropy", CCE_AUTOTUNE="1")
     return lambda t: tuned.linear_cross_entropy(t["x"], t["weight"], t["target"])
 
@@ -404,7 +404,7 @@ def _cut_unfiltered(case: OpCase, device: torch.device) -> Function:
 
 
 def providers(case: OpCase) -> list[Provider]:
-    """Who is measured in a row: ours first, then the reference, then the peers."""
+    """Returns the providers of a row: ours first, then the reference, then the peers."""
     peers = sorted(_PEERS[case.op], key=lambda p: not p.name.startswith("ours"))
     ours = [_ours(case.op, name) for name in ("triton", "torch")]
     if TABLE[case.backend_op].vendor is not None:

@@ -1,4 +1,4 @@
-"""A training step on several ranks: one workload, in what it is spread with, and what is counted of it."""
+"""Runs a workload's training steps on several ranks in a wrapper, and counts times, memory and collectives."""
 
 import collections
 import contextlib
@@ -38,16 +38,16 @@ __all__ = [
 ]  # fmt: skip
 
 WRAPPERS = ("alone", "ddp", "fsdp2", "tp", "fsdp2-gathered")
-# Whether FSDP2 gives a layer's weights away between its forward and its backward.
+# FSDP2's `reshard_after_forward`: whether it frees a layer's gathered weights between its forward and its backward.
 _FSDP2 = {"fsdp2": True, "fsdp2-gathered": False}
 WARMUP = 3
 _IGNORED = -100
-# Kernels that a profile names.
+# The number of kernels that a profile lists.
 _LARGEST = 10
 
 
 def batch_of(workload: StepWorkload, rank: int, world: int) -> dict[str, torch.Tensor]:
-    """What a rank trains on at every step: ids and labels `[batch, length]`, and a mask where lengths differ."""
+    """Returns a rank's batch for every step: ids and labels `[batch, length]`, and a mask if lengths differ."""
     drawn = torch.Generator().manual_seed(2 + rank)
     vocab, rows = MODELS[workload.size][1]["vocab_size"], workload.batch
 
@@ -57,7 +57,7 @@ def batch_of(workload: StepWorkload, rank: int, world: int) -> dict[str, torch.T
     if not workload.lengths:
         whole = ids(rows, workload.prompt + workload.length)
         return {"input_ids": whole, "labels": whole}
-    # The ranks share the quantiles out: their counts of tokens differ, and are the distribution's together.
+    # The quantiles are distributed over the ranks: their token counts differ, and together follow the distribution.
     mine = lengths(workload.lengths, rows * world, workload.length)[rank::world]
     columns = torch.arange(workload.prompt + max(mine))
     end = workload.prompt + torch.tensor(mine)
@@ -72,12 +72,12 @@ def batch_of(workload: StepWorkload, rank: int, world: int) -> dict[str, torch.T
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is counted
+# Counting
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def covered(spans: Iterable[tuple[int, int]]) -> int:
-    """How much of the time lies in at least one of the spans, each from its begin to its end."""
+    """Returns the total time that is covered by at least one of the spans (begin, end)."""
     total, until = 0, 0
     for begin, end in sorted(spans):
         total += max(0, end - max(begin, until))
@@ -86,18 +86,18 @@ def covered(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
-    """`collectives`, how often each of them ran on the device or was called on a CPU; on CUDA `profiled`, when it was
-    at work, in milliseconds, and with what: all that ran on it, and the kernels that took longest.
+    """Returns `collectives`, the number of runs of each on the device, or of its calls on a CPU; and on CUDA
+    `profiled`, the device's busy milliseconds, the number of its kernels and copies, and the slowest kernels.
 
     Args:
-        events: Kineto's, of a profiled step.
-        on_cuda: the device's kernels are among them.
+        events: Kineto's events of a profiled step.
+        on_cuda: whether the events include the device's kernels.
     """
     pattern = r"ncclDevKernel_([A-Za-z]+)" if on_cuda else r"c10d::(\w+)"
     names, talk, other = collections.Counter[str](), list[tuple[int, int]](), list[tuple[int, int]]()
     count, taken = collections.Counter[str](), collections.Counter[str]()
     for event in events:
-        # A range that code has named is shown on the device, too, from its first kernel to its last.
+        # A user annotation also appears on the device, as a span from its first kernel to its last.
         if on_cuda and (event.device_type() != torch.autograd.DeviceType.CUDA or event.is_user_annotation()):
             continue
         match = re.match(pattern, event.name())
@@ -120,12 +120,12 @@ def what_ran(events: Iterable[Any], on_cuda: bool) -> Row:
 
 
 class _StepProfile:
-    """Of one step, from here on; all ranks, where there are several, begin together."""
+    """Profiles one step, which begins at the end of the constructor, on all ranks at once."""
 
     def __init__(self, device: torch.device) -> None:
         kinds = torch.profiler.ProfilerActivity
         self._device = device
-        # Nothing of the host on CUDA: to record its calls slows it down, and it may be what a step waits for.
+        # On CUDA the host's calls are not recorded: that slows the host down, and the step may wait for it.
         self._profile: Any = torch.profiler.profile(
             activities=[kinds.CUDA if device.type == "cuda" else kinds.CPU],
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=1),
@@ -136,11 +136,11 @@ class _StepProfile:
             self._launches += 1
             run(*launch)
 
-        # Where they are launched: of the device's record only their names could tell, and TRL has kernels of the same
-        # names. A default, since backward has threads of its own.
+        # Our launches are counted on the host: on the device they have only names, and TRL has kernels with the same
+        # names. The counter is the variable's default, since backward runs in other threads.
         launcher = contextvars.ContextVar("counted", default=counted)
         self._counting = mock.patch.object(launch_module, "_launcher", launcher)
-        # What takes long comes first, so that no rank waits in the step for another's profiler.
+        # The slow start of the profiler comes before the barrier, so that no rank waits for another's in the step.
         self._profile.start()
         if distributed.is_initialized():
             distributed.barrier()
@@ -150,14 +150,14 @@ class _StepProfile:
         self._start = time.perf_counter()
 
     def stop(self) -> Row:
-        """What a row says of the step: see `what_ran`, and on CUDA its time, the host's share of it, and how often
-        kernels of ours were launched."""
+        """Returns the fields of `what_ran`, and on CUDA the step's time, the host's time in it, and the number of our
+        launches."""
         host = time.perf_counter() - self._start
         devices.synchronize(self._device)
         step = time.perf_counter() - self._start
         self._counting.stop()
         self._profile.stop()
-        # Not `events()`, which takes seconds to build a tree of them.
+        # `events()` of the profiler would take seconds to build a tree.
         found = what_ran(self._profile.profiler.kineto_results.events(), self._device.type == "cuda")
         if "profiled" in found:
             found["profiled"] |= {"step_ms": step * 1e3, "host_ms": host * 1e3, "launches_of_ours": self._launches}
@@ -171,7 +171,7 @@ def _profiled(step: Callable[[], object], device: torch.device) -> Row:
 
 
 class Peak:
-    """Of the allocator, from now on; 0 on a CPU."""
+    """The allocator's peak memory since this object was created; 0 on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -184,14 +184,14 @@ class Peak:
 
 
 def _of_all(mine: Summary, peak: int, live: int, positions: int, one_batch: bool) -> Row:
-    """What the ranks found, together: the slowest's times, the highest peak, everybody's tokens.
+    """Combines the results of all ranks: the slowest rank's times, the highest peak, all tokens.
 
     Args:
-        mine: of this rank's steps, in milliseconds.
-        peak: bytes on this rank.
-        live: tokens of this rank's step.
-        positions: of this rank's step.
-        one_batch: all ranks have the same tokens.
+        mine: the times of this rank's steps, in milliseconds.
+        peak: the peak bytes on this rank.
+        live: the tokens of this rank's step.
+        positions: the positions of this rank's step.
+        one_batch: whether all ranks have the same batch.
     """
     every: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(every, (mine, peak, live, positions))
@@ -205,7 +205,7 @@ def _of_all(mine: Summary, peak: int, live: int, positions: int, one_batch: bool
 
 @contextlib.contextmanager
 def _globals_kept(module: ModuleType) -> Iterator[None]:
-    """Liger exchanges classes and functions of a family's module, for every model that comes after."""
+    """Restores a module's globals at the end: Liger replaces classes and functions in a model's module for good."""
     before = dict(vars(module))
     try:
         yield
@@ -216,18 +216,18 @@ def _globals_kept(module: ModuleType) -> Iterator[None]:
 
 
 def train(workload: StepWorkload, wrapper: str, variant: str, steps: int, device: torch.device) -> Row:
-    """Times `steps` steps on every rank; what a row has beyond its key.
+    """Times `steps` steps on every rank; returns the fields of a row beyond its key.
 
     Args:
-        workload: of each rank.
+        workload: the workload of each rank.
         wrapper: one of `WRAPPERS`.
-        variant: a key of `VARIANTS`; the kernels are put in before the model is wrapped, after it is cut in slices.
-        steps: timed ones.
-        device: of this rank.
+        variant: a key of `VARIANTS`; the kernels are applied before the model is wrapped, and after tp slices it.
+        steps: the number of timed steps.
+        device: the device of this rank.
 
     Raises:
         ImportError: the variant's package is not installed.
-        ValueError: transformers cannot cut the model for so many ranks.
+        ValueError: transformers cannot slice the model for so many ranks.
     """
     run = _train_in_a_loop if workload.name == "sft" else _train_with_its_trainer
     with _globals_kept(sys.modules[model_class(workload.size).__module__]):
@@ -240,7 +240,7 @@ def train(workload: StepWorkload, wrapper: str, variant: str, steps: int, device
 
 
 def _in_slices(model: Any) -> Any:
-    """The model with a slice of the weights that transformers' plan for its family splits."""
+    """Returns the model with this rank's slices of its weights, by transformers' tensor-parallel plan."""
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(tp_size=distributed.get_world_size())
@@ -265,13 +265,13 @@ def _wrap(model: Any, wrapper: str, device: torch.device) -> Any:
 
 
 def _by_kind(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """What is split and what is whole: no operation on several tensors takes both."""
+    """Groups parameters into sliced and whole ones: no multi-tensor operation accepts both."""
     kinds = ([p for p in parameters if isinstance(p, DTensor) == split] for split in (True, False))
     return [kind for kind in kinds if kind]
 
 
 def _clip(kinds: Sequence[Sequence[torch.nn.Parameter]], most: float) -> torch.Tensor:
-    """The norm of all gradients, which are scaled to have at most that one."""
+    """Clips the norm of all gradients to `most`, and returns their norm before."""
     norms = [torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
     total = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
     for kind in kinds:
@@ -297,7 +297,7 @@ def _train_in_a_loop(workload: StepWorkload, wrapper: str, variant: str, steps: 
 
 def _loop(model: Any, workload: StepWorkload, one_batch: bool, steps: int, device: torch.device) -> Row:
     kinds = _by_kind(list(model.parameters()))
-    # The Trainer's default. Without `fused`, AdamW goes over memory several times, and through DTensor as often.
+    # The Trainer's default. Without `fused`, AdamW passes over memory, and through DTensor, several times.
     optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-5, fused=True)
     place = (0, 1) if one_batch else (distributed.get_rank(), distributed.get_world_size())
     batch = {name: t.to(device) for name, t in batch_of(workload, *place).items()}
@@ -309,7 +309,7 @@ def _loop(model: Any, workload: StepWorkload, one_batch: bool, steps: int, devic
         norm = _clip(kinds, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        # Read when all steps have ended: a Trainer does not wait for the device after each of them either.
+        # Values are read after all steps, since a Trainer does not wait for the device after each step either.
         losses.append(loss.detach())
         norms.append(norm)
 
@@ -334,7 +334,7 @@ _CALLS = 20
 
 
 def _head_inputs(sizes: dict[str, int], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """x, the whole weight and targets, the same on all ranks."""
+    """Returns x, the whole weight and targets, the same on all ranks."""
     drawn = torch.Generator(device).manual_seed(7)
     x = torch.randn(sizes["BT"], sizes["H"], device=device, generator=drawn)
     weight = torch.randn(sizes["V"], sizes["H"], device=device, generator=drawn) * sizes["H"] ** -0.5
@@ -351,14 +351,14 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def time_head(sizes: dict[str, int], dtype: torch.dtype, way: str, device: torch.device) -> Row:
-    """Times forward and backward of the op on every rank, the collectives in it included.
+    """Times forward and backward of the op on every rank, including its collectives.
 
     Args:
         sizes: rows BT, hidden size H, vocabulary V.
-        dtype: of x and of the weight.
-        way: of `WAYS`: with the whole vocabulary, or with a slice of it for each rank, whose results are then held to
-            the other way's.
-        device: of this rank.
+        dtype: the dtype of x and of the weight.
+        way: one of `WAYS`: "alone" with the whole vocabulary on each rank, or "tp" with a slice on each rank, whose
+            results are compared with those of "alone".
+        device: the device of this rank.
     """
     x, whole, targets = _head_inputs(sizes, dtype, device)
     weight = whole
@@ -400,12 +400,12 @@ def time_head(sizes: dict[str, int], dtype: torch.dtype, way: str, device: torch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A trainer, which accelerate wraps
+# With a trainer, whose model accelerate wraps
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def _for_accelerate(workload: StepWorkload, wrapper: str) -> dict[str, str]:
-    """The environment that `accelerate launch` sets."""
+    """Returns the environment variables that `accelerate launch` sets."""
     if wrapper not in _FSDP2:
         return {}
     family = MODELS[workload.size][0]
@@ -417,7 +417,7 @@ def _for_accelerate(workload: StepWorkload, wrapper: str) -> dict[str, str]:
 
 
 def _check_wrapped(model: Any, wrapper: str) -> None:
-    """Raises RuntimeError where accelerate has done something else than was asked for."""
+    """Raises RuntimeError if accelerate has wrapped the model in another wrapper."""
     from torch.distributed.fsdp import FSDPModule
 
     kinds = {"ddp": torch.nn.parallel.DistributedDataParallel, "fsdp2": FSDPModule}
@@ -429,7 +429,7 @@ def _check_wrapped(model: Any, wrapper: str) -> None:
 
 @contextlib.contextmanager
 def last_step_profiled(trainer: Any, steps: int, device: torch.device) -> Iterator[Row]:
-    """Profiles step number `steps`, which begins with the preparation of its batch."""
+    """Profiles step number `steps`, including the preparation of its batch."""
     from transformers import TrainerCallback
 
     found: Row = {}
@@ -454,7 +454,7 @@ def _train_with_its_trainer(
         others = ", ".join(other for other in WRAPPERS if other != wrapper)
         raise ValueError(f"{workload.name} is not run under {wrapper!r}, but under {others}")
     clock = Clock(device)
-    # One more, whose collectives are counted and whose time does not.
+    # The last step is profiled, and its time does not count.
     total = WARMUP + steps + 1
     with (
         mock.patch.dict(os.environ, _for_accelerate(workload, wrapper)),
@@ -480,7 +480,7 @@ def _train_with_its_trainer(
 
 
 def free(device: torch.device) -> None:
-    """Lets go of what a row has used."""
+    """Frees the memory that a row has used."""
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

@@ -1,4 +1,4 @@
-"""From rows to what people read: tables in Markdown and on the terminal, and plots."""
+"""Makes tables in Markdown and on the terminal, and plots, from rows."""
 
 import math
 import textwrap
@@ -16,7 +16,7 @@ __all__ = ["comparison_table", "markdown", "plot", "terminal_tables"]
 
 MODES = ("forward", "backward", "both")
 FLOOR = "floor"
-# An op's y axis is its time; the x axis of a scaling curve is the size that varies.
+# Labels for the x axis of scaling curves, by the size that varies.
 AXIS_LABELS = {"BT": "tokens", "V": "vocabulary", "H": "hidden size"}
 
 
@@ -25,7 +25,7 @@ def _unique(values: Iterable[Any]) -> list[Any]:
 
 
 def _ops(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """(group, op) of the rows that are not end to end, in order."""
+    """Returns (group, op) of the rows that are not end to end, in order."""
     return _unique((r["group"], r["op"]) for r in rows if r["group"] != "end-to-end")
 
 
@@ -39,7 +39,7 @@ def _ms(row: Row) -> str:
 
 
 def _mode_cell(rows: Sequence[Row], mode: str) -> str:
-    """Median [quartiles], and the ratio to the floor."""
+    """Returns median [quartiles], and the ratio to the floor."""
     found = _of(rows, mode=mode)
     if not found or found[0]["status"] != "ok":
         return ""
@@ -68,7 +68,7 @@ def _mib(count: float | None) -> str:
 
 
 def _fields(rows: Sequence[Row]) -> list[str]:
-    """The columns of one provider at one shape."""
+    """Returns the columns of one provider at one shape."""
     last = rows[-1]
     name = [last["shape"], last["provider"]]
     if last["status"] != "ok":
@@ -122,14 +122,14 @@ E2E_COLUMNS = (
 
 
 def _agreement(row: Row, of_shape: Sequence[Row]) -> str:
-    """The first step's numbers, and whether they are those of the unpatched run."""
+    """Returns the first step's loss and gradient norm, marked if they differ from the unpatched run's."""
     text = f"{row['losses'][0]:.4g}, {row['grad_norms'][0]:.4g}"
     plain = _of(of_shape, provider="plain", status="ok")
     return f"{text} **DIFFERS**" if plain and differs(row, plain[0]) else text
 
 
 def _live(row: Row) -> str:
-    """How many positions of a step there were, and the share of them that were tokens; older rows did not count."""
+    """Returns the number of positions of a step and the fraction with tokens; older rows do not have them."""
     return f"{row['live_share']:.1%} of {row['positions']:.0f}" if "live_share" in row else ""
 
 
@@ -144,7 +144,7 @@ def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
             if row["status"] != "ok":
                 lines.append([*start, f"{row['status']}: {row['reason']}", "", "", "", "", "", ""])
                 continue
-            # Without a plain row there is nothing to be compared with.
+            # Without a plain row there are no ratios.
             found = compared.get(row["provider"], (1.0, 1.0) if row["provider"] == "plain" else ())
             speed, memory = [f"{x:.3f}" for x in found] or ["", ""]
             lines.append([
@@ -155,7 +155,7 @@ def _end_to_end_lines(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _split_heads(rows: Sequence[Row]) -> list[str]:
-    """A sentence on each LM head whose vocabulary ranks share out."""
+    """Returns a sentence about each LM head whose vocabulary is split over ranks."""
     text = []
     for split in _of(rows, group="ops", provider="tp", status="ok"):
         for whole in _of(rows, group="ops", op=split["op"], shape=split["shape"], provider="alone", status="ok"):
@@ -169,7 +169,7 @@ KEPT_COLUMNS = ("workload", "shape", "variant", "speed / plain alone", "speed / 
 
 
 def _kept_lines(rows: Sequence[Row]) -> list[list[str]]:
-    """For steps on several ranks: the gain of a wrapped step beside that of the same step on every rank alone."""
+    """Returns for steps on several ranks the speedup in a wrapper and the speedup of the same step without one."""
     of_group = _of(rows, group="end-to-end")
     speeds = {
         key: ratios(_of(of_group, op=key[0], shape=key[1])) for key in _unique((r["op"], r["shape"]) for r in of_group)
@@ -190,7 +190,7 @@ PROFILED_COLUMNS = (
 
 
 def _profiled_lines(rows: Sequence[Row]) -> list[list[str]]:
-    """What each rank's device did in the step that was profiled, in milliseconds."""
+    """Returns the times of each rank's device in the profiled step, in milliseconds."""
     lines = []
     for row in rows:
         ranks = [row["profiled"], *row.get("profiled_others", [])] if row.get("profiled") else []
@@ -207,7 +207,7 @@ def _markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> l
 
 
 def markdown(meta: Row, rows: Sequence[Row]) -> str:
-    """The whole report."""
+    """Returns the whole report."""
     device, packages = meta["device"], meta["packages"]
     text = [
         f"# Benchmarks on {device['name']}, {meta['date'][:10]}",
@@ -257,7 +257,7 @@ def _table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -
 
 
 def _brief(rows: Sequence[Row]) -> list[str]:
-    """One provider at one shape for the terminal: medians and ratios to the floor."""
+    """Returns the terminal's columns of one provider at one shape: medians and ratios to the floor."""
     last = rows[-1]
     line = [last["shape"], last["provider"]]
     for mode in MODES:
@@ -269,7 +269,7 @@ def _brief(rows: Sequence[Row]) -> list[str]:
 
 
 def terminal_tables(rows: Sequence[Row]) -> list[Table | str]:
-    """The same, short, for the terminal: who could not run is named under each table."""
+    """Returns short tables for the terminal; providers that could not run are listed under each table."""
     lines = _end_to_end_lines(rows)
     found: list[Table | str] = [_table("end to end", E2E_COLUMNS, lines)] if lines else []
     for group, op in _ops(rows):
@@ -283,7 +283,7 @@ def terminal_tables(rows: Sequence[Row]) -> list[Table | str]:
 
 
 def comparison_table(result: Comparison) -> Table:
-    """Row by row, regressions marked."""
+    """Returns a table of all compared rows, with remarks."""
     lines = [
         [key, f"{old:.4g}", f"{new:.4g}", f"{ratio:.3f}", "" if memory is None else f"{memory:.3f}", remark]
         for key, old, new, ratio, memory, remark in result.rows
@@ -309,12 +309,12 @@ _COLOURS = {
 }  # fmt: skip
 
 
-# Inches. One panel below the other, so that text can be read where a figure is as wide as a phone.
+# Inches. Panels are below each other, so that text is readable if a figure is as wide as a phone.
 _WIDTH = 5.0
 
 
 def _panels(heights: Sequence[float]) -> tuple[Any, Any]:
-    """A figure, and its axes as pairs, one of time and one of memory; both of a pair have its height in inches."""
+    """Returns a figure and pairs of axes for time and memory; both axes of a pair have one of `heights` in inches."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
@@ -324,12 +324,12 @@ def _panels(heights: Sequence[float]) -> tuple[Any, Any]:
 
 
 def _bars_height(rows: Sequence[Row]) -> float:
-    """Inches for a bar each, and for what stands around them."""
+    """Returns the height of an axis with a bar for each row, in inches."""
     return 1.0 + 0.28 * len(rows)
 
 
 def plot(rows: Sequence[Row], path: Path) -> list[Path]:
-    """Writes `<path>-ops.png`, `<path>-scaling.png` and `<path>-end-to-end.png`, where there are rows for them.
+    """Writes `<path>-ops.png`, `<path>-scaling.png` and `<path>-end-to-end.png`, if there are rows for them.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -352,7 +352,7 @@ def plot(rows: Sequence[Row], path: Path) -> list[Path]:
 
 
 def _plot_bars(rows: Sequence[Row], ops: Sequence[tuple[str, str]], target: Path) -> Path:
-    """Forward plus backward of every op at its largest shape, and the memory beside it."""
+    """Plots time (forward plus backward) and memory of every op at its largest shape."""
     shapes = [_unique(r["shape"] for r in _of(rows, group=group, op=op))[-1] for group, op in ops]
     every = [_of(rows, group=g, op=op, shape=s, mode="both") for (g, op), s in zip(ops, shapes, strict=True)]
     figure, axes = _panels([_bars_height(found) for found in every])
@@ -382,7 +382,7 @@ def _bar(axis: Any, rows: Sequence[Row], value: Any) -> None:
 
 
 def _plot_curves(rows: Sequence[Row], curves: Sequence[tuple[str, str]], target: Path) -> Path:
-    """Time per token and extra memory against the size that varies."""
+    """Plots time per token and extra memory against the size that varies."""
     from matplotlib import ticker
 
     figure, axes = _panels([2.8] * len(curves))
@@ -410,7 +410,7 @@ def _plot_curves(rows: Sequence[Row], curves: Sequence[tuple[str, str]], target:
             axis.set_xscale("log", base=2)
             axis.set_xticks(sorted({r["sizes"][name] for r in found}))
             axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-            # Of a range that is narrower than a decade a logarithmic axis would label next to nothing.
+            # A logarithmic axis has hardly any labels in a range of less than a decade.
             axis.yaxis.set_major_locator(ticker.MaxNLocator(6))
             axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
             axis.minorticks_off()
@@ -426,7 +426,7 @@ def _plot_curves(rows: Sequence[Row], curves: Sequence[tuple[str, str]], target:
 
 
 def _plot_steps(rows: Sequence[Row], target: Path) -> Path:
-    """Tokens per second and peak memory of training steps."""
+    """Plots tokens per second and peak memory of training steps."""
     workloads = _unique((r["op"], r["shape"]) for r in rows)
     every = [_of(rows, op=op, shape=shape) for op, shape in workloads]
     figure, axes = _panels([_bars_height(found) for found in every])

@@ -1,4 +1,4 @@
-"""The results file: rows beside the machine and the versions they were made with; written whole after every row."""
+"""The results file, with rows, machine and versions, which is rewritten atomically after every row."""
 
 import hashlib
 import importlib.metadata
@@ -25,12 +25,12 @@ PACKAGES = (
 )  # fmt: skip
 Row = dict[str, Any]
 FORMAT = 1
-# Differences below this are not reported as regressions, whatever the spread says.
+# Smaller differences are not reported as regressions, regardless of the spread.
 TIME_TOLERANCE, MEMORY_TOLERANCE_BYTES = 1.02, 1 << 20
 
 
 def package_version(name: str) -> str:
-    """The installed version of a distribution, or `"not installed"`."""
+    """Returns the installed version of a distribution, or `"not installed"`; for this package a hash of its sources."""
     if name == "npu_trainer_kernels":
         return _sources_digest()
     try:
@@ -40,7 +40,7 @@ def package_version(name: str) -> str:
 
 
 def _sources_digest() -> str:
-    """Of this package's Python files: a row of ours is made again when they change."""
+    """Returns a hash of this package's Python files: our rows are measured again when it changes."""
     folder = Path(npu_trainer_kernels.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -57,7 +57,7 @@ def _commit() -> str:
 
 
 def _processor() -> str:
-    """The CPU's model; where the system does not say, its architecture."""
+    """Returns the CPU's model, or its architecture if the system does not name the model."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
     return found[1].strip() if found else platform.processor() or platform.machine()
@@ -66,13 +66,13 @@ def _processor() -> str:
 def environment(
     device: torch.device, arguments: list[str], commit: str | None = None, module: str = "benchmarks"
 ) -> Row:
-    """The machine, the versions, the command.
+    """Returns the machine, the versions and the command.
 
     Args:
-        device: what is measured.
-        arguments: of the command.
-        commit: of the sources; None: asked of git.
-        module: what the arguments were given to.
+        device: the device that is measured.
+        arguments: the command's arguments.
+        commit: the sources' commit; None: git is asked.
+        module: the module that was run with the arguments.
     """
     spec = devices.spec(device)
     name = _processor() if spec.kind == "cpu" else spec.name
@@ -92,18 +92,18 @@ def environment(
 
 
 def default_name(meta: Row) -> str:
-    """`<date>-<device>`, fit for a file name."""
+    """Returns `<date>-<device>` as a file name."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", meta["device"]["name"]).strip("-").lower() or meta["device"]["kind"]
     return f"{meta['date'][:10]}-{device}"
 
 
 def key_of(row: Row) -> str:
-    """What makes a row the same row in another file."""
+    """Returns a row's key, by which rows of different files correspond."""
     return "/".join(str(row[name]) for name in ("group", "op", "shape", "dtype", "provider", "mode"))
 
 
 def read(path: Path) -> tuple[Row, list[Row]]:
-    """(machine and versions, rows). Raises `ValueError` for a file that is not of this format."""
+    """Returns (machine and versions, rows). Raises `ValueError` for a file of another format."""
     data = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict) or data.get("meta", {}).get("format") != FORMAT:
         raise ValueError(f"{path.name} is not a results file of format {FORMAT}")
@@ -111,7 +111,7 @@ def read(path: Path) -> tuple[Row, list[Row]]:
 
 
 class Results:
-    """Rows of this run and of the ones that it continues."""
+    """The rows of this run and of the runs that it continues."""
 
     def __init__(self, path: Path, meta: Row, earlier: Iterable[Path] = ()) -> None:
         self.path, self.meta = path, meta
@@ -127,7 +127,7 @@ class Results:
                     )
                 commands += before.get("commands", [before["command"]])
                 self._rows.update({key_of(row): row for row in rows})
-        # Rows that were taken over belong to the commands that made them.
+        # Rows of earlier runs were made by their commands.
         self.meta["commands"] = list(dict.fromkeys([*commands, meta["command"]]))
 
     @property
@@ -135,19 +135,19 @@ class Results:
         return list(self._rows.values())
 
     def find(self, **wanted: Any) -> list[Row]:
-        """Rows whose fields have these values."""
+        """Returns the rows whose fields have these values."""
         return [r for r in self._rows.values() if all(r.get(k) == v for k, v in wanted.items())]
 
     def has(self, key: str, version: str) -> bool:
-        """Whether a row is there, made by the same version; what failed or was absent is tried again, except what took
-        the device down."""
+        """Whether there is a row made by the same version. A row that failed or was absent counts as missing, unless
+        its provider made the device unusable."""
         row = self._rows.get(key)
         if row is None or row["version"] != version:
             return False
         return row["status"] == "ok" or bool(row.get("fatal"))
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Adds or replaces rows and writes the file in one step: a reader never sees half of it."""
+        """Adds or replaces rows and writes the file atomically."""
         self._rows.update({key_of(row): row for row in rows})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".json.tmp")
@@ -157,11 +157,11 @@ class Results:
 
 
 class Comparison:
-    """Two files row by row.
+    """A comparison of two files.
 
     Attributes:
         rows: (key, old milliseconds, new milliseconds, ratio of times, ratio of memory or None, remark).
-        regressions: keys of the rows that got slower beyond the spread, or larger.
+        regressions: keys of the rows that failed, became inaccurate, slower beyond the spread, or larger.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ def _memory_ratio(old: int | None, new: int | None) -> float | None:
 
 
 def compare(old: Path, new: Path) -> Comparison:
-    """Compares two results files; a row of one alone is only noted.
+    """Compares two results files; rows that only one of them has are only counted.
 
     A row is slower when its first quartile lies above the old third quartile and its median 2% above the old one.
     """

@@ -1,4 +1,4 @@
-"""From the table to rows: every case, every provider, every mode; what cannot run is a row too."""
+"""Measures every case of the table with every provider in every mode; a provider that cannot run also gets a row."""
 
 import gc
 import math
@@ -33,7 +33,7 @@ from .results import Results, Row, package_version
 
 __all__ = ["ERRORS", "Budget", "Cell", "cells", "run_case"]
 
-# What a provider may raise without ending the run: the row says what it was. Out of memory is a RuntimeError.
+# Exceptions of a provider that do not end the run: the row has the reason. Out of memory is a RuntimeError.
 ERRORS = (
     RuntimeError, ValueError, TypeError, ImportError, NotImplementedError, AttributeError, OSError, AssertionError,
     LookupError, ArithmeticError,
@@ -42,11 +42,11 @@ FLOOR = "floor"
 
 
 class DeviceLostError(RuntimeError):
-    """The device answers no more in this process; a new run goes on after the row that did it."""
+    """The device is unusable in this process; a new run continues after the row that caused it."""
 
 
 class Budget:
-    """Seconds that a run may take; None: as many as it needs."""
+    """The time limit of a run in seconds; None: no limit."""
 
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
@@ -67,13 +67,13 @@ class Cell:
         return f"{self.case.key}/{self.provider.name}"
 
     def missing(self, results: Results) -> bool:
-        """Whether any of its rows has still to be made."""
+        """Whether any of its rows is missing."""
         version = package_version(self.provider.package)
         return any(not results.has(f"{self.path}/{mode}", version) for mode in self.case.modes)
 
 
 def cells(table: list[OpCase], wanted: Callable[[str], bool]) -> list[list[Cell]]:
-    """The wanted cells, case by case."""
+    """Returns the wanted cells, grouped by case."""
     found = []
     for case in table:
         of_case = [c for c in (Cell(case, p) for p in providers(case)) if wanted(c.path)]
@@ -101,8 +101,8 @@ def _inputs(case: OpCase, device: torch.device, seed: int) -> Inputs:
 
 
 def floors(case: OpCase, device: torch.device, settings: Settings, bytes_per_second: float) -> list[Row]:
-    """A floor row for each mode."""
-    work = work_of(case)
+    """Returns a floor row for each mode."""
+    work = OPS[case.op].work(case)
     if OPS[case.op].products is not None:
         seconds = product_seconds(case, device, settings)
     else:
@@ -124,7 +124,7 @@ def _rates(case: OpCase, mode: str, ms: float) -> dict[str, float]:
 
 @dataclass
 class _Context:
-    """What the providers of a case share."""
+    """Data for all providers of a case."""
 
     floor_ms: dict[str, float]
     truth: Mapping[str, Tensor] | None
@@ -144,7 +144,7 @@ def _prepare(
         truth = truth_of(case, _inputs(case, device, seed=0))
         reference = errors(OPS[case.op].reference, _inputs(case, device, seed=0), truth)
     except torch.OutOfMemoryError:
-        # Too large for the plain reference: errors are then judged by the dtype's rounding alone.
+        # Too large for the plain reference: errors are then compared with the dtype's rounding only.
         reference = None
     _free(device)
     return _Context({r["mode"]: r["ms"]["median"] for r in rows}, truth, reference)
@@ -175,7 +175,7 @@ def _measure_cell(cell: Cell, device: torch.device, settings: Settings, context:
 
 
 def _is_fatal(error: BaseException, device: torch.device) -> bool:
-    """Whether the device is unusable from here on, in this process."""
+    """Whether the device is unusable in this process after an error."""
     if not is_accelerator(device) or isinstance(error, torch.OutOfMemoryError):
         return False
     try:
@@ -186,7 +186,7 @@ def _is_fatal(error: BaseException, device: torch.device) -> bool:
 
 
 def failed(cell: Cell, error: BaseException, fatal: bool = False) -> list[Row]:
-    """Rows that name what was absent or what went wrong."""
+    """Returns the rows of a provider that is absent or has failed, with the reason."""
     status = "absent" if isinstance(error, (Absent, ImportError)) else "error"
     reason = f"{type(error).__name__}: {error}".strip().split("\n")[0][:400]
     version = package_version(cell.provider.package)
@@ -230,7 +230,7 @@ def run_case(
 
 
 def measured_bandwidth(results: Results, device: torch.device, settings: Settings) -> float:
-    """Bytes per second of a large copy, once per results file."""
+    """Returns the bytes per second of a large copy, which is measured once per results file."""
     known: Any = results.meta.get("copy_bytes_per_second")
     if known is None:
         known = bandwidth(device, settings)

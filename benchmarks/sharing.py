@@ -1,12 +1,13 @@
-"""From which share of saved tokens on it is worth while to compute once what rows begin with alike.
+"""Measures from which fraction of saved tokens on it is faster to compute common prefixes of rows once.
 
     python -m benchmarks.sharing --output benchmarks/results/NAME.json
 
-A batch of eight rows, one prompt for all of them or four for two each, is trained on in one process, with sharing and
-without it in turns: forward, loss and backward, layers checkpointed. Its prompts are as long as it takes for sharing to
-save a given share of the tokens. The small model's step is mostly Python's time, to which sharing adds; the other
-one's, with the layers of a model of 4B, is the device's. Steps are timed as `endtoend.py` does it. The first rows are
-the most wanted ones, and each is in the file once it is measured; a file that is there is continued.
+One process runs steps (forward, loss, backward, with layers checkpointed) on a batch of eight rows with one prompt for
+all of them, or four prompts for two rows each, alternately with and without sharing. The length of the prompts is
+chosen so that sharing saves a certain fraction of the tokens. The small model's step is mostly Python's time, to which
+sharing adds; the step of the other one, with the layers of a 4B model, is the device's time. Steps are timed as in
+`endtoend.py`. The most important rows come first, and each is written once it is measured; an existing file is
+continued.
 """
 
 import argparse
@@ -41,12 +42,12 @@ __all__ = ["SHARES", "batches", "main", "measure", "saved", "with_prompts", "wor
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 WARM_UP = 2
-# Shares that a batch has to save: with 0 beginnings are always shared, with 2 never.
+# The fraction that sharing has to save: with 0 prefixes are always shared, with 2 never.
 _WAYS = {"shared": 0.0, "unshared": 2.0}
 
 
 def batches(kind: str) -> list[StepWorkload]:
-    """For a kind of device, without their prompts, the most wanted first."""
+    """Returns the batches for a kind of device, without prompts, the most important first."""
     if kind == "cpu":
         return [StepWorkload("sft", "demo-qwen3", 8, 128, lengths="exponential", group=group) for group in (8, 2)]
     return [
@@ -57,7 +58,7 @@ def batches(kind: str) -> list[StepWorkload]:
 
 
 def saved(workload: StepWorkload) -> float:
-    """The share of its batch's tokens that sharing saves."""
+    """Returns the fraction of its batch's tokens that sharing saves."""
     batch = batch_of(workload, 0, 1)
     with sharing_from(0.0):
         found = layout(np.where(batch["attention_mask"], batch["input_ids"], DEAD), share=True)
@@ -67,8 +68,8 @@ def saved(workload: StepWorkload) -> float:
 
 
 def with_prompts(workload: StepWorkload, share: float) -> StepWorkload:
-    """The batch with the shortest prompts with which sharing saves such a share."""
-    # Prompts are at least half as long as the longest one, in the mean; very short ones are not shared at all.
+    """Returns the workload with the shortest prompts with which sharing saves at least this fraction."""
+    # The mean length of prompts is at least half of the longest one's; very short prompts are not shared at all.
     most = 1 - 1 / workload.group
     lengths = range(1, 2 * math.ceil(share * workload.length / (most - share)) + 64)
     found = bisect.bisect_left(lengths, share, key=lambda length: saved(replace(workload, prompt=length)))
@@ -76,10 +77,10 @@ def with_prompts(workload: StepWorkload, share: float) -> StepWorkload:
 
 
 def measure(model: Any, kernels: Any, workload: StepWorkload, samples: int, device: torch.device) -> Row:
-    """Times steps of a model with the kernels; what a row has beyond its key.
+    """Times steps of a model with the kernels; returns the fields of a row beyond its key.
 
     Raises:
-        RuntimeError: padding was not left out, without which nothing is shared.
+        RuntimeError: batches were not packed, without which nothing is shared.
     """
     batch = {name: t.to(device) for name, t in batch_of(workload, 0, 1).items()}
     clock, losses, peaks, packed = Clock(device), [], [], kernels.report().ran.get(PACKING_OP, 0)
@@ -108,7 +109,8 @@ def measure(model: Any, kernels: Any, workload: StepWorkload, samples: int, devi
 
 
 def worth_from(rows: Iterable[Row]) -> float | None:
-    """The smallest share from which on sharing was not slower in any row; None: it was with the largest."""
+    """Returns the smallest fraction from which on sharing was not slower in any row; None: it was slower even with the
+    largest."""
     found = None
     for row in sorted(rows, key=lambda row: row["share"], reverse=True):
         if row["ratio"] < 1:
@@ -129,7 +131,7 @@ def _line(row: Row) -> str:
 
 
 def _measure_all(workloads: Sequence[StepWorkload], samples: int, deadline: float, results: Results) -> None:
-    """Measures the rows that are missing, which are of one size of a model."""
+    """Measures the missing rows of workloads with the same model."""
     size, device = workloads[0].size, torch.device(devices.accelerator())
     model = build_model(size, length=max(w.prompt + w.length for w in workloads))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -155,7 +157,7 @@ def _measure_all(workloads: Sequence[StepWorkload], samples: int, deadline: floa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 1 if a row failed."""
+    """Runs the command; returns 1 if a row failed."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sharing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

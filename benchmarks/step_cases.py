@@ -1,4 +1,4 @@
-"""The training steps that `endtoend.py` times, and the ways in which each is run."""
+"""The training steps that `endtoend.py` times, and their variants."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,16 +10,16 @@ __all__ = ["VARIANTS", "StepVariant", "StepWorkload", "variants_of", "workloads"
 
 @dataclass(frozen=True)
 class StepVariant:
-    """How a step is run.
+    """A way to run a step.
 
     Attributes:
-        package: the distribution that makes the difference, whose version belongs to a row.
-        packs: ours leaves padding out.
-        shares: ours computes once what rows begin with alike.
-        attention: transformers' name for the attention that is asked for; None: its default.
-        module: what has to be importable beside the package, or "".
-        compiled: under the Trainer's `torch_compile`.
-        options: of `NpuKernelsArguments`, beside the flag.
+        package: the distribution that distinguishes it, whose version belongs to a row.
+        packs: whether our package skips padding.
+        shares: whether our package computes common prefixes of rows once.
+        attention: transformers' name for the attention; None: its default.
+        module: a module that must be importable, or "".
+        compiled: whether the Trainer's `torch_compile` is on.
+        options: further options of `NpuKernelsArguments`.
     """
 
     package: str
@@ -40,14 +40,14 @@ VARIANTS = {
     "flag": StepVariant("npu_trainer_kernels"),
     "flag-padded": StepVariant("npu_trainer_kernels", packs=False),
     "flag-unshared": StepVariant("npu_trainer_kernels", shares=False),
-    # For rows so long that a layer's MLP is what a step cannot hold.
+    # For rows so long that a layer's MLP needs too much memory.
     "flag-tiled": StepVariant("npu_trainer_kernels", options=(("npu_kernels_tiled_mlp", 8192),)),
-    # Rows stay on the rank that generated them.
+    # Rows stay on the rank that has generated them.
     "flag-unbalanced": StepVariant("npu_trainer_kernels", options=(("npu_kernels_balance", False),)),
     "liger": StepVariant("liger-kernel", module="liger_kernel"),
-    # A library of its own around TRL's trainer: it leaves padding out and computes a shared prompt once.
+    # A library around TRL's trainer that skips padding and computes a shared prompt once.
     "unsloth": StepVariant("unsloth", module="unsloth"),
-    # transformers' attention that leaves padding out, layer by layer, where somebody has installed it.
+    # transformers' attention that skips padding in each layer; flash_attn is an optional package.
     "plain-flash": StepVariant("transformers", attention="flash_attention_2", module="flash_attn"),
     "liger-flash": StepVariant("liger-kernel", attention="flash_attention_2", module="flash_attn"),
     "plain-compiled": StepVariant("transformers", compiled=True),
@@ -55,7 +55,7 @@ VARIANTS = {
 }
 
 
-# Tokens of a step.
+# From this number of tokens on, a step counts as long.
 _LONG = 1 << 16
 
 
@@ -66,16 +66,16 @@ class StepWorkload:
     Attributes:
         name: `"sft-trainer"` (transformers), `"sft-trl"`, `"grpo-trl"` or `"dpo-trl"`.
         size: a key of `MODELS`.
-        batch: sequences of a step; pairs of them in DPO.
-        length: tokens of a sequence; of its completion in GRPO, of the longest possible one in DPO.
-        prompt: prompt tokens (GRPO and DPO).
-        least: tokens of the shortest completion, whose lengths are drawn from here up to `length` (DPO alone).
-        lengths: a key of `DISTRIBUTIONS`, for sequences (in GRPO completions) of at most `length` tokens; "": all are
-            that long.
-        group: completions of one prompt (GRPO). With `lengths` the prompts of a batch differ in length as well, up to
+        batch: the sequences of a step; in DPO pairs of sequences.
+        length: the tokens of a sequence; in GRPO of its completion, in DPO of the longest possible completion.
+        prompt: the prompt tokens (GRPO and DPO).
+        least: the tokens of the shortest completion; lengths are random from here to `length` (only DPO).
+        lengths: a key of `DISTRIBUTIONS`, for sequences (in GRPO completions) of at most `length` tokens; "": all have
+            this length.
+        group: the completions of one prompt (GRPO). With `lengths` the prompts of a batch also differ in length, up to
             `prompt`, and are padded on the left.
-        lora: the rank of an adapter that is trained instead of the model; 0: the model.
-        checkpointing: layers are computed again in backward (SFT with the Trainer; GRPO does it wherever it is bf16).
+        lora: the rank of an adapter that is trained instead of the model; 0: the model is trained.
+        checkpointing: whether layers are checkpointed (SFT with the Trainer; GRPO always does it in bf16).
     """
 
     name: str
@@ -106,7 +106,7 @@ class StepWorkload:
 
     @property
     def is_long(self) -> bool:
-        """A step takes seconds, so that few are enough; what counts is the memory."""
+        """Whether a step takes seconds. Then few steps are enough, since the memory matters most."""
         return self.batch * (self.prompt + self.length) >= _LONG
 
     @property
@@ -114,19 +114,19 @@ class StepWorkload:
         return f"end-to-end/{self.name}/{self.shape}/{MODELS[self.size][2]}"
 
 
-# What a mixture of experts is run with: what differs there is what is done to the experts' rows.
+# The variants for mixtures of experts, where the difference is in the experts' rows.
 _OF_EXPERTS = ("plain", "flag", "flag-padded", "liger")
 _OF_LONG = ("plain", "flag", "flag-tiled", "liger")
 
 
 def variants_of(workload: StepWorkload) -> list[str]:
-    """The variants that differ for a workload: no two sequences of a batch begin alike but in GRPO and DPO."""
+    """Returns the variants that differ for a workload: sequences of a batch share prefixes only in GRPO and DPO."""
     if workload.is_long:
         return list(_OF_LONG)
     if "num_experts" in MODELS[workload.size][1]:
         return list(_OF_EXPERTS)
     without = {"flag-tiled", "flag-unbalanced"}
-    # What its row is for; elsewhere it was not tried.
+    # Unsloth is compared in GRPO with these models; it was not tried elsewhere.
     if workload.name != "grpo-trl" or workload.size not in ("qwen3-0.6b", "qwen3-4b"):
         without.add("unsloth")
     return [
@@ -136,7 +136,7 @@ def variants_of(workload: StepWorkload) -> list[str]:
 
 
 def workloads(kind: str) -> list[StepWorkload]:
-    """For a kind of device, the most wanted first."""
+    """Returns the workloads for a kind of device, the most important first."""
     if kind == "cpu":
         return [
             StepWorkload("sft-trainer", "demo-llama", 8, 256),
@@ -163,13 +163,13 @@ def workloads(kind: str) -> list[StepWorkload]:
         StepWorkload("sft-trainer", "qwen3-moe", 8, 2048),
         StepWorkload("sft-trainer", "qwen3-moe", 8, 2048, lengths="exponential"),
         StepWorkload("grpo-trl", "qwen3-moe", 8, 1024, 128),
-        # Long enough that plain and the kernels' step alike should be the device's time.
+        # Long enough that the device, not the host, should limit the step both plain and with the kernels.
         StepWorkload("grpo-trl", "qwen3-moe", 8, 4096, 128),
         StepWorkload("sft-trl", "llama-1b", 8, 2048),
         StepWorkload("sft-trainer", "gemma3-1b", 4, 2048),
         # Sequences of 30 to 900 tokens.
         StepWorkload("dpo-trl", "llama-1b", 8, length=884, prompt=16, least=14),
-        # Logits alone are 63 GiB in fp32 where a step forms them; those of half as many tokens leave room for the rest.
+        # A step that materializes logits needs 63 GiB for them alone in fp32; with half the tokens the rest fits too.
         StepWorkload("sft-trainer", "llama-1b", 1, 131072, checkpointing=True),
         StepWorkload("sft-trainer", "llama-1b", 1, 65536, checkpointing=True),
     ]

@@ -1,4 +1,4 @@
-"""The time of training steps, on the device's own clock."""
+"""Times training steps with the device's clock."""
 
 import contextlib
 import itertools
@@ -10,7 +10,7 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """When the steps ended, and what of them was preparation; by events that an accelerator passes in its own time."""
+    """Records the ends of steps and their preparation, on an accelerator with events, without waiting for it."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
@@ -30,13 +30,13 @@ class Clock:
         return end - start if self.device.type == "cpu" else start.elapsed_time(end) / 1e3
 
     def tick(self) -> None:
-        """A step has ended."""
+        """Records the end of a step."""
         self._ends.append((self._now(), self._pauses))
         self._pauses = []
 
     @contextlib.contextmanager
     def prepare(self) -> Iterator[None]:
-        """What happens inside does not count."""
+        """Excludes the time inside the block."""
         start = self._now()
         try:
             yield
@@ -44,7 +44,7 @@ class Clock:
             self._pauses.append((start, self._now()))
 
     def seconds(self) -> list[float]:
-        """Of every step but the first, which has no beginning. Waits for the device."""
+        """Returns the seconds of every step except the first, whose beginning is not recorded. Waits for the device."""
         from npu_trainer_kernels import device as devices
 
         devices.synchronize(self.device)

@@ -1,6 +1,6 @@
-"""The trainers whose steps `endtoend.py` times: model and data of a workload, put together as a user does it.
+"""Builds the trainers whose steps `endtoend.py` times, as a user would, with the model and data of a workload.
 
-Every batch is counted on its way into a step: how many positions it has, and how many of them are tokens.
+The positions of every batch, and the tokens among them, are counted before the step.
 """
 
 import copy
@@ -23,26 +23,26 @@ __all__ = [
     "PACKING_OP", "TRAINERS", "Positions", "build_trainer", "kernels_of", "patch_with_liger", "ran", "sharing_from",
 ]  # fmt: skip
 
-# The op that leaves padding out, and stores once what rows begin with alike.
+# The op that skips padding and computes common prefixes once.
 PACKING_OP = "varlen_attention"
 
 
 @dataclass
 class Positions:
-    """What went into the steps: positions, and those of them that are tokens and no padding."""
+    """Counts of the batches, of their positions, and of the positions that are tokens, not padding."""
 
     live: int = 0
     all: int = 0
     batches: int = 0
 
     def count(self, *masks: Any) -> None:
-        """A batch, by its masks, which may be of different widths."""
+        """Counts a batch by its masks, which may have different widths."""
         self.batches += 1
         self.all += sum(mask.numel() for mask in masks)
         self.live += sum(int(mask.sum()) for mask in masks)
 
     def counted(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The collator, whose batches are counted."""
+        """Returns a collator that counts its batches."""
 
         def call(features: Any) -> Any:
             batch = collate(features)
@@ -64,7 +64,7 @@ def _clock_callback(clock: Clock) -> Any:
 
 
 def _tokenizer() -> Any:
-    """Reads digits: a prompt of n characters is n tokens."""
+    """Returns a tokenizer of digits, for which a prompt of n characters has n tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -88,7 +88,7 @@ def _arguments(variant: StepVariant, batch: int, steps: int, folder: str) -> dic
 
 
 def _random_ids(workload: StepWorkload, count: int, rank: int = 0, ranks: int = 1) -> list[list[int]]:
-    """Sequences as long as the workload says. Ranks share the quantiles of the lengths out."""
+    """Returns sequences with the workload's lengths, whose quantiles are distributed over the ranks."""
     import torch
 
     vocab, drawn = MODELS[workload.size][1]["vocab_size"], torch.Generator().manual_seed(2 + rank)
@@ -99,10 +99,10 @@ def _random_ids(workload: StepWorkload, count: int, rank: int = 0, ranks: int = 
 
 
 def patch_with_liger(model: Any, own_head: bool) -> None:
-    """Liger's layers, and with `own_head` its loss.
+    """Applies Liger's layers to a model, and with `own_head` its loss.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: Liger is not installed.
     """
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
@@ -111,21 +111,21 @@ def patch_with_liger(model: Any, own_head: bool) -> None:
 
 
 def sharing_from(share: float) -> Any:
-    """A patch of the share of its tokens that a batch has to save for its beginnings to be shared."""
+    """Returns a mock patch of the fraction of tokens that sharing has to save to be used."""
     layout = importlib.import_module("npu_trainer_kernels.patching.body.layout")
     return mock.patch.object(layout, "MIN_SAVED", share)
 
 
 def _model_of_unsloth(workload: StepWorkload, folder: str) -> Any:
-    """The model as Unsloth loads it: from a folder, by a function that has changed TRL's trainers before.
+    """Returns the model that Unsloth loads from a folder. Importing Unsloth changes TRL's trainers.
 
     Raises:
         ImportError: Unsloth is not installed.
-        RuntimeError: it does not serve packed rows.
+        RuntimeError: Unsloth does not support packed rows.
     """
     import torch
 
-    # It writes code there, by default into the current folder.
+    # The folder for the code that it writes, by default the current one.
     os.environ["UNSLOTH_COMPILE_LOCATION"] = str(Path(folder) / "unsloth")
     from unsloth import FastLanguageModel
 
@@ -139,8 +139,8 @@ def _model_of_unsloth(workload: StepWorkload, folder: str) -> Any:
     )[0]  # fmt: skip
     if workload.lora:
         return FastLanguageModel.get_peft_model(model, r=workload.lora, lora_alpha=2 * workload.lora)
-    # A whole model runs transformers' layers there. Its GRPO packs the rows, but only its SFT puts the attention in
-    # that knows them: without it they are attended to under a mask of all tokens by all tokens.
+    # Without an adapter Unsloth runs transformers' layers. Its GRPO packs the rows, but only its SFT enables attention
+    # for packed rows: without it a mask of all tokens by all tokens is used.
     packed = importlib.import_module("unsloth.utils.hf_packed_attention")
     if not packed.enable_hf_packed_attention():
         raise RuntimeError("Unsloth does not put its attention for packed rows in")
@@ -148,7 +148,7 @@ def _model_of_unsloth(workload: StepWorkload, folder: str) -> Any:
 
 
 def kernels_of(variant: StepVariant) -> Any:
-    """The package's options of a variant."""
+    """Returns the package's options for a variant."""
     import torch
 
     from npu_trainer_kernels import NpuKernelsArguments, backends
@@ -158,18 +158,18 @@ def kernels_of(variant: StepVariant) -> Any:
     if not variant.is_ours:
         return NpuKernelsArguments()
     if not variant.shares:
-        # Nothing saves more than all tokens. For good: this process trains nothing else.
+        # No batch saves twice its tokens. The patch stays, since this process trains nothing else.
         sharing_from(2.0).start()
     if variant.packs:
         return NpuKernelsArguments(use_npu_kernels=True, **dict(variant.options))
-    # What is asked for by name is used even where a model had better keep its own code: so not all of the others.
+    # An op that is requested by name is used even if the model's own code is faster, so only some are requested.
     device = torch.device(devices.accelerator())
     ops = [op for op in PATCHES if op != PACKING_OP and backends.keeps_plain(op, device) is None]
     return NpuKernelsArguments(use_npu_kernels=True, npu_kernels_ops=ops)
 
 
 def ran(trainer: Any) -> dict[str, int]:
-    """How often each of our ops ran in a trainer's model; with Unsloth, how its attention served packed rows."""
+    """Returns the calls of each of our ops in a trainer's model; with Unsloth, its statistics of packed rows."""
     from npu_trainer_kernels import NpuKernelsCallback
 
     packed = sys.modules.get("unsloth.utils.hf_packed_attention")
@@ -180,7 +180,7 @@ def ran(trainer: Any) -> dict[str, int]:
 
 
 def _adapter(workload: StepWorkload) -> Any:
-    """What TRL's trainers put around the model, or None."""
+    """Returns the adapter for TRL's trainers, or None."""
     if not workload.lora:
         return None
     from peft import LoraConfig
@@ -220,7 +220,7 @@ def _sft_trl(
 
 
 def _prompts(workload: StepWorkload) -> list[str]:
-    """Different prompts, in the order in which batches take them."""
+    """Returns different prompts, in the order in which batches use them."""
     if not workload.lengths:
         return ["0123456789"[i % 10] * workload.prompt for i in range(16)] * 8
     in_batch = max(1, workload.batch // workload.group)
@@ -241,13 +241,13 @@ def _grpo_trl(
     settings = trl.GRPOConfig(
         **arguments, num_generations=min(workload.group, workload.batch), max_completion_length=workload.length,
         bf16=in_16_bits, gradient_checkpointing=in_16_bits,
-        # Prompts of a batch differ in length only if they come in their order.
+        # The prompts of a batch differ in length only if they are not shuffled.
         shuffle_dataset=not workload.lengths,
     )  # fmt: skip
     completions = _random_ids(workload, workload.batch, settings.process_index, settings.world_size)
 
     class GivenRollouts(base):
-        """Generation returns fixed ids."""
+        """A trainer whose generation returns fixed ids."""
 
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
             return completions[: len(prompt_ids)], None
@@ -259,28 +259,28 @@ def _grpo_trl(
     trainer = GivenRollouts(
         model, reward_funcs=reward, args=settings, train_dataset=Dataset.from_dict({"prompt": _prompts(workload)}),
         processing_class=_tokenizer(), callbacks=[_clock_callback(clock)],
-        # Unsloth has put its own in.
+        # Unsloth has added its own adapter.
         peft_config=None if variant.package == "unsloth" else _adapter(workload), **options,
     )  # fmt: skip
     prepare = trainer._prepare_inputs
 
-    # It wraps TRL's: a trainer with a preparation of its own keeps its rows as they come.
+    # `wraps` marks it as TRL's: our package does not rearrange the rows of a trainer that overrides this method.
     @functools.wraps(prepare)
     def prepared(generation_batch: Any) -> Any:
         with clock.prepare():
             inputs = prepare(generation_batch)
             seen.count(inputs["prompt_mask"], inputs["completion_mask"])
-            # Otherwise a step would begin with waiting for what the other ranks have left to prepare.
+            # Otherwise the step would include waiting for the preparation of other ranks.
             trainer.accelerator.wait_for_everyone()
         return inputs
 
-    # What the kernels do to arrange rows is done around this, and is timed.
+    # The arranging of rows by our package wraps this method, so it is timed.
     trainer._prepare_inputs = prepared
     return trainer
 
 
 def _preferences(workload: StepWorkload, count: int) -> list[dict[str, list[int]]]:
-    """Pairs of random ids, each completion of a length of its own."""
+    """Returns pairs of random ids; all completions have random lengths."""
     import torch
 
     drawn = torch.Generator().manual_seed(2)
@@ -303,12 +303,12 @@ def _dpo_trl(
     from trl import DPOConfig, DPOTrainer
 
     class GivenIds(DPOTrainer):
-        """The data are ids already, of the whole vocabulary."""
+        """A trainer whose data are ids of the whole vocabulary already."""
 
         def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
             return dataset
 
-    # Liger's layers are copied with the model. TRL's own `use_liger_kernel` would put them into the policy alone.
+    # Liger's layers are copied with the model. TRL's own `use_liger_kernel` would apply them only to the policy.
     reference = copy.deepcopy(model)
     pairs = _preferences(workload, workload.batch * arguments["max_steps"])
     settings = DPOConfig(**arguments, bf16=False, gradient_checkpointing=False)
@@ -326,22 +326,22 @@ TRAINERS = {"sft-trainer": _sft_trainer, "sft-trl": _sft_trl, "grpo-trl": _grpo_
 def build_trainer(
     workload: StepWorkload, variant: StepVariant, steps: int, folder: str, clock: Clock, **options: Any
 ) -> tuple[Any, Positions]:
-    """A trainer that is ready to train, and what will count its batches.
+    """Returns a trainer that is ready to train, and the counts of its batches.
 
     Args:
-        workload: model and data.
-        variant: how the step is run.
-        steps: of the training.
-        folder: for the trainer's output.
-        clock: is told when steps end.
-        options: of the trainer's arguments, those that differ.
+        workload: the model and the data.
+        variant: the way to run a step.
+        steps: the number of steps.
+        folder: the folder for the trainer's output.
+        clock: the clock that records the ends of steps.
+        options: overrides of the trainer's arguments.
 
     Raises:
         ImportError: the variant's package is not installed.
     """
     if variant.package == "unsloth":
         model = _model_of_unsloth(workload, folder)
-        # Its own defaults are two micro-batches a step and an optimiser in 8 bits.
+        # Unsloth's defaults are two micro-batches per step and an 8-bit optimiser.
         options = {"gradient_accumulation_steps": 1, "optim": "adamw_torch_fused", **options}
     else:
         model = build_model(workload.size, variant.attention, workload.prompt + workload.length)

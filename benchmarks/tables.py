@@ -1,9 +1,9 @@
-"""The first tables of README.md and docs/performance.md, from a results file of training steps.
+"""Writes the first tables of README.md and docs/performance.md from a results file of training steps.
 
     python -m benchmarks --tables benchmarks/results/NAME.json
 
-Each table stands between two comments in its page, the first of which names the file: `tests/benchmarks/test_tables.py`
-holds the one to the other. What the file has not measured has no row.
+Each table is between two comments in its page, the first of which names the file; `tests/benchmarks/test_tables.py`
+compares the table with the file. Workloads that the file lacks have no row.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _TRAINERS = {"sft-trainer": "SFT, Trainer", "sft-trl": "SFT, TRL's trainer", "dp
              "grpo-trl": "GRPO update, TRL"}  # fmt: skip
 _MODELS = {"llama-1b": "Llama of 1B", "qwen3-0.6b": "Qwen3 of 0.6B", "qwen3-4b": "Qwen3 of 4B",
            "gemma3-1b": "Gemma 3 of 1B", "qwen3-moe": "Qwen3-MoE of 2B, 64 experts"}  # fmt: skip
-# The README's columns, and those of the performance page.
+# The columns of the README, and those of the performance page.
 _SHORT = {"plain": "plain", "flag": "with the flag"}
 _LONG = {"plain": "plain", "flag": "with the flag", "flag-unshared": "prompt in every row",
          "flag-padded": "padding computed", "flag-tiled": "MLP in tiles", "liger": "Liger-Kernel",
@@ -28,7 +28,7 @@ _LONG = {"plain": "plain", "flag": "with the flag", "flag-unshared": "prompt in 
 
 
 def _what(row: Row) -> str:
-    """A row in words. Rows of before there were lengths have no field for them."""
+    """Describes a row in words. Old rows have no field for lengths."""
     size, sizes = row["shape"].partition(" ")[0], row["sizes"]
     batch, length, prompt, up_to = sizes["batch"], sizes["length"], sizes["prompt"], sizes.get("lengths")
     model = f"{_TRAINERS.get(row['op'], row['op'])}, {_MODELS.get(size, size)}"
@@ -61,7 +61,7 @@ def _gib(row: Row, digits: int = 1) -> str:
 
 
 def _workloads(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    """By workload, what was measured of each variant; those that plain has run."""
+    """Returns for each workload that plain and the flag have run the rows by variant."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         if row["group"] == "end-to-end" and row["status"] == "ok":
@@ -74,7 +74,7 @@ def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _short(rows: Sequence[Row]) -> list[str]:
-    """One line a workload."""
+    """Returns a table with one line for each workload."""
     lines = []
     for of in _workloads(rows):
         cells = [f"{_thousands(of[name])} tokens/s, {_gib(of[name])} GiB" for name in _SHORT]
@@ -84,7 +84,7 @@ def _short(rows: Sequence[Row]) -> list[str]:
 
 
 def _long(rows: Sequence[Row]) -> list[str]:
-    """Speed and memory of a workload below each other; the columns that nobody measured are left out."""
+    """Returns a table with two lines for each workload, speed and memory, without columns that have no measurement."""
     workloads = _workloads(rows)
     shown = {name: title for name, title in _LONG.items() if any(name in of for of in workloads)}
     lines = []
@@ -106,7 +106,7 @@ PAGES: dict[Path, Callable[[Sequence[Row]], list[str]]] = {
 
 
 def table_for(page: Path, file: Path) -> str:
-    """What a page says of a results file: the table, and what it was measured with."""
+    """Returns a page's text for a results file: the table, the device and the versions."""
     meta, rows = read(file)
     packages = meta["packages"]
     with_what = f"{meta['device']['name']}, torch {packages['torch']}, Triton {packages['triton']}"
@@ -114,7 +114,7 @@ def table_for(page: Path, file: Path) -> str:
 
 
 def _name(file: Path) -> str:
-    """Of a results file, as a reader finds it. Raises `ValueError` for one that is elsewhere."""
+    """Returns a results file's path in the repository. Raises `ValueError` for a file in another folder."""
     file = file.resolve()
     if file.parent != ROOT / "benchmarks" / "results":
         raise ValueError(f"tables are of files in benchmarks/results/, where readers find them; got {file}")
@@ -122,7 +122,7 @@ def _name(file: Path) -> str:
 
 
 def _parts(page: Path) -> tuple[str, str, str, str]:
-    """What comes before a page's table, the file that it is of, the table, what comes after it."""
+    """Splits a page into the text before its table, the name of the results file, the table, and the text after it."""
     if not page.is_file():
         raise ValueError(f"tables are written in a checkout of the repository; {page} is not there")
     before, begin, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
@@ -134,16 +134,16 @@ def _parts(page: Path) -> tuple[str, str, str, str]:
 
 
 def source_of(page: Path) -> tuple[Path, str]:
-    """The results file that a page names, and what it says of that."""
+    """Returns the results file that a page names, and the page's table."""
     _, source, table, _ = _parts(page)
     return ROOT / source, table
 
 
 def write(file: Path) -> list[str]:
-    """Writes the tables anew, and returns what was done, a line each.
+    """Rewrites the tables, and returns a line for each page.
 
     Raises:
-        ValueError: the file is not one of `benchmarks/results/` or has no training steps, or a page no place for them.
+        ValueError: the file is not in `benchmarks/results/` or has no training steps, or a page has no place for them.
     """
     name, count = _name(file), len(_workloads(read(file)[1]))
     if not count:

@@ -235,7 +235,7 @@ def _steps(items: Items) -> None:
 
 
 def _ranks(items: Items) -> None:
-    """Measures collectives over HCCL, NCCL or gloo, and steps on one rank, with DDP and with FSDP2, on two ranks."""
+    """Measures two ranks: collectives over HCCL, NCCL or gloo, and steps without a wrapper, with DDP and with FSDP2."""
     distributed, endtoend = _benchmarks("distributed"), _benchmarks("endtoend")
     where = _where()
     accelerated = is_accelerator(where)
