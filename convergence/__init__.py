@@ -1,6 +1,6 @@
-"""Small models trained without and with the kernels, and compared by the noise-floor rule of `verify`.
+"""Trains small models without and with the kernels, and compares them by the noise-floor rule of `verify`.
 
-`python -m convergence --help`. The rows are in `cases.py`, the faults that must be caught in `mutations.py`.
+`python -m convergence --help`. The cases are in `cases.py`, the faults that must be caught in `mutations.py`.
 """
 
 from npu_trainer_kernels.support.optional import require

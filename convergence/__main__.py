@@ -1,6 +1,6 @@
 """`python -m convergence`: trains small models without and with the kernels and compares every curve.
 
-Ends with status 1 when a case fails, a planted fault is not caught, or nothing could run.
+The exit status is 1 if a case fails, a planted fault is not caught, or nothing could run.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-# Before the libraries are imported: nothing is downloaded, and nothing else draws progress bars.
+# Set before the libraries are imported, so that they download nothing and do not disturb the live display.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m convergence", description=__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="the subset for every change (default)")
@@ -75,7 +75,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen_cases(args: argparse.Namespace) -> list[Case]:
-    """The cases that the command line asks for."""
+    """Returns the cases that the command line selects."""
     only_mutations = (args.mutations or args.mutation) and not args.quick
     if args.case:
         chosen = [find(name) for name in args.case]
@@ -95,7 +95,7 @@ def _in_workers(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what was asked for, and returns the exit status."""
+    """Runs the command, and returns the exit status."""
     args = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if args.list:
@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
                 console.print(table)
         written = write_results(args.output, results, caught, args.device, commit, args.commit is not None)
         console.print(f"results: {written}", highlight=False)
-        # Last, since of a long log the end is what is read.
+        # Failures are printed last, since readers of a long log look at its end.
         for result in results:
             for line in result.verdict.failures():
                 console.print(f"[red]{result.name}[/]: {line}", highlight=False)

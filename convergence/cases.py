@@ -1,13 +1,14 @@
-"""The cases, as rows. A model family or a loss that is added to the package gets a row here."""
+"""The table of cases. A new model family or loss of the package gets a row here."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["CASES", "NOISE_RUNS", "SHOWCASE", "Case", "Text", "WarmUp", "find"]
 
-# The noise floor is a range, and of five runs it comes out too narrow now and then. Of llama-lm with 30 seeds and 12
-# draws of the noisy runs for each, an unpatched run was beyond 3 floors of five in 1 of 360 (4.0), the patched one in 3
-# (4.3); beyond 3 of ten was neither (2.5, 1.8). There are many cases. Five, as `verify` has them, are for large models.
+# The noise floor is the range of several runs, and with five runs it is sometimes too narrow. For llama-lm with 30
+# seeds and 12 sets of noisy runs each, an unpatched run exceeded 3 floors of five runs in 1 of 360 (4.0), the patched
+# one in 3 (4.3); no run exceeded 3 floors of ten runs (2.5, 1.8). There are many cases, so the suite uses ten. `verify`
+# uses five, for large models.
 NOISE_RUNS = 10
 
 TASKS = ("lm", "sft", "dpo", "grpo")
@@ -18,9 +19,9 @@ class Text:
     """Real text for a large model: the sources and documentation of Python's standard library.
 
     Attributes:
-        vocabulary: of a tokenizer that is trained on it.
-        length: of a sequence, in tokens.
-        characters: how much of it, at most.
+        vocabulary: the vocabulary of a tokenizer that is trained on the text.
+        length: the tokens of a sequence.
+        characters: the maximum number of characters.
     """
 
     vocabulary: int
@@ -30,7 +31,7 @@ class Text:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Supervised steps on sums ahead of reinforcement. `clip`: the largest norm of all gradients; 0: any."""
+    """Supervised steps on sums before reinforcement learning. `clip`: the maximum gradient norm; 0: no clipping."""
 
     steps: int = 120
     learning_rate: float = 2e-3
@@ -42,22 +43,23 @@ class Case:
     """One comparison.
 
     Attributes:
-        name: for the command line, the table and the file names.
+        name: the case's name on the command line, in the table and in file names.
         family: a key of `tests.models.FAMILIES`.
         task: "lm" (`transformers.Trainer`), or one of TRL's trainers.
         precision: one of `verify.PRECISIONS`.
-        backend: for `apply_npu_kernels`; "device": its own choice, on a CPU torch for every op.
-        steps: optimizer steps.
-        quick: whether it belongs to the subset for every change.
-        model: what differs from the family's small configuration.
-        options: arguments of the task's config class that differ from `runs.TASK_OPTIONS`.
-        held_out: rows of the held-out batch; None: all.
-        lora: trains an adapter instead of the model.
-        text: what is trained on instead of the small text (task "lm").
-        warm_up: of a model that is trained on sums.
-        ragged: lengths vary strongly: texts behind a common beginning, or made-up completions.
-        tiled_mlp: the most tokens that a gated MLP computes at once; 0: all.
-        seeds: not 0: nothing is replayed; this many runs each way sample freely, and their mean rewards are compared.
+        backend: the backend for `apply_npu_kernels`; "device": the default choice, on a CPU torch for every op.
+        steps: the number of optimizer steps.
+        quick: whether the case belongs to the subset that is run for every change.
+        model: overrides of the family's small configuration.
+        options: overrides of `runs.TASK_OPTIONS`, the arguments of the task's config class.
+        held_out: the number of rows of the held-out batch; None: all.
+        lora: whether an adapter is trained instead of the model.
+        text: the training text instead of the small text (task "lm").
+        warm_up: the warm-up of a model that is trained on sums.
+        ragged: whether lengths vary strongly: texts after a common prefix, or random completions.
+        tiled_mlp: the maximum number of tokens that a gated MLP computes at once; 0: all.
+        seeds: if not 0, rollouts are not replayed: this many runs with and without the kernels sample freely, and their
+            mean rewards are compared.
     """
 
     name: str
@@ -79,7 +81,7 @@ class Case:
 
     @property
     def is_large(self) -> bool:
-        """Whether its model is of a size of its own, which is what texts and warm-ups of its own are for."""
+        """Whether the case has a large model, which has its own text or warm-up."""
         return self.text is not None or self.warm_up != WarmUp()
 
     def __hash__(self) -> int:
@@ -87,7 +89,7 @@ class Case:
 
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-# Every product of the interpreter's is a Python loop over the grid: a few steps on a few rows.
+# Triton's interpreter runs the grid as a Python loop, so these cases have few steps on few rows.
 FEW = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
 
 CASES: tuple[Case, ...] = (
@@ -95,7 +97,7 @@ CASES: tuple[Case, ...] = (
     Case("llama-lm-tied", "llama", "lm", model=TIED),
     Case("llama-lm-bf16", "llama", "lm", "bf16", model=UNTIED),
     Case("llama-lm-autocast", "llama", "lm", "bf16-autocast", model=UNTIED),
-    # As long as it takes for runs to be apart: by then the losses of any two differ by percents.
+    # Long enough that runs diverge: at the end the losses of any two differ by percents.
     Case(
         "llama-lm-long", "llama", "lm", "bf16-autocast", steps=300, model={"num_hidden_layers": 6, **UNTIED},
         options={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
@@ -135,14 +137,14 @@ CASES: tuple[Case, ...] = (
     Case("llama-grpo-autocast-kl", "llama", "grpo", "bf16-autocast", options={"loss_type": "dapo", "beta": 0.04}),
     Case("qwen2-grpo-dapo", "qwen2", "grpo", options={"loss_type": "dapo"}),
     Case("gemma3-grpo-dapo", "gemma3", "grpo", options={"loss_type": "dapo"}),
-    # As in a checkpoint: TRL asks for the routers' logits by itself and adds their loss; nothing could be generated if
-    # the configuration asked for them, too.
+    # As in a checkpoint: TRL requests the routers' logits itself and adds their loss; generation would fail if the
+    # configuration also requested them.
     Case(
         "qwen3-moe-grpo-dapo", "qwen3-moe", "grpo", model={"output_router_logits": False}, options={"loss_type": "dapo"}
     ),
     Case(
         "qwen3-grpo-ragged", "qwen3", "grpo", ragged=True,
-        # A prompt's rows are in several micro-batches, until they are brought together.
+        # A prompt's rows are in several micro-batches, until the kernels' trainer groups them.
         options={
             "loss_type": "dapo", "per_device_train_batch_size": 16, "gradient_accumulation_steps": 2,
             "max_completion_length": 40,
@@ -161,14 +163,14 @@ CASES: tuple[Case, ...] = (
 )  # fmt: skip
 
 
-# Shapes and lengths that people know, for an accelerator: no part of the full suite. 124 million parameters, as the
-# smallest GPT-2 has, and 2 million tokens; and Qwen3's smallest model with its own vocabulary, of which sums use the
-# first 258 ids. The rewards there are those of the reference's completions, which all runs are given.
+# Well-known shapes and lengths for an accelerator, not part of the full suite: 124 million parameters, as the smallest
+# GPT-2, with 2 million tokens; and Qwen3's smallest model with its full vocabulary, of which sums use the first 258
+# ids. Its rewards are those of the reference run's completions, which all runs replay.
 #
 # The text has 8 x 256 labels in a step, a power of two. Under bf16 autocast an untrained model's gradient at each label
-# is near one over their number, which bf16 rounds by up to 0.4%, by as much at every label and in every unpatched run:
-# a noise floor cannot see it, and kernels that divide later differ by it. (Of tiny models one with 248 labels is 7
-# floors away, one with 256 labels 0.2.)
+# is about 1 / number of labels, which bf16 rounds by up to 0.4%, equally at every label and in every unpatched run: the
+# noise floor does not include this error, and kernels that divide later differ by it. (A tiny model with 248 labels is
+# 7 floors away, one with 256 labels 0.2.)
 SHOWCASE: tuple[Case, ...] = (
     Case(
         "llama-124m-text", "llama", "lm", "bf16-autocast", steps=1000, held_out=4, text=Text(50257, 257, 16_000_000),
@@ -195,7 +197,7 @@ SHOWCASE: tuple[Case, ...] = (
 
 
 def find(name: str) -> Case:
-    """The case of that name. Raises `ValueError` when there is none."""
+    """Returns the case of that name. Raises `ValueError` if there is none."""
     for case in (*CASES, *SHOWCASE):
         if case.name == name:
             return case

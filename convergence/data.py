@@ -1,4 +1,4 @@
-"""Texts, sums and tokenizers, from the example scripts; made once per process."""
+"""Makes texts, sums and tokenizers with the example scripts, once per process."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-# The scripts are run by path and import one another by bare name.
+# The scripts are run by path, and import each other by module name.
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
 import _common as common
@@ -38,9 +38,9 @@ __all__ = [
     "warm_up",
 ]
 
-# The tasks on sums; the others are on text.
+# The tasks that train on sums; the others train on text.
 SUMS = ("dpo", "grpo")
-# Primes: they divide by no block size.
+# Primes, which are no multiples of a block size.
 TEXT_VOCAB, BYTES_VOCAB = 1009, 263
 LENGTH = 48
 IGNORED = -100
@@ -54,7 +54,7 @@ def _documents() -> list[str]:
 
 @functools.cache
 def tokenizer_for(task: str) -> Any:
-    """Bytes for sums; for texts a byte-level tokenizer trained on them."""
+    """Returns the tokenizer of a task: bytes for sums, for texts a byte-level BPE trained on them."""
     return common.byte_level_tokenizer() if task in SUMS else common.byte_level_tokenizer(_documents(), TEXT_VOCAB)
 
 
@@ -64,7 +64,7 @@ def _packed() -> Dataset:
 
 
 def lm(rows: int) -> Dataset:
-    """Packed sequences; the labels of a random part at the start of each are ignored, as a prompt's are."""
+    """Returns packed sequences whose first labels, a random number of them, are ignored, as those of a prompt."""
     generator = random.Random(1)
     sequences = _packed().select(range(16, 16 + rows))["input_ids"]
     starts = [generator.randrange(LENGTH // 2) for _ in sequences]
@@ -73,7 +73,7 @@ def lm(rows: int) -> Dataset:
 
 
 def held_out(task: str) -> torch.Tensor:
-    """`[rows, length]` ids that are not trained on: text, or sums with their answers."""
+    """Returns `[rows, length]` held-out ids: text, or sums with their answers."""
     if task not in SUMS:
         return torch.tensor(_packed().select(range(8))["input_ids"])
     tokenizer = tokenizer_for(task)
@@ -83,33 +83,34 @@ def held_out(task: str) -> torch.Tensor:
 
 
 def sequences(text: Text) -> torch.Tensor:
-    """`[rows, length]` ids of real text, by a tokenizer that is trained on it; some tens of seconds."""
+    """Returns `[rows, length]` ids of real text, with a tokenizer that is trained on it; takes tens of seconds."""
     documents = text_script.standard_library_texts(text.characters, seed=0)
     tokenizer = common.byte_level_tokenizer(documents, text.vocabulary)
     return torch.tensor(text_script.packed_dataset(documents, tokenizer, text.length)["input_ids"])
 
 
 def of_sequences(ids: torch.Tensor) -> Dataset:
-    """Every token is a label."""
+    """Returns a dataset in which every token is a label."""
     rows = ids.tolist()
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
 
 def texts(rows: int) -> Dataset:
-    """Lines of source as documents of different lengths, for TRL's SFT."""
+    """Returns pieces of source code as documents of different lengths, for TRL's SFT."""
     lines = [line for text in _documents() for line in text.split("\n\n") if 20 < len(line) < 200]
     return Dataset.from_dict({"text": lines[:rows]})
 
 
 def lengths(count: int, longest: int, seed: int) -> list[int]:
-    """As completions have them: exponential with a mean of 0.4 of the longest, between 0.05 of it and all of it."""
+    """Returns lengths like those of completions: exponential with a mean of 0.4 of the longest, clipped to 0.05 to 1 of
+    it."""
     generator = random.Random(seed)
     drawn = (generator.expovariate(1 / (0.4 * longest)) for _ in range(count))
     return [min(max(round(length), longest // 20, 1), longest) for length in drawn]
 
 
 def ragged_texts(rows: int) -> Dataset:
-    """Texts of strongly varying lengths that all begin alike, as behind a system prompt."""
+    """Returns texts of strongly varying lengths with a common prefix, as with a system prompt."""
     cut = zip(
         (text for text in _documents() if len(text) > 200), itertools.cycle(lengths(997, 200, seed=4)), strict=False
     )
@@ -117,7 +118,7 @@ def ragged_texts(rows: int) -> Dataset:
 
 
 def made_up(prompts: list[list[int]], longest: int, tokenizer: Any) -> list[list[int]]:
-    """Completions of strongly varying lengths, whatever the prompts ask for: what a batch has to hold is theirs."""
+    """Returns random completions of strongly varying lengths, which do not answer the prompts."""
     count = len(prompts)
     generator = random.Random(str(prompts))
     chosen = lengths(count, longest, generator.randrange(1 << 30))
@@ -126,12 +127,12 @@ def made_up(prompts: list[list[int]], longest: int, tokenizer: Any) -> list[list
 
 
 def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A reward that made-up completions differ in: the share of even ids."""
+    """Returns the fraction of even ids, a reward in which random completions differ."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def preferences() -> Dataset:
-    """Sums, the right answer preferred to one that is off by up to nine."""
+    """Returns sums with the right answer as chosen, and one that is too large by up to nine as rejected."""
     generator, rows = random.Random(3), prompts()
     wrong = [str(int(answer) + generator.randint(1, 9)) for answer in rows["answer"]]
     return Dataset.from_dict({"prompt": list(rows["prompt"]), "chosen": list(rows["answer"]), "rejected": wrong})
@@ -139,23 +140,23 @@ def preferences() -> Dataset:
 
 @functools.cache
 def sums(rows: int) -> Dataset:
-    """Prompts such as `12+7=` and their answers; the first 64 are held out."""
+    """Returns prompts such as `12+7=` with their answers; the first 64 are held out."""
     return sums_script.sums(rows, sums_script.LARGEST_OPERAND, seed=0)
 
 
 def prompts() -> Dataset:
-    """The sums to train on."""
+    """Returns the sums for training."""
     rows = sums(1200)
     return rows.select(range(64, len(rows)))
 
 
 def rewards(tokenizer: Any) -> list[Any]:
-    """Exact match, and a graded reward for looking like an answer."""
+    """Returns the reward functions: exact match, and a graded reward for the format of an answer."""
     return [sums_script.exact_match, sums_script.format_reward(tokenizer.eos_token_id)]
 
 
 def warm_up(model: Any, tokenizer: Any, how: WarmUp) -> None:
-    """Supervised steps on sums with their answers: a model that never answers right has nothing to reinforce."""
+    """Trains on sums with their answers: a model that never answers correctly gets no reward to learn from."""
     tokenizer.padding_side = "right"
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.learning_rate)
     rows, generator = prompts(), random.Random(2)

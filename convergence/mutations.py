@@ -1,7 +1,7 @@
-"""Faults that the suite must catch: each is planted into the patched side of a small case, which must then fail.
+"""Faults that the suite must catch: each is planted into the patched run of a small case, which must then fail.
 
-A fault sits in a kernel's own code or around it, or in what the patched trainer computes; the unpatched runs never see
-it. The faults of gradients are found, not listed: every autograd Function of the package gets two.
+A fault is in a kernel's code, around it, or in the patched trainer; unpatched runs never execute it. Faults of
+gradients are made for every autograd Function of the package: two each.
 """
 
 import contextlib
@@ -38,7 +38,8 @@ from .suite import CaseResult, Progress, run_case
 __all__ = ["MUTATIONS", "Mutation", "MutationResult", "cases_of", "chosen", "control", "plant", "run_mutations"]
 
 _ONE_ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-# A few steps show a fault in fp32. In bf16 one of one percent is inside the noise of a step, and shows in the drift.
+# In fp32 a few steps show a fault. In bf16 a fault of one percent is within the noise of a step, and shows only in the
+# drift over many steps.
 CASES = {
     "lm": replace(find("llama-lm"), name="fault-llama-lm", steps=6),
     "lm-layer-norm": replace(find("cohere-lm"), name="fault-cohere-lm", steps=6),
@@ -51,15 +52,15 @@ CASES = {
         find("qwen3-grpo-dapo"),
         name="fault-qwen3-grpo",
         steps=6,
-        # With checkpointing the products before normed queries and keys are part of an op.
+        # With checkpointing the projections before normed queries and keys are part of an op.
         options={"loss_type": "dapo", "beta": 0.04, "temperature": 0.9, "gradient_checkpointing": True},
     ),
     "sft-ragged": replace(find("mistral-sft-ragged"), name="fault-mistral-sft-ragged", steps=6),
     "sft-autocast": replace(find("qwen2-sft-autocast"), name="fault-qwen2-sft-autocast"),
     "grpo-ragged": replace(find("qwen3-grpo-ragged"), name="fault-qwen3-grpo-ragged", steps=6),
-    # Adapters take layers of their own path: a gated MLP's projection is not part of its op then.
+    # With adapters a gated MLP's projection is not part of its op.
     "grpo-lora": replace(find("qwen3-grpo-lora"), name="fault-qwen3-grpo-lora", steps=6),
-    # So few rows for so many experts that some have none; and a gate that is the model's own code.
+    # Few rows for many experts, so that some have none; and a gate that is the model's own code.
     "lm-experts": replace(
         find("gpt-oss-lm"), name="fault-gpt-oss-lm", steps=4, options=_ONE_ROW,
         model={"num_local_experts": 32, "intermediate_size": 16},
@@ -70,11 +71,11 @@ CASES = {
 }  # fmt: skip
 SCALE = 1.01
 BLOCK = 128
-# What tries an op on an accelerator before a model is given it.
+# The functions that try an op on an accelerator before it is applied to a model.
 _TRIALS = ("npu_trainer_kernels.ops.attention.varlen_attention:trial", "npu_trainer_kernels.ops.experts.grouped:trial")
 
 Plant = Callable[["Fired"], AbstractContextManager[Any]]
-# Of a device ("cpu", "cuda" or "npu"): why nothing that runs there has the fault's place, or "".
+# Returns for a device ("cpu", "cuda" or "npu") why no code that runs there can have the fault, or "".
 Absent = Callable[[str], str]
 
 
@@ -83,7 +84,7 @@ def _nowhere(device: str) -> str:
 
 
 class Fired:
-    """Counts how often a planted fault was reached; `aside` says that it has to stand aside, see `_watched_probes`."""
+    """Counts the executions of a planted fault; `aside` returns whether it must be inactive, see `_watched_probes`."""
 
     def __init__(self, aside: Callable[[], bool]) -> None:
         self.times, self.aside = 0, aside
@@ -97,11 +98,11 @@ class Mutation:
     """A fault.
 
     Attributes:
-        name: what is wrong.
-        cases: keys of `CASES`, in which it is planted until one reaches it.
-        plant: puts it in for the length of a `with` block; it calls its argument whenever the fault is reached, and
-            does nothing where that says that it has to stand aside.
-        absent: why it cannot be planted on a device. Where it can, some case has to reach it.
+        name: a description of the fault.
+        cases: keys of `CASES`; it is planted into one after the other until a run executes it.
+        plant: returns a context manager that plants the fault; the fault calls the argument whenever it is executed,
+            and is inactive while `aside` of the argument returns True.
+        absent: returns why it cannot be planted on a device, or "". If it can, a case must execute it.
     """
 
     name: str
@@ -111,15 +112,15 @@ class Mutation:
 
     @contextlib.contextmanager
     def planted(self) -> Iterator["Fired"]:
-        """Puts it in, out of the way of what looks at a model; yields what counts."""
+        """Plants the fault, inactive in probes and audits; yields its counter."""
         with _watched_probes() as probing, self.plant(fired := Fired(probing)):
             yield fired
 
 
 @dataclass
 class MutationResult:
-    """What became of a fault; `outcome` is "caught", "MISSED", "not reached", "not on this device" (nothing is held
-    against it; why is in `shown_in`), or for the control "pass" or "FAIL"."""
+    """The result for a fault; `outcome` is "caught", "MISSED", "not reached", "not on this device" (which counts as
+    caught; the reason is in `shown_in`), or for the control "pass" or "FAIL"."""
 
     name: str
     case: str
@@ -130,7 +131,7 @@ class MutationResult:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the result for JSON."""
         return asdict(self)
 
 
@@ -141,7 +142,7 @@ class MutationResult:
 
 @contextlib.contextmanager
 def _in_place_of(original: Any, wrapper: Any, within: str = "npu_trainer_kernels") -> Iterator[None]:
-    """Puts `wrapper` wherever a module of the package has imported `original`."""
+    """Replaces `original` by `wrapper` in every module of the package that has imported it."""
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.split(".")[0] == "npu_trainer_kernels" and name.startswith(within):
@@ -152,10 +153,10 @@ def _in_place_of(original: Any, wrapper: Any, within: str = "npu_trainer_kernels
 
 @contextlib.contextmanager
 def _watched_probes() -> Iterator[Callable[[], bool]]:
-    """Says whether a model is being looked at, before it is patched or before its first step, or an op is tried on a
-    device. There the package compares what it puts in with the model's own code: it would notice some faults and leave
-    the module alone, and nothing would train with them. An op may be right in a probe and wrong in a run. What a look
-    shows may be kept for a process, so that one with a fault in it would also spoil the runs after it."""
+    """Yields a function that returns whether a model is being probed or audited, or an op is being tried on a device.
+    There the package compares ops with the model's own code: it would notice some faults and leave the module alone, so
+    no training would have the fault. But an op may be correct in a probe and wrong in a run. Results of probes may also
+    be cached for the process, so a fault in a probe would affect later runs."""
     original, running = agreement.repeatable, 0
 
     @contextlib.contextmanager
@@ -180,7 +181,8 @@ def _watched_probes() -> Iterator[Callable[[], bool]]:
 
 
 def _around(target: str, fault: Callable[..., Any], within: str = "npu_trainer_kernels") -> Plant:
-    """`fault(original, *args, **kwargs)` in place of `original(*args, **kwargs)`; `target` is the original's path."""
+    """Calls `fault(original, *args, **kwargs)` instead of `original(*args, **kwargs)`; `target`: the path of the
+    original."""
 
     @contextlib.contextmanager
     def plant(fired: Fired) -> Iterator[None]:
@@ -199,7 +201,7 @@ def _around(target: str, fault: Callable[..., Any], within: str = "npu_trainer_k
 
 
 def _each(*plants: Plant) -> Plant:
-    """A fault with a place in each of several paths; which of them is taken is a matter of device and dtype."""
+    """Plants a fault into several code paths, of which the device and the dtype decide the one that runs."""
 
     @contextlib.contextmanager
     def plant(fired: Fired) -> Iterator[None]:
@@ -212,7 +214,7 @@ def _each(*plants: Plant) -> Plant:
 
 
 def _scaled_gradient(function: Any, last: bool, scale: float) -> Plant:
-    """The first or the last gradient that an autograd Function returns, times a number."""
+    """Multiplies the first or the last gradient that an autograd Function returns by a number."""
 
     def plant(fired: Fired) -> AbstractContextManager[Any]:
         original = function.backward
@@ -233,7 +235,7 @@ def _scaled_gradient(function: Any, last: bool, scale: float) -> Plant:
 
 
 def _functions() -> list[tuple[str, Any]]:
-    """(name of the op's file, autograd Function), for every one in the package."""
+    """Returns (name of the op's file, autograd Function) for every autograd Function in the package."""
     found = []
     for info in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
         module = importlib.import_module(info.name)
@@ -279,7 +281,7 @@ def _no_cap_derivative(original: Any, logits: torch.Tensor, grads: torch.Tensor,
 
 
 def _temperature_twice(fired: "Fired") -> AbstractContextManager[Any]:
-    """In what every step on logits asks for its factors."""
+    """Changes the factors that all computations on logits use."""
     original = HeadOptions.factors.fget  # type: ignore[attr-defined]
 
     def factors(self: HeadOptions) -> tuple[float, float]:
@@ -302,14 +304,14 @@ def _labels(target: torch.Tensor) -> torch.Tensor:
 
 
 def _ignored_counted(original: Any, x: Any, weight: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    # The model divides the sum, so too large a divisor is too small a sum.
+    # The model divides this sum, so a smaller sum has the effect of a larger divisor.
     return original(x, weight, target, *args, **kwargs) * (target != -100).sum() / target.numel()
 
 
 def _own_mean_per_micro_batch(
     original: Any, x: Any, weight: Any, target: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    # Every micro-batch counts as much as one whose labels fill two thirds: right, were their numbers of labels equal.
+    # Every micro-batch counts as if labels filled two thirds of it: correct only if all had as many labels.
     return original(x, weight, target, *args, **kwargs) * (target.numel() * 2 / 3) / (target != -100).sum()
 
 
@@ -354,8 +356,7 @@ def _last_rows_dropped(original: Any, x: torch.Tensor, *args: Any) -> Any:
 
 
 def _shifted_positions(original: Any, where: Layout, *args: Any) -> np.ndarray:
-    # Positions are relative to one another, so a whole row that is shifted shows nothing; one behind a shared beginning
-    # does.
+    # Only relative positions matter, so shifting a whole row has no effect; shifting tokens after a shared prefix has.
     return original(where, *args) + (np.arange(len(where.places)) >= where.lengths[0])
 
 
@@ -373,7 +374,8 @@ def _another_rows_state(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _seen_neighbour(fired: "Fired") -> AbstractContextManager[Any]:
-    """Every segment sees the last key of the one before, right before its own: there a window reaches it."""
+    """Every segment sees the last key of the previous one, placed directly before its own, where a window includes
+    it."""
     original = Segments.make
 
     def make(q_lengths: Any, device: Any, k_lengths: Any = None, keys: Shared | None = None) -> Segments:
@@ -395,7 +397,7 @@ def _window_ignored(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _counted_once(fired: "Fired") -> AbstractContextManager[Any]:
-    """Of a row that is used several times only the first use gets a gradient back."""
+    """Returns only the gradient of the first use of a row that is used several times."""
     original = Shared.gradient
 
     def gradient(self: Shared, dy: torch.Tensor) -> torch.Tensor:
@@ -447,7 +449,7 @@ def _garbage_without_rows(original: Any, dw: torch.Tensor, ends: torch.Tensor, *
 
 
 def _in_grpo_loss(fault: Callable[[Any, dict[str, Any]], AbstractContextManager[Any]]) -> Plant:
-    """`fault(trainer, inputs)` around the patched GRPO trainer's loss; it may change `inputs`."""
+    """Runs the patched GRPO trainer's loss inside `fault(trainer, inputs)`, which may change `inputs`."""
 
     def plant(fired: Fired) -> AbstractContextManager[Any]:
         original = Planner.compute_loss
@@ -464,7 +466,7 @@ def _in_grpo_loss(fault: Callable[[Any, dict[str, Any]], AbstractContextManager[
 
 
 def _no_ratio(trainer: Any, inputs: dict[str, Any]) -> AbstractContextManager[Any]:
-    # TRL then takes the ratio to the current policy, which is 1.
+    # TRL then uses the ratio to the current policy, which is 1.
     inputs.pop("old_per_token_logps")
     return contextlib.nullcontext()
 
@@ -496,7 +498,8 @@ _IN_PATCHING = "npu_trainer_kernels.patching"
 
 
 def _without_kernel(device: str) -> str:
-    """Of attention: flash attention or the vendor's. What else serves it has a backward of PyTorch's own."""
+    """Returns why a device has neither flash attention nor the vendor's kernel, or "": other implementations use
+    PyTorch's own backward."""
     flash = devices.widest_flash_head(torch.device(device))
     if flash or backends.unavailable("vendor", device, "varlen_attention") is None:
         return ""
@@ -504,11 +507,11 @@ def _without_kernel(device: str) -> str:
 
 
 def _in_no_model(op: str) -> Absent:
-    """Of an op that models are not patched with: no training calls it, and its tests are what holds it."""
+    """Returns the reason for an op that is not applied to models: no training calls it; only its tests check it."""
     return lambda device: "" if op in patching.PATCHES else f"{op} of logits is put into no model"
 
 
-# Functions that are not on every device, or in no model on any.
+# Functions that some devices do not have, or that no model calls.
 _ABSENT = {"ByKernel": _without_kernel, "_LogitsStatistics": _in_no_model("grpo_loss")}
 
 
@@ -555,7 +558,7 @@ def _mutations() -> tuple[Mutation, ...]:
         for last in (False, True):
             cases = ("lm", "grpo", "grpo-lora", "lm-layer-norm", "lm-gated-norm")
             of_experts = ("lm-experts", "lm-own-gate")
-            # Flash attention is for 16 bits, in which one percent of its gradient of q is noise.
+            # Flash attention computes in 16 bits, in which one percent of its gradient of q is within the noise.
             only = {"moe_experts": of_experts, "_expert_steps": of_experts, "_slices": ("lm-tiled",),
                     "_segment_kernels": ("sft-autocast",)}  # fmt: skip
             scale = 1.1 if op == "_segment_kernels" else SCALE
@@ -574,14 +577,14 @@ MUTATIONS = _mutations()
 
 
 Unpatched = Callable[[Case], list[Curves]]
-"""The unpatched runs of a case, which all its faults share."""
+"""Returns the unpatched runs of a case, which all its faults share."""
 
 
 def chosen(names: Sequence[str] | None) -> list[Mutation]:
-    """The faults of these names; None: all.
+    """Returns the faults of these names; None: all.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name is unknown.
     """
     known = {mutation.name: mutation for mutation in MUTATIONS}
     for name in names or ():
@@ -591,13 +594,13 @@ def chosen(names: Sequence[str] | None) -> list[Mutation]:
 
 
 def cases_of(mutations: Sequence[Mutation], device: str | None = None) -> list[Case]:
-    """In which they are planted; with `device`, those that can be planted there."""
+    """Returns the cases of mutations; with `device`, only of those that can be planted there."""
     planted = [mutation for mutation in mutations if device is None or not mutation.absent(device)]
     return [CASES[key] for key in dict.fromkeys(key for mutation in planted for key in mutation.cases)]
 
 
 def control(result: CaseResult) -> MutationResult:
-    """The row of a case without a fault, which must pass."""
+    """Returns the row of a case without a fault, which must pass."""
     if not result.checks:
         return MutationResult("none", result.name, "FAIL", False, next(iter(result.problems), result.skipped))
     worst = result.verdict.worst
@@ -608,7 +611,7 @@ def control(result: CaseResult) -> MutationResult:
 
 
 def plant(mutation: Mutation, workshop: Workshop, unpatched: Unpatched) -> MutationResult:
-    """A fault, in the first of its cases that reaches it."""
+    """Plants a fault into its cases until one executes it, and returns the result."""
     reason = mutation.absent(workshop.device or devices.accelerator())
     if reason:
         return MutationResult(mutation.name, "", "not on this device", True, reason)
@@ -629,10 +632,10 @@ def plant(mutation: Mutation, workshop: Workshop, unpatched: Unpatched) -> Mutat
 
 
 def run_mutations(device: str, progress: Progress, names: Sequence[str] | None = None) -> list[MutationResult]:
-    """Plants every fault, or those named, in this process; the first rows are the cases without one.
+    """Plants every fault, or the named ones, in this process; the first rows are the cases without a fault.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name is unknown.
     """
     mutations = chosen(names)
     runs: dict[str, list[Curves]] = {}

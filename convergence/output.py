@@ -1,4 +1,4 @@
-"""What a run leaves behind: progress and tables on the terminal, JSON, a summary page, one figure per case."""
+"""The output of the suite: progress and tables on the terminal, JSON, a summary page, one figure per case."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ UNPATCHED, PATCHED, BAND = "#4c72b0", "#dd8452", "#b8c4d9"
 
 
 class Live:
-    """A progress line per piece of work, on a terminal; nothing elsewhere."""
+    """Shows a progress line for each case on a terminal; elsewhere it prints a line when a case is done."""
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description:30}"), BarColumn(20), TimeElapsedColumn(),
@@ -68,7 +68,7 @@ class Live:
         self._bar.stop()
 
     def progress(self, name: str, note: str, part: float) -> None:
-        """Shows what is being done for `name`."""
+        """Updates the progress of `name`."""
         if name not in self._tasks:
             self._tasks[name] = self._bar.add_task(name, total=1.0, start=False, note="")
         self._bar.start_task(self._tasks[name])
@@ -84,7 +84,7 @@ def _ratio(check: Check) -> str:
 
 
 def _row(result: CaseResult) -> tuple[str, ...]:
-    """The cells of a case, without markup."""
+    """Returns the cells of a case, without markup."""
     case, verdict = result.case, result.verdict
     outcome = "skipped" if result.skipped else "pass" if result.passed else "FAIL"
     cells = (result.name, f"{case['family']} {case['task']}", case["precision"], case["backend"], str(case["steps"]))
@@ -112,7 +112,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], ou
 
 
 def case_table(results: Sequence[CaseResult]) -> Table | None:
-    """The verdicts; None when there are none."""
+    """Returns the table of verdicts, or None."""
     if not results:
         return None
     return _table("Unpatched against patched", CASE_COLUMNS, [_row(result) for result in results], 5)
@@ -126,7 +126,7 @@ def _mutation_row(result: MutationResult) -> tuple[str, ...]:
 
 
 def mutation_table(results: Sequence[MutationResult]) -> Table | None:
-    """The planted faults; None when there are none."""
+    """Returns the table of planted faults, or None."""
     if not results:
         return None
     return _table("Planted faults", MUTATION_COLUMNS, [_mutation_row(result) for result in results], 2)
@@ -138,7 +138,7 @@ def mutation_table(results: Sequence[MutationResult]) -> Table | None:
 
 
 def current_commit() -> str:
-    """The commit that is checked out; it ends in -dirty where files differ from it, and is "unknown" without git."""
+    """Returns the current commit, with the suffix -dirty if files differ from it; "unknown" without git."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
@@ -182,8 +182,8 @@ def write_json(
     path: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str, commit: str,
     told: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Writes the result file in one step, and returns what it holds. `commit`: what was checked out when it began, or
-    what was `told` of sources without a history."""
+    """Writes the result file atomically, and returns its content. `commit`: the commit at the beginning of the run, or,
+    if `told`, the commit from the command line, for sources without git history."""
     if not told and current_commit() != commit:
         commit = f"{commit}, changed during the run"
     document = _document(results, mutations, device, commit)
@@ -198,8 +198,8 @@ def write_results(
     folder: Path, results: Sequence[CaseResult], mutations: Sequence[MutationResult], device: str, commit: str,
     told: bool = False,
 ) -> Path:  # fmt: skip
-    """JSON, summary and figures, named by date and device, and apart where it is not the whole suite: that must not
-    replace a full result. Returns the summary's path."""
+    """Writes JSON, summary and figures, named by date and device, and returns the summary's path. Results of a part of
+    the suite have other names, as they must not replace a full result."""
     shown = [result for result in results if result.name in {case.name for case in SHOWCASE} and result.checks]
     part = "" if _is_full(results, mutations) else "-showcase" if shown else "-part"
     stem = f"{datetime.date.today().isoformat()}-{device}{part}"
@@ -253,14 +253,14 @@ def _summary(
 
 
 def release_problem(folder: Path) -> str:
-    """Why the results in `folder` do not allow a release of the commit that is checked out, or ""."""
+    """Returns why the results in `folder` do not allow a release of the current commit, or ""."""
     commit = current_commit()
     if commit == "unknown" or commit.endswith("-dirty"):
         return f"the working tree is not a commit ({commit}): results of it would not be those of the release"
     found = list(_full_results(folder, commit))
     if not found:
         return f"{folder} holds no full result for commit {commit}: run python -m convergence --full"
-    # On whatever devices it ran: each must have passed.
+    # The runs on all devices must have passed.
     failed = [path for path, document in found if not document["passed"]]
     return f"the full run failed for this commit: {failed[0]}" if failed else ""
 
@@ -273,7 +273,7 @@ def _full_results(folder: Path, commit: str) -> Iterator[tuple[Path, dict[str, A
 
 
 def attach(folder: Path, target: Path) -> Path:
-    """Packs what the full runs of this commit left (JSON, summary, figures) for a release: `target`/convergence.zip."""
+    """Packs JSON, summary and figures of the full runs of this commit into `target`/convergence.zip, for a release."""
     target.mkdir(parents=True, exist_ok=True)
     archive = target / "convergence.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
@@ -289,7 +289,7 @@ def attach(folder: Path, target: Path) -> Path:
 
 
 def figure(result: CaseResult, path: Path) -> None:
-    """Curves, their differences with the noise band, and the checks that have no curve."""
+    """Draws the curves, their differences with the noise band, and the checks that have no curve."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -299,7 +299,7 @@ def figure(result: CaseResult, path: Path) -> None:
         _free_figure(result, path, plt)
         return
     checks = {check.name: check for check in result.checks}
-    # One panel below the other: so text can be read where a figure is as wide as a phone.
+    # Panels are below each other, so that text is readable if a figure is as wide as a phone.
     grid, axes = plt.subplots(9, 1, figsize=(5, 25), layout="constrained")
     axes = axes.reshape(3, 3)
     case = result.case
@@ -321,7 +321,7 @@ def figure(result: CaseResult, path: Path) -> None:
 
 
 def showcase_figure(results: Sequence[CaseResult], path: Path) -> None:
-    """Of each case the curves, all runs on top of each other, and how far apart the last one is."""
+    """Draws for each case the curves of all runs, and the distance in the held-out log-probability."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -335,7 +335,7 @@ def showcase_figure(results: Sequence[CaseResult], path: Path) -> None:
             _distance(axis, name, "[nats/token]", check)
         else:
             curves = result.curves[name]
-            # A batch of completions is trained on in several steps, and has one reward.
+            # A batch of completions is used in several steps, and has one reward.
             _curves(axis, title, curves, every=result.case["steps"] // len(curves["patched"]))
         if place == 0:
             outcome = "passed" if result.passed else "FAILED"
@@ -346,7 +346,7 @@ def showcase_figure(results: Sequence[CaseResult], path: Path) -> None:
 
 
 def _shown(result: CaseResult) -> dict[str, str]:
-    """What the showcase shows of a case, from above: curves and their titles, and a distance."""
+    """Returns the panels of a case in the showcase, from the top: curves with their titles, and a distance."""
     is_grpo = result.case["task"] == "grpo"
     rewards = {"reward": "mean reward of a batch, replayed in all runs [1]"} if is_grpo else {}
     held_out = "held-out log-probability"
@@ -357,7 +357,7 @@ def _shown(result: CaseResult) -> dict[str, str]:
 
 
 def _free_figure(result: CaseResult, path: Path, plt: Any) -> None:
-    """Rewards of all the free runs, and their means over the second half."""
+    """Draws the rewards of all free runs, and their means over the second half."""
     check, runs = result.checks[0], result.curves["reward"]
     grid, (left, right) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained", width_ratios=(2, 1))
     grid.suptitle(
@@ -386,7 +386,7 @@ def _free_figure(result: CaseResult, path: Path, plt: Any) -> None:
 
 
 def _curves(axis: Any, unit: str, curves: dict[str, Any], every: int = 1) -> None:
-    """`every`: steps from one number to the next."""
+    """Draws curves; `every`: the number of steps between two values."""
     steps = [1 + every * i for i in range(len(curves["patched"]))]
     for i, run in enumerate(curves["unpatched"]):
         axis.plot(steps, run, color=UNPATCHED, linewidth=1.5, alpha=0.6, label="without the kernels" if not i else None)
@@ -402,7 +402,7 @@ def _distance(axis: Any, title: str, unit: str, check: Check) -> None:
     bottom = min(check.floor) / 30
     axis.fill_between(steps, bottom, check.floor, color=BAND, label="noise floor", linewidth=0)
     axis.plot(steps, limit, color="black", linewidth=1, linestyle=":", label=f"allowed: {check.k:g} noise floors")
-    # Where both agree to the last bit the point lies on the lower edge: the axis is logarithmic.
+    # The axis is logarithmic: if both agree to the last bit, the point is drawn at the lower edge.
     shown = [max(d, bottom) if math.isfinite(d) else math.nan for d in check.distance]
     axis.plot(steps, shown, color=PATCHED, marker=".", linewidth=1, label="with the kernels")
     if not any(check.distance):

@@ -1,7 +1,7 @@
-"""Several runs at a time, each in a worker process of its own, spread over the cards that are in sight.
+"""Runs several trainings at a time, each in a worker process, distributed over the visible cards.
 
-Small models leave an accelerator idle and a processor busy, so that some runs fit beside each other on a card. What has
-finished stays in a folder, by the digest of the sources: a command that was stopped goes on where it was.
+Small models leave an accelerator idle and a processor busy, so several runs can share a card. Finished runs are stored
+in a folder whose name has the hash of the sources: a command that was interrupted continues from there.
 """
 
 import gc
@@ -42,7 +42,7 @@ _workshop: Workshop | None = None
 
 
 def kept_in(folder: Path, device: str) -> Path:
-    """Where the runs of these sources on a device are kept."""
+    """Returns the folder for the runs of these sources on a device."""
     digest = hashlib.sha256()
     for root in (Path(npu_trainer_kernels.__file__).parent, Path(__file__).parent):
         for path in sorted(root.rglob("*.py")):
@@ -57,12 +57,12 @@ def kept_in(folder: Path, device: str) -> Path:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-# By which a process is shown some of a machine's cards.
+# The environment variables that limit a process to some of a machine's cards.
 _IN_SIGHT = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def cards_of(device: str, environment: Mapping[str, str]) -> list[str]:
-    """The names of the cards in sight; none for the CPU."""
+    """Returns the names of the visible cards; none for the CPU."""
     if device not in _IN_SIGHT:
         return []
     named = environment.get(_IN_SIGHT[device])
@@ -74,7 +74,7 @@ def cards_of(device: str, environment: Mapping[str, str]) -> list[str]:
 def _start(folder: Path, device: str, cards: SimpleQueue[str]) -> None:
     global _workshop
     if device in _IN_SIGHT:
-        # Before anything here asks for a card. Were it too late, all workers would be on the first one.
+        # Set before a card is used here; later it would have no effect, and all workers would use the first card.
         os.environ[_IN_SIGHT[device]] = cards.get()
         in_sight = torch.get_device_module(device).device_count()
         if in_sight != 1:
@@ -84,17 +84,17 @@ def _start(folder: Path, device: str, cards: SimpleQueue[str]) -> None:
 
 
 def _file_of(folder: Path, case: Case, variant: Variant) -> Path:
-    # A case that is run with another number of steps is another one.
+    # The number of steps, which an option can change, is part of the name.
     return folder / "runs" / f"{case.name}-{case.steps}" / f"{variant} {variant.sampling_seed}.pt"
 
 
 def _one(case: Case, variant: Variant) -> None:
-    """One run; what it leaves is on disk."""
+    """Runs one variant, and stores its result on disk."""
     assert _workshop is not None
     curves = run(_workshop, case, variant)
     if variant == variants_of(case)[0]:
         _workshop.keep_rollouts(case)
-    curves.report = None  # names classes that were made for it, which no other process has
+    curves.report = None  # it refers to generated classes, which other processes do not have
     file = _file_of(_workshop.folder, case, variant)
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(curves, file.with_suffix(".tmp"))
@@ -115,7 +115,7 @@ def _apart(case: Case) -> CaseResult:
 
 
 def _runs(folder: Path, case: Case) -> list[tuple[Variant, Curves]]:
-    """All runs of a case, which are on disk."""
+    """Loads all runs of a case from disk."""
     return [(variant, torch.load(_file_of(folder, case, variant), weights_only=False)) for variant in variants_of(case)]
 
 
@@ -135,7 +135,7 @@ def _fault(mutation: str) -> MutationResult:
 
 
 class _Cases:
-    """What has been asked of the workers, and what came of it."""
+    """The submitted runs, and the results of cases."""
 
     def __init__(self, pool: ProcessPoolExecutor, folder: Path, progress: Progress) -> None:
         self._pool, self._folder, self._progress = pool, folder, progress
@@ -153,7 +153,7 @@ class _Cases:
         elif _file_of(self._folder, case, variants_of(case)[0]).exists():
             self._rest(case)
         else:
-            # The others need its model, its text and its rollouts.
+            # The other variants need the first one's model, text and rollouts.
             self._submit(case, variants_of(case)[0])
 
     def end(self, future: Future[Any]) -> None:
@@ -194,13 +194,13 @@ def run_all(
     """Runs cases and planted faults, `jobs` runs at a time.
 
     Args:
-        cases: the rows.
+        cases: the cases.
         faults: whether faults are planted as well.
-        names: of the faults; None: all.
+        names: the names of the faults; None: all.
         device: "cpu", "cuda" or "npu".
-        progress: is told what is being done.
-        jobs: workers.
-        folder: where finished runs are kept, by `kept_in`.
+        progress: called with the progress of each case.
+        jobs: the number of workers.
+        folder: the folder for finished runs, see `kept_in`.
     """
     context = get_context("spawn")
     cards: SimpleQueue[str] = context.SimpleQueue()
@@ -224,7 +224,7 @@ def run_all(
 def _planted(
     pool: ProcessPoolExecutor, mutations: Sequence[Mutation], broken: Mapping[str, str], progress: Progress
 ) -> list[MutationResult]:
-    """Every fault, but for those of a case that does not pass without one: it says nothing of them."""
+    """Plants every fault, except into a case that fails without a fault, whose failure would prove nothing."""
     asked: list[Future[MutationResult] | MutationResult] = []
     for mutation in mutations:
         failed = next((case.name for case in cases_of([mutation]) if case.name in broken), None)

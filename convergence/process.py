@@ -1,4 +1,4 @@
-"""How a process that trains is set up: its libraries print nothing, and it is as repeatable as its device."""
+"""Sets up a process that trains: its libraries print nothing, and it is as reproducible as its device."""
 
 import logging
 import warnings
@@ -11,7 +11,7 @@ __all__ = ["prepare", "quiet"]
 
 
 def quiet() -> None:
-    """Silences progress bars and remarks of the libraries, which would tear the table apart."""
+    """Silences progress bars and warnings of the libraries, which would disturb the live display."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("trl").setLevel(logging.ERROR)
@@ -21,9 +21,9 @@ def quiet() -> None:
 
 
 def prepare(device: str) -> None:
-    """Silences the libraries of this process, and makes its training as repeatable as the device allows."""
+    """Silences the libraries of this process, and makes its training as reproducible as the device allows."""
     quiet()
     if device == "cpu":
-        # These models are too small to gain from a second thread.
+        # These models are too small to benefit from a second thread.
         torch.set_num_threads(1)
     torch.manual_seed(0)

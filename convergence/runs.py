@@ -1,4 +1,4 @@
-"""From a case and a variant to a trainer that has run: models, trainers, replayed rollouts."""
+"""Trains a variant of a case: makes models and trainers, and replays rollouts."""
 
 import contextlib
 import copy
@@ -27,11 +27,11 @@ from .cases import Case, Text
 __all__ = ["Workshop", "run"]
 
 SEED = 11
-# Rows of logits alive at once. The device's own choice would hold these small runs in one chunk, and what happens
-# between chunks would not be tested. It divides nothing.
+# Rows of logits in a chunk. By default these small runs would have one chunk, and the code between chunks would not be
+# tested. A prime, so that the last chunk is smaller.
 CHUNK_ROWS = 61
 ASCEND_CHIP = "Ascend910B4"
-# Sequences of a real text that are not trained on.
+# The number of held-out sequences of a real text.
 HELD_OUT = 16
 
 COMMON: dict[str, Any] = {
@@ -45,13 +45,13 @@ COMMON: dict[str, Any] = {
     "seed": SEED,
 }
 TASK_OPTIONS: dict[str, dict[str, Any]] = {
-    # Two micro-batches of different numbers of labels: the normaliser must span both.
+    # Two micro-batches with different numbers of labels: the loss must be normalised over both.
     "lm": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3},
     "sft": {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_length": 64, "gradient_checkpointing": False},
     "dpo": {"per_device_train_batch_size": 8, "learning_rate": 3e-4, "max_length": 32, "gradient_checkpointing": False},
-    # Two passes over each rollout: in the second the importance ratio is not 1. The learning rate is one at which six
-    # runs that differ by rounding stay together although the rollouts are those of one of them; at 3e-4, in bf16, their
-    # gradients spike at random steps, and no comparison means anything.
+    # Two passes over each rollout: in the second the importance ratio is not 1. With this learning rate six runs that
+    # differ by rounding stay close, although all use the rollouts of one of them; at 3e-4, in bf16, their gradients
+    # spike at random steps, and a comparison is meaningless.
     "grpo": {
         "per_device_train_batch_size": 32,
         "num_generations": 8,
@@ -69,13 +69,13 @@ CONFIGS: dict[str, type[TrainingArguments]] = {
 
 @dataclass
 class Workshop:
-    """What the runs of one process share: initial models on disk, recorded rollouts.
+    """The data that the runs of one process share: initial models on disk, recorded rollouts.
 
     Attributes:
-        folder: for models, texts, rollouts and the trainers' outputs; the caller removes it, or keeps it for a later
-            process, which finds there what was made.
-        device: "cpu", or None for the accelerator that is there.
-        rollouts: case name -> what the reference run has generated, call by call.
+        folder: the folder for models, texts, rollouts and the trainers' outputs; the caller removes it, or keeps it for
+            later processes, which then reuse its files.
+        device: "cpu", or None for the available accelerator.
+        rollouts: case name -> the prompts and results of the reference run's generation calls, in order.
     """
 
     folder: Path
@@ -83,7 +83,8 @@ class Workshop:
     rollouts: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
 
     def model_path(self, case: Case) -> Path:
-        """The case's initial model; made once. On sums it is warmed up: one that never answers learns nothing."""
+        """Returns the path of the case's initial model, which is made once. For sums it is warmed up, since a model
+        that never answers correctly learns nothing."""
         tokenizer = data.tokenizer_for(case.task)
         overrides = {
             "vocab_size": data.BYTES_VOCAB if case.task in data.SUMS else data.TEXT_VOCAB,
@@ -99,7 +100,7 @@ class Workshop:
         if not path.exists():
             model = small_model(case.family, SEED, **overrides)
             if case.task in data.SUMS:
-                # Where it takes long, on the device that it is going to be trained on.
+                # The warm-up of a large model takes long, so it uses the training device.
                 data.warm_up(
                     model.to(self.device or device.accelerator()) if case.is_large else model, tokenizer, case.warm_up
                 )
@@ -108,7 +109,7 @@ class Workshop:
         return path
 
     def sequences(self, text: Text) -> torch.Tensor:
-        """Real text as ids; made once."""
+        """Returns real text as ids, which are made once."""
         path = self.folder / f"text-{text.vocabulary}-{text.length}-{text.characters}.pt"
         if not path.exists():
             with _whole(path) as unfinished:
@@ -116,13 +117,13 @@ class Workshop:
         return torch.load(path)
 
     def held_out(self, case: Case) -> torch.Tensor:
-        """What is not trained on."""
+        """Returns the held-out ids of a case."""
         return (data.held_out(case.task) if case.text is None else self.sequences(case.text)[:HELD_OUT])[
             : case.held_out
         ]
 
     def keep_rollouts(self, case: Case) -> None:
-        """Writes what the reference run has generated, for the other processes."""
+        """Writes the rollouts of the reference run to disk, for other processes."""
         if case.name in self.rollouts:
             with _whole(self._rollouts_of(case)) as unfinished:
                 torch.save(self.rollouts[case.name], unfinished)
@@ -144,11 +145,11 @@ class Workshop:
     def _backend(self, case: Case) -> str | None:
         if case.backend != "device":
             return case.backend
-        # Left to itself a CPU keeps the model's own code for some ops; asked for by name, all of them are tested.
+        # By default some ops on a CPU keep the model's own code; with a backend by name all ops are tested.
         return "torch" if self.device == "cpu" else None
 
     def trainer(self, case: Case, variant: Variant) -> Trainer:
-        """The case's trainer, with the kernels where the variant has them."""
+        """Returns the case's trainer, with the kernels if the variant has them."""
         dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
         path = self.model_path(case)
         backend = self._backend(case)
@@ -204,7 +205,8 @@ class Workshop:
 
 
 def _recording(generate: Callable[..., Any], rollouts: list[tuple[Any, Any]]) -> Callable[..., Any]:
-    """Generates and notes; what sampling draws from the random state is given back, as a replay draws nothing."""
+    """Wraps generation to record its results. The random state is restored afterwards, since a replay does not advance
+    it."""
 
     def generate_single_turn(prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.random.fork_rng():
@@ -216,7 +218,8 @@ def _recording(generate: Callable[..., Any], rollouts: list[tuple[Any, Any]]) ->
 
 
 def _replaying(generate: Callable[..., Any], rollouts: list[tuple[Any, Any]]) -> Callable[..., Any]:
-    """What the reference run has generated, in its order; sampling anew would branch on the last bit."""
+    """Replaces generation by the results of the reference run, in order; sampling again could diverge because of the
+    last bit of a probability."""
     left: Iterator[tuple[Any, Any]] = iter(rollouts)
 
     def generate_single_turn(prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +233,7 @@ def _replaying(generate: Callable[..., Any], rollouts: list[tuple[Any, Any]]) ->
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when it is finished; of two processes the second finds its work done."""
+    """Yields a temporary path that is renamed to `path` at the end; if another process was first, its folder stays."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     yield unfinished
     if path.is_dir():
@@ -249,7 +252,8 @@ def _small_chunks() -> Iterator[None]:
 
 
 def _tiles_for(case: Case, variant: Variant) -> contextlib.AbstractContextManager[None]:
-    """On the CPU the backend that executes the Ascend compiler's output has to be told for which chip."""
+    """Returns a context manager that sets the chip for the backend that executes the Ascend compiler's output on a
+    CPU."""
     if case.backend == "ascend-lowering" and variant.patched:
         return device.use_chip(ASCEND_CHIP)
     return contextlib.nullcontext()
@@ -258,7 +262,7 @@ def _tiles_for(case: Case, variant: Variant) -> contextlib.AbstractContextManage
 def run(workshop: Workshop, case: Case, variant: Variant) -> Curves:
     """Trains one variant of a case."""
     torch.manual_seed(SEED + variant.sampling_seed)
-    # A large model is trained as a user would have it.
+    # A large model is trained with the default chunks, as by a user.
     chunks = contextlib.nullcontext() if case.is_large else _small_chunks()
     with chunks, _tiles_for(case, variant):
         with contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""The loop: runs cases, by themselves or in a process of their own, and gives back plain results."""
+"""Runs cases, in this process or in a separate one, and returns their results as plain data."""
 
 import json
 import os
@@ -33,25 +33,25 @@ __all__ = [
     "variants_of",
 ]
 
-# Case name, what is being done, part done from 0 to 1.
+# Called with the case's name, the current step, and the fraction that is done.
 Progress = Callable[[str, str, float], None]
 
 
 @dataclass
 class CaseResult:
-    """What is kept of a case; plain data, as JSON.
+    """The result of a case as plain data.
 
     Attributes:
-        case: the row.
+        case: the fields of the case.
         skipped: why it could not run here, or "".
         problems: reasons to fail that are not distances.
-        checks: the verdict's, worst numbers and per-step distances and floors.
+        checks: the checks of the verdict, with distances and floors per step.
         curves: scalar name -> {"unpatched": one list per run, "patched": list}.
-        replaced: op -> how many modules it serves, by the kernels' report.
-        unpatched: of each unpatched run, judged as if it had the kernels beside the others: the largest distance, in
-            what is its noise floor. The rule itself is wrong for a training where these exceed what is allowed.
-        seconds: wall clock of the whole case.
-        train_seconds: of the reference and of the patched run.
+        replaced: op -> the number of modules that it serves, from the kernels' report.
+        unpatched: for each unpatched run its largest distance from the other unpatched runs, in their noise floors, as
+            if it were the patched one. If these exceed the limit, the rule does not fit the training.
+        seconds: the wall-clock time of the whole case.
+        train_seconds: the training times of the reference run and the patched run.
     """
 
     case: dict[str, Any]
@@ -76,23 +76,23 @@ class CaseResult:
 
     @property
     def passed(self) -> bool:
-        """Whether it ran and nothing speaks against it."""
+        """Whether the case ran and no check failed."""
         return not self.skipped and bool(self.checks) and self.verdict.passed
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, with the verdict."""
+        """Returns the result for JSON, with the verdict."""
         return {**asdict(self), "passed": self.passed}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "CaseResult":
-        """From `as_dict`."""
+        """Creates a result from the value of `as_dict`."""
         known = {name: value for name, value in fields.items() if name != "passed"}
         known["checks"] = [Check(**check) for check in fields["checks"]]
         return cls(**known)
 
 
 def unavailable(case: Case, device: str) -> str:
-    """Why a case cannot run on this machine, or ""."""
+    """Returns why a case cannot run on this machine, or ""."""
     if case.backend == "triton" and triton.IMPORT_ERROR is not None:
         return f"Triton cannot be imported ({triton.IMPORT_ERROR})"
     if case.backend == "triton" and device != "cpu":
@@ -111,10 +111,10 @@ def unavailable(case: Case, device: str) -> str:
 
 
 def variants_of(case: Case) -> list[Variant]:
-    """The runs of a case, the reference first."""
+    """Returns the runs of a case, the reference first."""
     if not case.seeds:
         return variants(NOISE_RUNS)
-    # Seeds of their own: with the same ones, rounding hardly ever changes what is sampled.
+    # All runs have different seeds: with equal seeds rounding would hardly ever change a sample.
     return [
         Variant(patched=patched, sampling_seed=seed + patched * case.seeds)
         for seed in range(case.seeds)
@@ -123,7 +123,7 @@ def variants_of(case: Case) -> list[Variant]:
 
 
 def rule_itself(case: Case, runs: Sequence[tuple[Variant, Curves]]) -> list[float]:
-    """`CaseResult.unpatched`; nothing where runs sample for themselves, or too few would be left to judge by."""
+    """Returns `CaseResult.unpatched`; empty if runs sample freely, or if there are too few runs."""
     curves = [curves for variant, curves in runs if not variant.patched]
     if case.seeds or len(curves) < 4:
         return []
@@ -135,7 +135,7 @@ def result_of(case: Case, runs: Sequence[tuple[Variant, Curves]], seconds: float
     unpatched, patched = ([curves for variant, curves in runs if variant.patched == which] for which in (False, True))
     if not case.seeds:
         return _result(case, unpatched, patched[0], judge(unpatched, patched[0], case.precision), seconds)
-    # Runs that sample for themselves: the mean rewards of the second half of training are compared.
+    # The runs sample freely: their mean rewards in the second half of training are compared.
     rewards = [[curves.scalars["reward"] for curves in side] for side in (unpatched, patched)]
     means = [[fmean(reward[len(reward) // 2 :]) for reward in side] for side in rewards]
     check = judge_samples("reward, second half", *means, case.precision)
@@ -145,13 +145,13 @@ def result_of(case: Case, runs: Sequence[tuple[Variant, Curves]], seconds: float
 
 
 def run_case(case: Case, workshop: Workshop, progress: Progress, unpatched: list[Curves] | None = None) -> CaseResult:
-    """All the runs of a case, in this process.
+    """Runs all variants of a case in this process.
 
     Args:
-        case: the row.
-        workshop: what its runs share.
-        progress: is told what is being done.
-        unpatched: the unpatched runs, where they exist already; an empty list is filled with them.
+        case: the case.
+        workshop: the data that its runs share.
+        progress: called with the progress of the case.
+        unpatched: the unpatched runs, if they exist already; an empty list is filled with them.
     """
     start = time.perf_counter()
     all_of = variants_of(case)
@@ -192,7 +192,8 @@ def is_in_own_process(case: Case) -> bool:
 
 
 def in_own_process(case: Case, folder: Path, progress: Progress) -> CaseResult:
-    """With Triton's interpreter, which is switched on by the environment, before Triton is imported."""
+    """Runs a case in a process with Triton's interpreter, which an environment variable enables before Triton's
+    import."""
     progress(case.name, "in a process with Triton's interpreter", 0.0)
     output = folder / f"{case.name}.json"
     command = [sys.executable, "-m", "convergence", "--case", case.name, "--device", "cpu", "--json", str(output)]
@@ -206,7 +207,7 @@ def in_own_process(case: Case, folder: Path, progress: Progress) -> CaseResult:
 
 
 def run_cases(cases: Sequence[Case], device: str, progress: Progress) -> list[CaseResult]:
-    """Runs cases one after the other. Where one cannot run, its result says why."""
+    """Runs cases one after the other. If one cannot run, its result has the reason."""
     results = []
     with TemporaryDirectory() as folder:
         workshop = Workshop(Path(folder), device)
@@ -223,7 +224,7 @@ def run_cases(cases: Sequence[Case], device: str, progress: Progress) -> list[Ca
 
 
 def _attempt(case: Case, workshop: Workshop, progress: Progress) -> CaseResult:
-    """`run_case`, where a crash is a failure of this case: the others still have their say."""
+    """Calls `run_case`. An exception is a failure of this case, and the other cases still run."""
     try:
         return run_case(case, workshop, progress)
     except Exception as error:  # noqa: BLE001  whatever a kernel, a model or a trainer may raise
