@@ -1,4 +1,4 @@
-"""What the examples share: arguments, data and models from the hub or from scratch, peak memory, metrics."""
+"""Functions that the examples share: arguments, data and models from the hub or from scratch, peak memory, metrics."""
 
 import json
 import os
@@ -41,7 +41,7 @@ SMALLEST_VOCAB = 256 + 2
 
 @dataclass
 class SourceArguments:
-    """Where the model and the data come from: fields that both scripts have."""
+    """The sources of the model and the data: arguments of both scripts."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Hub id or local path of a causal LM; without it a small one is made."}
@@ -68,13 +68,13 @@ class SourceArguments:
 
 
 def refuse(name: str, value: object, reason: str) -> None:
-    """Raises `ValueError` for an argument that was given (is not None) where it would have no effect."""
+    """Raises `ValueError` if an argument that has no effect is set (is not None)."""
     if value is not None:
         raise ValueError(f"{name}={value!r} has no effect {reason}; leave it out")
 
 
 def load_rows(args: SourceArguments) -> Dataset:
-    """The split of `args.dataset_name`: from the hub, a data file, a folder of them or a `save_to_disk` folder."""
+    """Loads the split of `args.dataset_name` from the hub, a data file, a folder of them or a `save_to_disk` folder."""
     assert args.dataset_name is not None
     path, split = Path(args.dataset_name), args.dataset_split or "train"
     if path.is_file():
@@ -96,14 +96,14 @@ def load_rows(args: SourceArguments) -> Dataset:
 
 
 def require_columns(rows: Dataset, names: Iterable[str], argument: str) -> None:
-    """Raises `ValueError` when the data set lacks a column."""
+    """Raises `ValueError` if the data set lacks a column."""
     for name in names:
         if name not in rows.column_names:
             raise ValueError(f"{argument}: the data set has no column {name!r}; it has {', '.join(rows.column_names)}")
 
 
 def load_model(args: SourceArguments, small: PreTrainedConfig) -> PreTrainedModel:
-    """The model of `args.model_name_or_path`, or one with random weights from `small`."""
+    """Loads the model of `args.model_name_or_path`, or creates one with random weights from `small`."""
     if args.model_name_or_path is not None:
         return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype)
     dtype = torch.float32 if args.dtype == "auto" else getattr(torch, args.dtype)
@@ -111,7 +111,7 @@ def load_model(args: SourceArguments, small: PreTrainedConfig) -> PreTrainedMode
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with a padding token."""
+    """Loads the tokenizer of a model, with a padding token."""
     tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -119,7 +119,7 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 
 
 def byte_level_tokenizer(texts: Iterable[str] = (), vocab_size: int = SMALLEST_VOCAB) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`; without texts it has the 256 bytes, padding and an end."""
+    """Returns a byte-level BPE tokenizer trained on `texts`; without texts it has the 256 bytes, padding and an end."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -136,7 +136,7 @@ def byte_level_tokenizer(texts: Iterable[str] = (), vocab_size: int = SMALLEST_V
 
 
 def small_qwen3(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
-    """A Qwen3 of 0.8 million parameters."""
+    """Returns the config of a Qwen3 with 0.8 million parameters."""
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -153,7 +153,7 @@ def small_qwen3(tokenizer: PreTrainedTokenizerBase) -> Qwen3Config:
 
 
 def sum_pairs(count: int, largest_operand: int, seed: int) -> list[tuple[int, int]]:
-    """`count` different pairs of numbers from 0 to `largest_operand`."""
+    """Returns `count` different pairs of numbers from 0 to `largest_operand`."""
     side = largest_operand + 1
     return [divmod(pair, side) for pair in random.Random(seed).sample(range(side**2), count)]
 
@@ -161,8 +161,8 @@ def sum_pairs(count: int, largest_operand: int, seed: int) -> list[tuple[int, in
 def trl_example(
     config: type[TrainingArguments], **defaults: Any
 ) -> tuple[NpuKernelsArguments, TrainingArguments, PreTrainedTokenizerBase, str, list[tuple[str, str]]]:
-    """What `trl_*.py` start from: the flag, the trainer's arguments from the command line, a tokenizer, the path of a
-    small model and sums with their answers. By path, since TRL loads a reference model from where the model is."""
+    """Returns what the scripts `trl_*.py` need: the flag, the trainer's arguments from the command line, a tokenizer,
+    the path of a small model, and sums with their answers. TRL loads a reference model from the model's path."""
     parser = TrlParser((NpuKernelsArguments, config))
     parser.set_defaults(
         output_dir=f"runs/{Path(sys.argv[0]).stem}",
@@ -172,7 +172,7 @@ def trl_example(
         logging_steps=10,
         save_strategy="no",
         report_to="none",
-        # TRL's own defaults are for large models: bfloat16 and recomputed activations only slow this one down.
+        # TRL's defaults are for large models: bfloat16 and activation checkpointing only slow this one down.
         bf16=False,
         gradient_checkpointing=False,
         **defaults,
@@ -192,7 +192,7 @@ def trl_example(
 
 
 def train_and_save(trainer: Trainer) -> None:
-    """Trains, saves the model, writes its losses and what the kernels replaced to `metrics.json`."""
+    """Trains, saves the model, and writes its losses and the kernels' report to `metrics.json`."""
     trainer.train()
     trainer.save_model()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -200,15 +200,15 @@ def train_and_save(trainer: Trainer) -> None:
 
 
 def parameters_in_millions(model: PreTrainedModel) -> str:
-    """For the screen, as in `4.05M`."""
+    """Returns the number of parameters as text, for example `4.05M`."""
     return f"{model.num_parameters() / 1e6:.2f}M"
 
 
 class PeakMemory:
-    """Bytes that a run needed beyond what was resident when this object was made.
+    """The peak memory of a run.
 
-    On an accelerator this is the allocator's peak, where what is resident counts too, as users quote it. On a CPU it
-    is the process's peak resident set above the one at the start.
+    On an accelerator this is the allocator's peak, including memory that was allocated before, as users quote it. On a
+    CPU it is the increase of the process's peak resident set since this object was created.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -221,21 +221,21 @@ class PeakMemory:
             torch.get_device_module(device).reset_peak_memory_stats(device)
 
     def bytes(self) -> int:
-        """The peak so far."""
+        """Returns the peak so far."""
         if self._device.type == "cpu":
             return self._resident_peak() - self._before
         return torch.get_device_module(self._device).max_memory_allocated(self._device)
 
     @staticmethod
     def _reset_resident_peak() -> None:
-        # Linux only. Elsewhere the peak is that of the whole process, and a run that stays under it reads 0.
+        # Works on Linux only. Elsewhere the peak is that of the whole process, and a run below it measures 0.
         clear_refs = Path("/proc/self/clear_refs")
         if clear_refs.exists() and os.access(clear_refs, os.W_OK):
             clear_refs.write_text("5")
 
     @staticmethod
     def _resident_peak() -> int:
-        # Not `ru_maxrss` on Linux: it cannot be reset, and a child starts with its parent's.
+        # On Linux `ru_maxrss` cannot be reset, and a child starts with its parent's value.
         status = Path("/proc/self/status")
         if status.exists():
             line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
@@ -245,7 +245,7 @@ class PeakMemory:
 
 
 def kernel_report(trainer: Trainer) -> str | None:
-    """What the kernels replaced in this run, or None for a run without them."""
+    """Returns the kernels' report of this run, or None for a run without them."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, NpuKernelsCallback):
             return str(callback.report())
@@ -253,7 +253,7 @@ def kernel_report(trainer: Trainer) -> str | None:
 
 
 def write_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
-    """Writes `metrics.json` in the output folder, once and in one step: a reader never sees half of it."""
+    """Writes `metrics.json` in the output folder atomically, on one process only."""
     if not trainer.is_world_process_zero():
         return
     target = Path(trainer.args.output_dir) / "metrics.json"

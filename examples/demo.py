@@ -1,7 +1,7 @@
-"""The main job, with and without the kernels: `make demo` runs this and prints what the flag changed.
+"""Trains with and without the kernels, and prints what the flag changed; `make demo` runs this.
 
-Runs `sft.py` and `grpo.py` twice each from the same seed, one after the other, each in its own process so that its
-peak memory is its own. Models, metrics and the whole output of each run stay under `--output_dir`.
+The demo runs `sft.py` and `grpo.py` twice each from the same seed, one after the other, each in a separate process with
+its own peak memory. Models, metrics and the whole output of each run stay in `--output_dir`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
-# What a line of a trainer's log says of progress, the first that is found.
+# Patterns for a line of a trainer's log; the first that matches is shown as progress.
 SHOWN = (r"'(reward)': '?(-?[\d.]+)", r"'(eval_loss)': '?(-?[\d.]+)", r"'(loss)': '?(-?[\d.]+)")
 MIB = 1 << 20
 WHY_REWARDS_DIFFER = (
@@ -43,11 +43,11 @@ class Run:
 
     @property
     def title(self) -> str:
-        """For the screen."""
+        """The run's name on the screen."""
         return f"{self.script} {'with' if self.kernels else 'without'} the kernels"
 
     def command(self, output_dir: Path, seed: int) -> list[str]:
-        """The command line; the flag is the only difference between two runs of a script."""
+        """Returns the command line; two runs of a script differ only in the flag."""
         command = [sys.executable, str(HERE / f"{self.script}.py"), "--output_dir", str(output_dir)]
         command += ["--seed", str(seed), "--disable_tqdm", "True"]
         return [*command, "--use_npu_kernels"] if self.kernels else command
@@ -57,11 +57,11 @@ RUNS = tuple(Run(script, kernels) for script in ("sft", "grpo") for kernels in (
 
 
 class RunFailedError(RuntimeError):
-    """A run ended with an error; the message holds the end of its output."""
+    """A run ended with an error; the message has the end of its output."""
 
 
 def shown(line: str) -> str | None:
-    """What is worth showing of a line of output, if anything."""
+    """Returns the progress in a line of output, or None."""
     for pattern in SHOWN:
         match = re.search(pattern, line)
         if match is not None:
@@ -70,10 +70,10 @@ def shown(line: str) -> str | None:
 
 
 def execute(run: Run, output_dir: Path, seed: int, progress: Progress) -> dict[str, Any]:
-    """Runs one process, shows what it says, keeps its output in `log.txt` and returns its metrics."""
+    """Runs one process, shows its progress, writes its output to `log.txt` and returns its metrics."""
     output_dir.mkdir(parents=True, exist_ok=True)
     metrics = output_dir / "metrics.json"
-    metrics.unlink(missing_ok=True)  # or those of an earlier demo would be taken for this one's
+    metrics.unlink(missing_ok=True)  # otherwise those of an earlier demo could be read
     task = progress.add_task(run.title, total=None, note="starting")
     tail: deque[str] = deque(maxlen=30)
     command = run.command(output_dir, seed)
@@ -85,7 +85,8 @@ def execute(run: Run, output_dir: Path, seed: int, progress: Progress) -> dict[s
             stderr=subprocess.STDOUT,
             encoding="utf-8",
             errors="replace",
-            # Unbuffered, or a pipe shows progress only every few kilobytes; and what has the kernels is said here.
+            # Unbuffered, since a pipe would show progress only every few kilobytes. NPU_KERNELS_RUN=0, since only the
+            # flag may apply the kernels.
             env={**os.environ, "PYTHONUNBUFFERED": "1", "NPU_KERNELS_RUN": "0"},
         ) as process,
     ):
@@ -97,7 +98,7 @@ def execute(run: Run, output_dir: Path, seed: int, progress: Progress) -> dict[s
                 note = shown(line)
                 if note is not None:
                     progress.update(task, note=note)
-        except BaseException:  # an interrupt: the process must not outlive the demo
+        except BaseException:  # also an interrupt: the process must not outlive the demo
             process.kill()
             raise
     progress.update(task, total=1, completed=1)
@@ -108,7 +109,7 @@ def execute(run: Run, output_dir: Path, seed: int, progress: Progress) -> dict[s
 
 
 def table(results: dict[Run, dict[str, Any]]) -> Table:
-    """What the flag changed: one row per run."""
+    """Returns a table with one row per run, which shows what the flag changed."""
     result = Table(title="The same runs, without and with --use_npu_kernels")
     for name in ("run", "device"):
         result.add_column(name)
@@ -131,7 +132,7 @@ def table(results: dict[Run, dict[str, Any]]) -> Table:
 
 
 def main() -> int:
-    """Runs everything; returns the exit status."""
+    """Runs the demo; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=42, help="of all the runs (default: %(default)s)")
@@ -141,7 +142,7 @@ def main() -> int:
     try:
         with Progress(SpinnerColumn(), *texts, TimeElapsedColumn(), console=console) as progress:
             for run in RUNS:
-                if not console.is_terminal:  # where the live display would show only its last state
+                if not console.is_terminal:  # the live display would show only its last state
                     console.print(f"{time.monotonic() - start:.0f} s: {run.title}")
                 folder = args.output_dir / f"{run.script}-{'kernels' if run.kernels else 'plain'}"
                 results[run] = execute(run, folder, args.seed, progress)
@@ -153,7 +154,7 @@ def main() -> int:
     console.print(WHY_REWARDS_DIFFER, markup=False, highlight=False)
     for run, metrics in results.items():
         if metrics["kernels"] is not None:
-            # As text: the report's [brackets] are not markup.
+            # `Text`, since the report's [brackets] are not markup.
             report = Text(metrics["kernels"])
             console.print(Panel(report, title=f"{run.script}: what the flag replaced", title_align="left"))
     console.print(f"{time.monotonic() - start:.0f} seconds in all; models, metrics and logs are in {args.output_dir}/")

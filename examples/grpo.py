@@ -5,10 +5,10 @@
         --max_completion_length 256 --learning_rate 1e-6 --bf16 True
     python examples/grpo.py --config grpo.yaml
 
-Without a model it makes a small Qwen3 that reads bytes and warms it up with a few supervised steps, since a model that
-never answers right has nothing to reinforce. Without a data set the prompts are sums such as `12+7=`; a data set needs
-the columns `prompt` and `answer`. Every field of `trl.GRPOConfig` is an option. `metrics.json` in the output folder
-holds rewards, seconds, peak memory, tokens per second and what the kernels replaced.
+Without a model the script creates a small Qwen3 that reads bytes, and warms it up with a few supervised steps, since a
+model that never answers correctly gets no reward to learn from. Without a data set the prompts are sums such as
+`12+7=`; a data set needs the columns `prompt` and `answer`. Every field of `trl.GRPOConfig` is an option.
+`metrics.json` in the output folder has rewards, seconds, peak memory, tokens per second and the kernels' report.
 """
 
 from collections.abc import Callable
@@ -51,13 +51,13 @@ NUM_PROMPTS = 2400
 LARGEST_OPERAND = 49
 HELD_OUT = 64
 SUPERVISED_STEPS = 600
-# Of 1: a right answer earns all of it, a well-formed wrong one the second part.
+# A right answer gets the whole reward, 1; a wrong answer in the right format gets the second part.
 REWARD_WEIGHTS = [0.8, 0.2]
 
 
 @dataclass
 class ScriptArguments(SourceArguments):
-    """The fields that only this script has."""
+    """The arguments that only this script has."""
 
     num_prompts: int | None = field(
         default=None, metadata={"help": f"How many sums to make for training (default: {NUM_PROMPTS})."}
@@ -93,7 +93,7 @@ class ScriptArguments(SourceArguments):
 
 
 def make_parser() -> TrlParser:
-    """The command line and `--config file.yaml`."""
+    """Returns the parser of the command line and of `--config file.yaml`."""
     parser = TrlParser((ScriptArguments, NpuKernelsArguments, GRPOConfig))
     parser.set_defaults(
         output_dir="runs/grpo",
@@ -108,7 +108,7 @@ def make_parser() -> TrlParser:
         reward_weights=REWARD_WEIGHTS,
         logging_steps=10,
         save_strategy="no",
-        # TRL's own defaults are for large models: bfloat16 and recomputed activations only slow these small ones down.
+        # TRL's defaults are for large models: bfloat16 and activation checkpointing only slow these small ones down.
         bf16=False,
         gradient_checkpointing=False,
     )
@@ -116,7 +116,7 @@ def make_parser() -> TrlParser:
 
 
 def sums(count: int, largest_operand: int, seed: int) -> Dataset:
-    """`count` different sums of two operands from 0 to `largest_operand`, enough to hold `HELD_OUT` of them out."""
+    """Returns `count` different sums of two operands from 0 to `largest_operand`, with more than `HELD_OUT` of them."""
     side = largest_operand + 1
     if not HELD_OUT < count <= side**2:
         raise ValueError(
@@ -128,7 +128,7 @@ def sums(count: int, largest_operand: int, seed: int) -> Dataset:
 
 
 def load_prompts(args: ScriptArguments, seed: int) -> tuple[Dataset, Dataset]:
-    """Prompts with their answers: those to train on, and those held out."""
+    """Returns prompts with their answers, for training and held out."""
     if args.dataset_name is None:
         count = NUM_PROMPTS if args.num_prompts is None else args.num_prompts
         largest = LARGEST_OPERAND if args.largest_operand is None else args.largest_operand
@@ -143,22 +143,22 @@ def load_prompts(args: ScriptArguments, seed: int) -> tuple[Dataset, Dataset]:
 
 
 def text_of(completion: str | list[dict[str, str]]) -> str:
-    """A completion's text; for conversational prompts it is a list of messages."""
+    """Returns a completion's text; for conversational prompts a completion is a list of messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def exact_match(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
-    """1 for the right answer and nothing else, 0 otherwise."""
+    """Returns 1 if a completion is exactly the right answer, else 0."""
     return [float(text_of(c) == str(a)) for c, a in zip(completions, answer, strict=True)]
 
 
 def format_reward(end: int) -> Callable[..., list[float]]:
-    """The reward for looking like an answer; `end` is the token that ends one."""
+    """Returns the reward function for the format of an answer; `end`: the token that ends an answer."""
 
     def answer_format(
         completions: list[Any], completion_ids: list[list[int]], answer: list[Any], **kwargs: Any
     ) -> list[float]:
-        """A third each for digits only, for as many characters as the answer has, and for an end."""
+        """Returns a third each for digits only, for the length of the right answer, and for the end token."""
         rewards = []
         for completion, ids, expected in zip(completions, completion_ids, answer, strict=True):
             text = text_of(completion)
@@ -170,7 +170,8 @@ def format_reward(end: int) -> Callable[..., list[float]]:
 
 
 class StopWhenAccurate(TrainerCallback):
-    """Ends supervised training at an accuracy: after a number of steps, models of different seeds differ too much."""
+    """Ends supervised training at an accuracy: after a fixed number of steps, models of different seeds differ too
+    much."""
 
     def __init__(self, accuracy: float) -> None:
         self._accuracy = accuracy
@@ -178,14 +179,14 @@ class StopWhenAccurate(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """`mean_token_accuracy` is TRL's name for it."""
+        """Stops the training when TRL's `mean_token_accuracy` reaches the accuracy."""
         if state.log_history[-1].get("mean_token_accuracy", 0.0) >= self._accuracy:
             control.should_training_stop = True
         return control
 
 
 def with_completion(row: dict[str, Any]) -> dict[str, Any]:
-    """The answer as the completion that TRL expects for this kind of prompt."""
+    """Returns the answer as the completion that TRL expects for this kind of prompt."""
     text = str(row["answer"])
     return {"completion": text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]}
 
@@ -197,7 +198,7 @@ def warm_up(
     args: ScriptArguments,
     config: GRPOConfig,
 ) -> None:
-    """Supervised steps on prompts with their answers, with TRL's own trainer and without the kernels."""
+    """Trains supervised on prompts with their answers, with TRL's trainer and without the kernels."""
     print(
         f"warming up: at most {args.supervised_steps} supervised steps on prompts with their answers, until "
         f"{args.supervised_accuracy:.0%} of the answers' tokens are right"
@@ -232,14 +233,14 @@ def warm_up(
 
 
 def make_trainer(kernels: NpuKernelsArguments, **kwargs: Any) -> PlainGRPOTrainer:
-    """TRL's trainer, or with the flag the drop-in replacement."""
+    """Returns TRL's trainer, or with the flag its drop-in replacement."""
     if kernels.use_npu_kernels:
         return GRPOTrainer(npu_kernels=kernels, **kwargs)
     return PlainGRPOTrainer(**kwargs)
 
 
 def main() -> None:
-    """Warms up, reinforces, evaluates on held-out prompts before and after, saves."""
+    """Warms up, trains with rewards, evaluates on held-out prompts before and after, saves."""
     args, kernels, training = make_parser().parse_args_and_config()
     set_seed(training.seed)
     train_dataset, eval_dataset = load_prompts(args, training.seed)

@@ -4,9 +4,9 @@
     python examples/sft.py --use_npu_kernels --model_name_or_path Qwen/Qwen3-0.6B --dataset_name my_corpus.jsonl --bf16
     python examples/sft.py --config sft.yaml
 
-Without a model it makes a small Llama, without a data set it reads the sources of the Python standard library, so it
-needs no download. Every field of `transformers.TrainingArguments` is an option. `metrics.json` in the output folder
-holds losses, seconds, peak memory, tokens per second and what the kernels replaced.
+Without a model the script creates a small Llama, without a data set it reads the sources of the Python standard
+library, so it needs no download. Every field of `transformers.TrainingArguments` is an option. `metrics.json` in the
+output folder has losses, seconds, peak memory, tokens per second and the kernels' report.
 """
 
 import random
@@ -44,14 +44,14 @@ from trl import TrlParser
 
 from npu_trainer_kernels import NpuKernelsArguments
 
-# A prime, as real vocabularies are awkward too, and large enough that the logits are most of the memory of a step.
+# A prime, since real vocabularies may have awkward sizes; so large that logits are most of a step's memory.
 VOCAB_SIZE = 8009
 CHARACTERS = 500_000
 
 
 @dataclass
 class ScriptArguments(SourceArguments):
-    """The fields that only this script has."""
+    """The arguments that only this script has."""
 
     dataset_text_field: str | None = field(
         default=None, metadata={"help": "The column of --dataset_name that holds the text (default: text)."}
@@ -83,7 +83,7 @@ class ScriptArguments(SourceArguments):
 
 
 def make_parser() -> HfArgumentParser:
-    """The command line; `TrlParser` is transformers' parser that also reads `--config file.yaml`."""
+    """Returns the parser of the command line; `TrlParser` extends transformers' parser by `--config file.yaml`."""
     parser = TrlParser((ScriptArguments, NpuKernelsArguments, TrainingArguments))
     parser.set_defaults(
         output_dir="runs/sft",
@@ -100,7 +100,7 @@ def make_parser() -> HfArgumentParser:
 
 
 def standard_library_texts(characters: int, seed: int) -> list[str]:
-    """Python's own modules in a random order, until they hold this many characters."""
+    """Returns the sources of Python's own modules in a random order, up to this many characters."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests"}
     files = sorted(f for f in root.rglob("*.py") if skipped.isdisjoint(f.relative_to(root).parts))
@@ -116,7 +116,7 @@ def standard_library_texts(characters: int, seed: int) -> list[str]:
 
 
 def load_texts(args: ScriptArguments, seed: int) -> list[str]:
-    """The documents to train on, held-out ones included, in a random order."""
+    """Returns all documents, for training and held out, in a random order."""
     if args.dataset_name is None:
         return standard_library_texts(CHARACTERS if args.text_characters is None else args.text_characters, seed)
     rows, column = load_rows(args), args.dataset_text_field or "text"
@@ -127,7 +127,7 @@ def load_texts(args: ScriptArguments, seed: int) -> list[str]:
 
 
 def make_tokenizer(args: ScriptArguments, texts: Sequence[str], output_dir: str) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or a byte-level one trained on the texts, which is left in the output folder."""
+    """Returns the model's tokenizer, or a byte-level one trained on the texts, which is saved in the output folder."""
     if args.model_name_or_path is not None:
         return load_tokenizer(args.model_name_or_path)
     tokenizer = byte_level_tokenizer(texts, VOCAB_SIZE if args.vocab_size is None else args.vocab_size)
@@ -136,13 +136,13 @@ def make_tokenizer(args: ScriptArguments, texts: Sequence[str], output_dir: str)
 
 
 def pack(documents: Sequence[Sequence[int]], length: int, end: int) -> Iterator[list[int]]:
-    """Cuts the documents, each followed by the token `end`, into sequences of `length`; a shorter rest is dropped."""
+    """Cuts documents, each followed by the token `end`, into sequences of `length`; a shorter rest is dropped."""
     stream = list(chain.from_iterable((*document, end) for document in documents))
     return (stream[start : start + length] for start in range(0, len(stream) - length + 1, length))
 
 
 def packed_dataset(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
-    """Texts as sequences of one length whose labels are the tokens themselves."""
+    """Returns texts as sequences of one length whose labels are the tokens themselves."""
     documents = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     sequences = list(pack(documents, length, tokenizer.eos_token_id))
     if not sequences:
@@ -151,7 +151,7 @@ def packed_dataset(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, len
 
 
 def small_llama(tokenizer: PreTrainedTokenizerBase, length: int) -> LlamaConfig:
-    """A Llama that two CPU cores train in half a minute."""
+    """Returns the config of a Llama that two CPU cores train in half a minute."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=160,

@@ -2,7 +2,7 @@
 
     python examples/trl_kto.py --use_npu_kernels
 
-A small Qwen3 is told of answers to sums whether they are right.
+A small Qwen3 learns from answers to sums that are labelled right or wrong.
 Every field of `trl.KTOConfig` is an option.
 """
 

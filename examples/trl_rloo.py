@@ -1,4 +1,4 @@
-"""Reinforcement with TRL's `RLOOTrainer`; `callbacks` is the only thing to add.
+"""Reinforcement learning with TRL's `RLOOTrainer`; `callbacks` is the only thing to add.
 
     python examples/trl_rloo.py --use_npu_kernels
 
@@ -12,7 +12,7 @@ from trl import RLOOConfig, RLOOTrainer
 
 
 def digits(completions: list[str], **kwargs: object) -> list[float]:
-    """The part of a completion that is digits."""
+    """Returns the fraction of digits in each completion."""
     return [sum(c.isdigit() for c in completion) / max(len(completion), 1) for completion in completions]
 
 

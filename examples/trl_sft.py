@@ -2,7 +2,7 @@
 
     python examples/trl_sft.py --use_npu_kernels
 
-A small Qwen3 learns sums such as `12+7=`, from the answers alone. `--loss_type dft` is served as well.
+A small Qwen3 learns sums such as `12+7=`, with a loss on the answers only. The kernels also serve `--loss_type dft`.
 Every field of `trl.SFTConfig` is an option.
 """
 
