@@ -1,7 +1,7 @@
 """Measures training steps on two or more GPUs, plain, with the kernels and with Liger's, in several wrappers.
 
-The rows show whether the kernels add communication, and whether they are still faster: beside time and memory each has
-the number of collective kernels in a step. The wrappers are
+The rows show whether the kernels add communication, and whether they are still faster: in addition to time and memory
+each has the number of collective kernels in a step. The wrappers are
 
 alone   none: every device runs the same step at once, without communication (a trainer's ranks still exchange their
         logs);

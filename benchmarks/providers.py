@@ -139,7 +139,7 @@ def _functional_layer_norm(case: OpCase, device: torch.device) -> Function:
 
 @_peer("moe_experts", "transformers-grouped_mm", "transformers")
 def _stock_experts(case: OpCase, device: torch.device) -> Function:
-    """The default implementation of transformers' models, which needs no class."""
+    """Makes the default implementation of transformers' models, which needs no class."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     def apply_gate(h: Tensor) -> Tensor:

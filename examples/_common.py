@@ -12,7 +12,7 @@ from typing import Any
 
 from npu_trainer_kernels.support.optional import require
 
-require("this example", "trl", "datasets")  # before what imports them
+require("this example", "trl", "datasets")  # before the imports that need them
 
 import torch
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk

@@ -4,7 +4,7 @@ A vector core has a scalar unit, which issues everything, and units that work in
 loads (MTE2) and one for stores (MTE3). Each executes its instructions in order; flags and barriers synchronise them.
 `simulate` runs a trace on this model with the vendor's single-core rates (`rates.json` names the source). The model has
 no caches, no launch cost and no memory traffic of other cores: the cycles of two versions of a kernel can be compared,
-but they are not microseconds of a chip and are never shown as such.
+but they are not microseconds of a chip and are never shown as times.
 """
 
 import bisect
