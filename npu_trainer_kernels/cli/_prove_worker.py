@@ -1,5 +1,5 @@
-"""One part of `npu-kernels prove`, in a process of its own: it says which items there are, begins one after the other,
-and records each. What is not caught here ends the process, and is the record of the item that had begun.
+"""Runs one part of `npu-kernels prove` in a separate process: it lists the items, begins one after the other, and
+records each. An exception that is not caught here ends the process, and the parent records it for the current item.
 
     echo '["done items"]' | python -m npu_trainer_kernels.cli._prove_worker PART
 """
@@ -35,10 +35,10 @@ from ._selfcheck import CHECKED, CHECKED_TOKENS, TIMED, check, facts
 
 __all__ = ["PARTS", "Items", "main"]
 
-# The most wanted first: time may run out.
+# The most important first, since time may run out.
 DTYPES = ("bfloat16", "float32", "float16")
 PROVIDERS = ("ours-triton", "ours-vendor", "ours-torch", "reference")
-# The rule of `verify` with as many noisy runs as the convergence suite has: there are several cases.
+# As many noisy runs as in the convergence suite, since there are several cases; the rule is that of `verify`.
 NOISE_RUNS = 10
 CONVERGENCE_STEPS = 16
 
@@ -48,18 +48,18 @@ def _benchmarks(module: str) -> Any:
 
 
 class Items:
-    """What a part has to do, and where it says so.
+    """The items of a part, which reports them to the parent.
 
     Args:
-        lines: to the parent.
-        done: what is not to be done again.
+        lines: the lines to the parent.
+        done: items that are done already.
     """
 
     def __init__(self, lines: Lines, done: set[str]) -> None:
         self._lines, self._done = lines, done
 
     def todo(self, names: list[str]) -> list[str]:
-        """Says which items there are; returns those that are to be done."""
+        """Reports all items to the parent, and returns those that are not done."""
         self._lines.write(items=names)
         return [name for name in names if name not in self._done]
 
@@ -67,11 +67,11 @@ class Items:
         self._lines.write(begins=name)
 
     def record(self, name: str, status: str, **found: Any) -> None:
-        """`status`: ok, wrong, failed, or absent (what it needs is not there)."""
+        """Reports a result. `status`: ok, wrong, failed, or absent (it cannot run on this machine)."""
         self._lines.write(item=name, status=status, **found)
 
     def each(self, names: list[str]) -> Iterator[str]:
-        """Those that are to be done, each begun."""
+        """Returns the items that are not done, and reports the beginning of each."""
         for name in self.todo(names):
             self.begin(name)
             yield name
@@ -87,7 +87,7 @@ def _device(items: Items) -> None:
     for name in items.each(["device"]):
         meta = _benchmarks("results").environment(where, [], commit="not asked")
         count = torch.get_device_module(where).device_count() if is_accelerator(where) else 1
-        # The command names folders, and the commit may be of a repository of the user's.
+        # The command has paths, and the commit may be one of the user's repository.
         del meta["command"], meta["commit"]
         known = facts(where)
         items.record(name, "ok", meta=meta, count=count, chip=known["device"]["name"], sized_as=known["sized_as"],
@@ -107,7 +107,7 @@ def _checks(items: Items) -> None:
         for (op, dtype), work in works.items()
         for backend in _tune.candidates(work, where)
     }
-    # The choices first: without them nobody knows what the other parts' figures are of.
+    # The choices come first, since they say which backend the other parts measure.
     for name in items.each(["choices", *todo]):
         if name == "choices":
             items.record(name, "ok", choices={work.op: _choice(work.backend_op, where) for work in works.values()})
@@ -119,7 +119,7 @@ def _checks(items: Items) -> None:
         except (KernelError, torch.OutOfMemoryError) as error:
             items.record(name, "failed", **row, reason=one_line(error))
         except ValueError as error:
-            # The vendor's operators cover some calls.
+            # The vendor's operators cover only some calls.
             items.record(name, "absent" if backend == "vendor" else "failed", **row, reason=one_line(error))
         else:
             items.record(name, "ok" if problem is None else "wrong", **row, reason=problem)
@@ -127,14 +127,14 @@ def _checks(items: Items) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- kernels
 def _cases(where: torch.device) -> list[Any]:
-    """What evidence in the table of ops is of; on a CPU smaller ones."""
+    """Returns the cases on which the evidence in the table of ops is based; on a CPU smaller ones."""
     cases = _benchmarks("cases")
     if not is_accelerator(where):
         shapes, tokens = TIMED[False]
         works = of_model(shapes, tokens, "float32")
         return [cases.OpCase(work.op, work.sizes, work.dtype) for work in works if work.op in cases.OPS]
     wanted = [case for case in cases.table(where.type) if case.group == "ops"]
-    # One row of each op before the second of any: time may run out.
+    # The first case of every op comes before the second of any, since time may run out.
     rows_of: Counter[str] = Counter()
     rank = {}
     for case in wanted:
@@ -144,7 +144,8 @@ def _cases(where: torch.device) -> list[Any]:
 
 
 def _kernels(items: Items) -> None:
-    """The benchmark's rows: every op and the head, by each of our backends, the vendor's operator and plain PyTorch."""
+    """Measures the benchmarks' rows: every op and the head, with each of our backends, the vendor's operator and plain
+    PyTorch."""
     results, runner = _benchmarks("results"), _benchmarks("runner")
     where = _where()
     settings = Settings() if is_accelerator(where) else QUICK
@@ -169,14 +170,14 @@ def _status(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     if any(row.get("verdict") in ("wrong", "inaccurate") for row in rows):
         return "wrong"
-    # The vendor's operators cover some calls.
+    # The vendor's operators cover only some calls.
     if first["provider"] == "ours-vendor" and first.get("reason", "").startswith("ValueError"):
         return "absent"
     return {"ok": "ok", "absent": "absent", "error": "failed"}[first["status"]]
 
 
 def _reason(rows: list[dict[str, Any]]) -> str | None:
-    """Why a row is no good; None where it is."""
+    """Returns why a row has no valid result, or None."""
     first = rows[0]
     if first.get("verdict") not in ("wrong", "inaccurate"):
         return first.get("reason")
@@ -202,7 +203,7 @@ def _workloads(kind: str) -> list[Any]:
 
 
 def _without_trl(workload: Any) -> str | None:
-    """Why a workload of TRL's cannot be run, or None."""
+    """Returns why a workload with a trainer of TRL cannot run, or None."""
     try:
         if workload.name.endswith("-trl"):
             require(workload.name, "trl", "datasets")
@@ -225,16 +226,16 @@ def _steps(items: Items) -> None:
         if missing is not None:
             items.record(name, "absent", rows=[], reason=missing)
             continue
-        # No limit of its own: who started this process has one.
+        # Without a time limit, since the parent process has one.
         row = endtoend.run(workload, variant, 8 if is_accelerator(where) else 5, None)
-        # It has paths.
+        # The log has paths.
         row.pop("log", None)
         row.setdefault("version", "")
         items.record(name, _status([row]), rows=[row], reason=_reason([row]))
 
 
 def _ranks(items: Items) -> None:
-    """Two ranks: collectives over HCCL, NCCL or gloo, and steps alone, under DDP and under FSDP2."""
+    """Measures two ranks: collectives over HCCL, NCCL or gloo, and steps without a wrapper, with DDP and with FSDP2."""
     distributed, endtoend = _benchmarks("distributed"), _benchmarks("endtoend")
     where = _where()
     accelerated = is_accelerator(where)
@@ -259,7 +260,7 @@ def _ranks(items: Items) -> None:
 
 
 def _run_ranks(command: list[str], port: int, folder: Path, root: Path) -> str | None:
-    """Runs a command as two ranks; the reason of the first that failed, or None."""
+    """Runs a command as two ranks; returns why the first one that failed did, or None."""
     with contextlib.ExitStack() as stack:
         said = [stack.enter_context(open(folder / f"rank{rank}", "w+", encoding="utf-8")) for rank in range(2)]
         ranks = [
@@ -336,14 +337,14 @@ def _convergence(items: Items) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- table
 def _table(items: Items) -> None:
-    """What `npu-kernels tune` would store, op by op."""
+    """Measures what `npu-kernels tune` would store, op by op."""
     where = _where()
     accelerated = is_accelerator(where)
     shapes, tokens = TIMED[accelerated]
     dtype = "bfloat16" if accelerated else "float32"
     settings = None if accelerated else QUICK
     checked = {work.op: work for work in of_model(CHECKED, CHECKED_TOKENS, dtype)}
-    # The first form of an op decides.
+    # The first form of an op decides its backend.
     forms = {op.forms[0]: name for name, op in TABLE.items()}
     settled: dict[tuned.TileKey, tuned.Variation] = {}
     with tuned.ignored():
