@@ -102,7 +102,7 @@ def _inputs(case: OpCase, device: torch.device, seed: int) -> Inputs:
 
 def floors(case: OpCase, device: torch.device, settings: Settings, bytes_per_second: float) -> list[Row]:
     """Returns a floor row for each mode."""
-    work = OPS[case.op].work(case)
+    work = work_of(case)
     if OPS[case.op].products is not None:
         seconds = product_seconds(case, device, settings)
     else:

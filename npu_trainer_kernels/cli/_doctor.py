@@ -47,7 +47,7 @@ def _child(ops: list[str], times: bool, seconds: float) -> Iterator[dict[str, An
 def self_check(times: bool = True, seconds: float = 600.0) -> Iterator[dict[str, Any]]:
     """Returns the lines that `_selfcheck` writes. If an op crashes the process, its line has the reason as `problem`,
     and a new process checks the remaining ops."""
-    left = list(FORMS)
+    left = list(FORM_NAMES)
     while left:
         started: dict[str, Any] | None = None
         for line in _child(left, times, seconds):

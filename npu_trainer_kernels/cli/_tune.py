@@ -264,7 +264,7 @@ def tiles_of(outcomes: list[Outcome]) -> "dict[TileKey, Variation]":
 def pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
     """Returns every op at the largest and then at the smallest number of tokens, so that a run that is stopped has
     complete ranges. Tiles are varied at the largest; the smallest is timed with the chosen tiles."""
-    from ..workloads import of_model
+    from ..descriptions import of_model
 
     ends = dict.fromkeys((tokens, max(8, tokens // SHARE)))
     return [work for pair in zip(*(of_model(shapes, end, dtype) for end in ends), strict=True) for work in pair]
