@@ -203,13 +203,10 @@ def strict_override(override: str | None) -> str:
     return _STRICT if not override else f"{override},{_STRICT}"
 
 
-def _choose(
-    op: str, device: torch.device, override: str | None, environment: str, at: Callable[[], Shape] | None = None
-) -> tuple[str, str]:
-    asked, source = _asked_for(op, override, environment)
-    kind = devices.kind_of(device)
+def _choose(op: str, kind: str, measured: tuned.Entry | None, asked: str | None, source: str) -> tuple[str, str]:
+    """Returns the backend, and why, for the answer of `_asked_for`."""
     if asked is None:
-        return _by_table(op, kind, _measured(op, device, at), False)
+        return _by_table(op, kind, measured, False)
     reason = unavailable(asked, kind, op)
     if reason is not None:
         raise ValueError(f"{op}: backend {asked!r} (from {source}) cannot run on {kind}: {reason}")
@@ -246,23 +243,24 @@ def choose(
         # An unknown name is an error here too. Call the function below the cache, because Dynamo warns of caches.
         _asked_for.__wrapped__(op, override, os.environ.get(ENVIRONMENT, ""))
         return "torch"
-    environment = variable(ENVIRONMENT)
+    kind = devices.kind_of(device)
     strict = override is not None and _asks_strict(override)
     # A strict model tries a kernel again that has failed for another model.
-    if not strict and has_failed(op, device):
+    if not strict and _failures and (op, kind) in _failures:
         return "torch"
-    name = _choose(op, device, override, environment, at)[0]
+    asked, source = _asked_for(op, override, variable(ENVIRONMENT))
+    measured = _measured(op, device, at) if asked is None else None
+    name = _choose(op, kind, measured, asked, source)[0]
     if name == "vendor":
-        name = _covering(op, device, override, environment, uncovered, unwanted, at)
+        name = _covering(op, kind, measured, asked, source, uncovered, unwanted)
     return _strictly(name) if strict else name
 
 
 def _covering(
-    op: str, device: torch.device, override: str | None, environment: str, uncovered: Reason | None,
-    unwanted: Reason | None, at: Callable[[], Shape] | None,
+    op: str, kind: str, measured: tuned.Entry | None, asked: str | None, source: str, uncovered: Reason | None,
+    unwanted: Reason | None,
 ) -> str:  # fmt: skip
     """Returns "vendor", which was chosen, or the backend for calls that the vendor does not cover."""
-    asked, source = _asked_for(op, override, environment)
     reason = uncovered() if uncovered is not None else None
     if asked is not None and reason is not None:
         raise ValueError(
@@ -273,7 +271,7 @@ def _covering(
         reason = unwanted()
     if reason is None:
         return "vendor"
-    return _by_table(op, devices.kind_of(device), _measured(op, device, at), True)[0]
+    return _by_table(op, kind, measured, True)[0]
 
 
 def asked_for(op: str, override: str | None = None) -> bool:
@@ -297,19 +295,19 @@ def explain(
     """Returns the result of `choose` for calls of a shape that was not measured, and the reason."""
     if uncovered is not None and choose(op, device, override) != choose(op, device, override, uncovered):
         return choose(op, device, override, uncovered), f"the vendor's operator does not cover it: {uncovered()}"
-    if has_failed(op, device):
-        return "torch", f"its kernel failed here: {_failures[op, devices.kind_of(device)]}"
-    environment = variable(ENVIRONMENT)
-    name, reason = _choose(op, device, override, environment)
-    asked, _ = _asked_for(op, override, environment)
+    kind = devices.kind_of(device)
+    if (op, kind) in _failures:
+        return "torch", f"its kernel failed here: {_failures[op, kind]}"
+    asked, source = _asked_for(op, override, variable(ENVIRONMENT))
+    name, reason = _choose(op, kind, None, asked, source)
     if name == "vendor":
-        others = _by_table(op, devices.kind_of(device), None, True)[0]
+        others = _by_table(op, kind, None, True)[0]
         rest = f"goes to {others}" if asked is None else "raises"
         served = vendor.SERVED[op]
         reason += f". It covers {served.covers}; what it does not cover {rest}"
         if asked is None and served.not_repeatable is not None:
             reason += f", and so does {served.not_repeatable}"
-    elif asked is None and devices.kind_of(device) == "cpu":
+    elif asked is None and kind == "cpu":
         state = devices.torch_npu_state()
         reason += f"; {state}" if state else ""
     return name, reason
