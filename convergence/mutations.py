@@ -559,9 +559,9 @@ def _mutations() -> tuple[Mutation, ...]:
             cases = ("lm", "grpo", "grpo-lora", "lm-layer-norm", "lm-gated-norm")
             of_experts = ("lm-experts", "lm-own-gate")
             # Flash attention computes in 16 bits, in which one percent of its gradient of q is within the noise.
-            only = {"moe_experts": of_experts, "_expert_steps": of_experts, "_slices": ("lm-tiled",),
-                    "_segment_kernels": ("sft-autocast",)}  # fmt: skip
-            scale = 1.1 if op == "_segment_kernels" else SCALE
+            only = {"moe_experts": of_experts, "steps": of_experts, "slices": ("lm-tiled",),
+                    "segment_kernels": ("sft-autocast",)}  # fmt: skip
+            scale = 1.1 if op == "segment_kernels" else SCALE
             name = f"{op}.{function.__name__}: {'last' if last else 'first'} gradient x {scale}"
             absent = _ABSENT.get(function.__name__, _nowhere)
             found.append(Mutation(name, only.get(op, cases), _scaled_gradient(function, last, scale), absent))

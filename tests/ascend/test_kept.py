@@ -35,7 +35,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from npu_trainer_kernels import device
 from npu_trainer_kernels.support.triton import jit, tl
-from npu_trainer_kernels.ops import _launch
+from npu_trainer_kernels.ops import launch as _launch
 
 _launch.INTERPRETED = True
 device.keeps_compiled = lambda where, real=device.keeps_compiled: real(torch.device("npu"))

@@ -182,7 +182,10 @@ def test_labels_that_a_forward_of_its_own_makes_longer(scored_rows):
     expected, truth = _scored(model, inputs), _scored(exact, inputs)
     with apply_npu_kernels(model):
         found = _scored(model, inputs)
-    assert scored_rows == [inputs["labels"].shape[0] * (inputs["labels"].shape[1] + 2 - 1)]
+    rows = inputs["labels"].shape[0] * (inputs["labels"].shape[1] + 2 - 1)
+    if not hasattr(trl_utils, "_use_triton"):  # TRL 1.15 leaves those without a label out by itself
+        rows = int((inputs["labels"] != -100).sum())
+    assert scored_rows == [rows]
     for actual, reference, exact_value in zip(found, expected, truth, strict=True):
         assert_as_close(actual, reference, exact_value, "longer")
 
