@@ -8,11 +8,14 @@
 
 `npu-kernels doctor`, `tune` and `prove`, the benchmarks, the Ascend gate and the tests read them. `base.py` says what a
 description is made of, and each other file describes one family of ops: its forms (`FORMS`), and the sizes and options
-that the Ascend compiler is given (`GATE`).
+that the Ascend compiler is given (`GATE`). A new file is found by being there.
 """
 
+import importlib
+import pkgutil
+from types import ModuleType
+
 from ..table import FORM_NAMES
-from . import attention, embedding, experts, gated_mlp, head, norms, rotation
 from .base import (
     DTYPES,
     EPS,
@@ -44,11 +47,19 @@ __all__ = [
     "rotation_entry",
 ]  # fmt: skip
 
-for _family in (norms, gated_mlp, experts, rotation, attention, embedding, head):
+
+def _families() -> list[ModuleType]:
+    """Returns the files of this folder that describe ops, in the order of the table's rows, which is that of the Ascend
+    report; a file that the table has no form of comes last."""
+    names = (info.name for info in pkgutil.iter_modules(__path__) if info.name != "base")
+    found = (importlib.import_module(f"{__name__}.{name}") for name in names)
+    return sorted(found, key=lambda family: min(map((*FORM_NAMES, *family.FORMS).index, family.FORMS)))
+
+
+_every_family = _families()
+for _family in _every_family:
     FORMS.update(_family.FORMS)
-GATE: tuple[GateEntry, ...] = (
-    *norms.GATE, *gated_mlp.GATE, *rotation.GATE, *embedding.GATE, *experts.GATE, *head.GATE,
-)  # fmt: skip
+GATE: tuple[GateEntry, ...] = tuple(entry for family in _every_family for entry in family.GATE)
 """All rows of the Ascend gate."""
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import ops
-from .base import Form, Function, Inputs, Outputs, Tensors, Work, Workload, attention_lengths, randn
+from .base import Form, Function, GateEntry, Inputs, Outputs, Tensors, Work, Workload, attention_lengths, randn
 
-__all__ = ["FORMS"]
+__all__ = ["FORMS", "GATE"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,3 +121,4 @@ FORMS = {
         _attention_work,
     ),
 }  # fmt: skip
+GATE: tuple[GateEntry, ...] = ()
