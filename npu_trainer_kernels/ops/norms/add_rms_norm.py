@@ -98,7 +98,7 @@ def add_rms_norm(
         weight: `[H]` or None.
         eps: added to the mean square; not negative.
         offset: added to the weight.
-        casting: `"llama"`, `"gemma"` or `"none"`.
+        casting: as in `rms_norm`.
         mode: `"pre"` or `"post"`.
         multiplier: factor of x before the addition. Triton compiles a kernel for each value.
         backend: overrides the choice of `backends.choose`.

@@ -5,6 +5,7 @@
     casting "llama"   y = w' * n.to(x.dtype)        LlamaRMSNorm; y has the promoted dtype of weight and x
             "gemma"   y = (n * w').to(x.dtype)      Gemma (offset 1), Olmo2 and nn.RMSNorm (offset 0)
             "none"    y = (x * rstd.to(x.dtype)) * w'.to(x.dtype)      both products in x's dtype
+    (`CASTINGS` in `ops/norms/rms_kernels.py` has all of them)
 
     g = dy w'        dx = rstd (g - n mean_j g_j n_j)        dw = sum over rows of dy n
 
@@ -88,7 +89,7 @@ def rms_norm(
         weight: `[H]`, or None, which returns n rounded to x's dtype.
         eps: added to the mean square; not negative.
         offset: added to the weight.
-        casting: `"llama"`, `"gemma"` or `"none"`.
+        casting: one of `CASTINGS`, as `"llama"`, `"gemma"` or `"none"`.
         backend: overrides the choice of `backends.choose`.
 
     Returns:
