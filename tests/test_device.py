@@ -92,7 +92,7 @@ def test_the_number_of_vector_cores_is_the_cards_own_where_torch_npu_says_it(mon
 
 
 @pytest.mark.parametrize(
-    ("name", "like"), [("Ascend950DT_9582x", "Ascend950PR_9579"), ("Ascend910_9363", "Ascend910B4")]
+    ("name", "like"), [("Ascend950DT_0000", "Ascend950PR_9579"), ("Ascend910_0000", "Ascend910B4")]
 )
 def test_an_unknown_chip_gets_the_tiles_of_its_generation_and_a_warning(monkeypatch, name, like):
     with pytest.warns(UserWarning, match=f"unknown Ascend chip '{name}': tiles are sized as for {like} "):

@@ -24,7 +24,7 @@ def names() -> set[str]:
 
 def test_every_chip_is_in_the_table_or_gets_the_tiles_of_its_generation():
     assert len([name for name in names() if name.startswith("Ascend950")]) == 34
-    assert names() - device.ASCEND_CHIPS.keys() == UNKNOWN
+    assert names() - device.ASCEND_CHIPS.keys() <= UNKNOWN
     assert device.ASCEND_CHIPS.keys() <= names()
     for name in names():
         kib = 248 if name.startswith("Ascend950") else 192
