@@ -25,6 +25,8 @@ and the model after `restore`. *Served* counts the modules in which an op ran; o
 are put in only when they are asked for by name. Towers for images and sound, which text does not reach, are not
 counted. *Not compared* is what the family's own code cannot do, with what it raises unpatched.
 
+The ops are {ops}.
+
 | family | class | served | left alone, or not compared |
 |---|---|---|---|
 """
@@ -66,7 +68,7 @@ def row(results: Sequence[Result]) -> str:
 def page(rows: Iterable[str]) -> str:
     """The whole page."""
     left_out = "".join(f"- {kind}: {reason}.\n" for kind, reason in LEFT_OUT.items())
-    head = _HEAD.format(version=transformers.__version__)
+    head = _HEAD.format(version=transformers.__version__, ops=", ".join(f"`{op}`" for op in PATCHES))
     return (
         head
         + "\n".join(rows)

@@ -36,7 +36,7 @@ def test_the_page_has_every_family_and_every_op():
     text = page.PAGE.read_text()
     if page.version_of(text) == transformers.__version__:
         assert page.families_of(text) == page.names(), "python -m tests.families --write"
-    assert all(op in text for op in PATCHES)
+    assert all(f"`{op}`" in text for op in PATCHES), "python -m tests.families --write"
 
 
 def test_the_page_says_what_was_not_compared():
