@@ -21,6 +21,8 @@ import torch
 torch.set_num_threads(int(os.environ.get("NPU_KERNELS_TEST_THREADS", "1")))
 
 
+# Files of a copy of the repository (test_extending.py).
+collect_ignore = ["extending"]
 _APART = [Path(__file__).parent / name for name in ("ascend", "frameworks", "npu_contract", "oldest", "zero3")]
 
 
