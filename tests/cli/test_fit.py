@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks import fit_check
+from benchmarks import fit_check, step_cases
 from benchmarks.models import MODELS
 from benchmarks.results import read
 from npu_trainer_kernels import device, fit
@@ -340,9 +340,9 @@ def test_a_setup_says_what_is_wrong(changes, message):
 
 # Committed runs whose rows are all of one length.
 MEASURED = [
-    ("sft-trainer", "llama-1b 8x2048", fit_check.Workload("sft-trainer", "llama-1b", 8, 2048)),
-    ("sft-trl", "llama-1b 8x2048", fit_check.Workload("sft-trl", "llama-1b", 8, 2048)),
-    ("sft-trainer", "gemma3-1b 4x2048", fit_check.Workload("sft-trainer", "gemma3-1b", 4, 2048)),
+    ("sft-trainer", "llama-1b 8x2048", step_cases.StepWorkload("sft-trainer", "llama-1b", 8, 2048)),
+    ("sft-trl", "llama-1b 8x2048", step_cases.StepWorkload("sft-trl", "llama-1b", 8, 2048)),
+    ("sft-trainer", "gemma3-1b 4x2048", step_cases.StepWorkload("sft-trainer", "gemma3-1b", 4, 2048)),
 ]
 
 
@@ -361,7 +361,8 @@ def test_committed_steps_on_two_cards(sharding, variant):
     _, rows = read(RESULTS / "2026-11-22-nvidia-h200-sixth-round-two-gpus.json")
     called = (f"sft-{sharding}", "llama-1b 2x4x2048", variant)
     (row,) = (r for r in rows if (r["op"], r["shape"], r["provider"]) == called)
-    setup = fit_check.setup_of(fit_check.Configuration(fit_check.Workload("sft-trainer", "llama-1b", 4, 2048)), variant)
+    workload = step_cases.StepWorkload("sft-trainer", "llama-1b", 4, 2048)
+    setup = fit_check.setup_of(fit_check.Configuration(workload), variant)
     # A loop of its own, with `DistributedDataParallel` as it is.
     wrapped = replace(setup, sharding=sharding, devices=2, find_unused=False if sharding == "ddp" else None)
     predicted = predict(fit_check.config_of("llama-1b"), replace(wrapped, memory=150109880320)).peak_bytes
