@@ -90,6 +90,18 @@ def experts():
     return small_model("qwen3-moe").model.layers[0].mlp.experts
 
 
+# Why, by op; and for MLPs whose projections do not all have the MLP's input.
+WHY = {
+    "swiglu": "it does not compute down(act(gate(x)) * up(x)) with an act that swiglu knows",
+    "rms_norm": "it does not compute an RMSNorm that rms_norm knows",
+    "embedding": "it is not an embedding times a scale",
+    "moe_experts": "its own code computes something else than its flags say",
+}
+OTHER_INPUT = "its projections are given something else than its input"
+OTHERWISE = dict.fromkeys(("its input is scaled", "the gate sees another input", "the gate's input is detached"),
+                          OTHER_INPUT)  # fmt: skip
+
+
 MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "swiglu": (lambda: LlamaMLP(LlamaConfig(**SMALL)), {"itself": LlamaMLP.forward, **MLPS}),
     "rms_norm": (lambda: LlamaRMSNorm(48), {"itself": normed, **NORMS}),
@@ -109,9 +121,50 @@ def test_what_is_nearly_an_op_is_left_alone(op, name):
     with apply_npu_kernels(nn.Sequential(module), ops=[op]) as kernels:
         report = kernels.report()
     assert len(report.replaced) == (name == "itself"), report
-    assert [left.module for left in report.left_alone if left.op == op] == ([] if name == "itself" else ["0"])
+    left = [] if name == "itself" else [("0", OTHERWISE.get(name, WHY[op]))]
+    assert [(each.module, each.reason) for each in report.left_alone if each.op == op] == left
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(part.training for part in module.modules())
+
+
+def raises(kind):
+    def forward(module, *given):
+        raise kind("not with so few rows")
+
+    return forward
+
+
+def twice_gated(mlp, x):
+    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.gate_proj(x))
+
+
+def of_halves(norm, x):
+    return F.layer_norm(x.unflatten(-1, (2, -1)), (24,), eps=norm.eps).flatten(-2) * norm.weight + norm.bias
+
+
+# op -> a module, another forward of it, and why it is left alone.
+UNKNOWN = [
+    ("rms_norm", lambda: LlamaRMSNorm(48), raises(ValueError), "its forward cannot be probed (ValueError)"),
+    ("swiglu", MODULES["swiglu"][0], raises(IndexError), "its forward cannot be probed (IndexError)"),
+    ("embedding", MODULES["embedding"][0], raises(TypeError), "its forward cannot be probed (TypeError)"),
+    ("moe_experts", experts, lambda experts, x, ids, weights: experts.absent,
+     "its forward cannot be probed (AttributeError)"),
+    ("rms_norm", lambda: LlamaRMSNorm(48), lambda norm, x: (normed(norm, x), x),
+     "its forward does not return one tensor"),
+    ("layer_norm", lambda: nn.LayerNorm(48), of_halves, "it does not compute a layer norm that layer_norm knows"),
+    ("swiglu", MODULES["swiglu"][0], twice_gated, "its forward does not call each of its projections once"),
+    ("swiglu", MODULES["swiglu"][0], lambda mlp, x: (mlp.down_proj(product(mlp, x)), x),
+     "its forward does not call each of its projections once"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "make", "forward", "why"), UNKNOWN)
+def test_what_a_probe_makes_nothing_of_is_left_alone(op, make, forward, why):
+    module = make()
+    module.__class__ = kind = type("Mine", (type(module),), {"forward": forward})
+    with apply_npu_kernels(nn.Sequential(module), ops=[op]) as kernels:
+        assert type(module) is kind
+        assert [(each.op, each.reason) for each in kernels.report().left_alone] == [(op, why)]
 
 
 def mean_of_weights_dtype(norm, x):
@@ -133,7 +186,10 @@ def test_norms_of_two_dtypes(cls, of_input, of_weight):
     expected = model(x)
     with apply_npu_kernels(model, ops=["rms_norm"]) as kernels:
         found = model(x.requires_grad_())
-        assert kernels.report().ran["rms_norm"] == (cls is LlamaRMSNorm or of_input is of_weight)
+        served = cls is LlamaRMSNorm or of_input is of_weight
+        assert kernels.report().ran["rms_norm"] == served
+        reasons = [] if served else ["parameters of another dtype than what is normed"]
+        assert [each.reason for each in kernels.report().declined] == reasons
     assert found.dtype == expected.dtype
     assert torch.equal(found, expected)
 

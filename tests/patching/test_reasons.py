@@ -2,23 +2,27 @@
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.utils import parametrize
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from npu_trainer_kernels import apply_npu_kernels, device
 from npu_trainer_kernels.ops.attention.segments import Segments
 from npu_trainer_kernels.ops.head import vocabulary_slices
 from npu_trainer_kernels.patching.body import packed
-from tests.models import small_model
+from tests.models import assert_outcome_close, batch, loss_and_gradients, small_model
 
 from .padded import declined, padded, ran
 from .promised import HEAD, IDS, LABELS, formed, outcome, shifted
@@ -61,6 +65,46 @@ def test_embeddings_that_do_more(options, later):
         assert said == reason
 
 
+class Special(torch.Tensor):
+    """A tensor that is more than its storage, as quantised and sharded ones are."""
+
+
+def looked_up(ids: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    return lambda embedding: embedding(ids)
+
+
+def scaled_by_columns(embedding: Any) -> torch.Tensor:
+    embedding.embed_scale = torch.linspace(1, 2, 8)
+    return embedding(ROW)
+
+
+ROW = torch.tensor([[1, 1, 1, 2]])
+LOOKUPS: dict[str, tuple[str, Callable[[Any], torch.Tensor]]] = {
+    "by name": ("it is given something else than ids", lambda embedding: embedding(input_ids=ROW)),
+    "of a kind of their own": ("its ids are no plain int64 or int32 tensor", looked_up(ROW.as_subclass(Special))),
+    "with a scale for each column": ("its embed_scale has no number that can be read", scaled_by_columns),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_embeddings_that_are_called_otherwise(name):
+    reason, use = LOOKUPS[name]
+
+    def made() -> Around:
+        torch.manual_seed(0)
+        return Around(Gemma3TextScaledWordEmbedding(7, 8, 0, 3.0))
+
+    def found(model: Around) -> list[torch.Tensor]:
+        result = use(model.inner)
+        result.sum().backward()
+        return [result.detach(), model.inner.weight.grad]
+
+    model = made()
+    with apply_npu_kernels(model, ops=["embedding"]) as kernels:
+        assert all(map(torch.equal, found(model), found(made())))
+        assert [each.reason for each in kernels.report().declined] == [reason]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Heads, and what is done to logits
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,9 +128,15 @@ def with_twice(model: Any) -> Any:
     return model
 
 
+def with_hook(model: Any) -> Any:
+    model.lm_head.register_forward_hook(lambda module, args, out: out * 0.5)
+    return model
+
+
 HEADS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], torch.Tensor]]] = {
     "by name": ("it is given more than hidden states", lambda model: model, by_name),
     "in fp64": ("float64 values", lambda model: model.double(), as_ever),
+    "hooked": ("it has a hook", with_hook, as_ever),
     "of another weight": ("its weight is computed anew whenever it is read (a parametrization)", with_twice, as_ever),
 }
 
@@ -99,6 +149,38 @@ def test_heads_that_are_called_otherwise(name):
         found = outcome(prepare(model), step)
         assert reason in {each.reason for each in kernels.report().declined}
     assert all(map(torch.equal, found, outcome(prepare(small_model("llama")), step)))
+
+
+def test_a_model_without_a_head():
+    with apply_npu_kernels(small_model("llama").model, ops=HEAD) as kernels:
+        assert left_alone(kernels, "linear_cross_entropy") == "no causal language model found"
+        assert left_alone(kernels, "linear_logprob") == "no causal language model found"
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Any]:
+    """A mesh of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_a_head_that_was_sharded_since(one_rank, dim):
+    """By something else than a plan of transformers, which takes hidden states for replicated ones."""
+
+    def found(model: Any) -> list[torch.Tensor]:
+        hidden, head = model.model(IDS).last_hidden_state.detach(), model.lm_head
+        head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), one_rank, [Shard(dim)]))
+        with implicit_replication():
+            loss = shifted(head(hidden).full_tensor())
+            loss.backward()
+        return [loss.detach(), head.weight.grad.full_tensor()]
+
+    model = small_model("llama")
+    with apply_npu_kernels(model, ops=HEAD) as kernels:
+        assert all(map(torch.equal, found(model), found(small_model("llama"))))
+        assert [each.reason for each in kernels.report().declined] == ["it is sharded by columns or rows"]
 
 
 def test_a_head_of_another_dtype_says_so_as_ever():
@@ -123,6 +205,19 @@ STEPS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "a cap of nothing": ("by a factor out of range", lambda t: shifted(torch.tanh(t) * 0.0 + t)),
     "two caps": ("a second time", lambda t: shifted(torch.tanh(torch.tanh(t)))),
     "an old argument": ("with other arguments", lambda t: cross_entropy(t, TARGETS, size_average=False)),
+    "a vector": ("a row of logits is taken apart", lambda t: shifted(t.flatten().view(t.shape))),
+    "a list of rows": ("by an index of another kind", lambda t: shifted(t[[1, 0]], LABELS[[1, 0]])),
+    "a cast that copies": ("with other arguments", lambda t: shifted(t.to(torch.float32, copy=True))),
+    "a cast that keeps strides": (
+        "with other arguments", lambda t: shifted(t.float(memory_format=torch.preserve_format))
+    ),
+    "no device": ("on another device", lambda t: shifted(t) * t.to("meta").dim()),
+    "the shape of others": (
+        "not as its first argument", lambda t: shifted(torch.arange(2.0 * 17 * 331).view_as(t) / 1e4 + t)
+    ),
+    "classes in the middle": (
+        "with targets of another shape", lambda t: nn.functional.cross_entropy(t, torch.arange(662).view(2, 331) % 17)
+    ),
     "probabilities": (
         "with targets that are no ids",
         lambda t: cross_entropy(t, torch.full((TARGETS.shape[0], 331), 1 / 331)),
@@ -147,14 +242,100 @@ def test_logits_that_are_formed(name):
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-def test_class_weights_of_another_dtype_raise_as_ever():
+class Elsewhere(torch.Tensor):
+    """A tensor on a device that no machine has."""
+
+    @staticmethod
+    def __new__(cls) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (1,), dtype=torch.bfloat16, device="fpga")
+
+    __torch_dispatch__ = None
+
+
+RAISING: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "class weights of another dtype": (
+        "with class weights of another kind", "expected scalar type",
+        lambda t: cross_entropy(t, TARGETS, weight=torch.ones(331, dtype=torch.float64)),
+    ),
+    "four indices": ("by too many indices", "too many indices", lambda t: t[0, 0, 0, 0]),
+    "a device of others": ("on another device", "(?i)fpga", lambda t: t.type_as(Elsewhere())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_what_logits_raise_they_raise_as_ever(name):
+    reason, message, use = RAISING[name]
     model = small_model("llama")
-    weights = torch.ones(331, dtype=torch.float64)
+    with pytest.raises((RuntimeError, IndexError), match=message) as expected:
+        use(model(input_ids=IDS).logits)
     with apply_npu_kernels(model, ops=HEAD) as kernels:
         logits = model(input_ids=IDS).logits
-        with pytest.raises(RuntimeError, match="expected scalar type"):
-            cross_entropy(logits, TARGETS, weight=weights)
-        assert any("with class weights of another kind" in each for each in formed(kernels))
+        with pytest.raises(expected.type, match=message):
+            use(logits)
+        assert any(reason in each for each in formed(kernels))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rotations and layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def trained_tables(module: nn.Module, args: Any, tables: Any) -> Any:
+    return tuple(table.requires_grad_() for table in tables)
+
+
+def special_tables(module: nn.Module, args: Any, tables: Any) -> Any:
+    return tuple(table.as_subclass(Special) for table in tables)
+
+
+TABLES = {
+    trained_tables: "other arguments, or other shapes, than its form has",
+    special_tables: "a Special is no plain tensor",
+}
+
+
+@pytest.mark.parametrize("change", TABLES, ids=lambda change: change.__name__)
+def test_rotations_by_tables_of_another_kind(change):
+    model, plain = small_model("llama"), small_model("llama")
+    with apply_npu_kernels(model, ops=["rope"]) as kernels:
+        for each in (model, plain):
+            each.model.rotary_emb.register_forward_hook(change)
+        found = loss_and_gradients(model, batch())
+        assert all(map(torch.equal, found, loss_and_gradients(plain, batch())))
+        assert {each.reason: each.calls for each in kernels.report().declined} == {TABLES[change]: 2}
+
+
+class Rotating(LlamaDecoderLayer):
+    """Rotates what its MLP reads, too."""
+
+    def forward(self, hidden_states, position_embeddings=None, **kwargs):
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states, position_embeddings=position_embeddings, **kwargs)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        heads = hidden_states.unflatten(-1, (-1, 16)).transpose(1, 2)
+        rotated, _ = apply_rotary_pos_emb(heads, heads, *position_embeddings)
+        return residual + self.mlp(rotated.transpose(1, 2).flatten(2))
+
+
+def test_a_forward_that_two_ops_would_rewrite():
+    def made(dtype: torch.dtype = torch.float32) -> Any:
+        model = small_model("llama").to(dtype)
+        for layer in model.model.layers:
+            layer.__class__ = Rotating
+        return model
+
+    model = made()
+    with apply_npu_kernels(model, ops=["add_rms_norm", "rope"]) as kernels:
+        found = loss_and_gradients(model, batch())
+        # Attentions are served by the one op, layers by the other.
+        assert kernels.report().ran == {"add_rms_norm": 2, "rope": 2}
+        reasons = {each.module: each.reason for each in kernels.report().left_alone}
+        assert reasons == dict.fromkeys(("model.layers.0", "model.layers.1"), "add_rms_norm is in its forward already")
+    truth = loss_and_gradients(made(torch.float64), batch())
+    assert_outcome_close(model, found, loss_and_gradients(made(), batch()), truth)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
