@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import masking_utils
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -20,8 +21,10 @@ from transformers.models.llama.modeling_llama import (
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
-from npu_trainer_kernels.patching.body.packed import PackedMask, Unserved, window_of
+from npu_trainer_kernels.patching.body.packed import PackedMask, Unserved, attend_by_segments, window_of
+from npu_trainer_kernels.patching.body.proof import _compared
 from npu_trainer_kernels.patching.probe.miniature import miniature, small_config
+from npu_trainer_kernels.patching.undo import Undo
 from tests.families.tiny import tiny_model
 from tests.models import SMALL, small_model
 
@@ -88,8 +91,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_masks_are_not_taken_for_windows(name):
+    what = "looks at more than positions" if name == "what tokens say" else "is neither causal nor a sliding window"
     for length in (20, 19):
-        with pytest.raises(Unserved, match="mask"):
+        with pytest.raises(Unserved, match=f"its mask {what}"):
             window_of(OTHERS[name], length)
 
 
@@ -170,6 +174,89 @@ def test_what_raises_is_left_alone():
     assert left_alone(with_body(Pairs)) == "its code takes no packed row: ValueError: two rows at least"
 
 
+class OfRows(LlamaModel):
+    """Returns something else than hidden states of tokens; `change` makes it of the output."""
+
+    change: Any = None
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        return type(self).change(super().forward(input_ids, attention_mask, position_ids, **kwargs))
+
+
+def with_halves(out: Any) -> Any:
+    out["halves"] = out.last_hidden_state / 2
+    return out
+
+
+def shortened(out: Any) -> Any:
+    out.last_hidden_state = out.last_hidden_state[:, 1:]
+    return out
+
+
+def overflowed(out: Any) -> Any:
+    out.last_hidden_state = out.last_hidden_state * torch.inf
+    return out
+
+
+def with_routers(out: Any) -> Any:
+    routers = out.last_hidden_state[..., :4].flatten(0, 1).unsqueeze(1)
+    return MoeModelOutputWithPast(last_hidden_state=out.last_hidden_state, router_logits=(routers,))
+
+
+OUTPUTS: dict[str, tuple[Any, str]] = {
+    "another output": (with_halves, "it returns halves"),
+    "a tuple": (lambda out: (out.last_hidden_state, out.last_hidden_state / 2), "it returns more than hidden states"),
+    "fewer places": (shortened, "a miniature of it gives no hidden state for each token"),
+    "no numbers": (overflowed, "a miniature of it gives no hidden state for each token"),
+    "routers' logits of another shape": (with_routers, "its router_logits are not of its tokens"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_what_returns_something_else_is_left_alone(name):
+    change, why = OUTPUTS[name]
+    assert left_alone(with_body(type("Body", (OfRows,), {"change": change}))) == why
+
+
+class Large(LlamaModel):
+    """Has no small sizes."""
+
+    def __init__(self, config: Any) -> None:
+        if config.vocab_size < SMALL["vocab_size"]:
+            raise ValueError("too small")
+        super().__init__(config)
+
+
+class Long(LlamaModel):
+    """Has no short rows."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        raise IndexError("too short")
+
+
+@pytest.mark.parametrize(("body", "why"), [
+    (Large, "no miniature of it can be made: ValueError: too small"),
+    (Long, "no miniature of it can be made: IndexError: too short"),
+])  # fmt: skip
+def test_what_has_no_miniature_is_left_alone(body, why):
+    assert left_alone(with_body(body)) == why
+
+
+def test_routers_that_are_none():
+    """A configuration may promise what its body does not return: it is served unless somebody asks for that."""
+    model = small_model("llama", output_router_logits=True)
+    small = small_config(model.config)
+    vars(small).update(output_router_logits=False)
+    body = miniature(LlamaModel, small)
+    attend_by_segments(body, "", Undo())
+    assert _compared(body, LlamaModel, "", routed=True) == "a miniature of it gives no router_logits"
+    inputs = padded("both", True)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        expected, found = (each(**inputs, use_cache=False).loss for each in (small_model("llama"), model))
+        assert [each.reason for each in kernels.report().declined] == ["its router_logits are asked for"]
+    assert torch.equal(found, expected)
+
+
 class Counting(LlamaModel):
     """Counts the live tokens of a row, as OPT and many others do."""
 
@@ -247,12 +334,17 @@ def body_of(attention: type[nn.Module]) -> Any:
     return Body
 
 
-@pytest.mark.parametrize(("attention", "why"), [
-    (OwnAttention, "its code takes no packed row: TypeError"),
-    (Unmasked, "its attention is not transformers' own"),
-])  # fmt: skip
-def test_attention_of_ones_own(attention, why):
-    assert why in left_alone(with_body(body_of(attention)))
+class Blind(LlamaAttention):
+    """Attends to all there is."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        return super().forward(hidden_states, position_embeddings, None, **kwargs)
+
+
+class BothWays(LlamaAttention):
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.is_causal = False
 
 
 class Handing(LlamaAttention):
@@ -267,6 +359,17 @@ class Handing(LlamaAttention):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, **self.more)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+@pytest.mark.parametrize(("attention", "why"), [
+    (OwnAttention, "its code takes no packed row: TypeError"),
+    (Unmasked, "its attention is not transformers' own"),
+    (Blind, "it attends to something else than its own tokens"),
+    (BothWays, "its attention is not causal"),
+    (type("Handing", (Handing,), {"more": {"is_causal": False}}), "its attention is not causal"),
+])  # fmt: skip
+def test_attention_of_ones_own(attention, why):
+    assert why in left_alone(with_body(body_of(attention)))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -521,7 +624,7 @@ def test_what_only_large_scores_and_long_rows_show(what, size):
 def test_a_mask_is_not_cut(cut):
     mask = PackedMask(None, None)
     assert mask[:, :, slice(-0, None), :] is mask
-    with pytest.raises(Unserved, match="cuts its mask"):
+    with pytest.raises(Unserved, match="it cuts its mask"):
         mask[cut]
 
 

@@ -187,6 +187,42 @@ def test_a_cache_that_is_given():
             assert not reasons(kernels)
 
 
+def test_a_cache_that_is_given_in_training():
+    model = made("llama", torch.float32, "eager")
+    with torch.no_grad():
+        cache = model.eval()(input_ids=IDS[:, :20], attention_mask=MASK[:, :20], use_cache=True).past_key_values
+    rest = {"input_ids": IDS[:, 20:], "attention_mask": MASK, "use_cache": False}
+    expected = step(model.train(), **rest, past_key_values=copy.deepcopy(cache))
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        assert same(step(model, **rest, past_key_values=cache), expected)
+        assert reasons(kernels) == {"it is given keys and values (past_key_values)": 1}
+
+
+def test_what_is_classified_is_not_found_without_ids():
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SMALL)).train()
+    embedded = model.model.embed_tokens(IDS).detach()
+    given = {"inputs_embeds": embedded, "attention_mask": MASK, "use_cache": False}
+    stays(model, "what is classified is found by ids, and here are none, or no padding", **given)
+    alone = {"input_ids": IDS[1:2], "attention_mask": MASK[1:2], "use_cache": False}
+    model.config.pad_token_id = None
+    stays(model, "what is classified is found by ids, and here are none, or no padding", **alone)
+
+
+def test_keys_of_another_dtype_than_queries_raise_as_ever():
+    """The norm of the keys is kept in fp32."""
+    model = made("qwen3", torch.bfloat16, "sdpa")
+    for layer in model.model.layers:
+        layer.self_attn.k_norm.float()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(**PLAIN)
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            model(**PLAIN)
+        reason = "queries, keys and values of torch.bfloat16, torch.float32 and torch.bfloat16"
+        assert reasons(kernels) == {reason: 1}
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_generation_is_the_models_own(family):
     model = made(family, torch.float32, "eager").eval()
