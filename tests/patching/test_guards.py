@@ -143,7 +143,38 @@ def test_hidden_states_of_another_layout_are_added_as_the_model_adds_them():
         normed, total = fused(layer.post_attention_layernorm, "post_attention_layernorm", x, r)
         assert total.stride() == (x + r).stride()
         assert torch.equal(normed, layer.post_attention_layernorm(x + r))
-        assert list(declined(kernels, "add_rms_norm").values()) == [1]
+        assert declined(kernels, "add_rms_norm") == {"hidden states that are not contiguous, or of two shapes": 1}
+
+
+def halved(module, args, out):
+    return out / 2
+
+
+def hook_norms(model):
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.register_forward_hook(halved)
+
+
+def exchange_norms(model):
+    for layer in model.model.layers:
+        layer.post_attention_layernorm = nn.LayerNorm(48)
+
+
+@pytest.mark.parametrize("change", [hook_norms, exchange_norms], ids=lambda change: change.__name__)
+def test_a_norm_inside_a_layer_is_called_where_it_is_another_one(change):
+    model, plain = small_model("llama"), small_model("llama")
+    with apply_npu_kernels(model, ops=["add_rms_norm"]) as kernels:
+        for each in (model, plain):
+            change(each)
+        assert same(loss_and_gradients(model, batch()), loss_and_gradients(plain, batch()))
+        assert declined(kernels, "add_rms_norm") == {"a norm has hooks, or has been exchanged": 2}
+
+
+def test_a_layer_that_norms_what_it_adds_is_left_alone():
+    with apply_npu_kernels(small_model("olmo2"), ops=["add_rms_norm"]) as kernels:
+        reasons = {each.module: each.reason for each in kernels.report().left_alone}
+        why = "its forward has no residual add right before a norm"
+        assert reasons == dict.fromkeys(("model.layers.0", "model.layers.1"), why)
 
 
 def test_the_order_of_a_sum_is_the_models():

@@ -542,11 +542,22 @@ def test_what_is_set_later_counts_in_models(name):
         assert_as_close(found[name], reference, truth[name], name, [m[name] for m in moved])
 
 
-@pytest.mark.parametrize("name", ["LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer", "apply_rotary_pos_emb"])
+EXCHANGED = {
+    "LlamaRMSNorm": {
+        "rms_norm": "its class has been given another forward",
+        "add_rms_norm": "the class of a norm has been given another forward",
+    },
+    "LlamaMLP": {"swiglu": "its class has been given another forward"},
+    "LlamaDecoderLayer": {},
+    "apply_rotary_pos_emb": {},
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
 def test_code_that_somebody_exchanges_in_the_models_module_is_what_runs(monkeypatch, name):
     """As libraries do that bring kernels of their own."""
     model, plain, inputs = small_model("llama"), small_model("llama"), padded()
-    with apply_npu_kernels(model, ops=[op for op in PATCHES if op != "varlen_attention"]):
+    with apply_npu_kernels(model, ops=[op for op in PATCHES if op != "varlen_attention"]) as kernels:
         before = loss_of(model, inputs)
         own = getattr(modeling_llama, name)
         if name == "apply_rotary_pos_emb":
@@ -557,5 +568,6 @@ def test_code_that_somebody_exchanges_in_the_models_module_is_what_runs(monkeypa
             forward = own.forward
             monkeypatch.setattr(own, "forward", lambda *args, **kwargs: 2 * forward(*args, **kwargs))
         found = loss_of(model, inputs)
+        assert {each.op: each.reason for each in kernels.report().declined} == EXCHANGED[name]
     assert not torch.allclose(before, found, rtol=1e-5)
     torch.testing.assert_close(found, loss_of(plain, inputs))
