@@ -329,6 +329,14 @@ def test_quantised_weights_are_left_alone():
         assert left_alone(kernels) == "its gate_up_proj is quantised (float8_e4m3fn)"
 
 
+def test_weights_that_are_computed_anew_are_left_alone():
+    model = made("silu")
+    nn.utils.parametrize.register_parametrization(model.experts, "down_proj", nn.Identity())
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        said = "it has no parameter down_proj (adapters and quantisation put theirs in the place of it)"
+        assert left_alone(kernels) == said
+
+
 def test_a_forward_that_was_set_on_the_instance():
     model = made("silu")
     model.experts.forward = lambda x, ids, weights: x
@@ -372,6 +380,23 @@ def gated_otherwise(model, given):
     model.experts._apply_gate = lambda both: both[..., :INNER]
 
 
+def no_module(model, given):
+    del model.experts.act_fn
+    model.experts.act_fn = nn.functional.silu
+
+
+def gate_of_the_class(model, given):
+    type(model.experts)._apply_gate = lambda self, both: both[..., :INNER]
+
+
+def special_ids(model, given):
+    given[1] = given[1].as_subclass(Special)
+
+
+def rows_without_experts(model, given):
+    given[0] = torch.cat([given[0], given[0]])
+
+
 CHANGES = {
     special_weight: "its down_proj is no plain float32, bfloat16 or float16 parameter",
     special_rows: "a Special is no plain tensor",
@@ -379,6 +404,10 @@ CHANGES = {
     hooked: "its act_fn has hooks, or has been exchanged",
     exchanged: "its act_fn has hooks, or has been exchanged",
     gated_otherwise: "its _apply_gate has been changed",
+    no_module: "its act_fn has been exchanged",
+    gate_of_the_class: "its gate has been exchanged",
+    special_ids: "its experts are chosen by no plain int64 or int32 tensor",
+    rows_without_experts: "rows, experts and routing weights of shapes that do not go together",
 }
 
 
@@ -389,11 +418,27 @@ def test_what_is_declined(change):
         change(model, given)
         return model(*given)
 
-    expected = outcome(made("silu", "batched_mm"))
-    model = made("silu", "batched_mm")
+    def fresh() -> Around:
+        # A class of its own, which `change` may change; rows without experts are eager code's alone.
+        implementation = "eager" if change is rows_without_experts else "batched_mm"
+        return made("silu", implementation, type("Mine", (Qwen3MoeExperts,), {}))
+
+    expected = outcome(fresh())
+    model = fresh()
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         assert torch.equal(outcome(model), expected)
         assert declined(kernels) == {CHANGES[change]: 1}
+
+
+def test_biases_of_another_dtype():
+    model, plain, given = made("gpt-oss"), made("gpt-oss"), routed()
+    with apply_npu_kernels(model, ops=[OP]) as kernels:
+        for each in (model, plain):
+            each.experts.down_proj_bias = nn.Parameter(each.experts.down_proj_bias.detach().bfloat16())
+        found, expected = values(model, *given), values(plain, *given)
+        assert declined(kernels) == {"its parameters are of several dtypes": 1}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def test_arguments_by_name_and_arguments_that_nobody_knows():

@@ -96,6 +96,36 @@ def test_what_is_done_to_a_projection_after_the_patch_is_done(change, projection
             assert_as_close(actual, reference, exact, f"{change.__name__} of {projection}")
 
 
+def by_name(mlp, x):
+    return mlp(x=x)
+
+
+def in_two_dtypes(mlp, x):
+    mlp.up_proj.register_forward_hook(lambda module, args, output: output.bfloat16())
+    return mlp(x)
+
+
+CALLS = {
+    by_name: "more than one tensor is given",
+    in_two_dtypes: "its projections return no plain tensors of one dtype",
+}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_calls_that_are_the_models_own(call):
+    def outcome(mlp):
+        x = torch.randn(3, 48, generator=torch.Generator().manual_seed(1)).to(DEVICE).requires_grad_()
+        out = call(mlp, x)
+        out.square().mean().backward()
+        return [out.detach(), x.grad, *(p.grad for p in mlp.parameters())]
+
+    mlp = llama().model.layers[0].mlp
+    with apply_npu_kernels(mlp, ops=["swiglu"]) as kernels:
+        found = outcome(mlp)
+        assert {each.reason: each.calls for each in kernels.report().declined} == {CALLS[call]: 1}
+    assert all(map(torch.equal, found, outcome(llama().model.layers[0].mlp)))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_hook_has_seen_stays_as_it_was(backend):
     """A projection's output is overwritten in backward only where nobody can have kept it."""

@@ -402,6 +402,31 @@ def test_a_projection_without_a_parameter_runs_whole():
     assert gradient.norm() > 0
 
 
+def test_projections_that_are_gathered_one_by_one_run_whole():
+    """As DeepSpeed's ZeRO-3 does it: around its own forward alone a projection has its weight."""
+    mlp = small_model("llama").model.layers[0].mlp
+    x = torch.randn(34, 48)
+    with torch.no_grad():
+        expected = mlp(x)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        projection: Any = mlp.get_submodule(name)
+        whole, projection.weight.ds_id = projection.weight.data, name
+
+        def gathers(module: Any, args: Any, whole: torch.Tensor = whole) -> None:
+            module.weight.data = whole
+
+        def releases(module: Any, args: Any, out: Any) -> None:
+            module.weight.data = torch.empty(0)
+
+        projection.register_forward_pre_hook(gathers)
+        projection.register_forward_hook(releases)
+        projection.weight.data = torch.empty(0)
+    with apply_npu_kernels(mlp, tiled_mlp=TOKENS) as kernels, torch.no_grad():
+        found = mlp(x)
+        assert sliced(kernels) == (0, {"DeepSpeed gathers its projections one by one": 1})
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("wrong", [-1, 8.0, "8192", True, None])
 def test_nonsense_is_refused(wrong):
     model = small_model("llama")
