@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from npu_trainer_kernels import apply_npu_kernels, tiling
 from npu_trainer_kernels.ops.head import chunks
+from npu_trainer_kernels.patching.head import promise_records
 from tests.models import batch, small_model
 
 from .promised import FLAT, HEAD, IDS, LABELS, check, formed, of_logits, own_loss, shifted
@@ -216,7 +217,8 @@ REAL = {
     "log softmax": (lambda logits: functional.nll_loss(logits.log_softmax(-1).flatten(0, 1), FLAT), 0, "log_softmax"),
     "capped twice": (lambda logits: shifted(logits.tanh().tanh()), 0, "a second time"),
     "part of the vocabulary": (
-        lambda logits: functional.cross_entropy(logits[..., :300].flatten(0, 1), FLAT.clamp(max=299)), 0, "vocabulary"
+        lambda logits: functional.cross_entropy(logits[..., :300].flatten(0, 1), FLAT.clamp(max=299)), 0,
+        "by an index into the vocabulary",
     ),
     "stacked": (lambda logits: torch.stack([logits, logits]).square().mean(), 0, "torch.stack"),
     "with themselves": (lambda logits: (logits * logits.detach()).mean(), 0, "together with others"),
@@ -239,6 +241,19 @@ def test_what_needs_logits_gets_them_and_is_named(name, counted):
     use, fused, named = REAL[name]
     notes = check(lambda: small_model("llama"), of_logits(use), counted, fused)
     assert any(named in note for note in notes), notes
+
+
+@pytest.mark.parametrize("use", [torch.argmax, lambda logits: logits[0].mul_(3)], ids=["formed", "written to"])
+def test_of_what_is_formed_nothing_more_is_recorded(use):
+    """The report has the first reason of a head's call alone, so nobody reads this one there."""
+    model, plain = small_model("llama"), small_model("llama")
+    with apply_npu_kernels(model, ops=HEAD) as kernels:
+        logits, expected = model(input_ids=IDS).logits, plain(input_ids=IDS).logits
+        for each in (logits, expected):
+            use(each)
+        assert promise_records._alone(logits) == "they have been written to, or are formed already"
+        assert torch.equal(shifted(logits), shifted(expected))
+        assert kernels.report().ran["linear_cross_entropy"] == 0
 
 
 def test_what_forms_logits_is_reported_once():

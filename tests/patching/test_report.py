@@ -96,6 +96,7 @@ def test_who_reads_logits_of_padding_that_was_left_out_is_told():
 
 def test_nothing_at_all():
     assert str(Report("a chip")) == "NPU kernels on a chip\n  nothing was replaced"
+    assert Report("a chip").summary() == "left as it is"
 
 
 def test_it_is_text_and_json(report):

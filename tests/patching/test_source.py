@@ -75,6 +75,46 @@ def test_a_layer_whose_file_was_edited_since_runs_the_code_that_was_imported(mod
         assert any("its file edited" in reason for reason in reasons(kernels, "add_rms_norm"))
 
 
+DECORATED = """
+import functools
+
+
+def passed_on(forward):
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+""" + LAYER.replace("    def forward", "    @passed_on\n    def forward")
+CLOSING = """
+def made(alpha):
+""" + LAYER.replace("alpha=1.0", "alpha=alpha").replace("\n", "\n    ") + """
+    return Layer
+
+
+Layer = made(1.0)
+"""  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "why"), [
+    (LAYER, None), (DECORATED, "its forward is decorated"), (CLOSING, "its forward closes over variables"),
+])  # fmt: skip
+def test_a_forward_that_is_more_than_its_code_is_left_alone(module, source, why):
+    expected = loss_and_gradients(model_of(module(source).Layer), batch())
+    with apply_npu_kernels(model := model_of(module(source).Layer), ops=["add_rms_norm"]) as kernels:
+        assert reasons(kernels, "add_rms_norm") == ({why} if why else set())
+        if why:
+            assert all(map(torch.equal, loss_and_gradients(model, batch()), expected))
+
+
+def test_a_forward_without_a_file_is_left_alone():
+    space = {"__name__": "of_nowhere"}
+    exec(compile(LAYER, "<nowhere>", "exec"), space)
+    with apply_npu_kernels(model_of(space["Layer"]), ops=["add_rms_norm"]) as kernels:
+        assert reasons(kernels, "add_rms_norm") == {"its source is not at hand"}
+
+
 EDITS = {
     "a constant": ("alpha=1.0", "alpha=3.0"),
     "zero of the other sign": ("alpha=1.0", "alpha=-1.0"),

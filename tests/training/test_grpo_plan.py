@@ -123,8 +123,14 @@ def train_start(tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5"),
-        ({"off_policy_mask_threshold": 0.5, "num_iterations": 2}, "off_policy_mask_threshold"),
+        (
+            {"top_entropy_quantile": 0.5},
+            "top_entropy_quantile=0.5 selects tokens by the whole batch's entropies",
+        ),
+        (
+            {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
+            "off_policy_mask_threshold drops completions by the whole completion's log-probabilities",
+        ),
     ],
     ids=str,
 )
