@@ -230,7 +230,7 @@ REAL = {
     "through data": (through_data, 0, "data"),
     "a metric": (metric, 0, "argmax"),
     "beside a loss": (beside_a_loss, 1, "logsumexp"),
-    "below functions": (below_functions, 0, "aten.exp"),
+    "below functions": (below_functions, 0, "given to aten.exp"),
     "below functions, in place": (below_functions_in_place, 0, "aten.mul_"),
     "gathered": (gathered, 0, "torch.cat"),
 }  # fmt: skip

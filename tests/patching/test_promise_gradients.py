@@ -68,7 +68,8 @@ GRADIENTS = {
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_the_gradient_of_logits_is_what_it_would_have_been(name, counted):
     use, fused = GRADIENTS[name]
-    check(lambda: small_model("llama"), of_logits(use), counted, fused)
+    notes = check(lambda: small_model("llama"), of_logits(use), counted, fused)
+    assert fused or notes == ["logits that were watched for their gradient"]
 
 
 def test_hooks_of_what_wraps_models_form_nothing(counted):

@@ -221,7 +221,7 @@ class PromisedLogits(torch.Tensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Below autograd, where C++ code was called with a promise: the graph is recorded already.
-        args, kwargs = tree_map_only(PromisedLogits, lambda p: p._loose(f"{function}"), (args, kwargs or {}))
+        args, kwargs = tree_map_only(PromisedLogits, lambda p: p._loose(f"given to {function}"), (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def _loose(self, reason: str) -> torch.Tensor:

@@ -102,7 +102,7 @@ def _observed(logits: PromisedLogits, function: Any, args: tuple[Any, ...], kwar
         watched = not is_of_a_wrapper(hook)
         args, kwargs = (functools.partial(_look, hook) if watched else hook,), {}
     if (derived and watched and not state.fused) or logits.written:
-        return function(logits.formed("its gradient is watched"), *args, **kwargs)
+        return function(logits.formed("watched for their gradient"), *args, **kwargs)
     if derived and state.real is not None:
         function(state.real, *args, **kwargs)
     elif derived and function is T.register_hook:
