@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 from . import backends
-from .patching import PATCHES, REPORT_LENGTHS, check_tiled_mlp
+from .patching import PATCHES, REPORT_LENGTHS, check_capture, check_tiled_mlp
 from .support.switch import audit_steps, check_switch, switch
 
 if TYPE_CHECKING:
@@ -40,6 +40,14 @@ class NpuKernelsArguments:
         metadata={
             "help": "Gated MLPs compute at most so many tokens at once (8192, say), for less memory in long sequences; "
             "0: all tokens."
+        },
+    )
+
+    npu_kernels_capture: str = field(
+        default="auto",
+        metadata={
+            "help": "When decoder layers are captured as graphs of the device and replayed: 'auto' (if the device is "
+            "seen to wait for Python), 'on' or 'off'."
         },
     )
 
@@ -89,10 +97,11 @@ class NpuKernelsArguments:
         if backend is not None and not (isinstance(backend, str) and backend):
             raise ValueError(f"npu_kernels_backend must be 'torch' or 'op=backend,...'; got {backend!r}")
         check_tiled_mlp("npu_kernels_tiled_mlp", self.npu_kernels_tiled_mlp, ops)
+        check_capture("npu_kernels_capture", self.npu_kernels_capture)
         given = [name for name in ("ops", "backend", "strict", "tiled_mlp") if getattr(self, f"npu_kernels_{name}")]
         given += [name for name in ("warm_up", "balance") if not getattr(self, f"npu_kernels_{name}")]
         defaults = {option.name: option.default for option in fields(self)}
-        given += [name for name in ("audit", "report")
+        given += [name for name in ("audit", "report", "capture")
                   if getattr(self, f"npu_kernels_{name}") != defaults[f"npu_kernels_{name}"]]  # fmt: skip
         if not self.use_npu_kernels and given:
             raise ValueError(f"npu_kernels_{given[0]} does nothing without --use_npu_kernels")

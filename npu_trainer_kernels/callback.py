@@ -13,7 +13,16 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import backends, device, warmup
-from .patching import REPORT_LENGTHS, NpuKernels, Report, apply_npu_kernels, check_ops, check_tiled_mlp, handle_of
+from .patching import (
+    REPORT_LENGTHS,
+    NpuKernels,
+    Report,
+    apply_npu_kernels,
+    check_capture,
+    check_ops,
+    check_tiled_mlp,
+    handle_of,
+)
 from .patching.call import use_labels
 from .patching.undo import Undo
 from .support.switch import audit_steps, check_switch
@@ -84,6 +93,7 @@ class NpuKernelsCallback(TrainerCallback):
         backend: as for `apply_npu_kernels`.
         strict: as for `apply_npu_kernels`.
         tiled_mlp: as for `apply_npu_kernels`.
+        capture: as for `apply_npu_kernels`.
         warm_up: whether to compile the kernels before the first step, several at once and with a line that says so
             (`warmup`); otherwise each is compiled at its first use.
         balance: in TRL's GRPOTrainer, whether to spread rows evenly over micro-batches and ranks by their live tokens,
@@ -106,6 +116,7 @@ class NpuKernelsCallback(TrainerCallback):
         backend: str | None = None,
         strict: bool = False,
         tiled_mlp: int = 0,
+        capture: str = "auto",
         warm_up: bool = True,
         balance: bool = True,
         audit: str | int = "first",
@@ -119,10 +130,11 @@ class NpuKernelsCallback(TrainerCallback):
             raise ValueError(f"report must be one of {', '.join(REPORT_LENGTHS)}; got {report!r}")
         backends.parse_override("" if backend is None else backend)
         check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
+        check_capture("capture", capture)
         self._full = report == "full"
         self._ops, self._backend, self._strict, self._warm_up = ops, backend, strict, warm_up
         self._balance = balance
-        self._tiled_mlp = tiled_mlp
+        self._tiled_mlp, self._capture = tiled_mlp, capture
         self._handle: NpuKernels | None = None
         self._owns = False
         self._held: list[NpuKernels] = []  # those that `restore` restores
@@ -174,8 +186,9 @@ class NpuKernelsCallback(TrainerCallback):
         """Returns the handle of a model, and whether this callback must restore it: not if the user has applied it."""
         before = handle_of(model)
         handle = apply_npu_kernels(
-            model, ops=self._ops, backend=self._backend, strict=self._strict, tiled_mlp=self._tiled_mlp
-        )
+            model, ops=self._ops, backend=self._backend, strict=self._strict, tiled_mlp=self._tiled_mlp,
+            capture=self._capture,
+        )  # fmt: skip
         return handle, handle is not before
 
     def _apply(self, model: Any) -> None:

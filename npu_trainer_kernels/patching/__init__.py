@@ -1,10 +1,12 @@
 """Applies the kernels to a model and removes them again."""
 
 from .apply import NpuKernels, apply_npu_kernels, check_ops, check_tiled_mlp, handle_of
+from .layers import CAPTURE_MODES, check_capture
 from .patches import PATCHES
 from .report import REPORT_LENGTHS, LeftAlone, Replaced, Report
 
 __all__ = [
+    "CAPTURE_MODES",
     "PATCHES",
     "REPORT_LENGTHS",
     "LeftAlone",
@@ -12,6 +14,7 @@ __all__ = [
     "Replaced",
     "Report",
     "apply_npu_kernels",
+    "check_capture",
     "check_ops",
     "check_tiled_mlp",
     "handle_of",

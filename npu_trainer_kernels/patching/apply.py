@@ -17,6 +17,7 @@ from .body import PaddingPatch, outermost_body
 from .call import CallSettings, track_calls
 from .classes import leaves_out_hooks, original_class
 from .head import causal_lm
+from .layers import LayerCapture, check_capture
 from .modules import GatedMlpPatch
 from .patch import HarmlessReason, Patch, Scene, Site
 from .patches import PATCHES
@@ -36,10 +37,11 @@ class NpuKernels:
     """
 
     def __init__(
-        self, model: nn.Module, ops: tuple[str, ...], by_name: bool, backend: str | None, strict: bool, tiled_mlp: int
-    ) -> None:
+        self, model: nn.Module, ops: tuple[str, ...], by_name: bool, backend: str | None, strict: bool, tiled_mlp: int,
+        capture: str,
+    ) -> None:  # fmt: skip
         self._model = weakref.ref(model)
-        self.options = (ops, backend, strict, tiled_mlp)
+        self.options = (ops, backend, strict, tiled_mlp, capture)
         self._patches = [PATCHES[op] for op in PATCHES if op in ops]
         self._by_name = by_name
         self._backend = backends.strict_override(backend) if strict else backend
@@ -154,7 +156,7 @@ class NpuKernels:
         self._audit = None
         for site in self._sites.values():
             site.look = None
-        self.settings.trl, self.settings.shares = None, False
+        self.settings.trl, self.settings.shares, self.settings.layers = None, False, None
         self._undo.restore()
 
     def __repr__(self) -> str:
@@ -188,7 +190,7 @@ class NpuKernels:
         if where.type == "meta":
             where = torch.device(device.accelerator())
         dtype = parameters[0].dtype if parameters else torch.float32
-        tiled_mlp = self.options[-1]
+        tiled_mlp, mode = self.options[-2:]
         scene = Scene(model, tuple(patch.op for patch in self._patches), where, dtype, self._backend, tiled_mlp)
         earlier = self._report
         self._report = Report(
@@ -209,6 +211,7 @@ class NpuKernels:
                 self._apply(patch, scene)
             for module in self._tracked:
                 leaves_out_hooks(module, self._undo)
+            self._capture_layers(model, mode, where)
         except BaseException:
             self.restore()
             raise
@@ -219,6 +222,18 @@ class NpuKernels:
             self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
         self._there = self._classes_now()
         _handles[model] = self
+
+    def _capture_layers(self, model: nn.Module, mode: str, where: torch.device) -> None:
+        """Has the decoder layers captured, last of all: what is captured are the patched layers."""
+        if mode == "off" or (mode == "auto" and where.type == "cpu"):
+            return
+        if self.settings.layers is None:
+            self.settings.layers = LayerCapture(self._undo, lambda: self._report.sites, self._is_comparing)
+        self._report.capture = self.settings.layers
+        self.settings.layers.install(model, mode)
+
+    def _is_comparing(self) -> bool:
+        return self._audit is not None and self._audit.busy
 
     def _apply(self, patch: Patch, scene: Scene) -> None:
         op, by_name = patch.op, self._by_name or patch.asked_for(scene)
@@ -290,7 +305,7 @@ def handle_of(model: nn.Module) -> NpuKernels | None:
 
 def apply_npu_kernels(
     model: nn.Module, *, ops: Sequence[str] | None = None, backend: str | None = None, strict: bool = False,
-    tiled_mlp: int = 0,
+    tiled_mlp: int = 0, capture: str = "auto",
 ) -> NpuKernels:  # fmt: skip
     """Replaces computations of one model instance by fused kernels, in place.
 
@@ -315,6 +330,9 @@ def apply_npu_kernels(
             for its op, with a warning and a note in the report.
         tiled_mlp: the maximum number of tokens that gated MLPs compute at once; they save only their input for
             backward, which recomputes them slice by slice. 0: all tokens at once.
+        capture: whether decoder layers are captured as a device's graphs, and replayed where nothing has changed
+            (`patching.layers`): `"auto"` if the first training forwards show that the device waits for Python,
+            `"on"` or `"off"`. On a CPU `"on"` replays tapes, which is slower and is there for tests.
 
     Returns:
         The handle, which is also a context manager. A second call for the same model patches modules that were added
@@ -334,15 +352,16 @@ def apply_npu_kernels(
     backends.is_strict()  # refuses an invalid environment variable now, not hours later when a kernel fails
     chosen = tuple(PATCHES) if ops is None else tuple(ops)
     check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
-    handle, options = _handles.get(model), (chosen, backend, strict, tiled_mlp)
+    check_capture("capture", capture)
+    handle, options = _handles.get(model), (chosen, backend, strict, tiled_mlp, capture)
     if handle is None:
-        handle = NpuKernels(model, chosen, ops is not None, backend, strict, tiled_mlp)
+        handle = NpuKernels(model, chosen, ops is not None, backend, strict, tiled_mlp, capture)
     elif handle.options != options:
         before = handle.options
         raise ValueError(
             f"this model is patched already with ops={before[0]}, backend={before[1]!r}, strict={before[2]}, "
-            f"tiled_mlp={before[3]}; restore that first, or ask for the same (got ops={chosen}, backend={backend!r}, "
-            f"strict={strict}, tiled_mlp={tiled_mlp})"
+            f"tiled_mlp={before[3]}, capture={before[4]!r}; restore that first, or ask for the same (got ops={chosen}, "
+            f"backend={backend!r}, strict={strict}, tiled_mlp={tiled_mlp}, capture={capture!r})"
         )
     handle.refresh()
     return handle

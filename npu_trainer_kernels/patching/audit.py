@@ -205,6 +205,11 @@ class Audit:
         if not is_patched_class(type(module)):
             leaves_out_hooks(module, undo)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a comparison is running."""
+        return self._busy
+
     def before(self, module: Any, given: dict[str, Any]) -> None:
         """Compares a forward of a new kind: other arguments, another dtype, other sites, or rows over twice as long."""
         if self._busy or under_way() or generates() or (self._training and not _trains(module)):

@@ -59,6 +59,7 @@ class CallSettings:
         tokens: the number of input tokens of the training forwards so far, on this process, padding included.
         live: the number of those that are not padding; a tensor on the device where the host need not wait for it.
         caches: whether a training forward without `use_cache` returns the KV cache that its configuration requests.
+        layers: what captures the decoder layers (`layers.LayerCapture`), or None.
         learned: the plan that is learned from the gradients of TRL's loss, where no trainer provides one.
     """
 
@@ -68,6 +69,7 @@ class CallSettings:
     tokens: int = 0
     live: Any = 0
     caches: bool = True
+    layers: Any = None
     learned: LearnedPlan = field(default_factory=LearnedPlan)
 
 

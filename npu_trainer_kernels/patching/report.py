@@ -80,6 +80,7 @@ class Report:
         unused: ops that are in the model but that its trainer does not call, each with the reason.
         gone: sentences about replaced modules that are no longer in the model.
         audits: the results of comparisons with the model's original code on batches of the run.
+        capture: what captures the decoder layers; its string describes what was replayed.
     """
 
     device: str = ""
@@ -91,6 +92,7 @@ class Report:
     unused: dict[str, str] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
     audits: list[Audited] = field(default_factory=list)
+    capture: Any = None
 
     @property
     def replaced(self) -> list[Replaced]:
@@ -137,7 +139,11 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as plain lists and dicts."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sites", "left_alone", "audits")}
+        plain = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("sites", "left_alone", "audits", "capture")
+        }
         return {
             **plain,
             "replaced": [asdict(each) for each in self.replaced],
@@ -145,6 +151,7 @@ class Report:
             "ran": self.ran,
             "declined": [asdict(each) for each in self.declined],
             "audits": [asdict(each) for each in self.audits],
+            "capture": None if self.capture is None else self.capture.as_dict(),
         }
 
     def text(self, *, full: bool = False) -> str:
@@ -166,6 +173,7 @@ class Report:
             lines += [_MORE] if self.left_alone else []
         lines += ["declined:", *self._declined_lines()] if self.declined else []
         lines += ["compared with the model's own code:", *(f"  {each}" for each in self.audits)] if self.audits else []
+        lines += [] if self.capture is None else [str(self.capture)]
         shown = [note for note in self.notes if self.note_ops.get(note) not in self.unused]
         return "\n".join([*lines, *(f"note: {note}" for note in (*shown, *self.gone))])
 

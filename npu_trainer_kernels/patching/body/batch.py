@@ -108,7 +108,9 @@ class Batch:
         """The number of tokens that go through the body."""
         return len(self.layout.places)
 
-    def through(self, kind: Any, body: Any, inner: str, by_columns: bool, backend: str | None) -> Any:
+    def through(
+        self, kind: Any, body: Any, inner: str, by_columns: bool, backend: str | None, tokens: int | None = None
+    ) -> Any:  # fmt: skip
         """Returns the body's output with its hidden states in the batch's shape, and the `Packing` of the packed row.
 
         Args:
@@ -117,33 +119,36 @@ class Batch:
             inner: the path of the text-only body.
             by_columns: whether position ids count columns, padding included.
             backend: the override for the op.
+            tokens: the number of tokens that the row is filled up to; None: it is not. What is added is in no segment,
+                and nothing of it is returned.
 
         Raises:
             Unserved: a layer needs a feature that attention by segments lacks.
         """
         given, where, (rows, width) = self.given, self.layout, self.shape
         mask = given["attention_mask"]
-        device, n = mask.device, len(where.places)
+        device, n = mask.device, len(where.places) if tokens is None else tokens
+        live = len(where.places)
         # Labels are for the head; the proof would have shown a body that uses them.
         new = {name: v for name, v in given.items() if name != "labels"}
         new |= {"attention_mask": mask.new_ones(1, n), "use_cache": False}
         if given.get("inputs_embeds") is None:
-            places = uploaded(where.places, device)
+            places = uploaded(_filled(where.places, n), device)
             new["input_ids"] = given["input_ids"].reshape(-1).index_select(0, places).unsqueeze(0)
         else:
             embedded = given["inputs_embeds"]
-            packed_rows = Shared.make(where.places, rows * width, embedded.device)
+            packed_rows = Shared.make(_filled(where.places, n, -1), rows * width, embedded.device)
             new["inputs_embeds"] = take(embedded.reshape(rows * width, -1), packed_rows).unsqueeze(0)
         positions = given.get("position_ids")
         if positions is None:
             counted = _positions(where, self.shape, by_columns)
-            new["position_ids"] = uploaded(counted, device).unsqueeze(0)
+            new["position_ids"] = uploaded(_filled(counted, n), device).unsqueeze(0)
         else:
-            places = uploaded(where.places, positions.device)
+            places = uploaded(_filled(where.places, n), positions.device)
             new["position_ids"] = positions.expand(rows, width).reshape(-1).index_select(0, places).unsqueeze(0)
-        keys = None if where.keys is None else Shared.make(where.keys, n, device)
+        keys = None if where.keys is None else Shared.make(where.keys, live, device)
         segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
-        packing = packing_for(body, body.get_submodule(inner), segments, backend)
+        packing = packing_for(body, body.get_submodule(inner), segments, backend, n)
         with packed(packing):
             out = kind.forward(body, **new)
         known = ("last_hidden_state", "router_logits")
@@ -156,15 +161,22 @@ class Batch:
             raise Unserved(
                 f"of one packed row of {n} tokens its layers make a tensor of shape {list(hidden.shape)}", False
             )
-        tokens = Shared.make(where.tokens, n, hidden.device)
-        padded = take(hidden[0], tokens).view(rows, width, -1)
+        places_of = Shared.make(where.tokens, n, hidden.device)
+        padded = take(hidden[0], places_of).view(rows, width, -1)
         if isinstance(out, tuple):
             out = (padded, *out[1:])
         else:
             out.last_hidden_state = padded
             if routed := routers_of(out):
-                out.router_logits = tuple(_padded_logits(logits, tokens, self.shape) for logits in routed)
+                out.router_logits = tuple(_padded_logits(logits, places_of, self.shape) for logits in routed)
         return out, packing
+
+
+def _filled(places: np.ndarray, tokens: int, value: int = 0) -> np.ndarray:
+    """Returns the array with so many entries, by copies of a value."""
+    if len(places) == tokens:
+        return places
+    return np.concatenate([places, np.full(tokens - len(places), value, places.dtype)])
 
 
 def _padded_logits(logits: torch.Tensor, tokens: Shared, shape: tuple[int, int]) -> torch.Tensor:

@@ -15,9 +15,9 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from packaging.version import Version
@@ -27,6 +27,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...capture import Refused, recording_now, seam
 from ...ops.attention import Segments, trial, unserved, varlen_attention
 from ..classes import derived, original_class
 from ..parallel import serve_inside
@@ -35,7 +36,9 @@ from ..undo import Undo
 __all__ = [
     "NAME",
     "Asked",
+    "PackedMask",
     "Packing",
+    "Recorded",
     "Unserved",
     "attend_by_segments",
     "foreign_attention",
@@ -81,6 +84,7 @@ class Packing:
         backend: the override for the op.
         by: the `Undo` that has prepared the body (`attend_by_segments`).
         named: the attention that the body's configuration names.
+        tokens: the number of tokens of the row, those behind the last segment included, which nobody reads.
         attended: the classes of the modules that have attended.
         asked: the features that they used.
         configs: by id, each configuration that was read, and its copy that names the functions of this module.
@@ -90,9 +94,16 @@ class Packing:
     backend: str | None
     by: Any
     named: str
+    tokens: int
     attended: set[type[nn.Module]] = field(default_factory=set)
     asked: set[Asked] = field(default_factory=set)
     configs: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    name: ClassVar[str] = NAME
+
+    @property
+    def live(self) -> int:
+        """The number of tokens in segments."""
+        return self.segments.q_ends[-1]
 
     def naming(self, config: Any) -> Any:
         """Returns a copy of a configuration, and of those inside it, that names the functions of this module."""
@@ -103,7 +114,7 @@ class Packing:
             for name, value in vars(config).items():
                 if isinstance(value, PretrainedConfig):
                     vars(new)[name] = self.naming(value)
-            vars(new)["_attn_implementation_internal"] = NAME
+            vars(new)["_attn_implementation_internal"] = self.name
         return self.configs[id(config)][1]
 
 
@@ -189,6 +200,9 @@ def _attention(
     s_aux: torch.Tensor | None = None, is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Takes the place of the functions that attend; query, key and value are [1, heads, tokens, size]."""
+    if recording_now():
+        named = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, "is_causal": is_causal}
+        return _between_pieces(_attention, module, (query, key, value), attention_mask, {**named, **kwargs})
     if type(attention_mask) is not PackedMask:
         raise Unserved("it attends to something else than its own tokens")
     packing, window = attention_mask.packing, attention_mask.window
@@ -203,7 +217,10 @@ def _attention(
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         softcap = None if _ignores(sdpa, "softcap") else softcap
         s_aux = None if _ignores(sdpa, "s_aux") else s_aux
-    if query.shape[0] != 1 or query.shape[2] != packing.segments.q_ends[-1] or key.shape[2] != query.shape[2]:
+    tokens, live = query.shape[2], packing.live
+    if tokens == packing.tokens != live:
+        query, key, value = (t[:, :, :live] for t in (query, key, value))
+    if query.shape[0] != 1 or query.shape[2] != live or key.shape[2] != query.shape[2]:
         raise Unserved("its attention takes other rows than the body was given")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
@@ -225,9 +242,95 @@ def _attention(
         q, k, v, packing.segments, scale=scaling, window=window, softcap=softcap, sinks=s_aux, dropout=dropout,
         backend=packing.backend,
     )  # fmt: skip
+    if tokens != live:
+        out = functional.pad(out, (0, 0, 0, 0, 0, tokens - live))
     return out.unsqueeze(0), None
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention between the pieces of a captured layer
+# ---------------------------------------------------------------------------------------------------------------------
+
+CAPTURED = "npu_kernels_captured"
+
+
+@dataclass
+class Recorded:
+    """The arguments of a layer that is being captured.
+
+    Attributes:
+        by: the `Undo` that has prepared the layer.
+        now: the mask and the tensors of the call.
+        tensors: the tensors that the layer is called with in their place.
+        parameters: by id, the parameters of the layer; the keys are those of what stands for them in the capture.
+    """
+
+    by: Any
+    now: Any
+    tensors: Sequence[torch.Tensor]
+    parameters: dict[int, torch.Tensor]
+    configs: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    name: ClassVar[str] = CAPTURED
+
+    naming = Packing.naming
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """The layer is captured inside of the `with` block; if it has a packed row, its attention is that row's."""
+        token = _recorded.set(self)
+        other = None if type(self.now.mask) is PackedMask else _packing.set(self)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            if other is not None:
+                _packing.reset(other)
+            _recorded.reset(token)
+
+
+_recorded: contextvars.ContextVar[Recorded | None] = contextvars.ContextVar("npu_kernels_recorded", default=None)
+
+
+def _between_pieces(
+    attention: Callable[..., Any], module: nn.Module, tensors: tuple[torch.Tensor, ...], mask: Any,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Ends a piece at an attention, which will be called with the mask and the tensors of each replay."""
+    recorded = _recorded.get()
+    assert recorded is not None
+    if mask is not None and mask is not recorded.now.mask:
+        raise Refused("its attention is given another mask than the layer")
+    places: dict[str, int] = {}
+    constants = {name: recorded.parameters.get(id(value), value) for name, value in kwargs.items()}
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and id(value) not in recorded.parameters:
+            place = next((i for i, t in enumerate(recorded.tensors) if t is value), None)
+            if place is None:
+                raise Refused(f"its attention is given {name}, which the layer makes")
+            places[name] = place
+
+    def attend(qkv: Sequence[torch.Tensor], now: Any) -> torch.Tensor:
+        given = {**constants, **{name: now.tensors[place] for name, place in places.items()}}
+        out, weights = attention(module, *qkv, None if mask is None else now.mask, **given)
+        if weights is not None and torch.is_tensor(weights):
+            raise Refused("its attention returns weights")
+        result: torch.Tensor = out
+        return result
+
+    dims = [2] * len(tensors) if type(mask) is PackedMask else None
+    return seam(attend, tensors, recorded.now, dims, None if dims is None else 1), None
+
+
+def _captured_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Takes the place of a layer's attention while it is captured without a packed row."""
+    named = vars(module)["config"]._attn_implementation
+    if named == "eager":
+        raise Refused("its attention is its own (eager)")
+    return _between_pieces(ALL_ATTENTION_FUNCTIONS[named], module, (query, key, value), attention_mask, kwargs)
+
+
+AttentionInterface.register(CAPTURED, _captured_attention)
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
 
@@ -253,7 +356,7 @@ def under_way() -> bool:
     return _packing.get() is not None
 
 
-def packing_for(body: Any, text: Any, segments: Segments, backend: str | None) -> Packing:
+def packing_for(body: Any, text: Any, segments: Segments, backend: str | None, tokens: int) -> Packing:
     """Returns the `Packing` of a row for a body that was prepared.
 
     Args:
@@ -261,8 +364,9 @@ def packing_for(body: Any, text: Any, segments: Segments, backend: str | None) -
         text: the text-only body inside of it, or itself.
         segments: the segments of the row.
         backend: the override for the op.
+        tokens: the number of tokens of the row, those behind the last segment included.
     """
-    return Packing(segments, backend, getattr(body, _BY), text.config._attn_implementation)
+    return Packing(segments, backend, getattr(body, _BY), text.config._attn_implementation, tokens)
 
 
 @contextlib.contextmanager

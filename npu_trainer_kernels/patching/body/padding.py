@@ -286,7 +286,9 @@ class PaddingPatch(Patch):
         if batch.computed == positions:
             return LateRefusal(UNREPORTED)
         try:
-            out, _ = batch.through(site.kind, module, form.inner, form.proof.by_columns, site.backend)
+            layers = None if call is None else call.settings.layers
+            tokens = None if layers is None else layers.tokens(batch.computed)
+            out, _ = batch.through(site.kind, module, form.inner, form.proof.by_columns, site.backend, tokens)
         except Unserved as error:
             rows = given.get("inputs_embeds")
             if error.lasts:

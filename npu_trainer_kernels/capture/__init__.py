@@ -1,0 +1,13 @@
+"""Captures what a device repeats and replays it, so that it need not wait for Python.
+
+- `graph`: a device's graphs, and the tapes that stand in for them on the CPU.
+- `tape`: which operators a graph may hold, checked one by one, and the tape.
+- `pieces`: a function as captured pieces, forward and backward, with eager code between them.
+
+What is captured of a model, and when, is decided in `patching.layers`.
+"""
+
+from .graph import Recorder, recorder_for
+from .pieces import Pieces, Refused, capture, recording_now, seam
+
+__all__ = ["Pieces", "Recorder", "Refused", "capture", "recorder_for", "recording_now", "seam"]

@@ -1,0 +1,155 @@
+"""What records operators and replays them: a device's graphs, or tapes on the CPU.
+
+`recorder_for(device)` returns a recorder: `recording()` prepares the device, `begin` and `end` enclose what one graph
+holds, and `end` returns it. Graphs of one recorder share a memory pool: a block that is free when a graph is captured
+may be used by it, although graphs that were captured before use it, too. So what must outlive a replay has to be alive
+while all later graphs are captured (`pieces`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from .tape import Tape, Watch
+
+__all__ = ["Graph", "Recorder", "recorder_for"]
+
+
+class Graph(Protocol):
+    """Something that was recorded."""
+
+    def replay(self) -> None:
+        """Runs it again, on the current stream of its device."""
+
+
+class Recorder(Protocol):
+    """Records graphs."""
+
+    def recording(self, watch: Watch, *, look: bool) -> contextlib.AbstractContextManager[None]:
+        """One function is looked at (with `look`: the watch is on, nothing is recorded) or recorded inside of it."""
+
+    def begin(self) -> None:
+        """Begins a graph with what comes next."""
+
+    def end(self) -> Graph:
+        """Ends it."""
+
+    def abandon(self) -> None:
+        """Ends a graph that failed, if one was begun."""
+
+    def shared(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns a buffer of zeros like a tensor, the same one for the same number."""
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor at the same address, which does not keep its memory from later graphs of this recorder."""
+
+
+class _Shares:
+    """Buffers that the graphs of one recorder share."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, torch.Tensor] = {}
+
+    def shared(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        key = number, like.shape, like.stride(), like.dtype, like.device
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros_like(like.detach(), memory_format=torch.preserve_format)
+        return self._buffers[key]
+
+
+class TapeRecorder(_Shares):
+    """Records tapes, on any device; see `tape`. Their tensors keep their own memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watch: Watch | None = None
+
+    @contextlib.contextmanager
+    def recording(self, watch: Watch, *, look: bool) -> Iterator[None]:
+        self._watch = watch
+        try:
+            with watch:
+                yield
+        finally:
+            self._watch = None
+
+    def begin(self) -> None:
+        assert self._watch is not None
+        self._watch.target = Tape()
+
+    def end(self) -> Tape:
+        assert self._watch is not None
+        assert self._watch.target is not None
+        tape, self._watch.target = self._watch.target, None
+        return tape
+
+    def abandon(self) -> None:
+        if self._watch is not None:
+            self._watch.target = None
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+
+class DeviceRecorder(_Shares):
+    """Records graphs of CUDA (`torch.cuda.CUDAGraph`) or of an NPU (`torch.npu.NPUGraph`), in a pool of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._module: Any = torch.get_device_module(device)
+        self._new = self._module.CUDAGraph if device.type == "cuda" else self._module.NPUGraph
+        self._pool = self._module.graph_pool_handle()
+        self._stream = self._module.Stream(device)
+        self._device = device
+        self._graph: Any = None
+        self._random: torch.Tensor | None = None
+
+    @contextlib.contextmanager
+    def recording(self, watch: Watch, *, look: bool) -> Iterator[None]:
+        self._module.synchronize(self._device)
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        # A capture belongs to a thread, and gradients of a device are computed on another one otherwise.
+        threads = torch.autograd.set_multithreading_enabled(False)
+        with self._module.stream(self._stream), threads, watch if look else contextlib.nullcontext():
+            yield
+        self._module.current_stream(self._device).wait_stream(self._stream)
+
+    def begin(self) -> None:
+        self._graph = self._new()
+        self._random = self._module.get_rng_state(self._device)
+        # Other threads (that of a data loader pins memory) may go on.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Graph:
+        graph, self._graph = self._graph, None
+        graph.capture_end()
+        made: Graph = graph
+        return made
+
+    def abandon(self) -> None:
+        if self._graph is None:
+            return
+        try:
+            self.end()
+        except RuntimeError:  # it was invalid; the error that is raised already is the cause
+            # The generator believes that it is captured, for ever. Another one takes its place, with the same state.
+            generator = self._module.default_generators[self._module.current_device()]
+            fresh = torch.Generator(self._device)
+            assert self._random is not None
+            fresh.set_state(self._random)
+            generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        borrowed = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return made.set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """Returns the recorder for a device."""
+    return TapeRecorder() if device.type == "cpu" else DeviceRecorder(device)

@@ -1,0 +1,140 @@
+"""What a device's graph may hold, checked operator by operator, and a tape that stands in for a graph on the CPU.
+
+A graph replays kernels with the addresses that they were captured with. It remembers nothing else: a number that the
+host has read, a tensor that Python has made, a draw of random numbers whose state is elsewhere would be those of the
+capture for ever. `Watch` sees every operator (it is a dispatch mode) and refuses such an operator by name. A `Tape`
+keeps the operators that it sees and runs them again into the same storages, so that a buffer that was not filled, or a
+result that a later replay overwrites, shows on a CPU as it would on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["Refused", "Tape", "Watch"]
+
+
+class Refused(Exception):
+    """A computation that cannot be captured; the message says why, as a part of a sentence."""
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+_BY_MASK = frozenset(("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index",
+                      "aten::_index_put_impl_"))  # fmt: skip
+
+
+def _reads_the_host(func: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether an operator's result, or the size of it, is known only when the device has computed its inputs."""
+    name = func._schema.name
+    if name in _BY_MASK:
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+@dataclass
+class Tape:
+    """Operators with their arguments and results, in order.
+
+    `begin` and `end` do nothing: a `Watch` writes to the tape that is its `target`.
+    """
+
+    steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]] = field(default_factory=list)
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Keeps an operator, unless its result is a view of its arguments, which stays one.
+
+        Tensors are kept as aliases (`detach`), so that the tape keeps storages alive and no autograd graph.
+        """
+        results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        writes = func._schema.is_mutable
+        if not writes and results and all(_storage(t) in given for t in results):
+            return
+        args, kwargs, results = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs, results))
+        self.steps.append((func, args, kwargs, [] if writes else results))
+
+    def replay(self) -> None:
+        """Runs the operators again; every result is written to where it was recorded."""
+        with torch.no_grad():
+            for func, args, kwargs, results in self.steps:
+                out = func(*args, **kwargs)
+                for before, now in zip(
+                    results, (t for t in tree_leaves(out) if isinstance(t, torch.Tensor)), strict=False
+                ):
+                    before.copy_(now)
+
+
+class Watch(TorchDispatchMode):
+    """Checks every operator, and writes those that run while `target` is a tape to it.
+
+    Autograd restores dispatch modes after each of its nodes, so the mode stays on from the first operator of a forward
+    to the last one of its backward, and `target` says which part is recorded.
+
+    Args:
+        known: the tensors that a graph may read: the inputs, which are filled before each replay, and parameters and
+            buffers, whose addresses are compared before each replay.
+        fixed: those of them that must not be written to.
+
+    Attributes:
+        target: the tape that is written to; None: operators are not looked at (attention between two pieces).
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], fixed: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.target: Tape | None = None
+        self._fixed = {_storage(t) for t in fixed}
+        self._known = {_storage(t) for t in known} | self._fixed
+        self._alive: list[torch.Tensor] = []  # a storage that is freed would give its address to another one
+
+    def knows(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Adds inputs: what attention returns between two pieces, gradients that a backward begins with."""
+        for tensor in tensors:
+            self._known.add(_storage(tensor))
+            self._alive.append(tensor.detach())
+
+    def forget(self) -> None:
+        """Lets go of all tensors."""
+        self._alive.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.target is None:
+            return func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if _reads_the_host(func, tensors):
+            raise Refused(f"it reads numbers of the device on the host ({name})")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Refused(f"it draws random numbers ({name})")
+        for tensor in tensors:
+            if _storage(tensor) not in self._known:
+                raise Refused(f"it reads a tensor that is no input, parameter or buffer of it ({name})")
+        if func._schema.is_mutable:
+            written = [
+                value for argument, value in _by_argument(func, args, kwargs)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]  # fmt: skip
+            for tensor in tree_leaves(written):
+                if isinstance(tensor, torch.Tensor) and _storage(tensor) in self._fixed:
+                    raise Refused(f"it writes to a parameter or a buffer ({name})")
+        out = func(*args, **kwargs)
+        self.knows(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+        self.target.add(func, args, kwargs, out)
+        return out
+
+
+def _by_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
+    for i, argument in enumerate(func._schema.arguments):
+        if i < len(args):
+            yield argument, args[i]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]

@@ -1,0 +1,665 @@
+"""Decoder layers as captured pieces: what is captured, when, and what is looked at before a replay.
+
+Between two attentions a decoder layer depends on the number of its tokens alone. So a layer is captured as the pieces
+before and after its attention (`capture.pieces`), with transformers' attention interface as the seam between them, and
+nothing is known of the family. A layer is captured when it is called for the second time with as many tokens, in the
+same mode; numbers of tokens are rounded up (`bucket`), which the packed body fills with tokens of no segment.
+
+A graph remembers addresses and nothing else. So all that Python could decide otherwise is compared at every call: the
+modules of the layer with their plain attributes, hooks and classes (adapters that are switched off, modes, patches),
+parameters with their addresses and whether they are trained, autocast, gradient mode, arguments. A layer that differs
+runs its own code. There are three kinds of graphs with a pool each: those of training forwards, whose results stay
+until their backward; those of layers that a checkpoint repeats; and those without gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..capture import Pieces, Recorder, Refused, capture, recorder_for, recording_now
+from ..support.errors import one_line
+from .body.packed import PackedMask, Recorded, attend_by_segments
+from .call import generates
+from .classes import GLOBAL_HOOKS, derived
+from .patch import PLAIN, Site, is_transformed
+from .undo import Undo
+
+__all__ = ["CAPTURE_MODES", "LayerCapture", "bucket", "check_capture"]
+
+CAPTURE_MODES = ("auto", "on", "off")
+
+
+def check_capture(name: str, mode: object) -> None:
+    """Raises ValueError unless `mode` says when layers are captured."""
+    if mode not in CAPTURE_MODES:
+        raise ValueError(f"{name} must be one of {', '.join(CAPTURE_MODES)}; got {mode!r}")
+
+
+_STEPS = 16
+"""Buckets from a power of two to the next one. The step is a sixteenth of the lower one, so a bucket has between 0 and
+6.2% more tokens than were asked for, 2.2% on average over evenly spread numbers; 32 would halve that and double the
+number of captures."""
+_LEAST_STEP = 16
+
+
+def bucket(tokens: int) -> int:
+    """Returns the number of tokens that a row with so many is filled up to."""
+    step = max((1 << tokens.bit_length() - 1) // _STEPS, _LEAST_STEP)
+    return -(-tokens // step) * step
+
+
+_MOST_GRAPHS = 8192
+"""The number of graphs of one model; beyond it the longest unused number of tokens is given up."""
+_MOST_GRAPHS_NPU = 1800
+"""The same on an NPU, where each graph of a device holds a stream, of which a process has about 2,048."""
+_MOST_VARIANTS = 4
+"""The number of states of one layer (adapter on, adapter off) that are kept for the same arguments."""
+
+
+@dataclass
+class Turn:
+    """One training forward of the captured layers, until its backward.
+
+    Attributes:
+        rows: the shape of its hidden states.
+        pending: the layers whose backward is to come.
+        over: whether another turn has begun, which overwrites what this one's backward reads.
+    """
+
+    rows: tuple[int, ...]
+    pending: set[int] = field(default_factory=set)
+    over: bool = False
+
+
+class _Input:
+    """A buffer that a graph reads, and the tensor that was written to it last."""
+
+    __slots__ = ("buffer", "path", "source", "turn", "version")
+
+    def __init__(self, path: Any, buffer: torch.Tensor) -> None:
+        self.path, self.buffer = path, buffer
+        self.source: Callable[[], torch.Tensor | None] = lambda: None
+        self.version = -1
+        self.turn: Callable[[], Turn | None] = lambda: None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return self.source() is tensor and self.version == tensor._version
+
+    def load(self, tensor: torch.Tensor, turn: Turn | None) -> None:
+        if tensor.data_ptr() != self.buffer.data_ptr():
+            self.buffer.copy_(tensor)
+        self.source, self.version = weakref.ref(tensor), tensor._version
+        self.turn = (lambda: None) if turn is None else weakref.ref(turn)
+
+
+class _State:
+    """What decides how a layer's code runs, as it was when the layer was captured."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._modules = [_attributes(module) for module in layer.modules()]
+        self._parameters = [
+            (owner._parameters, name, p, None if p is None else (p.data_ptr(), p.requires_grad))
+            for owner in layer.modules() for name, p in owner._parameters.items()
+        ]  # fmt: skip
+        self._buffers = [
+            (owner._buffers, name, b, None if b is None else b.data_ptr())
+            for owner in layer.modules() for name, b in owner._buffers.items()
+        ]  # fmt: skip
+
+    def holds(self) -> bool:
+        """Whether nothing has changed since."""
+        for module, cls, own, size, names, values in self._modules:
+            if module.__class__ is not cls or len(own) != size or names(own) != values:
+                return False
+        for where, name, p, known in self._parameters:
+            if where.get(name) is not p or (p is not None and (p.data_ptr(), p.requires_grad) != known):
+                return False
+        return all(where.get(name) is b and (b is None or b.data_ptr() == at) for where, name, b, at in self._buffers)
+
+
+_SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_is_plain(each) for each in value)
+    if isinstance(value, dict):
+        return all(_is_plain(each) for each in value.values())
+    return isinstance(value, _SIMPLE)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _attributes(module: nn.Module) -> tuple[Any, ...]:
+    own = module.__dict__
+    names = [name for name, value in own.items() if _is_plain(value) and name not in ("_parameters", "_buffers")]
+    names += [name for name in (*_HOOKS, "_modules") if name not in names]
+    get = operator.itemgetter(*names)
+    values = tuple(value.copy() if isinstance(value, dict | list | set) else value for value in get(own))
+    return module, module.__class__, own, len(own), get, values
+
+
+def _recorder_of_outputs() -> Any:
+    """Returns what transformers collects from hooks at present (router logits, hidden states), or None."""
+    collector = _collector()
+    return None if collector is None else collector.get()
+
+
+@functools.cache
+def _collector() -> Any:
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # before transformers 5 it gives modules another forward instead
+        return None
+    return _active_collector
+
+
+def _hooked(layer: nn.Module) -> bool:
+    """Whether other code than transformers' collector of outputs has hooked the layer or a module of it."""
+    for module in layer.modules():
+        own = module.__dict__
+        for name in _HOOKS:
+            if any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in own[name].values()):
+                return True
+    return False
+
+
+@dataclass
+class _Captured:
+    """A layer in one state, for one kind of call: its pieces, or why there are none."""
+
+    state: _State
+    calls: int = 1
+    pieces: Pieces | None = None
+    inputs: list[_Input] = field(default_factory=list)
+    output: Any = None
+    reason: str = ""
+    ran: list[tuple[Site, int]] = field(default_factory=list)
+    own: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    """The hidden states of calls that ran the layer's code: where a checkpoint repeats one, it must do the same."""
+
+
+@dataclass
+class _Bucket:
+    """The captured layers of one number of tokens, in one mode."""
+
+    layers: dict[Any, list[_Captured]] = field(default_factory=dict)
+    inputs: list[_Input] = field(default_factory=list)
+    results: set[int] = field(default_factory=set)
+    """The addresses of results that stay until their backward: the next layer reads them where they are."""
+
+    @property
+    def graphs(self) -> int:
+        return sum(c.pieces.graphs for each in self.layers.values() for c in each if c.pieces is not None)
+
+
+@dataclass
+class _Mode:
+    """The graphs of one mode, which share a pool."""
+
+    recorder: Recorder
+    keeps: bool
+    buckets: OrderedDict[tuple[int, ...], _Bucket] = field(default_factory=OrderedDict)
+
+
+class _Flat:
+    """The arguments of a call: tensors with their paths, and the rest, which has to be equal."""
+
+    __slots__ = ("args", "kwargs", "mask", "rest", "tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[tuple[Any, torch.Tensor]] = []
+        self.rest: list[Any] = []
+        self.mask: Any = None
+        self.args, self.kwargs = args, kwargs
+        for i, value in enumerate(args):
+            self._add(i, value)
+        for name, value in kwargs.items():
+            self._add(name, value)
+
+    def _add(self, path: Any, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            # A mask is read by attention alone, or the capture is refused: nothing is copied.
+            if path == "attention_mask":
+                self.mask = value
+                self.rest.append((path, "a mask"))
+            else:
+                self.tensors.append((path, value))
+        elif type(value) is PackedMask:
+            self.mask = value
+            self.rest.append((path, "a packed row"))
+        elif type(value) in (tuple, list):
+            for i, each in enumerate(value):
+                self._add((path, i), each)
+        elif isinstance(value, _SIMPLE):
+            self.rest.append((path, value))
+        else:
+            raise Refused(f"it is given {path} of type {type(value).__name__}")
+
+    def key(self) -> tuple[Any, ...]:
+        specs = [(path, t.shape, t.stride(), t.dtype, t.requires_grad) for path, t in self.tensors]
+        return tuple(specs), tuple(self.rest)
+
+    def call(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Calls a function with other tensors in the places of these."""
+        at = {path: tensor for (path, _), tensor in zip(self.tensors, tensors, strict=True)}
+
+        def put(path: Any, value: Any) -> Any:
+            if type(value) in (tuple, list):
+                return type(value)(put((path, i), each) for i, each in enumerate(value))
+            return at.get(path, value)
+
+        args = [put(i, value) for i, value in enumerate(self.args)]
+        return function(*args, **{name: put(name, value) for name, value in self.kwargs.items()})
+
+
+@dataclass(frozen=True)
+class Now:
+    """What a seam is called with at a replay: the mask, and the tensors of the call."""
+
+    mask: Any
+    tensors: Sequence[torch.Tensor]
+
+
+def _outputs(out: Any) -> tuple[list[torch.Tensor], Any]:
+    """Returns a layer's tensors, and a function that puts other ones in their places."""
+    if isinstance(out, torch.Tensor):
+        return [out], lambda tensors: tensors[0]
+    if isinstance(out, tuple) and all(isinstance(o, torch.Tensor | None) for o in out):
+        at = [i for i, o in enumerate(out) if o is not None]
+        return [out[i] for i in at], lambda tensors: tuple(
+            tensors[at.index(i)] if i in at else None for i in range(len(out))
+        )
+    raise Refused(f"it returns {type(out).__name__}")
+
+
+class _Waits:
+    """Finds out whether the device waits for the host.
+
+    When the host begins a layer it looks whether the device has begun the layer before, too: then the device has less
+    than a layer's work ahead of it, and will wait. The first forwards are not looked at (they compile kernels and fill
+    caches). Nothing is waited for.
+
+    Attributes:
+        for_host: whether the device waited at more than half of the layers.
+    """
+
+    _UNSEEN, _CALLS = 3, 240
+
+    def __init__(self) -> None:
+        self._event: Any = None
+        self._begun: Counter[int] = Counter()
+        self._calls = self._waiting = 0
+
+    @property
+    def for_host(self) -> bool:
+        return 2 * self._waiting > self._calls
+
+    def seen(self, layer: int, hidden: Any) -> bool:
+        """Looks at a call of a layer; returns whether enough calls were seen."""
+        if not isinstance(hidden, torch.Tensor) or hidden.device.type in ("cpu", "meta"):
+            return False
+        self._begun[layer] += 1
+        if self._begun[layer] <= self._UNSEEN:
+            return False
+        module: Any = torch.get_device_module(hidden.device)
+        if self._event is not None:
+            self._calls += 1
+            self._waiting += self._event.query()
+        self._event = module.Event()
+        self._event.record(module.current_stream(hidden.device))
+        return self._calls >= self._CALLS
+
+
+@contextlib.contextmanager
+def _exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
+    """Inside the `with` block a layer has other parameters, given by the id of its own."""
+    own = [(m._parameters, name, p) for m in layer.modules() for name, p in m._parameters.items() if p is not None]
+    try:
+        for where, name, p in own:
+            where[name] = others[id(p)]
+        yield
+    finally:
+        for where, name, p in own:
+            where[name] = p
+
+
+_BY = "_npu_kernels_captures_by"
+
+
+class LayerCapture:
+    """Captures the decoder layers of a model and replays them.
+
+    Attributes:
+        on: whether layers are captured and replayed at present.
+        replayed, eager: the numbers of calls of layers.
+        reasons: why layers ran their own code, with the number of calls.
+        seconds: the time spent on capturing.
+    """
+
+    def __init__(self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool]) -> None:
+        self.on = False
+        self.waits: _Waits | None = None
+        self.replayed = self.eager = 0
+        self.reasons: Counter[str] = Counter()
+        self.seconds = 0.0
+        self.captured = 0
+        self._undo, self._sites, self._busy = undo, sites, busy
+        self._modes: dict[Any, _Mode] = {}
+        self._last: set[int] = set()
+        self._shared: set[int] = set()
+        self._turn: Callable[[], Turn | None] = lambda: None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the counts as a plain dict."""
+        buckets = {rows for mode in self._modes.values() for rows, spot in mode.buckets.items() if spot.graphs}
+        graphs = sum(spot.graphs for mode in self._modes.values() for spot in mode.buckets.values())
+        return {
+            "on": self.on, "replayed": self.replayed, "own_code": self.eager, "graphs": graphs, "buckets": len(buckets),
+            "captured": self.captured, "seconds": round(self.seconds, 3), "reasons": dict(self.reasons),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        if not self.on:
+            return "captured layers: none; " + (
+                "the device did not wait for the host" if self.waits is None else "not decided yet"
+            )
+        seen = self.as_dict()
+        calls = self.replayed + self.eager
+        lines = [
+            f"captured layers: {self.replayed / max(calls, 1):.0%} of {calls} calls replayed; {seen['graphs']} graphs "
+            f"for {seen['buckets']} numbers of tokens; {self.seconds:.1f} s spent on capturing"
+        ]
+        return "\n".join([*lines, *(f"  {calls} calls: {reason}" for reason, calls in self.reasons.items())])
+
+    def tokens(self, live: int) -> int | None:
+        """Returns the number of tokens that a packed row is filled up to, or None: it stays as it is."""
+        return bucket(live) if self.on else None
+
+    # -- installation ------------------------------------------------------------------------------------------------
+
+    def install(self, model: nn.Module, mode: str) -> None:
+        """Gives the decoder layers of a model classes whose forward may be replayed. Layers that have them keep them.
+
+        Args:
+            model: the model.
+            mode: `"on"`, or `"auto"`: once the device was seen to wait for the host.
+        """
+        if mode == "on":
+            self.on = True
+        elif not self.on and self.waits is None:
+            self.waits = _Waits()
+        inside: set[nn.Module] = set()
+        owners: Counter[int] = Counter()
+        layers: list[nn.Module] = []
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+                layers.append(module)
+                inside.update(module.modules())
+        for layer in layers:
+            owners.update({id(p) for p in layer.parameters()})
+        outside = {id(p) for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
+        self._shared = {at for at, count in owners.items() if count > 1} | outside
+        self._last = {
+            id(listed[-1]) for listed in model.modules() if isinstance(listed, nn.ModuleList) and len(listed)
+        }  # fmt: skip
+        classes: dict[type[nn.Module], type[nn.Module]] = {}
+        for layer in layers:
+            attend_by_segments(layer, "", self._undo)
+            kind: Any = type(layer)
+            if getattr(kind, _BY, None) is self:
+                continue
+            if kind not in classes:
+                classes[kind] = derived(kind, {"forward": self._forward(kind), _BY: self})
+            self._undo.set_class(layer, classes[kind])
+
+    def _forward(self, base: Any) -> Callable[..., Any]:
+        original: Any = base.forward
+
+        @functools.wraps(original)
+        def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or recording_now():
+                return original(layer, *args, **kwargs)
+            if not self.on:
+                if self.waits is not None and args and torch.is_grad_enabled() and self.waits.seen(id(layer), args[0]):
+                    self.on, self.waits = self.waits.for_host, None
+                return original(layer, *args, **kwargs)
+            return self.call(layer, original, args, kwargs)
+
+        return forward
+
+    # -- a call ------------------------------------------------------------------------------------------------------
+
+    def call(self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replays a layer, or runs its own code."""
+        try:
+            ready = self._ready(layer, original, args, kwargs)
+        except Refused as error:
+            ready = str(error)
+        if isinstance(ready, str):
+            self.eager += 1
+            if ready:
+                self.reasons[ready] += 1
+            return original(layer, *args, **kwargs)
+        self.replayed += 1
+        return ready()
+
+    def _ready(
+        self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any] | str:
+        """Returns what replays a call, or why its own code runs; an empty reason is not reported."""
+        if generates() or is_transformed() or self._busy():
+            return ""
+        if any(GLOBAL_HOOKS):
+            return "other code has hooked every module"
+        if _recorder_of_outputs():
+            return "outputs of its modules are asked for"
+        flat = _Flat(args, kwargs)
+        if not flat.tensors:
+            return "it is given no tensor"
+        hidden = flat.tensors[0][1]
+        kind = hidden.device.type
+        if type(hidden) is not torch.Tensor or kind == "meta":
+            return ""  # a rehearsal
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        graded = torch.is_grad_enabled()
+        repeats = graded and bool(layer.training and getattr(layer, "gradient_checkpointing", False))
+        mode = self._mode(hidden.device, graded, repeats)
+        rows = tuple(hidden.shape)
+        spot = mode.buckets.get(rows)
+        if spot is None:
+            spot = mode.buckets[rows] = _Bucket()
+        elif next(reversed(mode.buckets)) != rows:
+            mode.buckets.move_to_end(rows)
+        key = id(layer), cast, flat.key()
+        variants = spot.layers.setdefault(key, [])
+        found = next((each for each in variants if each.state.holds()), None)
+        new = found is None
+        if found is None:
+            if len(variants) == _MOST_VARIANTS:
+                return f"its modules or parameters change: {_MOST_VARIANTS} states of it are captured"
+            found = _Captured(_State(layer))
+            variants.append(found)
+        if hidden in found.own:
+            return ""
+        ready = "" if new else self._ready_for(layer, original, flat, mode, spot, rows, found)
+        if isinstance(ready, str) and repeats:
+            found.own[hidden] = True
+        return ready
+
+    def _ready_for(
+        self, layer: Any, original: Callable[..., Any], flat: _Flat, mode: _Mode, spot: _Bucket, rows: tuple[int, ...],
+        found: _Captured,
+    ) -> Callable[[], Any] | str:  # fmt: skip
+        """As `_ready`, of a call that was made before."""
+        if found.pieces is None:
+            if found.reason:
+                return found.reason
+            found.calls += 1
+            turn = self._turn()
+            if turn is not None and turn.pending and mode.keeps and turn.rows != rows:
+                return "another forward awaits its backward"
+            self._capture(layer, original, flat, mode, spot, found)
+            if found.pieces is None:
+                return found.reason
+        return self._replay(layer, flat, mode, rows, found)
+
+    def _mode(self, where: torch.device, graded: bool, repeats: bool) -> _Mode:
+        key = where, graded, repeats
+        if key not in self._modes:
+            self._modes[key] = _Mode(recorder_for(where), graded and not repeats)
+        return self._modes[key]
+
+    def _replay(self, layer: Any, flat: _Flat, mode: _Mode, rows: tuple[int, ...], found: _Captured) -> Any:
+        turn: Turn | None = None
+        if mode.keeps:
+            turn = self._turn()
+            if turn is not None and turn.pending and (turn.rows != rows or id(layer) in turn.pending):
+                return "another forward awaits its backward"
+            if turn is None or not turn.pending:
+                if turn is not None:
+                    turn.over = True
+                turn = Turn(rows)
+                self._turn = weakref.ref(turn)
+        tensors = [t for _, t in flat.tensors]
+        late = [(i, t) for i, t in zip(found.inputs, tensors, strict=True) if not i.holds(t)]
+        if turn is not None and any(i.turn() is turn for i, _ in late):
+            return "its arguments are others than those of the layers before it"
+        pieces, mask = found.pieces, flat.mask
+        assert pieces is not None
+
+        def replay() -> Any:
+            with torch.no_grad():
+                for place, tensor in late:
+                    place.load(tensor, turn)
+            if turn is not None:
+                turn.pending.add(id(layer))
+            tokens = mask.packing.live if type(mask) is PackedMask else None
+            done = None if turn is None else functools.partial(turn.pending.discard, id(layer))
+            results = pieces.run(tensors, Now(mask, tensors), turn, tokens, done)
+            for site, calls in found.ran:
+                site.ran += calls
+            if not mode.keeps or id(layer) in self._last:
+                results = tuple(t.clone() for t in results)
+            return found.output(results)
+
+        return replay
+
+    # -- capturing ---------------------------------------------------------------------------------------------------
+
+    def _why_not(self, layer: nn.Module) -> str | None:
+        """Returns why a layer is not captured, or None."""
+        if any(isinstance(module, FSDPModule) for module in layer.modules()):
+            return "its parameters move (FSDP)"
+        if _hooked(layer):
+            return "other code has hooked it or a module of it"
+        if any("forward" in vars(module) for module in layer.modules()):
+            return "a forward was set on a module of it"
+        for parameter in layer.parameters():
+            if type(parameter) not in PLAIN:
+                return f"a parameter of it is a {type(parameter).__name__}"
+            if id(parameter) in self._shared:
+                return "other modules have parameters of it, too"
+            if parameter._backward_hooks:
+                return "a parameter of it has a hook"
+        return None
+
+    def _capture(
+        self, layer: Any, original: Callable[..., Any], flat: _Flat, mode: _Mode, spot: _Bucket, found: _Captured
+    ) -> None:
+        reason = self._why_not(layer)
+        if reason is not None:
+            found.reason = reason
+            return
+        begun = time.perf_counter()
+        inputs = [self._input(path, tensor, mode, spot, found) for path, tensor in flat.tensors]
+        buffers = [place.buffer for place in inputs]
+        outputs: list[Any] = []
+        # A layer may have a parameter in two of its modules.
+        stand_ins = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in layer.parameters()}
+        originals = {id(stand_ins[id(p)]): p for p in layer.parameters()}
+
+        def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            mask = flat.mask
+            recorded = Recorded(self._undo, Now(mask, [t for _, t in flat.tensors]), tensors, originals)
+            with recorded.on(), _exchanged(layer, stand_ins):
+                out = flat.call(functools.partial(original, layer), tensors)
+            results, put = _outputs(out)
+            given = {t.untyped_storage()._cdata for t in tensors}
+            if any(t.untyped_storage()._cdata in given for t in results):
+                raise Refused("it returns what it is given")
+            outputs.append(put)
+            return tuple(results)
+
+        sites = self._sites()
+        counts = [(site, site.ran, site.declined.copy()) for site in sites]
+        try:
+            found.pieces = capture(
+                function, buffers, {new: originals[id(new)] for new in stand_ins.values()}, list(layer.buffers()),
+                mode.recorder, keeps=mode.keeps,
+            )  # fmt: skip
+        except Refused as error:
+            found.reason = str(error)
+            return
+        except RuntimeError as error:  # of the device, or of code that cannot be captured: the layer's own code goes on
+            found.reason = f"it could not be captured: {one_line(error, 120)}"
+            return
+        finally:
+            for site, ran, declined in counts:
+                # It ran twice, and has computed nothing that is used.
+                found.ran += [(site, (site.ran - ran) // 2)] if site.ran > ran else []
+                site.ran, site.declined = ran, declined
+        found.inputs, found.output = inputs, outputs[-1]
+        if mode.keeps:
+            spot.results |= {t.data_ptr() for t in found.pieces.pieces[-1].outputs}
+        known = {id(place) for place in spot.inputs}
+        spot.inputs += [place for place in inputs if id(place) not in known]
+        self.captured += found.pieces.graphs
+        self.seconds += time.perf_counter() - begun
+        self._bound(mode, spot)
+
+    def _input(self, path: Any, tensor: torch.Tensor, mode: _Mode, spot: _Bucket, found: _Captured) -> _Input:
+        """Returns the buffer for an input. Layers share it if they are given the same tensor; where results need not
+        stay until a backward they share it in any case."""
+        for place in spot.inputs:
+            fits = place.buffer.shape == tensor.shape and place.buffer.dtype == tensor.dtype
+            fits = fits and place.buffer.requires_grad == tensor.requires_grad
+            if fits and (place.holds(tensor) if mode.keeps else place.path == path):
+                return place
+        buffer = tensor.detach()
+        if tensor.data_ptr() not in spot.results:
+            buffer = buffer.clone(memory_format=torch.preserve_format)
+        return _Input(path, buffer.requires_grad_(tensor.requires_grad))
+
+    def _bound(self, mode: _Mode, current: _Bucket) -> None:
+        """Gives up the buckets that were not used for longest, if there are too many graphs."""
+        most = _MOST_GRAPHS_NPU if "npu" in str(type(mode.recorder)) else _MOST_GRAPHS
+        graphs = sum(spot.graphs for each in self._modes.values() for spot in each.buckets.values())
+        turn = self._turn()
+        while graphs > most:
+            for rows, spot in mode.buckets.items():
+                if (
+                    spot is not current
+                    and spot.graphs
+                    and not (turn is not None and turn.pending and turn.rows == rows)
+                ):
+                    graphs -= spot.graphs
+                    del mode.buckets[rows]
+                    break
+            else:
+                return
