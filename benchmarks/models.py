@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from . import flash
+
 __all__ = ["MODELS", "build_model", "model_class"]
 
 _QWEN3_4B = {
@@ -158,7 +160,7 @@ def build_model(size: str, attention: str | None = None, length: int = 0) -> Any
 
     Args:
         size: a key of `MODELS`.
-        attention: transformers' name for an attention; None: its default.
+        attention: transformers' name for an attention, or `flash.NAME`; None: transformers' default.
         length: the tokens of a row, if the model needs more positions than `MODELS` says.
     """
     import torch
@@ -168,6 +170,8 @@ def build_model(size: str, attention: str | None = None, length: int = 0) -> Any
     _, arguments, dtype = MODELS[size]
     arguments = {**arguments, "max_position_embeddings": max(length, arguments["max_position_embeddings"])}
     config = _config_class(size)(pad_token_id=0, bos_token_id=None, eos_token_id=1, **arguments)
+    if attention == flash.NAME:
+        flash.register()
     config._attn_implementation = attention
     torch.manual_seed(0)
     before = torch.get_default_dtype()

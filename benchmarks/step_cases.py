@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from . import flash
 from .models import MODELS
 
 __all__ = ["VARIANTS", "StepVariant", "StepWorkload", "variants_of", "workloads"]
@@ -47,9 +48,9 @@ VARIANTS = {
     "liger": StepVariant("liger-kernel", module="liger_kernel"),
     # A library around TRL's trainer that skips padding and computes a shared prompt once.
     "unsloth": StepVariant("unsloth", module="unsloth"),
-    # transformers' attention that skips padding in each layer; flash_attn is an optional package.
-    "plain-flash": StepVariant("transformers", attention="flash_attention_2", module="flash_attn"),
-    "liger-flash": StepVariant("liger-kernel", attention="flash_attention_2", module="flash_attn"),
+    # transformers' flash attention, which leaves padding out in each layer's attention.
+    "plain-flash": StepVariant("transformers", attention=flash.NAME),
+    "liger-flash": StepVariant("liger-kernel", attention=flash.NAME, module="liger_kernel"),
     "plain-compiled": StepVariant("transformers", compiled=True),
     "flag-compiled": StepVariant("npu_trainer_kernels", compiled=True),
 }
@@ -105,6 +106,11 @@ class StepWorkload:
         return f"{self.size} {self.batch}x({self.prompt}+{longest}){prompts}{adapter}"
 
     @property
+    def has_padding(self) -> bool:
+        """Whether the rows of a batch differ in length."""
+        return bool(self.lengths or self.least)
+
+    @property
     def is_long(self) -> bool:
         """Whether a step takes seconds. Then few steps are enough, since the memory matters most."""
         return self.batch * (self.prompt + self.length) >= _LONG
@@ -117,15 +123,19 @@ class StepWorkload:
 # The variants for mixtures of experts, where the difference is in the experts' rows.
 _OF_EXPERTS = ("plain", "flag", "flag-padded", "liger")
 _OF_LONG = ("plain", "flag", "flag-tiled", "liger")
+# Without padding transformers' default is a kernel of this kind already.
+_OF_PADDING = ("plain-flash", "liger-flash")
 
 
 def variants_of(workload: StepWorkload) -> list[str]:
-    """Returns the variants that differ for a workload: sequences of a batch share prefixes only in GRPO and DPO."""
+    """Returns the variants that differ for a workload: sequences of a batch share prefixes only in GRPO and DPO, and
+    flash attention leaves out padding where there is some, in 16 bits."""
     if workload.is_long:
         return list(_OF_LONG)
+    by_flash = _OF_PADDING if workload.has_padding and MODELS[workload.size][2] in flash.DTYPES else ()
     if "num_experts" in MODELS[workload.size][1]:
-        return list(_OF_EXPERTS)
-    without = {"flag-tiled", "flag-unbalanced"}
+        return [*_OF_EXPERTS, *by_flash]
+    without = {"flag-tiled", "flag-unbalanced", *_OF_PADDING} - set(by_flash)
     # Unsloth is compared in GRPO with these models; it was not tried elsewhere.
     if workload.name != "grpo-trl" or workload.size not in ("qwen3-0.6b", "qwen3-4b"):
         without.add("unsloth")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from . import flash
 from .lengths import lengths, prompt_lengths
 from .models import MODELS, build_model
 from .step_cases import StepVariant, StepWorkload
@@ -169,12 +170,15 @@ def kernels_of(variant: StepVariant) -> Any:
 
 
 def ran(trainer: Any) -> dict[str, int]:
-    """Returns the calls of each of our ops in a trainer's model; with Unsloth, its statistics of packed rows."""
+    """Returns the calls of each of our ops in a trainer's model; of flash attention in this process, where a variant
+    runs by it; with Unsloth, its statistics of packed rows."""
     from npu_trainer_kernels import NpuKernelsCallback
 
     packed = sys.modules.get("unsloth.utils.hf_packed_attention")
     if packed is not None:
         return dict(packed.HF_PACKED_ATTENTION_STATS)
+    if flash.CALLS:
+        return dict(flash.CALLS)
     ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, NpuKernelsCallback)]
     return {op: calls for callback in ours for op, calls in callback.report().ran.items()}
 

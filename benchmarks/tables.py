@@ -21,10 +21,10 @@ _TRAINERS = {"sft-trainer": "SFT, Trainer", "sft-trl": "SFT, TRL's trainer", "dp
 _MODELS = {"llama-1b": "Llama of 1B", "qwen3-0.6b": "Qwen3 of 0.6B", "qwen3-4b": "Qwen3 of 4B",
            "gemma3-1b": "Gemma 3 of 1B", "qwen3-moe": "Qwen3-MoE of 2B, 64 experts"}  # fmt: skip
 # The columns of the README, and those of the performance page.
-_SHORT = {"plain": "plain", "flag": "with the flag"}
-_LONG = {"plain": "plain", "flag": "with the flag", "flag-unshared": "prompt in every row",
-         "flag-padded": "padding computed", "flag-tiled": "MLP in tiles", "liger": "Liger-Kernel",
-         "unsloth": "Unsloth"}  # fmt: skip
+_SHORT = {"plain": "plain", "plain-flash": "plain, flash attention", "flag": "with the flag"}
+_LONG = {"plain": "plain", "plain-flash": "plain, flash attention", "flag": "with the flag",
+         "flag-unshared": "prompt in every row", "flag-padded": "padding computed", "flag-tiled": "MLP in tiles",
+         "liger": "Liger-Kernel", "liger-flash": "Liger-Kernel, flash attention", "unsloth": "Unsloth"}  # fmt: skip
 
 
 def _what(row: Row) -> str:
@@ -73,20 +73,26 @@ def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
 
 
+def _shown(columns: dict[str, str], workloads: Sequence[dict[str, Row]]) -> dict[str, str]:
+    return {name: title for name, title in columns.items() if any(name in of for of in workloads)}
+
+
 def _short(rows: Sequence[Row]) -> list[str]:
-    """Returns a table with one line for each workload."""
+    """Returns a table with one line for each workload, without columns that have no measurement."""
+    workloads = _workloads(rows)
+    shown = _shown(_SHORT, workloads)
     lines = []
-    for of in _workloads(rows):
-        cells = [f"{_thousands(of[name])} tokens/s, {_gib(of[name])} GiB" for name in _SHORT]
+    for of in workloads:
+        cells = [f"{_thousands(of[name])} tokens/s, {_gib(of[name])} GiB" if name in of else "" for name in shown]
         speed = of["plain"]["ms"]["median"] / of["flag"]["ms"]["median"]
         lines.append([_what(of["plain"]), _live(of["plain"]), *cells, f"{speed:.2f} x"])
-    return _lines(["run, bf16", "positions with a token", *_SHORT.values(), ""], lines)
+    return _lines(["run, bf16", "positions with a token", *shown.values(), ""], lines)
 
 
 def _long(rows: Sequence[Row]) -> list[str]:
     """Returns a table with two lines for each workload, speed and memory, without columns that have no measurement."""
     workloads = _workloads(rows)
-    shown = {name: title for name, title in _LONG.items() if any(name in of for of in workloads)}
+    shown = _shown(_LONG, workloads)
     lines = []
     for of in workloads:
         plain = of["plain"]["ms"]["median"]

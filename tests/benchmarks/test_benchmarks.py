@@ -469,9 +469,9 @@ def test_an_end_to_end_failure_is_a_row():
 def test_a_peer_that_is_not_installed_costs_no_process(monkeypatch):
     monkeypatch.setattr(endtoend.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(endtoend.subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
-    found = endtoend.run(step_cases.StepWorkload("sft-trainer", "tiny-llama", 2, 8), "plain-flash", steps=2, timeout=60)
+    found = endtoend.run(step_cases.StepWorkload("sft-trainer", "tiny-llama", 2, 8), "liger-flash", steps=2, timeout=60)
     assert found["status"] == "absent"
-    assert "flash_attn" in found["reason"]
+    assert "liger_kernel" in found["reason"]
 
 
 def test_two_leaves_with_one_gradient_count_once():

@@ -59,6 +59,20 @@ def test_measured_rows_fill_the_tables(tmp_path, monkeypatch):
         assert tables.source_of(page)[0] == file
 
 
+def test_flash_attention_has_columns_once_it_is_measured():
+    rows = [*ROWS, _row("plain-flash", 400.0, 7), _row("liger-flash", 320.0, 6.5)]
+    # A run that lacks it leaves its cells empty.
+    rows += [_row(name, 500.0, 5, shape="qwen3-4b other") for name in ("plain", "flag")]
+    short, long = tables._short(rows), tables._long(rows)
+    assert short[0] == "| run, bf16 | positions with a token | plain | plain, flash attention | with the flag |  |"
+    assert "| 12.0k tokens/s, 8.0 GiB | 30.0k tokens/s, 7.0 GiB | 48.0k tokens/s, 6.0 GiB | 4.00 x |" in short[2]
+    assert "| 24.0k tokens/s, 5.0 GiB |  | 24.0k tokens/s, 5.0 GiB | 1.00 x |" in short[3]
+    assert "| plain | plain, flash attention | with the flag |" in long[0]
+    assert long[0].endswith("| Liger-Kernel | Liger-Kernel, flash attention |")
+    assert "| tokens/s | 12.0k | 30.0k (2.50 x) | 48.0k (4.00 x) |" in long[2]
+    assert long[2].endswith("| 24.0k (2.00 x) | 37.5k (3.12 x) |")
+
+
 def test_a_file_that_readers_do_not_have_is_refused(tmp_path, capsys):
     (tmp_path / "r.json").write_text("{}")
     with pytest.raises(SystemExit):
