@@ -218,7 +218,8 @@ def test_figures_of_the_readme_are_those_of_its_json():
             f"{r['tokens_per_second'] / 1e3:.1f}k tokens/s, {r['peak_bytes'] / 2**30:.1f} GiB"
             for r in (of["plain"], of["flag"])
         ]
-        assert " | ".join(cells) in readme
+        # Plain with flash attention is between the two where it was measured.
+        assert re.search(r" \| (?:[^|\n]*\| )?".join(map(re.escape, cells)), readme), cells
 
 
 def test_the_first_table_of_the_readme_is_of_the_second():

@@ -208,7 +208,9 @@ def test_transformers_keeps_its_other_attentions(utils, monkeypatch):
     asked = []
     monkeypatch.setattr(utils, "_lazy_imports", lambda *args, **options: asked.append((args, options)))
     flash.register()
+    once = utils._lazy_imports
     flash.register()
+    assert utils._lazy_imports is once
     assert utils._lazy_imports(flash.NAME)[:3] == (flash.dense, flash.varlen, None)
     assert asked == []
     utils._lazy_imports("flash_attention_2", None, allow_all_kernels=True)
