@@ -31,6 +31,7 @@ from .training.grpo_groups import Arranger, stays_on_rank, stays_shuffled
 from .training.grpo_plan import Planner, is_grpo
 from .training.held_models import held_models
 from .training.loss_filter import LossFilter
+from .training.repeats import Repeats
 from .training.seeds import differing_seeds
 
 __all__ = ["NpuKernelsCallback", "calling_trainer"]
@@ -81,9 +82,10 @@ class NpuKernelsCallback(TrainerCallback):
     after construction, `model_init` builds a new model), and restores when training ends, also after an exception.
     While training, the same ops serve the models that the Trainer has besides its own (reference, teacher, reward). In
     TRL's GRPOTrainer the head gets a plan of the gradient that the loss will send back. Losses that are nan or infinite
-    are filtered as the Trainer does, but on the device (`training.loss_filter`). It prints the report once, on the main
-    process, and adds `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second`
-    (without padding) and `peak_memory_gib` to the Trainer's logs.
+    are filtered as the Trainer does, but on the device (`training.loss_filter`). What the Trainer repeats for each
+    micro-batch on the host is made short (`training.repeats`). It prints the report once, on the main process, and adds
+    `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second` (without padding)
+    and `peak_memory_gib` to the Trainer's logs.
 
     Pass it in `callbacks=[...]`. On an existing Trainer, use `trainer.add_callback(callback)` followed by
     `callback.attach(trainer)`.
@@ -141,6 +143,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._served_beside: list[NpuKernels] = []
         self._planner: Planner | None = None
         self._loss_filter: LossFilter | None = None
+        self._repeats: Repeats | None = None
         self._in_trainer = Undo()
         self._printed = ""
         self._since: tuple[float, int, int] = (0.0, 0, 0)
@@ -294,6 +297,8 @@ class NpuKernelsCallback(TrainerCallback):
         self._plan(trainer)
         self._apply_to_held(trainer, report)
         self._add_to_logs(trainer)
+        self._repeats = Repeats(trainer)
+        self._repeats.start(self._in_trainer)
         if LossFilter.applies_to(trainer):
             self._loss_filter = LossFilter(trainer)
             self._loss_filter.start(self._in_trainer)
@@ -399,6 +404,16 @@ class NpuKernelsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._loss_is_added()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._repeats is not None:
+            self._repeats.optimizer_stepped()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._repeats is not None:
+            self._repeats.step_ended()
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
