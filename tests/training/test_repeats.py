@@ -143,6 +143,12 @@ def another_class(model):
     layer(model).late[0].training = False
 
 
+def a_train_of_a_class(model):
+    part = layer(model).late[0]
+    type(part).train = Stays.train
+    part.training = False
+
+
 def a_parameter_is_added(model):
     layer(model).self_attn.late = nn.Parameter(torch.zeros(7))
 
@@ -170,7 +176,8 @@ def with_a_part(part):
 
 
 def dropouts():
-    made = nn.Sequential(nn.Dropout(), nn.Linear(2, 2), nn.Linear(2, 2)).eval()
+    of_this_model = type("Dropout", (nn.Dropout,), {})
+    made = nn.Sequential(of_this_model(), nn.Linear(2, 2), nn.Linear(2, 2)).eval()
     made.embedding = nn.Embedding(3, 2)
     return made
 
@@ -182,9 +189,9 @@ def dropouts():
         (eval_of_a_part, with_lora), (eval_of_all, with_lora), (eval_of_all, with_a_part(Frozen)), (added, with_lora),
         (added_below_the_modules_of_torch, with_lora), (replaced, with_a_part(dropouts)),
         (removed, with_a_part(dropouts)), (frozen_later, with_lora), (a_method_of_an_instance, with_a_part(dropouts)),
-        (another_class, with_a_part(dropouts)), (a_parameter_is_added, with_lora),
-        (a_parameter_is_shared, with_a_part(dropouts)), (a_parameter_is_resized, with_a_part(dropouts)),
-        (an_embedding_becomes_a_layer, with_a_part(dropouts)),
+        (another_class, with_a_part(dropouts)), (a_train_of_a_class, with_a_part(dropouts)),
+        (a_parameter_is_added, with_lora), (a_parameter_is_shared, with_a_part(dropouts)),
+        (a_parameter_is_resized, with_a_part(dropouts)), (an_embedding_becomes_a_layer, with_a_part(dropouts)),
     ],
 )  # fmt: skip
 def test_flags_and_operations_are_those_of_the_trainer(tmp_path, change, prepare):
@@ -385,6 +392,100 @@ def test_what_is_asked_of_the_count_counts():
     assert len(found) > 4
 
 
+class Hides(nn.Sequential):
+    """Shows its modules if it is asked to."""
+
+    shows = True
+
+    def named_modules(self, *args, **kwargs):
+        return super().named_modules(*args, **kwargs) if self.shows else iter(())
+
+
+def hides_by_itself():
+    made = nn.Sequential(nn.Linear(2, 2))
+    made.shows = True
+    made.__dict__["named_modules"] = lambda *args, **kwargs: (
+        nn.Module.named_modules(made, *args, **kwargs) if made.shows else iter(())
+    )
+    return made
+
+
+@pytest.mark.parametrize("make", [lambda: Hides(nn.Linear(2, 2)), hides_by_itself])
+def test_modules_that_are_named_in_another_way_are_named_so(make):
+    model, count = small_model("qwen3"), repeats._Count()
+    layer(model).late = part = make()
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    part.shows = False
+    repeats._zero(model)
+    assert [each.grad is None for each in model.model.embed_tokens.parameters()] == [True]
+    assert [each.grad is None for each in nn.ModuleList([part[0]]).parameters()] == [False, False]
+    found = []
+    for part.shows in (True, False):
+        found.append(count.number(model.num_parameters))
+        assert found[-1] == model.num_parameters()
+    assert found[0] - found[1] == 6
+
+
+@pytest.mark.parametrize("name", ["parameters", "named_parameters", "_named_members", "named_modules"])
+@pytest.mark.parametrize("of_the_class", [True, False])
+def test_a_walk_of_the_models_own_is_taken(name, of_the_class):
+    model, count, taken = small_model("qwen3"), repeats._Count(), []
+
+    def own(self, *args, **kwargs):
+        taken.append(name)
+        return getattr(nn.Module, name)(self, *args, **kwargs)
+
+    if of_the_class:
+        model.__class__ = type("Own", (type(model),), {name: own})
+    else:
+        vars(model)[name] = types.MethodType(own, model)
+    repeats._zero(model)
+    assert taken
+    for arguments in ({}, {}):
+        taken.clear()
+        model.num_parameters(**arguments)
+        expected = len(taken)
+        taken.clear()
+        count.number(model.num_parameters, **arguments)
+        assert len(taken) == expected
+
+
+def test_gradients_are_kept_as_zeros_or_left_where_torch_does_so():
+    model = nn.Sequential(nn.Linear(2, 2))
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    model._is_replica = True
+    with pytest.warns(UserWarning, match="no effect"):
+        repeats._zero(model)
+    model[0].weight.grad, model[0].bias.grad = (torch.ones_like(each) for each in model.parameters())
+    del model._is_replica
+    repeats._zero(model, set_to_none=False)
+    assert [each.grad.abs().sum() for each in model.parameters()] == [0, 0]
+
+
+@pytest.mark.parametrize("of_the_class", [True, False])
+def test_a_zero_grad_of_the_users_is_called(tmp_path, of_the_class):
+    called = []
+
+    def zero_grad(self, *args):
+        called.append(args)
+        nn.Module.zero_grad(self)
+
+    def prepare(model):
+        if of_the_class:
+            model.__class__ = type("Zeroes", (type(model),), {"zero_grad": zero_grad})
+        else:
+            vars(model)["zero_grad"] = types.MethodType(zero_grad, model)
+        return model
+
+    trainer = trainer_of(tmp_path, kernels(), prepare=prepare)
+    trainer.train()
+    # Before the first step, and after each.
+    assert called == [()] * 4
+    assert ("zero_grad" in vars(trainer.model)) is not of_the_class
+
+
 def tree():
     shared, twice = nn.Sequential(nn.Dropout(), Frozen()), Frozen()
     root = nn.Sequential(shared, nn.ModuleDict({"a": twice, "b": twice}), nn.ModuleList([shared, Backwards()]))
@@ -441,18 +542,15 @@ def test_train_is_torchs(make, mode):
     found = []
     for lend in (False, True):
         root = make()
-        for module in root.modules():
-            # Half of them have the other mode.
-            module.__dict__["training"] = len(found) == 2 or id(module) % 2 == 0
-        first = root[0] if not isinstance(root[0], Property) else root
-        first.__dict__["training"] = not mode
+        for place, module in enumerate(root.modules()):
+            if not isinstance(module, torch.jit.ScriptModule):
+                module.__dict__["training"] = not mode if place < 4 else place % 2 == 0
         if lend:
             assert repeats._lend_train(root) is not None
         assert root.train(mode) is root
         assert "train" not in vars(root)
         told = [getattr(module, "asked", getattr(module, "written", None)) for module in root.modules()]
-        # A flag that nobody sets stays as it was, whichever that is.
-        found.append((told, [module.training for module in root.modules() if type(module) is not nn.Dropout]))
+        found.append((told, [module.training for module in root.modules()]))
     assert found[0] == found[1]
 
 
@@ -461,6 +559,12 @@ def test_what_torch_refuses_is_refused():
     repeats._lend_train(root)
     with pytest.raises(ValueError, match="expected to be boolean"):
         root.train(1)
+    buffered = nn.Sequential(nn.Sequential(nn.Dropout()))
+    del buffered[0][0].training
+    buffered[0][0].register_buffer("training", torch.zeros(1))
+    repeats._lend_train(buffered)
+    with pytest.raises(TypeError, match="as buffer 'training'"):
+        buffered.train()
     root[0].root = root
     repeats._lend_train(root)
     with pytest.raises(RecursionError):
