@@ -295,6 +295,21 @@ def test_nobody_finds_a_method_that_is_lent(tmp_path, looks_first):
     assert not set(METHODS) & set(vars(trainer))
 
 
+def test_what_a_loop_does_not_call_is_taken_back_when_the_step_ends(tmp_path):
+    class Leaves(TrainerCallback):
+        left = 0
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            ours.on_optimizer_step(args, state, control)
+            trainer._get_learning_rate()
+            self.left += "zero_grad" in vars(model)
+
+    leaves, ours, looks = Leaves(), kernels(), Looks()
+    trainer = trainer_of(tmp_path, leaves, ours, looks)
+    trainer.train()
+    assert leaves.left == looks.looked["step_end"] == 3
+
+
 def planted(*_, **__):
     raise RuntimeError("planted")
 
@@ -389,6 +404,56 @@ def test_what_is_asked_of_the_count_counts():
         found.append(expected)
     assert len(set(found)) >= 4
     assert all(a != b for a, b in itertools.pairwise(found))
+
+
+def test_the_place_and_the_name_of_a_parameter_count():
+    model, count, found = small_model("qwen3"), repeats._Count(), []
+    layer(model).late = part = nn.Sequential(nn.Embedding(3, 2), nn.Dropout())
+    weight = part[0].weight
+    for place, name in ((0, "weight"), (0, "another"), (1, "weight"), (0, "weight")):
+        part[0]._parameters.clear()
+        part[1]._parameters.clear()
+        part[place]._parameters[name] = weight
+        found.append(model.num_parameters(exclude_embeddings=True))
+        assert count.number(model.num_parameters, exclude_embeddings=True) == found[-1]
+    assert [each - found[0] for each in found] == [0, 6, 6, 0]
+
+
+def test_a_count_of_a_later_transformers_that_reads_more_is_asked_each_time(monkeypatch):
+    model = small_model("qwen3")
+    assert repeats._Count.applies_to(model.num_parameters)
+
+    def num_parameters(self, only_trainable=False, exclude_embeddings=False):
+        return self.config.num_active
+
+    num_parameters.__module__ = "transformers.modeling_utils"
+    monkeypatch.setattr(type(model), "num_parameters", num_parameters)
+    assert not repeats._Count.applies_to(model.num_parameters)
+
+
+@pytest.mark.parametrize("name", ["parameters", "named_parameters", "_named_members", "named_modules"])
+def test_a_walk_of_everybodys_is_taken(tmp_path, monkeypatch, name):
+    original, taken = getattr(nn.Module, name), Counter()
+
+    def own(self, *args, **kwargs):
+        caller = sys._getframe(1)
+        while caller is not None and caller.f_code.co_name not in ("num_parameters", "_run_epoch"):
+            caller = caller.f_back
+        taken[caller and caller.f_code.co_name] += 1
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, name, own)
+    trainer = trainer_of(tmp_path, kernels())
+    model = trainer.model.base_model.model
+    model.num_parameters(exclude_embeddings=True)
+    once = taken["num_parameters"]
+    taken.clear()
+    trainer._clip_grad_norm = lambda model: None  # walks as well
+    trainer._get_grad_norm = lambda model, grad_norm=None: None
+    trainer.args.eval_strategy = "no"
+    trainer.train()
+    assert taken["num_parameters"] == 6 * once
+    assert taken["_run_epoch"] >= 3
 
 
 class Hides(nn.Sequential):
@@ -589,10 +654,18 @@ def test_a_train_of_everybodys_is_called(tmp_path, monkeypatch):
         return original(self, mode)
 
     monkeypatch.setattr(nn.Module, "train", train)
-    trainer = trainer_of(tmp_path, kernels(), max_steps=1)
-    called.clear()
+    trainer, found = trainer_of(tmp_path, kernels(), max_steps=1), []
+    original_loss = trainer.compute_loss
+
+    def compute_loss(*args, **kwargs):
+        found.append(set(called))
+        loss = original_loss(*args, **kwargs)
+        called.clear()
+        return loss
+
+    trainer.compute_loss = compute_loss
     trainer.train()
-    assert len(called) > len(list(trainer.model.modules()))
+    assert found[1] == set(trainer.model.modules())
 
 
 def test_sft(tmp_path):
