@@ -34,8 +34,12 @@ endif
 demo: $(STAMP)  ## both example scripts, with and without the flag, and a table
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP)  ## the tests, on the CPU: torch and Triton's interpreter
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+# Empty, every test and every case; --quick, what each change is held to: no test marked full, and as many cases of each
+# as it takes to have every value of every parameter once (tests/conftest.py). Releases are held to everything.
+QUICK ?=
+
+test: $(STAMP)  ## the tests, on the CPU: torch and Triton's interpreter; in a third of the time with QUICK=--quick
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) tests
 
 # PyTorch sums in another order on each kind of processor, and `make test` reaches that of this one alone. The tests whose
 # numbers are few or cancel are those that an accuracy rule fails first.
@@ -44,7 +48,7 @@ NUMBERS = tests/ops tests/test_closeness.py tests/patching/test_tiled_mlp.py tes
 
 test-processors: $(STAMP)  ## the tests of numbers as on older processors: without AVX-512, and without AVX2
 	for each in $(CAPABILITIES); do \
-		ATEN_CPU_CAPABILITY=$$each $(BIN)/python -m pytest -n 2 --dist worksteal $(NUMBERS) || exit 1; \
+		ATEN_CPU_CAPABILITY=$$each $(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) $(NUMBERS) || exit 1; \
 	done
 
 OLDEST ?= oldest,trl-layers,trl-1.9
@@ -64,7 +68,7 @@ $(TRL_OLDEST_DIR): $(STAMP)
 
 test-trl-oldest: $(TRL_OLDEST_DIR)  ## what depends on TRL, with the oldest whose head is served
 	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -c "import trl; assert trl.__version__ == '$(TRL_OLDEST)', trl.__version__"
-	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -m pytest -n 2 --dist worksteal tests/patching/test_trl.py tests/training
+	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) tests/patching/test_trl.py tests/training
 
 # DeepSpeed changes what transformers and TRL import: it goes into an environment of its own on top of the first one.
 ZERO3 = $(VENV)/zero3
@@ -111,7 +115,7 @@ test-convergence-quick: $(STAMP)
 	$(BIN)/python -m convergence --quick --mutations --jobs 2
 
 test-ascend: $(STAMP)  ## every kernel through the real Ascend compiler, in an environment of its own
-	$(BIN)/tox run -e ascend
+	$(BIN)/tox run -e ascend -- $(QUICK) tests/ascend
 
 # LLVM 19, whose tools run the Ascend compiler's output on the CPU. Other systems than Debian: the same by other names.
 ascend-tools:  ## installs what test-ascend needs beside Python packages, where it is absent and this is root

@@ -1,6 +1,7 @@
 """Test setup: Triton kernels run in Triton's interpreter, unless NPU_KERNELS_TEST_DEVICE names an accelerator."""
 
 import os
+import zlib
 from pathlib import Path
 
 DEVICE = os.environ.setdefault("NPU_KERNELS_TEST_DEVICE", "cpu")
@@ -34,6 +35,42 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     arguments = (Path(argument.partition("::")[0]).resolve() for argument in config.args)
     return None if any(argument.is_relative_to(collection_path) for argument in arguments) else True
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="leaves out tests marked full, and of each parametrised test all cases but those that it takes to have "
+        "every value of every parameter once",
+    )
+
+
+def _name(value: object) -> object:
+    """Returns what tells a parameter's value from others."""
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return type(value), value
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps what `--quick` wants. Cases are looked at in an order that has nothing to do with their values, so that
+    values of two parameters meet at random, and always the same ones."""
+    if not config.getoption("--quick"):
+        return
+    seen: set[tuple[object, ...]] = set()
+    kept: set[pytest.Item] = set()
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        parameters = getattr(item, "callspec").params if hasattr(item, "callspec") else {}  # noqa: B009
+        test = item.nodeid.partition("[")[0]
+        values = {(test, name, _name(value)) for name, value in parameters.items()} or {(test,)}
+        if item.get_closest_marker("full") is None and not values <= seen:
+            kept.add(item)
+            seen |= values
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture

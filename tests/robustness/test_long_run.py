@@ -27,6 +27,8 @@ import npu_trainer_kernels
 from npu_trainer_kernels import NpuKernelsCallback
 from npu_trainer_kernels.patching import PATCHES, apply
 
+pytestmark = pytest.mark.full
+
 FIRST, WINDOW, LAST = 500, 250, 2000
 LEAK_LAST = FIRST + WINDOW
 # The least that is kept of anything: a block of Python's allocator, or 32 bytes of C's on 64 bits.
