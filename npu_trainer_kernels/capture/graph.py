@@ -9,6 +9,7 @@ while all later graphs are captured (`pieces`).
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -40,6 +41,9 @@ class Recorder(Protocol):
 
     def abandon(self) -> None:
         """Ends a graph that failed, if one was begun."""
+
+    def no_room(self) -> str | None:
+        """Returns why there is too little memory for what graphs keep, or None."""
 
     def shared(self, number: int, like: torch.Tensor) -> torch.Tensor:
         """Returns a buffer of zeros like a tensor, the same one for the same number."""
@@ -76,6 +80,9 @@ class TapeRecorder(_Shares):
                 yield
         finally:
             self._watch = None
+
+    def no_room(self) -> str | None:
+        return None
 
     def begin(self) -> None:
         assert self._watch is not None
@@ -114,9 +121,27 @@ class DeviceRecorder(_Shares):
         self._stream.wait_stream(self._module.current_stream(self._device))
         # A capture belongs to a thread, and gradients of a device are computed on another one otherwise.
         threads = torch.autograd.set_multithreading_enabled(False)
-        with self._module.stream(self._stream), threads, watch if look else contextlib.nullcontext():
-            yield
+        # Graphs must not be destroyed during a capture, so nothing is collected.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with self._module.stream(self._stream), threads, watch if look else contextlib.nullcontext():
+                yield
+        finally:
+            if collects:
+                gc.enable()
         self._module.current_stream(self._device).wait_stream(self._stream)
+
+    def no_room(self) -> str | None:
+        module, where = self._module, self._device
+        allocated = module.memory_allocated(where)
+        # What a step has needed beyond this moment: activations, at most all of them. Graphs keep as much again, since
+        # theirs are not given back to the optimizer.
+        needed = 2 * (module.max_memory_allocated(where) - allocated)
+        free = module.mem_get_info(where)[0] + module.memory_reserved(where) - allocated
+        if needed <= free:
+            return None
+        return f"memory is short ({free / (1 << 30):.1f} GiB are free, and steps have needed {needed / (2 << 30):.1f})"
 
     def begin(self) -> None:
         self._graph = self._new()

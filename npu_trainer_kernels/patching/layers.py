@@ -582,7 +582,7 @@ class LayerCapture:
     def _capture(
         self, layer: Any, original: Callable[..., Any], flat: _Flat, mode: _Mode, spot: _Bucket, found: _Captured
     ) -> None:
-        reason = self._why_not(layer)
+        reason = self._why_not(layer) or mode.recorder.no_room()
         if reason is not None:
             found.reason = reason
             return
