@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,8 +33,8 @@ class Recorder(Protocol):
     def recording(self, watch: Watch, *, look: bool) -> contextlib.AbstractContextManager[None]:
         """One function is looked at (with `look`: the watch is on, nothing is recorded) or recorded inside of it."""
 
-    def begin(self) -> None:
-        """Begins a graph with what comes next."""
+    def begin(self, likes: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
+        """Begins a graph with what comes next. Returns buffers like the given tensors, which the graph reads."""
 
     def end(self) -> Graph:
         """Ends it."""
@@ -45,31 +45,14 @@ class Recorder(Protocol):
     def no_room(self) -> str | None:
         """Returns why there is too little memory for what graphs keep, or None."""
 
-    def shared(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns a buffer of zeros like a tensor, the same one for the same number."""
-
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor at the same address, which does not keep its memory from later graphs of this recorder."""
 
 
-class _Shares:
-    """Buffers that the graphs of one recorder share."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[Any, torch.Tensor] = {}
-
-    def shared(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        key = number, like.shape, like.stride(), like.dtype, like.device
-        if key not in self._buffers:
-            self._buffers[key] = torch.zeros_like(like.detach(), memory_format=torch.preserve_format)
-        return self._buffers[key]
-
-
-class TapeRecorder(_Shares):
+class TapeRecorder:
     """Records tapes, on any device; see `tape`. Their tensors keep their own memory."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._watch: Watch | None = None
 
     @contextlib.contextmanager
@@ -84,9 +67,11 @@ class TapeRecorder(_Shares):
     def no_room(self) -> str | None:
         return None
 
-    def begin(self) -> None:
+    def begin(self, likes: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
         assert self._watch is not None
+        buffers = [None if like is None else torch.zeros_like(like.detach()) for like in likes]
         self._watch.target = Tape()
+        return buffers
 
     def end(self) -> Tape:
         assert self._watch is not None
@@ -102,11 +87,10 @@ class TapeRecorder(_Shares):
         return tensor.detach()
 
 
-class DeviceRecorder(_Shares):
+class DeviceRecorder:
     """Records graphs of CUDA (`torch.cuda.CUDAGraph`) or of an NPU (`torch.npu.NPUGraph`), in a pool of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self._module: Any = torch.get_device_module(device)
         self._new = self._module.CUDAGraph if device.type == "cuda" else self._module.NPUGraph
         self._pool = self._module.graph_pool_handle()
@@ -143,11 +127,13 @@ class DeviceRecorder(_Shares):
             return None
         return f"memory is short ({free / (1 << 30):.1f} GiB are free, and steps have needed {needed / (2 << 30):.1f})"
 
-    def begin(self) -> None:
+    def begin(self, likes: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
         self._graph = self._new()
         self._random = self._module.get_rng_state(self._device)
         # Other threads (that of a data loader pins memory) may go on.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        # In the pool, like everything that a graph reads.
+        return [None if like is None else torch.empty_like(like.detach()) for like in likes]
 
     def end(self) -> Graph:
         graph, self._graph = self._graph, None

@@ -152,6 +152,11 @@ class Pieces:
         self.first = next((piece for piece in pieces if piece.backward is not None), None)
         self._leaves, self._seams, self._keeps = leaves, seams, keeps
 
+    def release(self) -> None:
+        """Lets the graphs that will be captured use the memory that was kept for backward. From then on this function
+        and theirs must not have a forward whose backward is to come at the same time."""
+        self._keeps = None
+
     @property
     def graphs(self) -> int:
         """The number of graphs."""
@@ -220,14 +225,6 @@ class _Recording:
         self.pieces: list[_Piece] = []
         self.entries: list[torch.Tensor] = []
         self.back = 0  # the piece whose backward is running
-        self._gradients = 0
-
-    def gradient_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the buffer of a gradient. Functions whose graphs are of one recorder share these: they are filled
-        right before a graph reads them."""
-        assert self.recorder is not None
-        self._gradients += 1
-        return self.recorder.shared(self._gradients, tensor)
 
     def forget(self) -> None:
         """Lets go of all tensors: nodes of autograd, which may live as long as the graphs, keep the recording."""
@@ -264,10 +261,10 @@ class _Joint(torch.autograd.Function):
             return result
         piece = _Piece(recorder.end(), list(tensors), [t.requires_grad for t in tensors], recording.seams[index][1])
         recording.pieces.append(piece)
-        result = torch.zeros_like(recording.layouts[index].result)
+        (result,) = recorder.begin([recording.layouts[index].result])
+        assert result is not None
         recording.entries.append(result)
         watch.knows((result,))
-        recorder.begin()
         return result.detach()
 
     @staticmethod
@@ -288,10 +285,9 @@ class _Joint(torch.autograd.Function):
         after = recording.pieces[ctx.index + 1]
         after.backward, after.entry_grad = recorder.end(), grad
         before = recording.pieces[ctx.index]
-        before.grads = [None if t is None else recording.gradient_like(t) for t in layout.grads]
+        before.grads = recorder.begin(layout.grads)
         watch.knows(t for t in before.grads if t is not None)
         recording.back = ctx.index
-        recorder.begin()
         return None, None, None, *before.grads
 
 
@@ -399,6 +395,16 @@ def _look(
         watch.target = None
 
 
+@contextlib.contextmanager
+def _abandoned(recorder: Recorder) -> Iterator[None]:
+    """Ends the graph that an error inside of the `with` block leaves behind."""
+    try:
+        yield
+    except BaseException:
+        recorder.abandon()
+        raise
+
+
 def _record(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], leaves: list[Any], wanted: list[Any],
     fixed: Sequence[torch.Tensor], recorder: Recorder, layouts: list[_SeamLayout], keeps: bool,
@@ -413,7 +419,7 @@ def _record(
 
     hooks = [leaf.register_hook(arrived(i)) for i, leaf in enumerate(wanted)]
     try:
-        with recorder.recording(watch, look=False), _set(recording):
+        with recorder.recording(watch, look=False), _set(recording), _abandoned(recorder):
             recorder.begin()
             outputs = function(*inputs)
             last = _Piece(recorder.end(), list(outputs), [o.requires_grad for o in outputs])
@@ -423,16 +429,12 @@ def _record(
             differ = [o for o in outputs if o.requires_grad]
             grads: Sequence[torch.Tensor | None] = [None] * len(wanted)
             if wanted and differ:
-                last.grads = [recording.gradient_like(o) if o.requires_grad else None for o in outputs]
+                last.grads = recorder.begin([o if o.requires_grad else None for o in outputs])
                 given = [g for g in last.grads if g is not None]
                 watch.knows(given)
                 recording.back = len(pieces) - 1
-                recorder.begin()
                 grads = torch.autograd.grad(differ, wanted, given, retain_graph=True, allow_unused=True)
                 pieces[recording.back].backward = recorder.end()
-    except BaseException:
-        recorder.abandon()
-        raise
     finally:
         for hook in hooks:
             hook.remove()
@@ -449,6 +451,8 @@ def _record(
     for piece in pieces:
         piece.outputs = [recorder.alias(o) for o in piece.outputs]
         piece.leaf_grads = [recorder.alias(grad) for grad in piece.leaf_grads]
+        piece.grads = [None if grad is None else recorder.alias(grad) for grad in piece.grads]
+        piece.entry = None if piece.entry is None else recorder.alias(piece.entry)
         piece.entry_grad = None if piece.entry_grad is None else recorder.alias(piece.entry_grad)
     seams = [attend for attend, *_ in recording.seams]
     recording.forget()

@@ -190,8 +190,6 @@ class _Captured:
     output: Any = None
     reason: str = ""
     ran: list[tuple[Site, int]] = field(default_factory=list)
-    own: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    """The hidden states of calls that ran the layer's code: where a checkpoint repeats one, it must do the same."""
 
 
 @dataclass
@@ -202,6 +200,23 @@ class _Bucket:
     inputs: list[_Input] = field(default_factory=list)
     results: set[int] = field(default_factory=set)
     """The addresses of results that stay until their backward: the next layer reads them where they are."""
+    captured: set[int] = field(default_factory=set)
+    released: bool = False
+    restarts: int = 0
+
+    def release(self) -> None:
+        """Lets the graphs of other buckets use the memory of these."""
+        self.released = True
+        for each in self.layers.values():
+            for one in each:
+                if one.pieces is not None:
+                    one.pieces.release()
+
+    def restart(self) -> None:
+        """Gives all graphs up."""
+        self.layers, self.inputs, self.results, self.captured = {}, [], set(), set()
+        self.released = False
+        self.restarts += 1
 
     @property
     def graphs(self) -> int:
@@ -215,6 +230,33 @@ class _Mode:
     recorder: Recorder
     keeps: bool
     buckets: OrderedDict[tuple[int, ...], _Bucket] = field(default_factory=OrderedDict)
+    open: _Bucket | None = None
+
+    def may_capture(self, spot: _Bucket, replayed: set[int]) -> str | None:
+        """Returns why a layer is not captured now, or None.
+
+        Where results stay until their backward, the layers of a bucket are captured in the order of their forward:
+        what a layer's backward computes in between takes memory that was free then, and must not be what an earlier
+        layer has saved. Buckets share the memory, so only the one that was captured last may get more graphs.
+
+        Args:
+            spot: the bucket.
+            replayed: the layers that were replayed in this forward.
+        """
+        if not self.keeps:
+            return None
+        if self.open is not spot and self.open is not None:
+            self.open.release()
+        self.open = spot
+        if not spot.released and spot.captured <= replayed:
+            return None
+        if spot.restarts == _MOST_RESTARTS:
+            return f"its layers were captured {_MOST_RESTARTS} times, and differ each time"
+        spot.restart()
+        return ""
+
+
+_MOST_RESTARTS = 3
 
 
 class _Flat:
@@ -361,6 +403,7 @@ class LayerCapture:
         self.captured = 0
         self._undo, self._sites, self._busy = undo, sites, busy
         self._modes: dict[Any, _Mode] = {}
+        self._own = WeakIdKeyDictionary()
         self._last: set[int] = set()
         self._shared: set[int] = set()
         self._turn: Callable[[], Turn | None] = lambda: None
@@ -438,6 +481,7 @@ class LayerCapture:
             if not self.on:
                 if self.waits is not None and args and torch.is_grad_enabled() and self.waits.seen(id(layer), args[0]):
                     self.on, self.waits = self.waits.for_host, None
+                self._runs_own(layer, args[0] if args else None)
                 return original(layer, *args, **kwargs)
             return self.call(layer, original, args, kwargs)
 
@@ -447,17 +491,27 @@ class LayerCapture:
 
     def call(self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replays a layer, or runs its own code."""
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, torch.Tensor) and hidden in self._own:
+            return original(layer, *args, **kwargs)
         try:
             ready = self._ready(layer, original, args, kwargs)
         except Refused as error:
             ready = str(error)
         if isinstance(ready, str):
+            self._runs_own(layer, hidden)
             self.eager += 1
             if ready:
                 self.reasons[ready] += 1
             return original(layer, *args, **kwargs)
         self.replayed += 1
         return ready()
+
+    def _runs_own(self, layer: Any, hidden: Any) -> None:
+        """Notes that a layer runs its own code: where a checkpoint repeats this call, it must do the same."""
+        repeats = layer.training and getattr(layer, "gradient_checkpointing", False)
+        if repeats and torch.is_grad_enabled() and isinstance(hidden, torch.Tensor):
+            self._own[hidden] = True
 
     def _ready(
         self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -495,12 +549,7 @@ class LayerCapture:
                 return f"its modules or parameters change: {_MOST_VARIANTS} states of it are captured"
             found = _Captured(_State(layer))
             variants.append(found)
-        if hidden in found.own:
-            return ""
-        ready = "" if new else self._ready_for(layer, original, flat, mode, spot, rows, found)
-        if isinstance(ready, str) and repeats:
-            found.own[hidden] = True
-        return ready
+        return "" if new else self._ready_for(layer, original, flat, mode, spot, rows, found)
 
     def _ready_for(
         self, layer: Any, original: Callable[..., Any], flat: _Flat, mode: _Mode, spot: _Bucket, rows: tuple[int, ...],
@@ -514,9 +563,15 @@ class LayerCapture:
             turn = self._turn()
             if turn is not None and turn.pending and mode.keeps and turn.rows != rows:
                 return "another forward awaits its backward"
+            replayed = turn.pending if turn is not None and turn.rows == rows else set()
+            later = mode.may_capture(spot, replayed)
+            if later is not None:
+                found.reason = later
+                return later
             self._capture(layer, original, flat, mode, spot, found)
             if found.pieces is None:
                 return found.reason
+            spot.captured.add(id(layer))
         return self._replay(layer, flat, mode, rows, found)
 
     def _mode(self, where: torch.device, graded: bool, repeats: bool) -> _Mode:
