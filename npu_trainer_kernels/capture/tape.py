@@ -21,7 +21,15 @@ __all__ = ["Refused", "Tape", "Watch"]
 
 
 class Refused(Exception):
-    """A computation that cannot be captured; the message says why, as a part of a sentence."""
+    """A computation that cannot be captured; the message says why, as a part of a sentence.
+
+    Attributes:
+        unknown: the storages of tensors that it reads and a graph may not read.
+    """
+
+    def __init__(self, reason: str, unknown: Iterable[int] = ()) -> None:
+        super().__init__(reason)
+        self.unknown = frozenset(unknown)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -115,9 +123,9 @@ class Watch(TorchDispatchMode):
             raise Refused(f"it reads numbers of the device on the host ({name})")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise Refused(f"it draws random numbers ({name})")
-        for tensor in tensors:
-            if _storage(tensor) not in self._known:
-                raise Refused(f"it reads a tensor that is no input, parameter or buffer of it ({name})")
+        unknown = [at for at in map(_storage, tensors) if at not in self._known]
+        if unknown:
+            raise Refused(f"it reads a tensor that is no input, parameter or buffer of it ({name})", unknown)
         if func._schema.is_mutable:
             written = [
                 value for argument, value in _by_argument(func, args, kwargs)

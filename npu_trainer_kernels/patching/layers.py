@@ -15,11 +15,13 @@ until their backward; those of layers that a checkpoint repeats; and those witho
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import inspect
 import operator
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -259,27 +262,45 @@ class _Mode:
 _MOST_RESTARTS = 3
 
 
+@functools.cache
+def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of the arguments that a forward takes by position, the module apart."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, p in inspect.signature(forward).parameters.items() if p.kind in positional)[1:]
+
+
+_MAPPINGS = (dict, UserDict)
+
+
 class _Flat:
-    """The arguments of a call: tensors with their paths, and the rest, which has to be equal."""
+    """The arguments of a call: tensors with their paths, and the rest, which has to be equal; of the latter, the dicts,
+    which layers write to for other layers."""
 
-    __slots__ = ("args", "kwargs", "mask", "rest", "tensors")
+    __slots__ = ("_names", "_reads_mask", "args", "kwargs", "maps", "mask", "rest", "tensors")
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reads_mask: bool
+    ) -> None:
+        self._reads_mask = reads_mask
         self.tensors: list[tuple[Any, torch.Tensor]] = []
         self.rest: list[Any] = []
+        self.maps: list[Any] = []
         self.mask: Any = None
-        self.args, self.kwargs = args, kwargs
+        self.args, self.kwargs, self._names = args, kwargs, _parameter_names(function)
         for i, value in enumerate(args):
-            self._add(i, value)
+            self._add(self._name(i), value)
         for name, value in kwargs.items():
             self._add(name, value)
 
+    def _name(self, i: int) -> Any:
+        return self._names[i] if i < len(self._names) else i
+
     def _add(self, path: Any, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            # A mask is read by attention alone, or the capture is refused: nothing is copied.
-            if path == "attention_mask":
+            # A mask that attention alone reads is not copied.
+            if path == "attention_mask" and not self._reads_mask:
                 self.mask = value
-                self.rest.append((path, "a mask"))
+                self.rest.append((path, "a mask", value.dim(), value.dtype))
             else:
                 self.tensors.append((path, value))
         elif type(value) is PackedMask:
@@ -288,6 +309,11 @@ class _Flat:
         elif type(value) in (tuple, list):
             for i, each in enumerate(value):
                 self._add((path, i), each)
+        elif isinstance(value, _MAPPINGS):
+            self.rest.append((path, type(value), tuple(value)))
+            self.maps.append(value)
+            for name, each in value.items():
+                self._add((path, name), each)
         elif isinstance(value, _SIMPLE):
             self.rest.append((path, value))
         else:
@@ -297,17 +323,32 @@ class _Flat:
         specs = [(path, t.shape, t.stride(), t.dtype, t.requires_grad) for path, t in self.tensors]
         return tuple(specs), tuple(self.rest)
 
-    def call(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """Calls a function with other tensors in the places of these."""
+    def call(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, list[dict[Any, Any]]]:
+        """Calls a function with other tensors in the places of these.
+
+        Returns:
+            what it returns, and what it has written to each of `maps`.
+        """
         at = {path: tensor for (path, _), tensor in zip(self.tensors, tensors, strict=True)}
+        given: list[tuple[Any, dict[Any, Any]]] = []
 
         def put(path: Any, value: Any) -> Any:
             if type(value) in (tuple, list):
                 return type(value)(put((path, i), each) for i, each in enumerate(value))
+            if isinstance(value, _MAPPINGS):
+                made = copy.copy(value)
+                given.append((made, {}))
+                known = given[-1][1]
+                known.update({name: put((path, name), each) for name, each in value.items()})
+                made.update(known)
+                return made
             return at.get(path, value)
 
-        args = [put(i, value) for i, value in enumerate(self.args)]
-        return function(*args, **{name: put(name, value) for name, value in self.kwargs.items()})
+        args = [put(self._name(i), value) for i, value in enumerate(self.args)]
+        out = function(*args, **{name: put(name, value) for name, value in self.kwargs.items()})
+        if any(name not in made for made, known in given for name in known):
+            raise Refused("it takes entries out of what it is given")
+        return out, [{k: v for k, v in made.items() if k not in known or v is not known[k]} for made, known in given]
 
 
 @dataclass(frozen=True)
@@ -318,16 +359,26 @@ class Now:
     tensors: Sequence[torch.Tensor]
 
 
-def _outputs(out: Any) -> tuple[list[torch.Tensor], Any]:
-    """Returns a layer's tensors, and a function that puts other ones in their places."""
-    if isinstance(out, torch.Tensor):
-        return [out], lambda tensors: tensors[0]
-    if isinstance(out, tuple) and all(isinstance(o, torch.Tensor | None) for o in out):
-        at = [i for i, o in enumerate(out) if o is not None]
-        return [out[i] for i in at], lambda tensors: tuple(
-            tensors[at.index(i)] if i in at else None for i in range(len(out))
-        )
-    raise Refused(f"it returns {type(out).__name__}")
+def _outputs(out: Any, written: list[dict[Any, Any]]) -> tuple[list[torch.Tensor], Callable[..., Any]]:
+    """Returns the tensors that a layer returns and writes to dicts, and a function that puts other ones in their
+    places: it is called with them and the dicts, and returns what the layer returns."""
+    leaves, spec = tree_flatten((out, written))
+    at = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    tensors = [leaves[i] for i in at]
+    for leaf in tensors:
+        if not isinstance(leaf, torch.Tensor):
+            raise Refused(f"it returns {type(leaf).__name__}")
+
+    def put(results: Sequence[torch.Tensor], maps: list[Any]) -> Any:
+        filled: list[Any] = [None] * len(leaves)
+        for i, result in zip(at, results, strict=True):
+            filled[i] = result
+        returned, entries = tree_unflatten(filled, spec)
+        for each, new in zip(maps, entries, strict=True):
+            each.update(new)
+        return returned
+
+    return tensors, put
 
 
 class _Waits:
@@ -404,6 +455,7 @@ class LayerCapture:
         self._undo, self._sites, self._busy = undo, sites, busy
         self._modes: dict[Any, _Mode] = {}
         self._own = WeakIdKeyDictionary()
+        self._reads_mask: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._last: set[int] = set()
         self._shared: set[int] = set()
         self._turn: Callable[[], Turn | None] = lambda: None
@@ -523,7 +575,7 @@ class LayerCapture:
             return "other code has hooked every module"
         if _recorder_of_outputs():
             return "outputs of its modules are asked for"
-        flat = _Flat(args, kwargs)
+        flat = _Flat(original, args, kwargs, layer in self._reads_mask)
         if not flat.tensors:
             return "it is given no tensor"
         hidden = flat.tensors[0][1]
@@ -533,6 +585,8 @@ class LayerCapture:
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         graded = torch.is_grad_enabled()
         repeats = graded and bool(layer.training and getattr(layer, "gradient_checkpointing", False))
+        if repeats and flat.maps:
+            return "a checkpoint repeats it, by when other layers may have written to the dict that it is given"
         mode = self._mode(hidden.device, graded, repeats)
         rows = tuple(hidden.shape)
         spot = mode.buckets.get(rows)
@@ -611,7 +665,7 @@ class LayerCapture:
                 site.ran += calls
             if not mode.keeps or id(layer) in self._last:
                 results = tuple(t.clone() for t in results)
-            return found.output(results)
+            return found.output(results, flat.maps)
 
         return replay
 
@@ -653,8 +707,7 @@ class LayerCapture:
             mask = flat.mask
             recorded = Recorded(self._undo, Now(mask, [t for _, t in flat.tensors]), tensors, originals)
             with recorded.on(), _exchanged(layer, stand_ins):
-                out = flat.call(functools.partial(original, layer), tensors)
-            results, put = _outputs(out)
+                results, put = _outputs(*flat.call(functools.partial(original, layer), tensors))
             given = {t.untyped_storage()._cdata for t in tensors}
             if any(t.untyped_storage()._cdata in given for t in results):
                 raise Refused("it returns what it is given")
@@ -669,7 +722,10 @@ class LayerCapture:
                 mode.recorder, keeps=mode.keeps,
             )  # fmt: skip
         except Refused as error:
-            found.reason = str(error)
+            if isinstance(flat.mask, torch.Tensor) and flat.mask.untyped_storage()._cdata in error.unknown:
+                self._reads_mask.add(layer)  # from the next call on its mask is a tensor like others
+            else:
+                found.reason = str(error)
             return
         except RuntimeError as error:  # of the device, or of code that cannot be captured: the layer's own code goes on
             found.reason = f"it could not be captured: {one_line(error, 120)}"

@@ -23,6 +23,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -297,8 +298,10 @@ def _between_pieces(
     """Ends a piece at an attention, which will be called with the mask and the tensors of each replay."""
     recorded = _recorded.get()
     assert recorded is not None
-    if mask is not None and mask is not recorded.now.mask:
-        raise Refused("its attention is given another mask than the layer")
+    if mask is not recorded.now.mask:
+        if type(mask) is PackedMask:
+            raise Refused("its attention is given another mask than the layer")
+        kwargs = {**kwargs, "attention_mask": mask}
     places: dict[str, int] = {}
     constants = {name: recorded.parameters.get(id(value), value) for name, value in kwargs.items()}
     for name, value in kwargs.items():
@@ -307,10 +310,12 @@ def _between_pieces(
             if place is None:
                 raise Refused(f"its attention is given {name}, which the layer makes")
             places[name] = place
+        elif not isinstance(value, torch.Tensor) and any(isinstance(t, torch.Tensor) for t in tree_leaves(value)):
+            raise Refused(f"its attention is given {name} of type {type(value).__name__}")
 
     def attend(qkv: Sequence[torch.Tensor], now: Any) -> torch.Tensor:
-        given = {**constants, **{name: now.tensors[place] for name, place in places.items()}}
-        out, weights = attention(module, *qkv, None if mask is None else now.mask, **given)
+        given = {"attention_mask": now.mask, **constants, **{name: now.tensors[at] for name, at in places.items()}}
+        out, weights = attention(module, *qkv, **given)
         if weights is not None and torch.is_tensor(weights):
             raise Refused("its attention returns weights")
         result: torch.Tensor = out
