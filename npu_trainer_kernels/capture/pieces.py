@@ -49,6 +49,7 @@ class _Piece:
         entry_grad: where the gradient of `entry` is, or None.
         leaves: the inputs and parameters whose gradient this piece completes, by index.
         leaf_grads: where these gradients are.
+        written: those of `outputs` that it writes: not what an earlier piece has returned, too, or an input.
     """
 
     forward: Graph
@@ -62,6 +63,7 @@ class _Piece:
     entry_grad: torch.Tensor | None = None
     leaves: list[int] = field(default_factory=list)
     leaf_grads: list[torch.Tensor] = field(default_factory=list)
+    written: list[torch.Tensor] = field(default_factory=list)
 
 
 def _fill(buffer: torch.Tensor, value: torch.Tensor | None, dim: int | None = None) -> None:
@@ -148,6 +150,10 @@ class Pieces:
         self.inputs, self.pieces = inputs, pieces
         self.sign = torch.empty(0)
         self.tokens: int | None = None
+        known = {t.untyped_storage().data_ptr() for t in inputs}
+        for piece in pieces:
+            piece.written = [o for o in piece.outputs if o.untyped_storage().data_ptr() not in known]
+            known.update(o.untyped_storage().data_ptr() for o in piece.outputs)
         # The piece whose backward is the last one.
         self.first = next((piece for piece in pieces if piece.backward is not None), None)
         self._leaves, self._seams, self._keeps = leaves, seams, keeps
@@ -169,7 +175,7 @@ class Pieces:
             _fill(piece.entry, entry, piece.entry_dim)
         piece.forward.replay()
         # What somebody has saved for a backward of his own shows that it was overwritten.
-        increment_version(piece.outputs)
+        increment_version(piece.written)
         if tokens is None or piece.dims is None:
             return [o.detach() for o in piece.outputs]
         return [o.detach().narrow(d, 0, tokens) for o, d in zip(piece.outputs, piece.dims, strict=True)]
