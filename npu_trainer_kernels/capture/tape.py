@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -81,6 +82,22 @@ class Tape:
                     before.copy_(now)
 
 
+_BELOW_OPERATORS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+class _Reads(TorchFunctionMode):
+    """Refuses methods that read the numbers of a tensor of the CPU, and are no operators."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._watch.target is not None and func in _BELOW_OPERATORS:
+            raise Refused(f"it reads numbers of the device on the host ({func.__name__})")
+        return func(*args, **(kwargs or {}))
+
+
 class Watch(TorchDispatchMode):
     """Checks every operator, and writes those that run while `target` is a tape to it.
 
@@ -102,6 +119,16 @@ class Watch(TorchDispatchMode):
         self._fixed = {_storage(t) for t in fixed}
         self._known = {_storage(t) for t in known} | self._fixed
         self._alive: list[torch.Tensor] = []  # a storage that is freed would give its address to another one
+        self._reads = _Reads(self)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._reads.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._reads.__exit__(*exc)
+        super().__exit__(*exc)
 
     def knows(self, tensors: Iterable[torch.Tensor]) -> None:
         """Adds inputs: what attention returns between two pieces, gradients that a backward begins with."""
