@@ -35,7 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..capture import Pieces, Recorder, Refused, capture, recorder_for, recording_now
 from ..support.errors import one_line
-from .body.packed import PackedMask, Recorded, attend_by_segments
+from .body.packed import PackedMask, Recorded
 from .call import generates
 from .classes import GLOBAL_HOOKS, derived
 from .patch import PLAIN, Site, is_transformed
@@ -515,7 +515,6 @@ class LayerCapture:
         }  # fmt: skip
         classes: dict[type[nn.Module], type[nn.Module]] = {}
         for layer in layers:
-            attend_by_segments(layer, "", self._undo)
             kind: Any = type(layer)
             if getattr(kind, _BY, None) is self:
                 continue
@@ -705,7 +704,7 @@ class LayerCapture:
 
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             mask = flat.mask
-            recorded = Recorded(self._undo, Now(mask, [t for _, t in flat.tensors]), tensors, originals)
+            recorded = Recorded(Now(mask, [t for _, t in flat.tensors]), tensors, originals)
             with recorded.on(), _exchanged(layer, stand_ins):
                 results, put = _outputs(*flat.call(functools.partial(original, layer), tensors))
             given = {t.untyped_storage()._cdata for t in tensors}

@@ -14,6 +14,7 @@ import contextvars
 import copy
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -252,39 +253,29 @@ def _attention(
 # Attention between the pieces of a captured layer
 # ---------------------------------------------------------------------------------------------------------------------
 
-CAPTURED = "npu_kernels_captured"
-
 
 @dataclass
 class Recorded:
     """The arguments of a layer that is being captured.
 
     Attributes:
-        by: the `Undo` that has prepared the layer.
         now: the mask and the tensors of the call.
         tensors: the tensors that the layer is called with in their place.
         parameters: by id, the parameters of the layer; the keys are those of what stands for them in the capture.
     """
 
-    by: Any
     now: Any
     tensors: Sequence[torch.Tensor]
     parameters: dict[int, torch.Tensor]
-    configs: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    name: ClassVar[str] = CAPTURED
-
-    naming = Packing.naming
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """The layer is captured inside of the `with` block; if it has a packed row, its attention is that row's."""
         token = _recorded.set(self)
-        other = None if type(self.now.mask) is PackedMask else _packing.set(self)  # type: ignore[arg-type]
         try:
-            yield
+            with contextlib.nullcontext() if type(self.now.mask) is PackedMask else _attention_ends_pieces():
+                yield
         finally:
-            if other is not None:
-                _packing.reset(other)
             _recorded.reset(token)
 
 
@@ -298,44 +289,69 @@ def _between_pieces(
     """Ends a piece at an attention, which will be called with the mask and the tensors of each replay."""
     recorded = _recorded.get()
     assert recorded is not None
+    by_segments = type(recorded.now.mask) is PackedMask
     if mask is not recorded.now.mask:
-        if type(mask) is PackedMask:
+        if by_segments or type(mask) is PackedMask:
             raise Refused("its attention is given another mask than the layer")
         kwargs = {**kwargs, "attention_mask": mask}
     places: dict[str, int] = {}
+    made: dict[str, int] = {}
     constants = {name: recorded.parameters.get(id(value), value) for name, value in kwargs.items()}
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and id(value) not in recorded.parameters:
             place = next((i for i, t in enumerate(recorded.tensors) if t is value), None)
-            if place is None:
+            if place is not None:
+                places[name] = place
+            elif by_segments:
                 raise Refused(f"its attention is given {name}, which the layer makes")
-            places[name] = place
+            else:
+                made[name] = len(tensors)
+                tensors = (*tensors, value)
         elif not isinstance(value, torch.Tensor) and any(isinstance(t, torch.Tensor) for t in tree_leaves(value)):
             raise Refused(f"its attention is given {name} of type {type(value).__name__}")
 
     def attend(qkv: Sequence[torch.Tensor], now: Any) -> torch.Tensor:
         given = {"attention_mask": now.mask, **constants, **{name: now.tensors[at] for name, at in places.items()}}
-        out, weights = attention(module, *qkv, **given)
+        given.update((name, qkv[at]) for name, at in made.items())
+        out, weights = attention(module, *qkv[:3], **given)
         if weights is not None and torch.is_tensor(weights):
             raise Refused("its attention returns weights")
         result: torch.Tensor = out
         return result
 
-    dims = [2] * len(tensors) if type(mask) is PackedMask else None
+    dims = [2] * len(tensors) if by_segments else None
     return seam(attend, tensors, recorded.now, dims, None if dims is None else 1), None
 
 
-def _captured_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """Takes the place of a layer's attention while it is captured without a packed row."""
-    named = vars(module)["config"]._attn_implementation
-    if named == "eager":
-        raise Refused("its attention is its own (eager)")
-    return _between_pieces(ALL_ATTENTION_FUNCTIONS[named], module, (query, key, value), attention_mask, kwargs)
+_one_at_a_time = threading.RLock()
 
 
-AttentionInterface.register(CAPTURED, _captured_attention)
+@contextlib.contextmanager
+def _attention_ends_pieces() -> Iterator[None]:
+    """Inside the `with` block transformers' attention functions end pieces, on the threads that capture a layer.
+
+    Configurations keep their names of these, since layers compare them. What a layer calls otherwise (its own function
+    for `"eager"`) is a part of its pieces.
+    """
+    with _one_at_a_time:
+        own = ALL_ATTENTION_FUNCTIONS._local_mapping
+        ALL_ATTENTION_FUNCTIONS._local_mapping = {n: _ending(f) for n, f in ALL_ATTENTION_FUNCTIONS.items()}
+        try:
+            yield
+        finally:
+            ALL_ATTENTION_FUNCTIONS._local_mapping = own
+
+
+def _ending(attention: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(attention)
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if _recorded.get() is None or not recording_now():
+            return attention(module, query, key, value, attention_mask, **kwargs)
+        return _between_pieces(attention, module, (query, key, value), attention_mask, kwargs)
+
+    return attend
+
+
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
 
