@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -346,7 +347,8 @@ def capture(
     What it computes then is of no use; the caller fills the inputs and calls `Pieces.run`.
 
     Args:
-        function: takes the inputs and returns tensors. Code in it may call `seam`.
+        function: takes the inputs and returns tensors. Code in it may call `seam`. The gradient of each input but the
+            first one must be a single one: if other functions add to it, the sum of several would have another order.
         inputs: the buffers that will be filled before each replay; those whose gradient is asked for require one.
         parameters: what else has gradients: the leaves that the function reads during the capture, and the parameters
             at the same addresses that get their gradients later. They must not be the same tensors: a leaf that was
@@ -383,6 +385,21 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _uses(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
+    """Returns the number of gradients that are summed for each leaf that results depend on."""
+    uses: Counter[torch.Tensor] = Counter()
+    nodes: list[Any] = [o.grad_fn for o in outputs]
+    seen = set(nodes)
+    for node in nodes:
+        for other, _ in node.next_functions:
+            if hasattr(other, "variable"):
+                uses[other.variable] += 1
+            elif other is not None and other not in seen:
+                seen.add(other)
+                nodes.append(other)
+    return uses
+
+
 def _look(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], wanted: list[Any],
     fixed: Sequence[torch.Tensor], recorder: Recorder, layouts: list[_SeamLayout],
@@ -394,6 +411,9 @@ def _look(
         watch.target = Tape()
         outputs = function(*inputs)
         differ = [o for o in outputs if o.requires_grad]
+        uses = _uses(differ) if wanted else {}
+        if any(uses.get(t, 0) > 1 for t in inputs[1:]):
+            raise Refused("it reads an argument more than once, to whose gradient other layers may add")
         if wanted and differ:
             given = [torch.zeros_like(o) for o in differ]
             watch.knows(given)
