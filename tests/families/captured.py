@@ -29,11 +29,11 @@ from .tiny import VOCABULARY, batch, families, tiny_model
 
 __all__ = ["Outcome", "batches", "captured"]
 
-# The live tokens of each row of a batch of four rows of 16 columns, then those of the last but one batches, which are
-# fewer: 48 tokens and 32. The first batch is seen, the second one is captured, the others are replayed.
+# The live tokens of each row. The first batch is seen, the second one is captured, the others are replayed: 24 columns
+# with up to 48 tokens, then 12 columns with up to 32.
 _LENGTHS = (
-    (16, 9, 12, 7), (11, 16, 3, 13), (16, 16, 5, 2), (1, 16, 14, 12), (5, 16, 4, 3), (9, 7, 5, 8), (16, 2, 1, 6),
-    (16, 9, 11, 9),
+    (24, 9, 12, 3), (11, 24, 3, 5), (4, 16, 24, 2), (1, 24, 14, 6), (12, 5, 3, 4), (4, 12, 8, 2), (9, 1, 12, 7),
+    (24, 5, 7, 9),
 )  # fmt: skip
 # The same for two rows of 12 columns of families that are given more than text.
 _SHORT = ((12, 9), (7, 12), (12, 5), (12, 10), (4, 12), (12, 1), (2, 12), (12, 11))
@@ -64,7 +64,7 @@ class Outcome:
             return f"WRONG: {self.wrong}" if self.wrong else f"not compared: {self.unfit}"
         reasons = "; ".join(self.reasons)
         if not self.share:
-            return f"declined: {reasons or 'no layer was called'}"
+            return f"declined: {reasons or 'it has no layers that transformers could repeat by a checkpoint'}"
         seams = ", ".join(map(str, self.seams))
         return f"captured: {self.share:.0%} of calls, seams: {seams}" + (f"; not: {reasons}" if reasons else "")
 

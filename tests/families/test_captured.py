@@ -1,0 +1,40 @@
+"""Captured layers, replayed from tapes, have the bits of layers that run their own code: here for families that differ
+in what a layer is given, does and returns; all of them by `python -m tests.families.captured`."""
+
+import pytest
+
+from .captured import captured
+
+# What is special about each, in the order of the test.
+_FAMILIES = {
+    ("causal", "llama"): "a packed row, one seam",
+    ("causal", "gpt2"): "a packed row without rotations",
+    ("causal", "gemma2"): "two kinds of layers with masks of their own",
+    ("causal", "bert"): "the mask is given by position",
+    ("causal", "bloom"): "attention is its own, and reads the mask",
+    ("causal", "mixtral"): "experts",
+    ("causal", "qwen3_5_text"): "recurrent layers without a seam between others",
+    ("causal", "diffllama"): "two seams with the same queries",
+    ("causal", "deepseek_v32"): "the layer makes its mask, and asks for the name of its attention",
+    ("causal", "gemma4_text num_kv_shared_layers"): "layers write keys and values to a dict that others read",
+    ("causal", "zaya"): "a dict of masks",
+    ("image-text", "blip-2"): "several bodies with other numbers of tokens in one forward",
+}
+
+
+@pytest.mark.parametrize(("task", "kind"), _FAMILIES)
+def test_captured_is_its_own_code_to_the_bit(task, kind):
+    outcome = captured(task, kind)
+    assert outcome.wrong == outcome.unfit == "", str(outcome)
+    assert outcome.share > 0, str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("falcon", "it reads a tensor that is no input, parameter or buffer of it (lift_fresh)"),
+        ("jetmoe", "it reads numbers of the device on the host (tolist)"),
+    ],
+)
+def test_what_cannot_be_captured_says_why(kind, reason):
+    assert str(captured("causal", kind)) == f"declined: {reason}"
