@@ -148,7 +148,7 @@ class Watch(TorchDispatchMode):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if _reads_the_host(func, tensors):
             raise Refused(f"it reads numbers of the device on the host ({name})")
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if _draws(func, args, kwargs):
             raise Refused(f"it draws random numbers ({name})")
         unknown = [at for at in map(_storage, tensors) if at not in self._known]
         if unknown:
@@ -165,6 +165,14 @@ class Watch(TorchDispatchMode):
         self.knows(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         self.target.add(func, args, kwargs, out)
         return out
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers; attention that drops nothing does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    drops = any(argument.name == "dropout_p" for argument in func._schema.arguments)
+    return not drops or any(a.name == "dropout_p" and bool(value) for a, value in _by_argument(func, args, kwargs))
 
 
 def _by_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
