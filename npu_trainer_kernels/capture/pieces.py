@@ -339,6 +339,7 @@ def capture(
     buffers: Sequence[torch.Tensor],
     recorder: Recorder,
     *,
+    joined: Sequence[torch.Tensor] = (),
     keeps: bool = True,
 ) -> Pieces:
     """Captures a function, with its gradients if gradients are enabled.
@@ -347,14 +348,15 @@ def capture(
     What it computes then is of no use; the caller fills the inputs and calls `Pieces.run`.
 
     Args:
-        function: takes the inputs and returns tensors. Code in it may call `seam`. The gradient of each input but the
-            first one must be a single one: if other functions add to it, the sum of several would have another order.
+        function: takes the inputs and returns tensors. Code in it may call `seam`.
         inputs: the buffers that will be filled before each replay; those whose gradient is asked for require one.
         parameters: what else has gradients: the leaves that the function reads during the capture, and the parameters
             at the same addresses that get their gradients later. They must not be the same tensors: a leaf that was
             used before belongs to the stream that it was used on, and autograd would have that wait for the capture.
         buffers: what else the function may read, at addresses that stay.
         recorder: records the graphs.
+        joined: the inputs that others read, too: the sum of their gradients has the same order only if the function
+            adds no more than one gradient.
         keeps: whether several such functions run forward before the backward of the first one; otherwise (each is
             repeated by a checkpoint right before its backward) they may share the memory of what they save.
 
@@ -375,7 +377,7 @@ def capture(
     unpacked = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
     try:
         with unpacked:
-            _look(function, inputs, wanted, fixed, recorder, layouts)
+            _look(function, inputs, wanted, fixed, recorder, layouts, joined)
             return _record(function, inputs, leaves, wanted, fixed, recorder, layouts, keeps)
     finally:
         torch.set_autocast_cache_enabled(cached)
@@ -402,7 +404,7 @@ def _uses(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
 
 def _look(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], wanted: list[Any],
-    fixed: Sequence[torch.Tensor], recorder: Recorder, layouts: list[_SeamLayout],
+    fixed: Sequence[torch.Tensor], recorder: Recorder, layouts: list[_SeamLayout], joined: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
     """Runs the function with every operator checked. What it starts (libraries, compilers) is started then."""
     watch = Watch(inputs, fixed)
@@ -412,8 +414,8 @@ def _look(
         outputs = function(*inputs)
         differ = [o for o in outputs if o.requires_grad]
         uses = _uses(differ) if wanted else {}
-        if any(uses.get(t, 0) > 1 for t in inputs[1:]):
-            raise Refused("it reads an argument more than once, to whose gradient other layers may add")
+        if any(uses.get(t, 0) > 1 for t in joined):
+            raise Refused("it reads an argument more than once that other layers read, too, and that has a gradient")
         if wanted and differ:
             given = [torch.zeros_like(o) for o in differ]
             watch.knows(given)

@@ -456,6 +456,8 @@ class LayerCapture:
         self._modes: dict[Any, _Mode] = {}
         self._own = WeakIdKeyDictionary()
         self._reads_mask: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._readers = WeakIdKeyDictionary()
+        self._joined: set[tuple[int, Any]] = set()
         self._last: set[int] = set()
         self._shared: set[int] = set()
         self._turn: Callable[[], Turn | None] = lambda: None
@@ -602,6 +604,8 @@ class LayerCapture:
                 return f"its modules or parameters change: {_MOST_VARIANTS} states of it are captured"
             found = _Captured(_State(layer))
             variants.append(found)
+        if graded and found.pieces is None:
+            self._note_readers(layer, flat)
         return "" if new else self._ready_for(layer, original, flat, mode, spot, rows, found)
 
     def _ready_for(
@@ -626,6 +630,15 @@ class LayerCapture:
                 return found.reason
             spot.captured.add(id(layer))
         return self._replay(layer, flat, mode, rows, found)
+
+    def _note_readers(self, layer: nn.Module, flat: _Flat) -> None:
+        """Notes which arguments have gradients that several layers, or one at two places, add to."""
+        for path, tensor in flat.tensors:
+            if tensor.requires_grad:
+                place = id(layer), path
+                first = self._readers.setdefault(tensor, place)
+                if first != place:
+                    self._joined.update((first, place))
 
     def _mode(self, where: torch.device, graded: bool, repeats: bool) -> _Mode:
         key = where, graded, repeats
@@ -697,6 +710,8 @@ class LayerCapture:
         begun = time.perf_counter()
         inputs = [self._input(path, tensor, mode, spot, found) for path, tensor in flat.tensors]
         buffers = [place.buffer for place in inputs]
+        joined = [place.buffer for place, (path, _) in zip(inputs, flat.tensors, strict=True)
+                  if (id(layer), path) in self._joined]  # fmt: skip
         outputs: list[Any] = []
         # A layer may have a parameter in two of its modules.
         stand_ins = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in layer.parameters()}
@@ -718,7 +733,7 @@ class LayerCapture:
         try:
             found.pieces = capture(
                 function, buffers, {new: originals[id(new)] for new in stand_ins.values()}, list(layer.buffers()),
-                mode.recorder, keeps=mode.keeps,
+                mode.recorder, joined=joined, keeps=mode.keeps,
             )  # fmt: skip
         except Refused as error:
             if isinstance(flat.mask, torch.Tensor) and flat.mask.untyped_storage()._cdata in error.unknown:
