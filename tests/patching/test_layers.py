@@ -1,0 +1,936 @@
+"""Captured decoder layers: equal to the bit to the layers' own code, or left to it with the reason."""
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.capture import pieces as pieces_module
+from npu_trainer_kernels.patching import layers as layers_module
+from npu_trainer_kernels.patching.body import batch as batch_module
+from npu_trainer_kernels.patching.layers import bucket, check_capture
+from tests.closeness import assert_as_close, rounded
+from tests.models import small_model
+from tests.patching.captured import FULL, PADDED, Twins, assert_same, full, llama_twins, rows
+from tests.patching.padded import Batch, loss_of, of_transformers, values
+
+MORE_LIVE, FEW_LIVE = rows(30, 10, 15, 9), rows(12, 12, 13, 12, seed=4)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Families and dtypes
+# ---------------------------------------------------------------------------------------------------------------------
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+DENSE = {"llama": {}, "qwen3": {}, "gemma3": WINDOWS, "phi3": {}, "cohere": {}}
+
+
+@pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
+@pytest.mark.parametrize("family", DENSE)
+def test_families_have_the_same_bits(family: str, batches: tuple[Batch, ...]) -> None:
+    twins = Twins(small_model(family, **DENSE[family]))
+    twins.steps(batches)
+    assert twins.replayed == 2 * (len(batches) - 1), str(twins.layers)
+    assert not twins.reasons
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
+def test_dtypes_have_the_same_bits(dtype: torch.dtype, batches: tuple[Batch, ...]) -> None:
+    twins = Twins(small_model("qwen3").to(dtype))
+    twins.steps(batches)
+    assert twins.replayed == 2 * (len(batches) - 1), str(twins.layers)
+
+
+def test_sinks_beside_an_mlp() -> None:
+    """GPT-OSS with a plain MLP in the place of its experts, which choose tokens on the host."""
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(48, 64), nn.Linear(64, 48)
+
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return self.down(self.up(hidden).relu()), None
+
+    model = small_model("gpt-oss")
+    for layer in model.model.layers:
+        layer.mlp = Mlp()
+    twins = Twins(model)
+    twins.steps(PADDED)
+    assert twins.replayed == 6, str(twins.layers)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3-moe"])
+def test_experts_that_choose_on_the_host_are_declined(family: str) -> None:
+    twins = Twins(small_model(family, output_router_logits=False))
+    twins.steps(PADDED)
+    assert twins.replayed == 0
+    assert all(reason.startswith("it reads numbers of the device on the host (") for reason in twins.reasons)
+    assert twins.reasons
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_bucket_is_close_to_the_plain_model(family: str) -> None:
+    model = small_model(family, **DENSE[family])
+    plain, truth = copy.deepcopy(model), copy.deepcopy(model).double()
+    apply_npu_kernels(model, backend="torch", capture="on")
+    for batch in PADDED[:3]:
+        found = values(model, batch, loss_of)
+    exact = values(truth, batch, loss_of)
+    expected, *moved = values(plain, batch, loss_of), *rounded(lambda: values(plain, batch, loss_of))
+    for name, value in found.items():
+        assert_as_close(value, expected[name], exact[name], name, [m[name] for m in moved])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Buckets
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_waste_little_and_are_monotone() -> None:
+    found = [bucket(n) for n in range(1, 16385)]
+    assert all(n <= b for n, b in enumerate(found, 1))
+    assert found == sorted(found)
+    assert all(bucket(b) == b for b in set(found))
+    waste = [b / n - 1 for n, b in enumerate(found, 1) if n >= 128]
+    assert sum(waste) / len(waste) <= 0.03
+
+
+def test_padding_of_a_bucket_is_in_no_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = batch_module.packing_for
+
+    def packing_for(*args: Any) -> Any:
+        packing = original(*args)
+        seen.append((packing.tokens, packing.live, sum(packing.segments.q_lengths)))
+        return packing
+
+    monkeypatch.setattr(batch_module, "packing_for", packing_for)
+    twins = llama_twins()
+    twins.model(**PADDED[0])
+    assert seen == [(64, 60, 60)]
+
+
+def test_a_stale_tail_is_not_read() -> None:
+    twins = llama_twins()
+    twins.steps([MORE_LIVE, MORE_LIVE, FEW_LIVE, MORE_LIVE, FEW_LIVE, PADDED[0]])
+    assert twins.replayed == 10
+
+
+def test_the_longest_unused_bucket_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = llama_twins()
+    one, two, three = (full(2, length) for length in (12, 14, 16))
+    twins.steps([one, one])
+    graphs = twins.layers.as_dict()["graphs"]
+    monkeypatch.setattr(layers_module, "_MOST_GRAPHS", 2 * graphs)
+    twins.steps([two, two, one])
+    assert twins.layers.as_dict()["buckets"] == 2
+    twins.steps([three, three])
+    (mode,) = (mode for mode in twins.layers._modes.values() if mode.keeps)
+    assert [key[:2] for key in mode.buckets] == [(2, 12), (2, 16)]
+    before = twins.replayed
+    twins.steps([one, three, two, two, one])
+    assert twins.replayed == before + 6  # one and three, and two when it is captured again
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints and autocast
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers(reentrant: bool, batches: tuple[Batch, ...]) -> None:
+    twins = llama_twins(of_transformers(reentrant))
+    twins.steps(batches)
+    assert twins.replayed == 2 * 2 * 3, str(twins.layers)
+    assert not twins.reasons
+
+
+def test_checkpointed_layers_may_run_forward_twice_before_a_backward() -> None:
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        return loss_of(model, batch) + loss_of(model, PADDED[3])
+
+    twins = llama_twins(of_transformers(False))
+    twins.steps(PADDED[:3], step)
+    assert twins.replayed > 12
+
+
+def under_autocast(model: Any, batch: Batch) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss_of(model, batch)
+
+
+@pytest.mark.parametrize("prepare", [None, of_transformers(True), of_transformers(False)])
+@pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
+def test_autocast(batches: tuple[Batch, ...], prepare: Any) -> None:
+    twins = llama_twins(prepare)
+    twins.steps(batches, under_autocast)
+    assert twins.replayed == (6 if prepare is None else 12), str(twins.layers)
+
+
+def test_autocast_that_ends_after_the_capture() -> None:
+    twins = llama_twins()
+    twins.steps(PADDED, under_autocast)
+    before = twins.replayed
+    twins.steps(PADDED)
+    assert twins.replayed == before + 6
+    twins.steps(PADDED, under_autocast)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def lora_twins(targets: list[str], **options: Any) -> Twins:
+    config = LoraConfig(target_modules=targets, r=4, init_lora_weights=False, **options)
+    return Twins(get_peft_model(small_model("llama"), config).train())
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj"], ["gate_proj", "up_proj", "o_proj"]])
+@pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
+def test_lora(targets: list[str], batches: tuple[Batch, ...]) -> None:
+    twins = lora_twins(targets)
+    twins.steps(batches)
+    assert twins.replayed == 6, str(twins.layers)
+
+
+def test_lora_with_dropout_is_declined() -> None:
+    twins = lora_twins(["q_proj"], lora_dropout=0.1)
+    twins.steps(FULL)
+    assert twins.replayed == 0
+    assert {reason.partition(" (")[0] for reason in twins.reasons} == {"it draws random numbers"}
+
+
+def test_adapters_that_are_switched_off_and_merged_after_the_capture() -> None:
+    twins = lora_twins(["q_proj", "down_proj"])
+    twins.steps(FULL)
+
+    def without(model: Any, batch: Batch) -> torch.Tensor:
+        with model.disable_adapter(), torch.no_grad():
+            plain = loss_of(model, batch)
+        return loss_of(model, batch) * plain
+
+    twins.steps(FULL, without)
+    for model in twins.both:
+        model.merge_adapter()
+    with torch.no_grad():
+        for batch in FULL:
+            assert torch.equal(*(loss_of(model, batch) for model in twins.both))
+    for model in twins.both:
+        model.unmerge_adapter()
+    before = twins.replayed
+    twins.steps(FULL)
+    assert twins.replayed > before
+
+
+def test_frozen_parameters_and_one_that_is_trained_later() -> None:
+    def freeze(model: Any) -> None:
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        model.model.layers[1].mlp.requires_grad_(True)
+
+    twins = llama_twins(freeze)
+    twins.steps(PADDED)
+    assert twins.replayed == 6, str(twins.layers)
+    for model in twins.both:
+        model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+    twins.steps(PADDED)
+    for model in twins.both:
+        assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+        model.model.layers[1].requires_grad_(False)
+    twins.steps(PADDED)
+    assert not twins.reasons
+
+
+def test_frozen_first_layers_are_replayed_while_an_earlier_loss_is_kept() -> None:
+    twins = llama_twins(lambda model: model.model.layers[0].requires_grad_(False) and model.model.embed_tokens
+                        .requires_grad_(False) and None)  # fmt: skip
+    for batch in FULL:
+        twins.model.zero_grad()
+        loss = loss_of(twins.model, batch)
+        loss.backward()  # its nodes of autograd live on while the next forward runs
+    assert twins.replayed == 6, str(twins.layers)
+    twins.steps(FULL)
+
+
+def test_weights_that_are_loaded_in_place_are_replayed() -> None:
+    twins = llama_twins()
+    twins.steps(PADDED)
+    state = small_model("llama", seed=1).state_dict()
+    for model in twins.both:
+        model.load_state_dict(state)
+    before = twins.replayed
+    twins.steps(PADDED)
+    assert twins.replayed == before + 8
+
+
+def test_weights_that_are_exchanged_are_not_those_of_the_capture() -> None:
+    twins = llama_twins()
+    twins.steps(PADDED)
+    torch.manual_seed(7)
+    new = torch.randn(48, 64) / 7
+    for model in twins.both:
+        model.model.layers[1].self_attn.o_proj.weight = nn.Parameter(new.clone())
+    before = twins.replayed
+    twins.steps(PADDED)
+    assert twins.replayed == before + 4 + 3
+    for model in twins.both:
+        model.model.layers[0].self_attn.o_proj.weight.data = new.clone()  # the same parameter elsewhere
+    twins.steps(PADDED)
+
+
+def test_modules_and_functions_that_are_exchanged_are_not_those_of_the_capture() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(48, 64), nn.Linear(64, 48)
+            self.act = nn.functional.relu
+            self.options = {"scales": [2.0]}
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.down(self.act(self.up(hidden))) * self.options["scales"][0]
+
+    model = small_model("llama")
+    model.model.layers[0].mlp = Mlp()
+    twins = Twins(model)
+    twins.steps(FULL)
+    for each in twins.both:
+        each.model.layers[0].mlp.act = nn.functional.gelu
+    twins.steps(FULL)
+    for each in twins.both:
+        each.model.layers[0].mlp.options["scales"][0] = 3.0
+    twins.steps(FULL)
+    for each in twins.both:
+        each.model.layers[0].mlp.act = nn.functional.relu
+        each.model.layers[1].mlp = nn.Linear(48, 48, bias=False)
+        nn.init.eye_(each.model.layers[1].mlp.weight)
+    twins.steps(FULL)
+
+
+def test_another_attention_after_the_capture() -> None:
+    twins = llama_twins()
+    twins.steps(FULL)
+    for model in twins.both:
+        model.set_attn_implementation("eager")
+    twins.steps(FULL)
+    assert "its attention is its own (eager)" in twins.reasons
+
+
+def test_tied_weights() -> None:
+    twins = Twins(small_model("llama-tied"))
+    twins.steps(PADDED)
+    assert twins.replayed == 6
+    model = small_model("llama")
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    twins = Twins(model)
+    twins.steps(PADDED)
+    assert twins.replayed == 0
+    assert twins.reasons == {"other modules have parameters of it, too"}
+
+
+def test_gradient_hooks_on_parameters() -> None:
+    def hook(model: Any) -> None:
+        model.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: grad * 2)
+
+    twins = llama_twins(hook)
+    twins.steps(PADDED)
+    assert twins.reasons == {"a parameter of it has a hook"}
+    for model in twins.both:
+        model.model.layers[1].mlp.up_proj.weight.register_hook(lambda grad: grad * 3)
+        model.model.layers[1].mlp.down_proj.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(5))
+    before = twins.replayed
+    twins.steps(PADDED)
+    assert twins.replayed == before + 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forwards and backwards in any order
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_accumulate_over_micro_batches() -> None:
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        for each in PADDED[:3]:
+            loss_of(model, each).backward()
+        return loss_of(model, batch)
+
+    twins = llama_twins()
+    twins.steps(PADDED, step)
+    assert twins.replayed == 2 * 15
+
+
+def test_two_forwards_before_a_backward() -> None:
+    twins = llama_twins()
+    twins.steps(PADDED, lambda model, batch: loss_of(model, batch) * loss_of(model, PADDED[1]))
+    twins.steps(PADDED, lambda model, batch: loss_of(model, batch) + loss_of(model, rows(30, 30, 30)))
+    assert twins.reasons == {"another forward awaits its backward"}
+    assert twins.replayed > 0
+
+
+def test_the_first_of_two_forwards_goes_back_last() -> None:
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        loss_of(model, PADDED[1]).backward()
+        return loss
+
+    twins = llama_twins()
+    twins.steps(PADDED, step)
+
+
+def test_two_backwards_of_one_forward() -> None:
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        loss.backward(retain_graph=True)
+        return loss
+
+    twins = llama_twins()
+    twins.steps(PADDED, step)
+    assert twins.replayed == 6
+
+
+def test_a_backward_of_what_was_overwritten_raises() -> None:
+    twins = llama_twins()
+    twins.steps(PADDED)
+    first = loss_of(twins.model, PADDED[0])
+    first.backward(retain_graph=True)
+    loss_of(twins.model, PADDED[1])
+    with pytest.raises(RuntimeError, match="ran forward again before the backward of an earlier forward"):
+        first.backward()
+
+
+def test_a_forward_after_a_part_of_a_backward() -> None:
+    """The gradient of the last layer alone is asked for; its layer must not forget the rest of the backward."""
+
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        weight = model.model.layers[1].mlp.down_proj.weight
+        (grad,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        other = loss_of(model, PADDED[1])
+        return loss + other * grad.norm()
+
+    twins = llama_twins()
+    twins.steps(PADDED, step)
+
+
+@pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
+def test_evaluation_between_forward_and_backward(batches: tuple[Batch, ...]) -> None:
+    seen: list[torch.Tensor] = []
+
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        with torch.no_grad():
+            seen.append(model(**batches[0]).logits)
+        return loss
+
+    twins = llama_twins()
+    twins.steps(batches, step)
+    assert twins.replayed == 12
+    for found, expected in zip(seen[::2], seen[1::2], strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_inference_mode() -> None:
+    twins = llama_twins()
+    twins.steps(FULL[:2])
+    for batch in FULL:
+        with torch.inference_mode():
+            found, expected = (model(**batch).logits for model in twins.both)
+        assert torch.equal(found, expected)
+    with torch.no_grad():
+        for batch in FULL:
+            assert torch.equal(*(model(**batch).logits for model in twins.both))
+    twins.steps(FULL)
+
+
+def test_generation_between_steps() -> None:
+    twins = llama_twins()
+    twins.steps(FULL[:2])
+    prompt = {"input_ids": FULL[0]["input_ids"], "max_new_tokens": 4, "do_sample": False}
+    found, expected = (model.generate(**prompt) for model in twins.both)
+    assert torch.equal(found, expected)
+    before = twins.replayed
+    twins.steps(FULL)
+    assert twins.replayed == before + 8
+
+
+def test_evaluation_mode_and_cached_forwards() -> None:
+    twins = llama_twins()
+    twins.steps(FULL)
+    for model in twins.both:
+        model.eval()
+    with torch.no_grad():
+        for batch in FULL:
+            assert torch.equal(*(model(**{**batch, "use_cache": True}).logits for model in twins.both))
+    assert twins.reasons == {"it is given past_key_values of type DynamicCache"}
+    before = twins.replayed
+    twins.steps(FULL)
+    assert twins.replayed == before + 6
+    for model in twins.both:
+        model.train()
+    twins.steps(FULL)
+    assert twins.replayed == before + 14
+
+
+def test_steps_of_an_optimizer() -> None:
+    twins = llama_twins()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in twins.both]
+    for batch in (*PADDED, *PADDED):
+        twins.steps([batch])
+        for optimizer in optimizers:
+            optimizer.step()
+    found, expected = (dict(model.named_parameters()) for model in twins.both)
+    assert_same(found, expected)
+    assert twins.replayed == 14
+
+
+def test_embeddings_as_inputs() -> None:
+    grads: list[torch.Tensor] = []
+
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        embedded = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        loss = model(**{**batch, "input_ids": None, "inputs_embeds": embedded}).loss
+        grads.append(torch.autograd.grad(loss, embedded, retain_graph=True)[0])
+        return loss
+
+    twins = llama_twins()
+    twins.steps(FULL, step)
+    twins.steps(PADDED, step)
+    for found, expected in zip(grads[::2], grads[1::2], strict=True):
+        assert torch.equal(found, expected)
+    assert twins.replayed == 12
+
+
+@pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
+def test_second_derivatives_raise(batches: tuple[Batch, ...]) -> None:
+    twins = Twins(small_model("llama"), ops=["rms_norm"])
+    twins.steps(batches)
+    for wanted in (twins.model.model.layers[0].mlp.up_proj.weight, twins.model.model.embed_tokens.weight):
+        loss = loss_of(twins.model, batches[0])
+        (grad,) = torch.autograd.grad(loss, wanted, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivative"):
+            grad.square().sum().backward()
+
+
+def test_second_derivatives_of_a_layer_alone_raise() -> None:
+    twins = Twins(small_model("llama"), ops=["rms_norm"])
+    body = twins.model.model
+    for _ in range(3):
+        hidden = torch.randn(2, 12, 48, requires_grad=True)
+        places = body.rotary_emb(hidden, torch.arange(12)[None])
+        out = body.layers[0](hidden, position_embeddings=places, attention_mask=None, position_ids=None)
+        (grad,) = torch.autograd.grad(out.sum(), hidden, create_graph=True)
+    assert twins.replayed == 2
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(grad.square().sum(), body.layers[0].mlp.up_proj.weight)
+
+
+def test_functional_calls_have_the_gradients_of_what_they_are_given() -> None:
+    twins = llama_twins()
+    twins.steps(FULL)
+    batch = {k: v for k, v in FULL[0].items() if k != "labels"}
+
+    def computed(model: Any) -> torch.Tensor:
+        given = {name: (p.detach() * 1.01).requires_grad_() for name, p in model.named_parameters()}
+        for _ in range(3):
+            out = torch.func.functional_call(model, given, (), batch).logits.square().sum()
+        name = "model.layers.0.mlp.up_proj.weight"
+        return torch.autograd.grad(out, given[name])[0]
+
+    assert torch.equal(*(computed(model) for model in twins.both))
+
+    def transformed(model: Any) -> torch.Tensor:
+        own = dict(model.named_parameters())
+        name = "model.layers.0.mlp.up_proj.weight"
+
+        def of(weight: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, {**own, name: weight}, (), batch).logits.square().sum()
+
+        return torch.func.grad(of)(own[name].detach())
+
+    assert torch.equal(*(transformed(model) for model in twins.both))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hooks and outputs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_hidden_states_are_asked_for() -> None:
+    kept: list[tuple[torch.Tensor, ...]] = []
+
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        out = model(**batch, output_hidden_states=True)
+        kept.append(out.hidden_states)
+        return out.loss + sum(h.mean() for h in out.hidden_states)
+
+    twins = llama_twins()
+    twins.steps(FULL)
+    twins.steps(FULL, step)
+    assert twins.reasons == {"outputs of its modules are asked for"}
+    for found, expected in zip(kept[::2], kept[1::2], strict=True):
+        assert all(map(torch.equal, found, expected))
+    before = twins.replayed
+    twins.steps(FULL)
+    assert twins.replayed == before + 8
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_hidden_states_are_asked_for_of_checkpointed_layers(reentrant: bool) -> None:
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        return model(**batch, output_hidden_states=True).loss
+
+    twins = llama_twins(of_transformers(reentrant))
+    twins.steps(FULL)
+    twins.steps(FULL, step)
+    assert "outputs of its modules are asked for" in twins.reasons
+    twins.steps(FULL)
+
+
+@pytest.mark.parametrize("prepare", [None, of_transformers(True), of_transformers(False)])
+def test_a_mixtures_router_logits(prepare: Any) -> None:
+    twins = Twins(small_model("qwen3-moe"), prepare)
+    twins.steps(PADDED)
+    assert "outputs of its modules are asked for" in twins.reasons
+
+
+def test_hooks_that_are_set_after_the_capture() -> None:
+    calls: list[int] = []
+
+    def hook(*_: Any) -> None:
+        calls.append(1)
+
+    twins = llama_twins()
+    twins.steps(PADDED)
+    handles = [model.model.layers[0].mlp.down_proj.register_forward_hook(hook) for model in twins.both]
+    twins.steps(PADDED)
+    assert len(calls) == 8
+    assert twins.reasons == {"other code has hooked it or a module of it"}
+    for handle in handles:
+        handle.remove()
+    before = twins.replayed
+    twins.steps(PADDED)
+    assert twins.replayed == before + 8
+    for model in twins.both:
+        model.model.layers[1].register_full_backward_hook(hook)
+    calls.clear()
+    twins.steps(PADDED)
+    assert len(calls) == 8
+
+
+def test_hooks_of_every_module() -> None:
+    calls: list[int] = []
+    twins = llama_twins()
+    twins.steps(FULL)
+    handle = register_module_forward_hook(lambda *_: calls.append(1))
+    try:
+        values(twins.model, FULL[0], loss_of)
+    finally:
+        handle.remove()
+    assert len(calls) == sum(1 for _ in twins.model.modules() if type(_) is not nn.ModuleList)
+    assert twins.reasons == {"other code has hooked every module"}
+    before = twins.replayed
+    twins.steps(FULL)
+    assert twins.replayed == before + 8
+
+
+def test_what_hooks_of_the_next_layer_have_kept_stays() -> None:
+    """The results of all but the last layer are where the next replay writes."""
+    twins = llama_twins()
+    twins.steps(FULL)
+    kept: list[torch.Tensor] = []
+    twins.model.model.layers[1].register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    before = []
+    for batch in FULL:
+        values(twins.model, batch, loss_of)
+        before.append(kept[-1].detach().clone())
+    assert all(map(torch.equal, kept, before))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies, other models, threads, and the end
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_copies_and_pickles() -> None:
+    twins = llama_twins()
+    twins.steps(PADDED)
+    copied = copy.deepcopy(twins.model)
+    stored = io.BytesIO()
+    torch.save(twins.model, stored)
+    stored.seek(0)
+    loaded = [torch.load(stored, weights_only=False), pickle.loads(pickle.dumps(twins.model))]
+    plain = small_model("llama")
+    for each in loaded:
+        assert not any("npu" in type(module).__module__ for module in each.modules())
+        assert_same(values(each, FULL[0], loss_of), values(plain, FULL[0], loss_of))
+    for batch in PADDED:
+        losses = [loss_of(model, batch) for model in (copied, *twins.both)]
+        for model, loss in zip((copied, *twins.both), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        grads = [{name: p.grad for name, p in model.named_parameters()} for model in (copied, *twins.both)]
+        assert_same(grads[0], grads[2])
+        assert_same(grads[1], grads[2])
+    assert twins.reasons <= {"it is a copy of a layer that the kernels were applied to"}
+    del copied
+    twins.steps(PADDED)
+
+
+def test_other_models_alike_in_the_same_process() -> None:
+    twins, others = llama_twins(), Twins(small_model("llama", seed=3))
+
+    def together(batch: Batch) -> None:
+        models = (*twins.both, *others.both)
+        losses = [loss_of(model, batch) for model in models]
+        for model, loss in zip(models, losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        grads = [{name: p.grad for name, p in model.named_parameters()} for model in models]
+        assert_same(grads[0], grads[1])
+        assert_same(grads[2], grads[3])
+
+    for batch in PADDED:
+        together(batch)
+    assert twins.replayed == others.replayed == 6
+
+
+def test_a_second_handle_of_the_same_model() -> None:
+    twins = llama_twins()
+    twins.steps(PADDED)
+    again = apply_npu_kernels(twins.model, backend="torch", capture="on")
+    twins.steps(PADDED)
+    again.restore()
+    twins.kernels.restore()
+    assert not any("npu" in type(module).__module__ for module in twins.model.modules())
+
+
+def test_two_threads_with_a_model_each() -> None:
+    pairs = [llama_twins(), Twins(small_model("llama", seed=3))]
+    errors: list[BaseException] = []
+
+    def work(twins: Twins) -> None:
+        try:
+            for _ in range(2):
+                twins.steps(PADDED)
+                twins.steps(FULL)
+        except BaseException as error:
+            errors.append(error)
+
+    # `values` seeds the process's generator, which nothing here draws from.
+    threads = [threading.Thread(target=work, args=(twins,)) for twins in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert [twins.replayed for twins in pairs] == [28, 28]
+
+
+def test_restore_puts_everything_back_and_frees_what_was_captured() -> None:
+    model = small_model("llama")
+    plain = copy.deepcopy(model)
+    kernels = apply_npu_kernels(model, backend="torch", capture="on")
+    for batch in PADDED:
+        values(model, batch, loss_of)
+    layers = kernels.settings.layers
+    held = [
+        weakref.ref(each)
+        for mode in layers._modes.values() for spot in mode.buckets.values() for variants in spot.layers.values()
+        for captured in variants for each in (captured.pieces, captured.pieces.pieces[0].outputs[0])
+    ]  # fmt: skip
+    assert held
+    report = str(kernels.report())
+    assert "captured layers: 75% of 8 calls replayed" in report
+    del layers
+    kernels.restore()
+    gc.collect()
+    assert not any(each() is not None for each in held)
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert all(vars(m).keys() == vars(p).keys() for m, p in zip(model.modules(), plain.modules(), strict=True))
+    assert_same(values(model, PADDED[0], loss_of), values(plain, PADDED[0], loss_of))
+    assert "captured layers: " in str(kernels.report())
+    kernels.refresh()
+    for batch in PADDED:
+        values(model, batch, loss_of)
+    assert kernels.settings.layers.replayed == 6
+
+
+def test_a_model_that_is_dropped_takes_what_was_captured_along() -> None:
+    twins = llama_twins()
+    twins.steps(PADDED)
+    held = [weakref.ref(twins.layers), weakref.ref(twins.model)]
+    del twins
+    gc.collect()
+    assert not any(each() is not None for each in held)
+
+
+def test_unknown_modes() -> None:
+    with pytest.raises(ValueError, match="capture must be one of auto, on, off; got 'yes'"):
+        check_capture("capture", "yes")
+    kernels = apply_npu_kernels(small_model("llama"), backend="torch", capture="off")
+    assert kernels.settings.layers is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Planted faults
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def twins() -> Iterator[Twins]:
+    """Twins that have captured, and are the same."""
+    both = llama_twins()
+    both.steps(PADDED)
+    yield both
+
+
+def assert_caught(twins: Twins, step: Callable[[Any, Batch], torch.Tensor] = loss_of) -> None:
+    with pytest.raises(AssertionError):
+        twins.steps(PADDED, step)
+
+
+def test_fault_a_stale_static_input(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers_module._Input, "load", lambda *_: None)
+    assert_caught(twins)
+
+
+def test_fault_an_input_that_is_not_copied(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers_module._Input, "holds", lambda place, _: place.path != 0)
+    assert_caught(twins)
+
+
+@pytest.mark.parametrize("path", [("position_embeddings", 0), ("position_embeddings", 1)])
+def test_fault_positions_that_are_not_copied(path: Any, twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = layers_module._Input.holds
+    monkeypatch.setattr(layers_module._Input, "holds", lambda p, t: p.path == path or original(p, t))
+    assert_caught(twins)
+
+
+def test_fault_the_gradient_of_a_residual_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes from a piece to the next one beside attention has its gradient in the joint backward."""
+    original = pieces_module._copies
+
+    def lost(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.zeros_like(t) if t.dim() == 3 else t for t in original(tensors)]
+
+    both = llama_twins()
+    both.steps(PADDED)
+    monkeypatch.setattr(pieces_module, "_copies", lost)
+    assert_caught(both)
+
+
+def test_fault_the_gradient_of_attention_is_lost(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = pieces_module._fill
+
+    def fill(buffer: torch.Tensor, value: torch.Tensor | None, dim: int | None = None) -> None:
+        original(buffer, None if dim == 2 else value, dim)
+
+    monkeypatch.setattr(pieces_module, "_fill", fill)
+    assert_caught(twins)
+
+
+def test_fault_a_tail_that_is_not_cleared(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = pieces_module._fill
+
+    def fill(buffer: torch.Tensor, value: torch.Tensor | None, dim: int | None = None) -> None:
+        original(buffer, value, dim)
+        if value is not None and dim is not None and value.shape[dim] != buffer.shape[dim]:
+            buffer.narrow(dim, value.shape[dim], buffer.shape[dim] - value.shape[dim]).fill_(3)
+
+    monkeypatch.setattr(pieces_module, "_fill", fill)
+    assert_caught(twins)
+
+
+def test_fault_another_layers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = llama_twins()
+    original = layers_module.LayerCapture._ready
+
+    def ready(by: Any, layer: Any, *args: Any) -> Any:
+        return original(by, both.model.model.layers[0] if layer is both.model.model.layers[1] else layer, *args)
+
+    monkeypatch.setattr(layers_module.LayerCapture, "_ready", ready)
+    assert_caught(both)
+
+
+def test_fault_a_second_forward_overwrites_the_first(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        return loss_of(model, batch) * loss_of(model, PADDED[1])
+
+    class Never(set):
+        def add(self, _: object) -> None:
+            pass
+
+    # Neither of the two guards, nor autograd's own, which sees that what it has saved was written to.
+    monkeypatch.setattr(layers_module, "Turn", lambda rows: layers_module_turn(rows, Never()))
+    with pytest.raises(RuntimeError, match="ran forward again before the backward"):
+        twins.steps(PADDED, step)
+    monkeypatch.setattr(pieces_module, "_may_go_back", lambda turn: None)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        twins.steps(PADDED, step)
+    monkeypatch.setattr(pieces_module, "increment_version", lambda tensors: None)
+    assert_caught(twins, step)
+
+
+layers_module_turn = layers_module.Turn
+
+
+def test_fault_a_frozen_parameter_that_is_trained_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = llama_twins(lambda model: model.model.layers[0].mlp.requires_grad_(False) and None)
+    both.steps(PADDED)
+    monkeypatch.setattr(layers_module._State, "holds", lambda _: True)
+    for model in both.both:
+        model.model.layers[0].mlp.requires_grad_(True)
+    assert_caught(both)
+
+
+@pytest.mark.parametrize("what", ["weight", "adapter", "hook"])
+def test_fault_a_change_that_nobody_looks_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = lora_twins(["down_proj"])
+    both.steps(PADDED)
+    monkeypatch.setattr(layers_module._State, "holds", lambda _: True)
+    for model in both.both:
+        proj = model.base_model.model.model.layers[0].mlp.down_proj
+        if what == "weight":
+            proj.base_layer.weight = nn.Parameter(proj.base_layer.weight * 2, requires_grad=False)
+        elif what == "adapter":
+            proj.scaling["default"] *= 3
+        else:
+            proj.register_forward_hook(lambda module, args, out: out * 2)
+    assert_caught(both)
+
+
+def test_fault_gradients_are_handed_out_as_static_buffers(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces_module, "_copies", lambda tensors: tensors)
+    assert_caught(twins)
+
+
+def test_fault_padding_of_a_bucket_in_a_routers_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(small_model("qwen3-moe", router_aux_loss_coef=1.0))
+    plain = small_model("qwen3-moe", router_aux_loss_coef=1.0)
+    truth = copy.deepcopy(plain).double()
+
+    def compare() -> None:
+        found, expected, exact = (values(model, PADDED[0], loss_of) for model in (twins.model, plain, truth))
+        moved = rounded(lambda: values(plain, PADDED[0], loss_of))
+        for name, value in found.items():
+            if value is not None:
+                assert_as_close(value, expected[name], exact[name], name, [m[name] for m in moved])
+
+    compare()
+    original = batch_module._padded_logits
+    monkeypatch.setattr(batch_module, "_padded_logits", lambda logits, *a: original(logits.flip(0), *a))
+    with pytest.raises(AssertionError):
+        compare()
