@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..ops.host import once_differentiable
+from ..ops.host import refused
 from .graph import Graph, Recorder
 from .tape import Refused, Tape, Watch
 
@@ -88,18 +88,26 @@ class _Run(torch.autograd.Function):
     ) -> Any:
         ctx.pieces, ctx.piece, ctx.turn, ctx.done = pieces, piece, turn, done
         ctx.set_materialize_grads(False)
-        # A checkpoint that wraps the function recomputes it when a saved tensor is read, and has no other sign.
-        ctx.save_for_backward(pieces.sign)
+        # A checkpoint that wraps the function recomputes it when a saved tensor is read, and has no other sign. The
+        # inputs are saved for second derivatives, which depend on them.
+        ctx.save_for_backward(pieces.sign, *(t for t in tensors if not isinstance(t, torch.nn.Parameter)))
         outputs = pieces.replay(piece, tensors[0] if piece.entry is not None else None, tokens)
         ctx.mark_non_differentiable(*(o for o, differs in zip(outputs, piece.differs, strict=True) if not differs))
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            outputs = _Run._back(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return outputs
+        return refused(outputs, (*grads, *saved, *ctx.pieces.parameters(ctx.piece)))
+
+    @staticmethod
+    def _back(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         piece: _Piece = ctx.piece
-        _ = ctx.saved_tensors
-        given = (None,) * (5 + (piece.entry is not None))
+        given: tuple[None, ...] = (None,) * (5 + (piece.entry is not None))
         if piece.backward is None:
             return *given, *(None for _ in piece.leaf_grads)
         _may_go_back(ctx.turn)
@@ -111,7 +119,7 @@ class _Run(torch.autograd.Function):
             increment_version(piece.entry_grad)
         if piece is ctx.pieces.first and ctx.done is not None:
             ctx.done()
-        first: tuple[Any, ...] = ()
+        first: tuple[torch.Tensor | None, ...] = ()
         if piece.entry is not None:
             grad = piece.entry_grad
             if grad is not None and piece.entry_dim is not None and ctx.pieces.tokens is not None:
@@ -168,6 +176,10 @@ class Pieces:
     def graphs(self) -> int:
         """The number of graphs."""
         return sum(1 + (piece.backward is not None) for piece in self.pieces)
+
+    def parameters(self, piece: _Piece) -> Iterator[torch.Tensor]:
+        """Yields the parameters whose gradient a piece completes."""
+        return (leaf for i in piece.leaves if type(leaf := self._leaves[i]) is not int)
 
     def replay(self, piece: _Piece, entry: torch.Tensor | None, tokens: int | None) -> list[torch.Tensor]:
         """Replays a piece and returns its results, without gradients."""
