@@ -6,10 +6,10 @@ nothing is known of the family. A layer is captured when it is called for the se
 same mode; numbers of tokens are rounded up (`bucket`), which the packed body fills with tokens of no segment.
 
 A graph remembers addresses and nothing else. So all that Python could decide otherwise is compared at every call: the
-modules of the layer with their plain attributes, hooks and classes (adapters that are switched off, modes, patches),
-parameters with their addresses and whether they are trained, autocast, gradient mode, arguments. A layer that differs
-runs its own code. There are three kinds of graphs with a pool each: those of training forwards, whose results stay
-until their backward; those of layers that a checkpoint repeats; and those without gradients.
+modules of the layer with their attributes, hooks, classes and configurations (adapters that are switched off, modes,
+patches), parameters with their addresses and whether they are trained, autocast, gradient mode, arguments. A layer
+that differs runs its own code. There are three kinds of graphs with a pool each: those of training forwards, whose
+results stay until their backward; those of layers that a checkpoint repeats; and those without gradients.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import operator
 import time
 import weakref
 from collections import Counter, OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -113,7 +114,8 @@ class _State:
     """What decides how a layer's code runs, as it was when the layer was captured."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self._modules = [_attributes(module) for module in layer.modules()]
+        configs = {id(c): c for m in layer.modules() if (c := vars(m).get("config")) is not None}
+        self._objects = [_attributes(each) for each in (*layer.modules(), *configs.values())]
         self._parameters = [
             (owner._parameters, name, p, None if p is None else (p.data_ptr(), p.requires_grad))
             for owner in layer.modules() for name, p in owner._parameters.items()
@@ -125,13 +127,18 @@ class _State:
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
-        for module, cls, own, size, names, values in self._modules:
-            if module.__class__ is not cls or len(own) != size or names(own) != values:
+        for each, cls, own, size, get, values in self._objects:
+            if each.__class__ is not cls or len(own) != size or values != get(own):
                 return False
         for where, name, p, known in self._parameters:
             if where.get(name) is not p or (p is not None and (p.data_ptr(), p.requires_grad) != known):
                 return False
         return all(where.get(name) is b and (b is None or b.data_ptr() == at) for where, name, b, at in self._buffers)
+
+
+def _repeats(layer: Any) -> bool:
+    """Whether a checkpoint repeats the calls of a layer."""
+    return torch.is_grad_enabled() and bool(layer.training and getattr(layer, "gradient_checkpointing", False))
 
 
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -146,15 +153,32 @@ def _is_plain(value: Any) -> bool:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DICTS = (*_HOOKS, "_modules")
 
 
-def _attributes(module: nn.Module) -> tuple[Any, ...]:
-    own = module.__dict__
-    names = [name for name, value in own.items() if _is_plain(value) and name not in ("_parameters", "_buffers")]
-    names += [name for name in (*_HOOKS, "_modules") if name not in names]
+class _Same:
+    """Equals one object alone."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return other is self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _attributes(each: Any) -> tuple[Any, ...]:
+    own = each.__dict__
+    names = [name for name in own if name not in ("_parameters", "_buffers")]
     get = operator.itemgetter(*names)
-    values = tuple(value.copy() if isinstance(value, dict | list | set) else value for value in get(own))
-    return module, module.__class__, own, len(own), get, values
+    values = tuple(
+        copy.deepcopy(value) if _is_plain(value) else value.copy() if name in _DICTS else _Same(value)
+        for name, value in zip(names, get(own), strict=True)
+    )
+    return each, each.__class__, own, len(own), get, values
 
 
 def _recorder_of_outputs() -> Any:
@@ -232,6 +256,7 @@ class _Mode:
 
     recorder: Recorder
     keeps: bool
+    on_npu: bool
     buckets: OrderedDict[tuple[int, ...], _Bucket] = field(default_factory=OrderedDict)
     open: _Bucket | None = None
 
@@ -454,13 +479,18 @@ class LayerCapture:
         self.captured = 0
         self._undo, self._sites, self._busy = undo, sites, busy
         self._modes: dict[Any, _Mode] = {}
-        self._own = WeakIdKeyDictionary()
         self._reads_mask: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._readers = WeakIdKeyDictionary()
         self._joined: set[tuple[int, Any]] = set()
-        self._last: set[int] = set()
+        self._next: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._shared: set[int] = set()
         self._turn: Callable[[], Turn | None] = lambda: None
+        self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._own = WeakIdKeyDictionary()
+
+    def __deepcopy__(self, memo: object) -> LayerCapture:
+        """A copy of a model has classes that name this object; its layers are not captured."""
+        return self
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the counts as a plain dict."""
@@ -512,10 +542,14 @@ class LayerCapture:
             owners.update({id(p) for p in layer.parameters()})
         outside = {id(p) for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
         self._shared = {at for at, count in owners.items() if count > 1} | outside
-        self._last = {
-            id(listed[-1]) for listed in model.modules() if isinstance(listed, nn.ModuleList) and len(listed)
-        }  # fmt: skip
+        for listed in model.modules():
+            if isinstance(listed, nn.ModuleList):
+                pairs = itertools.pairwise(listed)
+                self._next.update({a: weakref.ref(b) for a, b in pairs if a is not None and b is not None})
         classes: dict[type[nn.Module], type[nn.Module]] = {}
+        if layers:
+            self._undo.add(self._forget)
+        self._layers.update(layers)
         for layer in layers:
             kind: Any = type(layer)
             if getattr(kind, _BY, None) is self:
@@ -523,6 +557,11 @@ class LayerCapture:
             if kind not in classes:
                 classes[kind] = derived(kind, {"forward": self._forward(kind), _BY: self})
             self._undo.set_class(layer, classes[kind])
+
+    def _forget(self) -> None:
+        """Lets go of everything that was captured; the counts stay."""
+        self._modes.clear()
+        self._layers.clear()
 
     def _forward(self, base: Any) -> Callable[..., Any]:
         original: Any = base.forward
@@ -544,27 +583,33 @@ class LayerCapture:
 
     def call(self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replays a layer, or runs its own code."""
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        if isinstance(hidden, torch.Tensor) and hidden in self._own:
-            return original(layer, *args, **kwargs)
-        try:
-            ready = self._ready(layer, original, args, kwargs)
-        except Refused as error:
-            ready = str(error)
+        hidden = next(iter((*args, *kwargs.values())), None)
+        repeats = _repeats(layer) and isinstance(hidden, torch.Tensor)
+        ready: Callable[[], Any] | str = ""
+        # Where a checkpoint repeats a call that ran the layer's code, it must do the same.
+        if not (repeats and id(layer) in self._own.get(hidden, ())):
+            try:
+                ready = self._ready(layer, original, args, kwargs)
+            except Refused as error:
+                ready = str(error)
         if isinstance(ready, str):
-            self._runs_own(layer, hidden)
             self.eager += 1
             if ready:
                 self.reasons[ready] += 1
+            if repeats:
+                self._runs_own(layer, hidden)
+            elif self._is_static(hidden):
+                # Its code (a hook) may keep what it is given beyond the next replay of the layer before.
+                own = cast("torch.Tensor", hidden).clone()
+                args, kwargs = ((own, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): own})
             return original(layer, *args, **kwargs)
         self.replayed += 1
         return ready()
 
     def _runs_own(self, layer: Any, hidden: Any) -> None:
         """Notes that a layer runs its own code: where a checkpoint repeats this call, it must do the same."""
-        repeats = layer.training and getattr(layer, "gradient_checkpointing", False)
-        if repeats and torch.is_grad_enabled() and isinstance(hidden, torch.Tensor):
-            self._own[hidden] = True
+        if _repeats(layer) and isinstance(hidden, torch.Tensor):
+            self._own.setdefault(hidden, set()).add(id(layer))
 
     def _ready(
         self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -572,6 +617,8 @@ class LayerCapture:
         """Returns what replays a call, or why its own code runs; an empty reason is not reported."""
         if generates() or is_transformed() or self._busy():
             return ""
+        if layer not in self._layers:
+            return "it is a copy of a layer that the kernels were applied to"
         if any(GLOBAL_HOOKS):
             return "other code has hooked every module"
         if _recorder_of_outputs():
@@ -583,9 +630,11 @@ class LayerCapture:
         kind = hidden.device.type
         if type(hidden) is not torch.Tensor or kind == "meta":
             return ""  # a rehearsal
+        if torch.is_inference_mode_enabled() or any(t.is_inference() for _, t in flat.tensors):
+            return "inference mode is on"  # its tensors do not say whether they were written to
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         graded = torch.is_grad_enabled()
-        repeats = graded and bool(layer.training and getattr(layer, "gradient_checkpointing", False))
+        repeats = _repeats(layer)
         if repeats and flat.maps:
             return "a checkpoint repeats it, by when other layers may have written to the dict that it is given"
         mode = self._mode(hidden.device, graded, repeats)
@@ -643,7 +692,7 @@ class LayerCapture:
     def _mode(self, where: torch.device, graded: bool, repeats: bool) -> _Mode:
         key = where, graded, repeats
         if key not in self._modes:
-            self._modes[key] = _Mode(recorder_for(where), graded and not repeats)
+            self._modes[key] = _Mode(recorder_for(where), graded and not repeats, where.type == "npu")
         return self._modes[key]
 
     def _replay(self, layer: Any, flat: _Flat, mode: _Mode, rows: tuple[int, ...], found: _Captured) -> Any:
@@ -675,11 +724,25 @@ class LayerCapture:
             results = pieces.run(tensors, Now(mask, tensors), turn, tokens, done)
             for site, calls in found.ran:
                 site.ran += calls
-            if not mode.keeps or id(layer) in self._last:
+            if not mode.keeps or self._is_seen_after(layer):
                 results = tuple(t.clone() for t in results)
             return found.output(results, flat.maps)
 
         return replay
+
+    def _is_seen_after(self, layer: Any) -> bool:
+        """Whether other code than the next layer may see a layer's results, and keep them beyond the next replay."""
+        follower = self._next.get(layer)
+        after = None if follower is None else follower()
+        return after is None or any(getattr(after, name) for name in _HOOKS)
+
+    def _is_static(self, hidden: Any) -> bool:
+        """Whether a tensor is where a graph writes its results."""
+        if not isinstance(hidden, torch.Tensor):
+            return False
+        spots = (mode.buckets.get(tuple(hidden.shape)) for mode in self._modes.values() if mode.keeps)
+        results = [spot.results for spot in spots if spot is not None and spot.results]
+        return bool(results) and any(hidden.data_ptr() in each for each in results)
 
     # -- capturing ---------------------------------------------------------------------------------------------------
 
@@ -773,7 +836,7 @@ class LayerCapture:
 
     def _bound(self, mode: _Mode, current: _Bucket) -> None:
         """Gives up the buckets that were not used for longest, if there are too many graphs."""
-        most = _MOST_GRAPHS_NPU if "npu" in str(type(mode.recorder)) else _MOST_GRAPHS
+        most = _MOST_GRAPHS_NPU if mode.on_npu else _MOST_GRAPHS
         graphs = sum(spot.graphs for each in self._modes.values() for spot in each.buckets.values())
         turn = self._turn()
         while graphs > most:
