@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -49,6 +49,29 @@ def _reads_the_host(func: Any, tensors: list[torch.Tensor]) -> bool:
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
+_WITHOUT_OPERATOR: dict[Any, str] = {
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.numpy: "numpy",
+    torch.Tensor.__array__: "numpy",
+    torch.Tensor.__repr__: "__repr__",
+    torch.Tensor.__format__: "__format__",
+}
+"""What reads numbers of a tensor on the CPU without an operator; on a device it copies the tensor to the host."""
+
+
+class _OnTheHost(TorchFunctionMode):
+    """Sees the calls that dispatch modes do not see."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WITHOUT_OPERATOR and self._watch.target is not None:
+            raise Refused(f"it reads numbers of the device on the host ({_WITHOUT_OPERATOR[func]})")
+        return func(*args, **kwargs or {})
+
+
 @dataclass
 class Tape:
     """Operators with their arguments and results, in order.
@@ -82,22 +105,6 @@ class Tape:
                     before.copy_(now)
 
 
-_BELOW_OPERATORS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
-
-
-class _Reads(TorchFunctionMode):
-    """Refuses methods that read the numbers of a tensor of the CPU, and are no operators."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._watch.target is not None and func in _BELOW_OPERATORS:
-            raise Refused(f"it reads numbers of the device on the host ({func.__name__})")
-        return func(*args, **(kwargs or {}))
-
-
 class Watch(TorchDispatchMode):
     """Checks every operator, and writes those that run while `target` is a tape to it.
 
@@ -119,16 +126,16 @@ class Watch(TorchDispatchMode):
         self._fixed = {_storage(t) for t in fixed}
         self._known = {_storage(t) for t in known} | self._fixed
         self._alive: list[torch.Tensor] = []  # a storage that is freed would give its address to another one
-        self._reads = _Reads(self)
+        self._on_the_host = _OnTheHost(self)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Watch:
+        self._on_the_host.__enter__()
         super().__enter__()
-        self._reads.__enter__()
         return self
 
-    def __exit__(self, *exc: Any) -> None:
-        self._reads.__exit__(*exc)
-        super().__exit__(*exc)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._on_the_host.__exit__(*error)
 
     def knows(self, tensors: Iterable[torch.Tensor]) -> None:
         """Adds inputs: what attention returns between two pieces, gradients that a backward begins with."""
@@ -162,7 +169,11 @@ class Watch(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor) and _storage(tensor) in self._fixed:
                     raise Refused(f"it writes to a parameter or a buffer ({name})")
         out = func(*args, **kwargs)
-        self.knows(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+        results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        devices = {t.device for t in tensors}
+        if devices and (len(devices) > 1 if name == "copy_" else any(t.device not in devices for t in results)):
+            raise Refused(f"it copies numbers from a device to another one ({name})")
+        self.knows(results)
         self.target.add(func, args, kwargs, out)
         return out
 

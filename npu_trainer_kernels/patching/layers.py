@@ -738,7 +738,7 @@ class LayerCapture:
 
     def _is_static(self, hidden: Any) -> bool:
         """Whether a tensor is where a graph writes its results."""
-        if not isinstance(hidden, torch.Tensor):
+        if type(hidden) is not torch.Tensor or hidden.device.type == "meta" or is_transformed():
             return False
         spots = (mode.buckets.get(tuple(hidden.shape)) for mode in self._modes.values() if mode.keeps)
         results = [spot.results for spot in spots if spot is not None and spot.results]
