@@ -127,8 +127,10 @@ class _State:
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
-        for each, cls, own, size, get, values in self._objects:
-            if each.__class__ is not cls or len(own) != size or values != get(own):
+        for each, cls, own, size, plain, values, others, same in self._objects:
+            if each.__class__ is not cls or len(own) != size or plain(own) != values:
+                return False
+            if not all(map(operator.is_, others(own), same)):
                 return False
         for where, name, p, known in self._parameters:
             if where.get(name) is not p or (p is not None and (p.data_ptr(), p.requires_grad) != known):
@@ -156,29 +158,23 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _DICTS = (*_HOOKS, "_modules")
 
 
-class _Same:
-    """Equals one object alone."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return other is self.value
-
-    __hash__ = None  # type: ignore[assignment]
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns a function that gets the values of a dict for these names."""
+    if len(names) < 2:
+        return lambda own: tuple(own[name] for name in names)
+    return operator.itemgetter(*names)
 
 
 def _attributes(each: Any) -> tuple[Any, ...]:
+    """Returns an object's attributes: values that may be changed in place as copies, others as they are."""
     own = each.__dict__
     names = [name for name in own if name not in ("_parameters", "_buffers")]
-    get = operator.itemgetter(*names)
+    equal = [name for name in names if name in _DICTS or _is_plain(own[name])]
+    plain, others = _getter(equal), _getter([name for name in names if name not in equal])
     values = tuple(
-        copy.deepcopy(value) if _is_plain(value) else value.copy() if name in _DICTS else _Same(value)
-        for name, value in zip(names, get(own), strict=True)
+        value.copy() if name in _DICTS else copy.deepcopy(value) for name, value in zip(equal, plain(own), strict=True)
     )
-    return each, each.__class__, own, len(own), get, values
+    return each, each.__class__, own, len(own), plain, values, others, others(own)
 
 
 def _recorder_of_outputs() -> Any:
@@ -259,6 +255,7 @@ class _Mode:
     on_npu: bool
     buckets: OrderedDict[tuple[int, ...], _Bucket] = field(default_factory=OrderedDict)
     open: _Bucket | None = None
+    turn: Callable[[], Turn | None] = lambda: None
 
     def may_capture(self, spot: _Bucket, replayed: set[int]) -> str | None:
         """Returns why a layer is not captured now, or None.
@@ -484,7 +481,7 @@ class LayerCapture:
         self._joined: set[tuple[int, Any]] = set()
         self._next: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._shared: set[int] = set()
-        self._turn: Callable[[], Turn | None] = lambda: None
+        self._lists: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._own = WeakIdKeyDictionary()
 
@@ -544,6 +541,7 @@ class LayerCapture:
         self._shared = {at for at, count in owners.items() if count > 1} | outside
         for listed in model.modules():
             if isinstance(listed, nn.ModuleList):
+                self._lists.update((layer, id(listed)) for layer in listed if layer is not None)
                 pairs = itertools.pairwise(listed)
                 self._next.update({a: weakref.ref(b) for a, b in pairs if a is not None and b is not None})
         classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -637,7 +635,7 @@ class LayerCapture:
         repeats = _repeats(layer)
         if repeats and flat.maps:
             return "a checkpoint repeats it, by when other layers may have written to the dict that it is given"
-        mode = self._mode(hidden.device, graded, repeats)
+        mode = self._mode(hidden.device, graded, repeats, self._lists.get(layer, 0))
         rows = tuple(hidden.shape)
         spot = mode.buckets.get(rows)
         if spot is None:
@@ -666,7 +664,7 @@ class LayerCapture:
             if found.reason:
                 return found.reason
             found.calls += 1
-            turn = self._turn()
+            turn = mode.turn()
             if turn is not None and turn.pending and mode.keeps and turn.rows != rows:
                 return "another forward awaits its backward"
             replayed = turn.pending if turn is not None and turn.rows == rows else set()
@@ -689,8 +687,10 @@ class LayerCapture:
                 if first != place:
                     self._joined.update((first, place))
 
-    def _mode(self, where: torch.device, graded: bool, repeats: bool) -> _Mode:
-        key = where, graded, repeats
+    def _mode(self, where: torch.device, graded: bool, repeats: bool, listed: int) -> _Mode:
+        """Returns the mode of a call. Results that stay until a backward are those of one list of layers, whose numbers
+        of tokens are the same in a forward: those of images in another tower have a mode of their own."""
+        key = where, graded, repeats, listed if graded and not repeats else None
         if key not in self._modes:
             self._modes[key] = _Mode(recorder_for(where), graded and not repeats, where.type == "npu")
         return self._modes[key]
@@ -698,14 +698,14 @@ class LayerCapture:
     def _replay(self, layer: Any, flat: _Flat, mode: _Mode, rows: tuple[int, ...], found: _Captured) -> Any:
         turn: Turn | None = None
         if mode.keeps:
-            turn = self._turn()
+            turn = mode.turn()
             if turn is not None and turn.pending and (turn.rows != rows or id(layer) in turn.pending):
                 return "another forward awaits its backward"
             if turn is None or not turn.pending:
                 if turn is not None:
                     turn.over = True
                 turn = Turn(rows)
-                self._turn = weakref.ref(turn)
+                mode.turn = weakref.ref(turn)
         tensors = [t for _, t in flat.tensors]
         late = [(i, t) for i, t in zip(found.inputs, tensors, strict=True) if not i.holds(t)]
         if turn is not None and any(i.turn() is turn for i, _ in late):
@@ -838,7 +838,7 @@ class LayerCapture:
         """Gives up the buckets that were not used for longest, if there are too many graphs."""
         most = _MOST_GRAPHS_NPU if mode.on_npu else _MOST_GRAPHS
         graphs = sum(spot.graphs for each in self._modes.values() for spot in each.buckets.values())
-        turn = self._turn()
+        turn = mode.turn()
         while graphs > most:
             for rows, spot in mode.buckets.items():
                 if (

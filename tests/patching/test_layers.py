@@ -68,7 +68,7 @@ def test_sinks(batches: tuple[Batch, ...], monkeypatch: pytest.MonkeyPatch) -> N
         assert twins.replayed == 6, str(twins.layers)
         assert all(layer.self_attn.sinks.grad.any() for layer in twins.model.model.layers)
     else:
-        assert twins.reasons == {"its attention is its own (eager)"}
+        assert twins.replayed, str(twins.layers)
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "qwen3-moe"])
