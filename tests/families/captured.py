@@ -103,13 +103,16 @@ def _own_experts(model: Any) -> None:
             module.config._experts_implementation_internal = "batched_mm"
 
 
-def captured(task: str, kind: str) -> Outcome:
-    """Trains a family's tiny model with captured layers and without."""
+def captured(task: str, kind: str, checkpointed: bool = False) -> Outcome:
+    """Trains a family's tiny model with captured layers and without; with `checkpointed` a checkpoint repeats them."""
     outcome = Outcome()
     try:
         model = tiny_model(task, kind)
         _own_experts(model)
         other = copy.deepcopy(model)
+        if checkpointed:
+            for each in (model, other):
+                each.gradient_checkpointing_enable({"use_reentrant": False})
         steps = [{**step, "use_cache": False} for step in batches(model)]
         plain = apply_npu_kernels(other, ops=_OPS, backend="torch", capture="on")
         plain.settings.layers._ready = lambda *call: ""
@@ -141,6 +144,7 @@ def captured(task: str, kind: str) -> Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.families.captured", description=__doc__)
     parser.add_argument("only", nargs="*", help="model types; none: all")
+    parser.add_argument("--checkpointed", action="store_true", help="a checkpoint repeats every layer")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -150,7 +154,7 @@ def main() -> int:
     for task, kind in families():
         if options.only and kind not in options.only:
             continue
-        outcome = captured(task, kind)
+        outcome = captured(task, kind, options.checkpointed)
         print(f"{task} {kind}: {outcome}", flush=True)
         wrong += bool(outcome.wrong)
         if outcome.wrong or outcome.unfit:

@@ -38,3 +38,10 @@ def test_captured_is_its_own_code_to_the_bit(task, kind):
 )
 def test_what_cannot_be_captured_says_why(kind, reason):
     assert str(captured("causal", kind)) == f"declined: {reason}"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_layers_that_a_checkpoint_repeats_are_captured_to_the_bit(kind):
+    outcome = captured("causal", kind, checkpointed=True)
+    assert outcome.wrong == outcome.unfit == "", str(outcome)
+    assert outcome.share > 0, str(outcome)
