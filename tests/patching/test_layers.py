@@ -1,6 +1,7 @@
 """Captured decoder layers: equal to the bit to the layers' own code, or left to it with the reason."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -14,13 +15,19 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.capture import pieces as pieces_module
+from npu_trainer_kernels.capture import recording_now
 from npu_trainer_kernels.patching import layers as layers_module
 from npu_trainer_kernels.patching.body import batch as batch_module
-from npu_trainer_kernels.patching.layers import bucket, check_capture
+from npu_trainer_kernels.patching.layers import LayerCapture, bucket, check_capture
+from npu_trainer_kernels.patching.undo import Undo
 from tests.closeness import assert_as_close, rounded
 from tests.models import small_model
 from tests.patching.captured import FULL, PADDED, Outcome, Twins, assert_same, full, llama_twins, rows
@@ -434,6 +441,10 @@ def test_a_forward_after_a_part_of_a_backward(name: str) -> None:
 
     twins = llama_twins()
     twins.steps(PADDED, step)
+    expected = {"another forward awaits its backward"}
+    if name == "self_attn.q_proj":
+        expected.add("its arguments are others than those of the layers before it")
+    assert twins.reasons == expected
 
 
 @pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
@@ -460,6 +471,7 @@ def test_inference_mode() -> None:
         with torch.inference_mode():
             found, expected = (model(**batch).logits for model in twins.both)
         assert torch.equal(found, expected)
+    assert twins.reasons == {"inference mode is on"}
     with torch.no_grad():
         for batch in FULL:
             assert torch.equal(*(model(**batch).logits for model in twins.both))
@@ -794,6 +806,152 @@ def test_unknown_modes() -> None:
         check_capture("capture", "yes")
     kernels = apply_npu_kernels(small_model("llama"), backend="torch", capture="off")
     assert kernels.settings.layers is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers that are left alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Attends as layers of transformers do, after what a test changes."""
+
+    def __init__(self, change: Callable[..., dict[str, Any]]) -> None:
+        super().__init__()
+        self.change = change
+        self.config = LlamaConfig(attn_implementation="sdpa")
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        given = {"attention_mask": mask, **self.change(hidden, mask)}
+        function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        states = hidden.view(2, 1, 6, 4)
+        return function(self, states, states, states, **given)[0].view(2, 6, 4)
+
+
+class Layer(GradientCheckpointingLayer):
+    def __init__(self, own: Callable[..., Any], change: Callable[..., dict[str, Any]]) -> None:
+        super().__init__()
+        self.linear, self.attention, self.own = nn.Linear(4, 4), Attention(change), own
+
+    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return self.own(self, hidden, attention_mask, **kwargs)
+
+
+def attends(layer: Any, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    return hidden + layer.attention(layer.linear(hidden), mask)
+
+
+def of_layer(
+    own: Callable[..., Any] = attends, prepare: Callable[[Any], None] | None = None,
+    change: Callable[..., dict[str, Any]] = lambda *_: {}, **kwargs: Any,
+) -> LayerCapture:  # fmt: skip
+    """Calls a layer some times beside the same layer that is not captured."""
+    layer = Layer(own, change)
+    if prepare is not None:
+        prepare(layer)
+    plain = copy.deepcopy(layer)
+    made = LayerCapture(Undo(), list, lambda: False)
+    made.install(nn.ModuleList([layer]), "on")
+    for _ in range(4):
+        hidden = torch.randn(2, 6, 4)
+        for found, expected in zip(*(tree_leaves(each(hidden, **kwargs)) for each in (layer, plain)), strict=True):
+            assert torch.equal(found, expected)
+            if found.requires_grad:
+                found.sum().backward()
+    return made
+
+
+def test_a_layer_of_any_family_is_replayed() -> None:
+    for mask in (None, torch.ones(2, 1, 6, 6).tril().bool()):
+        made = of_layer(attention_mask=mask)
+        assert made.replayed == 3
+        assert not made.reasons
+    both = of_layer(lambda *args: (attends(*args), None))
+    assert both.replayed == 3
+
+
+class Strange(nn.Parameter):
+    pass
+
+
+def set_strange(layer: Any) -> None:
+    layer.linear.weight = Strange(layer.linear.weight.detach())
+
+
+def set_forward(layer: Any) -> None:
+    layer.linear.forward = functools.partial(nn.Linear.forward, layer.linear)
+
+
+class Sharded(nn.Linear):
+    """Stands for FSDP2's modules."""
+
+
+def set_sharded(layer: Any) -> None:
+    layer.linear.__class__ = Sharded
+
+
+def failing(layer: Any, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    if recording_now():
+        raise RuntimeError("no stream")
+    return attends(layer, hidden, mask)
+
+
+def changing(layer: Any, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    layer.calls = getattr(layer, "calls", 0) + (not recording_now())
+    return attends(layer, hidden, mask)
+
+
+LEFT_ALONE: dict[str, dict[str, Any]] = {
+    "its parameters move (FSDP)": {"prepare": set_sharded},
+    "a parameter of it is a Strange": {"prepare": set_strange},
+    "a forward was set on a module of it": {"prepare": set_forward},
+    "it could not be captured: RuntimeError: no stream": {"own": failing},
+    "it returns what it is given": {"own": lambda layer, hidden, mask: hidden[:]},
+    "it returns dict": {"own": lambda *args: {"hidden": attends(*args)}},
+    "it is given settings of type object": {
+        "own": lambda layer, hidden, mask, settings: attends(layer, hidden, mask),
+        "settings": object(),
+    },
+    "its attention is given another mask than the layer": {
+        "change": lambda *_: {"attention_mask": torch.ones(2, 1, 6, 6).tril().bool()},
+        "attention_mask": torch.ones(2, 1, 6, 6).tril().bool(),
+    },
+    "its attention is given s_aux, which the layer makes": {"change": lambda hidden, _: {"s_aux": hidden.sum()}},
+    "its attention returns weights": {},
+}
+
+
+@pytest.mark.parametrize("reason", LEFT_ALONE)
+def test_layers_that_are_left_alone(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_weights(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return query.transpose(1, 2), query
+
+    monkeypatch.setattr(layers_module, "FSDPModule", Sharded)
+    if reason == "its attention returns weights":
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", with_weights)
+        made = of_layer()
+    else:
+        made = of_layer(**LEFT_ALONE[reason])
+    assert made.replayed == 0
+    assert set(made.reasons) == {reason}
+
+
+def test_a_call_without_a_tensor() -> None:
+    made = LayerCapture(Undo(), list, lambda: False)
+    layer = Layer(lambda *_: None, lambda *_: {})
+    made.install(nn.ModuleList([layer]), "on")
+    layer(None)
+    assert dict(made.reasons) == {"it is given no tensor": 1}
+
+
+def test_a_layer_whose_state_changes_at_each_call() -> None:
+    made = of_layer(changing)
+    assert made.replayed == 0
+    layer = Layer(changing, lambda *_: {})
+    made.install(nn.ModuleList([layer]), "on")
+    for _ in range(6):
+        layer(torch.randn(2, 6, 4))
+    assert set(made.reasons) == {"its modules or parameters change: 4 states of it are captured"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
