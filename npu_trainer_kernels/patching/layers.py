@@ -385,14 +385,14 @@ def _outputs(out: Any, written: list[dict[Any, Any]]) -> tuple[list[torch.Tensor
     """Returns the tensors that a layer returns and writes to dicts, and a function that puts other ones in their
     places: it is called with them and the dicts, and returns what the layer returns."""
     leaves, spec = tree_flatten((out, written))
-    at = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    at, count = [i for i, leaf in enumerate(leaves) if leaf is not None], len(leaves)
     tensors = [leaves[i] for i in at]
     for leaf in tensors:
         if not isinstance(leaf, torch.Tensor):
             raise Refused(f"it returns {type(leaf).__name__}")
 
     def put(results: Sequence[torch.Tensor], maps: list[Any]) -> Any:
-        filled: list[Any] = [None] * len(leaves)
+        filled: list[Any] = [None] * count
         for i, result in zip(at, results, strict=True):
             filled[i] = result
         returned, entries = tree_unflatten(filled, spec)
