@@ -39,8 +39,8 @@ class StepVariant:
 VARIANTS = {
     "plain": StepVariant("transformers"),
     "flag": StepVariant("npu_trainer_kernels"),
-    # Layers are never captured as graphs.
-    "flag-eager": StepVariant("npu_trainer_kernels", options=(("npu_kernels_capture", "off"),)),
+    # Decoder layers are captured as graphs and replayed.
+    "flag-captured": StepVariant("npu_trainer_kernels", options=(("npu_kernels_capture", "on"),)),
     "flag-padded": StepVariant("npu_trainer_kernels", packs=False),
     "flag-unshared": StepVariant("npu_trainer_kernels", shares=False),
     # For rows so long that a layer's MLP needs too much memory.
@@ -123,7 +123,7 @@ class StepWorkload:
 
 
 # The variants for mixtures of experts, where the difference is in the experts' rows.
-_OF_EXPERTS = ("plain", "flag", "flag-eager", "flag-padded", "liger")
+_OF_EXPERTS = ("plain", "flag", "flag-captured", "flag-padded", "liger")
 _OF_LONG = ("plain", "flag", "flag-tiled", "liger")
 # Without padding transformers' default is a kernel of this kind already.
 _OF_PADDING = ("plain-flash", "liger-flash")

@@ -44,10 +44,10 @@ class NpuKernelsArguments:
     )
 
     npu_kernels_capture: str = field(
-        default="auto",
+        default="off",
         metadata={
-            "help": "When decoder layers are captured as graphs of the device and replayed: 'auto' (if the device is "
-            "seen to wait for Python), 'on' or 'off'."
+            "help": "When decoder layers are captured as graphs of the device and replayed: 'off', 'auto' (if the "
+            "device is seen to wait for Python) or 'on'."
         },
     )
 

@@ -19,6 +19,7 @@ LAYERS = (
     ("closeness", "tuned", "vendor"),
     ("backends", "tiling"),
     ("ops",),
+    ("capture",),
     ("patching", "descriptions"),
     ("ascend", "fit", "timing", "training", "warmup"),
     ("callback",),
@@ -29,7 +30,7 @@ LAYERS = (
 )
 # Folders of which other folders import what the folder's own `__init__` hands out, and nothing else.
 FACES = (
-    "descriptions", "fit", "ops.attention", "ops.experts", "ops.head", "ops.norms",
+    "capture", "descriptions", "fit", "ops.attention", "ops.experts", "ops.head", "ops.norms",
     "patching.body", "patching.head", "patching.modules", "patching.probe",
 )  # fmt: skip
 

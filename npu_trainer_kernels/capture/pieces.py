@@ -433,6 +433,8 @@ def _look(
             watch.knows(given)
             torch.autograd.grad(differ, wanted, given, allow_unused=True)
         watch.target = None
+    # Now, and not when Python collects what refers to each other: it holds every result of the function.
+    watch.forget()
 
 
 @contextlib.contextmanager

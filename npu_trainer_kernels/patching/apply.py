@@ -305,7 +305,7 @@ def handle_of(model: nn.Module) -> NpuKernels | None:
 
 def apply_npu_kernels(
     model: nn.Module, *, ops: Sequence[str] | None = None, backend: str | None = None, strict: bool = False,
-    tiled_mlp: int = 0, capture: str = "auto",
+    tiled_mlp: int = 0, capture: str = "off",
 ) -> NpuKernels:  # fmt: skip
     """Replaces computations of one model instance by fused kernels, in place.
 
@@ -331,8 +331,8 @@ def apply_npu_kernels(
         tiled_mlp: the maximum number of tokens that gated MLPs compute at once; they save only their input for
             backward, which recomputes them slice by slice. 0: all tokens at once.
         capture: whether decoder layers are captured as a device's graphs, and replayed where nothing has changed
-            (`patching.layers`): `"auto"` if the first training forwards show that the device waits for Python,
-            `"on"` or `"off"`. On a CPU `"on"` replays tapes, which is slower and is there for tests.
+            (`patching.layers`): `"off"`, `"auto"` (if the first training forwards show that the device waits for
+            Python) or `"on"`. On a CPU `"on"` replays tapes, which is slower and is there for tests.
 
     Returns:
         The handle, which is also a context manager. A second call for the same model patches modules that were added

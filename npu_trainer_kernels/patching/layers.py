@@ -36,7 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..capture import Pieces, Recorder, Refused, capture, recorder_for, recording_now
 from ..support.errors import one_line
-from .body.packed import PackedMask, Recorded
+from .body import PackedMask, Recorded
 from .call import generates
 from .classes import GLOBAL_HOOKS, derived
 from .patch import PLAIN, Site, is_transformed
@@ -79,12 +79,12 @@ class Turn:
     """One training forward of the captured layers, until its backward.
 
     Attributes:
-        rows: the shape of its hidden states.
+        spot: the bucket of its layers.
         pending: the layers whose backward is to come.
         over: whether another turn has begun, which overwrites what this one's backward reads.
     """
 
-    rows: tuple[int, ...]
+    spot: _Bucket
     pending: set[int] = field(default_factory=set)
     over: bool = False
 
@@ -156,6 +156,9 @@ def _is_plain(value: Any) -> bool:
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DICTS = (*_HOOKS, "_modules")
+_ELSEWHERE = ("_parameters", "_buffers", "_gradient_checkpointing_func")
+"""Attributes that are compared in another way, or read around a layer's forward alone. TRL switches checkpointing off
+and on for each batch, with a new function each time."""
 
 
 def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
@@ -168,7 +171,7 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
 def _attributes(each: Any) -> tuple[Any, ...]:
     """Returns an object's attributes: values that may be changed in place as copies, others as they are."""
     own = each.__dict__
-    names = [name for name in own if name not in ("_parameters", "_buffers")]
+    names = [name for name in own if name not in _ELSEWHERE]
     equal = [name for name in names if name in _DICTS or _is_plain(own[name])]
     plain, others = _getter(equal), _getter([name for name in names if name not in equal])
     values = tuple(
@@ -193,13 +196,17 @@ def _collector() -> Any:
 
 
 def _hooked(layer: nn.Module) -> bool:
-    """Whether other code than transformers' collector of outputs has hooked the layer or a module of it."""
-    for module in layer.modules():
-        own = module.__dict__
-        for name in _HOOKS:
-            if any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in own[name].values()):
-                return True
-    return False
+    """Whether other code has hooked the layer or a module of it."""
+    return any(map(_has_foreign_hooks, layer.modules()))
+
+
+def _has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether other code than transformers' collector of outputs, which is asked whether it collects, has hooked a
+    module."""
+    own = module.__dict__
+    return any(
+        getattr(hook, "__name__", "") != "output_capturing_hook" for name in _HOOKS for hook in own[name].values()
+    )
 
 
 @dataclass
@@ -207,7 +214,10 @@ class _Captured:
     """A layer in one state, for one kind of call: its pieces, or why there are none."""
 
     state: _State
+    place: int
     calls: int = 1
+    forward: int = 0
+    """The forward of the bucket in which it was called last."""
     pieces: Pieces | None = None
     inputs: list[_Input] = field(default_factory=list)
     output: Any = None
@@ -223,7 +233,25 @@ class _Bucket:
     inputs: list[_Input] = field(default_factory=list)
     results: set[int] = field(default_factory=set)
     """The addresses of results that stay until their backward: the next layer reads them where they are."""
-    captured: set[int] = field(default_factory=set)
+    last: int = -1
+    """The place of the layer that was captured last."""
+    forward: int = 0
+    called: int = -1
+    """The place of the layer that was called last. The next one is behind it, or begins another forward."""
+
+    def notes(self, one: _Captured) -> None:
+        """Notes a call."""
+        if one.place <= self.called:
+            self.forward += 1
+        self.called, one.forward = one.place, self.forward
+
+    def earlier_is_coming(self, one: _Captured) -> bool:
+        """Whether an earlier layer of this forward has no graphs yet, and may get some."""
+        return any(
+            other.place < one.place and other.forward == self.forward and other.pieces is None and not other.reason
+            for each in self.layers.values() for other in each
+        )  # fmt: skip
+
     released: bool = False
     restarts: int = 0
 
@@ -237,7 +265,7 @@ class _Bucket:
 
     def restart(self) -> None:
         """Gives all graphs up."""
-        self.layers, self.inputs, self.results, self.captured = {}, [], set(), set()
+        self.layers, self.inputs, self.results, self.last = {}, [], set(), -1
         self.released = False
         self.restarts += 1
 
@@ -253,11 +281,11 @@ class _Mode:
     recorder: Recorder
     keeps: bool
     on_npu: bool
-    buckets: OrderedDict[tuple[int, ...], _Bucket] = field(default_factory=OrderedDict)
+    buckets: OrderedDict[tuple[Any, ...], _Bucket] = field(default_factory=OrderedDict)
     open: _Bucket | None = None
     turn: Callable[[], Turn | None] = lambda: None
 
-    def may_capture(self, spot: _Bucket, replayed: set[int]) -> str | None:
+    def may_capture(self, spot: _Bucket, place: int) -> str | None:
         """Returns why a layer is not captured now, or None.
 
         Where results stay until their backward, the layers of a bucket are captured in the order of their forward:
@@ -266,14 +294,14 @@ class _Mode:
 
         Args:
             spot: the bucket.
-            replayed: the layers that were replayed in this forward.
+            place: the place of the layer in its list.
         """
         if not self.keeps:
             return None
         if self.open is not spot and self.open is not None:
             self.open.release()
         self.open = spot
-        if not spot.released and spot.captured <= replayed:
+        if not spot.released and spot.last <= place:
             return None
         if spot.restarts == _MOST_RESTARTS:
             return f"its layers were captured {_MOST_RESTARTS} times, and differ each time"
@@ -482,6 +510,7 @@ class LayerCapture:
         self._next: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._shared: set[int] = set()
         self._lists: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._own = WeakIdKeyDictionary()
 
@@ -491,7 +520,7 @@ class LayerCapture:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the counts as a plain dict."""
-        buckets = {rows for mode in self._modes.values() for rows, spot in mode.buckets.items() if spot.graphs}
+        buckets = {rows[0] for mode in self._modes.values() for rows, spot in mode.buckets.items() if spot.graphs}
         graphs = sum(spot.graphs for mode in self._modes.values() for spot in mode.buckets.values())
         return {
             "on": self.on, "replayed": self.replayed, "own_code": self.eager, "graphs": graphs, "buckets": len(buckets),
@@ -542,6 +571,7 @@ class LayerCapture:
         for listed in model.modules():
             if isinstance(listed, nn.ModuleList):
                 self._lists.update((layer, id(listed)) for layer in listed if layer is not None)
+                self._places.update((layer, i) for i, layer in enumerate(listed) if layer is not None)
                 pairs = itertools.pairwise(listed)
                 self._next.update({a: weakref.ref(b) for a, b in pairs if a is not None and b is not None})
         classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -636,7 +666,7 @@ class LayerCapture:
         if repeats and flat.maps:
             return "a checkpoint repeats it, by when other layers may have written to the dict that it is given"
         mode = self._mode(hidden.device, graded, repeats, self._lists.get(layer, 0))
-        rows = tuple(hidden.shape)
+        rows = tuple(hidden.shape), cast, layer.training
         spot = mode.buckets.get(rows)
         if spot is None:
             spot = mode.buckets[rows] = _Bucket()
@@ -649,14 +679,15 @@ class LayerCapture:
         if found is None:
             if len(variants) == _MOST_VARIANTS:
                 return f"its modules or parameters change: {_MOST_VARIANTS} states of it are captured"
-            found = _Captured(_State(layer))
+            found = _Captured(_State(layer), self._places.get(layer, 0))
             variants.append(found)
+        spot.notes(found)
         if graded and found.pieces is None:
             self._note_readers(layer, flat)
-        return "" if new else self._ready_for(layer, original, flat, mode, spot, rows, found)
+        return "" if new else self._ready_for(layer, original, flat, mode, spot, found)
 
     def _ready_for(
-        self, layer: Any, original: Callable[..., Any], flat: _Flat, mode: _Mode, spot: _Bucket, rows: tuple[int, ...],
+        self, layer: Any, original: Callable[..., Any], flat: _Flat, mode: _Mode, spot: _Bucket,
         found: _Captured,
     ) -> Callable[[], Any] | str:  # fmt: skip
         """As `_ready`, of a call that was made before."""
@@ -665,18 +696,19 @@ class LayerCapture:
                 return found.reason
             found.calls += 1
             turn = mode.turn()
-            if turn is not None and turn.pending and mode.keeps and turn.rows != rows:
+            if turn is not None and turn.pending and mode.keeps and turn.spot is not spot:
                 return "another forward awaits its backward"
-            replayed = turn.pending if turn is not None and turn.rows == rows else set()
-            later = mode.may_capture(spot, replayed)
+            if mode.keeps and spot.earlier_is_coming(found):
+                return ""
+            later = mode.may_capture(spot, found.place)
             if later is not None:
                 found.reason = later
                 return later
             self._capture(layer, original, flat, mode, spot, found)
             if found.pieces is None:
                 return found.reason
-            spot.captured.add(id(layer))
-        return self._replay(layer, flat, mode, rows, found)
+            spot.last = found.place
+        return self._replay(layer, flat, mode, spot, found)
 
     def _note_readers(self, layer: nn.Module, flat: _Flat) -> None:
         """Notes which arguments have gradients that several layers, or one at two places, add to."""
@@ -695,16 +727,16 @@ class LayerCapture:
             self._modes[key] = _Mode(recorder_for(where), graded and not repeats, where.type == "npu")
         return self._modes[key]
 
-    def _replay(self, layer: Any, flat: _Flat, mode: _Mode, rows: tuple[int, ...], found: _Captured) -> Any:
+    def _replay(self, layer: Any, flat: _Flat, mode: _Mode, spot: _Bucket, found: _Captured) -> Any:
         turn: Turn | None = None
         if mode.keeps:
             turn = mode.turn()
-            if turn is not None and turn.pending and (turn.rows != rows or id(layer) in turn.pending):
+            if turn is not None and turn.pending and (turn.spot is not spot or id(layer) in turn.pending):
                 return "another forward awaits its backward"
             if turn is None or not turn.pending:
                 if turn is not None:
                     turn.over = True
-                turn = Turn(rows)
+                turn = Turn(spot)
                 mode.turn = weakref.ref(turn)
         tensors = [t for _, t in flat.tensors]
         late = [(i, t) for i, t in zip(found.inputs, tensors, strict=True) if not i.holds(t)]
@@ -734,14 +766,14 @@ class LayerCapture:
         """Whether other code than the next layer may see a layer's results, and keep them beyond the next replay."""
         follower = self._next.get(layer)
         after = None if follower is None else follower()
-        return after is None or any(getattr(after, name) for name in _HOOKS)
+        return after is None or _has_foreign_hooks(after)
 
     def _is_static(self, hidden: Any) -> bool:
         """Whether a tensor is where a graph writes its results."""
         if type(hidden) is not torch.Tensor or hidden.device.type == "meta" or is_transformed():
             return False
-        spots = (mode.buckets.get(tuple(hidden.shape)) for mode in self._modes.values() if mode.keeps)
-        results = [spot.results for spot in spots if spot is not None and spot.results]
+        spots = (spot for mode in self._modes.values() if mode.keeps for spot in mode.buckets.values())
+        results = [spot.results for spot in spots if spot.results]
         return bool(results) and any(hidden.data_ptr() in each for each in results)
 
     # -- capturing ---------------------------------------------------------------------------------------------------
@@ -844,7 +876,7 @@ class LayerCapture:
                 if (
                     spot is not current
                     and spot.graphs
-                    and not (turn is not None and turn.pending and turn.rows == rows)
+                    and not (turn is not None and turn.pending and turn.spot is spot)
                 ):
                     graphs -= spot.graphs
                     del mode.buckets[rows]
