@@ -45,3 +45,8 @@ def test_layers_that_a_checkpoint_repeats_are_captured_to_the_bit(kind):
     outcome = captured("causal", kind, checkpointed=True)
     assert outcome.wrong == outcome.unfit == "", str(outcome)
     assert outcome.share > 0, str(outcome)
+
+
+def test_layers_that_share_a_dict_are_not_captured_where_a_checkpoint_repeats_them():
+    reason = "a checkpoint repeats it, by when other layers may have written to the dict that it is given"
+    assert str(captured("causal", "zaya", checkpointed=True)) == f"declined: {reason}"
