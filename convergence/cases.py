@@ -58,6 +58,7 @@ class Case:
         warm_up: the warm-up of a model that is trained on sums.
         ragged: whether lengths vary strongly: texts after a common prefix, or random completions.
         tiled_mlp: the maximum number of tokens that a gated MLP computes at once; 0: all.
+        capture: whether decoder layers are captured and replayed (on a CPU from tapes).
         seeds: if not 0, rollouts are not replayed: this many runs with and without the kernels sample freely, and their
             mean rewards are compared.
     """
@@ -77,6 +78,7 @@ class Case:
     warm_up: WarmUp = WarmUp()
     ragged: bool = False
     tiled_mlp: int = 0
+    capture: str = "off"
     seeds: int = 0
 
     @property
@@ -101,6 +103,14 @@ CASES: tuple[Case, ...] = (
     Case(
         "llama-lm-long", "llama", "lm", "bf16-autocast", steps=300, model={"num_hidden_layers": 6, **UNTIED},
         options={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+    ),
+    Case("llama-lm-captured", "llama", "lm", quick=True, model=UNTIED, capture="on"),
+    Case("llama-sft-captured", "llama", "sft", ragged=True, capture="on"),
+    Case("qwen3-sft-captured", "qwen3", "sft", "bf16-autocast", ragged=True, capture="on"),
+    Case("qwen3-grpo-captured", "qwen3", "grpo", quick=True, options={"loss_type": "dapo"}, capture="on"),
+    Case(
+        "llama-grpo-captured", "llama", "grpo", options={"loss_type": "dapo", "gradient_checkpointing": True},
+        capture="on",
     ),
     Case("mistral-lm", "mistral", "lm"),
     Case("qwen2-lm", "qwen2", "lm"),

@@ -162,8 +162,8 @@ class Workshop:
         rows = case.steps * kwargs["args"].per_device_train_batch_size * kwargs["args"].gradient_accumulation_steps
         if case.task == "grpo":
             return self._grpo(case, variant, kwargs, backend)
-        callbacks = [NpuKernelsCallback(backend=backend, tiled_mlp=case.tiled_mlp)] if variant.patched else []
-        kwargs |= {"callbacks": callbacks}
+        options: dict[str, Any] = {"backend": backend, "tiled_mlp": case.tiled_mlp, "capture": case.capture}
+        kwargs |= {"callbacks": [NpuKernelsCallback(**options)] if variant.patched else []}
         if case.text is not None:
             train = data.of_sequences(self.sequences(case.text)[HELD_OUT:])
             return Trainer(train_dataset=train, data_collator=default_data_collator, **kwargs)
@@ -183,8 +183,9 @@ class Workshop:
         }  # fmt: skip
         if variant.patched:
             arguments = NpuKernelsArguments(
-                use_npu_kernels=True, npu_kernels_backend=backend, npu_kernels_tiled_mlp=case.tiled_mlp
-            )
+                use_npu_kernels=True, npu_kernels_backend=backend, npu_kernels_tiled_mlp=case.tiled_mlp,
+                npu_kernels_capture=case.capture,
+            )  # fmt: skip
             trainer: Any = GRPOTrainer(npu_kernels=arguments, **kwargs)
         else:
             trainer = trl.GRPOTrainer(**kwargs)

@@ -117,6 +117,7 @@ class Call:
         divisor: the divisor of the loss, which `transformers.Trainer` passes to the model, or None.
         generates: whether the forward has one token of each row and no gradients.
         scored: the positions that TRL's head scores, where the model was called with labels.
+        collects: whether the hidden states of all layers are asked for.
     """
 
     settings: CallSettings
@@ -126,6 +127,7 @@ class Call:
     divisor: int | float | torch.Tensor | None = None
     generates: bool = False
     scored: Scored | None = None
+    collects: bool = False
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
@@ -224,7 +226,11 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     labels = labels if isinstance(labels, torch.Tensor) else None
     one = not torch.is_grad_enabled() and _has_one_column(args, kwargs)
     scored = _scored(kwargs) if settings.trl is not None and kwargs.get("fused_lm_head") else None
-    _current.set(Call(settings, module, outer, labels, kwargs.get("num_items_in_batch"), one, scored))
+    collects = kwargs.get("output_hidden_states")
+    if collects is None:
+        collects = getattr(getattr(module, "config", None), "output_hidden_states", False)
+    divisor = kwargs.get("num_items_in_batch")
+    _current.set(Call(settings, module, outer, labels, divisor, one, scored, bool(collects)))
 
 
 @functools.partial(opaque, in_full_graphs=_untracked)

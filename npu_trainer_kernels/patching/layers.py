@@ -37,7 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..capture import Pieces, Recorder, Refused, capture, recorder_for, recording_now
 from ..support.errors import one_line
 from .body import PackedMask, Recorded
-from .call import generates
+from .call import current_call, generates
 from .classes import GLOBAL_HOOKS, derived
 from .patch import PLAIN, Site, is_transformed
 from .undo import Undo
@@ -651,6 +651,9 @@ class LayerCapture:
             return "other code has hooked every module"
         if _recorder_of_outputs():
             return "outputs of its modules are asked for"
+        call = current_call()
+        if call is not None and call.collects:
+            return "hidden states are asked for"  # models that collect them by themselves keep them
         flat = _Flat(original, args, kwargs, layer in self._reads_mask)
         if not flat.tensors:
             return "it is given no tensor"

@@ -626,6 +626,19 @@ def test_hidden_states_are_asked_for() -> None:
     assert twins.replayed > before + 4  # with the hooks of transformers, which do nothing now
 
 
+def test_hidden_states_that_a_model_collects_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = llama_twins()
+    twins.steps(FULL)
+    monkeypatch.setattr(layers_module, "_recorder_of_outputs", lambda: None)
+    before = twins.replayed
+    twins.steps(FULL, lambda model, batch: model(**batch, output_hidden_states=True).loss)
+    assert twins.replayed == before
+    assert twins.reasons == {"hidden states are asked for"}
+    monkeypatch.setattr(twins.model.config, "output_hidden_states", True)
+    twins.model(**FULL[0])
+    assert twins.replayed == before
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_hidden_states_are_asked_for_of_checkpointed_layers(reentrant: bool) -> None:
     def step(model: Any, batch: Batch) -> torch.Tensor:
