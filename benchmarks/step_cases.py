@@ -135,9 +135,11 @@ def variants_of(workload: StepWorkload) -> list[str]:
     if workload.is_long:
         return list(_OF_LONG)
     by_flash = _OF_PADDING if workload.has_padding and MODELS[workload.size][2] in flash.DTYPES else ()
+    # The models of CPUs, where a tape takes the place of a graph, are in 32 bits.
+    never = set() if MODELS[workload.size][2] in flash.DTYPES else {"flag-captured"}
     if "num_experts" in MODELS[workload.size][1]:
-        return [*_OF_EXPERTS, *by_flash]
-    without = {"flag-tiled", "flag-unbalanced", *_OF_PADDING} - set(by_flash)
+        return [name for name in (*_OF_EXPERTS, *by_flash) if name not in never]
+    without = {"flag-tiled", "flag-unbalanced", *_OF_PADDING} - set(by_flash) | never
     # Unsloth is compared in GRPO with these models; it was not tried elsewhere.
     if workload.name != "grpo-trl" or workload.size not in ("qwen3-0.6b", "qwen3-4b"):
         without.add("unsloth")
