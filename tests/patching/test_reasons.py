@@ -394,7 +394,7 @@ def test_a_body_whose_state_runs_along_its_rows():
 @pytest.mark.parametrize("given", [(2, 5, 7), (1, 4, 5), (1, 5, 4)], ids=["rows", "queries", "keys"])
 def test_attention_to_other_rows_than_the_body_was_given(given):
     rows, queries, keys = given
-    packing = packed.Packing(Segments.make([3, 2], torch.device("cpu")), "torch", None, "eager")
+    packing = packed.Packing(Segments.make([3, 2], torch.device("cpu")), "torch", None, "eager", 5)
     q, k = torch.zeros(rows, 4, queries, 8), torch.zeros(rows, 4, keys, 8)
     with pytest.raises(packed.Unserved, match="its attention takes other rows than the body was given"):
         packed._attention(nn.Module(), q, k, k, packed.PackedMask(packing, None))
