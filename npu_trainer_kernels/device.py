@@ -17,7 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -31,6 +31,7 @@ __all__ = [
     "chip_spec",
     "compute_capability",
     "gains_by_segments_alone",
+    "graph_class",
     "grouped_product_by",
     "has_atomic_index_add",
     "has_fp32_output_product",
@@ -40,6 +41,7 @@ __all__ = [
     "is_out_of_memory",
     "keeps_compiled",
     "kind_of",
+    "most_graphs",
     "npu_stream",
     "occupy",
     "sized_as",
@@ -389,6 +391,21 @@ def npu_stream() -> Callable[[int], int]:
         return handle
 
     return known
+
+
+def graph_class(device: torch.device) -> Any:
+    """Returns the class of a device's graphs: `torch.cuda.CUDAGraph` or `torch.npu.NPUGraph`."""
+    module = torch.get_device_module(device)
+    return module.NPUGraph if device.type == "npu" else module.CUDAGraph
+
+
+_STREAMS_FOR_GRAPHS = 1800
+
+
+def most_graphs(device: torch.device) -> int | None:
+    """Returns how many graphs a process may have, or None: memory is the limit. On an NPU each graph holds a stream,
+    of which a process has about 2,048."""
+    return _STREAMS_FOR_GRAPHS if device.type == "npu" else None
 
 
 def builds_launchers(device: torch.device) -> bool:

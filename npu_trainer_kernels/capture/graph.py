@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..device import graph_class
 from .tape import Tape, Watch
 
 __all__ = ["Graph", "Recorder", "recorder_for"]
@@ -92,7 +93,7 @@ class DeviceRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
-        self._new = self._module.CUDAGraph if device.type == "cuda" else self._module.NPUGraph
+        self._new = graph_class(device)
         self._pool = self._module.graph_pool_handle()
         self._stream = self._module.Stream(device)
         self._device = device

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .. import device
 from ..capture import Pieces, Recorder, Refused, capture, recorder_for, recording_now
 from ..support.errors import one_line
 from .body import PackedMask, Recorded
@@ -68,8 +69,6 @@ def bucket(tokens: int) -> int:
 
 _MOST_GRAPHS = 8192
 """The number of graphs of one model; beyond it the longest unused number of tokens is given up."""
-_MOST_GRAPHS_NPU = 1800
-"""The same on an NPU, where each graph of a device holds a stream, of which a process has about 2,048."""
 _MOST_VARIANTS = 4
 """The number of states of one layer (adapter on, adapter off) that are kept for the same arguments."""
 
@@ -280,7 +279,7 @@ class _Mode:
 
     recorder: Recorder
     keeps: bool
-    on_npu: bool
+    most: int | None
     buckets: OrderedDict[tuple[Any, ...], _Bucket] = field(default_factory=OrderedDict)
     open: _Bucket | None = None
     turn: Callable[[], Turn | None] = lambda: None
@@ -727,7 +726,7 @@ class LayerCapture:
         of tokens are the same in a forward: those of images in another tower have a mode of their own."""
         key = where, graded, repeats, listed if graded and not repeats else None
         if key not in self._modes:
-            self._modes[key] = _Mode(recorder_for(where), graded and not repeats, where.type == "npu")
+            self._modes[key] = _Mode(recorder_for(where), graded and not repeats, device.most_graphs(where))
         return self._modes[key]
 
     def _replay(self, layer: Any, flat: _Flat, mode: _Mode, spot: _Bucket, found: _Captured) -> Any:
@@ -871,7 +870,7 @@ class LayerCapture:
 
     def _bound(self, mode: _Mode, current: _Bucket) -> None:
         """Gives up the buckets that were not used for longest, if there are too many graphs."""
-        most = _MOST_GRAPHS_NPU if mode.on_npu else _MOST_GRAPHS
+        most = _MOST_GRAPHS if mode.most is None else min(mode.most, _MOST_GRAPHS)
         graphs = sum(spot.graphs for each in self._modes.values() for spot in each.buckets.values())
         turn = mode.turn()
         while graphs > most:
