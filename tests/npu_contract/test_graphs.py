@@ -3,6 +3,7 @@
 import inspect
 
 import torch
+import torch_npu  # noqa: F401  the device that it adds
 
 from npu_trainer_kernels import device
 
