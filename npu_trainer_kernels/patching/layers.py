@@ -237,6 +237,8 @@ class _Bucket:
     forward: int = 0
     called: int = -1
     """The place of the layer that was called last. The next one is behind it, or begins another forward."""
+    released: bool = False
+    restarts: int = 0
 
     def notes(self, one: _Captured) -> None:
         """Notes a call."""
@@ -250,9 +252,6 @@ class _Bucket:
             other.place < one.place and other.forward == self.forward and other.pieces is None and not other.reason
             for each in self.layers.values() for other in each
         )  # fmt: skip
-
-    released: bool = False
-    restarts: int = 0
 
     def release(self) -> None:
         """Lets the graphs of other buckets use the memory of these."""
