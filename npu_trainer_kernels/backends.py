@@ -243,13 +243,13 @@ def choose(
         # An unknown name is an error here too. Call the function below the cache, because Dynamo warns of caches.
         _asked_for.__wrapped__(op, override, os.environ.get(ENVIRONMENT, ""))
         return "torch"
-    kind = devices.kind_of(device)
     strict = override is not None and _asks_strict(override)
+    asked, source = _asked_for(op, override, variable(ENVIRONMENT))
+    measured = _measured(op, device, at) if asked is None else None
+    kind = devices.kind_of(device)
     # A strict model tries a kernel again that has failed for another model.
     if not strict and _failures and (op, kind) in _failures:
         return "torch"
-    asked, source = _asked_for(op, override, variable(ENVIRONMENT))
-    measured = _measured(op, device, at) if asked is None else None
     name = _choose(op, kind, measured, asked, source)[0]
     if name == "vendor":
         name = _covering(op, kind, measured, asked, source, uncovered, unwanted)
