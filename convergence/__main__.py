@@ -19,7 +19,7 @@ from rich.console import Console
 from npu_trainer_kernels import device as devices
 
 from .cases import CASES, SHOWCASE, Case, find
-from .mutations import MUTATIONS, MutationResult, run_mutations
+from .mutations import MUTATIONS, MutationResult, quick, run_mutations
 from .output import (
     Live,
     attach,
@@ -50,7 +50,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
                        help="run nothing; status 0 if a full result for this commit is there and passed")  # fmt: skip
     parser.add_argument("--attach", type=Path, metavar="DIR",
                         help="with --check-release: pack the result that passed into DIR/convergence.zip")  # fmt: skip
-    parser.add_argument("--mutations", action="store_true", help="also plant faults; alone: only that")
+    parser.add_argument(
+        "--mutations", action="store_true", help="also plant faults (with --quick those in fp32); alone: only that"
+    )
     parser.add_argument("--mutation", nargs="+", action="extend", metavar="NAME", help="only these faults")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--device", default=devices.accelerator(), choices=("cpu", "cuda", "npu"))
@@ -112,6 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
     prepare(args.device)
     cases, commit = chosen_cases(args), args.commit or current_commit()
     faults = bool(args.mutations or args.full or args.mutation)
+    if args.quick and args.mutations and not args.mutation:
+        args.mutation = quick()
     with Live(console, [case.name for case in cases]) as live:
         if args.jobs > 1:
             results, caught = _in_workers(args, cases, faults, live.progress)

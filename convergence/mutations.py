@@ -593,6 +593,12 @@ def chosen(names: Sequence[str] | None) -> list[Mutation]:
     return [known[name] for name in names] if names else list(MUTATIONS)
 
 
+def quick() -> list[str]:
+    """Returns the names of the faults that are planted for every change: not those in 16 bits, which take 30 steps and
+    emulated arithmetic to show, two fifths of the time of all."""
+    return [mutation.name for mutation in MUTATIONS if all(case.precision == "fp32" for case in cases_of([mutation]))]
+
+
 def cases_of(mutations: Sequence[Mutation], device: str | None = None) -> list[Case]:
     """Returns the cases of mutations; with `device`, only of those that can be planted there."""
     planted = [mutation for mutation in mutations if device is None or not mutation.absent(device)]

@@ -24,9 +24,8 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.capture import pieces as pieces_module
 from npu_trainer_kernels.capture import recording_now
-from npu_trainer_kernels.patching import layers as layers_module
 from npu_trainer_kernels.patching.body import batch as batch_module
-from npu_trainer_kernels.patching.layers import LayerCapture, bucket, check_capture
+from npu_trainer_kernels.patching.layers import LayerCapture, bucket, check_capture, layer_capture, layer_state
 from npu_trainer_kernels.patching.undo import Undo
 from tests.closeness import assert_as_close, rounded
 from tests.models import small_model
@@ -156,7 +155,7 @@ def test_the_longest_unused_bucket_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     one, two, three = (full(2, length) for length in (12, 14, 16))
     twins.steps([one, one])
     graphs = twins.layers.as_dict()["graphs"]
-    monkeypatch.setattr(layers_module, "_MOST_GRAPHS", 2 * graphs)
+    monkeypatch.setattr(layer_capture, "_MOST_GRAPHS", 2 * graphs)
     twins.steps([two, two, one])
     assert twins.layers.as_dict()["buckets"] == 2
     twins.steps([three, three])
@@ -165,6 +164,17 @@ def test_the_longest_unused_bucket_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     before = twins.replayed
     twins.steps([one, three, two, two, one])
     assert twins.replayed == before + 6  # one and three, and two when it is captured again
+
+
+def test_numbers_of_tokens_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = llama_twins()
+    monkeypatch.setattr(layer_capture, "_MOST_BUCKETS", 3)
+    twins.steps([full(2, 12), full(2, 12), *(full(2, length) for length in (14, 16, 18))])
+    (mode,) = (mode for mode in twins.layers._modes.values() if mode.keeps)
+    assert [shape[:2] for shape, *_ in mode.buckets] == [(2, 14), (2, 16), (2, 18)]
+    before = twins.replayed
+    twins.steps([full(2, 12), full(2, 12)])
+    assert twins.replayed == before + 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -629,7 +639,7 @@ def test_hidden_states_are_asked_for() -> None:
 def test_hidden_states_that_a_model_collects_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = llama_twins()
     twins.steps(FULL)
-    monkeypatch.setattr(layers_module, "_recorder_of_outputs", lambda: None)
+    monkeypatch.setattr(layer_capture, "recorder_of_outputs", lambda: None)
     before = twins.replayed
     twins.steps(FULL, lambda model, batch: model(**batch, output_hidden_states=True).loss)
     assert twins.replayed == before
@@ -929,7 +939,7 @@ def failing(layer: Any, hidden: torch.Tensor, mask: torch.Tensor | None) -> torc
 
 
 def changing(layer: Any, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    layer.calls = getattr(layer, "calls", 0) + (not recording_now())
+    layer.calls = getattr(layer, "calls", 0) + 1
     return attends(layer, hidden, mask)
 
 
@@ -952,7 +962,7 @@ def test_layers_that_are_left_alone(reason: str, monkeypatch: pytest.MonkeyPatch
     def with_weights(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return query.transpose(1, 2), query
 
-    monkeypatch.setattr(layers_module, "FSDPModule", Sharded)
+    monkeypatch.setattr(layer_capture, "FSDPModule", Sharded)
     if reason == "its attention returns weights":
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", with_weights)
         made = of_layer()
@@ -975,9 +985,12 @@ def test_a_layer_whose_state_changes_at_each_call() -> None:
     assert made.replayed == 0
     layer = Layer(changing, lambda *_: {})
     made.install(nn.ModuleList([layer]), "on")
-    for _ in range(6):
+    for _ in range(12):
         layer(torch.randn(2, 6, 4))
-    assert set(made.reasons) == {"its modules or parameters change: 4 states of it are captured"}
+    assert set(made.reasons) == {
+        "a call of it changes its modules or parameters",
+        "its modules or parameters change: 4 states of it are captured",
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1001,19 +1014,19 @@ def assert_caught(
 
 
 def test_fault_a_stale_static_input(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers_module._Input, "load", lambda *_: None)
+    monkeypatch.setattr(layer_capture.Input, "load", lambda *_: None)
     assert_caught(twins)
 
 
 def test_fault_an_input_that_is_not_copied(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers_module._Input, "holds", lambda place, _: place.path != 0)
+    monkeypatch.setattr(layer_capture.Input, "holds", lambda place, _: place.path != 0)
     assert_caught(twins)
 
 
 @pytest.mark.parametrize("path", [("position_embeddings", 0), ("position_embeddings", 1)])
 def test_fault_positions_that_are_not_copied(path: Any, twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = layers_module._Input.holds
-    monkeypatch.setattr(layers_module._Input, "holds", lambda p, t: p.path == path or original(p, t))
+    original = layer_capture.Input.holds
+    monkeypatch.setattr(layer_capture.Input, "holds", lambda p, t: p.path == path or original(p, t))
     assert_caught(twins)
 
 
@@ -1054,12 +1067,12 @@ def test_fault_a_tail_that_is_not_cleared(twins: Twins, monkeypatch: pytest.Monk
 
 def test_fault_another_layers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     both = llama_twins()
-    original = layers_module.LayerCapture._ready
+    original = layer_capture.LayerCapture._ready
 
     def ready(by: Any, layer: Any, *args: Any) -> Any:
         return original(by, both.model.model.layers[0] if layer is both.model.model.layers[1] else layer, *args)
 
-    monkeypatch.setattr(layers_module.LayerCapture, "_ready", ready)
+    monkeypatch.setattr(layer_capture.LayerCapture, "_ready", ready)
     assert_caught(both)
 
 
@@ -1074,7 +1087,7 @@ def test_fault_a_second_forward_overwrites_the_first(twins: Twins, monkeypatch: 
             pass
 
     # Neither of the two guards, nor autograd's own, which sees that what it has saved was written to.
-    monkeypatch.setattr(layers_module, "Turn", lambda rows: layers_module_turn(rows, Never()))
+    monkeypatch.setattr(layer_capture, "Turn", lambda rows: layer_capture_turn(rows, Never()))
     with pytest.raises(RuntimeError, match="ran forward again before the backward"):
         twins.steps(PADDED[:1], step)
     monkeypatch.setattr(pieces_module, "_may_go_back", lambda turn: None)
@@ -1084,13 +1097,13 @@ def test_fault_a_second_forward_overwrites_the_first(twins: Twins, monkeypatch: 
     assert_caught(twins, step, PADDED[:1])
 
 
-layers_module_turn = layers_module.Turn
+layer_capture_turn = layer_capture.Turn
 
 
 def test_fault_a_frozen_parameter_that_is_trained_later(monkeypatch: pytest.MonkeyPatch) -> None:
     both = llama_twins(lambda model: model.model.layers[0].mlp.requires_grad_(False) and None)
     both.steps(PADDED)
-    monkeypatch.setattr(layers_module._State, "holds", lambda _: True)
+    monkeypatch.setattr(layer_state.LayerState, "holds", lambda _: True)
     for model in both.both:
         model.model.layers[0].mlp.requires_grad_(True)
     assert_caught(both)
@@ -1100,7 +1113,7 @@ def test_fault_a_frozen_parameter_that_is_trained_later(monkeypatch: pytest.Monk
 def test_fault_a_change_that_nobody_looks_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both = lora_twins(["down_proj"])
     both.steps(FULL)
-    monkeypatch.setattr(layers_module._State, "holds", lambda _: True)
+    monkeypatch.setattr(layer_state.LayerState, "holds", lambda _: True)
     for model in both.both:
         proj = model.base_model.model.model.layers[0].mlp.down_proj
         if what == "weight":

@@ -1,0 +1,472 @@
+"""Captures the decoder layers of a model, and decides at each call whether a layer is replayed.
+
+A layer is captured when it is called for the second time with as many tokens, in the same mode and the same state. A
+layer that differs runs its own code, and the report says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ... import device
+from ...capture import Refused, capture, recorder_for, recording_now
+from ...support.errors import one_line
+from ..body import PackedMask, Recorded
+from ..call import current_call, generates
+from ..classes import GLOBAL_HOOKS, derived
+from ..patch import PLAIN, Site, is_transformed
+from ..undo import Undo
+from .buckets import MOST_VARIANTS, Bucket, Captured, Input, Mode, Turn, bucket
+from .call_arguments import CallArguments, Now, outputs_of
+from .device_waits import DeviceWaits
+from .layer_state import LayerState, has_foreign_hooks, hooked, is_checkpointed, recorder_of_outputs
+
+__all__ = ["CAPTURE_MODES", "LayerCapture", "check_capture"]
+
+CAPTURE_MODES = ("auto", "on", "off")
+
+
+def check_capture(name: str, mode: object) -> None:
+    """Raises ValueError unless `mode` says when layers are captured."""
+    if mode not in CAPTURE_MODES:
+        raise ValueError(f"{name} must be one of {', '.join(CAPTURE_MODES)}; got {mode!r}")
+
+
+_MOST_GRAPHS = 8192
+_MOST_BUCKETS = 512
+"""The numbers of graphs of one model, and of buckets of one mode, most of which may be waiting to come a second time.
+Beyond them the longest unused bucket is given up."""
+
+
+@contextlib.contextmanager
+def _exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
+    """Inside the `with` block a layer has other parameters, given by the id of its own."""
+    own = [(m._parameters, name, p) for m in layer.modules() for name, p in m._parameters.items() if p is not None]
+    try:
+        for where, name, p in own:
+            where[name] = others[id(p)]
+        yield
+    finally:
+        for where, name, p in own:
+            where[name] = p
+
+
+_BY = "_npu_kernels_captures_by"
+
+
+class LayerCapture:
+    """Captures the decoder layers of a model and replays them.
+
+    Attributes:
+        on: whether layers are captured and replayed at present.
+        replayed, eager: the numbers of calls of layers.
+        reasons: why layers ran their own code, with the number of calls.
+        seconds: the time spent on capturing.
+    """
+
+    def __init__(self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool]) -> None:
+        self.on = False
+        self.waits: DeviceWaits | None = None
+        self.replayed = self.eager = 0
+        self.reasons: Counter[str] = Counter()
+        self.seconds = 0.0
+        self.captured = 0
+        self._undo, self._sites, self._busy = undo, sites, busy
+        self._modes: dict[Any, Mode] = {}
+        self._reads_mask: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._readers = WeakIdKeyDictionary()
+        self._joined: set[tuple[int, Any]] = set()
+        self._next: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+        self._shared: set[int] = set()
+        self._lists: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._own = WeakIdKeyDictionary()
+
+    def __deepcopy__(self, memo: object) -> LayerCapture:
+        """A copy of a model has classes that name this object; its layers are not captured."""
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the counts as a plain dict."""
+        buckets = {rows[0] for mode in self._modes.values() for rows, spot in mode.buckets.items() if spot.graphs}
+        graphs = sum(spot.graphs for mode in self._modes.values() for spot in mode.buckets.values())
+        return {
+            "on": self.on, "replayed": self.replayed, "own_code": self.eager, "graphs": graphs, "buckets": len(buckets),
+            "captured": self.captured, "seconds": round(self.seconds, 3), "reasons": dict(self.reasons),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        if not self.on:
+            return "captured layers: none; " + (
+                "the device did not wait for the host" if self.waits is None else "not decided yet"
+            )
+        seen = self.as_dict()
+        calls = self.replayed + self.eager
+        lines = [
+            f"captured layers: {self.replayed / max(calls, 1):.0%} of {calls} calls replayed; {seen['graphs']} graphs "
+            f"for {seen['buckets']} numbers of tokens; {self.seconds:.1f} s spent on capturing"
+        ]
+        return "\n".join([*lines, *(f"  {calls} calls: {reason}" for reason, calls in self.reasons.items())])
+
+    def tokens(self, live: int) -> int | None:
+        """Returns the number of tokens that a packed row is filled up to, or None: it stays as it is."""
+        return bucket(live) if self.on else None
+
+    # -- installation ------------------------------------------------------------------------------------------------
+
+    def install(self, model: nn.Module, mode: str) -> None:
+        """Gives the decoder layers of a model classes whose forward may be replayed. Layers that have them keep them.
+
+        Args:
+            model: the model.
+            mode: `"on"`, or `"auto"`: once the device was seen to wait for the host.
+        """
+        if mode == "on":
+            self.on = True
+        elif not self.on and self.waits is None:
+            self.waits = DeviceWaits()
+        inside: set[nn.Module] = set()
+        owners: Counter[int] = Counter()
+        layers: list[nn.Module] = []
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+                layers.append(module)
+                inside.update(module.modules())
+        for layer in layers:
+            owners.update({id(p) for p in layer.parameters()})
+        outside = {id(p) for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
+        self._shared = {at for at, count in owners.items() if count > 1} | outside
+        for listed in model.modules():
+            if isinstance(listed, nn.ModuleList):
+                self._lists.update((layer, id(listed)) for layer in listed if layer is not None)
+                self._places.update((layer, i) for i, layer in enumerate(listed) if layer is not None)
+                pairs = itertools.pairwise(listed)
+                self._next.update({a: weakref.ref(b) for a, b in pairs if a is not None and b is not None})
+        classes: dict[type[nn.Module], type[nn.Module]] = {}
+        if layers:
+            self._undo.add(self._forget)
+        self._layers.update(layers)
+        for layer in layers:
+            kind: Any = type(layer)
+            if getattr(kind, _BY, None) is self:
+                continue
+            if kind not in classes:
+                classes[kind] = derived(kind, {"forward": self._forward(kind), _BY: self})
+            self._undo.set_class(layer, classes[kind])
+
+    def _forget(self) -> None:
+        """Lets go of everything that was captured; the counts stay."""
+        self._modes.clear()
+        self._layers.clear()
+
+    def _forward(self, base: Any) -> Callable[..., Any]:
+        original: Any = base.forward
+
+        @functools.wraps(original)
+        def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or recording_now():
+                return original(layer, *args, **kwargs)
+            if not self.on:
+                if self.waits is not None and args and torch.is_grad_enabled() and self.waits.seen(id(layer), args[0]):
+                    self.on, self.waits = self.waits.for_host, None
+                self._runs_own(layer, args[0] if args else None)
+                return original(layer, *args, **kwargs)
+            return self.call(layer, original, args, kwargs)
+
+        return forward
+
+    # -- a call ------------------------------------------------------------------------------------------------------
+
+    def call(self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replays a layer, or runs its own code."""
+        hidden = next(iter((*args, *kwargs.values())), None)
+        repeats = is_checkpointed(layer) and isinstance(hidden, torch.Tensor)
+        ready: Callable[[], Any] | str = ""
+        # Where a checkpoint repeats a call that ran the layer's code, it must do the same.
+        if not (repeats and id(layer) in self._own.get(hidden, ())):
+            try:
+                ready = self._ready(layer, original, args, kwargs)
+            except Refused as error:
+                ready = str(error)
+        if isinstance(ready, str):
+            self.eager += 1
+            if ready:
+                self.reasons[ready] += 1
+            if repeats:
+                self._runs_own(layer, hidden)
+            elif self._is_static(hidden):
+                # Its code (a hook) may keep what it is given beyond the next replay of the layer before.
+                own = cast("torch.Tensor", hidden).clone()
+                args, kwargs = ((own, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): own})
+            return original(layer, *args, **kwargs)
+        self.replayed += 1
+        return ready()
+
+    def _runs_own(self, layer: Any, hidden: Any) -> None:
+        """Notes that a layer runs its own code: where a checkpoint repeats this call, it must do the same."""
+        if is_checkpointed(layer) and isinstance(hidden, torch.Tensor):
+            self._own.setdefault(hidden, set()).add(id(layer))
+
+    def _ready(
+        self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any] | str:
+        """Returns what replays a call, or why its own code runs; an empty reason is not reported."""
+        if generates() or is_transformed() or self._busy():
+            return ""
+        if layer not in self._layers:
+            return "it is a copy of a layer that the kernels were applied to"
+        if any(GLOBAL_HOOKS):
+            return "other code has hooked every module"
+        if recorder_of_outputs():
+            return "outputs of its modules are asked for"
+        call = current_call()
+        if call is not None and call.collects:
+            return "hidden states are asked for"  # models that collect them by themselves keep them
+        flat = CallArguments(original, args, kwargs, layer in self._reads_mask)
+        if not flat.tensors:
+            return "it is given no tensor"
+        hidden = flat.tensors[0][1]
+        kind = hidden.device.type
+        if type(hidden) is not torch.Tensor or kind == "meta":
+            return ""  # a rehearsal
+        if torch.is_inference_mode_enabled() or any(t.is_inference() for _, t in flat.tensors):
+            return "inference mode is on"  # its tensors do not say whether they were written to
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        graded = torch.is_grad_enabled()
+        repeats = is_checkpointed(layer)
+        if repeats and flat.maps:
+            return "a checkpoint repeats it, by when other layers may have written to the dict that it is given"
+        mode = self._mode(hidden.device, graded, repeats, self._lists.get(layer, 0))
+        rows = tuple(hidden.shape), cast, layer.training
+        spot = mode.buckets.get(rows)
+        if spot is None:
+            spot = mode.buckets[rows] = Bucket()
+            self._bound(mode, spot)
+        elif next(reversed(mode.buckets)) != rows:
+            mode.buckets.move_to_end(rows)
+        key = id(layer), cast, flat.key()
+        variants = spot.layers.setdefault(key, [])
+        found = next((each for each in variants if each.state is None or each.state.holds()), None)
+        new = found is None
+        if found is None:
+            if len(variants) == MOST_VARIANTS:
+                return f"its modules or parameters change: {MOST_VARIANTS} states of it are captured"
+            found = Captured(self._places.get(layer, 0))
+            variants.append(found)
+        spot.notes(found)
+        if graded and found.pieces is None:
+            self._note_readers(layer, flat)
+        return "" if new else self._ready_for(layer, original, flat, mode, spot, found)
+
+    def _ready_for(
+        self, layer: Any, original: Callable[..., Any], flat: CallArguments, mode: Mode, spot: Bucket,
+        found: Captured,
+    ) -> Callable[[], Any] | str:  # fmt: skip
+        """As `_ready`, of a call that was made before."""
+        if found.pieces is None:
+            if found.reason:
+                return found.reason
+            found.calls += 1
+            turn = mode.turn()
+            if turn is not None and turn.pending and mode.keeps and turn.spot is not spot:
+                return "another forward awaits its backward"
+            if mode.keeps and spot.earlier_is_coming(found):
+                return ""
+            later = mode.may_capture(spot, found.place)
+            if later is not None:
+                found.reason = later
+                return later
+            self._capture(layer, original, flat, mode, spot, found)
+            if found.pieces is None:
+                return found.reason
+            spot.last = found.place
+        return self._replay(layer, flat, mode, spot, found)
+
+    def _note_readers(self, layer: nn.Module, flat: CallArguments) -> None:
+        """Notes which arguments have gradients that several layers, or one at two places, add to."""
+        for path, tensor in flat.tensors:
+            if tensor.requires_grad:
+                place = id(layer), path
+                first = self._readers.setdefault(tensor, place)
+                if first != place:
+                    self._joined.update((first, place))
+
+    def _mode(self, where: torch.device, graded: bool, repeats: bool, listed: int) -> Mode:
+        """Returns the mode of a call. Results that stay until a backward are those of one list of layers, whose numbers
+        of tokens are the same in a forward: those of images in another tower have a mode of their own."""
+        key = where, graded, repeats, listed if graded and not repeats else None
+        if key not in self._modes:
+            self._modes[key] = Mode(recorder_for(where), graded and not repeats, device.most_graphs(where))
+        return self._modes[key]
+
+    def _replay(self, layer: Any, flat: CallArguments, mode: Mode, spot: Bucket, found: Captured) -> Any:
+        turn: Turn | None = None
+        if mode.keeps:
+            turn = mode.turn()
+            if turn is not None and turn.pending and (turn.spot is not spot or id(layer) in turn.pending):
+                return "another forward awaits its backward"
+            if turn is None or not turn.pending:
+                if turn is not None:
+                    turn.over = True
+                turn = Turn(spot)
+                mode.turn = weakref.ref(turn)
+        tensors = [t for _, t in flat.tensors]
+        late = [(i, t) for i, t in zip(found.inputs, tensors, strict=True) if not i.holds(t)]
+        if turn is not None and any(i.turn() is turn for i, _ in late):
+            return "its arguments are others than those of the layers before it"
+        pieces, mask = found.pieces, flat.mask
+        assert pieces is not None
+
+        def replay() -> Any:
+            with torch.no_grad():
+                for place, tensor in late:
+                    place.load(tensor, turn)
+            if turn is not None:
+                turn.pending.add(id(layer))
+            tokens = mask.packing.live if type(mask) is PackedMask else None
+            done = None if turn is None else functools.partial(turn.pending.discard, id(layer))
+            results = pieces.run(tensors, Now(mask, tensors), turn, tokens, done)
+            for site, calls in found.ran:
+                site.ran += calls
+            if not mode.keeps or self._is_seen_after(layer):
+                results = tuple(t.clone() for t in results)
+            return found.output(results, flat.maps)
+
+        return replay
+
+    def _is_seen_after(self, layer: Any) -> bool:
+        """Whether other code than the next layer may see a layer's results, and keep them beyond the next replay."""
+        follower = self._next.get(layer)
+        after = None if follower is None else follower()
+        return after is None or has_foreign_hooks(after)
+
+    def _is_static(self, hidden: Any) -> bool:
+        """Whether a tensor is where a graph writes its results."""
+        if type(hidden) is not torch.Tensor or hidden.device.type == "meta" or is_transformed():
+            return False
+        spots = (spot for mode in self._modes.values() if mode.keeps for spot in mode.buckets.values())
+        results = [spot.results for spot in spots if spot.results]
+        return bool(results) and any(hidden.data_ptr() in each for each in results)
+
+    # -- capturing ---------------------------------------------------------------------------------------------------
+
+    def _why_not(self, layer: nn.Module) -> str | None:
+        """Returns why a layer is not captured, or None."""
+        if any(isinstance(module, FSDPModule) for module in layer.modules()):
+            return "its parameters move (FSDP)"
+        if hooked(layer):
+            return "other code has hooked it or a module of it"
+        if any("forward" in vars(module) for module in layer.modules()):
+            return "a forward was set on a module of it"
+        for parameter in layer.parameters():
+            if type(parameter) not in PLAIN:
+                return f"a parameter of it is a {type(parameter).__name__}"
+            if id(parameter) in self._shared:
+                return "other modules have parameters of it, too"
+            if parameter._backward_hooks:
+                return "a parameter of it has a hook"
+        return None
+
+    def _capture(
+        self, layer: Any, original: Callable[..., Any], flat: CallArguments, mode: Mode, spot: Bucket, found: Captured
+    ) -> None:
+        found.state = LayerState(layer)
+        reason = self._why_not(layer) or mode.recorder.no_room()
+        if reason is not None:
+            found.reason = reason
+            return
+        begun = time.perf_counter()
+        inputs = [self._input(path, tensor, mode, spot, found) for path, tensor in flat.tensors]
+        buffers = [place.buffer for place in inputs]
+        joined = [place.buffer for place, (path, _) in zip(inputs, flat.tensors, strict=True)
+                  if (id(layer), path) in self._joined]  # fmt: skip
+        outputs: list[Any] = []
+        # A layer may have a parameter in two of its modules.
+        stand_ins = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in layer.parameters()}
+        originals = {id(stand_ins[id(p)]): p for p in layer.parameters()}
+
+        def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            mask = flat.mask
+            recorded = Recorded(Now(mask, [t for _, t in flat.tensors]), tensors, originals)
+            with recorded.on(), _exchanged(layer, stand_ins):
+                results, put = outputs_of(*flat.call(functools.partial(original, layer), tensors))
+            given = {t.untyped_storage()._cdata for t in tensors}
+            if any(t.untyped_storage()._cdata in given for t in results):
+                raise Refused("it returns what it is given")
+            outputs.append(put)
+            return tuple(results)
+
+        sites = self._sites()
+        counts = [(site, site.ran, site.declined.copy()) for site in sites]
+        try:
+            found.pieces = capture(
+                function, buffers, {new: originals[id(new)] for new in stand_ins.values()}, list(layer.buffers()),
+                mode.recorder, joined=joined, keeps=mode.keeps,
+            )  # fmt: skip
+        except Refused as error:
+            if isinstance(flat.mask, torch.Tensor) and flat.mask.untyped_storage()._cdata in error.unknown:
+                self._reads_mask.add(layer)  # from the next call on its mask is a tensor like others
+            else:
+                found.reason = str(error)
+            return
+        except RuntimeError as error:  # of the device, or of code that cannot be captured: the layer's own code goes on
+            found.reason = f"it could not be captured: {one_line(error, 120)}"
+            return
+        finally:
+            for site, ran, declined in counts:
+                # It ran twice, and has computed nothing that is used.
+                found.ran += [(site, (site.ran - ran) // 2)] if site.ran > ran else []
+                site.ran, site.declined = ran, declined
+        if not found.state.holds():
+            found.pieces, found.reason = None, "a call of it changes its modules or parameters"
+            return
+        found.inputs, found.output = inputs, outputs[-1]
+        if mode.keeps:
+            spot.results |= {t.data_ptr() for t in found.pieces.pieces[-1].outputs}
+        known = {id(place) for place in spot.inputs}
+        spot.inputs += [place for place in inputs if id(place) not in known]
+        self.captured += found.pieces.graphs
+        self.seconds += time.perf_counter() - begun
+        self._bound(mode, spot)
+
+    def _input(self, path: Any, tensor: torch.Tensor, mode: Mode, spot: Bucket, found: Captured) -> Input:
+        """Returns the buffer for an input. Layers share it if they are given the same tensor; where results need not
+        stay until a backward they share it in any case."""
+        for place in spot.inputs:
+            fits = place.buffer.shape == tensor.shape and place.buffer.dtype == tensor.dtype
+            fits = fits and place.buffer.requires_grad == tensor.requires_grad
+            if fits and (place.holds(tensor) if mode.keeps else place.path == path):
+                return place
+        buffer = tensor.detach()
+        if tensor.data_ptr() not in spot.results:
+            buffer = buffer.clone(memory_format=torch.preserve_format)
+        return Input(path, buffer.requires_grad_(tensor.requires_grad))
+
+    def _bound(self, mode: Mode, current: Bucket) -> None:
+        """Gives up the buckets that were not used for longest, if there are too many graphs or buckets."""
+        most = _MOST_GRAPHS if mode.most is None else min(mode.most, _MOST_GRAPHS)
+        graphs = sum(spot.graphs for each in self._modes.values() for spot in each.buckets.values())
+        turn = mode.turn()
+        in_use = turn.spot if turn is not None and turn.pending else None
+        while graphs > most or len(mode.buckets) > _MOST_BUCKETS:
+            for rows, spot in mode.buckets.items():
+                if spot is not current and spot is not in_use and (spot.graphs or graphs <= most):
+                    graphs -= spot.graphs
+                    del mode.buckets[rows]
+                    break
+            else:
+                return

@@ -1,0 +1,118 @@
+"""What decides how a layer's code runs, besides its arguments.
+
+A graph remembers addresses and nothing else. So all that Python could decide otherwise is compared at every call: the
+modules of the layer with their attributes, hooks, classes and configurations (adapters that are switched off, modes,
+patches), and the parameters with their addresses and whether they are trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["SIMPLE", "LayerState", "has_foreign_hooks", "hooked", "is_checkpointed", "recorder_of_outputs"]
+
+
+class LayerState:
+    """What decides how a layer's code runs, as it was when the layer was captured."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        configs = {id(c): c for m in layer.modules() if (c := vars(m).get("config")) is not None}
+        self._objects = [_attributes(each) for each in (*layer.modules(), *configs.values())]
+        self._parameters = [
+            (owner._parameters, name, p, None if p is None else (p.data_ptr(), p.requires_grad))
+            for owner in layer.modules() for name, p in owner._parameters.items()
+        ]  # fmt: skip
+        self._buffers = [
+            (owner._buffers, name, b, None if b is None else b.data_ptr())
+            for owner in layer.modules() for name, b in owner._buffers.items()
+        ]  # fmt: skip
+
+    def holds(self) -> bool:
+        """Whether nothing has changed since."""
+        for each, cls, own, size, plain, values, others, same in self._objects:
+            if each.__class__ is not cls or len(own) != size or plain(own) != values:
+                return False
+            if not all(map(operator.is_, others(own), same)):
+                return False
+        for where, name, p, known in self._parameters:
+            if where.get(name) is not p or (p is not None and (p.data_ptr(), p.requires_grad) != known):
+                return False
+        return all(where.get(name) is b and (b is None or b.data_ptr() == at) for where, name, b, at in self._buffers)
+
+
+def is_checkpointed(layer: Any) -> bool:
+    """Whether a checkpoint repeats the calls of a layer."""
+    return torch.is_grad_enabled() and bool(layer.training and getattr(layer, "gradient_checkpointing", False))
+
+
+SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_is_plain(each) for each in value)
+    if isinstance(value, dict):
+        return all(_is_plain(each) for each in value.values())
+    return isinstance(value, SIMPLE)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DICTS = (*_HOOKS, "_modules")
+_ELSEWHERE = ("_parameters", "_buffers", "_gradient_checkpointing_func")
+"""Attributes that are compared in another way, or read around a layer's forward alone. TRL switches checkpointing off
+and on for each batch, with a new function each time."""
+
+
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns a function that gets the values of a dict for these names."""
+    if len(names) < 2:
+        return lambda own: tuple(own[name] for name in names)
+    return operator.itemgetter(*names)
+
+
+def _attributes(each: Any) -> tuple[Any, ...]:
+    """Returns an object's attributes: values that may be changed in place as copies, others as they are."""
+    own = each.__dict__
+    names = [name for name in own if name not in _ELSEWHERE]
+    equal = [name for name in names if name in _DICTS or _is_plain(own[name])]
+    plain, others = _getter(equal), _getter([name for name in names if name not in equal])
+    values = tuple(
+        value.copy() if name in _DICTS else copy.deepcopy(value) for name, value in zip(equal, plain(own), strict=True)
+    )
+    return each, each.__class__, own, len(own), plain, values, others, others(own)
+
+
+def recorder_of_outputs() -> Any:
+    """Returns what transformers collects from hooks at present (router logits, hidden states), or None."""
+    collector = _collector()
+    return None if collector is None else collector.get()
+
+
+@functools.cache
+def _collector() -> Any:
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # before transformers 5 it gives modules another forward instead
+        return None
+    return _active_collector
+
+
+def hooked(layer: nn.Module) -> bool:
+    """Whether other code has hooked the layer or a module of it."""
+    return any(map(has_foreign_hooks, layer.modules()))
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether other code than transformers' collector of outputs, which is asked whether it collects, has hooked a
+    module."""
+    own = module.__dict__
+    return any(
+        getattr(hook, "__name__", "") != "output_capturing_hook" for name in _HOOKS for hook in own[name].values()
+    )
