@@ -46,6 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _is_full(item: pytest.Item) -> bool:
+    """Whether a test is marked full. A mark with words is for the cases alone that have one of them in their name."""
+    marker = item.get_closest_marker("full")
+    return marker is not None and (not marker.args or any(word in item.name.partition("[")[2] for word in marker.args))
+
+
 def _name(value: object) -> object:
     """Returns what tells a parameter's value from others."""
     try:
@@ -66,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         parameters = getattr(item, "callspec").params if hasattr(item, "callspec") else {}  # noqa: B009
         test = item.nodeid.partition("[")[0]
         values = {(test, name, _name(value)) for name, value in parameters.items()} or {(test,)}
-        if item.get_closest_marker("full") is None and not values <= seen:
+        if not _is_full(item) and not values <= seen:
             kept.add(item)
             seen |= values
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])

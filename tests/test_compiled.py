@@ -76,6 +76,7 @@ def test_heads_and_what_is_not_traced_keep_their_kernels(work):
     assert bool(launched(work, "triton")) == (work.op in HEADS | OPAQUE)
 
 
+@pytest.mark.full
 def test_of_a_compiled_model_trls_head_keeps_its_kernels():
     from trl.trainer.utils import add_fused_lm_head
 
@@ -155,6 +156,7 @@ def served(kernels) -> int:
     return kernels.report().ran["linear_cross_entropy"]
 
 
+@pytest.mark.full("gemma2", "a function", "in place", "the body")
 @pytest.mark.parametrize(("way", "family"), [*((way, "llama") for way in WAYS), ("the model", "gemma2")])
 def test_a_compiled_models_head_is_fused(way, family):
     model, graphs = small_model(family), Graphs()
@@ -174,6 +176,7 @@ def test_a_compiled_models_head_is_fused(way, family):
     compare(found, lambda: small_model(family))
 
 
+@pytest.mark.full("layers")
 @pytest.mark.parametrize("way", [layers, compile_regions], ids=["layers", "regions"])
 def test_a_head_beside_compiled_regions_is_fused(way):
     model, graphs = small_model("llama"), Graphs()
@@ -208,6 +211,7 @@ class ZLoss(LlamaForCausalLM):
         return out
 
 
+@pytest.mark.full("True")
 @pytest.mark.parametrize("hooked", [False, True])
 def test_what_uses_logits_has_them(hooked):
     """A subclass's term, and a hook of a user's on the head."""
@@ -227,6 +231,7 @@ def test_what_uses_logits_has_them(hooked):
     compare(found, make)
 
 
+@pytest.mark.full("the body", "in place", "a function")
 @pytest.mark.parametrize("way", WAYS)
 def test_without_breaks_it_is_fused_where_the_model_begins_the_graph(way):
     """`fullgraph=True`: the layers are one graph; where a graph has begun before, the head is the model's own in it."""
@@ -260,6 +265,7 @@ def test_evaluation_is_one_graph(way, full):
     torch.testing.assert_close(found.loss, expected.loss)
 
 
+@pytest.mark.full
 def test_a_model_that_is_compiled_already_is_served_and_restored():
     model, graphs = small_model("llama"), Graphs()
     classes = [type(module) for module in model.modules()]
@@ -275,6 +281,7 @@ def test_a_model_that_is_compiled_already_is_served_and_restored():
     assert type(compiled(**batch()).logits) is torch.Tensor
 
 
+@pytest.mark.full
 def test_a_copy_of_a_patched_model_is_served_and_restored_by_itself():
     model, graphs = small_model("llama"), Graphs()
     classes = [type(module) for module in model.modules()]

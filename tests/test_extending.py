@@ -293,9 +293,8 @@ def run_tests(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("op", "casting") else pytest.param(name, marks=pytest.mark.full) for name in EXTENSIONS]
-)
+@pytest.mark.full(*(name for name in EXTENSIONS if name != "op"))
+@pytest.mark.parametrize("name", EXTENSIONS)
 def test_it_takes_the_files_that_the_page_numbers(name, tmp_path):
     extension = EXTENSIONS[name]
     copy_of_the_repository(tmp_path)

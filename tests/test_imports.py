@@ -50,6 +50,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
 
 
+@pytest.mark.full("AttributeError", "OSError", "ImportError")
 @pytest.mark.parametrize("error", ["ImportError", "OSError", "AttributeError", "RuntimeError"])
 def test_import_survives_broken_optional_dependencies(error):
     code = BREAK.format(names=["triton", "torch_npu", "trl"], error=error) + (
@@ -64,6 +65,7 @@ def test_import_survives_broken_optional_dependencies(error):
     assert done.stdout.strip() == "fine", done.stderr
 
 
+@pytest.mark.full
 def test_kernels_without_triton_name_the_extra():
     code = BREAK.format(names=["triton"], error="ImportError") + (
         "from npu_trainer_kernels.ops.head.gradient import _row_gradient_kernel as k\nk[(1,)]()"

@@ -51,6 +51,7 @@ def specializations(family: str, shapes: list[tuple[int, int]]) -> dict[str, lis
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 def test_no_kernel_is_compiled_anew_for_another_length():
     """Lengths that are one, multiples of 16, and multiples of nothing: what Triton would specialise on."""
     generator = random.Random(0)
@@ -183,6 +184,7 @@ def variants(recorded: warmup.Recorded) -> set[Variant]:
     }
 
 
+@pytest.mark.full("gemma2")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_recorded_is_what_a_real_step_launches(family):
     """The same kernels with the same dtypes and constants, forward and backward, as training on numbers."""

@@ -115,6 +115,7 @@ def test_what_is_slow_is_not_installed_again():
     assert advice["trl-broken"] == "mend transformers (above), which it imports"
 
 
+@pytest.mark.full
 def test_what_breaks_because_of_torch_npu_is_blamed_on_it(tmp_path):
     """torch loads torch_npu when it is imported, and transformers looks for it: three broken imports, one cause."""
     install(tmp_path, "torch_npu", "2.7.1", {"torch_npu/__init__.py": "raise ImportError('libhccl.so is not there')"})
@@ -305,6 +306,7 @@ def test_the_documentation_says_the_same():
         assert re.search(rf"(?<![\d.]){re.escape(name)}(?![\w.]\w)", row), (name, cann)
 
 
+@pytest.mark.full
 def test_doctor_writes_one_json_object_and_says_that_every_op_is_right(capsys):
     code = main(["doctor", "--json", "--no-times"])
     found = json.loads(capsys.readouterr().out)

@@ -47,6 +47,7 @@ TASKS = {
 }
 
 
+@pytest.mark.full("grpo", "dpo")
 @pytest.mark.parametrize("task", TASKS)
 def test_trl(tmp_path, task):
     row, options = TASKS[task]
@@ -87,6 +88,7 @@ def script(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.full("accelerate")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_ranks(tmp_path, script, launcher):
     """The numbers of both ranks together are the same, and rank 0 alone reports."""
@@ -100,6 +102,7 @@ def test_two_ranks(tmp_path, script, launcher):
     check(tmp_path, command, "--output_dir", plain_run=plain_run if launcher != "torchrun" else None)
 
 
+@pytest.mark.full
 def test_variables_alone(tmp_path, script):
     """For those who cannot put a word in front of their command: the variables, and then the command as it is."""
     single = tmp_path / "single.py"

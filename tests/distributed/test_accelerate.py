@@ -46,6 +46,7 @@ def check(name: str, wrapped: str, folder: Path) -> None:
     assert re.search(r"linear_cross_entropy +torch: Linear; \d+ calls", metrics["kernels"])
 
 
+@pytest.mark.full("ddp")
 @pytest.mark.parametrize("name", WRAPPED)
 def test_launch(tmp_path, name):
     check(name, WRAPPED[name], tmp_path)

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.distributed.test_distributed import on_two_ranks
 
 WEIGHED = {"entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
@@ -33,5 +35,6 @@ def balance_and_compare(target: Path, *wrappers: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_rows_change_ranks_and_steps_stay(tmp_path):
     assert len(balance_and_compare(tmp_path / "found.json", "ddp", "fsdp2")) == 9 + 1

@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
+
 from tests.distributed.test_distributed import on_two_ranks
 
 # Live tokens of a batch, and ids of the first rank.
 ROWS, SLICE, HIDDEN = 60, 166, 48
 
 
+@pytest.mark.full
 def test_same_parameters_as_by_the_plans_alone(tmp_path):
     """All in one start of the ranks. Three steps, and one forward without gradients; two layers."""
     found = on_two_ranks("tensor_parallel", tmp_path / "found.json", interpreted=True)

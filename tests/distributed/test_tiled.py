@@ -1,8 +1,11 @@
 """Two gloo ranks on the CPU: MLPs over slices, under DDP and FSDP2, give the parameters of a run without."""
 
+import pytest
+
 from tests.distributed.test_distributed import on_two_ranks
 
 
+@pytest.mark.full
 def test_mlps_over_slices(tmp_path):
     """All in one start of the ranks. Two layers and two steps, a reentrant checkpoint's layers twice."""
     found = on_two_ranks("tiled", tmp_path / "found.json", "ddp", "fsdp2", "fsdp2, MLPs", "fsdp2, projections")

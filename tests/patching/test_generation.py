@@ -93,6 +93,7 @@ WAYS = {
 }
 
 
+@pytest.mark.full("compiled")
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_generate_finds_the_models_ids(way):
     def generated(model):

@@ -386,6 +386,7 @@ torch.save(out.loss.detach(), sys.argv[2])
 """
 
 
+@pytest.mark.full("adapters-saved", "qwen3-moe-saved")
 @pytest.mark.parametrize(("family", "how"), [("qwen3-moe", "saved"), ("adapters", "saved"), ("adapters", "a copy")])
 def test_a_whole_model_that_is_saved_while_patched_needs_nothing_of_ours(family, how, tmp_path):
     model: Any = small_model("llama" if family == "adapters" else family)

@@ -214,6 +214,7 @@ def test_compiled_layers_get_the_batch(prepare):
     assert "compiled" in declined(kernels) or "its forward was set on the instance" in declined(kernels)
 
 
+@pytest.mark.full("model")
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("what", ["model", "body"])
 def test_a_compiled_body_is_the_same_graph(what):

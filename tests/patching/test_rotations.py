@@ -103,6 +103,7 @@ def test_forms_of_models(name, form):
     assert str(rope_form(function_of(name))) == form
 
 
+@pytest.mark.full
 def test_every_rotation_of_transformers_is_recognised_but_those_that_are_named_here():
     same = every_rotation()
     assert sum(map(len, same)) > 200

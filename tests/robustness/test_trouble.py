@@ -164,6 +164,7 @@ class Baton(TrainerCallback):
         self.other.release()
 
 
+@pytest.mark.full("plain")
 @pytest.mark.parametrize("make", [plain, sft])
 def test_interleaved_trainers_do_not_disturb_each_other(tmp_path, make):
     in_order = {"train_sampling_strategy": "sequential"}
