@@ -338,12 +338,20 @@ def _delays(row: GateRow) -> list[str]:
     return broken
 
 
-def collect_all(cases: Iterable[GateCase], workers: int = 2) -> list[GateRow]:
-    """Calls `collect` for all `CHIPS`, then for `SAMPLED_CHIPS` with every third bf16 and every sixth fp32 case."""
+def collect_all(
+    cases: Iterable[GateCase], workers: int = 2, keep: Callable[[GateCase], bool] = lambda case: True
+) -> list[GateRow]:
+    """Calls `collect` for all `CHIPS`, then for `SAMPLED_CHIPS` with every third bf16 and every sixth fp32 case.
+
+    Args:
+        cases: the cases of the whole gate.
+        workers: compilers at once.
+        keep: whether a case is gated.
+    """
     cases = list(cases)
     sampled = [case for case in cases if case.dtype == "bf16"][::3]
     sampled += [case for case in cases if case.dtype == "fp32"][::6]
-    return collect(cases, CHIPS, workers) + collect(sampled, SAMPLED_CHIPS, workers)
+    return collect(filter(keep, cases), CHIPS, workers) + collect(filter(keep, sampled), SAMPLED_CHIPS, workers)
 
 
 def failures(rows: Iterable[GateRow], known: Sequence[Listed] | None = None) -> list[str]:

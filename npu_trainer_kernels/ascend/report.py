@@ -19,7 +19,7 @@ from .cases import cases
 from .gate import A3_CHIPS, GateRow, collect_all, reason
 from .listed import FILE, listed, parse, written
 
-__all__ = ["main", "render", "report_is_current", "write_report"]
+__all__ = ["main", "not_reported", "render", "report_is_current", "write_report"]
 
 _TIME_STEPS = ((1.0, "< 1"), (10.0, "< 10"), (60.0, "< 60"))
 _COLUMNS = (
@@ -59,10 +59,16 @@ shape is compiled in bf16 and every sixth in fp32, by a compiler of its own; its
 def render(rows: Iterable[GateRow]) -> str:
     """Returns the report as Markdown. Chips with the same facts share a line; lines are in the order of `rows`."""
     rows = list(rows)
+    header = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+    return "\n".join([_HEADER, *header, *_lines(rows), "", *_minima(rows), *_listed()]) + "\n"
+
+
+def _lines(rows: Iterable[GateRow]) -> list[str]:
+    """Returns the lines of the table."""
     lines: dict[tuple[str, ...], list[GateRow]] = {}
     for row in rows:
         lines.setdefault(_facts(row), []).append(row)
-    table = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+    table = []
     for (*where, buffer, buffered, fixed, switches, waits, instructions, verdict), alike in lines.items():
         chips = _chips([row.chip for row in alike])
         seconds = max(row.plan.seconds if row.plan else 0.0 for row in alike)
@@ -71,7 +77,7 @@ def render(rows: Iterable[GateRow]) -> str:
         table.append(
             _line([*where, chips, buffer, buffered, fixed, switches, waits, instructions, traffic, verdict, slowest])
         )
-    return "\n".join([_HEADER, *table, "", *_minima(rows), *_listed()]) + "\n"
+    return table
 
 
 def _minima(rows: Sequence[GateRow]) -> list[str]:
@@ -166,6 +172,13 @@ def write_report(rows: Iterable[GateRow], path: Path) -> None:
 def report_is_current(rows: Iterable[GateRow], path: Path) -> bool:
     """Whether the file is the report for `rows`, apart from compile times."""
     return path.exists() and _without_times(path.read_text()) == _without_times(render(rows))
+
+
+def not_reported(rows: Iterable[GateRow], path: Path) -> list[str]:
+    """Returns the lines for the rows of some cases, on all their chips, that are not in the report, apart from compile
+    times."""
+    reported = set(_without_times(path.read_text()).splitlines())
+    return [line for line in map(_without_times, _lines(rows)) if line not in reported]
 
 
 def _without_times(report: str) -> str:
