@@ -54,7 +54,7 @@ test-processors: $(STAMP)  ## the tests of numbers as on older processors: witho
 OLDEST ?= oldest,trl-layers,trl-1.9
 
 test-oldest: $(STAMP) npu-contract-tools  ## with the oldest torch, transformers and TRL, each in an environment of its own
-	$(BIN)/tox run -e $(OLDEST)
+	QUICK=$(QUICK) $(BIN)/tox run -e $(OLDEST)
 
 test-latest: $(STAMP)  ## the tests without the lock, with what the index has today: news, and no failure of this package
 	$(BIN)/tox run -e latest
@@ -68,7 +68,8 @@ $(TRL_OLDEST_DIR): $(STAMP)
 
 test-trl-oldest: $(TRL_OLDEST_DIR)  ## what depends on TRL, with the oldest whose head is served
 	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -c "import trl; assert trl.__version__ == '$(TRL_OLDEST)', trl.__version__"
-	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) tests/patching/test_trl.py tests/training
+	PYTHONPATH=$(TRL_OLDEST_DIR) $(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) tests/patching/test_trl.py \
+		$(if $(QUICK),$(addprefix tests/training/test_,grpo.py grpo_runs.py trl_trainers.py),tests/training)
 
 # DeepSpeed changes what transformers and TRL import: it goes into an environment of its own on top of the first one.
 ZERO3 = $(VENV)/zero3
@@ -81,7 +82,7 @@ $(ZERO3)/bin/deepspeed: $(STAMP)
 	DS_BUILD_OPS=0 PIP_PYTHON=$(ZERO3)/bin/python $(BIN)/$(LOCKED) locks/zero3.txt --no-build-isolation
 
 test-zero3: $(ZERO3)/bin/deepspeed  ## DeepSpeed's ZeRO-3, and rows spread over ranks, on two CPU ranks
-	$(ZERO3)/bin/python -m pytest tests/zero3
+	$(ZERO3)/bin/python -m pytest $(QUICK) tests/zero3
 
 # Frameworks that people train with, each with the versions that it asks for, in environments of their own.
 LLAMA_FACTORY = $(VENV)/llamafactory
@@ -116,6 +117,7 @@ test-convergence-quick: $(STAMP)
 
 test-ascend: $(STAMP)  ## every kernel through the real Ascend compiler, in an environment of its own
 	$(BIN)/tox run -e ascend -- $(QUICK) tests/ascend
+	$(if $(QUICK),,$(BIN)/tox exec -e ascend -- python -m convergence --case llama-lm-ascend --json $$(mktemp))
 
 # LLVM 19, whose tools run the Ascend compiler's output on the CPU. Other systems than Debian: the same by other names.
 ascend-tools:  ## installs what test-ascend needs beside Python packages, where it is absent and this is root

@@ -25,7 +25,8 @@ from tests.ops.test_grpo_loss import FORMS, token_gradient, token_numbers
 from tests.pairs import pairs
 
 CHIP = "Ascend910B4"
-pytestmark = pytest.mark.usefixtures("kept_cache")
+# The other level is nearer to the chip.
+pytestmark = [pytest.mark.usefixtures("kept_cache"), pytest.mark.full("ttadapter")]
 
 
 def paired(**parameters):

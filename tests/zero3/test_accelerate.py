@@ -5,6 +5,7 @@ import pytest
 from tests.distributed.test_accelerate import check
 
 
+@pytest.mark.full("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_launch(tmp_path, stage):
     check(f"deepspeed_zero{stage}", "DeepSpeedEngine", tmp_path)

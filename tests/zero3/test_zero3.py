@@ -4,6 +4,8 @@ In an environment of their own (`make test-zero3`), since transformers and TRL b
 installed. Every parameter is partitioned, so the head's weight is there only while it is gathered.
 """
 
+import pytest
+
 from tests.distributed.test_balance import balance_and_compare
 from tests.distributed.test_distributed import on_two_ranks, pack_and_compare, run_and_compare
 
@@ -19,11 +21,13 @@ def test_ranks_with_other_numbers_of_live_tokens(tmp_path, monkeypatch):
     assert len(pack_and_compare(tmp_path / "found.json", "zero3", "zero3, experts")) == 4 + 4
 
 
+@pytest.mark.full
 def test_rows_change_ranks_and_steps_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert len(balance_and_compare(tmp_path / "found.json", "zero3")) == 1
 
 
+@pytest.mark.full
 def test_mlps_over_slices(tmp_path, monkeypatch):
     """Where DeepSpeed gathers an MLP as one; elsewhere its activation has hooks, and the MLP is its own."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
