@@ -104,7 +104,7 @@ CASES: tuple[Case, ...] = (
         "llama-lm-long", "llama", "lm", "bf16-autocast", steps=300, model={"num_hidden_layers": 6, **UNTIED},
         options={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
     ),
-    Case("llama-lm-captured", "llama", "lm", quick=True, model=UNTIED, capture="on"),
+    Case("llama-lm-captured", "llama", "lm", model=UNTIED, capture="on"),
     Case("llama-sft-captured", "llama", "sft", ragged=True, capture="on"),
     Case("qwen3-sft-captured", "qwen3", "sft", "bf16-autocast", ragged=True, capture="on"),
     Case("qwen3-grpo-captured", "qwen3", "grpo", quick=True, options={"loss_type": "dapo"}, capture="on"),
@@ -132,7 +132,7 @@ CASES: tuple[Case, ...] = (
     Case("qwen3-moe-sft", "qwen3-moe", "sft"),
     Case("gpt-oss-sft", "gpt-oss", "sft"),
     Case("llama-dpo", "llama", "dpo"),
-    Case("qwen3-grpo-dapo", "qwen3", "grpo", quick=True, options={"loss_type": "dapo"}),
+    Case("qwen3-grpo-dapo", "qwen3", "grpo", options={"loss_type": "dapo"}),
     Case(
         "qwen3-grpo-checkpointing", "qwen3", "grpo", options={"loss_type": "dapo", "gradient_checkpointing": True}
     ),
