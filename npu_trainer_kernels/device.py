@@ -394,9 +394,10 @@ def npu_stream() -> Callable[[int], int]:
 
 
 def graph_class(device: torch.device) -> Any:
-    """Returns the class of a device's graphs: `torch.cuda.CUDAGraph` or `torch.npu.NPUGraph`."""
+    """Returns the class of a device's graphs, `torch.cuda.CUDAGraph` or `torch.npu.NPUGraph`; None: it has none, as
+    under an older torch_npu."""
     module = torch.get_device_module(device)
-    return module.NPUGraph if device.type == "npu" else module.CUDAGraph
+    return getattr(module, "NPUGraph" if device.type == "npu" else "CUDAGraph", None)
 
 
 _STREAMS_FOR_GRAPHS = 1800

@@ -611,6 +611,7 @@ def verify(
     precision: str = "fp32",
     ops: Sequence[str] | None = None,
     backend: str | None = None,
+    capture: str = "off",
     noise_runs: int = NOISE_RUNS,
     seed: int = 0,
     on_run: Callable[[Variant], None] | None = None,
@@ -631,6 +632,7 @@ def verify(
         precision: "fp32", "bf16" (weights too) or "bf16-autocast" (fp32 weights).
         ops: as for `apply_npu_kernels`.
         backend: as for `apply_npu_kernels`.
+        capture: as for `NpuKernelsCallback`.
         noise_runs: the number of noisy runs, in addition to the reference; at least 2.
         seed: the seed of the order of batches.
         on_run: a function that is called before each run, to show progress.
@@ -663,7 +665,7 @@ def verify(
                 args=_training_arguments(folder, steps, batch_size, learning_rate, precision, seed),
                 train_dataset=train_dataset,
                 data_collator=default_data_collator,
-                callbacks=[NpuKernelsCallback(ops=ops, backend=backend)] if variant.patched else [],
+                callbacks=[NpuKernelsCallback(ops=ops, backend=backend, capture=capture)] if variant.patched else [],
             )
             return record(trainer, held_out, variant)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from ..device import graph_class
-from .tape import Tape, Watch
+from .tape import Refused, Tape, Watch
 
 __all__ = ["Graph", "Recorder", "recorder_for"]
 
@@ -94,6 +94,8 @@ class DeviceRecorder:
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
         self._new = graph_class(device)
+        if self._new is None:
+            raise Refused(f"torch.{device.type} has no graphs in this version")
         self._pool = self._module.graph_pool_handle()
         self._stream = self._module.Stream(device)
         self._device = device

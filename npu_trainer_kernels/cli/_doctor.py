@@ -162,6 +162,12 @@ def _why(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
     return reasons
 
 
+def _graphs(graphs: dict[str, Any] | None) -> str:
+    if graphs is None:
+        return "impossible, this version of the device's package has no graphs"
+    return f"possible, by {graphs['class']}" + ("" if graphs["most"] is None else f", at most {graphs['most']}")
+
+
 def _run_self_check(args: argparse.Namespace, output: Output) -> list[dict[str, Any]]:
     lines = []
     with output.progress(len(FORM_NAMES)) as progress:
@@ -235,6 +241,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if device is not None:
         cores = f", {device['vector_cores']} vector cores" if device["kind"] == "npu" else ""
         output.text(f"\nDevice: {device['name']} ({device['kind']}{cores})")
+        if device["kind"] != "cpu":
+            output.text(f"Captured layers (--capture): {_graphs(device['graphs'])}")
         _show_ops(lines, output)
     found = list(dict.fromkeys(found))
     output.text("\nFindings" if found else f"\n{_nothing_found(lines)}", style="" if found else "green")

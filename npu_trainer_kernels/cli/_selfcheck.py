@@ -89,10 +89,22 @@ def facts(where: torch.device) -> dict[str, Any]:
             "name": spec.name,
             "memory_bytes": spec.memory_bytes,
             "vector_cores": spec.vector_cores,
+            "graphs": _graphs(where),
         },
         "sized_as": device.sized_as(spec.name).name if spec.kind == "npu" else spec.name,
         "without_npu": device.torch_npu_state(),
     }
+
+
+def _graphs(where: torch.device) -> dict[str, Any] | None:
+    """Returns the class of the device's graphs, by which layers are captured, and how many it can have (None: memory is
+    the limit); None if it has none."""
+    if where.type == "cpu":
+        return None
+    graph = device.graph_class(where)
+    return (
+        None if graph is None else {"class": f"torch.{where.type}.{graph.__name__}", "most": device.most_graphs(where)}
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

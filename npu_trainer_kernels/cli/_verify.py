@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default fp32")
     parser.add_argument("--ops", nargs="+", action="extend", help="which ops to use (default: all that apply)")
     parser.add_argument("--backend", help="overrides the choice of backend, as 'torch' or 'rms_norm=torch'")
+    parser.add_argument(
+        "--capture", choices=("off", "auto", "on"), default="off", help="when layers are captured (default off)"
+    )
     parser.add_argument("--noise-runs", type=int, default=5, help="runs that measure the noise (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of batches (default 0)")
 
@@ -114,7 +117,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
             verdict = verify(
                 args.model, texts, args.steps, text_column=args.text_column, batch_size=args.batch_size,
                 sequence_length=args.sequence_length, learning_rate=args.learning_rate, precision=args.precision,
-                ops=args.ops, backend=args.backend, noise_runs=args.noise_runs, seed=args.seed, on_run=on_run,
+                ops=args.ops, backend=args.backend, capture=args.capture, noise_runs=args.noise_runs, seed=args.seed,
+                on_run=on_run,
             )  # fmt: skip
         except (OSError, ValueError) as error:
             raise UsageError(str(error).strip()) from error

@@ -32,6 +32,15 @@ def test_the_same_training(model, tmp_path, capsys):
     assert found["report"]["replaced"]
 
 
+def test_captured_layers_are_verified(model, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("What is 17 + 25? It is 42. " * 40)
+    assert main(["verify", "--model", model, "--dataset", str(text), *FEW, "--capture", "on", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert found["report"]["capture"]["replayed"]
+
+
 def test_a_planted_fault_is_exit_code_1(model, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"words": f"row {i} of many, " * 20}) + "\n" for i in range(20)))
