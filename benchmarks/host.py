@@ -5,9 +5,11 @@
 
 A small model's step waits for Python. Its times differ by a factor of two between hosts and between runs; instruction
 counts are reproducible within a hundredth. Triton compiles for a GPU with a driver that launches nothing, so the count
-has all work before a launch; the grouped matrix product of experts computes nothing either. Tensors are on the CPU and
+has all work before a launch; the grouped matrix product of experts and the replay of a graph compute nothing either.
+Tensors are on the CPU and
 tiny: the computations of PyTorch's other operators are included, and small. The other cases are a transformers decoder
-layer, and a model of two layers that gets one token of each row, as in generation, both plain and with the kernels.
+layer, plain, with the kernels, and captured, and a model of two layers that gets one token of each row, as in
+generation, plain and with the kernels.
 The benchmark needs Linux and its hardware counters (`perf_event_open`).
 """
 
@@ -33,6 +35,7 @@ from triton.backends.compiler import GPUTarget
 
 from npu_trainer_kernels import apply_npu_kernels, ops
 from npu_trainer_kernels import device as devices
+from npu_trainer_kernels.capture.tape import Tape
 
 from .results import environment
 
@@ -117,6 +120,7 @@ def gpu_that_does_nothing() -> Iterator[None]:
         mock.patch.object(triton.runtime.driver, "_active", Driver()),
         mock.patch.object(devices, "keeps_compiled", return_value=True),
         mock.patch.object(F, "grouped_mm", _grouped_mm, create=True),
+        mock.patch.object(Tape, "replay", return_value=None),
         devices.stand_in(_H200),
     ):
         yield
@@ -168,7 +172,7 @@ def _moe_experts() -> Callable[[], Any]:
     return lambda: ops.moe_experts(x, ids, weights, gate_up, down)
 
 
-def _model(patched: bool) -> Any:
+def _model(patched: bool, capture: str = "off") -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     model: Any = Qwen3ForCausalLM(
@@ -179,12 +183,12 @@ def _model(patched: bool) -> Any:
     )  # fmt: skip
     model.to(_DTYPE)
     if patched:
-        apply_npu_kernels(model.train())
+        apply_npu_kernels(model.train(), capture=capture)
     return model
 
 
-def _layer(patched: bool) -> Callable[[], Any]:
-    model = _model(patched)
+def _layer(patched: bool, capture: str = "off") -> Callable[[], Any]:
+    model = _model(patched, capture)
     layers, x = model.model.layers, _tensor(*_TOKENS, _HIDDEN)
     tables = _tensor(2, 16, _SIZE, grad=False), _tensor(2, 16, _SIZE, grad=False)
 
@@ -214,6 +218,7 @@ CASES: dict[str, Case] = {
     "moe_experts": _moe_experts,
     "decoder layer, plain": lambda: _layer(False),
     "decoder layer, patched": lambda: _layer(True),
+    "decoder layer, captured": lambda: _layer(True, "on"),
     "a token through two layers, plain": lambda: _token(False),
     "a token through two layers, patched": lambda: _token(True),
 }
@@ -228,23 +233,19 @@ def measure(case: Case, counter: Counter, calls: int = 200) -> dict[str, float]:
         found = result if isinstance(result, tuple) else (result,)
         return [t for t in found if isinstance(t, torch.Tensor) and t.requires_grad]
 
-    def counted(work: Callable[[], None]) -> float:
-        before = counter.now()
-        work()
-        return (counter.now() - before) / calls / 1e3
-
-    for _ in range(WARM_UP):
-        torch.autograd.backward(found := outputs(), [torch.zeros_like(t) for t in found])
-    made: list[list[torch.Tensor]] = []
-    forward = counted(lambda: made.extend(outputs() for _ in range(calls)))
-    upstream = [[torch.zeros_like(t) for t in found] for found in made]
-
-    def backwards() -> None:
-        for found, gradients in zip(made, upstream, strict=True):
-            torch.autograd.backward(found, gradients)
-
-    backward = counted(backwards)
-    return {"forward": round(forward, 1), "backward": round(backward, 1)}
+    # A captured layer waits for its backward before its next forward, so they take turns.
+    forward = backward = 0
+    for number in range(WARM_UP + calls):
+        begun = counter.now()
+        found = outputs()
+        done = counter.now()
+        upstream = [torch.zeros_like(t) for t in found]
+        resumed = counter.now()
+        torch.autograd.backward(found, upstream)
+        ended = counter.now()
+        if number >= WARM_UP:
+            forward, backward = forward + done - begun, backward + ended - resumed
+    return {"forward": round(forward / calls / 1e3, 1), "backward": round(backward / calls / 1e3, 1)}
 
 
 def _table(rows: dict[str, dict[str, float]], old: dict[str, dict[str, float]]) -> Table:

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import host
 from npu_trainer_kernels.ops.launch import use_launcher
+from npu_trainer_kernels.patching import handle_of
 
 
 class Calls:
@@ -26,6 +27,15 @@ def test_every_call_launches_what_a_gpu_would_be_given():
         row = host.measure(host.CASES["rms_norm"], Calls(), calls=3)
     assert set(row) == {"forward", "backward"}
     assert launched == dict.fromkeys(("_forward_kernel", "_backward_kernel", "_sum_kernel"), 3 + host.WARM_UP)
+
+
+def test_a_captured_layer_is_replayed():
+    with host.gpu_that_does_nothing(), use_launcher(lambda *_: None):
+        call = host.CASES["decoder layer, captured"]()
+        host.measure(lambda: call, Calls(), calls=3)
+        (model,) = call.__defaults__
+        assert handle_of(model).report().capture.as_dict()["replayed"] == 2 + host.WARM_UP
+    assert handle_of(host._model(True)).report().capture is None
 
 
 def test_a_machine_that_counts_nothing_says_so(monkeypatch, capsys):
