@@ -3,7 +3,7 @@
 import inspect
 
 import torch
-import torch_npu  # noqa: F401  the device that it adds
+import torch_npu  # adds the device
 
 from npu_trainer_kernels import device
 
@@ -17,6 +17,17 @@ def test_graphs_are_begun_ended_and_replayed_alike():
     for name in ("capture_end", "replay"):
         assert list(inspect.signature(getattr(graph, name)).parameters) == ["self"]
     assert device.most_graphs(NPU) == 1800
+
+
+def test_attention_with_other_lengths_is_asked_for_again_at_each_update():
+    """Why attention stays between the graphs (docs/capture.md): an update calls each recorded operator by itself."""
+    handlers = torch_npu.npu.graphs._NPU_GRAPH_OP_HANDLERS
+    served = {name for name in handlers if "." not in name and "fusion_attention" in name}
+    assert served == {"npu_fusion_attention_v3", "npu_fusion_attention_grad_v3"}
+    mode = next(
+        each for each in vars(torch_npu.npu.graphs).values() if "update_capture_record" in getattr(each, "__dict__", {})
+    )
+    assert "record.op_cache_entry(*record.args, **record.kwargs)" in inspect.getsource(mode.update_capture_record)
 
 
 def test_the_device_says_what_is_asked_before_a_capture():
