@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ops.attention import Segments, Shared, take, uploaded
 from ..call import Scored
 from .layout import DEAD, PREDICTS, READ, Layout, layout
+from .mixers import Rows, live_tokens_alone
 from .packed import Unserved, packed, packing_for
 
 __all__ = ["Batch", "hidden_of", "routers_of"]
@@ -170,6 +171,30 @@ class Batch:
             if routed := routers_of(out):
                 out.router_logits = tuple(_padded_logits(logits, places_of, self.shape) for logits in routed)
         return out, packing
+
+    def beside_mixers(self, kind: Any, body: Any) -> Any:
+        """Returns the body's output in the batch's shape, and its `Rows`; only its mixers compute padding.
+
+        Args:
+            kind: the class whose forward is called.
+            body: the module that it is called with.
+
+        Raises:
+            Unserved: its layers do not work on each token by itself.
+        """
+        rows = Rows.of(self.layout, self.shape, self.given["attention_mask"].device)
+        with live_tokens_alone(rows):
+            out = kind.forward(body, **{name: v for name, v in self.given.items() if name != "labels"})
+        hidden = hidden_of(out)
+        if not rows.are(hidden):
+            raise Unserved(f"of {rows.tokens} tokens its layers make a tensor of shape {list(hidden.shape)}")
+        padded = rows.pad(hidden)
+        if isinstance(out, tuple):
+            return (padded, *out[1:]), rows
+        out.last_hidden_state = padded
+        if routed := routers_of(out):
+            out.router_logits = tuple(_padded_logits(logits, rows.padded, self.shape) for logits in routed)
+        return out, rows
 
 
 def _filled(places: np.ndarray, tokens: int, value: int = 0) -> np.ndarray:

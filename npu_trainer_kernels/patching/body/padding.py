@@ -36,6 +36,7 @@ from ..undo import Undo
 from .batch import Batch, hidden_of
 from .caches import can_promise, promised_cache
 from .layout import Layout
+from .mixers import leave_padding_to_mixers, mixers_under_way
 from .packed import Unserved, attend_by_segments, foreign_attention, under_way
 from .proof import OUTPUTS, ROUTED, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
 
@@ -97,6 +98,8 @@ class BodyForm:
     refused: dict[Any, str | None] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
+        if self.proof.mixes:
+            return f"padding is computed by {', '.join(sorted(each.__name__ for each in self.proof.attention))}"
         return f"positions count {'columns' if self.proof.by_columns else 'live tokens'}"
 
 
@@ -173,8 +176,6 @@ class PaddingPatch(Patch):
             return "its forward takes no ids, mask and positions"
         if getattr(module.config, "is_encoder_decoder", False):
             return "it has an encoder"
-        if getattr(kind, "_is_stateful", False):
-            return "state runs along its rows"
         if (reason := set_on_instance(module)) is not None:
             return reason
         body: Any = body_of(scene.model)
@@ -200,8 +201,11 @@ class PaddingPatch(Patch):
         if site.progress is None:
             site.progress = Savings()
             _savings[:] = [*(ref for ref in _savings if ref() is not None), weakref.ref(site.progress)]
-        settings.shares = not site.form.drops
-        attend_by_segments(module, site.form.inner, undo)
+        settings.shares = not site.form.drops and not site.form.proof.mixes
+        if site.form.proof.mixes:
+            leave_padding_to_mixers(module.get_submodule(site.form.inner), undo)
+        else:
+            attend_by_segments(module, site.form.inner, undo)
 
     def own(self, site: Site) -> Callable[..., Any]:
         # In a compiled model the forward around a body is no part of its graphs (`head.graphs`), and the body is one.
@@ -221,7 +225,7 @@ class PaddingPatch(Patch):
         mask, config = given.get("attention_mask"), module.config.get_text_config()
         if paused():
             return "it is compiled"
-        if mask is None or under_way() or generates():
+        if mask is None or under_way() or mixers_under_way() or generates():
             return UNREPORTED
         if (reason := foreign_attention(config._attn_implementation)) is not None:
             return reason
@@ -233,7 +237,12 @@ class PaddingPatch(Patch):
             return "its mask is none of tokens" if torch.is_grad_enabled() else UNREPORTED
         if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
             return "its mask is not of the shape of its tokens"
-        if _caches(module, config, given.get("use_cache")) and not _may_promise(form, module, config, given):
+        mixes = form.proof.mixes
+        if (
+            not mixes
+            and _caches(module, config, given.get("use_cache"))
+            and not _may_promise(form, module, config, given)
+        ):
             return "a cache is asked for (use_cache)" if torch.is_grad_enabled() else UNREPORTED
         for name in OUTPUTS:
             asked = given.get(name)
@@ -242,7 +251,7 @@ class PaddingPatch(Patch):
             if asked and not (name == ROUTED and form.proof.routed):
                 return f"its {name.removeprefix('output_')} are asked for"
         positions = given.get("position_ids")
-        if positions is not None and (positions.dim() != 2 or positions.shape[-1] != mask.shape[-1]):
+        if not mixes and positions is not None and (positions.dim() != 2 or positions.shape[-1] != mask.shape[-1]):
             return "it is given positions in several dimensions"
         for name, value in given.items():
             numbers = value.dim() > 0 if isinstance(value, torch.Tensor) else isinstance(value, dict | list | tuple)
@@ -251,14 +260,14 @@ class PaddingPatch(Patch):
                 return UNREPORTED if form.inner else f"it is given {name}"
         if getattr(module, "_is_replica", False):
             return "threads run copies of it, which share a configuration (DataParallel)"
-        if form.longest is not None and mask.shape[-1] > form.longest:
+        if not mixes and form.longest is not None and mask.shape[-1] > form.longest:
             return "its rotation depends on the longest row"
         if form.classifies and (ids is None or config.pad_token_id is None):
             return "what is classified is found by ids, and here are none, or no padding"
         if (reason := in_the_way(module.get_submodule(form.inner), form.proof)) is not None:
             return reason
         circumstances = _circumstances(module, rows)
-        if circumstances not in form.refused:
+        if not mixes and circumstances not in form.refused:
             # Under autocast and with FSDP2's mixed precision layers attend in another dtype than that of their
             # parameters; for the latter it is known only when they do.
             dtype = circumstances[-1] or next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
@@ -279,16 +288,20 @@ class PaddingPatch(Patch):
         )
         padding = config.pad_token_id if form.classifies else None
         scored = None if call is None else call.scored
-        batch = Batch.of(given, labels, share=not drops, padding=padding, label_shift=form.label_shift, scored=scored)
+        share = not drops and not form.proof.mixes
+        batch = Batch.of(given, labels, share=share, padding=padding, label_shift=form.label_shift, scored=scored)
         if isinstance(batch, str):
             return LateRefusal(batch)
         positions = batch.shape[0] * batch.shape[1]
         if batch.computed == positions:
             return LateRefusal(UNREPORTED)
         try:
-            layers = None if call is None else call.settings.layers
-            tokens = None if layers is None else layers.tokens(batch.computed)
-            out, _ = batch.through(site.kind, module, form.inner, form.proof.by_columns, site.backend, tokens)
+            if form.proof.mixes:
+                out, _ = batch.beside_mixers(site.kind, module)
+            else:
+                layers = None if call is None else call.settings.layers
+                tokens = None if layers is None else layers.tokens(batch.computed)
+                out, _ = batch.through(site.kind, module, form.inner, form.proof.by_columns, site.backend, tokens)
         except Unserved as error:
             rows = given.get("inputs_embeds")
             if error.lasts:
@@ -300,7 +313,7 @@ class PaddingPatch(Patch):
             if type(error) not in (RuntimeError, IndexError):
                 raise
             return LateRefusal(f"its code takes no packed row: {one_line(error, 120)}")
-        if form.proof.cache is not None and _caches(module, config, given.get("use_cache")):
+        if not form.proof.mixes and form.proof.cache is not None and _caches(module, config, given.get("use_cache")):
             out = type(out)(**{**out, "past_key_values": promised_cache(site.kind, form.proof.cache, module, given)})
         savings = site.progress
         savings.positions += positions

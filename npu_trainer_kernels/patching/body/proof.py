@@ -32,6 +32,7 @@ from ..probe import MODES, VOCABULARY, agree, beyond_one_run, miniature, miniatu
 from ..undo import Undo
 from .batch import Batch, hidden_of, routers_of
 from .caches import cache_of
+from .mixers import leave_padding_to_mixers
 from .packed import Asked, Unserved, attend_by_segments, foreign_attention, why_not
 
 __all__ = ["OUTPUTS", "ROUTED", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
@@ -56,6 +57,7 @@ class Proof:
         asked: the features that its attention uses.
         routed: whether it can also return its routers' logits, for an auxiliary loss.
         cache: the class of the KV cache that it returns on request, or None.
+        mixes: whether it is called with the padded batch, and the modules of `attention` compute padding (`mixers`).
     """
 
     by_columns: bool
@@ -64,6 +66,7 @@ class Proof:
     asked: frozenset[Asked] = frozenset()
     routed: bool = False
     cache: type[Cache] | None = None
+    mixes: bool = False
 
 
 def _probe() -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +97,12 @@ def proof_of(body: Any, inner: str) -> Proof | str:
     # Some libraries exchange the forwards of classes.
     key = (kind, kind.forward, _as_key(small) + small._attn_implementation)
     if key not in _proofs:
-        _proofs[key] = _shown(body, inner, small)
+        stateful = getattr(original_class(text), "_is_stateful", False)
+        found = "state runs along its rows" if stateful else _shown(body, inner, small, mixes=False)
+        if isinstance(found, str):
+            beside = _shown(body, inner, small, mixes=True)
+            found = f"{found}; with padding left to its mixers: {beside}" if isinstance(beside, str) else beside
+        _proofs[key] = found
     return _proofs[key]
 
 
@@ -108,7 +116,7 @@ def _miniature(body: Any, inner: str, small: Any) -> Any:
     return miniature_around(original_class(body), config, inner, made)
 
 
-def _shown(real: Any, inner: str, small: Any) -> Proof | str:
+def _shown(real: Any, inner: str, small: Any, *, mixes: bool) -> Proof | str:
     try:
         body = _miniature(real, inner, small)
     except PROBE_ERRORS as error:
@@ -116,19 +124,22 @@ def _shown(real: Any, inner: str, small: Any) -> Proof | str:
     for module in body.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # a packed row draws other numbers
-    attend_by_segments(body, inner, Undo())
-    found = _in_all_modes(body, original_class(real), inner, routed=False)
+    if not mixes:
+        attend_by_segments(body, inner, Undo())
+    elif (reason := leave_padding_to_mixers(body.get_submodule(inner), Undo())) is not None:
+        return reason
+    found = _in_all_modes(body, original_class(real), inner, routed=False, mixes=mixes)
     if isinstance(found, str) or ROUTED not in vars(small):
         return found
-    routed = _in_all_modes(body, original_class(real), inner, routed=True)
+    routed = _in_all_modes(body, original_class(real), inner, routed=True, mixes=mixes)
     return found if isinstance(routed, str) else routed
 
 
-def _in_all_modes(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
+def _in_all_modes(body: Any, kind: Any, inner: str, *, routed: bool, mixes: bool) -> Proof | str:
     found: Proof | str = ""
     for training in MODES:
         with repeatable():
-            found = _compared(body.train(training), kind, inner, routed)
+            found = _compared(body.train(training), kind, inner, routed, mixes)
         if isinstance(found, str):
             return found
     return found
@@ -139,7 +150,7 @@ def _of_tokens(out: Any, live: torch.Tensor) -> list[torch.Tensor]:
     return [values.flatten(0, -2)[live.flatten()] for values in (hidden_of(out), *routers_of(out))]
 
 
-def _compared(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
+def _compared(body: Any, kind: Any, inner: str, routed: bool, mixes: bool) -> Proof | str:
     """Compares both ways in one mode, with or without routers' logits."""
     names = tuple(inspect.signature(kind.forward).parameters)[1:]
     ids, mask = _probe()
@@ -164,24 +175,28 @@ def _compared(body: Any, kind: Any, inner: str, routed: bool) -> Proof | str:
     if not all(values.isfinite().all() for values in wanted):
         return "a miniature of it gives no hidden state for each token"
     reason = ""
-    for by_columns in (True, False):
+    for by_columns in (True,) if mixes else (True, False):
         try:
             with torch.no_grad(), torch.device("cpu"):
-                got = Batch.of(given, None, share=True).through(kind, body, inner, by_columns, "torch")
+                batch = Batch.of(given, None, share=not mixes)
+                got = (
+                    batch.beside_mixers(kind, body) if mixes else batch.through(kind, body, inner, by_columns, "torch")
+                )
         except Unserved as error:
             return str(error)
         except PROBE_ERRORS as error:
             return f"its code takes no packed row: {one_line(error, 120)}"
         out, packing = got
-        if not packing.attended:
+        attended = frozenset(packing.mixers if mixes else packing.attended)
+        if not attended:
             return "its attention is not transformers' own"
         pairs = zip(_of_tokens(out, live), wanted, strict=True)
         far = torch.stack([(got - want).abs().max() / want.abs().max() for got, want in pairs]).max()
         if far <= _TOLERANCE:
             parts = map(original_class, body.get_submodule(inner).modules())
             classes = frozenset((kind, kind.forward) for kind in parts)
-            attended, asked = frozenset(packing.attended), frozenset(packing.asked)
-            return Proof(by_columns, attended, classes, asked, routed, _cache(body, given))
+            asked = frozenset(() if mixes else packing.asked)
+            return Proof(by_columns, attended, classes, asked, routed, _cache(body, given), mixes)
         reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
     return reason
 

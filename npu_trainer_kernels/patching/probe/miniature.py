@@ -43,6 +43,7 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
 _CAP, _CAPPED = re.compile(r"softcap|logit_cap"), 0.5  # reached by scores
 _SHARED = re.compile(r"shared_layers$")  # how many of the last layers use the keys of earlier ones
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
+_STATES = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"))  # number and size of a state's heads
 _DROPPED = re.compile(r"drop|jitter")
 _TOKEN = re.compile(r"_token_id$")
 _MOST_LAYERS = 8
@@ -128,6 +129,12 @@ def small_config(config: Any) -> Any:
     heads, kv = (vars(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads == kv and heads is not None:
         vars(small)["num_key_value_heads"] = vars(small)["num_attention_heads"]
+    for number, size in _STATES:
+        if type(vars(config).get(number)) is int and type(vars(config).get(size)) is int:
+            inner = small.mamba_expand * small.hidden_size
+            vars(small)[number] = inner // vars(small)[size]
+            if vars(config).get("mamba_d_ssm") is not None:
+                small.mamba_d_ssm = inner
     return small
 
 
