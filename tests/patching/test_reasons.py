@@ -380,17 +380,6 @@ def test_a_decoder_of_an_encoder():
         assert left_alone(kernels, "varlen_attention") == "it has an encoder"
 
 
-class Stateful(transformers.LlamaModel):
-    _is_stateful = True
-
-
-def test_a_body_whose_state_runs_along_its_rows():
-    model = small_model("llama")
-    model.model = Stateful(model.config)
-    with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
-        assert left_alone(kernels, "varlen_attention") == "state runs along its rows"
-
-
 @pytest.mark.parametrize("given", [(2, 5, 7), (1, 4, 5), (1, 5, 4)], ids=["rows", "queries", "keys"])
 def test_attention_to_other_rows_than_the_body_was_given(given):
     rows, queries, keys = given

@@ -129,10 +129,10 @@ def small_config(config: Any) -> Any:
     heads, kv = (vars(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads == kv and heads is not None:
         vars(small)["num_key_value_heads"] = vars(small)["num_attention_heads"]
-    for number, size in _STATES:
-        if type(vars(config).get(number)) is int and type(vars(config).get(size)) is int:
+    for heads_of_state, size_of_head in _STATES:
+        if type(vars(config).get(heads_of_state)) is int and type(vars(config).get(size_of_head)) is int:
             inner = small.mamba_expand * small.hidden_size
-            vars(small)[number] = inner // vars(small)[size]
+            vars(small)[heads_of_state] = inner // vars(small)[size_of_head]
             if vars(config).get("mamba_d_ssm") is not None:
                 small.mamba_d_ssm = inner
     return small
