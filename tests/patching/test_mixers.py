@@ -135,6 +135,17 @@ def noting(kind: Any, seen: dict[str, set[tuple[int, ...]]]) -> Callable[..., An
     return forward
 
 
+def test_little_padding_is_computed() -> None:
+    model = hybrid("bamba")
+    inputs = {name: value[:2] for name, value in batch(model, "right").items()}
+    for name, value in inputs.items():
+        value[1, -2:], value[1, :-2] = (-100 if name == "labels" else 0), (3 if name != "attention_mask" else 1)
+    assert inputs["attention_mask"].sum() == 54
+    with apply_npu_kernels(model, ops=OPS) as kernels:
+        values(model, inputs)
+        assert progress(kernels.report()).computed == 0
+
+
 def test_the_models_classes_come_back() -> None:
     model = hybrid("bamba")
     before = [type(module) for module in model.modules()]

@@ -5,7 +5,8 @@ For each batch, in this order:
 1. `padding.py`: the patch of the body decides whether a call may skip its padding.
 2. `layout.py`: finds by mask, ids and labels which tokens are computed, and which rows share a prefix (numpy, host).
 3. `batch.py`: calls the body with one row of live tokens, and restores the padded shape of its output.
-4. `packed.py`: attention, which alone knows the segments of that row.
+4. `packed.py`: attention, which alone knows the segments of that row; or `mixers.py`: modules that take no such row get
+   the padded batch.
 5. `caches.py`: computes the KV cache that a training forward was asked for, when other code reads it.
 
 Once for each class of body, `proof.py` compares both ways on a miniature of it.
