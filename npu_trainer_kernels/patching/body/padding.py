@@ -328,9 +328,8 @@ class PaddingPatch(Patch):
 
 
 _WORTH = 0.1
-"""The fraction of positions that must be padding for mixers to be called apart. Around a mixer some eight rows of hidden
-states are moved for each token, which by an H200's rates takes as long as 4% of an MLP of a 0.6B model. It was not
-measured."""
+"""The fraction of positions that must be padding for mixers to be called apart. Around a mixer some eight rows of
+hidden states are moved for each token, by an H200's rates as long as 4% of an MLP of a 0.6B model. Not measured."""
 _READ = "the loss reads what becomes of padding (a gradient arrived at its places)"
 _FIRST, _EVERY = 2, 64
 """The backward passes that are observed: the first ones, and one in so many. The host waits for each of these."""
