@@ -135,6 +135,19 @@ def noting(kind: Any, seen: dict[str, set[tuple[int, ...]]]) -> Callable[..., An
     return forward
 
 
+def test_its_layers_are_not_captured() -> None:
+    model = hybrid("lfm2")
+    inputs = batch(model, "both")
+    with apply_npu_kernels(model, ops=OPS, capture="on") as kernels:
+        for _ in range(3):
+            values(model, inputs)
+        report = kernels.report()
+    assert set(report.capture.reasons) == {"its mixers compute padding, and the rest of it does not"}
+    assert str(progress(report)).endswith(
+        " of the positions were live, padding is computed by Lfm2Attention, Lfm2ShortConv"
+    )
+
+
 def test_little_padding_is_computed() -> None:
     model = hybrid("bamba")
     inputs = {name: value[:2] for name, value in batch(model, "right").items()}

@@ -55,6 +55,7 @@ class Savings:
         computed: the tokens that went through the body.
         trained: the calls with a gradient.
         read: why padding is computed from now on, if a loss was found to read it, or empty.
+        beside: which modules compute padding nevertheless, or empty.
     """
 
     positions: int = 0
@@ -62,13 +63,16 @@ class Savings:
     computed: int = 0
     trained: int = 0
     read: str = ""
+    beside: str = ""
 
     def __str__(self) -> str:
         if not self.positions:
             return ""
         saved = 1 - self.computed / self.live
-        return f"{self.live / self.positions:.0%} of the positions were live" + (
-            f", {saved:.0%} of their tokens saved by shared beginnings" if saved else ""
+        return (
+            f"{self.live / self.positions:.0%} of the positions were live"
+            + (f", {saved:.0%} of their tokens saved by shared beginnings" if saved else "")
+            + (f", {self.beside}" if self.beside else "")
         )
 
 
@@ -199,7 +203,7 @@ class PaddingPatch(Patch):
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         super().install(site, module, undo, settings)
         if site.progress is None:
-            site.progress = Savings()
+            site.progress = Savings(beside=str(site.form) if site.form.proof.mixes else "")
             _savings[:] = [*(ref for ref in _savings if ref() is not None), weakref.ref(site.progress)]
         settings.shares = not site.form.drops and not site.form.proof.mixes
         if site.form.proof.mixes:
