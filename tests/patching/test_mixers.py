@@ -2,19 +2,18 @@
 
 import copy
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching.body import mixers, proof
 from npu_trainer_kernels.patching.body.layout import layout
+from npu_trainer_kernels.patching.probe import small_config
 from npu_trainer_kernels.patching.undo import Undo
 from tests.closeness import assert_as_close, rounded
 from tests.families.tiny import model_class, tiny_config
@@ -135,17 +134,26 @@ def noting(kind: Any, seen: dict[str, set[tuple[int, ...]]]) -> Callable[..., An
     return forward
 
 
-def test_its_layers_are_not_captured() -> None:
-    model = hybrid("lfm2")
+def test_captured_layers_compute_padding() -> None:
+    model = hybrid("qwen3_5_text")
     inputs = batch(model, "both")
     with apply_npu_kernels(model, ops=OPS, capture="on") as kernels:
         for _ in range(3):
             values(model, inputs)
         report = kernels.report()
-    assert set(report.capture.reasons) == {"its mixers compute padding, and the rest of it does not"}
-    assert str(progress(report)).endswith(
-        " of the positions were live, padding is computed by Lfm2Attention, Lfm2ShortConv"
-    )
+    assert report.capture.replayed
+    assert progress(report).computed == 0
+    assert [left.reason for left in report.declined] == [
+        "its layers are captured, which they cannot be without the padding of its mixers"
+    ]
+
+
+def test_the_report_names_who_computes_padding() -> None:
+    model = hybrid("lfm2")
+    with apply_npu_kernels(model, ops=OPS) as kernels:
+        values(model, batch(model, "both"))
+        said = str(progress(kernels.report()))
+    assert said.endswith(" of the positions were live, padding is computed by Lfm2Attention, Lfm2ShortConv")
 
 
 def test_little_padding_is_computed() -> None:
@@ -264,18 +272,10 @@ def test_hidden_states_of_other_shapes() -> None:
     assert type(layer) is Reads
 
 
-class Widened(LlamaModel):
-    _is_stateful = True
-
-
 def test_a_body_that_gives_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model("llama")
-    model.model = Widened(model.config)
+    body: Any = small_model("llama").model
     monkeypatch.setattr(mixers, "_mixes_tokens", lambda module: False)
     monkeypatch.setattr(mixers.Rows, "pack", lambda rows, values: values)
-    with apply_npu_kernels(model, ops=OPS) as kernels:
-        (why,) = (left.reason for left in kernels.report().left_alone if left.op == "varlen_attention")
-    assert re.match(
-        r"state runs along its rows; with padding left to its mixers: of \d+ tokens its layers make a tensor of shape",
-        why,
-    )
+    why = proof._shown(body, "", small_config(body.config), mixes=True)
+    assert isinstance(why, str)
+    assert why.startswith("its layers give hidden states of shape [6, 24, ")

@@ -13,11 +13,10 @@ Once for each class of body, `proof.py` compares both ways on a miniature of it.
 """
 
 from .layout import MIN_SAVED
-from .mixers import mixers_under_way
 from .packed import PackedMask, Recorded, foreign_attention, under_way
 from .padding import PaddingPatch, draws_for_tokens, outermost_body
 
 __all__ = [
-    "MIN_SAVED", "PackedMask", "PaddingPatch", "Recorded", "draws_for_tokens", "foreign_attention", "mixers_under_way",
+    "MIN_SAVED", "PackedMask", "PaddingPatch", "Recorded", "draws_for_tokens", "foreign_attention",
     "outermost_body", "under_way",
 ]  # fmt: skip

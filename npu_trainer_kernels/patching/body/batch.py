@@ -187,7 +187,7 @@ class Batch:
             out = kind.forward(body, **{name: v for name, v in self.given.items() if name != "labels"})
         hidden = hidden_of(out)
         if not rows.are(hidden):
-            raise Unserved(f"of {rows.tokens} tokens its layers make a tensor of shape {list(hidden.shape)}")
+            raise Unserved(f"its layers give hidden states of shape {list(hidden.shape)} for {rows.tokens} tokens")
         padded = rows.pad(hidden)
         if isinstance(out, tuple):
             return (padded, *out[1:]), rows

@@ -241,7 +241,9 @@ class PaddingPatch(Patch):
             return "its mask is none of tokens" if torch.is_grad_enabled() else UNREPORTED
         if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
             return "its mask is not of the shape of its tokens"
-        mixes = form.proof.mixes
+        mixes, call = form.proof.mixes, current_call()
+        if mixes and call is not None and call.settings.layers is not None and call.settings.layers.on:
+            return "its layers are captured, which they cannot be without the padding of its mixers"
         if (
             not mixes
             and _caches(module, config, given.get("use_cache"))

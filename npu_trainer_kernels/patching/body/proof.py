@@ -101,7 +101,7 @@ def proof_of(body: Any, inner: str) -> Proof | str:
         found = "state runs along its rows" if stateful else _shown(body, inner, small, mixes=False)
         if isinstance(found, str):
             beside = _shown(body, inner, small, mixes=True)
-            found = f"{found}; with padding left to its mixers: {beside}" if isinstance(beside, str) else beside
+            found = found if isinstance(beside, str) else beside
         _proofs[key] = found
     return _proofs[key]
 

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ... import device
 from ...capture import Refused, capture, recorder_for, recording_now
 from ...support.errors import one_line
-from ..body import PackedMask, Recorded, mixers_under_way
+from ..body import PackedMask, Recorded
 from ..call import current_call, generates
 from ..classes import GLOBAL_HOOKS, derived
 from ..patch import PLAIN, Site, is_transformed
@@ -233,8 +233,6 @@ class LayerCapture:
             return "other code has hooked every module"
         if recorder_of_outputs():
             return "outputs of its modules are asked for"
-        if mixers_under_way():
-            return "its mixers compute padding, and the rest of it does not"
         call = current_call()
         if call is not None and call.collects:
             return "hidden states are asked for"  # models that collect them by themselves keep them
