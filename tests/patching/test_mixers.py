@@ -138,7 +138,7 @@ def test_captured_layers_compute_padding() -> None:
     model = hybrid("qwen3_5_text")
     inputs = batch(model, "both")
     with apply_npu_kernels(model, ops=OPS, capture="on") as kernels:
-        for _ in range(3):
+        for _ in range(6):
             values(model, inputs)
         report = kernels.report()
     assert report.capture.replayed
