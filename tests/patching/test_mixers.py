@@ -167,6 +167,29 @@ def test_little_padding_is_computed() -> None:
         assert progress(kernels.report()).computed == 0
 
 
+def test_layers_by_themselves_take_what_they_took() -> None:
+    body: Any = nn.Module()
+    body.layers = nn.ModuleList([Reads()])
+    undo = Undo()
+    assert mixers.leave_padding_to_mixers(body, undo) is None
+    hidden = torch.randn(2, 3, 4)
+    assert torch.equal(body.layers[0](hidden=hidden), hidden.flatten(0, 1))
+    rows = rows_of_two()
+    with mixers.live_tokens_alone(rows), pytest.raises(mixers.Unserved):
+        body.layers[0](hidden=hidden)
+    undo.restore()
+
+
+def test_compiled_it_is_its_own() -> None:
+    model = hybrid("lfm2")
+    inputs = batch(model, "both")
+    expected = values(model, inputs)["loss"]
+    with apply_npu_kernels(model, ops=OPS):
+        compiled = torch.compile(model, backend="eager")
+        found = compiled(**inputs, use_cache=False).loss
+    assert torch.equal(found, expected)
+
+
 def test_the_models_classes_come_back() -> None:
     model = hybrid("bamba")
     before = [type(module) for module in model.modules()]

@@ -84,9 +84,14 @@ class Rows:
 _rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("npu_kernels_rows", default=None)
 
 
+def _under_way() -> Rows | None:
+    """Returns the batch on its way on this thread; no graph has one in it."""
+    return None if torch.compiler.is_compiling() else _rows.get()
+
+
 def mixers_under_way() -> bool:
     """Whether a body's layers get live tokens alone on this thread."""
-    return _rows.get() is not None
+    return _under_way() is not None
 
 
 @contextlib.contextmanager
@@ -140,22 +145,24 @@ def _of_layer(kind: Any) -> dict[str, Any]:
     """Returns what a layer's class has of its own. What a checkpoint repeats finds the rows again, on any thread."""
 
     @functools.wraps(kind.__call__)
-    def call(layer: Any, hidden: Any = None, *args: Any, **kwargs: Any) -> Any:
-        rows = _rows.get()
-        if hidden is None:
-            hidden = kwargs.pop("hidden_states")
-        if rows is not None and not rows.are(hidden):
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = _under_way()
+        if rows is None:
+            return kind.__call__(layer, *args, **kwargs)
+        hidden: Any = args[0] if args else kwargs.get("hidden_states")
+        if not rows.are(hidden):
             if not rows.have(hidden):
                 raise Unserved("its layers are not given the hidden states of its batch")
-            hidden = rows.pack(hidden)
-        return kind.__call__(layer, hidden, *args, **kwargs)
+            packed = rows.pack(hidden)
+            args, kwargs = ((packed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": packed})
+        return kind.__call__(layer, *args, **kwargs)
 
     def get(layer: Any) -> Any:
         try:
             checkpoint = vars(layer)[_CHECKPOINT]
         except KeyError:
             raise AttributeError(_CHECKPOINT) from None
-        rows = _rows.get()
+        rows = _under_way()
         if rows is None:
             return checkpoint
         return lambda function, *args: checkpoint(functools.partial(_with_rows, rows, function), *args)
@@ -176,7 +183,7 @@ def _mixing(base: Any) -> Callable[..., Any]:
 
     @functools.wraps(base.forward)
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = _rows.get()
+        rows = _under_way()
         if rows is None:
             return base.forward(module, *args, **kwargs)
         if not any(map(rows.are, (*args, *kwargs.values()))):
