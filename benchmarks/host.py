@@ -6,10 +6,9 @@
 A small model's step waits for Python. Its times differ by a factor of two between hosts and between runs; instruction
 counts are reproducible within a hundredth. Triton compiles for a GPU with a driver that launches nothing, so the count
 has all work before a launch; the grouped matrix product of experts and the replay of a graph compute nothing either.
-Tensors are on the CPU and
-tiny: the computations of PyTorch's other operators are included, and small. The other cases are a transformers decoder
-layer, plain, with the kernels, and captured, and a model of two layers that gets one token of each row, as in
-generation, plain and with the kernels.
+Tensors are on the CPU and tiny: the computations of PyTorch's other operators are included, and small. The other cases
+are a transformers decoder layer, plain, with the kernels, and captured, and a model of two layers that gets one token
+of each row, as in generation, plain and with the kernels.
 The benchmark needs Linux and its hardware counters (`perf_event_open`).
 """
 

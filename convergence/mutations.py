@@ -594,8 +594,8 @@ def chosen(names: Sequence[str] | None) -> list[Mutation]:
 
 
 def quick() -> list[str]:
-    """Returns the names of the faults that are planted for every change: not those in 16 bits, which take 30 steps and
-    emulated arithmetic to show, two fifths of the time of all."""
+    """Returns the names of the faults that are planted for every change: not those in 16 bits, which take
+    more steps, in arithmetic that most processors emulate."""
     return [mutation.name for mutation in MUTATIONS if all(case.precision == "fp32" for case in cases_of([mutation]))]
 
 

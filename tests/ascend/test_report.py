@@ -26,7 +26,7 @@ REPORT = Path(__file__).parents[2] / "docs" / "ascend-report.md"
 
 def in_quick(case: GateCase) -> bool:
     """Whether a case is gated for every change: each form of an op in one size and one dtype, in turns. With empty
-    caches a case takes four seconds of a processor, most of them for the program that counts the traffic."""
+    caches most of a case's time goes into the program that counts the traffic."""
     (turn,) = (i for i, entry in enumerate(GATE) if entry.op == case.op)
     sizes, dtypes = GATE[turn].sizes, GATE[turn].dtypes
     size = int(case.shape.split(" x ")[1].split(" ")[0])

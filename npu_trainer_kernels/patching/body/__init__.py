@@ -17,6 +17,6 @@ from .packed import PackedMask, Recorded, foreign_attention, under_way
 from .padding import PaddingPatch, draws_for_tokens, outermost_body
 
 __all__ = [
-    "MIN_SAVED", "PackedMask", "PaddingPatch", "Recorded", "draws_for_tokens", "foreign_attention",
-    "outermost_body", "under_way",
+    "MIN_SAVED", "PackedMask", "PaddingPatch", "Recorded", "draws_for_tokens", "foreign_attention", "outermost_body",
+    "under_way",
 ]  # fmt: skip

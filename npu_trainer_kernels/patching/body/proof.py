@@ -196,7 +196,9 @@ def _compared(body: Any, kind: Any, inner: str, routed: bool, mixes: bool) -> Pr
             parts = map(original_class, body.get_submodule(inner).modules())
             classes = frozenset((kind, kind.forward) for kind in parts)
             asked = frozenset(() if mixes else packing.asked)
-            return Proof(by_columns, attended, classes, asked, routed, _cache(body, given), mixes)
+            # Mixers fill the model's own cache.
+            cache = None if mixes else _cache(body, given)
+            return Proof(by_columns, attended, classes, asked, routed, cache, mixes)
         reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
     return reason
 
