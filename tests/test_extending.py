@@ -114,7 +114,7 @@ def scaled_tanh_block(spec: DeviceSpec) -> Block:
             )
         },
         "docs/api.md": {
-            "`rope_reference`, ": "`rope_reference`, `scaled_tanh_reference`, ",
+            "`rope_reference`": "`rope_reference`, `scaled_tanh_reference`",
             "### ops/rope.py\n": """### ops/scaled_tanh.py
 
 ::: npu_trainer_kernels.ops.scaled_tanh
