@@ -76,8 +76,8 @@ class TapeRecorder:
 
     def end(self) -> Tape:
         assert self._watch is not None
-        assert self._watch.target is not None
         tape, self._watch.target = self._watch.target, None
+        assert isinstance(tape, Tape)
         return tape
 
     def abandon(self) -> None:

@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 
 from ..ops.host import refused
 from .graph import Graph, Recorder
-from .tape import Refused, Tape, Watch
+from .tape import Nothing, Refused, Watch
 
 __all__ = ["Attend", "Pieces", "Refused", "capture", "recording_now", "seam"]
 
@@ -157,7 +157,8 @@ class Pieces:
         self, inputs: list[torch.Tensor], leaves: list[Any], pieces: list[_Piece], seams: list[Attend], keeps: Any
     ) -> None:
         self.inputs, self.pieces = inputs, pieces
-        self.sign = torch.empty(0)
+        # A checkpoint compares shapes: a function that was captured with other results is not taken for this one.
+        self.sign = torch.empty(0, len(pieces[-1].outputs))
         self.tokens: int | None = None
         known = {t.untyped_storage().data_ptr() for t in inputs}
         for piece in pieces:
@@ -247,7 +248,6 @@ class _Recording:
 
     def forget(self) -> None:
         """Lets go of all tensors: nodes of autograd, which may live as long as the graphs, keep the recording."""
-        self.watch.forget()
         self.layouts, self.seams, self.pieces, self.entries = [], [], [], []
 
     def seam(
@@ -276,7 +276,7 @@ class _Joint(torch.autograd.Function):
             result = ctx.result.detach().clone(memory_format=torch.preserve_format)
             recording.layouts.append(_SeamLayout(result, [None] * len(tensors)))
             watch.knows((result,))
-            watch.target = Tape()
+            watch.target = Nothing()
             return result
         piece = _Piece(recorder.end(), list(tensors), [t.requires_grad for t in tensors], recording.seams[index][1])
         recording.pieces.append(piece)
@@ -299,7 +299,7 @@ class _Joint(torch.autograd.Function):
             for i, each in zip(wanted, found, strict=True):
                 grads[i] = layout.grads[i] = each
             watch.knows(t for t in grads if t is not None)
-            watch.target = Tape()
+            watch.target = Nothing()
             return None, None, None, *grads
         after = recording.pieces[ctx.index + 1]
         after.backward, after.entry_grad = recorder.end(), grad
@@ -422,7 +422,7 @@ def _look(
     watch = Watch(inputs, fixed)
     recording = _Recording(watch, None, layouts)
     with recorder.recording(watch, look=True), _set(recording):
-        watch.target = Tape()
+        watch.target = Nothing()
         outputs = function(*inputs)
         differ = [o for o in outputs if o.requires_grad]
         uses = _uses(differ) if wanted else {}
@@ -433,8 +433,6 @@ def _look(
             watch.knows(given)
             torch.autograd.grad(differ, wanted, given, allow_unused=True)
         watch.target = None
-    # Now, and not when Python collects what refers to each other: it holds every result of the function.
-    watch.forget()
 
 
 @contextlib.contextmanager

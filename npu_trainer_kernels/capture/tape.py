@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Refused", "Tape", "Watch"]
+__all__ = ["Nothing", "Refused", "Tape", "Watch"]
 
 
 class Refused(Exception):
@@ -105,6 +106,13 @@ class Tape:
                     before.copy_(now)
 
 
+class Nothing:
+    """Stands in the place of a tape while operators are checked and not kept, so that their results can be freed."""
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Keeps nothing."""
+
+
 class Watch(TorchDispatchMode):
     """Checks every operator, and writes those that run while `target` is a tape to it.
 
@@ -117,15 +125,17 @@ class Watch(TorchDispatchMode):
         fixed: those of them that must not be written to.
 
     Attributes:
-        target: the tape that is written to; None: operators are not looked at (attention between two pieces).
+        target: the tape that is written to, or `Nothing`; None: operators are not looked at (attention between two
+            pieces).
     """
 
     def __init__(self, known: Iterable[torch.Tensor], fixed: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self.target: Tape | None = None
+        self.target: Tape | Nothing | None = None
         self._fixed = {_storage(t) for t in fixed}
         self._known = {_storage(t) for t in known} | self._fixed
-        self._alive: list[torch.Tensor] = []  # a storage that is freed would give its address to another one
+        # A storage that is freed would give its address to another one. A weak reference keeps the address alone.
+        self._places: list[StorageWeakRef] = []
         self._on_the_host = _OnTheHost(self)
 
     def __enter__(self) -> Watch:
@@ -141,11 +151,7 @@ class Watch(TorchDispatchMode):
         """Adds inputs: what attention returns between two pieces, gradients that a backward begins with."""
         for tensor in tensors:
             self._known.add(_storage(tensor))
-            self._alive.append(tensor.detach())
-
-    def forget(self) -> None:
-        """Lets go of all tensors."""
-        self._alive.clear()
+            self._places.append(StorageWeakRef(tensor.untyped_storage()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 from transformers import LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,6 +25,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.capture import pieces as pieces_module
 from npu_trainer_kernels.capture import recording_now
+from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.patching.body import batch as batch_module
 from npu_trainer_kernels.patching.layers import LayerCapture, bucket, check_capture, layer_capture, layer_state
 from npu_trainer_kernels.patching.undo import Undo
@@ -628,7 +630,7 @@ def test_hidden_states_are_asked_for() -> None:
     twins = llama_twins()
     twins.steps(FULL)
     twins.steps(FULL, step)
-    assert twins.reasons == {"outputs of its modules are asked for"}
+    assert twins.reasons == {"hidden states are asked for"}
     for found, expected in zip(kept[::2], kept[1::2], strict=True):
         assert all(map(torch.equal, found, expected))
     before = twins.replayed
@@ -639,7 +641,7 @@ def test_hidden_states_are_asked_for() -> None:
 def test_hidden_states_that_a_model_collects_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = llama_twins()
     twins.steps(FULL)
-    monkeypatch.setattr(layer_capture, "recorder_of_outputs", lambda: None)
+    monkeypatch.setattr(layer_capture, "collected_outputs", lambda: None)
     before = twins.replayed
     twins.steps(FULL, lambda model, batch: model(**batch, output_hidden_states=True).loss)
     assert twins.replayed == before
@@ -657,15 +659,81 @@ def test_hidden_states_are_asked_for_of_checkpointed_layers(reentrant: bool) -> 
     twins = llama_twins(of_transformers(reentrant))
     twins.steps(FULL)
     twins.steps(FULL, step)
-    assert "outputs of its modules are asked for" in twins.reasons
+    assert "hidden states are asked for" in twins.reasons
     twins.steps(FULL)
 
 
-@pytest.mark.parametrize("prepare", [None, of_transformers(True), of_transformers(False)])
-def test_a_mixtures_router_logits(prepare: Any) -> None:
-    twins = Twins(small_model("qwen3-moe"), prepare)
+# The op of experts reads numbers on the host on a CPU.
+WITHOUT_EXPERTS = [op for op in PATCHES if op != "moe_experts"]
+
+
+def batched_mixture() -> Any:
+    """Returns a mixture whose experts are products of all tokens, with a loss of its router."""
+    return small_model("qwen3-moe", experts_implementation="batched_mm", router_aux_loss_coef=1.0)
+
+
+@pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
+@pytest.mark.parametrize(
+    "prepare", [None, of_transformers(True), of_transformers(False)], ids=["kept", "reentrant", "repeated"]
+)
+def test_a_mixtures_router_logits(prepare: Any, batches: tuple[Batch, ...]) -> None:
+    kept: list[tuple[torch.Tensor, ...]] = []
+
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        out = model(**batch)
+        kept.append(out.router_logits)
+        return out.loss
+
+    twins = Twins(batched_mixture(), prepare, ops=WITHOUT_EXPERTS)
+    twins.steps(batches, step)
+    assert twins.replayed == (1 if prepare is None else 2) * 2 * 3, str(twins.layers)
+    for found, expected in zip(kept[::2], kept[1::2], strict=True):
+        assert len(found) == len(expected) == 2
+        assert all(map(torch.equal, found, expected))  # also after later replays
+    # Without them the same layers have other graphs.
+    twins.steps(batches, lambda model, batch: model(**batch, output_router_logits=False).loss)
+    assert not twins.reasons
+
+
+def test_router_logits_are_asked_for_between_a_forward_and_its_backward() -> None:
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        loss = model(**batch, output_router_logits=False).loss
+        return loss + model(**batch).loss
+
+    twins = Twins(batched_mixture(), of_transformers(False), ops=WITHOUT_EXPERTS)
+    twins.steps(PADDED, step)
     twins.steps(PADDED)
-    assert "outputs of its modules are asked for" in twins.reasons
+    assert twins.replayed > 12
+
+
+@pytest.mark.parametrize("fault", ["not copied", "without a gradient", "of other graphs"])
+def test_fault_router_logits(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = of_transformers(False) if fault == "of other graphs" else None
+    twins = Twins(batched_mixture(), prepare, ops=WITHOUT_EXPERTS)
+    kept: list[tuple[torch.Tensor, ...]] = []
+
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        out = model(**batch)
+        kept.append(out.router_logits)
+        return out.loss
+
+    def compare() -> None:
+        kept.clear()
+        twins.steps(PADDED, step)
+        for found, expected in zip(kept[::2], kept[1::2], strict=True):
+            assert len(found) == len(expected)
+            assert all(map(torch.equal, found, expected))
+
+    compare()
+    if fault == "not copied":
+        monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **_: tensor.view_as(tensor))
+    elif fault == "without a gradient":
+        clone = torch.Tensor.clone
+        monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **options: clone(tensor.detach(), **options))
+    else:
+        monkeypatch.setattr(layer_capture, "_First", lambda *_: None)
+    with pytest.raises((AssertionError, CheckpointError)):
+        compare()
 
 
 def test_hooks_that_are_set_after_the_capture() -> None:

@@ -86,6 +86,8 @@ class Captured:
     pieces: Pieces | None = None
     inputs: list[Input] = field(default_factory=list)
     output: Any = None
+    collected: list[str] = field(default_factory=list)
+    """The names of the lists that its last results are appended to, for transformers' hooks."""
     reason: str = ""
     ran: list[tuple[Site, int]] = field(default_factory=list)
 

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -32,7 +33,14 @@ from ..undo import Undo
 from .buckets import MOST_VARIANTS, Bucket, Captured, Input, Mode, Turn, bucket
 from .call_arguments import CallArguments, Now, outputs_of
 from .device_waits import DeviceWaits
-from .layer_state import LayerState, has_foreign_hooks, hooked, is_checkpointed, recorder_of_outputs
+from .layer_state import (
+    LayerState,
+    collected_outputs,
+    collects_into,
+    has_foreign_hooks,
+    hooked,
+    is_checkpointed,
+)
 
 __all__ = ["CAPTURE_MODES", "LayerCapture", "check_capture"]
 
@@ -62,6 +70,19 @@ def _exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[No
     finally:
         for where, name, p in own:
             where[name] = p
+
+
+@dataclass(frozen=True)
+class _First:
+    """How a call of a layer ran that a checkpoint repeats.
+
+    Attributes:
+        replayed: whether it was a replay; otherwise it was the layer's own code.
+        collects: what transformers' hooks collected in it.
+    """
+
+    replayed: bool
+    collects: tuple[str, ...] = ()
 
 
 _BY = "_npu_kernels_captures_by"
@@ -94,7 +115,7 @@ class LayerCapture:
         self._lists: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._places: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._own = WeakIdKeyDictionary()
+        self._first = WeakIdKeyDictionary()
 
     def __deepcopy__(self, memo: object) -> LayerCapture:
         """A copy of a model has classes that name this object; its layers are not captured."""
@@ -196,10 +217,12 @@ class LayerCapture:
         hidden = next(iter((*args, *kwargs.values())), None)
         repeats = is_checkpointed(layer) and isinstance(hidden, torch.Tensor)
         ready: Callable[[], Any] | str = ""
-        # Where a checkpoint repeats a call that ran the layer's code, it must do the same.
-        if not (repeats and id(layer) in self._own.get(hidden, ())):
+        # Where a checkpoint repeats a call, it must do the same; transformers' hooks collect nothing then.
+        first = self._first.get(hidden, {}).get(id(layer)) if repeats else None
+        if first is None or first.replayed:
+            names = tuple(collected_outputs() or ())
             try:
-                ready = self._ready(layer, original, args, kwargs)
+                ready = self._ready(layer, original, args, kwargs, names if first is None or names else first.collects)
             except Refused as error:
                 ready = str(error)
         if isinstance(ready, str):
@@ -214,27 +237,33 @@ class LayerCapture:
                 args, kwargs = ((own, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): own})
             return original(layer, *args, **kwargs)
         self.replayed += 1
+        if repeats and names:
+            self._first.setdefault(hidden, {})[id(layer)] = _First(True, names)
         return ready()
 
     def _runs_own(self, layer: Any, hidden: Any) -> None:
         """Notes that a layer runs its own code: where a checkpoint repeats this call, it must do the same."""
         if is_checkpointed(layer) and isinstance(hidden, torch.Tensor):
-            self._own.setdefault(hidden, set()).add(id(layer))
+            self._first.setdefault(hidden, {})[id(layer)] = _First(False)
 
     def _ready(
-        self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[], Any] | str:
-        """Returns what replays a call, or why its own code runs; an empty reason is not reported."""
+        self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        collects: tuple[str, ...],
+    ) -> Callable[[], Any] | str:  # fmt: skip
+        """Returns what replays a call, or why its own code runs; an empty reason is not reported.
+
+        Args:
+            layer, original, args, kwargs: the layer, its forward, and what that is called with.
+            collects: the names of what transformers' hooks collect from the layer's modules.
+        """
         if generates() or is_transformed() or self._busy():
             return ""
         if layer not in self._layers:
             return "it is a copy of a layer that the kernels were applied to"
         if any(GLOBAL_HOOKS):
             return "other code has hooked every module"
-        if recorder_of_outputs():
-            return "outputs of its modules are asked for"
         call = current_call()
-        if call is not None and call.collects:
+        if "hidden_states" in collects or (call is not None and call.collects):
             return "hidden states are asked for"  # models that collect them by themselves keep them
         flat = CallArguments(original, args, kwargs, layer in self._reads_mask)
         if not flat.tensors:
@@ -258,7 +287,7 @@ class LayerCapture:
             self._bound(mode, spot)
         elif next(reversed(mode.buckets)) != rows:
             mode.buckets.move_to_end(rows)
-        key = id(layer), cast, flat.key()
+        key = id(layer), cast, collects, flat.key()
         variants = spot.layers.setdefault(key, [])
         found = next((each for each in variants if each.state is None or each.state.holds()), None)
         new = found is None
@@ -270,11 +299,11 @@ class LayerCapture:
         spot.notes(found)
         if graded and found.pieces is None:
             self._note_readers(layer, flat)
-        return "" if new else self._ready_for(layer, original, flat, mode, spot, found)
+        return "" if new else self._ready_for(layer, original, flat, mode, spot, found, collects)
 
     def _ready_for(
         self, layer: Any, original: Callable[..., Any], flat: CallArguments, mode: Mode, spot: Bucket,
-        found: Captured,
+        found: Captured, collects: tuple[str, ...],
     ) -> Callable[[], Any] | str:  # fmt: skip
         """As `_ready`, of a call that was made before."""
         if found.pieces is None:
@@ -290,7 +319,7 @@ class LayerCapture:
             if later is not None:
                 found.reason = later
                 return later
-            self._capture(layer, original, flat, mode, spot, found)
+            self._capture(layer, original, flat, mode, spot, found, collects)
             if found.pieces is None:
                 return found.reason
             spot.last = found.place
@@ -342,9 +371,15 @@ class LayerCapture:
             results = pieces.run(tensors, Now(mask, tensors), turn, tokens, done)
             for site, calls in found.ran:
                 site.ran += calls
-            if not mode.keeps or self._is_seen_after(layer):
-                results = tuple(t.clone() for t in results)
-            return found.output(results, flat.maps)
+            own = len(results) - len(found.collected)
+            # What hooks collect is read after other layers have run.
+            copies = own if mode.keeps and not self._is_seen_after(layer) else 0
+            results = (*results[:copies], *(t.clone() for t in results[copies:]))
+            lists = collected_outputs()
+            if lists is not None:
+                for name, each in zip(found.collected, results[own:], strict=True):
+                    lists[name].append(each)
+            return found.output(results[:own], flat.maps)
 
         return replay
 
@@ -382,8 +417,9 @@ class LayerCapture:
         return None
 
     def _capture(
-        self, layer: Any, original: Callable[..., Any], flat: CallArguments, mode: Mode, spot: Bucket, found: Captured
-    ) -> None:
+        self, layer: Any, original: Callable[..., Any], flat: CallArguments, mode: Mode, spot: Bucket,
+        found: Captured, collects: tuple[str, ...],
+    ) -> None:  # fmt: skip
         found.state = LayerState(layer)
         reason = self._why_not(layer) or mode.recorder.no_room()
         if reason is not None:
@@ -402,8 +438,13 @@ class LayerCapture:
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             mask = flat.mask
             recorded = Recorded(Now(mask, [t for _, t in flat.tensors]), tensors, originals)
-            with recorded.on(), _exchanged(layer, stand_ins):
+            lists: dict[str, list[Any]] = {name: [] for name in collects}
+            with recorded.on(), _exchanged(layer, stand_ins), collects_into(lists):
                 results, put = outputs_of(*flat.call(functools.partial(original, layer), tensors))
+            found.collected = [name for name, each in lists.items() for _ in each]
+            results += [each for every in lists.values() for each in every]
+            if not all(isinstance(each, torch.Tensor) for each in results):
+                raise Refused("what is collected from its modules is no tensor")
             given = {t.untyped_storage()._cdata for t in tensors}
             if any(t.untyped_storage()._cdata in given for t in results):
                 raise Refused("it returns what it is given")

@@ -7,16 +7,19 @@ patches), and the parameters with their addresses and whether they are trained.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["SIMPLE", "LayerState", "has_foreign_hooks", "hooked", "is_checkpointed", "recorder_of_outputs"]
+__all__ = [
+    "SIMPLE", "LayerState", "collected_outputs", "collects_into", "has_foreign_hooks", "hooked", "is_checkpointed",
+]  # fmt: skip
 
 
 class LayerState:
@@ -89,10 +92,25 @@ def _attributes(each: Any) -> tuple[Any, ...]:
     return each, each.__class__, own, len(own), plain, values, others, others(own)
 
 
-def recorder_of_outputs() -> Any:
-    """Returns what transformers collects from hooks at present (router logits, hidden states), or None."""
+def collected_outputs() -> dict[str, list[Any]] | None:
+    """Returns the lists that transformers' hooks write to at present (router logits, hidden states), by name; None
+    where nothing is collected."""
     collector = _collector()
-    return None if collector is None else collector.get()
+    return None if collector is None else collector.get() or None
+
+
+@contextlib.contextmanager
+def collects_into(lists: dict[str, list[Any]]) -> Iterator[None]:
+    """Inside the `with` block transformers' hooks write to these lists; to none, if there are none."""
+    collector = _collector()
+    if collector is None:
+        yield
+        return
+    token = collector.set(lists)
+    try:
+        yield
+    finally:
+        collector.reset(token)
 
 
 @functools.cache
