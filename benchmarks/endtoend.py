@@ -31,7 +31,7 @@ from .lengths import DISTRIBUTIONS
 from .models import MODELS
 from .step_cases import VARIANTS, StepWorkload
 from .step_clock import Clock
-from .steps import TRAINERS, build_trainer, ran
+from .steps import TRAINERS, build_trainer, captured, ran
 
 __all__ = ["ROOT", "differs", "ratios", "run"]
 
@@ -130,6 +130,10 @@ class _PeakMemory:
     def bytes(self) -> int:
         return self._resident() - self._before if self._module is None else self._module.max_memory_allocated()
 
+    def reserved(self) -> dict[str, int]:
+        """Returns the most that the allocator held: graphs keep memory in which no tensor is known to it."""
+        return {} if self._module is None else {"reserved_bytes": self._module.max_memory_reserved()}
+
     @staticmethod
     def _resident() -> int:
         status = Path("/proc/self/status")
@@ -162,7 +166,7 @@ def train(workload: StepWorkload, variant: str, steps: int, warmup: int = 3) -> 
         trainer, seen = build_trainer(workload, VARIANTS[variant], warmup + steps, folder, clock)
         peak = _PeakMemory(device)
         trainer.train()
-        peak_bytes = peak.bytes()
+        memory = {"peak_bytes": peak.bytes(), **peak.reserved()}
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     losses, norms = [entry["loss"] for entry in logged], [float(entry["grad_norm"]) for entry in logged]
     if not losses or not all(map(math.isfinite, losses + norms)):
@@ -170,10 +174,10 @@ def train(workload: StepWorkload, variant: str, steps: int, warmup: int = 3) -> 
     summary = summarise([seconds * 1e3 for seconds in clock.seconds()[warmup - 1 :]])
     tokens = seen.live / seen.batches
     return {
-        "ms": as_json(summary), "peak_bytes": peak_bytes, "tokens": tokens, "positions": seen.all / seen.batches,
+        "ms": as_json(summary), **memory, "tokens": tokens, "positions": seen.all / seen.batches,
         "live_share": seen.live / seen.all, "tokens_per_second": tokens / summary.median * 1e3,
         "losses": losses, "grad_norms": norms, "ran": ran(trainer),
-        "version": package_version(VARIANTS[variant].package),
+        **captured(trainer), "version": package_version(VARIANTS[variant].package),
     }  # fmt: skip
 
 

@@ -39,8 +39,9 @@ class StepVariant:
 VARIANTS = {
     "plain": StepVariant("transformers"),
     "flag": StepVariant("npu_trainer_kernels"),
-    # Decoder layers are captured as graphs and replayed.
+    # Decoder layers are captured as graphs in any case, or never; `flag` decides by what the device waits for.
     "flag-captured": StepVariant("npu_trainer_kernels", options=(("npu_kernels_capture", "on"),)),
+    "flag-eager": StepVariant("npu_trainer_kernels", options=(("npu_kernels_capture", "off"),)),
     "flag-padded": StepVariant("npu_trainer_kernels", packs=False),
     "flag-unshared": StepVariant("npu_trainer_kernels", shares=False),
     # For rows so long that a layer's MLP needs too much memory.
@@ -123,7 +124,7 @@ class StepWorkload:
 
 
 # The variants for mixtures of experts, where the difference is in the experts' rows.
-_OF_EXPERTS = ("plain", "flag", "flag-captured", "flag-padded", "liger")
+_OF_EXPERTS = ("plain", "flag", "flag-captured", "flag-eager", "flag-padded", "liger")
 _OF_LONG = ("plain", "flag", "flag-tiled", "liger")
 # Without padding transformers' default is a kernel of this kind already.
 _OF_PADDING = ("plain-flash", "liger-flash")
@@ -136,7 +137,7 @@ def variants_of(workload: StepWorkload) -> list[str]:
         return list(_OF_LONG)
     by_flash = _OF_PADDING if workload.has_padding and MODELS[workload.size][2] in flash.DTYPES else ()
     # The models of CPUs, where a tape takes the place of a graph, are in 32 bits.
-    never = set() if MODELS[workload.size][2] in flash.DTYPES else {"flag-captured"}
+    never = set() if MODELS[workload.size][2] in flash.DTYPES else {"flag-captured", "flag-eager"}
     if "num_experts" in MODELS[workload.size][1]:
         return [name for name in (*_OF_EXPERTS, *by_flash) if name not in never]
     without = {"flag-tiled", "flag-unbalanced", *_OF_PADDING} - set(by_flash) | never
@@ -174,6 +175,7 @@ def workloads(kind: str) -> list[StepWorkload]:
         StepWorkload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential"),
         StepWorkload("grpo-trl", "qwen3-4b", 8, 1024, 2048, lengths="exponential", lora=16),
         StepWorkload("sft-trainer", "llama-1b", 8, 2048, lengths="exponential"),
+        StepWorkload("sft-trainer", "llama-1b", 4, 2048, lengths="exponential"),
         StepWorkload("sft-trainer", "qwen3-moe", 8, 2048),
         StepWorkload("sft-trainer", "qwen3-moe", 8, 2048, lengths="exponential"),
         StepWorkload("grpo-trl", "qwen3-moe", 8, 1024, 128),

@@ -21,7 +21,8 @@ from .step_cases import StepVariant, StepWorkload
 from .step_clock import Clock
 
 __all__ = [
-    "PACKING_OP", "TRAINERS", "Positions", "build_trainer", "kernels_of", "patch_with_liger", "ran", "sharing_from",
+    "PACKING_OP", "TRAINERS", "Positions", "build_trainer", "captured", "kernels_of", "patch_with_liger", "ran",
+    "sharing_from",
 ]  # fmt: skip
 
 # The op that skips padding and computes common prefixes once.
@@ -172,15 +173,23 @@ def kernels_of(variant: StepVariant) -> Any:
 def ran(trainer: Any) -> dict[str, int]:
     """Returns the calls of each of our ops in a trainer's model; of flash attention in this process, where a variant
     runs by it; with Unsloth, its statistics of packed rows."""
-    from npu_trainer_kernels import NpuKernelsCallback
-
     packed = sys.modules.get("unsloth.utils.hf_packed_attention")
     if packed is not None:
         return dict(packed.HF_PACKED_ATTENTION_STATS)
     if flash.CALLS:
         return dict(flash.CALLS)
-    ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, NpuKernelsCallback)]
-    return {op: calls for callback in ours for op, calls in callback.report().ran.items()}
+    return {op: calls for report in _reports(trainer) for op, calls in report.ran.items()}
+
+
+def _reports(trainer: Any) -> list[Any]:
+    from npu_trainer_kernels import NpuKernelsCallback
+
+    return [c.report() for c in trainer.callback_handler.callbacks if isinstance(c, NpuKernelsCallback)]
+
+
+def captured(trainer: Any) -> dict[str, Any]:
+    """Returns what was replayed of captured layers, under the key "captured"; nothing if there is nothing to capture."""
+    return {"captured": each.capture.as_dict() for each in _reports(trainer) if each.capture is not None}
 
 
 def _adapter(workload: StepWorkload) -> Any:

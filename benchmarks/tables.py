@@ -23,7 +23,7 @@ _MODELS = {"llama-1b": "Llama of 1B", "qwen3-0.6b": "Qwen3 of 0.6B", "qwen3-4b":
 # The columns of the README, and those of the performance page.
 _SHORT = {"plain": "plain", "plain-flash": "plain, flash attention", "flag": "with the flag"}
 _LONG = {"plain": "plain", "plain-flash": "plain, flash attention", "flag": "with the flag",
-         "flag-captured": "layers captured",
+         "flag-captured": "every layer captured", "flag-eager": "no layer captured",
          "flag-unshared": "prompt in every row", "flag-padded": "padding computed", "flag-tiled": "MLP in tiles",
          "liger": "Liger-Kernel", "liger-flash": "Liger-Kernel, flash attention", "unsloth": "Unsloth"}  # fmt: skip
 

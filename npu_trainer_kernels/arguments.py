@@ -44,10 +44,10 @@ class NpuKernelsArguments:
     )
 
     npu_kernels_capture: str = field(
-        default="off",
+        default="auto",
         metadata={
-            "help": "When decoder layers are captured as graphs of the device and replayed: 'off', 'auto' (if the "
-            "device is seen to wait for Python) or 'on'."
+            "help": "When decoder layers are captured as graphs of the device and replayed: 'auto' (on CUDA, if the "
+            "device is seen to wait for Python), 'on' or 'off'."
         },
     )
 

@@ -118,7 +118,7 @@ class NpuKernelsCallback(TrainerCallback):
         backend: str | None = None,
         strict: bool = False,
         tiled_mlp: int = 0,
-        capture: str = "off",
+        capture: str = "auto",
         warm_up: bool = True,
         balance: bool = True,
         audit: str | int = "first",

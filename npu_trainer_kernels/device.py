@@ -28,6 +28,7 @@ __all__ = [
     "KINDS",
     "DeviceSpec",
     "accelerator",
+    "captures_unasked",
     "chip_spec",
     "compute_capability",
     "gains_by_segments_alone",
@@ -398,6 +399,11 @@ def graph_class(device: torch.device) -> Any:
     under an older torch_npu."""
     module = torch.get_device_module(device)
     return getattr(module, "NPUGraph" if device.type == "npu" else "CUDAGraph", None)
+
+
+def captures_unasked(device: torch.device) -> bool:
+    """Whether `capture="auto"` may capture decoder layers on a device: where it was measured to be right and faster."""
+    return kind_of(device) == "cuda"
 
 
 _STREAMS_FOR_GRAPHS = 1800

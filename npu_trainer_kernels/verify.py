@@ -611,7 +611,7 @@ def verify(
     precision: str = "fp32",
     ops: Sequence[str] | None = None,
     backend: str | None = None,
-    capture: str = "off",
+    capture: str = "auto",
     noise_runs: int = NOISE_RUNS,
     seed: int = 0,
     on_run: Callable[[Variant], None] | None = None,

@@ -96,7 +96,13 @@ class DeviceRecorder:
         self._new = graph_class(device)
         if self._new is None:
             raise Refused(f"torch.{device.type} has no graphs in this version")
-        self._pool = self._module.graph_pool_handle()
+        # Tensors of a look are made in the pool as well, so that capturing takes no more memory than the graphs do.
+        self._memory = getattr(self._module, "MemPool", None)
+        if self._memory is None:
+            self._pool = self._module.graph_pool_handle()
+        else:
+            self._memory = self._memory()
+            self._pool = self._memory.id
         self._stream = self._module.Stream(device)
         self._device = device
         self._graph: Any = None
@@ -112,7 +118,13 @@ class DeviceRecorder:
         collects = gc.isenabled()
         gc.disable()
         try:
-            with self._module.stream(self._stream), threads, watch if look else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._module.stream(self._stream))
+                stack.enter_context(threads)
+                if look:
+                    if self._memory is not None:
+                        stack.enter_context(self._module.use_mem_pool(self._memory, self._device))
+                    stack.enter_context(watch)
                 yield
         finally:
             if collects:

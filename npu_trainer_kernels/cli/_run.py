@@ -40,7 +40,7 @@ OPTIONS = {
     "NPU_KERNELS_CAPTURE": (
         "--capture",
         None,
-        "decoder layers as graphs: 'off' (default), 'auto' or 'on'",
+        "decoder layers as graphs: 'auto' (default), 'on' or 'off'",
     ),
     "NPU_KERNELS_REPORT": ("--report", None, "what is printed when training begins: 'short' (default) or 'full'"),
     "NPU_KERNELS_AUDIT": ("--audit", None, "when it is compared with the model's own code: 'first', 'off', or steps"),

@@ -225,7 +225,13 @@ class NpuKernels:
 
     def _capture_layers(self, model: nn.Module, mode: str, where: torch.device) -> None:
         """Has the decoder layers captured, last of all: what is captured are the patched layers."""
-        if mode == "off" or (mode == "auto" and where.type == "cpu"):
+        if mode == "off":
+            return
+        if mode == "auto" and not device.captures_unasked(where):
+            if where.type != "cpu":
+                self._report.note(
+                    f"no layers are captured on {where.type}, where that was not measured; capture='on' captures them"
+                )
             return
         if self.settings.layers is None:
             self.settings.layers = LayerCapture(self._undo, lambda: self._report.sites, self._is_comparing)
@@ -305,7 +311,7 @@ def handle_of(model: nn.Module) -> NpuKernels | None:
 
 def apply_npu_kernels(
     model: nn.Module, *, ops: Sequence[str] | None = None, backend: str | None = None, strict: bool = False,
-    tiled_mlp: int = 0, capture: str = "off",
+    tiled_mlp: int = 0, capture: str = "auto",
 ) -> NpuKernels:  # fmt: skip
     """Replaces computations of one model instance by fused kernels, in place.
 
@@ -331,8 +337,9 @@ def apply_npu_kernels(
         tiled_mlp: the maximum number of tokens that gated MLPs compute at once; they save only their input for
             backward, which recomputes them slice by slice. 0: all tokens at once.
         capture: whether decoder layers are captured as a device's graphs, and replayed where nothing has changed
-            (`patching.layers`): `"off"`, `"auto"` (if the first training forwards show that the device waits for
-            Python) or `"on"`. On a CPU `"on"` replays tapes, which is slower and is there for tests.
+            (`patching.layers`): `"auto"` (on CUDA, if the first training forwards show that the device waits for
+            Python), `"on"` or `"off"`. Nothing was measured on an NPU, so layers are captured there only if it is
+            `"on"`. On a CPU `"on"` replays tapes, which is slower and is there for tests.
 
     Returns:
         The handle, which is also a context manager. A second call for the same model patches modules that were added

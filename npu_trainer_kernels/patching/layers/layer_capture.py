@@ -337,9 +337,13 @@ class LayerCapture:
     def _mode(self, where: torch.device, graded: bool, repeats: bool, listed: int) -> Mode:
         """Returns the mode of a call. Results that stay until a backward are those of one list of layers, whose numbers
         of tokens are the same in a forward: those of images in another tower have a mode of their own."""
-        key = where, graded, repeats, listed if graded and not repeats else None
+        keeps = graded and not repeats
+        key = where, graded, repeats, listed if keeps else None
         if key not in self._modes:
-            self._modes[key] = Mode(recorder_for(where), graded and not repeats, device.most_graphs(where))
+            # Where nothing stays after a call, the graphs of all modes may use the same memory.
+            alike = () if keeps else (mode for (at, *_), mode in self._modes.items() if at == where and not mode.keeps)
+            recorder = next((mode.recorder for mode in alike), None)
+            self._modes[key] = Mode(recorder or recorder_for(where), keeps, device.most_graphs(where))
         return self._modes[key]
 
     def _replay(self, layer: Any, flat: CallArguments, mode: Mode, spot: Bucket, found: Captured) -> Any:
