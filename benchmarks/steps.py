@@ -188,8 +188,9 @@ def _reports(trainer: Any) -> list[Any]:
 
 
 def captured(trainer: Any) -> dict[str, Any]:
-    """Returns what was replayed of captured layers, under the key "captured"; nothing if there is nothing to capture."""
-    return {"captured": each.capture.as_dict() for each in _reports(trainer) if each.capture is not None}
+    """Returns the field "captured" of a row, what was replayed of captured layers; none if nothing may be captured."""
+    found = [report.capture.as_dict() for report in _reports(trainer) if report.capture is not None]
+    return {"captured": found[0]} if found else {}
 
 
 def _adapter(workload: StepWorkload) -> Any:

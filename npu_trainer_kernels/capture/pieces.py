@@ -274,7 +274,8 @@ class _Joint(torch.autograd.Function):
                 ctx.result = recording.seams[index][0](inner, now)
             ctx.inner = inner
             result = ctx.result.detach().clone(memory_format=torch.preserve_format)
-            recording.layouts.append(_SeamLayout(result, [None] * len(tensors)))
+            # An alias: what is returned refers to this node, which refers to the recording.
+            recording.layouts.append(_SeamLayout(result.detach(), [None] * len(tensors)))
             watch.knows((result,))
             watch.target = Nothing()
             return result

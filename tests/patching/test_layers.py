@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
@@ -28,6 +29,7 @@ from npu_trainer_kernels.capture import recording_now
 from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.patching.body import batch as batch_module
 from npu_trainer_kernels.patching.layers import LayerCapture, bucket, check_capture, layer_capture, layer_state
+from npu_trainer_kernels.patching.layers.device_waits import DeviceWaits
 from npu_trainer_kernels.patching.undo import Undo
 from tests.closeness import assert_as_close, rounded
 from tests.models import small_model
@@ -906,6 +908,44 @@ def test_a_model_that_is_dropped_takes_what_was_captured_along() -> None:
     del twins
     gc.collect()
     assert not any(each() is not None for each in held)
+
+
+class Events:
+    """Events of a device that begins what it is asked for at once (`waits`), or later."""
+
+    def __init__(self, waits: Callable[[int], bool]) -> None:
+        self.asked, self._waits = 0, waits
+
+    def Event(self) -> Any:
+        return self
+
+    def current_stream(self, where: torch.device) -> None:
+        assert where.type == "cuda"
+
+    def record(self, stream: None) -> None:
+        pass
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self._waits(self.asked)
+
+
+@pytest.mark.parametrize(("waits", "for_host"), [(10, True), (8, True), (7, False), (0, False)])
+def test_auto_captures_where_the_device_waits_at_nearly_all_layers(
+    waits: int, for_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events(lambda asked: asked % 10 < waits)
+    monkeypatch.setattr(torch, "get_device_module", lambda where: events)
+    with FakeTensorMode():
+        hidden = torch.empty(2, 3, device="cuda")
+    found = DeviceWaits()
+    for layer in 4 * (0, 1):
+        assert not found.seen(layer, hidden)
+    assert events.asked == 1  # the first three forwards are not looked at
+    while not found.seen(0, hidden):
+        assert events.asked < 1000
+    assert found.share == waits / 10
+    assert found.for_host == for_host
 
 
 def test_unknown_modes() -> None:

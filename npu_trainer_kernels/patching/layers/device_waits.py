@@ -17,11 +17,12 @@ class DeviceWaits:
     than a layer's work ahead of it, and will wait. The first forwards are not looked at (they compile kernels and fill
     caches). Nothing is waited for.
 
-    Attributes:
-        for_host: whether the device waited at more than half of the layers.
+    The host is what a step waits for if the device waited at nearly all layers. Where it waited at fewer, for example
+    only until the host was ahead of it in each step, graphs would gain little and cost memory.
     """
 
     _UNSEEN, _CALLS = 3, 240
+    _SHARE = 0.75
 
     def __init__(self) -> None:
         self._event: Any = None
@@ -29,8 +30,14 @@ class DeviceWaits:
         self._calls = self._waiting = 0
 
     @property
+    def share(self) -> float:
+        """The share of layers at which the device waited."""
+        return self._waiting / max(self._calls, 1)
+
+    @property
     def for_host(self) -> bool:
-        return 2 * self._waiting > self._calls
+        """Whether the host is what a step waits for."""
+        return self.share > self._SHARE
 
     def seen(self, layer: int, hidden: Any) -> bool:
         """Looks at a call of a layer; returns whether enough calls were seen."""

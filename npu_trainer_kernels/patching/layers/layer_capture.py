@@ -96,11 +96,13 @@ class LayerCapture:
         replayed, eager: the numbers of calls of layers.
         reasons: why layers ran their own code, with the number of calls.
         seconds: the time spent on capturing.
+        waited: the share of layers at which the device waited for the host, once `auto` has decided.
     """
 
     def __init__(self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool]) -> None:
         self.on = False
         self.waits: DeviceWaits | None = None
+        self.waited: float | None = None
         self.replayed = self.eager = 0
         self.reasons: Counter[str] = Counter()
         self.seconds = 0.0
@@ -127,14 +129,16 @@ class LayerCapture:
         graphs = sum(spot.graphs for mode in self._modes.values() for spot in mode.buckets.values())
         return {
             "on": self.on, "replayed": self.replayed, "own_code": self.eager, "graphs": graphs, "buckets": len(buckets),
-            "captured": self.captured, "seconds": round(self.seconds, 3), "reasons": dict(self.reasons),
+            "captured": self.captured, "seconds": round(self.seconds, 3), "waited": self.waited,
+            "reasons": dict(self.reasons),
         }  # fmt: skip
 
     def __str__(self) -> str:
         if not self.on:
             return "captured layers: none; " + (
-                "the device did not wait for the host" if self.waits is None else "not decided yet"
-            )
+                "not decided yet" if self.waited is None else
+                f"the device waited for the host at {self.waited:.0%} of the layers"
+            )  # fmt: skip
         seen = self.as_dict()
         calls = self.replayed + self.eager
         lines = [
@@ -158,7 +162,7 @@ class LayerCapture:
         """
         if mode == "on":
             self.on = True
-        elif not self.on and self.waits is None:
+        elif not self.on and self.waits is None and self.waited is None:
             self.waits = DeviceWaits()
         inside: set[nn.Module] = set()
         owners: Counter[int] = Counter()
@@ -203,7 +207,7 @@ class LayerCapture:
                 return original(layer, *args, **kwargs)
             if not self.on:
                 if self.waits is not None and args and torch.is_grad_enabled() and self.waits.seen(id(layer), args[0]):
-                    self.on, self.waits = self.waits.for_host, None
+                    self.on, self.waited, self.waits = self.waits.for_host, self.waits.share, None
                 self._runs_own(layer, args[0] if args else None)
                 return original(layer, *args, **kwargs)
             return self.call(layer, original, args, kwargs)
