@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 
 from npu_trainer_kernels import NpuKernels, apply_npu_kernels
 from tests.models import SMALL, small_model
@@ -99,3 +100,8 @@ class Twins:
 
 def llama_twins(prepare: Callable[[Any], Any] | None = None, **overrides: Any) -> Twins:
     return Twins(small_model("llama", **overrides), prepare)
+
+
+def lora_twins(targets: list[str], **options: Any) -> Twins:
+    config = LoraConfig(target_modules=targets, r=4, init_lora_weights=False, **options)
+    return Twins(get_peft_model(small_model("llama"), config).train())
