@@ -114,6 +114,8 @@ class _Run(torch.autograd.Function):
         for i, (buffer, grad) in enumerate(zip(piece.grads, grads, strict=True)):
             if buffer is not None:
                 _fill(buffer, grad, piece.dims[i] if piece.dims is not None else None)
+        if ctx.pieces.prepare is not None:
+            ctx.pieces.prepare(True)
         piece.backward.replay()
         if piece.entry_grad is not None:
             increment_version(piece.entry_grad)
@@ -151,6 +153,8 @@ class Pieces:
         sign: what pieces save for their backward, in the place of everything that a graph has saved.
         first: the first piece with a backward, whose backward is the last one; None: no piece has one.
         tokens: the number of live tokens of the last forward; None: all.
+        prepare: called before a forward (with False) and before each graph of its backward (with True); it puts
+            parameters that move to where the graphs read them. None: parameters stay where they are.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class Pieces:
         # A checkpoint compares shapes: a function that was captured with other results is not taken for this one.
         self.sign = torch.empty(0, len(pieces[-1].outputs))
         self.tokens: int | None = None
+        self.prepare: Callable[[bool], None] | None = None
         known = {t.untyped_storage().data_ptr() for t in inputs}
         for piece in pieces:
             piece.written = [o for o in piece.outputs if o.untyped_storage().data_ptr() not in known]
@@ -209,6 +214,8 @@ class Pieces:
             done: called after the backward.
         """
         self.tokens = tokens
+        if self.prepare is not None:
+            self.prepare(False)
         entry: tuple[torch.Tensor, ...] = ()
         outputs: Any = ()
         graded = torch.is_grad_enabled()

@@ -122,7 +122,7 @@ def changing(layer: Any, hidden: torch.Tensor, mask: torch.Tensor | None) -> tor
 
 
 LEFT_ALONE: dict[str, dict[str, Any]] = {
-    "its parameters move (FSDP)": {"prepare": set_sharded},
+    "parameters of a module of it move (FSDP)": {"prepare": set_sharded},
     "a parameter of it is a Strange": {"prepare": set_strange},
     "a forward was set on a module of it": {"prepare": set_forward},
     "it could not be captured: RuntimeError: no stream": {"own": failing},

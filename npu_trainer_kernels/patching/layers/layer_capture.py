@@ -12,7 +12,7 @@ import itertools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ from .layer_state import (
     hooked,
     is_checkpointed,
 )
+from .weight_slots import WeightSlots
 
 __all__ = ["CAPTURE_MODES", "LayerCapture", "check_capture"]
 
@@ -118,6 +119,8 @@ class LayerCapture:
         self._places: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._first = WeakIdKeyDictionary()
+        self._slots: dict[Any, WeightSlots] = {}
+        self._asked = False
 
     def __deepcopy__(self, memo: object) -> LayerCapture:
         """A copy of a model has classes that name this object; its layers are not captured."""
@@ -161,7 +164,7 @@ class LayerCapture:
             mode: `"on"`, or `"auto"`: once the device was seen to wait for the host.
         """
         if mode == "on":
-            self.on = True
+            self.on = self._asked = True
         elif not self.on and self.waits is None and self.waited is None:
             self.waits = DeviceWaits()
         inside: set[nn.Module] = set()
@@ -197,6 +200,7 @@ class LayerCapture:
         """Lets go of everything that was captured; the counts stay."""
         self._modes.clear()
         self._layers.clear()
+        self._slots.clear()
 
     def _forward(self, base: Any) -> Callable[..., Any]:
         original: Any = base.forward
@@ -409,8 +413,14 @@ class LayerCapture:
 
     def _why_not(self, layer: nn.Module) -> str | None:
         """Returns why a layer is not captured, or None."""
-        if any(isinstance(module, FSDPModule) for module in layer.modules()):
-            return "its parameters move (FSDP)"
+        if any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer):
+            return "parameters of a module of it move (FSDP)"
+        if isinstance(layer, FSDPModule):
+            # A checkpoint repeats FSDP's hooks as well, so what repeats a call is not recognised by its argument.
+            if is_checkpointed(layer):
+                return "its parameters move (FSDP), and a checkpoint repeats it"
+            if not self._asked:
+                return "its parameters move (FSDP), and copies of them were not measured; capture='on' makes them"
         if hooked(layer):
             return "other code has hooked it or a module of it"
         if any("forward" in vars(module) for module in layer.modules()):
@@ -428,7 +438,8 @@ class LayerCapture:
         self, layer: Any, original: Callable[..., Any], flat: CallArguments, mode: Mode, spot: Bucket,
         found: Captured, collects: tuple[str, ...],
     ) -> None:  # fmt: skip
-        found.state = LayerState(layer)
+        moves = isinstance(layer, FSDPModule)
+        found.state = LayerState(layer, moves)
         reason = self._why_not(layer) or mode.recorder.no_room()
         if reason is not None:
             found.reason = reason
@@ -440,7 +451,18 @@ class LayerCapture:
                   if (id(layer), path) in self._joined]  # fmt: skip
         outputs: list[Any] = []
         # A layer may have a parameter in two of its modules.
-        stand_ins = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in layer.parameters()}
+        parameters = list(layer.parameters())
+        places: Sequence[torch.Tensor] = parameters
+        if moves:
+            alike = WeightSlots.key(parameters)
+            if alike not in self._slots:
+                self._slots[alike] = WeightSlots(parameters)
+            slots = self._slots[alike]
+            slots.load(layer, parameters, again=False)
+            places = slots.buffers
+        stand_ins = {
+            id(p): nn.Parameter(at.detach(), p.requires_grad) for p, at in zip(parameters, places, strict=True)
+        }
         originals = {id(stand_ins[id(p)]): p for p in layer.parameters()}
 
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -483,6 +505,8 @@ class LayerCapture:
         if not found.state.holds():
             found.pieces, found.reason = None, "a call of it changes its modules or parameters"
             return
+        if moves:
+            found.pieces.prepare = functools.partial(slots.load, layer, parameters)
         found.inputs, found.output = inputs, outputs[-1]
         if mode.keeps:
             spot.results |= {t.data_ptr() for t in found.pieces.pieces[-1].outputs}

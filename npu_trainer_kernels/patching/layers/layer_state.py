@@ -23,19 +23,28 @@ __all__ = [
 
 
 class LayerState:
-    """What decides how a layer's code runs, as it was when the layer was captured."""
+    """What decides how a layer's code runs, as it was when the layer was captured.
 
-    def __init__(self, layer: nn.Module) -> None:
+    Args:
+        layer: the layer.
+        moves: whether its parameters are at other addresses in each call (FSDP2).
+    """
+
+    def __init__(self, layer: nn.Module, moves: bool = False) -> None:
+        self._moves = moves
         configs = {id(c): c for m in layer.modules() if (c := vars(m).get("config")) is not None}
         self._objects = [_attributes(each) for each in (*layer.modules(), *configs.values())]
         self._parameters = [
-            (owner._parameters, name, p, None if p is None else (p.data_ptr(), p.requires_grad))
+            (owner._parameters, name, p, None if p is None else self._of(p))
             for owner in layer.modules() for name, p in owner._parameters.items()
         ]  # fmt: skip
         self._buffers = [
             (owner._buffers, name, b, None if b is None else b.data_ptr())
             for owner in layer.modules() for name, b in owner._buffers.items()
         ]  # fmt: skip
+
+    def _of(self, p: nn.Parameter) -> tuple[Any, ...]:
+        return (p.shape, p.dtype, p.requires_grad) if self._moves else (p.data_ptr(), p.requires_grad)
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
@@ -45,7 +54,7 @@ class LayerState:
             if not all(map(operator.is_, others(own), same)):
                 return False
         for where, name, p, known in self._parameters:
-            if where.get(name) is not p or (p is not None and (p.data_ptr(), p.requires_grad) != known):
+            if where.get(name) is not p or (p is not None and self._of(p) != known):
                 return False
         return all(where.get(name) is b and (b is None or b.data_ptr() == at) for where, name, b, at in self._buffers)
 
@@ -128,9 +137,11 @@ def hooked(layer: nn.Module) -> bool:
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Whether other code than transformers' collector of outputs, which is asked whether it collects, has hooked a
-    module."""
+    """Whether a hook of a module may keep what it is given, or change it. Transformers' collector of outputs is asked
+    whether it collects, and FSDP2 gathers and frees parameters."""
     own = module.__dict__
     return any(
-        getattr(hook, "__name__", "") != "output_capturing_hook" for name in _HOOKS for hook in own[name].values()
-    )
+        getattr(hook, "__name__", "") != "output_capturing_hook"
+        and not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
+        for name in _HOOKS for hook in own[name].values()
+    )  # fmt: skip

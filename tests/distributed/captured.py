@@ -1,0 +1,58 @@
+"""Trains a small model under FSDP2 on the ranks that torchrun has started, with captured layers and without.
+
+Usage: torchrun --nproc_per_node 2 -m tests.distributed.captured FILE CASE...
+
+Rank 0 writes to FILE, per case: how far the parameters have moved without capture, how far those with captured layers
+are from them, and on each rank how many calls were replayed, and why others were not.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from npu_trainer_kernels import apply_npu_kernels
+from tests.distributed.ranks import by_rank, compare_cases
+from tests.distributed.run import Parameters, apart, whole
+from tests.models import batch, small_model
+
+STEPS = 4
+CASES = {"fsdp2": [("kept",), ("gathered",), ("in 16 bits",), ("checkpointed",)]}
+
+
+def trained(case: str, capture: str) -> tuple[Parameters, Any]:
+    """The parameters after some steps, the number of replays, and why calls were not replayed."""
+    model: Any = small_model("llama", use_cache=False)
+    if case == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": case != "gathered"}
+    if case == "in 16 bits":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    kernels = apply_npu_kernels(model, backend="torch", capture=capture)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = {name: value.chunk(2)[torch.distributed.get_rank()] for name, value in batch(rows=4).items()}
+    for _ in range(STEPS):
+        model(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(**inputs)  # evaluation between steps
+    found = kernels.report().as_dict()["capture"] or {"replayed": 0, "reasons": {}}
+    return whole(model), (found["replayed"], sorted(found["reasons"]))
+
+
+def compared(wrapper: str, case: str) -> dict[str, Any]:
+    start = dict(small_model("llama").named_parameters())
+    eager, _ = trained(case, "off")
+    captured, replays = trained(case, "on")
+    return {"moved": apart(eager, start), "apart": apart(eager, captured), "ranks": by_rank(replays)}
+
+
+if __name__ == "__main__":
+    compare_cases(sys.argv[1], sys.argv[2:], CASES, compared)
