@@ -84,8 +84,9 @@ class NpuKernelsCallback(TrainerCallback):
     TRL's GRPOTrainer the head gets a plan of the gradient that the loss will send back. Losses that are nan or infinite
     are filtered as the Trainer does, but on the device (`training.loss_filter`). What the Trainer repeats for each
     micro-batch on the host is made short (`training.repeats`). It prints the report once, on the main process, and adds
-    `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second` (without padding)
-    and `peak_memory_gib` to the Trainer's logs.
+    `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second` (without padding),
+    `peak_memory_gib` and, where decoder layers are captured, `layers_replayed` (the share of their calls since the
+    last log) to the Trainer's logs.
 
     Pass it in `callbacks=[...]`. On an existing Trainer, use `trainer.add_callback(callback)` followed by
     `callback.attach(trainer)`.
@@ -384,6 +385,9 @@ class NpuKernelsCallback(TrainerCallback):
                     for name, new, old in zip(names, tokens, seen, strict=True):
                         logs[name] = round((new - old) / max(now - before, 1e-9), 1)
                     logs["peak_memory_gib"] = round(_peak_memory_gib(trainer.args.device), 3)
+                    layers = self._handle.settings.layers
+                    if layers is not None and layers.on:
+                        logs["layers_replayed"] = round(layers.share_since(), 3)
                 original(logs, *args, **kwargs)
 
             return log

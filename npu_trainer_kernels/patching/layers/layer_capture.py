@@ -121,6 +121,7 @@ class LayerCapture:
         self._first = WeakIdKeyDictionary()
         self._slots: dict[Any, WeightSlots] = {}
         self._asked = False
+        self._asked_at = 0, 0
 
     def __deepcopy__(self, memo: object) -> LayerCapture:
         """A copy of a model has classes that name this object; its layers are not captured."""
@@ -149,6 +150,13 @@ class LayerCapture:
             f"for {seen['buckets']} numbers of tokens; {self.seconds:.1f} s spent on capturing"
         ]
         return "\n".join([*lines, *(f"  {calls} calls: {reason}" for reason, calls in self.reasons.items())])
+
+    def share_since(self) -> float:
+        """Returns the share of the calls since the last question that were replayed."""
+        now = self.replayed, self.eager
+        replayed, eager = (new - old for new, old in zip(now, self._asked_at, strict=True))
+        self._asked_at = now
+        return replayed / max(replayed + eager, 1)
 
     def tokens(self, live: int) -> int | None:
         """Returns the number of tokens that a packed row is filled up to, or None: it stays as it is."""
