@@ -67,6 +67,7 @@ __all__ = [
     "judge",
     "judge_runs",
     "judge_samples",
+    "judge_scalars",
     "on_one_device",
     "record",
     "variants",
@@ -388,16 +389,17 @@ def _random_walk(steps: torch.Tensor) -> float:
 
 
 def _scalar_checks(
-    name: str, unpatched: Sequence[Sequence[float]], patched: Sequence[float], k: float, eps: float
-) -> list[Check]:
+    name: str, unpatched: Sequence[Sequence[float]], patched: Sequence[float], k: float, eps: float,
+    least: float = 0.0, labels: Sequence[str] = (),
+) -> list[Check]:  # fmt: skip
     runs = [torch.tensor(run, dtype=torch.float64) for run in unpatched]
     signed = torch.tensor(patched, dtype=torch.float64) - runs[0]
-    ulp = _ulp(runs[0], eps)
+    ulp = _ulp(runs[0], eps).clamp(min=least)
     floors = _floors([(a - b).abs() for a, b in _pairs(runs)], ulp)
     drift_floor = max(_random_walk(ulp / floors), *(float(((a - b) / floors).mean().abs()) for a, b in _pairs(runs)))
     drift = float((signed / floors).mean().abs())
     return [
-        Check(name, signed.abs().tolist(), floors.tolist(), k),
+        Check(name, signed.abs().tolist(), floors.tolist(), k, list(labels)),
         Check(f"drift of {name}", [drift], [drift_floor], k, ["the whole curve, in noise floors"]),
     ]
 
@@ -506,6 +508,28 @@ def judge(unpatched: Sequence[Curves], patched: Curves, precision: str) -> Verdi
     checks += _gradient_checks(unpatched, patched, k)
     checks.append(_parameter_check(unpatched, patched, k))
     return Verdict(checks, [], patched.report)
+
+
+def judge_scalars(
+    name: str, unpatched: Sequence[Sequence[float]], patched: Sequence[float], labels: Sequence[str],
+    resolution: float | None, precision: str = "bf16",
+) -> list[Check]:  # fmt: skip
+    """Judges one quantity that was logged at some steps, and its drift, by the rule of the module's docstring.
+
+    Args:
+        name: the quantity.
+        unpatched: its values in the reference, and in two or more runs that differ from it in rounding.
+        patched: its values in the run to judge.
+        labels: the names of the steps.
+        resolution: the last place of the logged numbers, if they were rounded; None: they are fp32.
+        precision: one of `PRECISIONS`.
+
+    Raises:
+        ValueError: fewer than two noisy runs.
+    """
+    if len(unpatched) < 3:
+        raise ValueError(f"unpatched must hold a reference and at least two noisy runs; got {len(unpatched)} runs")
+    return _scalar_checks(name, unpatched, patched, K[precision], _FP32_EPS, resolution or 0.0, labels)
 
 
 def judge_samples(name: str, unpatched: Sequence[float], patched: Sequence[float], precision: str) -> Check:

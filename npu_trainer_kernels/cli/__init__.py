@@ -1,4 +1,4 @@
-"""`npu-kernels`: run, doctor, tune, compile, fit, verify, prove, bench.
+"""`npu-kernels`: run, doctor, tune, compile, fit, verify, compare, prove, bench.
 
     npu-kernels COMMAND --help
 
@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from ..support.switch import switch_off_run
-from . import _bench, _compile, _doctor, _fit, _prove, _run, _tune, _verify
+from . import _bench, _compare, _compile, _doctor, _fit, _prove, _run, _tune, _verify
 from .output import FINE, STOPPED, USAGE, Output, UsageError
 
 __all__ = ["main", "make_parser"]
 
 # The module of each command, with NAME, HELP, add_arguments(parser) and run(args, output) -> exit code.
-_COMMANDS = (_doctor, _tune, _compile, _fit, _verify, _prove)
+_COMMANDS = (_doctor, _tune, _compile, _fit, _verify, _compare, _prove)
 
 
 def _version() -> str:
