@@ -23,7 +23,17 @@ import torch
 from . import device
 from .support.rounding import rounded
 
-__all__ = ["FACTOR", "ULPS_EACH", "ULPS_RMS", "Tensors", "assert_as_close", "assert_op_close", "rounded", "run"]
+__all__ = [
+    "FACTOR",
+    "ULPS_EACH",
+    "ULPS_RMS",
+    "Tensors",
+    "assert_as_close",
+    "assert_op_close",
+    "rounded",
+    "rounded_if_needed",
+    "run",
+]
 
 FACTOR = 2.0
 ULPS_EACH = 4.0
@@ -61,7 +71,7 @@ def run(fn: Callable[..., object], inputs: Sequence[object], upstream: Callable[
 
 def assert_as_close(
     actual: torch.Tensor, reference: torch.Tensor, truth: torch.Tensor, what: str,
-    moved: Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]] = (),
+    moved: Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]],
 ) -> None:  # fmt: skip
     """Raises AssertionError unless `actual` satisfies the rule of the module's docstring.
 
@@ -70,7 +80,8 @@ def assert_as_close(
         reference: the result of plain PyTorch, of the same shape and dtype.
         truth: the result in fp64.
         what: the name of the result in the error.
-        moved: the results of the reference with changed rounding (`rounded`), or a function that returns them.
+        moved: the results of the reference with changed rounding (`rounded`), or a function that returns them, which
+            is called only if the result fails without them (`rounded_if_needed`).
     """
     try:
         _assert_within(actual, reference, truth, what, ())
@@ -79,6 +90,22 @@ def assert_as_close(
         if not others:
             raise
         _assert_within(actual, reference, truth, what, others)
+
+
+def rounded_if_needed(run: Callable[[], Any]) -> Callable[[Any], Callable[[], list[torch.Tensor]]]:
+    """Returns what gives `assert_as_close` its last argument for each result of a reference.
+
+        moved = rounded_if_needed(lambda: gradients(plain, inputs))
+        for name, value in found.items():
+            assert_as_close(value, expected[name], truth[name], name, moved(name))
+
+    Args:
+        run: runs the unpatched reference once more and returns its results, a list or a dict. It is called under every
+            rounding as soon as one result needs it, and then not again. It must not make the model, whose weights
+            would be changed, and must leave the tensors alone that it has returned before.
+    """
+    every = functools.cache(lambda: rounded(run))
+    return lambda key: lambda: [results[key] for results in every()]
 
 
 def _assert_within(
@@ -127,7 +154,7 @@ def assert_op_close(op: Callable[..., object], reference: Callable[..., object],
     where = next((v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu"))
     exact = where if device.has_fp64(where) else torch.device("cpu")
     actual, same = run(op, inputs, upstream), run(reference, inputs, upstream)
-    moved = functools.cache(lambda: rounded(lambda: run(reference, inputs, upstream)))
+    moved = rounded_if_needed(lambda: run(reference, inputs, upstream))
     truth = run(reference, inputs, upstream, torch.float64, exact)
     _require(len(actual) == len(same), f"{len(actual)} results, the reference gives {len(same)}")
     for i, (a, r, t) in enumerate(zip(actual, same, truth, strict=True)):
@@ -136,9 +163,4 @@ def assert_op_close(op: Callable[..., object], reference: Callable[..., object],
             continue
         if a is None:
             raise AssertionError(f"result {i} should not be None")
-        assert_as_close(a, r, t, f"result {i}", functools.partial(_of_each, moved, i))
-
-
-def _of_each(moved: Callable[[], list[list[Any]]], i: int) -> list[torch.Tensor]:
-    """Returns result number `i` under each rounding."""
-    return [results[i] for results in moved()]
+        assert_as_close(a, r, t, f"result {i}", moved(i))

@@ -8,7 +8,18 @@ from npu_trainer_kernels.closeness import (
     assert_as_close,
     assert_op_close,
     rounded,
+    rounded_if_needed,
     run,
 )
 
-__all__ = ["FACTOR", "ULPS_EACH", "ULPS_RMS", "Tensors", "assert_as_close", "assert_op_close", "rounded", "run"]
+__all__ = [
+    "FACTOR",
+    "ULPS_EACH",
+    "ULPS_RMS",
+    "Tensors",
+    "assert_as_close",
+    "assert_op_close",
+    "rounded",
+    "rounded_if_needed",
+    "run",
+]

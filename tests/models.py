@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tests.closeness import assert_as_close
+from tests.closeness import assert_as_close, rounded_if_needed
 
 # Of the environments for the ends of the supported ranges (tox.ini) one has no TRL, and two an older one.
 TRL = next((Version(d.version) for d in metadata.distributions(name="trl")), None)
@@ -133,12 +133,15 @@ def loss_and_gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) 
 
 def assert_outcome_close(
     model: torch.nn.Module, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor],
-    truth: Sequence[torch.Tensor], moved: Sequence[Sequence[torch.Tensor]] = (),
+    truth: Sequence[torch.Tensor], again: Callable[[], Sequence[torch.Tensor]],
 ) -> None:  # fmt: skip
-    """Compares what `loss_and_gradients` returns of a model by the one accuracy rule."""
-    names = ["loss", *(name for name, _ in model.named_parameters())]
-    for actual, reference, exact, name, *others in zip(found, expected, truth, names, *moved, strict=True):
-        assert_as_close(actual, reference, exact, name, others)
+    """Compares what `loss_and_gradients` returns of a model by the one accuracy rule.
+
+    `again` computes what is expected once more, with the unpatched model; its rounding is changed if that is needed.
+    """
+    names, moved = ["loss", *(name for name, _ in model.named_parameters())], rounded_if_needed(again)
+    for i, (actual, reference, exact, name) in enumerate(zip(found, expected, truth, names, strict=True)):
+        assert_as_close(actual, reference, exact, name, moved(i))
 
 
 class InDouble(TorchFunctionMode):

@@ -11,12 +11,14 @@ differs, what the report says of rows that stay, and whether the trainer is as i
 in rows of made-up batches that went from rank to rank.
 """
 
+import contextlib
 import functools
 import itertools
 import json
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as TrlGRPOTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments
+from npu_trainer_kernels.support.rounding import SEEDS, Rounded
 from npu_trainer_kernels.training.balance import Row
 from npu_trainer_kernels.training.exchange import Holding, agreed, exchanged, holdings, stays_here
 from npu_trainer_kernels.training.grpo_groups import Arranger
@@ -87,8 +90,27 @@ class Own:
         return {**made, "own": made["completion_mask"].float()}
 
 
-def train(folder: Path, wrapper: str, kernels: NpuKernelsArguments | None, options: dict[str, Any]) -> Any:
-    """A trained trainer; without kernels in fp64, which DeepSpeed has not."""
+class RoundedRank(Rounded):
+    """Changes what a rank computes by itself.
+
+    It leaves alone what ranks send, which is written while they wait, and what is written in place, because the
+    parameters of all ranks must stay the same.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, in_place=False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def train(
+    folder: Path, wrapper: str, kernels: NpuKernelsArguments | None, options: dict[str, Any],
+    rounding: Rounded | None = None,
+) -> Any:  # fmt: skip
+    """A trained trainer; without kernels in fp64, which DeepSpeed has not. `rounding` changes that of its steps."""
     long, sampler, own = (options.get(name, False) for name in ("long", "sampler", "own"))
     options = {name: value for name, value in options.items() if name not in ("long", "sampler", "own")}
     common: dict[str, Any] = {
@@ -116,12 +138,26 @@ def train(folder: Path, wrapper: str, kernels: NpuKernelsArguments | None, optio
     trainer.compute_loss = Seen.compute_loss.__get__(trainer)
     SEEN.clear()
     torch.manual_seed(0)
-    trainer.train()
+    with rounding or contextlib.nullcontext():
+        trainer.train()
     return trainer
 
 
 def flat(parameters: Parameters) -> torch.Tensor:
     return torch.cat([value.flatten() for value in parameters.values()])
+
+
+def assert_all_as_close(ours: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor,
+                        again: Callable[[int], torch.Tensor]) -> None:  # fmt: skip
+    """The rule of closeness, with the results of `again` under each rounding if one rank needs them: all ranks have to
+    train again together."""
+    try:
+        assert_as_close(ours, plain, truth, "parameters", ())
+        needed = False
+    except AssertionError:
+        needed = True
+    moved = [again(seed) for seed in range(SEEDS)] if any(by_rank(needed)) else []
+    assert_as_close(ours, plain, truth, "parameters", moved)
 
 
 def differing(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[str]:
@@ -134,18 +170,24 @@ def differing(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[s
 
 def trained(folder: Path, wrapper: str, options: dict[str, Any], reference: bool) -> dict[str, Any]:
     parameters, seen, logs, trainer = [], [], [], None
-    for balance in (None, False, True) if reference else (None, True):
+
+    def under(balance: bool | None, rounding: Rounded | None = None) -> tuple[Any, Parameters]:
         kernels = None if balance is None else NpuKernelsArguments(
             use_npu_kernels=True, npu_kernels_ops=["varlen_attention"], npu_kernels_balance=balance
         )  # fmt: skip
-        trainer = train(folder, wrapper, kernels, options)
+        trainer = train(folder, wrapper, kernels, options, rounding)
         wrapped = trainer.model_wrapped
-        parameters.append(whole(wrapped if wrapper == "fsdp2" else wrapped.module))
+        return trainer, whole(wrapped if wrapper == "fsdp2" else wrapped.module)
+
+    for balance in (None, False, True) if reference else (None, True):
+        trainer, after = under(balance)
+        parameters.append(after)
         seen.append(by_rank(list(SEEN)))
         logs.append(trainer.state.log_history)
     truth, balanced = parameters[0], parameters[-1]
     if reference:
-        assert_as_close(flat(balanced), flat(parameters[1]), flat(truth), "parameters")
+        assert_all_as_close(*map(flat, (balanced, parameters[1], truth)),
+                            lambda seed: flat(under(False, RoundedRank(seed))[1]))  # fmt: skip
     window = options.get("gradient_accumulation_steps", 2)
     steps = [[Counter(itertools.chain(*(rank[i] for rank in each for i in range(at, at + window))))
               for at in range(0, len(each[0]), window)] for each in (seen[0], seen[-1])]  # fmt: skip

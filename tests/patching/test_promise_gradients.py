@@ -106,7 +106,8 @@ def test_hooks_of_the_heads_weight_are_called_once(counted):
 
     calls = []
     check(lambda: small_model("llama"), use, counted, 1)
-    assert [len(seen) for seen in calls] == [1, 1, 1]
+    assert len(calls) >= 3
+    assert {len(seen) for seen in calls} == {1}
 
 
 @pytest.mark.parametrize(

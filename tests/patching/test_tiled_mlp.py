@@ -70,9 +70,8 @@ def test_left_padding(reentrant, monkeypatch):
         mask[row, :padding] = 0
     labels = inputs["labels"].masked_fill(mask == 0, -100)
     inputs = {**inputs, "use_cache": False, "attention_mask": mask, "labels": labels}
-    model = checkpointed(small_model("llama"), reentrant)
-    expected = loss_and_gradients(model, inputs)
-    moved = rounded(lambda: loss_and_gradients(model, inputs))
+    model, plain = (checkpointed(small_model("llama"), reentrant) for _ in range(2))
+    expected = loss_and_gradients(plain, inputs)
     truth = loss_and_gradients(checkpointed(small_model("llama").double(), reentrant), inputs)
     lengths: list[int] = []
     original = mlps.swiglu_linear
@@ -89,7 +88,7 @@ def test_left_padding(reentrant, monkeypatch):
         assert kernels.report().ran["varlen_attention"] == 1
     # 44 live tokens of 68, in two layers, forward and backward.
     assert lengths == [15, 15, 14] * 4
-    assert_outcome_close(model, found, expected, truth, moved)
+    assert_outcome_close(model, found, expected, truth, lambda: loss_and_gradients(plain, inputs))
 
 
 def lora(dropout: float = 0.0) -> Any:
@@ -156,9 +155,8 @@ def test_autocast(reentrant):
         loss.backward()
         return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
-    model = small_model("llama")
+    model, plain = small_model("llama"), small_model("llama")
     truth = loss_and_gradients(small_model("llama").double(), batch())
-    moved = rounded(lambda: step(model))
     expected = step(checkpointed(model, reentrant))
     dtypes: list[torch.dtype] = []
     layer: Any = model.model.layers[0]
@@ -168,7 +166,7 @@ def test_autocast(reentrant):
         assert sliced(kernels)[0] > 0
     # Forward, backward, and a reentrant checkpoint's own.
     assert dtypes == [torch.bfloat16] * 7 * (3 if reentrant else 2)
-    assert_outcome_close(model, found, expected, truth, moved)
+    assert_outcome_close(model, found, expected, truth, lambda: step(plain))
 
 
 def test_a_weight_that_autocast_has_cast_in_slices_keeps_its_gradient_elsewhere():

@@ -9,23 +9,22 @@ from peft import PromptTuningConfig, TaskType, get_peft_model
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching.head import trl_seam
-from tests.closeness import assert_as_close
-from tests.models import batch, loss_and_gradients, small_model
+from tests.closeness import assert_as_close, rounded_if_needed
+from tests.models import assert_outcome_close, batch, loss_and_gradients, small_model
 from tests.patching.padded import padded
 
 
 def test_ours_answers_where_trl_has_no_function(monkeypatch):
     """TRL 1.15 without Triton has the name, and None behind it."""
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", None)
-    model, inputs = small_model("gemma2"), batch()
-    expected = loss_and_gradients(model, inputs)
+    model, plain, inputs = small_model("gemma2"), small_model("gemma2"), batch()
+    expected = loss_and_gradients(plain, inputs)
     truth = loss_and_gradients(small_model("gemma2").double(), inputs)
     trl_utils.add_fused_lm_head(model)
     with apply_npu_kernels(model, ops=["linear_logprob"]) as kernels:
         kernels.refresh()  # as the callback does when training begins
         patched = loss_and_gradients(model, {**inputs, "fused_lm_head": True})
-    for actual, reference, exact in zip(patched, expected, truth, strict=True):
-        assert_as_close(actual, reference, exact, "gemma2")
+    assert_outcome_close(plain, patched, expected, truth, lambda: loss_and_gradients(plain, inputs))
     assert trl_utils._ChunkedLogProbFunction is None
 
 
@@ -117,11 +116,20 @@ def scored_rows(monkeypatch):
     return seen
 
 
-def _compared(model, inputs):
-    exact = copy.deepcopy(model).double()
-    for each in (model, exact):
+def _with_heads(model):
+    """The model, an unpatched one like it and the one in fp64, each with TRL's head."""
+    models = model, copy.deepcopy(model), copy.deepcopy(model).double()
+    for each in models:
         trl_utils.add_fused_lm_head(each, outputs=("log_probs", "entropy"))
-    return model, _scored(model, inputs), _scored(exact, inputs)
+    return models
+
+
+def _assert_scores_close(found, plain, exact, inputs, what):
+    """Compares what `_scored` returns with that of the unpatched model and of the one in fp64."""
+    expected, truth = _scored(plain, inputs), _scored(exact, inputs)
+    moved = rounded_if_needed(lambda: _scored(plain, inputs))
+    for i, (actual, reference, exact_value) in enumerate(zip(found, expected, truth, strict=True)):
+        assert_as_close(actual, reference, exact_value, what, moved(i))
 
 
 @pytest.mark.parametrize("name", LABELS)
@@ -129,7 +137,7 @@ def test_rows_without_a_label_are_left_out_and_read_once(monkeypatch, scored_row
     """TRL's masks would be waited for three times."""
     make, reads = LABELS[name]
     inputs = make()
-    model, expected, truth = _compared(small_model("qwen3"), inputs)
+    model, plain, exact = _with_heads(small_model("qwen3"))
     copies, cpu = [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self, *a: copies.append(self.shape) or cpu(self, *a))
     with apply_npu_kernels(model) as kernels:
@@ -141,30 +149,25 @@ def test_rows_without_a_label_are_left_out_and_read_once(monkeypatch, scored_row
         assert kernels.report().ran.get("varlen_attention", 0) == (name in ("padding", "shifted"))
     labels = inputs["labels"][:, 1:] if "labels" in inputs else inputs["shift_labels"]
     assert scored_rows == [int((labels != -100).sum())]
-    for actual, reference, exact in zip(found, expected, truth, strict=True):
-        assert_as_close(actual, reference, exact, name)
+    _assert_scores_close(found, plain, exact, inputs, name)
 
 
 def test_prompt_tuning_makes_labels_longer(scored_rows):
     config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3, token_dim=48, num_layers=2,
                                 num_attention_heads=4)  # fmt: skip
-    inner, inputs = small_model("qwen3"), batch()
-    exact = copy.deepcopy(inner).double()
-    for each in (inner, exact):
-        trl_utils.add_fused_lm_head(each, outputs=("log_probs", "entropy"))
-    model, exact = (get_peft_model(each, copy.deepcopy(config)) for each in (inner, exact))
-    exact.load_state_dict(model.state_dict())
-    expected, truth = _scored(model, inputs), _scored(exact.double(), inputs)
+    inputs = batch()
+    model, plain, exact = (get_peft_model(each, copy.deepcopy(config)) for each in _with_heads(small_model("qwen3")))
+    for each in (plain, exact):
+        each.load_state_dict(model.state_dict())
     with apply_npu_kernels(model):
         found = _scored(model, inputs)
     assert scored_rows == [int((inputs["labels"] != -100).sum())]
-    for actual, reference, exact_value in zip(found, expected, truth, strict=True):
-        assert_as_close(actual, reference, exact_value, "prompt tuning")
+    _assert_scores_close(found, plain, exact.double(), inputs, "prompt tuning")
 
 
 def test_labels_that_a_forward_of_its_own_makes_longer(scored_rows):
     """The labels of the call are not those of the head: every row is scored."""
-    model, inputs = small_model("qwen3"), batch()
+    inputs = batch()
 
     def longer(each):
         fused = each.forward
@@ -175,19 +178,16 @@ def test_labels_that_a_forward_of_its_own_makes_longer(scored_rows):
 
         each.forward = forward
 
-    exact = copy.deepcopy(model).double()
-    for each in (model, exact):
-        trl_utils.add_fused_lm_head(each, outputs=("log_probs", "entropy"))
+    model, plain, exact = _with_heads(small_model("qwen3"))
+    for each in (model, plain, exact):
         longer(each)
-    expected, truth = _scored(model, inputs), _scored(exact, inputs)
     with apply_npu_kernels(model):
         found = _scored(model, inputs)
     rows = inputs["labels"].shape[0] * (inputs["labels"].shape[1] + 2 - 1)
     if not hasattr(trl_utils, "_use_triton"):  # TRL 1.15 leaves those without a label out by itself
         rows = int((inputs["labels"] != -100).sum())
     assert scored_rows == [rows]
-    for actual, reference, exact_value in zip(found, expected, truth, strict=True):
-        assert_as_close(actual, reference, exact_value, "longer")
+    _assert_scores_close(found, plain, exact, inputs, "longer")
 
 
 class _Another:
