@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..support.switch import RUN, switch
+from ._reach import unreachable
 from .output import FINE, UsageError
 
 __all__ = ["HELP", "NAME", "OPTIONS", "add_arguments", "run", "split"]
@@ -83,6 +84,8 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
             print(f"export {variable}={shlex.quote(value)}")
         return FINE
     if _is_on():
+        if (reason := unreachable(command)) is not None:
+            raise UsageError(f"{reason}, so that the kernels do not reach the command; {RUN}=0 runs it without them")
         os.environ.update(environment, **{PID: str(os.getpid())})
     else:
         print(f"npu-kernels run: {RUN}={os.environ[RUN]}, so the command runs without the kernels", file=sys.stderr)
