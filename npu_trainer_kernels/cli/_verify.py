@@ -139,7 +139,7 @@ def _show(verdict: "Verdict", output: Output) -> None:
         output.show(table)
         output.text("")
     if verdict.report is not None:
-        output.text(str(verdict.report))
+        output.text(verdict.report.text(in_full="--json"))
     for problem in (*(check for check in verdict.checks if not check.passed), *verdict.problems):
         output.text(f"FAILED {problem}", style="red")
     output.text(str(verdict).splitlines()[0], style="" if verdict.passed else "red")
