@@ -12,7 +12,7 @@ from npu_trainer_kernels.patching.modules import GatedMlpPatch
 
 def test_the_lists_are_those_of_the_patches_and_of_capture():
     assert set(options.MODEL_OPS) == set(PATCHES)
-    assert options.TILED_OP == GatedMlpPatch.op
+    assert GatedMlpPatch.op == options.TILED_OP
     assert options.CAPTURE_MODES == layers.CAPTURE_MODES
 
 

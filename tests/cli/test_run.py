@@ -116,7 +116,8 @@ def test_what_cannot_be_executed_ends_as_in_a_shell(tmp_path):
     (tmp_path / "data").write_text("no program")
     missing, forbidden = run("no-such-command", "--config", "x"), run(str(tmp_path / "data"))
     assert (missing.returncode, forbidden.returncode) == (127, 126)
-    assert missing.stderr == "npu-kernels run: no-such-command: No such file or directory\n"
+    assert missing.stderr.startswith("npu-kernels run: no-such-command: No such file or directory; is it installed")
+    assert f"{tmp_path / 'data'}: Permission denied; a script that is not executable runs by" in forbidden.stderr
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,8 @@ def test_a_command_that_the_kernels_cannot_reach_is_refused(tmp_path, monkeypatc
     [
         "python -P train.py", "python -s -u train.py -I", "python -m train -E", "python -c pass -S", "python - -I",
         "python", "python -WI train.py", "python -X I train.py", "train.py -I", "-m train -I", "trl sft -I",
-        "env LR=1 -u HOME python train.py -I", "env", "env -u", "env NPU_KERNELS_RUN=0 python train.py", "no-such-command -I", "{folder}", "{folder}/binary -I",
+        "env LR=1 -u HOME python train.py -I", "env", "env -u",
+        "env NPU_KERNELS_RUN=0 python train.py", "no-such-command -I", "{folder}", "{folder}/binary -I",
     ],
 )  # fmt: skip
 def test_a_command_that_the_kernels_reach_is_run(tmp_path, monkeypatch, command):
