@@ -247,6 +247,11 @@ class NpuKernelsCallback(TrainerCallback):
         report.unused = _unused_head(kwargs["model"])
         if args.torch_compile:
             report.note("torch_compile: what it traces runs in plain PyTorch; head and loss alone keep their kernels")
+        if getattr(args, "use_liger_kernel", False):
+            report.note(
+                "use_liger_kernel=True: this package leaves Liger-Kernel's forwards and losses as they are; "
+                "use_liger_kernel=False lets it serve them"
+            )
         if (problem := differing_seeds(kwargs["model"])) is not None:
             warnings.warn(problem, stacklevel=2)
             report.note(problem)

@@ -20,7 +20,7 @@ from .classes import leaves_out_hooks, original_class
 from .head import causal_lm
 from .layers import LayerCapture
 from .modules import GatedMlpPatch
-from .patch import HarmlessReason, Patch, Scene, Site
+from .patch import HarmlessReason, Patch, Scene, Site, others_forward
 from .patches import PATCHES
 from .report import LeftAlone, Report
 from .undo import Undo
@@ -221,8 +221,18 @@ class NpuKernels:
                 self._report.sites.append(site)
         if tiled_mlp and all(site.op != GatedMlpPatch.op for site in self._report.sites):
             self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
+        self._note_others(model)
         self._there = self._classes_now()
         _handles[model] = self
+
+    def _note_others(self, model: nn.Module) -> None:
+        """Says of modules with another package's forward that they may compute what the replaced modules in them do."""
+        replaced = {path for site in self._report.sites for path in site.paths}
+        for path, module in model.named_modules():
+            reason = others_forward(module)
+            if reason is not None and any(each.startswith(f"{path}." if path else "") for each in replaced - {path}):
+                kind = original_class(module).__name__
+                self._report.note(f"what is replaced inside {kind} may have no calls: {reason}")
 
     def _capture_layers(self, model: nn.Module, mode: str, where: torch.device) -> None:
         """Has the decoder layers captured, last of all: what is captured are the patched layers."""
