@@ -13,6 +13,7 @@ from torch import nn
 from .. import backends, device
 from ..options import check_capture, check_ops, check_tiled_mlp
 from ..support.switch import check_switch
+from ..support.tested import newer_torch
 from .audit import Audit
 from .body import PaddingPatch, outermost_body
 from .call import CallSettings, track_calls
@@ -222,6 +223,8 @@ class NpuKernels:
         if tiled_mlp and all(site.op != GatedMlpPatch.op for site in self._report.sites):
             self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
         self._note_others(model)
+        if (newer := newer_torch(str(torch.__version__))) is not None:
+            self._report.note(newer)
         self._there = self._classes_now()
         _handles[model] = self
 
