@@ -4,8 +4,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args
 
-from . import backends
-from .patching import PATCHES, REPORT_LENGTHS, check_capture, check_tiled_mlp
+from .options import MODEL_OPS, check_capture, check_ops, check_report, check_tiled_mlp, parse_override
 from .support.switch import audit_steps, check_switch, switch
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ class NpuKernelsArguments:
     )
     npu_kernels_ops: list[str] | None = field(
         default=None,
-        metadata={"help": f"Which ops to use, of {', '.join(PATCHES)}; all that are worth it by default."},
+        metadata={"help": f"Which ops to use, of {', '.join(MODEL_OPS)}; all that are worth it by default."},
     )
     npu_kernels_backend: str | None = field(
         default=None,
@@ -85,15 +84,11 @@ class NpuKernelsArguments:
         if ops and isinstance(ops, list) and all(isinstance(op, str) for op in ops):
             # Commas are accepted, as `npu-kernels run --ops` and NPU_KERNELS_OPS accept them.
             self.npu_kernels_ops = ops = ",".join(ops).split(",")
-        if ops is not None and not (
-            isinstance(ops, list) and ops and all(isinstance(op, str) and op in PATCHES for op in ops)
-        ):
-            raise ValueError(f"npu_kernels_ops must be a list of {', '.join(PATCHES)}, one at least; got {ops!r}")
+        if ops is not None and not isinstance(ops, list):
+            raise ValueError(f"npu_kernels_ops must be a list of {', '.join(MODEL_OPS)}, one at least; got {ops!r}")
+        check_ops(ops, "npu_kernels_ops", "list")
         audit_steps("npu_kernels_audit", self.npu_kernels_audit)
-        if self.npu_kernels_report not in REPORT_LENGTHS:
-            raise ValueError(
-                f"npu_kernels_report must be one of {', '.join(REPORT_LENGTHS)}; got {self.npu_kernels_report!r}"
-            )
+        check_report("npu_kernels_report", self.npu_kernels_report)
         if backend is not None and not (isinstance(backend, str) and backend):
             raise ValueError(f"npu_kernels_backend must be 'torch' or 'op=backend,...'; got {backend!r}")
         check_tiled_mlp("npu_kernels_tiled_mlp", self.npu_kernels_tiled_mlp, ops)
@@ -106,7 +101,7 @@ class NpuKernelsArguments:
         if not self.use_npu_kernels and given:
             raise ValueError(f"npu_kernels_{given[0]} does nothing without --use_npu_kernels")
         if self.npu_kernels_backend is not None:
-            backends.parse_override(self.npu_kernels_backend, "npu_kernels_backend")
+            parse_override(self.npu_kernels_backend, "npu_kernels_backend")
 
     @classmethod
     def from_environment(cls) -> "NpuKernelsArguments":
@@ -140,4 +135,8 @@ class NpuKernelsArguments:
         """Returns a Trainer's `callbacks` argument: one `NpuKernelsCallback`, or none without the flag."""
         from .callback import NpuKernelsCallback
 
-        return [NpuKernelsCallback(**self.options())] if self.use_npu_kernels else []
+        if not self.use_npu_kernels:
+            return []
+        callback = NpuKernelsCallback(**self.options())
+        callback.in_full = "--npu_kernels_report full"
+        return [callback]

@@ -16,12 +16,13 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from . import device as devices
 from . import tuned, vendor
+from .options import BACKENDS, KERNEL_BACKENDS, OPS, STRICT, check_op, has_kernels, parse_override
 from .support import triton
 from .support.switch import switch, variable
 from .table import TABLE
@@ -48,17 +49,12 @@ __all__ = [
     "unavailable",
 ]
 
-BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
 ENVIRONMENT = "NPU_KERNELS_BACKEND"
-_STRICT = "strict"
-# The backends that run this package's kernels.
-_KERNELS = ("triton", "ascend-lowering")
-OPS = tuple(TABLE)
 
 
 def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
     """Returns why `backend` cannot run (`op`) on this kind of device, or None if it can."""
-    if backend in _KERNELS and op is not None and not _has_kernels(op):
+    if backend in KERNEL_BACKENDS and op is not None and not has_kernels(op):
         return "there is no kernel of ours for it"
     if backend == "triton":
         if triton.IMPORT_ERROR is not None:
@@ -81,44 +77,10 @@ def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
     return None
 
 
-def _has_kernels(op: str) -> bool:
-    return any(choice.backend == "triton" for order in TABLE[op].order.values() for choice in order)
-
-
-def _check_op(op: str, name: str = "backend") -> None:
-    if op not in TABLE:
-        raise ValueError(f"{name}: unknown op {op!r}; the ops are {', '.join(OPS)}")
-
-
-def parse_override(text: str, name: str = "backend") -> Mapping[str, str]:
-    """Parses `"torch"` or `"op=backend,op=backend"` to a mapping from op to backend. Raises `ValueError` for anything
-    else; the message begins with `name`, the argument, option or variable that contains the text.
-
-    `"triton"` without an op applies to all ops that have kernels; for other ops the table still decides. The word
-    `strict` is not a backend: it makes the failure of a kernel raise an error (`is_strict`).
-    """
-    if not isinstance(text, str):
-        raise ValueError(f"{name} must be 'torch' or 'op=backend,...'; got {text!r}")
-    result: dict[str, str] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        if part == _STRICT:
-            continue
-        op, separator, backend = part.partition("=")
-        if not separator:
-            op, backend = "", op
-        if backend not in BACKENDS:
-            raise ValueError(f"{name} must be one of {', '.join(BACKENDS)}; got {backend!r}")
-        if op:
-            _check_op(op, name)
-        every = (each for each in OPS if backend not in _KERNELS or _has_kernels(each))
-        result.update({op: backend} if op else dict.fromkeys(every, backend))
-    return result
-
-
 @functools.cache
 def _asked_for(op: str, override: str | None, environment: str) -> tuple[str | None, str]:
     """Returns the backend that a user named, or None, and the argument or variable that named it."""
-    _check_op(op)
+    check_op(op)
     asked = parse_override(override or "").get(op)
     if asked is not None:
         return asked, "the backend argument"
@@ -192,7 +154,7 @@ class _Strict(str):
 
 @functools.cache
 def _asks_strict(override: str) -> bool:
-    return _STRICT in (part.strip() for part in override.split(","))
+    return STRICT in (part.strip() for part in override.split(","))
 
 
 _strictly = functools.cache(_Strict)
@@ -200,7 +162,7 @@ _strictly = functools.cache(_Strict)
 
 def strict_override(override: str | None) -> str:
     """Returns an override that chooses the same backends and makes their failures raise an error."""
-    return _STRICT if not override else f"{override},{_STRICT}"
+    return STRICT if not override else f"{override},{STRICT}"
 
 
 def _choose(op: str, kind: str, measured: tuned.Entry | None, asked: str | None, source: str) -> tuple[str, str]:

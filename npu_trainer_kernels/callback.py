@@ -12,17 +12,9 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from . import backends, device, warmup
-from .patching import (
-    REPORT_LENGTHS,
-    NpuKernels,
-    Report,
-    apply_npu_kernels,
-    check_capture,
-    check_ops,
-    check_tiled_mlp,
-    handle_of,
-)
+from . import device, warmup
+from .options import check_capture, check_ops, check_report, check_tiled_mlp, parse_override
+from .patching import NpuKernels, Report, apply_npu_kernels, handle_of
 from .patching.call import use_labels
 from .patching.undo import Undo
 from .support.switch import audit_steps, check_switch
@@ -112,6 +104,9 @@ class NpuKernelsCallback(TrainerCallback):
             nor False.
     """
 
+    in_full = 'NpuKernelsCallback(report="full")'
+    """The option that prints the full report, as the user of this callback spells it: the short report names it."""
+
     def __init__(
         self,
         *,
@@ -129,9 +124,8 @@ class NpuKernelsCallback(TrainerCallback):
         for name, value in (("strict", strict), ("warm_up", warm_up), ("balance", balance)):
             check_switch(name, value)
         self._audit_steps = audit_steps("audit", audit)
-        if report not in REPORT_LENGTHS:
-            raise ValueError(f"report must be one of {', '.join(REPORT_LENGTHS)}; got {report!r}")
-        backends.parse_override("" if backend is None else backend)
+        check_report("report", report)
+        parse_override("" if backend is None else backend)
         check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
         check_capture("capture", capture)
         self._full = report == "full"
@@ -254,6 +248,11 @@ class NpuKernelsCallback(TrainerCallback):
         report.unused = _unused_head(kwargs["model"])
         if args.torch_compile:
             report.note("torch_compile: what it traces runs in plain PyTorch; head and loss alone keep their kernels")
+        if getattr(args, "use_liger_kernel", False):
+            report.note(
+                "use_liger_kernel=True: this package leaves Liger-Kernel's forwards and losses as they are; "
+                "use_liger_kernel=False lets it serve them"
+            )
         if (problem := differing_seeds(kwargs["model"])) is not None:
             warnings.warn(problem, stacklevel=2)
             report.note(problem)
@@ -262,7 +261,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._compare(args)
         if self._warm_up and warmup.unsupported(kwargs["model"]) is None:
             self._compile_ahead(kwargs["model"], trainer, state)
-        text = report.text(full=self._full)
+        text = report.text(full=self._full, in_full=self.in_full)
         if state.is_world_process_zero and text != self._printed:
             self._printed = text
             print(text, flush=True)

@@ -36,6 +36,8 @@ class GRPOTrainer(_GRPOTrainer):
         chosen = NpuKernelsArguments(use_npu_kernels=True) if npu_kernels is None else npu_kernels
         self._npu_kernels = chosen.callbacks()
         for callback in self._npu_kernels:
+            if npu_kernels is None:  # there may be no command line
+                callback.in_full = 'npu_kernels=NpuKernelsArguments(use_npu_kernels=True, npu_kernels_report="full")'
             self.add_callback(callback)
             callback.attach(self)
 

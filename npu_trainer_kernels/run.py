@@ -50,6 +50,8 @@ class RunCallback(NpuKernelsCallback):
     one line, and training goes on without the kernels; with `strict` it raises.
     """
 
+    in_full = "npu-kernels run --report full, or NPU_KERNELS_REPORT=full"
+
     def __init__(self) -> None:
         chosen = NpuKernelsArguments.from_environment()
         super().__init__(**chosen.options())

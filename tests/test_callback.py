@@ -11,6 +11,7 @@ from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, apply_n
 from npu_trainer_kernels.patching.classes import original_class
 from npu_trainer_kernels.patching.head import head_call
 from npu_trainer_kernels.patching.modules.norms import RmsNormPatch
+from npu_trainer_kernels.run import RunCallback
 from npu_trainer_kernels.verify import on_one_device
 from tests.models import batch, small_model
 
@@ -68,6 +69,25 @@ def test_patched_from_construction_to_the_end_of_training(tmp_path, capsys):
     assert not patched(trainer.model)
     assert capsys.readouterr().out.count("NPU kernels on") == 1
     assert {r.op for r in callback.report().replaced} >= {"rms_norm", "linear_cross_entropy"}
+
+
+WAYS_IN = {
+    "callback": (NpuKernelsCallback, 'NpuKernelsCallback(report="full")'),
+    "arguments": (lambda: NpuKernelsArguments(use_npu_kernels=True).callbacks()[0], "--npu_kernels_report full"),
+    "run": (RunCallback, "npu-kernels run --report full, or NPU_KERNELS_REPORT=full"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_the_short_report_names_the_option_of_its_way_in(tmp_path, capsys, monkeypatch, way):
+    monkeypatch.delenv("NPU_KERNELS_REPORT", raising=False)
+    make, option = WAYS_IN[way]
+    callback = make()
+    make_trainer(tmp_path, callbacks=[callback], max_steps=1).train()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("(in full: ")]
+    assert printed == [f"(in full: {option})"]
+    # Who holds the report needs no option.
+    assert "\n(in full: report().text(full=True))" in str(callback.report())
 
 
 def test_same_losses_as_without(tmp_path):

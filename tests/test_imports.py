@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "npu_trainer_kernels"
 # where both are of one package, and from the lines below.
 LAYERS = (
     ("support", "table"),
-    ("device",),
+    ("device", "options"),
     ("closeness", "tuned", "vendor"),
     ("backends", "tiling"),
     ("ops",),

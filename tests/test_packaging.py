@@ -1,10 +1,34 @@
-"""What a wheel has, as pyproject.toml says it. The wheel itself is built and installed by `make release` alone."""
+"""What a wheel and the source distribution have. The wheel itself is built and installed by `make release` alone."""
 
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
 import tomllib
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
-TOOL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TOOL = PROJECT["tool"]["setuptools"]
+REPOSITORY = PROJECT["project"]["urls"]["Repository"]
+# Folders with sources, and what commands leave in them or beside them.
+FOLDERS = (".ci", ".github", "benchmarks", "convergence", "docs", "examples", "locks", "npu_trainer_kernels", "tests")
+FILES = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "mkdocs.yml",
+    "pyproject.toml",
+    "tox.ini",
+)
+MADE = ("__pycache__", "*.pyc", "*.egg-info", "runs")
 
 
 def folders(of: str) -> set[str]:
@@ -30,3 +54,79 @@ def test_every_file_of_data_is_in_the_wheel():
         "/".join([*name.split(".")[1:], file]) for name, given in TOOL["package-data"].items() for file in given
     }
     assert data == packaged
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> set[str]:
+    """The files of a source distribution, which is built of a copy: building writes beside the sources."""
+    copy = tmp_path_factory.mktemp("sources") / "copy"
+    copy.mkdir()
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns(*MADE))
+    for file in (*FILES, "MANIFEST.in", ".gitignore"):
+        shutil.copy(ROOT / file, copy / file)
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(copy)], cwd=copy, capture_output=True, check=True)
+    (archive,) = copy.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        return {str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in packed.getnames()}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_source_distribution_has_every_file(sdist, folder):
+    files = {file.relative_to(ROOT) for file in (ROOT / folder).rglob("*") if file.is_file()}
+    made = re.compile(r"(^|/)(__pycache__|runs|[^/]*\.egg-info)(/|$)|\.pyc$|^convergence/results/")
+    wanted = {file.as_posix() for file in files if not made.search(file.as_posix())}
+    assert wanted
+    assert wanted <= sdist
+
+
+def test_the_source_distribution_has_the_pages_and_settings(sdist):
+    assert {*FILES, "tests/closeness.py", "tests/conftest.py", "docs/index.md", "examples/_common.py"} <= sdist
+    assert not [name for name in sdist if name.endswith(".pyc") or name.startswith((".venv", "convergence/results/"))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The address of the repository
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def repository_hook():
+    spec = importlib.util.spec_from_file_location("repository", ROOT / "docs" / "repository.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    return hook
+
+
+def test_the_address_of_the_repository_is_in_one_line():
+    assert (ROOT / "pyproject.toml").read_text().count(REPOSITORY) == 1
+    assert set(PROJECT["project"]["urls"]) == {"Repository"}
+
+
+def test_pages_and_site_have_no_other_address_of_the_repository():
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "mkdocs.yml",
+        *(ROOT / ".github").rglob("*.yml"),
+    ]
+    for page in pages:
+        found = re.findall(r"https?://[^\s)\"'>`]*npu[_-]trainer[_-]kernels", page.read_text(encoding="utf-8"))
+        assert set(found) <= {REPOSITORY}, page
+    assert not re.search(r"^repo_url", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert "hooks: [docs/repository.py]" in (ROOT / "mkdocs.yml").read_text()
+
+
+@pytest.mark.parametrize(("line", "link"), [
+    ("https://example.invalid/npu_trainer_kernels", None),
+    ("https://somewhere.example/npu_trainer_kernels", "https://somewhere.example/npu_trainer_kernels"),
+])  # fmt: skip
+def test_the_site_links_to_the_address_once_there_is_one(tmp_path, monkeypatch, line, link):
+    hook = repository_hook()
+    (tmp_path / "pyproject.toml").write_text(f'[project.urls]\nRepository = "{line}"\n')
+    monkeypatch.setattr(hook, "PROJECT", tmp_path / "pyproject.toml")
+    assert hook.on_config(SimpleNamespace(repo_url="")).repo_url == link
+
+
+def test_the_hook_reads_this_project():
+    assert repository_hook().PROJECT.resolve() == (ROOT / "pyproject.toml").resolve()

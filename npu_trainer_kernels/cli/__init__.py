@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
         "130 stopped by Ctrl-C.",
     )
     parser.add_argument("--version", action="version", version=f"npu-kernels {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     # `main` splits off the command that follows these options.
     launcher = commands.add_parser(
         _run.NAME, help=_run.HELP, description=_run.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -63,7 +63,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
     """Parses like `parse_args`, but reports an unknown option with the usage of the subcommand."""
-    args, unknown = make_parser().parse_known_args(arguments)
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if args.command is None:
+        beside = f" beside {' '.join(unknown)}" if unknown else ""
+        parser.error(f"a COMMAND is needed{beside}; --help says which there are")
     if unknown:
         args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     return args

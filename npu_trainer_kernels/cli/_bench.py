@@ -1,9 +1,12 @@
 """Runs the benchmarks of ops and training steps (`benchmarks/`), with the options of their runner."""
 
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from .output import FOUND, STOPPED, Output, unwritten
 
 __all__ = ["HELP", "NAME", "package", "run"]
 
@@ -13,9 +16,35 @@ HELP = "time every op, and whole training steps, beside their peers"
 RESULTS = Path("npu-kernels-bench")
 
 
+# The errors of a file or folder that cannot be written. Others are not about --output, and are raised.
+_UNWRITTEN = frozenset((
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EEXIST,
+    errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
+))  # fmt: skip
+
+
 def run(arguments: Sequence[str]) -> int:
+    """Runs the benchmarks, and returns the exit code of their runner.
+
+    Raises:
+        OSError: an error that is not about writing the results.
+    """
     # This import loads torch.
-    code: int = importlib.import_module(f"{package()}.cli").main(arguments, "npu-kernels bench", RESULTS)
+    runner = importlib.import_module(f"{package()}.cli")
+    try:
+        code: int = runner.main(arguments, f"npu-kernels {NAME}", RESULTS)
+    except OSError as error:
+        if error.errno not in _UNWRITTEN:
+            raise
+        what = f"{unwritten(error)}, or name another folder with --output; the same command goes on from the rows " \
+               "that are written"  # fmt: skip
+        code = FOUND
+    except KeyboardInterrupt:
+        what, code = "stopped; the same command goes on from the rows that are written", STOPPED
+    else:
+        return code
+    with Output("--json" in arguments) as output:
+        output.fail(f"npu-kernels {NAME}: {what}")
     return code
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ..options import did_you_mean
 from ._model import DTYPES, config_of, shapes_of
 from ._model import HELP as MODEL_HELP
 from .output import FINE, FOUND, Output, UsageError, new_table
@@ -49,17 +50,19 @@ def _ready() -> None:
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
+    if args.workers < 1:
+        raise UsageError(f"--workers must be at least 1; got {args.workers}")
+    from ..device import ASCEND_CHIPS, chip_spec
+
+    if args.target not in ASCEND_CHIPS:
+        close = did_you_mean([args.target], list(ASCEND_CHIPS))
+        raise UsageError(f"--target must be one of {', '.join(ASCEND_CHIPS)}; got {args.target!r}{close}")
     _ready()
     from ..ascend import gate
     from ..ascend.cases import model_cases
     from ..descriptions import GATE
-    from ..device import ASCEND_CHIPS, chip_spec
     from ..patching.modules import rotations_of
 
-    if args.target not in ASCEND_CHIPS:
-        raise UsageError(f"--target must be one of {', '.join(ASCEND_CHIPS)}; got {args.target!r}")
-    if args.workers < 1:
-        raise UsageError(f"--workers must be at least 1; got {args.workers}")
     shapes = shapes_of(args.model)
     chips = gate.CHIPS if args.all_targets else (args.target,)
     cases = model_cases(shapes, args.dtype, [form.options for form in rotations_of(config_of(args.model))])

@@ -14,6 +14,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
+from ..support.tested import newer_torch
+
 __all__ = ["ERROR", "IMPORTS", "TORCH_NPU_CANN", "TRITON_ASCEND", "WARNING", "Finding", "MadeFor", "broken_imports",
            "findings", "versions"]  # fmt: skip
 
@@ -215,6 +217,16 @@ def _release(version: str) -> str:
     return ".".join(re.split(r"[^\d.]", version)[0].split(".")[:3])
 
 
+def _newer_findings(installed: Mapping[str, str | None]) -> list[Finding]:
+    newer = newer_torch(installed.get("torch") or "")
+    if newer is None:
+        return []
+    return [Finding(
+        WARNING, "torch-newer", newer,
+        "nothing, if the ops below are right; npu-kernels verify --model YOUR_MODEL compares whole trainings",
+    )]  # fmt: skip
+
+
 def _torch_npu_findings(installed: Mapping[str, str | None], broken: Mapping[str, str]) -> list[Finding]:
     torch, torch_npu, driver = (installed.get(name) for name in ("torch", "torch_npu", "Ascend driver"))
     if driver and not torch_npu:
@@ -333,6 +345,7 @@ def findings(installed: Mapping[str, str | None], broken: Mapping[str, str]) -> 
     """
     return [
         *_requirement_findings(installed),
+        *_newer_findings(installed),
         *_torch_npu_findings(installed, broken),
         *_platform_findings(installed),
         *_triton_findings(installed, broken),

@@ -8,7 +8,8 @@ micro-batch says that more may fit.
 It runs a step on tensors without memory, and needs neither an accelerator nor weights. It assumes that every row of a
 batch is as long as --seq.
 
-Exit codes: 0 a step of --batch fits in at least one way, 1 it does not, 2 wrong usage or a missing package.
+Exit codes: 0 a step of --batch fits in at least one way, 1 it does not, or the figure could not be written, 2 wrong
+usage or a missing package.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._model import DTYPES, config_of
+from ._model import DTYPES, config_of, zero_sizes
 from ._model import HELP as MODEL_HELP
-from .output import FINE, FOUND, Output, UsageError, first_line, new_table
+from .output import FINE, FOUND, Output, UsageError, first_line, new_table, unwritten
 
 if TYPE_CHECKING:
     from ..fit import Setup
@@ -32,6 +33,8 @@ NAME = "fit"
 HELP = "say whether a training step fits into memory, and what must be switched on"
 TRAINERS = ("trainer", "sft", "grpo", "dpo")
 SHARDINGS = ("ddp", "fsdp2", "zero3")
+# GiB that are kept free unless --reserve says otherwise.
+RESERVE = 2.0
 FIGURES = (".png", ".svg", ".pdf")
 GIB = 1 << 30
 # Readable names for the values in JSON.
@@ -64,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="train an adapter on all linear layers instead of the model")  # fmt: skip
     parser.add_argument("--sharding", choices=SHARDINGS, nargs="+", action="extend",
                         help="with several devices (default: ddp fsdp2)")  # fmt: skip
-    parser.add_argument("--reserve", type=_gib, default=2.0, metavar="GIB",
-                        help="of --memory, kept free for CUDA, NCCL and fragments (default 2)")  # fmt: skip
+    parser.add_argument("--reserve", type=_gib, metavar="GIB",
+                        help=f"of --memory, kept free for CUDA, NCCL and fragments (default {RESERVE:g})")  # fmt: skip
     parser.add_argument("--figure", type=Path, metavar="FILE", help=f"write a figure ({', '.join(FIGURES)})")
 
 
@@ -75,12 +78,20 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name} must be at least {least}; got {getattr(args, name)}")
     if not (math.isfinite(args.memory) and args.memory > 0):
         raise UsageError(f"--memory must be a positive number of GiB; got {args.memory:g}")
+    if args.reserve is None:
+        if args.memory <= RESERVE:
+            raise UsageError(f"--memory must be more than the {RESERVE:g} GiB that are kept free by default, which "
+                             f"--reserve changes; got {args.memory:g}")  # fmt: skip
+        args.reserve = RESERVE
     if not 0 <= args.reserve < args.memory:
         raise UsageError(f"--reserve must be at least 0 and less than --memory {args.memory:g}; got {args.reserve:g}")
     if args.sharding and args.devices == 1:
-        raise UsageError("--sharding does nothing on one device; --devices says how many there are")
+        given = " ".join(args.sharding)
+        raise UsageError(f"--sharding {given} does nothing on one device; leave it out, or say with --devices how many "
+                         "there are")  # fmt: skip
     if args.prompt and args.trainer not in ("grpo", "dpo"):
-        raise UsageError(f"--prompt does nothing with --trainer {args.trainer}, which scores all tokens")
+        raise UsageError(f"--prompt {args.prompt} does nothing with --trainer {args.trainer}, which scores all tokens; "
+                         "leave it out")  # fmt: skip
     if args.prompt >= args.seq:
         raise UsageError(f"--prompt must be less than --seq {args.seq}; got {args.prompt}")
     if args.figure is not None and args.figure.suffix not in FIGURES:
@@ -172,8 +183,12 @@ def _named(row: Row) -> str:
 def run(args: argparse.Namespace, output: Output) -> int:
     _check(args)
     config = config_of(args.model)
-    if not hasattr(config.get_text_config(), "vocab_size"):
-        raise UsageError(f"--model {args.model!r}: {type(config).__name__} is of no language model")
+    text = config.get_text_config()
+    if not hasattr(text, "vocab_size"):
+        raise UsageError(f"--model {args.model!r}: {type(config).__name__} is of no language model; name one that is")
+    for name in ("hidden_size", "vocab_size"):
+        if type(size := getattr(text, name, 1)) is int and size < 1:
+            raise UsageError(f"--model {args.model!r}: {name} of its config must be at least 1; got {size}")
     from ..fit import PARTS
 
     usable = int((args.memory - args.reserve) * GIB)
@@ -186,20 +201,27 @@ def run(args: argparse.Namespace, output: Output) -> int:
             try:
                 rows.append(_row(config, setup, usable))
             except ValueError as error:
-                raise UsageError(f"--model {args.model!r}: {first_line(error)}") from error
+                divides = isinstance(error.__cause__, ZeroDivisionError)
+                reason = zero_sizes(args.model) if divides else first_line(error)
+                raise UsageError(f"--model {args.model!r}: {reason}") from error
             progress.advance()
     verdict = advice(rows, args.batch)
     _show(rows, args, PARTS, output)
     output.text(verdict)
+    problem = None
     if args.figure is not None:
-        _draw(rows, args, PARTS)
+        try:
+            _draw(rows, args, PARTS)
+        except OSError as error:
+            problem = f"--figure: {unwritten(error)}, or name another file"
+            output.text(problem, style="red")
     output.result({
         "model": args.model, "trainer": args.trainer, "dtype": args.dtype, "autocast": setups[0].autocast,
         "devices": args.devices, "lora": args.lora, "seq": args.seq, "prompt": args.prompt, "batch": args.batch,
         "memory_bytes": int(args.memory * GIB), "usable_bytes": usable, "rows": rows,
-        "fits": any(row["fits"] for row in rows), "verdict": verdict,
+        "fits": any(row["fits"] for row in rows), "verdict": verdict, "problem": problem,
     })  # fmt: skip
-    return FINE if any(row["fits"] for row in rows) else FOUND
+    return FINE if any(row["fits"] for row in rows) and problem is None else FOUND
 
 
 def _title(args: argparse.Namespace) -> str:

@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from ..support.cache import CACHE_VARIABLE
+from ..support.errors import one_line
 from . import _doctor, _prove_archive, _prove_report
 from ._environment import ERROR
 from ._process import ENDED, OUT_OF_TIME, read
-from .output import FINE, FOUND, STOPPED, Output, UsageError
+from .output import FINE, FOUND, STOPPED, Output, UsageError, unwritten
 
 __all__ = ["HELP", "NAME", "PARTS", "Part", "add_arguments", "run"]
 
@@ -165,7 +166,8 @@ class _Proof:
         for line in lines:
             if "begins" in line:
                 begun, began = line["begins"], time.monotonic()
-                progress.begin(f"{part.name}: {begun}")
+                # The first part has one item, and finds out which device there is.
+                progress.begin("finding the device" if part is _DEVICE else f"{part.name}: {begun}")
                 continue
             if ENDED not in line:
                 self._keep(part.name, line)
@@ -219,9 +221,11 @@ def _open(folder: Path) -> _prove_archive.Journal:
     try:
         return _prove_archive.Journal(folder)
     except BlockingIOError as error:
-        raise UsageError(f"--output: another npu-kernels prove is writing to {folder}") from error
+        raise UsageError(f"--output: another npu-kernels prove is writing to {folder}; wait for it, or give it "
+                         "another folder") from error  # fmt: skip
     except OSError as error:
-        raise UsageError(f"--output: {folder} cannot be written: {error}") from error
+        raise UsageError(f"--output: {folder} cannot be written: {error.strerror or error}; give it another "
+                         "folder") from error  # fmt: skip
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -237,7 +241,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
                 stopped = True
             except OSError as error:
                 # The disk is full, or no process can be started; perhaps the existing results can still be packed.
-                output.text(f"It cannot go on: {type(error).__name__}: {error}", style="red")
+                output.text(f"It cannot go on: {one_line(error)}; mend that, and the same command goes on from here",
+                            style="red")  # fmt: skip
                 code = FOUND
             with _undisturbed():
                 return max(code, _finish(journal, args.output, stopped, output))
@@ -257,6 +262,8 @@ def _measure(journal: _prove_archive.Journal, args: argparse.Namespace, output: 
     proof.do(_DEVICE, min(_DEVICE.silence, proof.left()))
     device = journal.of(_DEVICE.name).get(_DEVICE.name, {})
     if "meta" in device:
+        name, kind = (device["meta"]["device"][key] for key in ("name", "kind"))
+        output.text(f"Device: {name} ({kind})")
         line = {"device": device["meta"]["device"], **{name: device[name] for name in ("sized_as", "without_npu")}}
         here["findings"] += [asdict(finding) for finding in _doctor.device_findings(line, here["versions"])]
         journal.add({"environment": here})
@@ -278,7 +285,9 @@ def _finish(journal: _prove_archive.Journal, folder: Path, stopped: bool, output
         path = _prove_archive.write(folder, found, report)
     except OSError as error:
         output.text(report)
-        output.text(f"The archive could not be written: {error}", style="red")
+        problem = f"The archive could not be written: {unwritten(error)}, and the same command packs what is measured"
+        output.text(problem, style="red")
+        output.result({**found, "archive": None, "problem": problem, "stopped": stopped})
         return FOUND
     output.text(f"\n{report}")
     left = sum(len(part["left"]) or (not part["begun"]) for part in found["parts"].values())

@@ -59,7 +59,9 @@ class Journal:
         self.records.append(record)
 
     def close(self) -> None:
-        self._stream.close()
+        # On a full disk `close` tries again to write what `add` could not, and fails as `add` has.
+        with contextlib.suppress(OSError):
+            self._stream.close()
 
     def of(self, part: str) -> dict[str, Row]:
         """Returns the last record of each item of a part."""
@@ -220,7 +222,7 @@ def document(journal: Journal, parts: Iterable[str], environment: Mapping[str, s
 
 
 def write(folder: Path, found: Mapping[str, Any], report: str) -> Path:
-    """Writes the archive atomically."""
+    """Writes the archive atomically. Raises `OSError` if it cannot be written."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", found["meta"]["device"]["name"]).strip("-").lower() or "unknown"
     path = folder / f"prove-{device}.zip"
     unfinished = path.with_suffix(".zip.tmp")
@@ -229,9 +231,13 @@ def write(folder: Path, found: Mapping[str, Any], report: str) -> Path:
         "report.md": report,
         "tuned.json": json.dumps(found["tuned"], indent=1) + "\n",
     }
-    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in files.items():
-            # `ZipInfo` with only a name has no owner and no time.
-            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
-    unfinished.replace(path)
+    try:
+        with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, text in files.items():
+                # `ZipInfo` with only a name has no owner and no time.
+                archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)  # it may take the last room on a disk
+        raise
     return path

@@ -150,6 +150,11 @@ def _columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
     ]  # fmt: skip
 
 
+def _place(item: Row) -> str:
+    """Returns the names of an item's part and of the item; the part that finds the device has one of the same name."""
+    return ", ".join(dict.fromkeys((item["part"], item["item"])))
+
+
 def _head(found: Row) -> list[str]:
     device, packages = found["meta"]["device"], found["environment"].get("versions", {})
     # A checkout that is not installed has no version.
@@ -294,8 +299,8 @@ def _table(found: Row) -> list[str]:
 
 def text(found: Row) -> str:
     """Returns the report."""
-    failures = [f"{f['part']}, {f['item']}: {f['status']}: {f['reason']}" for f in found["failures"]]
-    absent = [f"{a['part']}, {a['item']}: {a['reason']}" for a in found["absent"]
+    failures = [f"{_place(f)}: {f['status']}: {f['reason']}" for f in found["failures"]]
+    absent = [f"{_place(a)}: {a['reason']}" for a in found["absent"]
               if a["part"] not in ("checks", "kernels")]  # fmt: skip
     nothing = not (_by_case(found["rows"]) or _step_pairs(found) or found["tuning"])
     lost, unused = losses(found)

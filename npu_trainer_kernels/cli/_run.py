@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..support.switch import RUN, switch
+from ._reach import unreachable
 from .output import FINE, UsageError
 
 __all__ = ["HELP", "NAME", "OPTIONS", "add_arguments", "run", "split"]
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
     """Replaces this process by the command, or prints the environment."""
     given = {variable: value for variable in OPTIONS if (value := getattr(args, variable)) is not None}
     if not command and not args.print_env:
-        raise UsageError(f"what is to be run is missing: {USAGE}")
+        raise UsageError(f"what is to be run is missing: {USAGE} (--help has examples)")
     if command and args.print_env:
         raise UsageError(f"--print-env runs nothing; leave out {shlex.join(command)!r}")
     _check(given)
@@ -83,6 +84,8 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
             print(f"export {variable}={shlex.quote(value)}")
         return FINE
     if _is_on():
+        if (reason := unreachable(command)) is not None:
+            raise UsageError(f"{reason}, so that the kernels do not reach the command; {RUN}=0 runs it without them")
         os.environ.update(environment, **{PID: str(os.getpid())})
     else:
         print(f"npu-kernels run: {RUN}={os.environ[RUN]}, so the command runs without the kernels", file=sys.stderr)
@@ -126,5 +129,9 @@ def _execute(command: list[str]) -> NoReturn:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"npu-kernels run: {command[0]}: {error.strerror}", file=sys.stderr)
-        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+        missing = isinstance(error, FileNotFoundError)
+        do = "is it installed in this environment, and spelt as in a shell?"
+        if not missing:
+            do = f"a script that is not executable runs by its interpreter, as in `python {command[0]}`"
+        print(f"npu-kernels run: {command[0]}: {error.strerror}; {do}", file=sys.stderr)
+        sys.exit(127 if missing else 126)

@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ..support.cache import CACHE_VARIABLE
 from ..support.errors import one_line
 from ._model import DTYPES, shapes_of
 from ._model import HELP as MODEL_HELP
-from .output import FINE, FOUND, STOPPED, Output, UsageError, new_table
+from .output import FINE, FOUND, STOPPED, Output, UsageError, new_table, unwritten
 
 if TYPE_CHECKING:
     import torch
@@ -278,7 +279,10 @@ def _writable(dry_run: bool) -> None:
         if not dry_run:
             tuned.check_writable()
     except OSError as error:
-        raise UsageError(f"nothing could be stored: {error}; --dry-run measures without storing") from error
+        raise UsageError(
+            f"nothing could be stored: {error}; set {CACHE_VARIABLE} to a folder that can be written, or measure "
+            "without storing (--dry-run)"
+        ) from error
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -343,12 +347,12 @@ def _finish(
         try:
             stored = tuned.store(chip, entries, tiles)
         except OSError as error:
-            problem = str(error)
+            problem = f"{unwritten(error)}, or set {CACHE_VARIABLE} to another folder, and tune again"
     if stopped:
         output.text("Stopped: the ops that are not above were not measured.", style="yellow")
     output.text(f"For {chip}: " + (f"stored in {stored}" if stored else "nothing was stored"))
     if problem is not None:
-        output.text(f"It could not be stored: {problem}", style="red")
+        output.text(problem, style="red")
     output.result({
         "device": {"kind": kind, "name": chip},
         "stored": None if stored is None else str(stored),

@@ -8,9 +8,11 @@ Exit codes: 0 the same training, 1 not the same, 2 wrong usage.
 """
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..options import check_ops, parse_override
 from ._model import config_of
 from .output import FINE, FOUND, Output, UsageError, first_line, new_table
 
@@ -22,6 +24,7 @@ __all__ = ["HELP", "NAME", "add_arguments", "run"]
 NAME = "verify"
 HELP = "train your model both ways, and say whether the kernels change the training"
 PRECISIONS = ("fp32", "bf16", "bf16-autocast")
+_COLUMN = "text"
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -30,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", help=f"a text file, a {', '.join(BUILDERS)} file, or a hub id; default: the "
                         "sources of Python's standard library")  # fmt: skip
     parser.add_argument("--split", help="of a dataset from the hub (default train)")
-    parser.add_argument("--text-column", default="text", help="the dataset's column of texts (default text)")
+    parser.add_argument("--text-column", help="the dataset's column of texts (default text)")
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default 50)")
     parser.add_argument("--batch-size", type=int, default=2, help="default 2")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens of a row (default 256)")
@@ -48,16 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _texts(args: argparse.Namespace) -> Any:
     """Returns the dataset for `verify`."""
     if args.dataset is None:
-        if args.split is not None or args.text_column != "text":
-            raise UsageError("--split and --text-column do nothing without --dataset")
         return None
     path = Path(args.dataset)
-    if path.is_file() and args.split is not None:
-        raise UsageError("--split does nothing with a file")
     if path.is_file() and path.suffix not in BUILDERS:
         return [path.read_text(encoding="utf-8", errors="replace")]
     if not path.is_file() and path.suffix in (*BUILDERS, ".txt"):
-        raise UsageError(f"--dataset: there is no file {args.dataset!r}")
+        raise UsageError(f"--dataset must be a file that is there, or a hub id; got {args.dataset!r}")
     from ..support.optional import require
     from ..support.triton import MissingDependencyError
 
@@ -75,30 +74,44 @@ def _texts(args: argparse.Namespace) -> Any:
             data = load_dataset(args.dataset, split=args.split or "train")
     except (OSError, ValueError, DatasetGenerationError) as error:
         raise UsageError(f"--dataset {args.dataset!r}: {first_line(error)}") from error
-    if args.text_column not in data.column_names:
-        raise UsageError(f"--text-column must be one of {', '.join(data.column_names)}; got {args.text_column!r}")
+    if (column := args.text_column or _COLUMN) not in data.column_names:
+        raise UsageError(f"--text-column must be one of {', '.join(data.column_names)}; got {column!r}")
     return data
 
 
-def _check_kernels(args: argparse.Namespace) -> None:
-    """Checks the options of the kernels before the first run, since only the last one uses the kernels."""
-    from .. import backends
-    from ..patching import PATCHES
+def _check(args: argparse.Namespace) -> None:
+    """Checks the options before anything slow begins; only the last run uses the kernels.
 
+    Raises:
+        UsageError: an option has an invalid value.
+    """
+    for name, least in (("steps", 1), ("batch_size", 1), ("sequence_length", 2), ("noise_runs", 2)):
+        if getattr(args, name) < least:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} must be at least {least}; got {getattr(args, name)}")
+    if not (math.isfinite(args.learning_rate) and args.learning_rate > 0):
+        raise UsageError(f"--learning-rate must be a positive number; got {args.learning_rate:g}")
+    if not 0 <= args.seed < 1 << 32:
+        raise UsageError(f"--seed must be at least 0 and less than 2^32; got {args.seed}")
     if args.ops is not None:
         args.ops = ",".join(args.ops).split(",")  # commas are allowed, as in `run --ops`
-    for op in args.ops or ():
-        if op not in PATCHES:
-            raise UsageError(f"--ops must be of {', '.join(PATCHES)}; got {op!r}")
     try:
-        backends.parse_override(args.backend or "", "--backend")
+        check_ops(args.ops, "--ops", "list")
+        parse_override(args.backend or "", "--backend")
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if args.dataset is None:
+        given = [f"--split {args.split}"] if args.split is not None else []
+        given += [f"--text-column {args.text_column}"] if args.text_column is not None else []
+        if given:
+            raise UsageError(f"{given[0]} does nothing without --dataset; leave it out, or name a dataset")
+    elif args.split is not None and Path(args.dataset).is_file():
+        raise UsageError(f"--split {args.split} does nothing with a file; leave it out")
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
+    _check(args)
     config_of(args.model)
-    _check_kernels(args)
     texts = _texts(args)
     import transformers
 
@@ -115,7 +128,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
         try:
             verdict = verify(
-                args.model, texts, args.steps, text_column=args.text_column, batch_size=args.batch_size,
+                args.model, texts, args.steps, text_column=args.text_column or _COLUMN, batch_size=args.batch_size,
                 sequence_length=args.sequence_length, learning_rate=args.learning_rate, precision=args.precision,
                 ops=args.ops, backend=args.backend, capture=args.capture, noise_runs=args.noise_runs, seed=args.seed,
                 on_run=on_run,
@@ -139,7 +152,7 @@ def _show(verdict: "Verdict", output: Output) -> None:
         output.show(table)
         output.text("")
     if verdict.report is not None:
-        output.text(str(verdict.report))
+        output.text(verdict.report.text(in_full="--json"))
     for problem in (*(check for check in verdict.checks if not check.passed), *verdict.problems):
         output.text(f"FAILED {problem}", style="red")
     output.text(str(verdict).splitlines()[0], style="" if verdict.passed else "red")

@@ -5,6 +5,7 @@ be invisible and a log would be silent for minutes.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -20,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["FINE", "FOUND", "STOPPED", "USAGE", "Output", "Steps", "UsageError", "first_line", "new_table", "plain"]
+__all__ = ["FINE", "FOUND", "STOPPED", "USAGE", "Output", "Steps", "UsageError", "first_line", "new_table", "plain",
+           "unwritten"]  # fmt: skip
 
 FINE, FOUND, USAGE = 0, 1, 2
 STOPPED = 130  # the shells' exit code for Ctrl-C
@@ -35,6 +37,13 @@ class UsageError(Exception):
 def first_line(error: Exception) -> str:
     """Returns the first line of an error's message, or the name of its class if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def unwritten(error: OSError) -> str:
+    """Returns what could not be written and why, and the beginning of what to do about it."""
+    file = "" if error.filename is None else f" to {error.filename}"
+    do = "make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make that possible"
+    return f"nothing could be written{file}: {error.strerror or error}; {do}"
 
 
 def new_table() -> Table:

@@ -22,6 +22,11 @@ PID = "NPU_KERNELS_RUN_PID"
 # The path of a file that a command's first Python process shares with its descendants: the file exists when one of them
 # has imported `transformers.trainer`, and is not empty when one of them has built a Trainer.
 SEEN = "NPU_KERNELS_RUN_SEEN"
+# The possible cause that is named if there was no Trainer, but there were other processes.
+_LOST = (
+    "; if a process that it has started trained, the environment did not reach that process (PYTHONPATH, "
+    "NPU_KERNELS_RUN): it was cleared, or Python had the option -I, -E or -S"
+)
 
 
 def _warn(text: str) -> None:
@@ -131,7 +136,16 @@ def _say_if_none(file: str, pid: int) -> None:
         # processes may be any tool in a shell script (`--print-env`).
         built = os.environ.get(PID) != str(pid)
     if not built:
-        _warn("no Trainer of transformers was built, so that no kernels were used")
+        _warn("no Trainer of transformers was built, so that no kernels were used" + (_LOST if _had_children() else ""))
+
+
+def _had_children() -> bool:
+    """Whether this process has started others, and waited for one of them."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return False
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
 
 
 try:

@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,20 +11,22 @@ import torch
 from torch import nn
 
 from .. import backends, device
+from ..options import check_capture, check_ops, check_tiled_mlp
 from ..support.switch import check_switch
+from ..support.tested import newer_torch
 from .audit import Audit
 from .body import PaddingPatch, outermost_body
 from .call import CallSettings, track_calls
 from .classes import leaves_out_hooks, original_class
 from .head import causal_lm
-from .layers import LayerCapture, check_capture
+from .layers import LayerCapture
 from .modules import GatedMlpPatch
-from .patch import HarmlessReason, Patch, Scene, Site
+from .patch import HarmlessReason, Patch, Scene, Site, others_forward
 from .patches import PATCHES
 from .report import LeftAlone, Report
 from .undo import Undo
 
-__all__ = ["NpuKernels", "apply_npu_kernels", "check_ops", "check_tiled_mlp", "handle_of"]
+__all__ = ["NpuKernels", "apply_npu_kernels", "handle_of"]
 
 _handles: "weakref.WeakKeyDictionary[nn.Module, NpuKernels]" = weakref.WeakKeyDictionary()
 
@@ -220,8 +222,20 @@ class NpuKernels:
                 self._report.sites.append(site)
         if tiled_mlp and all(site.op != GatedMlpPatch.op for site in self._report.sites):
             self._report.note(f"tiled_mlp={tiled_mlp} does nothing: {GatedMlpPatch.op} serves no module of this model")
+        self._note_others(model)
+        if (newer := newer_torch(str(torch.__version__))) is not None:
+            self._report.note(newer)
         self._there = self._classes_now()
         _handles[model] = self
+
+    def _note_others(self, model: nn.Module) -> None:
+        """Says of modules with another package's forward that they may compute what the replaced modules in them do."""
+        replaced = {path for site in self._report.sites for path in site.paths}
+        for path, module in model.named_modules():
+            reason = others_forward(module)
+            if reason is not None and any(each.startswith(f"{path}." if path else "") for each in replaced - {path}):
+                kind = original_class(module).__name__
+                self._report.note(f"what is replaced inside {kind} may have no calls: {reason}")
 
     def _capture_layers(self, model: nn.Module, mode: str, where: torch.device) -> None:
         """Has the decoder layers captured, last of all: what is captured are the patched layers."""
@@ -287,21 +301,6 @@ class NpuKernels:
         site.paths.append(path)
         patch.install(site, module, self._undo, self.settings)
         return None
-
-
-def check_ops(ops: Sequence[str] | None) -> None:
-    """Raises ValueError unless `ops` is None or a non-empty sequence of names in `PATCHES`."""
-    named = isinstance(ops, Collection) and not isinstance(ops, str) and len(ops) > 0
-    if ops is not None and not (named and all(isinstance(op, str) and op in PATCHES for op in ops)):
-        raise ValueError(f"ops must be a sequence of {', '.join(PATCHES)}, one at least; got {ops!r}")
-
-
-def check_tiled_mlp(name: str, tokens: int, ops: Sequence[str] | None) -> None:
-    """Raises ValueError for an invalid number of tokens, or for one without effect because `ops` lacks the MLP op."""
-    if type(tokens) is not int or tokens < 0:
-        raise ValueError(f"{name} must be a number of tokens, or 0 for all at once; got {tokens!r}")
-    if tokens and ops is not None and GatedMlpPatch.op not in ops:
-        raise ValueError(f"{name}={tokens} needs {GatedMlpPatch.op} among ops; got {ops!r}")
 
 
 def handle_of(model: nn.Module) -> NpuKernels | None:

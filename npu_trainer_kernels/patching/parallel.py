@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from .classes import original_class
-from .patch import set_on_instance
+from .patch import others_forward, set_on_instance
 from .undo import Undo
 
 __all__ = ["gathered_over", "instead_of", "mixes_tokens", "plain_inside", "serve_inside", "serve_instead"]
@@ -123,7 +123,7 @@ def mixes_tokens(module: nn.Module) -> str | None:
     """Returns why the forward set on a module may treat a packed row differently from a batch of the same tokens, or
     None. Plans split heads, columns, ids and experts; a plan that splits sequences shows it in its layouts."""
     if "forward" not in vars(module):
-        return None
+        return others_forward(module)
     plan = _planned(module)
     if plan is None:
         return None if getattr(instead_of(module), "__module__", None) == _EXPERTS else set_on_instance(module)

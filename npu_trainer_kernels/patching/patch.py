@@ -11,8 +11,9 @@ from which the report is made.
 """
 
 import functools
+import types
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -43,6 +44,8 @@ __all__ = [
     "keeps_own_code",
     "no_float",
     "no_plain",
+    "others_forward",
+    "others_kernel",
     "set_on_instance",
     "while_recognised",
 ]
@@ -312,8 +315,46 @@ def while_recognised(site: Site, rewritten: Callable[..., Any]) -> Callable[...,
     return forward
 
 
+# Other packages of kernels, by the beginning of their modules' names: whose they are, and how to do without them.
+_OTHERS = {
+    "liger_kernel": ("Liger-Kernel's", "use_liger_kernel=False switches it off"),
+    "unsloth": ("Unsloth's", "load the model by transformers to do without it"),
+}
+
+
+def _with_inner(function: Any) -> Iterator[Any]:
+    """Yields a function, and what it binds or wraps."""
+    yield function
+    if isinstance(function, functools.partial):
+        yield from _with_inner(function.func)
+    elif isinstance(function, types.MethodType):
+        yield from _with_inner(function.__func__)
+    if (wrapped := getattr(function, "__dict__", {}).get("__wrapped__")) is not None:
+        yield from _with_inner(wrapped)
+
+
+def others_kernel(function: Any) -> str | None:
+    """Returns whose kernel a function or a class is, and how to do without it, if it is of another package of kernels,
+    else None. Such packages replace forwards on instances, in classes, and whole classes."""
+    for each in _with_inner(function):
+        name = str(getattr(each, "__module__", None))
+        for beginning, (whose, do) in _OTHERS.items():
+            if name.startswith(beginning):
+                return f"{whose}: {do}"
+    return None
+
+
+def others_forward(module: nn.Module) -> str | None:
+    """Returns that a module runs another package's kernel, as a reason, or None."""
+    cls = original_class(module)
+    whose = others_kernel(vars(module).get("forward")) or others_kernel(cls.forward) or others_kernel(cls)
+    return None if whose is None else f"its forward is {whose}"
+
+
 def set_on_instance(module: nn.Module) -> str | None:
-    """Returns why calling a module does not run its class's forward, or None."""
+    """Returns why calling a module does not run the model's own forward of its class, or None."""
+    if (reason := others_forward(module)) is not None:
+        return reason
     if "forward" not in vars(module):
         return None
     found: Any = vars(module)["forward"]

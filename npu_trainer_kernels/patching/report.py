@@ -14,10 +14,9 @@ from ..tuned import Entry
 from .audit import Audited
 from .patch import Site
 
-__all__ = ["REPORT_LENGTHS", "Declined", "LeftAlone", "Replaced", "Report"]
+__all__ = ["Declined", "LeftAlone", "Replaced", "Report"]
 
-REPORT_LENGTHS = ("short", "full")
-_MORE = "(in full: --npu_kernels_report full, or report().text(full=True))"
+_IN_FULL = "report().text(full=True)"
 
 
 @dataclass(frozen=True)
@@ -154,11 +153,12 @@ class Report:
             "capture": None if self.capture is None else self.capture.as_dict(),
         }
 
-    def text(self, *, full: bool = False) -> str:
+    def text(self, *, full: bool = False, in_full: str = _IN_FULL) -> str:
         """Returns the report for people.
 
         Args:
             full: every module and every reason; otherwise a line for each thing that matters to this run.
+            in_full: what the reader can do to get the full text, which the short text names.
         """
         lines = [f"NPU kernels on {self.device}" if self.device else "NPU kernels"]
         if full:
@@ -170,7 +170,7 @@ class Report:
             runs, left = list(self._run_lines()), list(self._counting_lines())
             lines += runs or ["  nothing was replaced"]
             lines += ["left alone:", *left] if left else []
-            lines += [_MORE] if self.left_alone else []
+            lines += [f"(in full: {in_full})"] if self.left_alone else []
         lines += ["declined:", *self._declined_lines()] if self.declined else []
         lines += ["compared with the model's own code:", *(f"  {each}" for each in self.audits)] if self.audits else []
         lines += [] if self.capture is None else [str(self.capture)]

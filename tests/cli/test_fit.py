@@ -550,10 +550,14 @@ def test_memory_has_no_unit(model, capsys):
     ("arguments", "message"),
     [
         (["--memory", "0"], "--memory must be a positive number of GiB; got 0"),
-        (["--memory", "2"], "--reserve must be at least 0 and less than --memory 2; got 2"),
+        (
+            ["--memory", "1"],
+            "--memory must be more than the 2 GiB that are kept free by default, which --reserve changes",
+        ),
+        (["--memory", "2", "--reserve", "2"], "--reserve must be at least 0 and less than --memory 2; got 2"),
         (["--devices", "0"], "--devices must be at least 1; got 0"),
-        (["--sharding", "fsdp2"], "--sharding does nothing on one device"),
-        (["--prompt", "8"], "--prompt does nothing with --trainer sft"),
+        (["--sharding", "fsdp2"], "--sharding fsdp2 does nothing on one device"),
+        (["--prompt", "8"], "--prompt 8 does nothing with --trainer sft"),
         (["--trainer", "grpo", "--seq", "8", "--prompt", "8"], "--prompt must be less than --seq 8; got 8"),
         (["--figure", "fit.txt"], "--figure must end with .png, .svg, .pdf; got 'fit.txt'"),
         (["--figure", "nowhere/fit.png"], "--figure must be in a folder that is there; got 'nowhere/fit.png'"),
@@ -562,6 +566,25 @@ def test_memory_has_no_unit(model, capsys):
 )
 def test_wrong_usage_is_exit_code_2(model, capsys, arguments, message):
     assert main(["fit", "--model", model, "--memory", "80", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # transformers divides by the one, the model by the other.
+        ({"num_attention_heads": 0}, "which must be at least 1; got num_attention_heads = 0"),
+        ({"num_key_value_heads": 0}, "which must be at least 1; got num_key_value_heads = 0"),
+        ({"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 0}, "; got num_key_value_heads = 0"),
+        ({"num_attention_heads": -4}, "num_attention_heads"),
+        ({"hidden_size": 0}, "hidden_size of its config must be at least 1; got 0"),
+        ({"vocab_size": 0}, "vocab_size of its config must be at least 1; got 0"),
+        ({"vocab_size": -1}, "vocab_size of its config must not be negative; got -1"),
+    ],
+)
+def test_a_size_of_a_config_that_no_model_has_is_named(tmp_path, capsys, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1, **changes}))
+    assert main(["fit", "--model", str(tmp_path), "--memory", "80"]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 

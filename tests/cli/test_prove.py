@@ -4,6 +4,7 @@ Its processes are stood in for by a script, but for the last tests, which run th
 """
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -388,6 +389,34 @@ def test_a_disk_that_is_full_half_way(tmp_path, stub, capsys, monkeypatch):
     assert code == 1
     assert {part for part, state in found["parts"].items() if state["done"]} == {"checks", "kernels"}
     assert set(archive(tmp_path)) >= {"prove.json"}
+
+
+def test_an_archive_that_cannot_be_written_is_said(tmp_path, stub, capsys, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(_prove_archive, "write", full)
+    code, found = run(tmp_path, capsys)
+    assert (code, found["archive"]) == (1, None)
+    assert found["problem"] == (
+        "The archive could not be written: nothing could be written to somewhere: No space left on device; make room "
+        "there, and the same command packs what is measured"
+    )
+    assert all(state["done"] for state in found["parts"].values())
+
+
+def test_the_device_is_named(tmp_path, stub, capsys):
+    main(["prove", "--minutes", "1", "--output", str(tmp_path / "out")])
+    captured = capsys.readouterr()
+    assert "Device: Ascend910B4 (npu)\n" in captured.out
+    assert "device: device" not in captured.out + captured.err
+    assert "finding the device\n" in captured.err
+
+
+def test_a_device_that_is_not_found_is_one_name_in_the_report(tmp_path, stub, capsys):
+    stub(device={"device": {"does": "sys.exit('no driver')"}})
+    main(["prove", "--minutes", "1", "--output", str(tmp_path / "out")])
+    assert "- device: failed: no driver" in capsys.readouterr().out
 
 
 def test_an_unknown_option_is_refused(capsys):

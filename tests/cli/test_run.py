@@ -21,6 +21,10 @@ TRANSFORMERS = (
     "DEFAULT_CALLBACKS = []\nclass Trainer:\n    def __init__(self):\n        print('callbacks', DEFAULT_CALLBACKS)\n"
 )
 NONE = "npu-kernels run: no Trainer of transformers was built, so that no kernels were used\n"
+LOST = (
+    f"{NONE[:-1]}; if a process that it has started trained, the environment did not reach that process "
+    "(PYTHONPATH, NPU_KERNELS_RUN): it was cleared, or Python had the option -I, -E or -S\n"
+)
 
 
 def clean() -> dict[str, str]:
@@ -112,7 +116,8 @@ def test_what_cannot_be_executed_ends_as_in_a_shell(tmp_path):
     (tmp_path / "data").write_text("no program")
     missing, forbidden = run("no-such-command", "--config", "x"), run(str(tmp_path / "data"))
     assert (missing.returncode, forbidden.returncode) == (127, 126)
-    assert missing.stderr == "npu-kernels run: no-such-command: No such file or directory\n"
+    assert missing.stderr.startswith("npu-kernels run: no-such-command: No such file or directory; is it installed")
+    assert f"{tmp_path / 'data'}: Permission denied; a script that is not executable runs by" in forbidden.stderr
 
 
 @pytest.mark.parametrize(
@@ -121,6 +126,16 @@ def test_what_cannot_be_executed_ends_as_in_a_shell(tmp_path):
         ([], {}, "what is to be run is missing"),
         (["--print-env", "trl"], {}, "--print-env runs nothing; leave out 'trl'"),
         (["--ops", "rms_norm,foo", "true"], {}, "--ops must be a list of rms_norm"),
+        (["--ops", "rmsnorm", "true"], {}, "got ['rmsnorm']; did you mean 'rms_norm'?"),
+        (["true"], {"NPU_KERNELS_OPS": "ropes"}, "NPU_KERNELS_OPS must be a list of rms_norm"),
+        (
+            ["--tiled-mlp", "many", "true"],
+            {},
+            "--tiled-mlp must be a number of tokens, or 0 for all at once; got 'many'",
+        ),
+        (["--tiled-mlp", "8192", "--ops", "rope", "true"], {}, "--tiled-mlp=8192 needs swiglu among ops; got ['rope']"),
+        (["--capture", "maybe", "true"], {}, "--capture must be one of auto, on, off; got 'maybe'"),
+        (["--backend", "rmsnorm=torch", "true"], {}, "--backend: unknown op 'rmsnorm'; the ops are rms_norm"),
         (["--backend", "fast", "true"], {}, "--backend must be one of"),
         (["true"], {"NPU_KERNELS_BACKEND": "fast"}, "NPU_KERNELS_BACKEND must be one of"),
         (["--report", "long", "true"], {}, "--report must be one of short, full; got 'long'"),
@@ -146,10 +161,104 @@ def test_wrong_usage_is_refused_before_the_command_runs(capsys, monkeypatch, arg
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["run", "--ops", "rmsnorm", "true"], ["run", "--report", "fulll", "true"], ["run", "--audit", "x", "true"],
+        ["run", "--capture", "x", "true"], ["run", "--tiled-mlp", "x", "true"], ["run", "--backend", "x", "true"],
+        ["run", "python", "-I", "x.py"], ["--help"], ["run", "--help"], ["fit", "--help"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_nothing_heavy_is_imported_to_refuse_or_to_help(monkeypatch, capsys, options):
+    """What is imported is looked at, not the time: all imports of a process of its own were light, and here they are
+    made to fail."""
+    for name in ("torch", "transformers", "numpy", "trl", "triton"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "npu_trainer_kernels.arguments", raising=False)
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if not k.startswith("NPU_KERNELS_")})
+    try:
+        code = main(options)
+    except SystemExit as error:
+        code = error.code
+    captured = capsys.readouterr()
+    assert (code, bool(captured.err)) == ((0, False) if "--help" in options else (2, True))
+    assert "Traceback" not in captured.err
+
+
 def test_an_option_that_does_not_exist_shows_the_usage_of_run(capsys):
     with pytest.raises(SystemExit):
         main(["run", "--nonsense"])
     assert capsys.readouterr().err.startswith("usage: npu-kernels run [options]")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("python -I train.py", "python -I: Python ignores PYTHONPATH"),
+        ("python3.11 -u -E train.py", "python3.11 -E: Python ignores PYTHONPATH"),
+        ("/usr/bin/python3 -S -m train", "python3 -S: Python reads no sitecustomize"),
+        ("python -uIm train", "python -I: Python ignores PYTHONPATH"),
+        ("python -W ignore -X dev -E train.py", "python -E: Python ignores PYTHONPATH"),
+        ("python --check-hash-based-pycs always -I train.py", "python -I: Python ignores"),
+        ("env LR=1 python -I train.py", "python -I: Python ignores PYTHONPATH"),
+        ("env -i python train.py", "env -i starts the command without PYTHONPATH"),
+        ("env --ignore-environment python train.py", "env --ignore-environment starts the command without"),
+        ("env -u PYTHONPATH python train.py", "env -u PYTHONPATH starts the command without PYTHONPATH"),
+        ("env --unset=NPU_KERNELS_RUN python train.py", "env --unset=NPU_KERNELS_RUN starts the command without"),
+        ("env PYTHONPATH=/src python train.py", "env PYTHONPATH=/src starts the command without"),
+        ("{folder}/isolated sft", "the first line of {folder}/isolated has python3 -I: Python ignores PYTHONPATH"),
+        ("{folder}/by-env sft", "the first line of {folder}/by-env has python3 -E: Python ignores PYTHONPATH"),
+    ],
+)
+def test_a_command_that_the_kernels_cannot_reach_is_refused(tmp_path, monkeypatch, capsys, command, said):
+    for name, first in (("isolated", "#!/usr/bin/python3 -I"), ("by-env", "#!/usr/bin/env -S python3 -E")):
+        (tmp_path / name).write_text(f"{first}\nprint(1)\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.delenv("NPU_KERNELS_RUN", raising=False)
+    monkeypatch.setattr(_run, "_execute", pytest.fail)
+    assert main(["run", *command.format(folder=tmp_path).split()]) == 2
+    error = capsys.readouterr().err
+    assert said.format(folder=tmp_path) in error
+    assert "leave" in error or "put `npu-kernels run` behind it" in error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -P train.py", "python -s -u train.py -I", "python -m train -E", "python -c pass -S", "python - -I",
+        "python", "python -WI train.py", "python -X I train.py", "train.py -I", "-m train -I", "trl sft -I",
+        "env LR=1 -u HOME python train.py -I", "env", "env -u",
+        "env NPU_KERNELS_RUN=0 python train.py", "no-such-command -I", "{folder}", "{folder}/binary -I",
+    ],
+)  # fmt: skip
+def test_a_command_that_the_kernels_reach_is_run(tmp_path, monkeypatch, command):
+    (tmp_path / "binary").write_bytes(b"\x7fELF\xff\x00")
+    (tmp_path / "binary").chmod(0o755)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.delenv("NPU_KERNELS_RUN", raising=False)
+    done = []
+
+    def execute(command):
+        done.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(_run, "_execute", execute)
+    given = command.format(folder=tmp_path).split()
+    with pytest.raises(SystemExit):
+        main(["run", *given])
+    assert done == [given]
+
+
+def test_without_the_kernels_any_command_is_run():
+    done = run(sys.executable, "-I", "-c", "print(1)", NPU_KERNELS_RUN="0")
+    assert (done.returncode, done.stdout) == (0, "1\n")
+
+
+def test_python_without_an_unsafe_path_gets_the_kernels():
+    done = run(sys.executable, "-P", "-s", "-c", "import sitecustomize; print(sitecustomize.__file__)")
+    assert done.stdout == f"{FOLDER}/sitecustomize.py\n", done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,7 +344,14 @@ def test_a_next_sitecustomize_that_fails_is_reported_by_python_and_ours_works(tm
 def test_without_a_trainer_it_says_so_once_at_the_end():
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1)']); print(2)"
     done = python(code)
-    assert (done.stdout, done.stderr) == ("1\n2\n", NONE)
+    assert (done.stdout, done.stderr) == ("1\n2\n", LOST)
+
+
+@pytest.mark.parametrize("given", ["env={}", "env=None, args=[sys.executable, '-I', '-c', 'pass']"])
+def test_a_process_that_the_environment_does_not_reach_is_named_as_a_cause(given):
+    call = given if "args" in given else f"args=[sys.executable, '-c', 'pass'], {given}"
+    assert python(f"import subprocess, sys; subprocess.run({call})").stderr == LOST
+    assert python("print(1)").stderr == NONE
 
 
 def test_a_failing_command_without_a_trainer_fails_as_before():
@@ -245,7 +361,7 @@ def test_a_failing_command_without_a_trainer_fails_as_before():
 
 def test_a_fork_says_nothing(tmp_path):
     code = "import os, sys\nif os.fork() == 0: sys.exit(0)\nos.wait()"
-    assert python(code).stderr == NONE
+    assert python(code).stderr == LOST
 
 
 def test_tools_of_a_shell_script_say_nothing():

@@ -57,11 +57,11 @@ def test_a_planted_fault_is_exit_code_1(model, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--steps", "0"], "steps must be at least 1; got 0"),
-        (["--ops", "nonsense"], "--ops must be of rms_norm, "),
-        (["--ops", "rms_norm,nonsense"], "--ops must be of rms_norm, "),
+        (["--ops", "nonsense"], "--ops must be a list of rms_norm, "),
+        (["--ops", "rms_norm,nonsense"], "--ops must be a list of rms_norm, "),
         (["--backend", "cudnn"], "--backend must be one of"),
-        (["--dataset", "nowhere.jsonl"], "there is no file 'nowhere.jsonl'"),
-        (["--text-column", "words"], "--split and --text-column do nothing without --dataset"),
+        (["--dataset", "nowhere.jsonl"], "--dataset must be a file that is there, or a hub id; got 'nowhere.jsonl'"),
+        (["--text-column", "words"], "--text-column words does nothing without --dataset"),
         (["--model", "nowhere/model"], "nowhere/model"),
     ],
 )

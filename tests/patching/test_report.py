@@ -38,7 +38,7 @@ def test_short_has_a_line_for_what_runs_and_for_what_would_have_counted(report):
         "  linear_cross_entropy  triton: Model",
         "left alone:",
         "  rms_norm, OddNorm: it is odd",
-        "(in full: --npu_kernels_report full, or report().text(full=True))",
+        "(in full: report().text(full=True))",
         "note: logits have width 0",
         "note: a remark",
     ]
@@ -57,7 +57,7 @@ def test_what_the_trainer_does_not_use_is_not_in_the_short_one(report):
     assert str(report).splitlines() == [
         "NPU kernels on a chip",
         "  swiglu  triton: 3 MLP",
-        "(in full: --npu_kernels_report full, or report().text(full=True))",
+        "(in full: report().text(full=True))",
         "note: a remark",
     ]
     assert "linear_cross_entropy: another head" in report.text(full=True)

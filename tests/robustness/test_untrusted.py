@@ -21,7 +21,7 @@ BAD_YAML = [
     ("use_npu_kernels: perhaps", "Truthy value expected: got perhaps"),
     ("use_npu_kernel: true", "Unknown arguments from config file: ['--use_npu_kernel', 'True']"),
     ("{use_npu_kernels: true, npu_kernels_strict: {}}", "npu_kernels_strict must be true or false; got {}"),
-    ("{use_npu_kernels: true, npu_kernels_ops: 3}", "npu_kernels_ops must be a list of rms_norm, gated_rms_norm"),
+    ("{use_npu_kernels: true, npu_kernels_ops: 3}", "npu_kernels_ops must be a list of rms_norm, add_rms_norm"),
     ("{use_npu_kernels: true, npu_kernels_ops: rms_norm}", "npu_kernels_ops must be a list of rms_norm"),
     ("{use_npu_kernels: true, npu_kernels_ops: []}", "linear_logprob, one at least; got []"),
     ("{use_npu_kernels: true, npu_kernels_ops: [[1]]}", "npu_kernels_ops must be a list of rms_norm"),

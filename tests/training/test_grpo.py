@@ -104,6 +104,8 @@ def test_patched_while_training_and_restored_after(tmp_path, capsys):
     assert re.search(r"^  linear_logprob +torch: Qwen3ForCausalLM$", printed, re.MULTILINE)
     assert "linear_cross_entropy" not in printed
     assert "logits of width 0" not in printed
+    whole = 'npu_kernels=NpuKernelsArguments(use_npu_kernels=True, npu_kernels_report="full")'
+    assert f"\n(in full: {whole})\n" in printed
     assert original_class(trainer.model.model.norm) is type(trainer.model.model.norm)
     assert vars(trl_utils) == before
 

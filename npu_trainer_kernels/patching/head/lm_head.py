@@ -19,7 +19,7 @@ from ...support.opaque import opaque
 from ..call import CallSettings
 from ..classes import forward_of, original_class, subclass_with_forward
 from ..parallel import gathered_over, instead_of, serve_instead
-from ..patch import UNREPORTED, HarmlessReason, Patch, Scene, Site, no_float, set_on_instance
+from ..patch import UNREPORTED, HarmlessReason, Patch, Scene, Site, no_float, others_forward, set_on_instance
 from ..undo import Undo
 from .graphs import keep_out_of_graphs, may_promise
 from .head_call import HeadCall, answer_of, is_asked, is_of_a_wrapper
@@ -75,6 +75,8 @@ class LmHeadPatch(Patch):
             return HarmlessReason("no causal language model found")
         if module is not owner.get_output_embeddings():
             return "it is the head of a second language model; that of the first is served"
+        if (reason := others_forward(owner)) is not None:
+            return f"{type(owner).__name__} computes its loss: {reason}"
         if not isinstance(module, nn.Linear) or original_class(module).forward is not nn.Linear.forward:
             return f"its head is a {type(module).__name__}, not a plain nn.Linear"
         mesh = gathered_over(module)

@@ -144,9 +144,11 @@ class AddRmsNormPatch(Patch):
             return None
         if all(isinstance(child, nn.Linear) or child in norms.values() for child in module.children()):
             return None
-        forms = forms_of(norms, scene.norms)
+        # Calls of a norm with another forward would all be declined.
+        aside = {name: reason for name, norm in norms.items() if (reason := set_on_instance(norm)) is not None}
+        forms = forms_of({name: norm for name, norm in norms.items() if name not in aside}, scene.norms)
         if not forms:
-            return None
+            return next((f"{name}: {reason}" for name, reason in aside.items()), None)
         reason = set_on_instance(module)
         function = plain_forward(original_class(module))
         if reason is not None or isinstance(function, str):

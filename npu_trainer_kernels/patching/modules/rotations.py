@@ -33,6 +33,7 @@ from ..patch import (
     guarded,
     is_transformed,
     no_float,
+    others_kernel,
     set_on_instance,
     while_recognised,
 )
@@ -162,6 +163,9 @@ class RopePatch(Patch):
         function = plain_forward(cls)
         if reason is not None or isinstance(function, str):
             return reason or str(function)
+        whose = {name: each for name, function in functions.items() if (each := others_kernel(function)) is not None}
+        if whose:
+            return "; ".join(f"its {name} is {each}" for name, each in whose.items())
         forms = {name: form for name, each in functions.items() if (form := rope_form(each)) is not None}
         if not forms:
             return f"its {', '.join(functions)} is not a rotation that rope knows"
