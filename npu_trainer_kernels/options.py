@@ -36,7 +36,7 @@ BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
 KERNEL_BACKENDS = ("triton", "ascend-lowering")
 STRICT = "strict"
 REPORT_LENGTHS = ("short", "full")
-# Those of `patching.layers`, which imports torch.
+# When `patching.layers` captures decoder layers.
 CAPTURE_MODES = ("auto", "on", "off")
 # The op of gated MLPs, which can compute slices of the tokens.
 TILED_OP = "swiglu"

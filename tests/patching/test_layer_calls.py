@@ -17,8 +17,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointError
 
 from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.options import check_capture
 from npu_trainer_kernels.patching import PATCHES
-from npu_trainer_kernels.patching.layers import check_capture, layer_capture
+from npu_trainer_kernels.patching.layers import layer_capture
 from npu_trainer_kernels.patching.layers.device_waits import DeviceWaits
 from tests.models import small_model
 from tests.patching.captured import FULL, PADDED, Twins, assert_same, llama_twins, rows

@@ -13,6 +13,6 @@ Before that, `device_waits.py` finds out whether the device waits for the host.
 """
 
 from .buckets import bucket
-from .layer_capture import CAPTURE_MODES, LayerCapture, check_capture
+from .layer_capture import LayerCapture
 
-__all__ = ["CAPTURE_MODES", "LayerCapture", "bucket", "check_capture"]
+__all__ = ["LayerCapture", "bucket"]

@@ -43,16 +43,7 @@ from .layer_state import (
 )
 from .weight_slots import WeightSlots
 
-__all__ = ["CAPTURE_MODES", "LayerCapture", "check_capture"]
-
-CAPTURE_MODES = ("auto", "on", "off")
-
-
-def check_capture(name: str, mode: object) -> None:
-    """Raises ValueError unless `mode` says when layers are captured."""
-    if mode not in CAPTURE_MODES:
-        raise ValueError(f"{name} must be one of {', '.join(CAPTURE_MODES)}; got {mode!r}")
-
+__all__ = ["LayerCapture"]
 
 _MOST_GRAPHS = 8192
 _MOST_BUCKETS = 512
