@@ -22,7 +22,7 @@ from tests.models import SMALL, batch, small_model
 
 SHAPES = ModelShapes(hidden=16, intermediate=24, vocabulary=40, heads=2, kv_heads=1, head_dim=8, experts=4, slots=2)
 WORKLOADS = of_model(SHAPES, 8, "float32")
-HEADS = {"linear_cross_entropy", "linear_logprob", "fused_linear_grpo_loss"}
+HEADS = {"linear_cross_entropy", "linear_logprob", "linear_divergence", "fused_linear_grpo_loss"}
 # Called and not traced: where tokens go, and how many, is known on the device alone.
 OPAQUE = {"moe_experts"}
 

@@ -199,3 +199,16 @@ def test_blocks_of_the_gradient_are_even(n_cols, itemsize, weighted):
     assert block <= most
     assert steps == -(-n_cols // most)
     assert steps * block - n_cols < 64 * steps
+
+
+@given(n_cols=st.integers(1, 300_000), itemsize=st.sampled_from([2, 4]), kind=st.sampled_from(["npu", "cuda", "cpu"]))
+def test_blocks_of_the_divergence_are_even(n_cols, itemsize, kind):
+    block = tiling.divergence_tile(n_cols, itemsize, DeviceSpec(kind, "a device", 40, 192 * KIB)).block
+    if kind != "npu":
+        assert block & (block - 1) == 0
+        return
+    steps = -(-n_cols // block)
+    # What the compiler plans in two buffers.
+    assert block <= 2048
+    assert steps == -(-n_cols // 2048)
+    assert steps * block - n_cols < 64 * steps

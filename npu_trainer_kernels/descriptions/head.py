@@ -1,4 +1,4 @@
-"""The LM head and its losses: cross-entropy, log-probabilities, GRPO."""
+"""The LM head and its losses: cross-entropy, log-probabilities, distillation, GRPO."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -132,6 +132,41 @@ def _grpo(backend: str | None) -> Function:
     return call
 
 
+# The mixture in equal parts, whose formula has most to compute.
+_BETA = 0.5
+
+
+def _build_divergence(work: Workload, device: torch.device) -> Inputs:
+    s = work.sizes
+    tensors = {
+        "x": randn(work, device, s["BT"], s["H"]),
+        "weight": _head_weight(work, device),
+        "teacher_x": randn(work, device, s["BT"], s["H"]),
+        "teacher_weight": _head_weight(work, device),
+    }
+    return Inputs(tensors, ("x", "weight"))
+
+
+def _divergence_reference(t: Tensors) -> Outputs:
+    return ops.linear_divergence_reference(t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], beta=_BETA)  # type: ignore[return-value]
+
+
+def _divergence(backend: str | None) -> Function:
+    def call(t: Tensors) -> Outputs:
+        return ops.linear_divergence(  # type: ignore[return-value]
+            t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], beta=_BETA, backend=backend
+        )
+
+    return call
+
+
+def _divergence_work(case: Workload) -> dict[str, Work]:
+    rows, hidden, vocab = _head_products(case)
+    one = 2.0 * rows * hidden * vocab
+    # The teacher's product, too.
+    return {"forward": Work(2 * one), "backward": Work(2 * one), "both": Work(4 * one)}
+
+
 def _head_products(case: Workload) -> tuple[int, int, int]:
     s = case.sizes
     return s["BT"], s["H"], s["V"]
@@ -169,6 +204,17 @@ def _grpo_rows(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor | N
     return None, (terms * t["mask"].flatten()[rows]).sum() / t["mask"].sum()
 
 
+def _divergence_rows(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor | None, Tensor]:
+    t = inputs.tensors
+    with torch.no_grad():
+        log_q = F.linear(t["teacher_x"][rows].to(logits.dtype), t["teacher_weight"].to(logits.dtype)).log_softmax(-1)
+    log_p = logits.log_softmax(-1)
+    log_m = torch.log(_BETA * log_q.exp() + (1 - _BETA) * log_p.exp())
+    of_q = F.kl_div(log_m, log_q, reduction="sum", log_target=True)
+    of_p = F.kl_div(log_m, log_p, reduction="sum", log_target=True)
+    return None, (_BETA * of_q + (1 - _BETA) * of_p) / t["x"].shape[0]
+
+
 FORMS = {
     "linear_cross_entropy": Form(
         _build_cross_entropy, _cross_entropy_reference, _cross_entropy, _head_sizes,
@@ -177,6 +223,10 @@ FORMS = {
     "linear_logprob": Form(
         _build_logprob, _logprob_reference, _logprob, _head_sizes,
         _head_work(_head_products), _head_products, _logprob_rows,
+    ),
+    "linear_divergence": Form(
+        _build_divergence, _divergence_reference, _divergence, _head_sizes, _divergence_work,
+        row_truth=_divergence_rows,
     ),
     "fused_linear_grpo_loss": Form(
         _build_grpo, _grpo_reference, _grpo,
@@ -225,6 +275,25 @@ def _logprob_gate(**options: Any) -> Call:
         result = ops.linear_logprob(x, weight, t.ids(rows, below=vocabulary), backend=BACKEND, **options)
         run_backward(result.log_prob, result.entropy, result.mean_logit)
         return _head_bytes(t, rows, vocabulary)
+
+    return call
+
+
+def _divergence_gate(**options: Any) -> Call:
+    def call(t: GateTensors, rows: int, vocabulary: int) -> Mapping[str, int]:
+        x, weight = t.floats(rows, _HEAD_HIDDEN), t.floats(vocabulary, _HEAD_HIDDEN)
+        teacher = t.floats(rows, _HEAD_HIDDEN, grad=False), t.floats(vocabulary, _HEAD_HIDDEN, grad=False)
+        ids = t.ids(rows, below=vocabulary)
+        result = ops.linear_divergence(x, weight, *teacher, ids=ids, backend=BACKEND, **options)
+        if isinstance(result, torch.Tensor):
+            run_backward(result)
+        else:
+            run_backward(result.divergence, result.log_prob, result.entropy)
+        row = rows * vocabulary * t.itemsize
+        # A student's and a teacher's row are too long for the chip: the divergence is a sum over both, which the
+        # gradient needs, unless that is p - q.
+        both = 3 * row if options["beta"] == 0 else 5 * row
+        return {"_row_statistics_kernel": 2 * row, "_row_divergence_kernel": both}
 
     return call
 
@@ -312,6 +381,12 @@ GATE: tuple[GateEntry, ...] = (
     _head("linear_logprob, entropy", _logprob_gate(temperature=0.7, outputs=("entropy",))),
     _head("linear_logprob, everything", _logprob_gate(softcap=30.0, temperature=0.7, outputs=(
         "entropy", "is_top1", "mean_logit", "log_sum_sq_probs"))),
+    _head("linear_divergence", _divergence_gate(beta=0.5)),
+    _head("linear_divergence, forward KL", _divergence_gate(beta=0)),
+    _head("linear_divergence, reverse KL", _divergence_gate(beta=1)),
+    _head("linear_divergence, everything", _divergence_gate(
+        beta=0.5, reduction="none", softcap=30.0, teacher_softcap=30.0, temperature=0.7,
+        outputs=("log_prob", "entropy", "teacher_log_prob", "teacher_entropy"))),
     _head_of_values("grpo_loss", _grpo_gate(fused=False)),
     _head_of_values("grpo_loss, fused with the projection", _grpo_gate(fused=True)),
     # What differs is the arithmetic on a token's numbers: one vocabulary will do.

@@ -17,7 +17,9 @@ __all__ = [
     "check_float",
     "check_head",
     "check_ids",
+    "check_num_items",
     "check_plain",
+    "check_projection",
     "check_range",
     "check_same_device",
     "debug",
@@ -91,29 +93,51 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"all tensors must be on one device; got {found}")
 
 
+def check_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, prefix: str = "") -> None:
+    """Checks the arguments of a linear head: x `[..., H]`, which must not be a DTensor, weight `[V, H]`, bias `[V]`.
+    `prefix` begins their names in messages."""
+    name_x, name_weight, name_bias = (prefix + name for name in ("x", "weight", "bias"))
+    check_float(name_x, x)
+    check_float(name_weight, weight)
+    check_plain(name_x, x)
+    if weight.dim() != 2 or weight.shape[0] < 1:
+        raise ValueError(f"{name_weight} must have shape [V, H] with V >= 1; got {list(weight.shape)}")
+    if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{name_x} must have shape [..., {weight.shape[1]}], like {name_weight}'s columns; got {list(x.shape)}"
+        )
+    if weight.shape[0] > _MAX_VOCAB:
+        raise ValueError(f"{name_weight} has {weight.shape[0]} rows; at most {_MAX_VOCAB} are supported")
+    if bias is not None:
+        check_float(name_bias, bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"{name_bias} must have shape [{weight.shape[0]}]; got {list(bias.shape)}")
+    check_same_device(**{name_x: x, name_weight: weight, name_bias: bias})
+
+
 def check_head(
     x: torch.Tensor, weight: torch.Tensor, ids_name: str, ids: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """Checks the arguments of an op on the LM head: x `[..., H]`, weight `[V, H]`, ids of x's leading shape, bias
-    `[V]`. x and ids must not be DTensors."""
-    check_float("x", x)
-    check_float("weight", weight)
+    """Checks the arguments of an op on the LM head: those of `check_projection`, and ids of x's leading shape, which
+    must not be a DTensor."""
     check_ids(ids_name, ids)
-    check_plain("x", x)
     check_plain(ids_name, ids)
-    if weight.dim() != 2 or weight.shape[0] < 1:
-        raise ValueError(f"weight must have shape [V, H] with V >= 1; got {list(weight.shape)}")
-    if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x must have shape [..., {weight.shape[1]}], like weight's columns; got {list(x.shape)}")
+    check_projection(x, weight, bias)
     if ids.shape != x.shape[:-1]:
         raise ValueError(f"{ids_name} must have x's leading shape {list(x.shape[:-1])}; got {list(ids.shape)}")
-    if weight.shape[0] > _MAX_VOCAB:
-        raise ValueError(f"weight has {weight.shape[0]} rows; at most {_MAX_VOCAB} are supported")
-    if bias is not None:
-        check_float("bias", bias)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias must have shape [{weight.shape[0]}]; got {list(bias.shape)}")
-    check_same_device(x=x, weight=weight, **{ids_name: ids}, bias=bias)
+    check_same_device(x=x, **{ids_name: ids})
+
+
+def check_num_items(num_items: int | float | torch.Tensor | None, reduction: str) -> None:
+    """Raises unless `num_items` may divide a loss with this reduction: a positive number, a tensor of one, or None."""
+    if num_items is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f"num_items divides a mean; with reduction={reduction!r} it must be None")
+    if isinstance(num_items, torch.Tensor) and num_items.numel() != 1:
+        raise ValueError(f"num_items must be a number or a tensor of one; got shape {list(num_items.shape)}")
+    if not isinstance(num_items, torch.Tensor) and not (is_number(num_items) and num_items > 0):
+        raise ValueError(f"num_items must be positive and finite; got {num_items!r}")
 
 
 @functools.cache

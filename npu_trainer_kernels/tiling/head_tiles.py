@@ -11,6 +11,7 @@ from .tunable import tunable, tunable_on_npus
 __all__ = [
     "GradientTile",
     "StatisticsTile",
+    "divergence_tile",
     "fused_tile",
     "gradient_tile",
     "scale_block",
@@ -100,6 +101,26 @@ def gradient_tile(n_cols: int, itemsize: int, has_weights: bool, spec: DeviceSpe
         largest = tile_limit(kernel, itemsize, spec)
         block = cdiv(cdiv(n_cols, cdiv(n_cols, largest)), 64) * 64
         return GradientTile(min(block, largest), spec.vector_cores)
+    return GradientTile(min(64, next_power_of_2(n_cols)), 2)
+
+
+@tunable_on_npus
+def divergence_tile(n_cols: int, itemsize: int, spec: DeviceSpec) -> GradientTile:
+    """Returns the tile of the kernel that reads a student's and a teacher's logits.
+
+    Args:
+        n_cols: vocabulary size.
+        itemsize: bytes of a logit, of the wider of both.
+        spec: the device.
+    """
+    if spec.has_warps:
+        # 8 elements of each row per thread; not timed.
+        return GradientTile(min(2048, next_power_of_2(n_cols)), _ONE_PER_ROW, launch_options(spec, 8))
+    if spec.has_buffer:
+        # 96 bytes an element: two rows and a gradient in two buffers each, two sums, and temporaries. The compiler
+        # plans 144 to 186 of 192 KiB, double-buffered and without fixed waits (bishengir-compile, 910B4); not swept.
+        largest = spec.on_chip_bytes // 96 // 64 * 64
+        return GradientTile(min(cdiv(cdiv(n_cols, cdiv(n_cols, largest)), 64) * 64, largest), spec.vector_cores)
     return GradientTile(min(64, next_power_of_2(n_cols)), 2)
 
 

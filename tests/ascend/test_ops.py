@@ -339,6 +339,23 @@ def test_linear_logprob(launcher, tensors, vocabulary, options):
     check(launcher, "linear_logprob", head_inputs(tensors, vocabulary), HEAD, **options)
 
 
+@paired(
+    vocabulary=VOCABULARIES,
+    beta=[0, 0.3, 1],
+    options=[
+        {},
+        {"reduction": "none", "temperature": 0.7},
+        {"outputs": ("log_prob", "entropy"), "softcap": 3.0, "teacher_softcap": 5.0},
+    ],
+)
+def test_linear_divergence(launcher, tensors, vocabulary, beta, options):
+    x, weight, ids, bias = head_inputs(tensors, vocabulary)
+    teacher = [t.detach().flip(0).contiguous() for t in (x, weight, bias)]
+    kernels = ("_row_statistics_kernel", "_row_divergence_kernel")
+    inputs = [x, weight, *teacher[:2], bias, teacher[2]]
+    check(launcher, "linear_divergence", inputs, kernels, beta=beta, ids=ids, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "kernels"),
     [({}, (*HEAD, "_token_kernel")), ({"importance_level": "sequence", "entropy_coef": 0.01}, HEAD)],
@@ -387,6 +404,7 @@ def test_every_op_of_the_gate_is_executed_here():
         "moe_experts",
         "linear_cross_entropy",
         "linear_logprob",
+        "linear_divergence",
         "grpo_loss",
     }
     assert {entry.op.partition(",")[0] for entry in GATE} == executed

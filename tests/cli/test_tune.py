@@ -159,7 +159,7 @@ def test_the_head_keeps_its_memory(model, times, capsys):
     """What the head is for does not show in a time."""
     times["ours"] = 3.0
     _, found = run(model, capsys)
-    for op in ("linear_cross_entropy", "linear_logprob", "fused_linear_grpo_loss"):
+    for op in ("linear_cross_entropy", "linear_logprob", "linear_divergence", "fused_linear_grpo_loss"):
         assert winners(found)[op] == ["torch", "torch"]
     assert winners(found)["embedding"] == ["plain", "plain"]
 
@@ -348,6 +348,7 @@ def test_on_an_npu_larger_and_smaller_tiles_are_tried_and_what_does_not_fit_is_p
 ON_NPUS = {
     "statistics_tile": ((128256, 2, 1), "fold"),
     "gradient_tile": ((128256, 2, False), "block"),
+    "divergence_tile": ((128256, 2), "block"),
     "rope_tile": ((64, 0, 2, False), "rows"),
     "embedding_tile": ((2048,), "rows"),
     "expert_gate_tile": ((768, 2, 1, 0, 0, 0), "rows"),

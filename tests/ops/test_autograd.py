@@ -264,6 +264,7 @@ HEAD_CALLS = {
         x, w, ids, label_smoothing=0.1, backend=b
     ),
     "linear_logprob": lambda x, w, ids, b: linear_logprob(x, w, ids, backend=b).log_prob.sum(),
+    "linear_divergence": lambda x, w, ids, b: ops.linear_divergence(x, w, x.flip(0), w, beta=0.5, backend=b),
     "grpo_loss": lambda x, w, ids, b: (
         ops.fused_linear_grpo_loss(x.unsqueeze(0), w, ids.unsqueeze(0), torch.ones(1, device=x.device), backend=b).loss
     ),
@@ -279,7 +280,8 @@ def head_inputs(device, frozen=False):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", HEAD_CALLS)
 def test_nothing_is_formed_for_a_backward_that_will_not_come(device, backend, monkeypatch, name, mode):
-    """One product, of x and the weight: no gradient of the weight, none of x, and none of the objective."""
+    """One product, of x and the weight (and the teacher's): no gradient of the weight, none of x, and none of the
+    objective."""
     formed = []
     monkeypatch.setattr(chunks.Gradients, "empty", lambda *a, **k: formed.append(a))
     products = Counter()
@@ -294,7 +296,7 @@ def test_nothing_is_formed_for_a_backward_that_will_not_come(device, backend, mo
     with mode():
         HEAD_CALLS[name](*head_inputs(device), backend)
     assert formed == []
-    assert products == {"mm": 1}
+    assert products == {"mm": 2 if name == "linear_divergence" else 1}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

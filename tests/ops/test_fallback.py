@@ -10,7 +10,7 @@ from npu_trainer_kernels import KernelError, NpuKernelsArguments, apply_npu_kern
 from npu_trainer_kernels.device import is_out_of_memory
 from npu_trainer_kernels.ops import fallback
 from npu_trainer_kernels.ops.fallback import falls_back
-from npu_trainer_kernels.ops.head import gradient, grpo_formula, statistics
+from npu_trainer_kernels.ops.head import divergence, gradient, grpo_formula, statistics
 from npu_trainer_kernels.ops.launch import launch
 from npu_trainer_kernels.ops.norms import general_kernels, rms_kernels
 
@@ -50,6 +50,11 @@ def _head_case(device, backend):
     return (log_prob * entropy).sum(), (x, w)
 
 
+def _divergence_case(device, backend):
+    x, w = torch.randn(6, 8, device=device, requires_grad=True), torch.randn(40, 8, device=device, requires_grad=True)
+    return ops.linear_divergence(x, w, x.detach().flip(0), w.detach(), beta=0.5, backend=backend), (x, w)
+
+
 def _grpo_case(device, backend):
     x, w = (torch.randn(s, device=device, requires_grad=True) for s in ((1, 6, 8), (40, 8)))
     ids, advantages = torch.arange(6, device=device).unsqueeze(0), torch.ones(1, device=device)
@@ -69,6 +74,7 @@ CASES = {
     "rope": (rope, "_rotate_pair_kernel", _rope_case, "rope"),
     "head statistics": (statistics, "_row_statistics_kernel", _head_case, "linear_logprob"),
     "head gradient": (gradient, "_row_gradient_kernel", _head_case, "linear_logprob"),
+    "divergence": (divergence, "_row_divergence_kernel", _divergence_case, "linear_divergence"),
     "arithmetic of grpo_loss": (grpo_formula, "_token_kernel", _grpo_case, "grpo_loss"),
 }
 

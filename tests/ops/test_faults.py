@@ -12,16 +12,24 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from npu_trainer_kernels import ops
 from npu_trainer_kernels.ops.head import chunks as chunks_module
-from npu_trainer_kernels.ops.head import engine, statistics
+from npu_trainer_kernels.ops.head import divergence, engine, statistics
 from npu_trainer_kernels.ops.head import options as options_module
 from npu_trainer_kernels.ops.head.linear_logprob import OUTPUTS
 from npu_trainer_kernels.ops.head.options import HeadOptions
 from npu_trainer_kernels.ops.norms import rms_kernels
-from tests.ops import test_head, test_linear_cross_entropy, test_linear_logprob, test_rms_norm, test_rope
+from tests.ops import (
+    test_head,
+    test_linear_cross_entropy,
+    test_linear_divergence,
+    test_linear_logprob,
+    test_rms_norm,
+    test_rope,
+)
 
 # The package's names for these are the functions.
-cross_entropy, rms_norm, rope = (
-    import_module(f"npu_trainer_kernels.ops.{name}") for name in ("head.linear_cross_entropy", "norms.rms_norm", "rope")
+cross_entropy, linear_divergence, rms_norm, rope = (
+    import_module(f"npu_trainer_kernels.ops.{name}")
+    for name in ("head.linear_cross_entropy", "head.linear_divergence", "norms.rms_norm", "rope")
 )
 USUAL_SIZE = 128
 
@@ -106,6 +114,68 @@ def smoothing_halved(monkeypatch):
     monkeypatch.setattr(cross_entropy._Loss, "of_rows", of_rows)
 
 
+def in_divergence_step(change):
+    """Changes the arguments of the step that computes divergences and their gradients, in both backends; `change` may
+    return a function that is called with the logits afterwards."""
+
+    def plant(monkeypatch):
+        original = divergence._divergence_step
+
+        def step(*args):
+            given = list(args)
+            after = change(given)
+            found = original(*given)
+            if after is not None and args[5] is not None:
+                after(args[0])
+            return found
+
+        monkeypatch.setattr(divergence, "_divergence_step", step)
+
+    return plant
+
+
+@in_divergence_step
+def divergence_gradient_without_temperature(args):
+    return lambda logits: logits.mul_(args[6].options.temperature)
+
+
+@in_divergence_step
+def beta_on_the_wrong_side(args):
+    args[6] = args[6]._replace(beta=1.0 - args[6].beta)
+
+
+@in_divergence_step
+def teacher_shifted_by_a_row(args):
+    args[1] = args[1].roll(1, 0)
+
+
+@in_divergence_step
+def teacher_with_the_students_temperature(args):
+    args[6] = args[6]._replace(teacher=args[6].options)
+
+
+@in_divergence_step
+def gradient_without_its_row_sum(args):
+    args[4] = None if args[4] is None else torch.zeros_like(args[4])
+
+
+def masked_tokens_counted(monkeypatch):
+    monkeypatch.setattr(linear_divergence, "valid_rows", lambda mask, ignored: None)
+
+
+def masked_tokens_in_the_mean(monkeypatch):
+    original = linear_divergence._Reduction.scale
+    monkeypatch.setattr(
+        linear_divergence._Reduction, "scale", lambda self, rows, *others: original(self, None, *others)
+    )
+
+
+def mixture_of_one_side(monkeypatch):
+    """log m = log((1 - beta) p), without the teacher's side."""
+    original = divergence.Mixture.logs.fget
+    monkeypatch.setattr(divergence.Mixture, "logs", property(lambda self: (-1e4, original(self)[1])))
+
+
 def epsilon_in_bf16(factor):
     """In the op alone."""
 
@@ -186,6 +256,16 @@ def smoothed(**options):
     return test
 
 
+def diverged(beta, mask="none", reduction="mean", **options):
+    def test(device, backend, monkeypatch):
+        sizes = (test_linear_divergence.V,) * 2
+        test_linear_divergence.test_matches_reference(
+            device, backend, torch.float32, beta, options, reduction, mask, sizes
+        )
+
+    return test
+
+
 def small_rows(device, backend, monkeypatch):
     test_rms_norm.test_rows_in_which_epsilon_counts(device, backend, torch.bfloat16, {"casting": "llama"}, 1e-6)
 
@@ -222,6 +302,22 @@ FAULTS = {
     "smoothing over one id too few": (smoothing_over_one_id_too_few, smoothed(label_smoothing=0.2), BOTH),
     "smoothing halved": (smoothing_halved, smoothed(label_smoothing=0.2), BOTH),
     "smoothing halved, of each token": (smoothing_halved, smoothed(reduction="none", label_smoothing=0.1), BOTH),
+    **{
+        f"{name}, beta {beta}": (plant, diverged(beta, **options), BOTH)
+        for beta in (0, 0.3, 1)
+        for name, plant, options in (
+            ("divergence without its temperature", divergence_gradient_without_temperature, {"temperature": 0.6}),
+            ("teacher shifted by a row", teacher_shifted_by_a_row, {}),
+            ("teacher with the student's options", teacher_with_the_students_temperature, {"teacher_temperature": 2.0}),
+            ("masked tokens counted", masked_tokens_counted, {"mask": "some", "reduction": "sum"}),
+            ("masked tokens in the mean", masked_tokens_in_the_mean, {"mask": "some"}),
+        )
+    },
+    "beta on the wrong side": (beta_on_the_wrong_side, diverged(0.3), BOTH),
+    "beta on the wrong side, of one end": (beta_on_the_wrong_side, diverged(1), BOTH),
+    "mixture of one side": (mixture_of_one_side, diverged(0.3), BOTH),
+    "mixture of one side, of each token": (mixture_of_one_side, diverged(0.5, reduction="none"), BOTH),
+    "divergence's gradient without its sum": (gradient_without_its_row_sum, diverged(0.3, reduction="none"), BOTH),
     "epsilon doubled in bf16": (epsilon_in_bf16(2.0), small_rows, BOTH),
     "epsilon dropped in bf16": (epsilon_in_bf16(0.0), small_rows, BOTH),
     "epsilon doubled in bf16, reference too": (shared_epsilon_in_bf16(2.0), bits_of_small_rows, ("torch",)),
@@ -254,6 +350,7 @@ def test_references_of_the_head_share_nothing_with_it(monkeypatch):
     x, weight, ids = torch.randn(5, 8), torch.randn(19, 8), torch.arange(5)
     transform = {"softcap": 2.0, "logit_scale": 0.5}
     ops.linear_logprob_reference(x, weight, ids, temperature=0.7, outputs=OUTPUTS, **transform)
+    ops.linear_divergence_reference(x, weight, 2 * x, weight, beta=0.5, temperature=0.7, **transform)
     ops.linear_cross_entropy_reference(x, weight, ids, label_smoothing=0.1, z_loss=0.1, **transform)
     one = torch.ones(1)
     ops.fused_linear_grpo_loss_reference(

@@ -68,6 +68,8 @@ def test_a_logit_that_is_nan_or_infinite_spoils_its_row_alone(device, backend, c
     logits[1, column] = value
     dirty = statistics(logits, backend, **EVERYTHING)
     for name, numbers in dirty._asdict().items():
+        if numbers is None:  # a teacher's
+            continue
         assert torch.equal(numbers[[0, 2]], getattr(clean, name)[[0, 2]]), name
         if name != "argmax":
             assert not numbers[1].isfinite(), name

@@ -309,6 +309,37 @@ def linear_logprob(draw) -> Case:
 
 
 @st.composite
+def linear_divergence(draw) -> Case:
+    shape = draw(leading())
+    case = head(draw, shape, "ids")
+    # A vocabulary of the same size in most cases, and one that begins with the smaller one in others.
+    vocab, hidden = draw(st.sampled_from((case.vocab, case.vocab, 40))), draw(st.sampled_from((1, 3, 8)))
+    # Whose gradients are absent, here and in the reference.
+    case.floats.update(
+        teacher_x=draw(tensors([*shape, hidden], draw(dtypes))),
+        teacher_weight=draw(tensors([vocab, hidden], draw(dtypes))),
+        teacher_bias=draw(st.none() | dtypes.flatmap(lambda d: tensors([vocab], d))),
+    )
+    case.others["mask"] = draw(masks(shape, (None, *MASKS[:6])))
+    if case.vocab > vocab:
+        case.others["ids"] = case.others["ids"] % vocab
+        case.vocab = vocab
+    reduction = draw(st.sampled_from(("mean", "sum", "none")))
+    wanted = ("log_prob", "entropy", "teacher_log_prob", "teacher_entropy")
+    case.options.update(
+        beta=draw(st.sampled_from((0, 0.25, 0.5, 1.0))),
+        reduction=reduction,
+        num_items=draw(st.sampled_from((None, 7, 2.5))) if reduction == "mean" else None,
+        temperature=draw(st.sampled_from((1.0, 0.5))),
+        teacher_temperature=draw(st.sampled_from((None, 2.0))),
+        teacher_softcap=draw(st.sampled_from((None, 3.0))),
+        teacher_logit_scale=draw(st.sampled_from((1.0, 0.25))),
+        outputs=draw(st.lists(st.sampled_from(wanted), unique=True)),
+    )
+    return case
+
+
+@st.composite
 def linear_cross_entropy(draw) -> Case:
     case = head(draw, draw(leading()), "target")
     target, reduction = case.others["target"], draw(st.sampled_from(("mean", "sum", "none")))
@@ -372,9 +403,12 @@ Op = Callable[..., Any]
 def in_dtype_of_x(reference: Op) -> Op:
     """The head's ops take weight and bias in other dtypes than x's, and cast them."""
 
-    def call(x: Any, weight: Any, bias: Any, **others: Any) -> Any:
-        weight, bias = (t.to(x.dtype) if isinstance(t, torch.Tensor) else t for t in (weight, bias))
-        return reference(x=x, weight=weight, bias=bias, **others)
+    def call(**given: Any) -> Any:
+        for prefix in ("", "teacher_"):
+            for name in (f"{prefix}weight", f"{prefix}bias"):
+                if isinstance(given.get(name), torch.Tensor):
+                    given[name] = given[name].to(given[f"{prefix}x"].dtype)
+        return reference(**given)
 
     return call
 
@@ -391,6 +425,7 @@ OPS: dict[str, tuple[Op, Op, st.SearchStrategy[Case]]] = {
     "linear_rms_norm": (ops.linear_rms_norm, ops.linear_rms_norm_reference, linear_rms_norm()),
     "rope": (ops.rope, ops.rope_reference, rope()),
     "linear_logprob": (ops.linear_logprob, in_dtype_of_x(ops.linear_logprob_reference), linear_logprob()),
+    "linear_divergence": (ops.linear_divergence, in_dtype_of_x(ops.linear_divergence_reference), linear_divergence()),
     "fused_linear_cross_entropy": (
         ops.fused_linear_cross_entropy, in_dtype_of_x(ops.linear_cross_entropy_reference), linear_cross_entropy(),
     ),

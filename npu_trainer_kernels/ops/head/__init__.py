@@ -1,10 +1,12 @@
 """The LM head and its losses. All losses use one engine; each loss is a file with a few vector operations.
 
 1. `engine.py`: the maths, and the loop over chunks of tokens: logits, statistics, coefficients, gradient.
-2. `statistics.py`, `gradient.py`, `fused.py`: the kernels for a chunk; `chunks.py`: its matrix products and sums.
+2. `statistics.py`, `gradient.py`, `fused.py`: the kernels for a chunk; `divergence.py`: the kernel for the chunks of a
+   student and a teacher; `chunks.py`: the matrix products and sums of a chunk.
 3. `options.py`: the transform of logits; `objective.py`: the losses whose gradient forward computes;
    `vocabulary_slices.py`: a vocabulary that is sharded over ranks; `reference.py`: plain PyTorch.
-4. `linear_cross_entropy.py`, `linear_logprob.py`, `grpo_loss.py` (with the kernel of `grpo_formula.py`): the losses.
+4. `linear_cross_entropy.py`, `linear_logprob.py`, `linear_divergence.py`, `grpo_loss.py` (with the kernel of
+   `grpo_formula.py`): the losses.
 """
 
 from .grpo_formula import GrpoOptions, GrpoTokens, batch_tokens, token_losses
@@ -18,6 +20,7 @@ from .grpo_loss import (
     planned,
 )
 from .linear_cross_entropy import LinearCrossEntropyOutput, fused_linear_cross_entropy, linear_cross_entropy_reference
+from .linear_divergence import LinearDivergenceOutput, linear_divergence, linear_divergence_reference
 from .linear_logprob import (
     OUTPUTS,
     LinearLogProbOutput,
@@ -39,6 +42,7 @@ __all__ = [
     "GrpoTokens",
     "HeadOptions",
     "LinearCrossEntropyOutput",
+    "LinearDivergenceOutput",
     "LinearLogProbOutput",
     "LogProbObjective",
     "Objective",
@@ -49,6 +53,8 @@ __all__ = [
     "grpo_loss",
     "grpo_loss_reference",
     "linear_cross_entropy_reference",
+    "linear_divergence",
+    "linear_divergence_reference",
     "linear_logprob",
     "linear_logprob_reference",
     "logprob_options",

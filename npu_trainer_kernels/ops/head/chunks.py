@@ -255,10 +255,12 @@ class Chunks:
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids,
                  rows: Rows, dtype: torch.dtype, backend: str, chunk_rows: int | Sequence[int] | None,
-                 sums: bool, borrow: bool = False, part: VocabSlice | None = None) -> None:  # fmt: skip
+                 sums: bool, borrow: bool = False, part: VocabSlice | None = None,
+                 beside: int = 0) -> None:  # fmt: skip
         """`dtype` is that of the products; `sums` says whether the weight's gradient is summed over the chunks. With
         `borrow` the first chunk may be longer, with some columns in the memory of that gradient. With `part` all ranks
-        cut the same chunks, whichever backends they use."""
+        cut the same chunks, whichever backends they use. `beside` is the number of bytes per logit of another head
+        whose chunks are in memory at the same time."""
         self.x, self.dtype = x, dtype
         self.rows = rows = rows() if callable(rows) else rows
         self._ids = ids
@@ -275,7 +277,9 @@ class Chunks:
         if chunk_rows is None:
             widest, sums, in_place = (vocab, sums, in_place) if part is None else (part.widest, True, True)
             columns = hidden if sums else 0
-            chunk_rows = tiling.head_chunk(n, widest, dtype.itemsize, spec, columns, in_place, part is not None)
+            chunk_rows = tiling.head_chunk(
+                n, widest, dtype.itemsize + beside, spec, columns, in_place, part is not None
+            )
             shortest = tiling.shortest_chunk(chunk_rows, spec)
         stops = [*range(chunk_rows, n, chunk_rows), n] if isinstance(chunk_rows, int) else list(chunk_rows)
         if len(stops) > 1 and stops[-1] - stops[-2] < shortest:

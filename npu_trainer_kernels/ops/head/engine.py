@@ -26,6 +26,11 @@ so the gradient of any scalar L of the statistics is, with four numbers per row,
 One kernel reads a chunk of logits once and writes the statistics; another overwrites the chunk with its gradient. The
 loss is computed between the two.
 
+A head may have a teacher, another head on other hidden states with the same ids. Then each chunk of logits has the
+teacher's beside it, in a second buffer, and one statistic more, the divergence of the two distributions. Its gradient
+with respect to the logits needs the teacher's, so another kernel writes it (`ops/head/divergence.py`). The teacher
+needs no gradient. Its product is one more in forward, and one more wherever backward computes the logits again.
+
 Modes
 -----
 planned     the caller passes an `objective`. Forward computes its gradient while the logits of a chunk exist (three
@@ -34,8 +39,9 @@ planned     the caller passes an `objective`. Forward computes its gradient whil
             they equal the planned ones times one scalar, it applies that scalar; for the other rows it computes the
             difference from the real gradient and adds it. A wrong plan costs time, never correctness.
 recompute   there is no plan, and backward computes the logits again (four products).
-frozen      weight and bias need no gradient. Forward computes d log_prob / dx, and backward scales each row (two
-            products); for gradients of other statistics backward computes the logits again.
+frozen      weight and bias need no gradient. Forward computes d log_prob / dx (with a teacher, d divergence / dx),
+            and backward scales each row (two products); for gradients of other statistics backward computes the logits
+            again.
 no grad     one product.
 
 Memory beyond inputs and gradients: one chunk of logits, half an fp32 weight gradient while several chunks accumulate
@@ -59,12 +65,20 @@ from ...support.opaque import opaque
 from ..checks import has_values
 from ..host import autocasts, compute_dtype, once_differentiable
 from .chunks import Chunks, Gradients, Ids, Rows
+from .divergence import Teacher, divergence_and_gradient, teacher_rows
 from .fused import statistics_and_gradient
 from .gradient import coefficients, gradient_in_place, gradient_of_logits
-from .objective import GIVE_UP, LinearObjective, Objective, may_fuse, objective_gradient
+from .objective import (
+    GIVE_UP,
+    DivergenceObjective,
+    LinearObjective,
+    Objective,
+    may_fuse,
+    objective_gradient,
+)
 from .options import HeadOptions
 from .reference import logits_statistics_reference
-from .statistics import HeadStatistics, Softmax, row_statistics
+from .statistics import DIFFERENTIABLE, HeadStatistics, Softmax, row_statistics
 from .vocabulary_slices import VocabSlice
 
 __all__ = ["head_statistics", "logits_statistics"]
@@ -101,14 +115,15 @@ class _Plan:
 
     Attributes:
         gradients: the gradients of x, weight and bias, computed from `d_rows`.
-        d_rows: the planned gradients of log_prob, lse, entropy and mean, per row.
-        row_by_row: mode `frozen`, in which backward may scale each row by a different number.
+        d_rows: the planned gradients of the differentiable statistics, per row.
+        row_by_row: mode `frozen`: the index of the statistic whose gradient is 1 in every row, which backward may scale
+            by a different number for each row. None in mode `planned`.
         rows: the number of rows.
     """
 
     gradients: Gradients
     d_rows: tuple[torch.Tensor | None, ...]
-    row_by_row: bool
+    row_by_row: int | None
     rows: int
 
 
@@ -119,7 +134,8 @@ class _Formed(NamedTuple):
         total: the value of the objective, or None without one.
         statistics: the statistics of all rows.
         plan: None if forward computed no gradients.
-        softmax: the fields of `Softmax` for all rows, for a backward that computes the logits again.
+        softmax: the numbers of all rows for a backward that computes the logits again: the fields of `Softmax` and,
+            with a teacher, its row_max and inverse_s and the P of `ops/head/divergence.py`.
         ids, rows: the ids and rows as tensors.
     """
 
@@ -131,24 +147,47 @@ class _Formed(NamedTuple):
     rows: torch.Tensor | None
 
 
+# Indices of differentiable statistics.
+_LOG_PROB, _DIVERGENCE = (HeadStatistics._fields.index(name) for name in ("log_prob", "divergence"))
+
+
+def _only(index: int, d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Returns gradients of the differentiable statistics, of which one is not None."""
+    return tuple(d if i == index else None for i in range(DIFFERENTIABLE))
+
+
+def _of_teacher(softmax: Softmax | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns the numbers of a teacher's softmax that backward needs."""
+    return (None, None) if softmax is None else (softmax.row_max, softmax.inverse_s)
+
+
 def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids, rows: Rows,
-          class_weights: torch.Tensor | None, call: _Call, needs: tuple[bool, ...]) -> _Formed:  # fmt: skip
+          class_weights: torch.Tensor | None, teacher: Teacher | None, call: _Call,
+          needs: tuple[bool, ...]) -> _Formed:  # fmt: skip
     """Computes forward. `needs` says whether x, weight and bias need a gradient."""
     objective, frozen = call.objective, needs == (True, False, False) and call.objective is None
     forms = any(needs) and (objective is not None or frozen)
     tile = None
     # The gradient of a slice of the vocabulary needs the statistics of the other slices first.
-    fused = forms and call.part is None and may_fuse(objective, bias, call.dtype, call.options, call.backend)
+    fused = (
+        forms
+        and call.part is None
+        and teacher is None
+        and may_fuse(objective, bias, call.dtype, call.options, call.backend)
+    )
     if fused and call.backend != "vendor":
         tile = tiling.fused_tile(weight.shape[0], call.dtype.itemsize, device.spec(x.device))
         fused = tile is not None
     borrow = tile is not None and needs[1] and not call.low_memory
     chunks = Chunks(x, weight, bias, ids, rows, call.dtype, call.backend, call.chunk_rows, forms and needs[1], borrow,
-                    call.part)  # fmt: skip
+                    call.part, 0 if teacher is None else teacher.dtype.itemsize)  # fmt: skip
+    beside = None if teacher is None else teacher_rows(teacher, chunks, call.backend)
+    # The statistic whose gradient is planned in mode `frozen`.
+    first = _LOG_PROB if teacher is None else _DIVERGENCE
     uniform = call.uniform(weight, class_weights)
     total: torch.Tensor | None = None
     collected: list[HeadStatistics] = []
-    softmaxes: list[Softmax] = []
+    softmaxes: list[tuple[torch.Tensor | None, ...]] = []
     d_rows: list[tuple[torch.Tensor | None, ...]] = []
     grads = Gradients.empty(x, weight, bias, chunks, needs, call.low_memory) if forms else None
     for chunk, x_chunk, ids_chunk, blocks in chunks.walk(None if grads is None else grads.total):
@@ -160,37 +199,58 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
                 logits, second, ids_chunk, ones, call.options, tile, call.backend
             )
             collected.append(statistics)
-            softmaxes.append(softmax)
+            softmaxes.append((*softmax, None, None, None))
             late = None
             if known is None:
                 value, (late, *_) = objective_gradient(objective, statistics, chunk, call.backend)
                 total = _add(total, value)
-            d_rows.append((late if known is None else known, None, None, None))
+            d_rows.append(_only(_LOG_PROB, late if known is None else known))
             grads.add(blocks, x_chunk, chunks.weight, chunk, chunks.rows, needs[1], late)
             continue
         statistics, softmax = row_statistics(logits, ids_chunk, class_weights, call.options, call.backend, call.part)
+        teacher_softmax = p_sum = None
+        d = _only(first, torch.ones_like(statistics.lse))
+        written = False
+        if teacher is not None and beside is not None:
+            of_teacher = next(beside)
+            if isinstance(objective, DivergenceObjective):
+                d = _only(_DIVERGENCE, objective.factor(statistics.lse))
+            # One kernel computes the divergence and writes its gradient if the gradient is known before.
+            written = grads is not None and (objective is None or isinstance(objective, DivergenceObjective))
+            made, teacher_softmax, p_sum = divergence_and_gradient(
+                logits, of_teacher, ids_chunk, statistics, softmax, None, None, d if written else None, call.options,
+                teacher, call.backend,
+            )  # fmt: skip
+            assert made is not None
+            statistics = made
         collected.append(statistics)
-        softmaxes.append(softmax)
-        d: tuple[torch.Tensor | None, ...] = (torch.ones_like(statistics.lse), None, None, None)
-        if objective is not None and forms:
+        softmaxes.append((*softmax, *_of_teacher(teacher_softmax), p_sum))
+        if objective is not None and forms and not written:
             value, d = objective_gradient(objective, statistics, chunk, call.backend)
             total = _add(total, value)
         elif objective is not None:
             total = _add(total, objective(statistics, chunk))
         if grads is not None:
             d_rows.append(d)
-            k = coefficients(d, statistics.lse, uniform)
-            gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend, call.part)
+            if teacher is None:
+                k = coefficients(d, statistics.lse, uniform)
+                gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend, call.part)
+            elif not written:
+                divergence_and_gradient(
+                    logits, of_teacher, ids_chunk, None, softmax, teacher_softmax, p_sum, d, call.options, teacher,
+                    call.backend,
+                )  # fmt: skip
             grads.add(blocks, x_chunk, chunks.weight, chunk, chunks.rows, needs[1])
-    merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, x.device)))
+    merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, teacher, x.device)))
     if fused and isinstance(objective, LinearObjective):
         total = objective(merged, slice(None))
     if objective is not None and total is None:
         total = torch.zeros((), dtype=torch.float32, device=x.device)
     plan = None
     if grads is not None:
-        plan = _Plan(grads.cast(weight, bias), _concatenated(d_rows, (None,) * 4), frozen, chunks.ids.shape[0])
-    return _Formed(total, merged, plan, _concatenated(softmaxes, (None,) * 3), chunks.ids, chunks.rows)
+        planned = _concatenated(d_rows, (None,) * DIFFERENTIABLE)
+        plan = _Plan(grads.cast(weight, bias), planned, first if frozen else None, chunks.ids.shape[0])
+    return _Formed(total, merged, plan, _concatenated(softmaxes, (None,) * 6), chunks.ids, chunks.rows)
 
 
 class _Saved(NamedTuple):
@@ -206,6 +266,17 @@ class _Saved(NamedTuple):
     row_max: torch.Tensor | None
     inverse_s: torch.Tensor | None
     shift: torch.Tensor | None
+    teacher_max: torch.Tensor | None
+    teacher_inverse_s: torch.Tensor | None
+    p_sum: torch.Tensor | None
+    teacher_x: torch.Tensor | None
+    teacher_weight: torch.Tensor | None
+    teacher_bias: torch.Tensor | None
+
+    @property
+    def rows_numbers(self) -> tuple[torch.Tensor | None, ...]:
+        """`_Formed.softmax`."""
+        return self[6:12]
 
 
 class _Head(torch.autograd.Function):
@@ -214,23 +285,28 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids: Ids, rows: Rows,
-                class_weights: torch.Tensor | None, call: _Call) -> tuple[Any, ...]:  # fmt: skip
+                class_weights: torch.Tensor | None, teacher: Teacher | None,
+                call: _Call) -> tuple[Any, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        formed = _form(x, weight, bias, ids, rows, class_weights, call, tuple(ctx.needs_input_grad[:3]))
+        formed = _form(x, weight, bias, ids, rows, class_weights, teacher, call, tuple(ctx.needs_input_grad[:3]))
         # Drop the objective, which backward does not need: its closure may hold large tensors.
         ctx.call, ctx.plan, ctx.weight_shape = replace(call, objective=None), formed.plan, weight.shape
+        # Its tensors are saved below, so that hooks on saved tensors have them, too.
+        ctx.teacher = None if teacher is None else (teacher.options, teacher.beta, teacher.dtype)
+        ctx.teacher_shape = None if teacher is None else teacher.weight.shape
+        of_teacher = (None,) * 3 if teacher is None else (teacher.x, teacher.weight, teacher.bias)
         # In the order of `_Saved`.
-        ctx.save_for_backward(x, weight, bias, formed.ids, formed.rows, class_weights, *formed.softmax)
-        ctx.mark_non_differentiable(*(t for t in formed.statistics[4:] if t is not None))
+        ctx.save_for_backward(x, weight, bias, formed.ids, formed.rows, class_weights, *formed.softmax, *of_teacher)
+        ctx.mark_non_differentiable(*(t for t in formed.statistics[DIFFERENTIABLE:] if t is not None))
         return (formed.total, *formed.statistics)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_total: torch.Tensor | None, *d_statistics: torch.Tensor | None) -> tuple[Any, ...]:
-        grads = _backward(ctx, d_total, [None if d is None else d.float() for d in d_statistics[:4]])
+        grads = _backward(ctx, d_total, [None if d is None else d.float() for d in d_statistics[:DIFFERENTIABLE]])
         if ctx.call.part is not None and grads.x is not None:
             grads.x = ctx.call.part.total(grads.x)
-        return (grads.x, grads.weight, grads.bias, *(None,) * 4)
+        return (grads.x, grads.weight, grads.bias, *(None,) * 5)
 
 
 def _backward(ctx: Any, d_total: torch.Tensor | None, d_rows: list[torch.Tensor | None]) -> Gradients:
@@ -265,10 +341,10 @@ _PLAN_TOLERANCE = 1e-5
 def _from_plan(ctx: Any, saved: _Saved, plan: _Plan, d_rows: list[torch.Tensor | None]) -> Gradients | None:
     """Computes the gradients from the plan, for incoming gradients of the statistics. Returns None if it cannot."""
     grads, call = plan.gradients, ctx.call
-    if plan.row_by_row:
-        if d_rows[0] is None or any(d is not None for d in d_rows[1:]):
+    if plan.row_by_row is not None:
+        factor = d_rows[plan.row_by_row]
+        if factor is None or any(d is not None for i, d in enumerate(d_rows) if i != plan.row_by_row):
             return None
-        factor = d_rows[0]
         if saved.rows is not None and grads.x is not None:
             factor = factor.new_zeros(grads.x.shape[0]).index_copy_(0, saved.rows, factor)
         return grads.scaled(factor.unsqueeze(-1), call.backend)
@@ -318,12 +394,15 @@ def _compare(
     return scale, torch.nonzero(~((r - scale * p).abs() <= limit).all(0)).squeeze(1)
 
 
-def _empty_statistics(options: HeadOptions, where: torch.device) -> HeadStatistics:
-    def empty(wanted: bool) -> Any:
-        return torch.empty(0, dtype=torch.float32, device=where) if wanted else None
+def _empty_statistics(options: HeadOptions, teacher: Teacher | None, where: torch.device) -> HeadStatistics:
+    def empty(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
+        return torch.empty(0, dtype=dtype, device=where) if wanted else None
 
-    fields = [empty(wanted) for wanted in (True, True, options.entropy, options.mean, options.log_sum_sq)]
-    return HeadStatistics._make([*fields, torch.empty(0, dtype=torch.int64, device=where) if options.argmax else None])
+    taught = teacher is not None
+    return HeadStatistics(
+        empty(True), empty(True), empty(options.entropy), empty(options.mean), empty(taught), empty(options.log_sum_sq),
+        empty(options.argmax, torch.int64), empty(taught), empty(teacher is not None and teacher.options.entropy),
+    )  # fmt: skip
 
 
 def _concatenated(
@@ -340,29 +419,48 @@ def _recomputed(
 ) -> Gradients:
     """Computes the gradients from the real incoming gradients of all rows, or of the rows in `select`. It computes the
     logits again, chunk by chunk."""
-    x, weight, bias, ids, rows, class_weights, *softmax_fields = saved
-    call, needs = ctx.call, tuple(ctx.needs_input_grad[:3])
-    if weight.shape != ctx.weight_shape or (weight.numel() and not weight.untyped_storage().nbytes()):
-        raise RuntimeError(
-            f"weight is needed in backward, where it has shape {list(weight.shape)} and "
-            f"{weight.untyped_storage().nbytes()} bytes of storage; in forward it was {list(ctx.weight_shape)}. "
-            "Whatever shards it has to gather it again before the head's backward."
-        )
+    x, weight, bias, ids, rows, class_weights = saved[:6]
+    numbers = list(saved.rows_numbers)
+    call, needs, teacher = ctx.call, tuple(ctx.needs_input_grad[:3]), None
+    _check_gathered("", weight, ctx.weight_shape)
+    if saved.teacher_x is not None and saved.teacher_weight is not None:
+        _check_gathered("teacher_", saved.teacher_weight, ctx.teacher_shape)
+        teacher = Teacher(saved.teacher_x, saved.teacher_weight, saved.teacher_bias, *ctx.teacher)
     chunk_rows = call.chunk_rows
     if select is not None:
         rows, ids = select if rows is None else rows[select], ids[select]
-        softmax_fields = [None if t is None else t[select] for t in softmax_fields]
+        numbers = [None if t is None else t[select] for t in numbers]
         d_rows = [None if t is None else t[select] for t in d_rows]
         chunk_rows = None
     uniform = call.uniform(weight, class_weights)
-    chunks = Chunks(x, weight, bias, ids, rows, call.dtype, call.backend, chunk_rows, needs[1], part=call.part)
+    chunks = Chunks(x, weight, bias, ids, rows, call.dtype, call.backend, chunk_rows, needs[1], part=call.part,
+                    beside=0 if teacher is None else teacher.dtype.itemsize)  # fmt: skip
+    beside = None if teacher is None else teacher_rows(teacher, chunks, call.backend)
     grads = Gradients.empty(x, weight, bias, chunks, needs, call.low_memory)
     for chunk, x_chunk, ids_chunk, (logits,) in chunks.walk():
-        softmax = Softmax(*(None if t is None else t[chunk] for t in softmax_fields))  # type: ignore[arg-type]
-        k = coefficients([None if t is None else t[chunk] for t in d_rows], softmax.row_max, uniform)
-        gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend, call.part)
+        row_max, inverse_s, shift, *of_teacher, p_sum = (None if t is None else t[chunk] for t in numbers)
+        softmax = Softmax(row_max, inverse_s, shift)  # type: ignore[arg-type]
+        d = [None if t is None else t[chunk] for t in d_rows]
+        if teacher is None or beside is None:
+            k = coefficients(d, softmax.row_max, uniform)
+            gradient_in_place(logits, ids_chunk, class_weights, softmax, k, call.options, call.backend, call.part)
+        else:
+            divergence_and_gradient(
+                logits, next(beside), ids_chunk, None, softmax, Softmax(*of_teacher, None), p_sum, d,  # type: ignore
+                call.options, teacher, call.backend,
+            )  # fmt: skip
         grads.add((logits,), x_chunk, chunks.weight, chunk, rows, needs[1])
     return grads.cast(weight, bias)
+
+
+def _check_gathered(prefix: str, weight: torch.Tensor, shape: torch.Size) -> None:
+    """Raises if a saved weight is no longer what it was in forward."""
+    if weight.shape != shape or (weight.numel() and not weight.untyped_storage().nbytes()):
+        raise RuntimeError(
+            f"{prefix}weight is needed in backward, where it has shape {list(weight.shape)} and "
+            f"{weight.untyped_storage().nbytes()} bytes of storage; in forward it was {list(shape)}. "
+            "Whatever shards it has to gather it again before the head's backward."
+        )
 
 
 def _subtract(u: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor | None:
@@ -389,6 +487,7 @@ def head_statistics(
     on_mismatch: Callable[[float], None] | None = None,
     low_memory: bool = False,
     part: VocabSlice | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[torch.Tensor | None, HeadStatistics]:
     """Computes the statistics of the head for chosen rows, and the sum of an objective over their chunks.
     `torch.compile` does not trace it, because it contains a host loop of unknown length.
@@ -410,6 +509,8 @@ def head_statistics(
         low_memory: sum the chunks' weight gradients in weight's dtype instead of fp32.
         part: the slice of a sharded vocabulary that weight and bias cover. ids and class_weights cover the whole
             vocabulary, and x is the same on all ranks. All ranks must make the same calls, forward and backward.
+        teacher: adds the statistics `divergence`, `teacher_log_prob` and `teacher_entropy`. It needs plain tensors
+            (no `part`) and none of the statistics mean, log_sum_sq and argmax, and its tensors get no gradient.
 
     Returns:
         The objective summed over chunks (None without one) and the `[n]` statistics, of which log_sum_sq and argmax are
@@ -424,10 +525,10 @@ def head_statistics(
         # Check the grad mode here: `needs_input_grad` of an autograd function is true for a parameter under `no_grad`.
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if recorded and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
-            total, *statistics = _Head.apply(x, weight, bias, ids, rows, class_weights, call)
+            total, *statistics = _Head.apply(x, weight, bias, ids, rows, class_weights, teacher, call)
             return total, HeadStatistics._make(statistics)
         with torch.no_grad():
-            formed = _form(x, weight, bias, ids, rows, class_weights, call, (False,) * 3)
+            formed = _form(x, weight, bias, ids, rows, class_weights, teacher, call, (False,) * 3)
         return formed.total, formed.statistics
 
 
@@ -441,7 +542,7 @@ class _LogitsStatistics(torch.autograd.Function):
         statistics, softmax = row_statistics(logits, ids, None, options, backend)
         ctx.save_for_backward(logits, ids, unused, *softmax)
         ctx.options, ctx.backend = options, backend
-        ctx.mark_non_differentiable(*(t for t in statistics[4:] if t is not None))
+        ctx.mark_non_differentiable(*(t for t in statistics[DIFFERENTIABLE:] if t is not None))
         return tuple(statistics)
 
     @staticmethod
@@ -449,7 +550,7 @@ class _LogitsStatistics(torch.autograd.Function):
     def backward(ctx: Any, *d_statistics: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, ids, unused, *softmax_fields = ctx.saved_tensors
         softmax = Softmax._make(softmax_fields)
-        k = coefficients(d_statistics[:4], softmax.row_max, 1.0 / logits.shape[1])
+        k = coefficients(d_statistics, softmax.row_max, 1.0 / logits.shape[1])
         grads = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
         gradient_of_logits(logits, grads, ids, None, softmax, k, ctx.options, ctx.backend)
         if unused is not None:

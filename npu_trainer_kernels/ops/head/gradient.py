@@ -31,7 +31,7 @@ class Coefficients(NamedTuple):
 def coefficients(d: Sequence[torch.Tensor | None], like: torch.Tensor, uniform: float | None) -> Coefficients:
     """Computes the four numbers per row from the gradients of log_prob, lse, entropy and mean. `uniform` is a constant
     u, which becomes a factor of c."""
-    d_log_prob, d_lse, d_entropy, d_mean = (None if t is None else t.float() for t in d)
+    d_log_prob, d_lse, d_entropy, d_mean = (None if t is None else t.float() for t in d[:4])
     b = torch.zeros_like(like) if d_log_prob is None else d_log_prob.contiguous()
     a = -b if d_lse is None else d_lse - b
     c = d_mean if d_mean is None or uniform is None else d_mean * uniform

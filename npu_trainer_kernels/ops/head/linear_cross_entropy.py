@@ -25,6 +25,7 @@ from ..checks import (
     check_choices,
     check_float,
     check_head,
+    check_num_items,
     check_plain,
     check_range,
     check_same_device,
@@ -119,13 +120,7 @@ def _check_options(
     if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
         raise ValueError(f"chunk_rows must be None or a positive int; got {chunk_rows!r}")
     check_choice("reduction", reduction, REDUCTIONS)
-    if num_items is not None:
-        if reduction != "mean":
-            raise ValueError(f"num_items divides a mean; with reduction={reduction!r} it must be None")
-        if isinstance(num_items, torch.Tensor) and num_items.numel() != 1:
-            raise ValueError(f"num_items must be a number or a tensor of one; got shape {list(num_items.shape)}")
-        if not isinstance(num_items, torch.Tensor) and not (is_number(num_items) and num_items > 0):
-            raise ValueError(f"num_items must be positive and finite; got {num_items!r}")
+    check_num_items(num_items, reduction)
     if not (is_number(label_smoothing) and 0.0 <= label_smoothing <= 1.0):
         raise ValueError(f"label_smoothing must lie in [0, 1]; got {label_smoothing!r}")
     if not (is_number(z_loss) and z_loss >= 0.0):

@@ -10,9 +10,17 @@ from dataclasses import dataclass
 import torch
 
 from .options import HeadOptions
-from .statistics import HeadStatistics
+from .statistics import DIFFERENTIABLE, HeadStatistics
 
-__all__ = ["GIVE_UP", "LinearObjective", "LogProbObjective", "Objective", "may_fuse", "objective_gradient"]
+__all__ = [
+    "GIVE_UP",
+    "DivergenceObjective",
+    "LinearObjective",
+    "LogProbObjective",
+    "Objective",
+    "may_fuse",
+    "objective_gradient",
+]
 
 # If the real gradients of a larger fraction of the rows differ from the plan, the loss has another formula; fewer rows
 # may have a ratio at the edge of its clip.
@@ -50,16 +58,37 @@ class LogProbObjective:
         return self.function(statistics.log_prob, chunk)
 
 
+@dataclass(frozen=True)
+class DivergenceObjective:
+    """scale sum_i divergence_i, an objective whose gradient does not depend on the logits, so that the kernel of the
+    divergence may write the gradient, too. `make` returns the scale, a number or a tensor of one; the engine calls it
+    after launching the first chunk's logits."""
+
+    make: Callable[[], torch.Tensor | float]
+
+    @functools.cached_property
+    def scale(self) -> torch.Tensor | float:
+        return self.make()
+
+    def factor(self, like: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient with respect to the divergence of each row, of the shape of `like`."""
+        return torch.ones_like(like) * self.scale
+
+    def __call__(self, statistics: HeadStatistics, chunk: slice) -> torch.Tensor:
+        assert statistics.divergence is not None
+        return statistics.divergence.sum() * self.scale
+
+
 def objective_gradient(
     objective: Objective, statistics: HeadStatistics, chunk: slice, backend: str
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """Computes the objective of a chunk and its gradient with respect to log_prob, lse, entropy and mean."""
+    """Computes the objective of a chunk and its gradient with respect to the differentiable statistics."""
     if isinstance(objective, LogProbObjective) and objective.gradient is not None:
         value, d_log_prob = objective.gradient(statistics.log_prob, chunk, backend)
-        return value, (d_log_prob, None, None, None)
+        return value, (d_log_prob, *(None,) * (DIFFERENTIABLE - 1))
     with torch.enable_grad():
-        leaves = [None if t is None else t.detach().requires_grad_() for t in statistics[:4]]
-        value = objective(HeadStatistics._make([*leaves, *statistics[4:]]), chunk)
+        leaves = [None if t is None else t.detach().requires_grad_() for t in statistics[:DIFFERENTIABLE]]
+        value = objective(HeadStatistics._make([*leaves, *statistics[DIFFERENTIABLE:]]), chunk)
     given = [t for t in leaves if t is not None]
     found = iter(torch.autograd.grad(value, given, allow_unused=True))
     return value.detach(), tuple(None if t is None else next(found) for t in leaves)

@@ -15,7 +15,7 @@ from ..fallback import falls_back
 
 __all__ = ["HeadOptions", "guarded", "kernel_flags", "slope", "transform", "transformed", "twice_sigmoid"]
 
-guarded = falls_back("linear_cross_entropy", "linear_logprob", "grpo_loss")
+guarded = falls_back("linear_cross_entropy", "linear_logprob", "linear_divergence", "grpo_loss")
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,25 @@ from ..launch import launch
 from .options import HeadOptions, guarded, kernel_flags, transform, transformed
 from .vocabulary_slices import RowSums, VocabSlice
 
-__all__ = ["HeadStatistics", "Softmax", "row_statistics", "vendor_statistics"]
+__all__ = ["DIFFERENTIABLE", "HeadStatistics", "Softmax", "row_statistics", "vendor_statistics"]
+
+# The first fields of `HeadStatistics`; the others have no gradient.
+DIFFERENTIABLE = 5
 
 
 class HeadStatistics(NamedTuple):
-    """Per-row statistics, each an fp32 tensor `[n]` (`argmax`: int64), or None if it was not requested."""
+    """Per-row statistics, each an fp32 tensor `[n]` (`argmax`: int64), or None if it was not requested. The last two
+    and `divergence` belong to a head with a teacher beside it (`ops/head/divergence.py`)."""
 
     log_prob: torch.Tensor
     lse: torch.Tensor
     entropy: torch.Tensor | None = None
     mean: torch.Tensor | None = None
+    divergence: torch.Tensor | None = None
     log_sum_sq: torch.Tensor | None = None
     argmax: torch.Tensor | None = None
+    teacher_log_prob: torch.Tensor | None = None
+    teacher_entropy: torch.Tensor | None = None
 
 
 class Softmax(NamedTuple):
