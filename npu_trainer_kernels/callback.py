@@ -18,6 +18,7 @@ from .patching import NpuKernels, Report, apply_npu_kernels, handle_of
 from .patching.call import use_labels
 from .patching.undo import Undo
 from .support.switch import audit_steps, check_switch
+from .training.distillation import serve_divergence
 from .training.exchange import agreed
 from .training.grpo_groups import Arranger, stays_on_rank, stays_shuffled
 from .training.grpo_plan import Planner, is_grpo
@@ -208,6 +209,19 @@ class NpuKernelsCallback(TrainerCallback):
             handle.report().unused = _unused_head(model)
             report.note(f"{name} ({type(model).__name__}): {handle.report().summary()}")
 
+    def _distil(self, trainer: Trainer, report: Report) -> None:
+        """Serves a loss between two heads, which is a function of the trainer and belongs to no module."""
+        if self._ops is not None and "linear_logprob" not in self._ops:
+            return
+        served = serve_divergence(trainer, self._in_trainer, self._backend)
+        if isinstance(served, str):
+            report.note(served)
+        elif served is not None:
+            report.sites.append(served)
+            report.unused = dict.fromkeys(
+                ("linear_logprob", "linear_cross_entropy"), "its loss is the divergence of two heads, linear_divergence"
+            )
+
     def _wrap(self, trainer: Trainer, method: str, make: Callable[[Any], Callable[..., Any]]) -> None:
         """Replaces a method of one trainer by `make(method)`, once, until the kernels are removed."""
         original = getattr(trainer, method)
@@ -296,6 +310,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._arrange(trainer, report)  # before the plan, which would hide a loss of the user's
         self._plan(trainer)
         self._apply_to_held(trainer, report)
+        self._distil(trainer, report)
         self._add_to_logs(trainer)
         self._repeats = Repeats(trainer)
         self._repeats.start(self._in_trainer)

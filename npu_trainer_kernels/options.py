@@ -28,8 +28,9 @@ __all__ = [
 ]
 
 OPS = tuple(TABLE)
-# GRPO's loss belongs to a trainer: no module of a model computes it.
-MODEL_OPS = tuple(op for op in OPS if op != "grpo_loss")
+# These losses belong to trainers: no module of a model computes them.
+_OF_TRAINERS = ("grpo_loss", "linear_divergence")
+MODEL_OPS = tuple(op for op in OPS if op not in _OF_TRAINERS)
 """The ops that can be put into a model, which are the keys of `patching.PATCHES`."""
 BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
 # The backends that run this package's kernels.
