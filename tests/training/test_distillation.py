@@ -71,7 +71,7 @@ def compare(stock, ours):
 CASES = {
     "forward KL": {"beta": 0.0},
     "Jensen-Shannon": {"beta": 0.5},
-    "beta of a quarter": {"beta": 0.25, "temperature": 0.7},
+    "beta of a quarter": {"beta": 0.25, "temperature": 1.5},
     "reverse KL": {"beta": 1.0},
     "a temperature": {"beta": 1.0, "temperature": 2.5},
     "micro-batches": {"beta": 0.5, "gradient_accumulation_steps": 2},
