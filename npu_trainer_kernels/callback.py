@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import resource
 import sys
 import time
@@ -55,14 +56,41 @@ def _peak_memory_gib(where: torch.device) -> float:
 def _has_trls_head(forward: Any) -> bool:
     """Whether a forward, or one that it wraps (accelerate's of mixed precision does), has TRL's head."""
     while forward is not None:
-        if "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+        if _ASKS in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False
 
 
-def _unused_head(model: Any) -> dict[str, str]:
+_ASKS = "fused_lm_head"
+
+
+def _names(code: Any, name: str) -> bool:
+    """Whether code contains a word: as a key, as the name of an argument in a call, or in a function inside."""
+    return any(
+        _names(const, name)
+        if hasattr(const, "co_consts")
+        else const == name or (type(const) is tuple and name in const)
+        for const in code.co_consts
+    )
+
+
+def _loss_without_head(trainer: Any) -> type | None:
+    """Returns TRL's class that computes the loss, if that does not ask for TRL's head (GKD, GOLD); else None."""
+    for cls in type(trainer).__mro__:
+        if "compute_loss" in vars(cls):
+            functions = [inspect.unwrap(each) for each in vars(cls).values() if inspect.isfunction(each)]
+            codes = [each.__code__ for each in functions]
+            of_trl = cls.__module__.partition(".")[0] == "trl"
+            return cls if of_trl and not any(_names(code, _ASKS) for code in codes) else None
+    return None
+
+
+def _unused_head(model: Any, trainer: Any = None) -> dict[str, str]:
     """Returns the head that training does not use, with the reason: TRL gives a model a forward with its own head."""
+    other = _loss_without_head(trainer)
+    if other is not None:
+        return {"linear_logprob": f"the loss of {other.__name__} is not made of TRL's head"}
     if any(_has_trls_head(module.__dict__.get("forward")) for module in model.modules()):
         return {"linear_cross_entropy": "its loss is made of TRL's head, linear_logprob"}
     return {"linear_logprob": "its model has no head of TRL's"}
@@ -259,7 +287,7 @@ class NpuKernelsCallback(TrainerCallback):
         trainer = calling_trainer()
         self._apply(kwargs["model"])
         report = self.report()
-        report.unused = _unused_head(kwargs["model"])
+        report.unused = _unused_head(kwargs["model"], trainer)
         if args.torch_compile:
             report.note("torch_compile: what it traces runs in plain PyTorch; head and loss alone keep their kernels")
         if getattr(args, "use_liger_kernel", False):
