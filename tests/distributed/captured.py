@@ -1,4 +1,4 @@
-"""Trains a small model under FSDP2 on the ranks that torchrun has started, with captured layers and without.
+"""Trains a small model under DDP and FSDP2 on the ranks that torchrun has started, with captured layers and without.
 
 Usage: torchrun --nproc_per_node 2 -m tests.distributed.captured FILE CASE...
 
@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -19,14 +20,15 @@ from tests.distributed.run import Parameters, apart, whole
 from tests.models import batch, small_model
 
 STEPS = 4
-CASES = {"fsdp2": [("kept",), ("gathered",), ("in 16 bits",), ("checkpointed",)]}
+CASES = {
+    "ddp": [("kept",), ("unused parameters looked for",), ("checkpointed",)],
+    "fsdp2": [("kept",), ("gathered",), ("in 16 bits",), ("checkpointed",)],
+}
 
 
-def trained(case: str, capture: str) -> tuple[Parameters, Any]:
-    """The parameters after some steps, the number of replays, and why calls were not replayed."""
-    model: Any = small_model("llama", use_cache=False)
-    if case == "checkpointed":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+def wrapped(model: Any, wrapper: str, case: str) -> Any:
+    if wrapper == "ddp":
+        return nn.parallel.DistributedDataParallel(model, find_unused_parameters=case.startswith("unused"))
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": case != "gathered"}
     if case == "in 16 bits":
@@ -34,23 +36,32 @@ def trained(case: str, capture: str) -> tuple[Parameters, Any]:
     for layer in model.model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
+    return model
+
+
+def trained(wrapper: str, case: str, capture: str) -> tuple[Parameters, Any]:
+    """The parameters after some steps, the number of replays, and why calls were not replayed."""
+    model: Any = small_model("llama", use_cache=False)
+    if case == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    step = wrapped(model, wrapper, case)
     kernels = apply_npu_kernels(model, backend="torch", capture=capture)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = {name: value.chunk(2)[torch.distributed.get_rank()] for name, value in batch(rows=4).items()}
     for _ in range(STEPS):
-        model(**inputs).loss.backward()
+        step(**inputs).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            model(**inputs)  # evaluation between steps
+            step(**inputs)  # evaluation between steps
     found = kernels.report().as_dict()["capture"] or {"replayed": 0, "reasons": {}}
     return whole(model), (found["replayed"], sorted(found["reasons"]))
 
 
 def compared(wrapper: str, case: str) -> dict[str, Any]:
     start = dict(small_model("llama").named_parameters())
-    eager, _ = trained(case, "off")
-    captured, replays = trained(case, "on")
+    eager, _ = trained(wrapper, case, "off")
+    captured, replays = trained(wrapper, case, "on")
     return {"moved": apart(eager, start), "apart": apart(eager, captured), "ranks": by_rank(replays)}
 
 

@@ -1,4 +1,4 @@
-"""Two gloo ranks on the CPU: captured layers under FSDP2 give the parameters of layers that run their own code."""
+"""Two gloo ranks on the CPU: captured layers give the parameters of layers that run their own code, DDP and FSDP2."""
 
 import pytest
 
@@ -6,16 +6,17 @@ from tests.distributed.test_distributed import on_two_ranks
 
 
 @pytest.mark.full
-def test_captured_layers_under_fsdp2(tmp_path):
+def test_captured_layers_of_ranks(tmp_path):
     """Four steps of two layers, with an evaluation after each: the first of both runs the layers' code."""
-    found = on_two_ranks("captured", tmp_path / "found.json", "fsdp2")
-    assert len(found) == 4
+    found = on_two_ranks("captured", tmp_path / "found.json", "ddp", "fsdp2")
+    assert len(found) == 3 + 4
     for name, case in found.items():
         assert case["apart"] == 0, name
         for replays, reasons in case["ranks"]:
-            if "checkpointed" in name:
+            if name == "fsdp2, checkpointed":
                 assert replays == 2 * 3, name  # of the evaluations
                 assert reasons == ["its parameters move (FSDP), and a checkpoint repeats it"], name
             else:
-                assert replays == 2 * 2 * 3, name
+                # A checkpoint repeats the forward.
+                assert replays == (3 if "checkpointed" in name else 2) * 2 * 3, name
                 assert reasons == [], name
