@@ -268,12 +268,15 @@ def test_grpo_with_local_model_and_dataset(flag: bool, tmp_path: Path, tiny_mode
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 32
 
 
-@pytest.mark.parametrize("script", ["trl_sft", "trl_dpo", "trl_kto", "trl_rloo"])
-def test_trl_trainers_run_with_the_flag(script: str, tmp_path: Path) -> None:
+TRL = dict.fromkeys(("trl_sft", "trl_dpo", "trl_kto", "trl_rloo"), "linear_logprob")
+
+
+@pytest.mark.parametrize(("script", "op"), {**TRL, "trl_distill": "linear_divergence"}.items())
+def test_trl_trainers_run_with_the_flag(script: str, op: str, tmp_path: Path) -> None:
     options = ["--per_device_train_batch_size", "4", "--use_npu_kernels", "--use_cpu"]
     metrics = metrics_of(f"{script}.py", tmp_path, *options)
     assert (metrics["steps"], len(metrics["losses"])) == (3, 3)
-    assert "linear_logprob" in metrics["kernels"]
+    assert op in metrics["kernels"]
     assert Qwen3ForCausalLM.from_pretrained(tmp_path).config.vocab_size == common.SMALLEST_VOCAB
 
 
