@@ -122,6 +122,15 @@ def test_half_precision(dtype, attention):
     assert ran(compared(lambda: llama(attn_implementation=attention)().to(dtype))) == 1
 
 
+@pytest.fixture
+def no_accelerator():
+    """accelerate keeps the precision of a process's first Accelerator, which may be that of another test's Trainer."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("no_accelerator")
 def test_a_forward_that_accelerate_has_wrapped():
     def prepare(model: Any) -> Any:
         return accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
