@@ -121,18 +121,6 @@ def test_logs_tokens_per_second_and_peak_memory_everywhere(tmp_path, monkeypatch
     assert "log" not in vars(trainer)
 
 
-def test_logs_the_share_of_replayed_layers_where_they_are_captured(tmp_path):
-    trainer = make_trainer(
-        tmp_path, callbacks=[NpuKernelsCallback(backend="torch", capture="on")], max_steps=3, logging_steps=1
-    )
-    trainer.train()
-    shares = [entry["layers_replayed"] for entry in trainer.state.log_history if "loss" in entry]
-    assert shares == [0, 1, 1]  # of each step, not of all before
-    trainer = make_trainer(tmp_path, callbacks=[NpuKernelsCallback(backend="torch")])
-    trainer.train()
-    assert not any("layers_replayed" in entry for entry in trainer.state.log_history)
-
-
 def test_tokens_are_counted_once_also_under_a_peft_wrapper(tmp_path):
     from peft import LoraConfig, get_peft_model
 

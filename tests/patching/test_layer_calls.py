@@ -7,6 +7,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointError
 
-from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels import NpuKernelsCallback, apply_npu_kernels
 from npu_trainer_kernels.options import check_capture
 from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.patching.layers import layer_capture
@@ -24,6 +25,7 @@ from npu_trainer_kernels.patching.layers.device_waits import DeviceWaits
 from tests.models import small_model
 from tests.patching.captured import FULL, PADDED, Twins, assert_same, llama_twins, rows
 from tests.patching.padded import Batch, loss_of, of_transformers, values
+from tests.test_callback import make_trainer
 
 MORE_LIVE, FEW_LIVE = rows(30, 10, 15, 9), rows(12, 12, 13, 12, seed=4)
 
@@ -532,6 +534,18 @@ def test_a_model_that_is_dropped_takes_what_was_captured_along() -> None:
     del twins
     gc.collect()
     assert not any(each() is not None for each in held)
+
+
+def test_logs_the_share_of_replayed_layers_where_they_are_captured(tmp_path: Path) -> None:
+    model = small_model("llama", use_cache=False)  # older Trainers leave the cache on
+    callback = NpuKernelsCallback(backend="torch", capture="on")
+    trainer = make_trainer(tmp_path, model, [callback], max_steps=3, logging_steps=1)
+    trainer.train()
+    shares = [entry["layers_replayed"] for entry in trainer.state.log_history if "loss" in entry]
+    assert shares == [0, 1, 1]  # of each step, not of all before
+    trainer = make_trainer(tmp_path, callbacks=[NpuKernelsCallback(backend="torch")])
+    trainer.train()
+    assert not any("layers_replayed" in entry for entry in trainer.state.log_history)
 
 
 class Events:

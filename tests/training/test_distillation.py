@@ -12,10 +12,12 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from trl import DistillationConfig, DistillationTrainer
+from transformers import Trainer
+from trl import DistillationConfig, DistillationTrainer, DPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
+from trl.experimental.gkd import GKDTrainer
 from trl.trainer import distillation_trainer
 
-from npu_trainer_kernels import NpuKernelsCallback
+from npu_trainer_kernels import NpuKernelsCallback, callback
 from npu_trainer_kernels.training import distillation
 from tests.models import small_model
 from tests.training.test_grpo import difference, tokenizer
@@ -183,3 +185,22 @@ def test_values_that_the_op_does_not_take(tmp_path):
     expected = distillation_trainer._chunked_divergence_loss(x, x + 1, weight, weight, ones, 0.5)
     assert torch.equal(found[0], expected[0])
     assert site.declined == {"float64 values": 1}
+
+
+class OwnSFT(SFTTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "other"),
+    [(SFTTrainer, None), (DPOTrainer, None), (KTOTrainer, None), (RLOOTrainer, None), (OwnSFT, None), (Trainer, None),
+     (GKDTrainer, "GKDTrainer")],
+)  # fmt: skip
+def test_whose_loss_is_not_made_of_trls_head(trainer, other):
+    """A report must not say that a head is used which no loss asks for."""
+    found = callback._loss_without_head(object.__new__(trainer))
+    assert (None if found is None else found.__name__) == other
+    unused = callback._unused_head(small_model("qwen3"), object.__new__(trainer))
+    if other is not None:
+        assert unused == {"linear_logprob": "the loss of GKDTrainer is not made of TRL's head"}

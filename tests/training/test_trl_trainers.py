@@ -3,11 +3,10 @@
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Qwen3ForCausalLM, Trainer
+from transformers import Qwen3ForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
-from trl.experimental.gkd import GKDTrainer
 
-from npu_trainer_kernels import NpuKernelsCallback, callback
+from npu_trainer_kernels import NpuKernelsCallback
 from tests.models import small_model
 from tests.training.test_grpo import difference, reward, tokenizer
 
@@ -128,22 +127,3 @@ def test_the_report_has_the_head_that_is_used(tmp_path, bf16):
     assert {type(module) for module in trainer.ref_model.modules()} == {
         type(module) for module in small_model("qwen3").modules()
     }
-
-
-class OwnSFT(SFTTrainer):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "other"),
-    [(SFTTrainer, None), (DPOTrainer, None), (KTOTrainer, None), (RLOOTrainer, None), (OwnSFT, None), (Trainer, None),
-     (GKDTrainer, "GKDTrainer")],
-)  # fmt: skip
-def test_whose_loss_is_not_made_of_trls_head(trainer, other):
-    """A report must not say that a head is used which no loss asks for."""
-    found = callback._loss_without_head(object.__new__(trainer))
-    assert (None if found is None else found.__name__) == other
-    unused = callback._unused_head(small_model("qwen3"), object.__new__(trainer))
-    if other is not None:
-        assert unused == {"linear_logprob": "the loss of GKDTrainer is not made of TRL's head"}
