@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_trainer_kernels import tiling
-from npu_trainer_kernels.device import GIB, KIB, DeviceSpec
+from npu_trainer_kernels.device import GIB, KIB, DeviceSpec, chip_spec
 from npu_trainer_kernels.tiling.limits import tile_limit
 
 CUDA = DeviceSpec("cuda", "a card", 132, 256 * KIB, 80 * GIB)
@@ -212,3 +212,8 @@ def test_blocks_of_the_divergence_are_even(n_cols, itemsize, kind):
     assert block <= 2048
     assert steps == -(-n_cols // 2048)
     assert steps * block - n_cols < 64 * steps
+
+
+def test_chips_of_the_950_are_not_given_the_kernel_of_two_rows_of_logits():
+    assert tiling.divergence_unserved(chip_spec("Ascend910B4")) is None
+    assert "waits 8 times a row" in str(tiling.divergence_unserved(chip_spec("Ascend950PR_9589")))

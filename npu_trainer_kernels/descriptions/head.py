@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import ops
+from .. import ops, tiling
+from ..device import DeviceSpec
 from ..ops.head import GrpoTokens, token_losses
 from .base import (
     BACKEND,
@@ -325,7 +326,14 @@ def _grpo_gate(fused: bool, **options: Any) -> Call:
 
 def _head(op: str, call: Call, max_traffic: float | None = _HEAD_LIMIT) -> GateEntry:
     minima = _MINIMA.get(op, {})
-    return GateEntry(op, VOCABULARIES, "vocabulary", call, share=2, max_traffic=max_traffic, minima=minima)
+    unserved = _divergence_unserved if op.startswith("linear_divergence") else None
+    return GateEntry(
+        op, VOCABULARIES, "vocabulary", call, share=2, max_traffic=max_traffic, minima=minima, unserved=unserved
+    )
+
+
+def _divergence_unserved(size: int, itemsize: int, spec: DeviceSpec) -> str | None:
+    return tiling.divergence_unserved(spec)
 
 
 def _head_of_values(op: str, call: Call, sizes: tuple[int, ...] = VOCABULARIES) -> GateEntry:

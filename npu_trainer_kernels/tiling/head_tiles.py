@@ -12,6 +12,7 @@ __all__ = [
     "GradientTile",
     "StatisticsTile",
     "divergence_tile",
+    "divergence_unserved",
     "fused_tile",
     "gradient_tile",
     "scale_block",
@@ -122,6 +123,17 @@ def divergence_tile(n_cols: int, itemsize: int, spec: DeviceSpec) -> GradientTil
         largest = spec.on_chip_bytes // 96 // 64 * 64
         return GradientTile(min(cdiv(cdiv(n_cols, cdiv(n_cols, largest)), 64) * 64, largest), spec.vector_cores)
     return GradientTile(min(64, next_power_of_2(n_cols)), 2)
+
+
+def divergence_unserved(spec: DeviceSpec) -> str | None:
+    """Returns why the kernel of a student's and a teacher's logits should not serve a device, or None.
+
+    For a chip of the 950 its plan waits 8 times a row between the vector and the scalar unit, and 6 are the most
+    (`ascend.plan.MAX_SWITCHES`): the kernel reads six numbers of each row.
+    """
+    if spec.name.startswith("Ascend950"):
+        return "on a chip of the 950 its kernel waits 8 times a row for the scalar unit, 6 at most are allowed"
+    return None
 
 
 @tunable

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import backends
+from ... import backends, device, tiling
 from ...support.opaque import opaque
 from ..checks import (
     check_choice,
@@ -354,7 +354,7 @@ def linear_divergence(
         rows=lambda: selected.rows,
         objective=None if reduction == "none" else DivergenceObjective(scale if how.early else lambda: 1.0),
         chunk_rows=chunk_rows, low_memory=low_memory,
-        backend=backends.choose("linear_divergence", x.device, backend, at=lambda: backends.of_head(x, weight)),
+        backend=_backend(x, weight, backend),
         teacher=Teacher(
             teacher_x.detach().reshape(-1, teacher_x.shape[-1]), teacher_weight, teacher_bias, teacher_options,
             float(beta), compute_dtype(teacher_x),
@@ -364,6 +364,14 @@ def linear_divergence(
     value = selected.spread(s.divergence, shape) if total is None else total if how.early else total * scale()
     assert value is not None
     return LinearDivergenceOutput(value, *_outputs(s, selected, shape, outputs)) if outputs else value
+
+
+def _backend(x: torch.Tensor, weight: torch.Tensor, override: str | None) -> str:
+    chosen = backends.choose("linear_divergence", x.device, override, at=lambda: backends.of_head(x, weight))
+    asked = backends.asked_for("linear_divergence", override)
+    if chosen == "triton" and not asked and tiling.divergence_unserved(device.spec(x.device)) is not None:
+        return "torch"
+    return chosen
 
 
 def _outputs(
