@@ -248,7 +248,7 @@ def kernel_report(trainer: Trainer) -> str | None:
     """Returns the kernels' report of this run, or None for a run without them."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, NpuKernelsCallback):
-            return str(callback.report())
+            return callback.report().text(in_full=callback.in_full)
     return None
 
 

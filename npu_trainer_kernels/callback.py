@@ -67,20 +67,20 @@ _ASKS = "fused_lm_head"
 
 def _names(code: Any, name: str) -> bool:
     """Whether code contains a word: as a key, as the name of an argument in a call, or in a function inside."""
-    return any(
-        _names(const, name)
-        if hasattr(const, "co_consts")
-        else const == name or (type(const) is tuple and name in const)
-        for const in code.co_consts
-    )
+    for const in code.co_consts:
+        if hasattr(const, "co_consts"):
+            if _names(const, name):
+                return True
+        elif const == name or (type(const) is tuple and name in const):
+            return True
+    return False
 
 
 def _loss_without_head(trainer: Any) -> type | None:
     """Returns TRL's class that computes the loss, if that does not ask for TRL's head (GKD, GOLD); else None."""
     for cls in type(trainer).__mro__:
         if "compute_loss" in vars(cls):
-            functions = [inspect.unwrap(each) for each in vars(cls).values() if inspect.isfunction(each)]
-            codes = [each.__code__ for each in functions]
+            codes = [inspect.unwrap(each).__code__ for each in vars(cls).values() if inspect.isfunction(each)]
             of_trl = cls.__module__.partition(".")[0] == "trl"
             return cls if of_trl and not any(_names(code, _ASKS) for code in codes) else None
     return None

@@ -35,16 +35,13 @@ class LayerState:
         configs = {id(c): c for m in layer.modules() if (c := vars(m).get("config")) is not None}
         self._objects = [_attributes(each) for each in (*layer.modules(), *configs.values())]
         self._parameters = [
-            (owner._parameters, name, p, None if p is None else self._of(p))
+            (owner._parameters, name, p, None if p is None else (moves or p.data_ptr(), p.requires_grad))
             for owner in layer.modules() for name, p in owner._parameters.items()
         ]  # fmt: skip
         self._buffers = [
             (owner._buffers, name, b, None if b is None else b.data_ptr())
             for owner in layer.modules() for name, b in owner._buffers.items()
         ]  # fmt: skip
-
-    def _of(self, p: nn.Parameter) -> tuple[Any, ...]:
-        return (p.shape, p.dtype, p.requires_grad) if self._moves else (p.data_ptr(), p.requires_grad)
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
@@ -53,8 +50,9 @@ class LayerState:
                 return False
             if not all(map(operator.is_, others(own), same)):
                 return False
+        moves = self._moves
         for where, name, p, known in self._parameters:
-            if where.get(name) is not p or (p is not None and self._of(p) != known):
+            if where.get(name) is not p or (p is not None and (moves or p.data_ptr(), p.requires_grad) != known):
                 return False
         return all(where.get(name) is b and (b is None or b.data_ptr() == at) for where, name, b, at in self._buffers)
 
