@@ -8,6 +8,6 @@ What is captured of a model, and when, is decided in `patching.layers`.
 """
 
 from .graph import Recorder, recorder_for
-from .pieces import Pieces, Refused, capture, recording_now, seam
+from .pieces import Pieces, Refused, capture, recording_now, seam, unwatched
 
-__all__ = ["Pieces", "Recorder", "Refused", "capture", "recorder_for", "recording_now", "seam"]
+__all__ = ["Pieces", "Recorder", "Refused", "capture", "recorder_for", "recording_now", "seam", "unwatched"]

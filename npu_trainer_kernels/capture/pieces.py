@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..ops.checks import values_unread
 from ..ops.host import refused
 from .graph import Graph, Recorder
 from .tape import Nothing, Refused, Watch
 
-__all__ = ["Attend", "Pieces", "Refused", "capture", "recording_now", "seam"]
+__all__ = ["Attend", "Pieces", "Refused", "capture", "recording_now", "seam", "unwatched"]
 
 Attend = Callable[[Sequence[torch.Tensor], Any], torch.Tensor]
 """Computes the result of a seam: it is called with the tensors that the seam was given, and with what `Pieces.run` was
@@ -326,6 +327,20 @@ def recording_now() -> bool:
     return _recording.get() is not None
 
 
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside the `with` block the host computes constants by itself, which operators are not checked for nor kept."""
+    recording = _recording.get()
+    if recording is None:
+        yield
+        return
+    target, recording.watch.target = recording.watch.target, None
+    try:
+        yield
+    finally:
+        recording.watch.target = target
+
+
 def seam(
     attend: Attend, tensors: Sequence[torch.Tensor], now: Any, dims: list[int] | None = None, dim: int | None = None
 ) -> torch.Tensor:
@@ -396,7 +411,7 @@ def capture(
     # What is saved here is no matter of a checkpoint around the function.
     unpacked = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
     try:
-        with unpacked:
+        with unpacked, values_unread():
             _look(function, inputs, wanted, fixed, recorder, layouts, joined)
             return _record(function, inputs, leaves, wanted, fixed, recorder, layouts, keeps)
     finally:

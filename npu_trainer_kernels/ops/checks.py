@@ -1,8 +1,10 @@
 """Argument checks that several ops share. Every message names the argument, its value and the allowed values."""
 
+import contextlib
+import contextvars
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,6 +27,7 @@ __all__ = [
     "debug",
     "has_values",
     "is_number",
+    "values_unread",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -151,10 +154,23 @@ def has_values(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.device.type != "meta"
 
 
+_unread: contextvars.ContextVar[bool] = contextvars.ContextVar("npu_kernels_unread", default=False)
+
+
+@contextlib.contextmanager
+def values_unread() -> Iterator[None]:
+    """Inside the `with` block no check reads values: ops are being captured, and a graph does not read on the host."""
+    token = _unread.set(True)
+    try:
+        yield
+    finally:
+        _unread.reset(token)
+
+
 def check_range(name: str, ids: torch.Tensor | Callable[[], torch.Tensor], where: torch.device, size: int) -> None:
     """Raises unless every id lies in [0, size). Reading the values waits for the device, so on an accelerator it checks
-    only in debug mode."""
-    if kind_of(where) != "cpu" and not debug():
+    only in debug mode; inside of `values_unread` it does not check at all."""
+    if (kind_of(where) != "cpu" and not debug()) or _unread.get():
         return
     ids = ids() if callable(ids) else ids
     if not has_values(ids) or ids.numel() == 0:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..capture import recording_now
 from ..ops.checks import has_values
 from ..ops.head import GrpoPlan
 from ..support.opaque import opaque
@@ -115,7 +116,7 @@ class Call:
         previous: the call that this one is nested in, or None.
         labels: the labels that the model was called with, or that its trainer keeps for a loss outside the model.
         divisor: the divisor of the loss, which `transformers.Trainer` passes to the model, or None.
-        generates: whether the forward has one token of each row and no gradients.
+        generates: whether the forward has one token of each row and no gradients, and is not being captured.
         scored: the positions that TRL's head scores, where the model was called with labels.
         collects: whether the hidden states of all layers are asked for.
     """
@@ -166,7 +167,8 @@ def current_call() -> Call | None:
 
 
 def generates() -> bool:
-    """Whether this thread's running forward has one token of each row and no gradients, as generation with a cache."""
+    """Whether this thread's running forward has one token of each row and no gradients, as generation with a cache:
+    ops lose time there, except in a graph."""
     call = _current.get()
     return call is not None and call.generates
 
@@ -224,7 +226,7 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     # PEFT's model passes them to the inner model by name.
     labels = kwargs.get("labels", _kept.get())
     labels = labels if isinstance(labels, torch.Tensor) else None
-    one = not torch.is_grad_enabled() and _has_one_column(args, kwargs)
+    one = not torch.is_grad_enabled() and _has_one_column(args, kwargs) and not recording_now()
     scored = _scored(kwargs) if settings.trl is not None and kwargs.get("fused_lm_head") else None
     collects = kwargs.get("output_hidden_states")
     if collects is None:

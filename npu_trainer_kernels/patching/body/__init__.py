@@ -13,10 +13,21 @@ Once for each class of body, `proof.py` compares both ways on a miniature of it.
 """
 
 from .layout import MIN_SAVED
-from .packed import PackedMask, Recorded, foreign_attention, under_way
+from .packed import (
+    PackedMask,
+    Packing,
+    Recorded,
+    Unserved,
+    attend_by_segments,
+    foreign_attention,
+    make_mask,
+    packed,
+    packing_for,
+    under_way,
+)
 from .padding import PaddingPatch, draws_for_tokens, outermost_body
 
 __all__ = [
-    "MIN_SAVED", "PackedMask", "PaddingPatch", "Recorded", "draws_for_tokens", "foreign_attention", "outermost_body",
-    "under_way",
+    "MIN_SAVED", "PackedMask", "PaddingPatch", "Packing", "Recorded", "Unserved", "attend_by_segments",
+    "draws_for_tokens", "foreign_attention", "make_mask", "outermost_body", "packed", "packing_for", "under_way",
 ]  # fmt: skip

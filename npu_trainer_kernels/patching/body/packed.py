@@ -29,7 +29,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...capture import Refused, recording_now, seam
+from ...capture import Refused, recording_now, seam, unwatched
 from ...ops.attention import Segments, trial, unserved, varlen_attention
 from ..classes import derived, original_class
 from ..parallel import serve_inside
@@ -44,6 +44,7 @@ __all__ = [
     "Unserved",
     "attend_by_segments",
     "foreign_attention",
+    "make_mask",
     "packed",
     "packing_for",
     "under_way",
@@ -107,6 +108,33 @@ class Packing:
         """The number of tokens in segments."""
         return self.segments.q_ends[-1]
 
+    @property
+    def longest(self) -> int:
+        """The largest number of keys of a segment."""
+        return self.segments.longest_k
+
+    def options(
+        self, module: Any, softcap: float | None, s_aux: torch.Tensor | None, is_causal: bool | None,
+        others: dict[str, Any],
+    ) -> tuple[float | None, torch.Tensor | None]:  # fmt: skip
+        """Returns the soft cap and the sinks of an attention.
+
+        Raises:
+            Unserved: it is called with something else that may say which keys are attended to.
+        """
+        if is_causal is False or not getattr(module, "is_causal", True):
+            raise Unserved("its attention is not causal")
+        for name, given in others.items():
+            if given is not None and type(given) is not bool and name not in _ELSEWHERE:
+                raise Unserved(f"its attention is given {name}")
+        # A row must attend as its batch would: some versions of transformers ignore these arguments under this name.
+        # All other functions, and a model's own, apply them.
+        if self.named == "sdpa":
+            sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+            softcap = None if _ignores(sdpa, "softcap") else softcap
+            s_aux = None if _ignores(sdpa, "s_aux") else s_aux
+        return softcap, s_aux
+
     def naming(self, config: Any) -> Any:
         """Returns a copy of a configuration, and of those inside it, that names the functions of this module."""
         if id(config) not in self.configs:
@@ -167,12 +195,13 @@ def window_of(allowed: Callable[..., Any], length: int) -> int | None:
     return None if seen == length else seen
 
 
-def _mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> PackedMask:
+def make_mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> PackedMask:
     """Takes the place of the functions that make masks."""
     packing = _packing.get()
     if packing is None:
         raise RuntimeError(f"{NAME!r} makes masks for packed rows alone, and no packed row is on its way")
-    return PackedMask(packing, window_of(mask_function, packing.segments.longest_k))
+    with unwatched():  # a window is a constant of the model
+        return PackedMask(packing, window_of(mask_function, packing.longest))
 
 
 def why_not(
@@ -208,17 +237,7 @@ def _attention(
     if type(attention_mask) is not PackedMask:
         raise Unserved("it attends to something else than its own tokens")
     packing, window = attention_mask.packing, attention_mask.window
-    if is_causal is False or not getattr(module, "is_causal", True):
-        raise Unserved("its attention is not causal")
-    for name, given in kwargs.items():
-        if given is not None and type(given) is not bool and name not in _ELSEWHERE:
-            raise Unserved(f"its attention is given {name}")
-    # A row must attend as its batch would: some versions of transformers ignore these arguments under this name. All
-    # other functions, and a model's own, apply them.
-    if packing.named == "sdpa":
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        softcap = None if _ignores(sdpa, "softcap") else softcap
-        s_aux = None if _ignores(sdpa, "s_aux") else s_aux
+    softcap, s_aux = packing.options(module, softcap, s_aux, is_causal, kwargs)
     tokens, live = query.shape[2], packing.live
     if tokens == packing.tokens != live:
         query, key, value = (t[:, :, :live] for t in (query, key, value))
@@ -353,7 +372,7 @@ def _ending(attention: Callable[..., Any]) -> Callable[..., Any]:
 
 
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
+AttentionMaskInterface.register(NAME, make_mask)
 
 
 def foreign_attention(name: str) -> str | None:

@@ -14,5 +14,6 @@ Before that, `device_waits.py` finds out whether the device waits for the host.
 
 from .buckets import bucket
 from .layer_capture import LayerCapture
+from .layer_state import LayerState
 
-__all__ = ["LayerCapture", "bucket"]
+__all__ = ["LayerCapture", "LayerState", "bucket"]

@@ -1,0 +1,14 @@
+"""Generates the completions of a training run on the device, with the weights that it trains.
+
+- `engine`: one rollout, from prompts to tokens.
+- `cache`: keys and values at fixed places, and attention to them.
+- `decode`: the captured step.
+- `sampling`: transformers' logits processors as a part of it.
+- `weights`: copies in the dtype that autocast casts to.
+- `trial`: the comparison with the model's own forward.
+- `serve`: puts the engine in the place of `generate`'s loop.
+"""
+
+from .serve import Rollouts, completions, serve
+
+__all__ = ["Rollouts", "completions", "serve"]

@@ -1,0 +1,176 @@
+"""The keys and values of a rollout, and attention to them.
+
+Every row has its own places, from 0 on: the key of its token at position p is at place p. So nothing is padded, and a
+row's window is a range of places that its length gives. A row that has ended has length 0, and nothing of it is read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AttentionInterface, Cache
+from transformers.masking_utils import AttentionMaskInterface
+
+from ..ops.attention import Segments, append_to_cache, decode_attention, uploaded
+from ..patching.body import PackedMask, Packing, Unserved, make_mask
+
+__all__ = ["Decoding", "Places", "RolloutCache"]
+
+_NAME = "npu_kernels_decode"
+
+
+class Decoding(Packing):
+    """One token of each row on its way through a body.
+
+    Attributes:
+        places: [B] int32, where the token's key is written; -1: nowhere.
+        lengths: [B] int32, the number of keys that the token attends to.
+    """
+
+    name: ClassVar[str] = _NAME
+    places: torch.Tensor
+    lengths: torch.Tensor
+
+    def __init__(self, by: Any, named: str, longest: int, backend: str | None) -> None:
+        super().__init__(Segments.make([1], torch.device("cpu")), backend, by, named, 1)
+        self._longest = longest
+
+    @property
+    def longest(self) -> int:
+        return self._longest
+
+
+def _attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None,
+    s_aux: torch.Tensor | None = None, is_causal: bool | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attends from one token of each row, query [B, heads, 1, size], to its keys in the cache."""
+    if type(attention_mask) is not PackedMask or type(attention_mask.packing) is not Decoding:
+        raise Unserved("it attends to something else than its own tokens")
+    decoding, window = attention_mask.packing, attention_mask.window
+    softcap, s_aux = decoding.options(module, softcap, s_aux, is_causal, kwargs)
+    if dropout:
+        raise Unserved("its attention drops out")
+    if query.shape[2] != 1 or key.shape[0] != query.shape[0] or key.shape[2] == 1:
+        raise Unserved("its attention takes other keys than its cache has")
+    out = decode_attention(
+        query[:, :, 0], key.to(query.dtype), value.to(query.dtype), decoding.lengths, scale=scaling, window=window,
+        softcap=softcap, sinks=s_aux, backend=decoding.backend,
+    )  # fmt: skip
+    return out.unsqueeze(1), None
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, make_mask)
+
+
+class Places:
+    """Which token of a packed row of prompts goes to which place of the cache: a prompt goes to all rows that begin
+    with it.
+
+    Args:
+        prompts: for each prompt, its number of tokens and the rows that begin with it.
+        device: the device of the cache.
+    """
+
+    def __init__(self, prompts: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> None:
+        begins = np.cumsum([0, *(tokens for tokens, _ in prompts)])
+        parts = [
+            (np.full(tokens, row), np.arange(tokens), begin + np.arange(tokens))
+            for begin, (tokens, rows) in zip(begins[:-1], prompts, strict=True) for row in rows
+        ]  # fmt: skip
+        row, place, source = (np.concatenate(each) for each in zip(*parts, strict=True))
+        self.row, self.place, self.source = (uploaded(each, device) for each in (row, place, source))
+
+
+class RolloutCache(Cache):
+    """Keys and values of all rows at fixed addresses, `[B, heads, L, size]` for each layer.
+
+    While it has `decoding`, a layer's keys and values are written at its places, and the layer gets those of all
+    places. Otherwise a packed row of prompts is on its way, whose keys and values are kept as they are until `put`.
+    """
+
+    def __init__(self) -> None:
+        # The layers of transformers' caches have no part in it.
+        self.layers: list[Any] = []
+        self.layer_class_to_replicate = None
+        self.offloading = False
+        self.decoding: Decoding | None = None
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+        self._prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.decoding is None:
+            self._prompts[layer_idx] = key_states, value_states
+            return key_states, value_states
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        append_to_cache(
+            key_states[:, :, 0].to(keys.dtype), value_states[:, :, 0].to(values.dtype), keys, values,
+            self.decoding.places, backend=self.decoding.backend,
+        )  # fmt: skip
+        return keys, values
+
+    def allocate(self, rows: int, length: int) -> None:
+        """Makes room for so many rows of so many places, as the prompts that it was given need."""
+        if not self._prompts:
+            raise Unserved("it writes nothing to its cache")
+        for layer, (key, value) in self._prompts.items():
+            for made, like in ((self.keys, key), (self.values, value)):
+                if like.dim() != 4 or like.shape[0] != 1:
+                    raise Unserved(f"it writes a tensor of shape {list(like.shape)} to its cache")
+                made[layer] = like.new_zeros(rows, like.shape[1], length, like.shape[3])
+
+    def put(self, places: Places) -> None:
+        """Copies the prompts that it was given to their rows."""
+        if self._prompts.keys() != self.keys.keys():
+            raise Unserved("its layers do not all write to its cache each time")
+        for layer, pair in self._prompts.items():
+            for to, states in zip((self.keys[layer], self.values[layer]), pair, strict=True):
+                to.transpose(1, 2)[places.row, places.place] = states[0].transpose(0, 1)[places.source].to(to.dtype)
+        self._prompts = {}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the tensors of all layers."""
+        return [*self.keys.values(), *self.values.values()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors())
+
+    # What models ask a cache besides: no token was seen, since positions are given and masks stand for lengths.
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def get_query_offset(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return (query_length if isinstance(query_length, int) else len(query_length)), 0
+
+    def get_max_cache_shape(self, *args: Any, **kwargs: Any) -> int:
+        return -1
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False]
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self.keys)

@@ -1,0 +1,195 @@
+"""A decode step as one captured graph: a token of every row goes through the model, and the next one is chosen."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture import Pieces, Refused, capture, recorder_for
+from ..patching.body import Unserved, packed
+from ..patching.layers import LayerState
+from .cache import Decoding, RolloutCache
+from .sampling import Sampling
+
+__all__ = ["Rows", "Step", "arguments_of", "logits_of"]
+
+
+@dataclass
+class Rows:
+    """The state of all rows, on the device, for B rows that make at most N tokens.
+
+    Attributes:
+        token: [B, 1] long, a row's last token, which is not in the cache yet.
+        written: [B] int32, the number of its keys in the cache.
+        made: [B] int32, the number of tokens that it has made.
+        most: [B] int32, the number that it may make.
+        alive: [B] bool, whether it goes on.
+        out: [B, N] long, what it has made.
+        logprobs: [B, N] fp32, their log-probabilities under the scores that they were drawn from; None: not asked for.
+        noise: [B, V] fp32 of an exponential distribution, filled before each step; None: the likeliest token is taken.
+        least: [1] int32, the number of tokens before which a row must not end.
+        eos: [E] long, the ids that end a row.
+        pad: [1] long, the id of a row that has ended.
+        ids: [B, V] bool, the ids that it has seen; None: nobody asks.
+        tail: [B, K] long, its last ids, -1 where it has none; None: nobody asks.
+    """
+
+    token: torch.Tensor
+    written: torch.Tensor
+    made: torch.Tensor
+    most: torch.Tensor
+    alive: torch.Tensor
+    out: torch.Tensor
+    logprobs: torch.Tensor | None
+    noise: torch.Tensor | None
+    least: torch.Tensor
+    eos: torch.Tensor
+    pad: torch.Tensor
+    ids: torch.Tensor | None
+    tail: torch.Tensor | None
+
+    @classmethod
+    def make(
+        cls, rows: int, tokens: int, sampling: Sampling, vocabulary: int, logprobs: bool, device: torch.device
+    ) -> Rows:
+        """Returns rows none of which is alive."""
+        ints = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        return cls(
+            token=torch.zeros(rows, 1, dtype=torch.long, device=device),
+            written=ints[0].clone(), made=ints[1].clone(), most=ints[2].clone(),
+            alive=torch.zeros(rows, dtype=torch.bool, device=device),
+            out=torch.zeros(rows, tokens, dtype=torch.long, device=device),
+            logprobs=torch.zeros(rows, tokens, device=device) if logprobs else None,
+            noise=torch.ones(rows, vocabulary, device=device) if sampling.draws else None,
+            least=torch.zeros(1, dtype=torch.int32, device=device),
+            eos=torch.tensor(sampling.eos, dtype=torch.long, device=device),
+            pad=torch.tensor([sampling.pad], device=device),
+            ids=torch.zeros(rows, vocabulary, dtype=torch.bool, device=device) if sampling.ids else None,
+            tail=torch.full((rows, sampling.tail), -1, device=device) if sampling.tail else None,
+        )  # fmt: skip
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns those that there are."""
+        return [t for f in fields(self) if (t := getattr(self, f.name)) is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors())
+
+    def choose(self, logits: torch.Tensor, active: torch.Tensor, sampling: Sampling) -> None:
+        """Chooses the next token of the active rows.
+
+        A token is drawn as `torch.multinomial` draws one, by the largest probability divided by exponential noise, but
+        nothing is read on the host; with the same noise it is the same token.
+
+        Args:
+            logits: [B, V] fp32.
+            active: [B] bool.
+            sampling: how it is chosen.
+        """
+        scores = sampling.scores(logits, self)
+        if self.noise is None:
+            token = scores.argmax(-1)
+        else:
+            token = (scores.softmax(-1) / self.noise).argmax(-1)
+        token = torch.where(active, token, self.pad)
+        at = self.made.clamp(max=self.out.shape[1] - 1).long()[:, None]
+        if self.logprobs is not None:
+            found = scores.log_softmax(-1).gather(1, token[:, None])
+            self.logprobs.scatter_(1, at, torch.where(active[:, None], found, self.logprobs.gather(1, at)))
+        self.out.scatter_(1, at, torch.where(active[:, None], token[:, None], self.out.gather(1, at)))
+        if self.ids is not None:
+            self.ids.scatter_(1, token[:, None], active[:, None] | self.ids.gather(1, token[:, None]))
+        if self.tail is not None:
+            later = torch.cat((self.tail[:, 1:], token[:, None]), 1)
+            self.tail.copy_(torch.where(active[:, None], later, self.tail))
+        self.made += active
+        ends = (token[:, None] == self.eos).any(1) | (self.made >= self.most)
+        self.alive.copy_(torch.where(active, ~ends, self.alive))
+        self.token.copy_(torch.where(active, token, self.token[:, 0])[:, None])
+
+
+_ASKED = ("cache_position", "logits_to_keep", "num_logits_to_keep")
+
+
+def arguments_of(model: Any) -> frozenset[str]:
+    """Returns which of the arguments that not every model has this one has."""
+    return frozenset(inspect.signature(model.forward).parameters) & frozenset(_ASKED)
+
+
+def logits_of(out: Any) -> torch.Tensor:
+    """Returns the logits of a model's output."""
+    logits: torch.Tensor = out[0] if isinstance(out, tuple) else out.logits
+    return logits
+
+
+class Step:
+    """A captured decode step.
+
+    Args:
+        model: the causal model.
+        cache: the cache of its rows, with room for them.
+        rows: the state of its rows.
+        sampling: how tokens are chosen.
+        decoding: what its attention reads.
+        casts: by id, the copies that stand for parameters during the step.
+
+    Raises:
+        Refused, Unserved: the step cannot be captured.
+    """
+
+    def __init__(
+        self, model: Any, cache: RolloutCache, rows: Rows, sampling: Sampling, decoding: Decoding,
+        casts: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        self.cache, self.rows, self.sampling = cache, rows, sampling
+        self._states = [LayerState(part) for part in model.children()]
+        self._kind = type(model)
+        names = arguments_of(model)
+
+        def step(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            alive, written = rows.alive, rows.written
+            decoding.places = torch.where(alive, written, -1)
+            decoding.lengths = torch.where(alive, written + 1, 0)
+            given: dict[str, Any] = {"input_ids": rows.token, "position_ids": written.long()[:, None]}
+            if "cache_position" in names:
+                given["cache_position"] = written[:1].long()
+            with packed(decoding):
+                out = model(**given, past_key_values=cache, use_cache=True, return_dict=True)
+            logits = logits_of(out)[:, -1].float()
+            written += alive
+            rows.choose(logits, alive.clone(), sampling)
+            return (logits,)
+
+        recorder = recorder_for(rows.token.device)
+        parameters = {p: p for p in (*model.parameters(), *casts)}
+        inputs = [*rows.tensors(), *cache.tensors()]
+        cache.decoding = decoding
+        try:
+            with torch.no_grad():
+                self._pieces: Pieces = capture(
+                    step, inputs, parameters, [*model.buffers(), *sampling.tensors], recorder
+                )
+        finally:
+            cache.decoding = None
+        self._recorder = recorder
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the model is as it was when the step was captured."""
+        return type(model) is self._kind and all(state.holds() for state in self._states)
+
+    def no_room(self) -> str | None:
+        """Returns why there is too little memory to keep it, or None."""
+        return self._recorder.no_room()
+
+    def replay(self) -> torch.Tensor:
+        """Computes the step; returns the logits [B, V], which the next step overwrites."""
+        if self.rows.noise is not None:
+            self.rows.noise.exponential_()
+        piece = self._pieces.pieces[0]
+        return self._pieces.replay(piece, None, None)[0]

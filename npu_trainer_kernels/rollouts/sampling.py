@@ -1,0 +1,153 @@
+"""Sampling on the device, as transformers' own list of logits processors says.
+
+`generate` makes that list from the merged configuration. A processor that looks at scores alone is called as it is. One
+that looks at the tokens so far has another form here, since a row's tokens are not in one tensor: it is told how many
+tokens the row has made, which ids it has seen, or its last ids. A processor of another class is declined by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import generation
+from transformers.generation import logits_process as hf
+
+from ..capture import Refused
+
+__all__ = ["Sampling", "sampling_of"]
+
+_BY_SCORES = tuple(
+    getattr(hf, name) for name in (
+        "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper",
+        "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+    ) if hasattr(hf, name)
+)  # fmt: skip
+
+
+@dataclass
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        draws: whether it is drawn; otherwise it is the likeliest one.
+        steps: functions from scores [B, V] and a `Seen` to scores, in order.
+        key: compares equal for two of them whose captured code is the same.
+        tensors: the tensors that the code reads.
+        eos: the ids that end a row, or None.
+        pad: the id that follows in a row that has ended.
+        tail: how many of a row's last ids are looked at.
+        ids: whether it is asked which ids a row has seen.
+        least: how many tokens a row must make before it may end.
+    """
+
+    draws: bool
+    steps: list[Callable[[torch.Tensor, Any], torch.Tensor]] = field(default_factory=list)
+    key: list[Any] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    eos: tuple[int, ...] = ()
+    pad: int = 0
+    tail: int = 0
+    ids: bool = False
+    least: int = 0
+
+    def scores(self, logits: torch.Tensor, seen: Any) -> torch.Tensor:
+        """Returns the scores of the next token, [B, V]."""
+        for step in self.steps:
+            logits = step(logits, seen)
+        return logits
+
+
+def _value(value: Any) -> Any:
+    return (tuple(value.shape), *value.flatten().tolist()) if isinstance(value, torch.Tensor) else value
+
+
+def sampling_of(
+    processors: Iterable[Any], criteria: Iterable[Any], config: Any, width: int, vocabulary: int, device: torch.device
+) -> tuple[Sampling, int]:
+    """Returns how tokens are chosen, and the number of tokens that each row may make.
+
+    Args:
+        processors, criteria: those that `generate` has made.
+        config: the merged configuration of the generation.
+        width: the number of columns of the prompts, padding included.
+        vocabulary: the number of ids.
+        device: where the scores are.
+
+    Raises:
+        Refused: one of them is of a class that is not known here.
+    """
+    made = Sampling(bool(config.do_sample))
+    most = None
+    for each in criteria:
+        if type(each) is generation.MaxLengthCriteria:
+            most = each.max_length - width if most is None else min(most, each.max_length - width)
+        elif type(each) is generation.EosTokenCriteria:
+            made.eos += tuple(each.eos_token_id.flatten().tolist())
+        else:
+            raise Refused(f"{type(each).__name__} decides when a row ends")
+    if most is None:
+        raise Refused("no length ends a row")
+    pad = getattr(config, "_pad_token_tensor", None)
+    made.pad = 0 if pad is None else int(pad)
+    if made.eos and pad is None:
+        raise Refused("there is no padding id to follow the end of a row")
+    for each in processors:
+        _add(made, each, width, vocabulary, device)
+    return made, most
+
+
+def _add(made: Sampling, each: Any, width: int, vocabulary: int, device: torch.device) -> None:
+    kind = type(each)
+    if kind in _BY_SCORES:
+        made.tensors += [value for value in vars(each).values() if isinstance(value, torch.Tensor)]
+        made.key.append((kind, *((name, _value(value)) for name, value in vars(each).items())))
+        made.steps.append(lambda scores, seen: each(None, scores))
+    elif kind in (hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor):
+        skipped = getattr(each, "prompt_length_to_skip", 0)
+        made.least = max(made.least, getattr(each, "min_length", getattr(each, "min_new_tokens", 0)) + skipped - width)
+        early = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        early[each.eos_token_id.flatten().to(device)] = True
+        made.tensors.append(early)
+        made.key.append((kind, _value(each.eos_token_id)))
+        made.steps.append(
+            lambda scores, seen: scores.masked_fill((seen.made < seen.least)[:, None] & early, float("-inf"))
+        )
+    elif kind is hf.RepetitionPenaltyLogitsProcessor and not getattr(each, "prompt_ignore_length", None):
+        penalty, made.ids = each.penalty, True
+        made.key.append((kind, penalty))
+        made.steps.append(
+            lambda scores, seen: torch.where(
+                seen.ids, torch.where(scores < 0, scores * penalty, scores / penalty), scores
+            )
+        )
+    elif kind in (hf.SequenceBiasLogitsProcessor, hf.NoBadWordsLogitsProcessor):
+        _add_bias(made, each, vocabulary, device)
+    else:
+        raise Refused(f"{kind.__name__} processes its scores")
+
+
+def _add_bias(made: Sampling, each: Any, vocabulary: int, device: torch.device) -> None:
+    alone = torch.zeros(vocabulary, dtype=torch.float32, device=device)
+    longer: list[tuple[torch.Tensor, int, float]] = []
+    for ids, bias in each.sequence_bias.items():
+        if len(ids) == 1:
+            alone[ids[0]] = bias
+        else:
+            longer.append((torch.tensor(ids[:-1], device=device), ids[-1], bias))
+    made.tail = max([made.tail, *(len(begin) for begin, _, _ in longer)])
+    made.tensors += [alone, *(begin for begin, _, _ in longer)]
+    made.key.append((type(each), tuple(each.sequence_bias.items())))
+
+    def step(scores: torch.Tensor, seen: Any) -> torch.Tensor:
+        scores = scores + alone
+        for begin, last, bias in longer:
+            same = (seen.tail[:, -len(begin) :] == begin).all(1)
+            column = scores[:, last : last + 1]
+            scores = scores.index_copy(1, begin.new_full((1,), last), torch.where(same[:, None], column + bias, column))
+        return scores
+
+    made.steps.append(step)

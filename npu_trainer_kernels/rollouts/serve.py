@@ -1,0 +1,222 @@
+"""Puts the engine in the place of `generate`'s loop, for one model.
+
+`generate` merges configurations, makes logits processors and stopping criteria, and then calls the sampling loop of the
+model's class. The model gets a class with another loop, so everything before it stays transformers' own: beams,
+assisted decoding and whatever else has a loop of its own are not touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import DynamicCache, GenerationConfig
+
+from .. import device
+from ..capture import Refused, recording_now
+from ..patching.classes import GLOBAL_HOOKS, derived
+from ..patching.head import causal_lm, is_partitioned
+from ..patching.undo import Undo
+from .engine import Engine, Rollout
+from .sampling import sampling_of
+
+__all__ = ["Rollouts", "completions", "serve"]
+
+_LEAST = 32
+"""Shorter completions are not worth capturing a step."""
+_KNOWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "num_logits_to_keep",
+          "cache_position", "return_dict")  # fmt: skip
+_RETURNS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
+
+
+class Rollouts:
+    """What generates for a model, and the time that `generate`'s loops took.
+
+    Attributes:
+        engine: what generates by captured steps.
+        always: whether it does so on any device and for short completions, too.
+        seconds: the time spent in the sampling loop, by whatever code.
+        logprobs: whether `completions` asks for log-probabilities.
+        last: for `completions`, how many tokens each row has made [B], and their log-probabilities.
+    """
+
+    def __init__(self, engine: Engine, always: bool) -> None:
+        self.engine, self.always = engine, always
+        self.seconds = 0.0
+        self.logprobs = False
+        self.last: Any = None
+
+    def __deepcopy__(self, memo: object) -> Rollouts:
+        return self
+
+
+_BY = "_npu_kernels_rollouts"
+
+
+def serve(model: nn.Module, undo: Undo, backend: str | None, mode: str) -> Rollouts | str | None:
+    """Gives the causal model inside of `model` the engine's sampling loop.
+
+    Args:
+        model: a model, or a PEFT model around one.
+        undo: records the change.
+        backend: the override for the ops.
+        mode: `"on"`, or `"auto"`: where it was measured to be faster, for completions that are long enough.
+
+    Returns:
+        what counts, or why nothing was changed, or None where there is nothing that generates.
+    """
+    inner = causal_lm(model)[1]
+    loop = getattr(type(inner), "_sample", None)
+    if inner is None or loop is None:
+        return None
+    known = getattr(type(inner), _BY, None)
+    if known is not None and known.engine.serves(inner):
+        found: Rollouts = known
+        return found
+    config = inner.config
+    if getattr(config, "is_encoder_decoder", False):
+        return "its completions are generated as before: it is an encoder-decoder"
+    where = next(inner.parameters()).device
+    if mode == "auto" and not device.captures_unasked(where):
+        if where.type in ("cpu", "meta"):
+            return None
+        return f"completions are generated as before on {where.type}, where that was not measured; rollouts='on' does not"
+    rollouts = Rollouts(Engine(inner, undo, backend), mode == "on")
+    undo.add(rollouts.engine.forget)
+    undo.set_class(inner, derived(type(inner), {"_sample": _loop(loop, rollouts), _BY: rollouts}))
+    return rollouts
+
+
+def _loop(original: Callable[..., Any], rollouts: Rollouts) -> Callable[..., Any]:
+    def sample(
+        self: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+        synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
+    ) -> Any:  # fmt: skip
+        begun = time.perf_counter()
+        engine = rollouts.engine
+        try:
+            if engine.serves(self) and not recording_now() and not torch.compiler.is_compiling():
+                try:
+                    reason = _aside(self, input_ids, generation_config, synced_gpus, streamer, model_kwargs)
+                    if reason is not None:
+                        raise Refused(reason)
+                    prompts = _prompts(input_ids, model_kwargs)
+                    vocabulary = self.get_output_embeddings().weight.shape[0]
+                    sampling, most = sampling_of(
+                        logits_processor, stopping_criteria, generation_config, input_ids.shape[1], vocabulary,
+                        next(self.parameters()).device,
+                    )  # fmt: skip
+                    if not rollouts.always and most < _LEAST:
+                        raise Refused(f"fewer than {_LEAST} tokens are asked for")
+                    tokens, *rollouts.last = engine.run(self, Rollout(prompts, most, sampling, rollouts.logprobs))
+                    return torch.cat((input_ids, tokens.to(input_ids.device)), 1)
+                except Refused as error:
+                    engine.reasons[str(error)] += 1
+            return original(
+                self, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+                generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
+            )  # fmt: skip
+        finally:
+            rollouts.seconds += time.perf_counter() - begun
+
+    return sample
+
+
+def _aside(
+    model: Any, ids: torch.Tensor, config: Any, synced: bool, streamer: Any, given: dict[str, Any]
+) -> str | None:
+    """Returns why a call of the sampling loop is not served, or None."""
+    if synced:
+        return "all ranks have to generate in step"
+    if streamer is not None:
+        return "its tokens are streamed"
+    asked = next((name for name in _RETURNS if getattr(config, name, None)), None)
+    if asked is not None:
+        return f"{asked} is asked for"
+    other = next((name for name, value in given.items() if value is not None and name not in _KNOWN), None)
+    if other is not None:
+        return f"it is given {other}"
+    cache = given.get("past_key_values")
+    if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
+        return f"it is given a cache ({type(cache).__name__})"
+    if any(GLOBAL_HOOKS):
+        return "other code has hooked every module"
+    if torch.is_inference_mode_enabled():
+        return "inference mode is on"
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return "FSDP gathers its parameters anew for each token"
+    if any(isinstance(p, DTensor) or is_partitioned(p) for p in model.parameters()):
+        return "its parameters are spread over ranks"
+    if len({p.device for p in model.parameters()}) > 1:
+        return "its parameters are on several devices"
+    return None
+
+
+def _prompts(ids: torch.Tensor, given: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Returns each row's tokens without padding; the host reads the device once."""
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if ids.dim() != 2 or not ids.shape[1]:
+        raise Refused("its prompts are no ids")
+    parts = [ids, torch.ones_like(ids) if mask is None else mask.to(ids.device)]
+    if positions is not None:
+        if positions.shape != ids.shape:
+            raise Refused(f"its position ids have the shape {list(positions.shape)}")
+        parts.append(positions.to(ids.device))
+    read = torch.stack([part.long() for part in parts]).cpu().numpy()
+    alive = read[1] != 0
+    if not alive[:, -1].all():
+        raise Refused("its prompts are padded on the right")
+    counted = alive.cumsum(1) - 1
+    if positions is not None and not (read[2] == counted)[alive].all():
+        raise Refused("its position ids do not count its tokens")
+    return [tuple(row[keep].tolist()) for row, keep in zip(read[0], alive, strict=True)]
+
+
+def completions(
+    model: nn.Module, prompts: Sequence[Sequence[int]], generation_config: GenerationConfig, *, logprobs: bool = False
+) -> tuple[list[list[int]], list[list[float]] | None]:
+    """Generates a completion for each prompt, for training loops of one's own.
+
+    Args:
+        model: a model that `apply_npu_kernels` with `rollouts="on"` or `"auto"` has served.
+        prompts: the ids of each prompt, without padding. Equal ones are computed once.
+        generation_config: how tokens are chosen, `max_new_tokens` among it.
+        logprobs: whether the log-probabilities of the tokens are returned, under the scores that they were drawn from
+            (after temperature, top-k and so on).
+
+    Returns:
+        the ids of each completion, the end included, and their log-probabilities or None.
+
+    Raises:
+        ValueError: the model is not served, a prompt is empty, or the completions cannot be generated by captured
+            steps; the message says why.
+    """
+    inner = causal_lm(model)[1]
+    rollouts = getattr(type(inner), _BY, None)
+    if rollouts is None:
+        raise ValueError("model must be one that apply_npu_kernels(..., rollouts='on') has served")
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError("prompts must be non-empty lists of ids, one at least")
+    where, width = next(inner.parameters()).device, max(map(len, prompts))
+    ids, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(2))
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    rollouts.logprobs, rollouts.last = logprobs, None
+    reasons = rollouts.engine.reasons.copy()
+    try:
+        tokens = inner.generate(ids.to(where), attention_mask=mask.to(where), generation_config=generation_config)
+        if rollouts.last is None:
+            (reason,) = rollouts.engine.reasons - reasons or ("its generation has a loop of its own",)
+            raise ValueError(f"completions cannot be generated by captured steps: {reason}")
+        made, found = rollouts.last
+    finally:
+        rollouts.logprobs, rollouts.last = False, None
+    counts = made.tolist()
+    rows = [row[:n] for row, n in zip(tokens[:, width:].tolist(), counts, strict=True)]
+    return rows, None if found is None else [row[:n] for row, n in zip(found.tolist(), counts, strict=True)]
