@@ -1,6 +1,15 @@
 """The ops, as functions of tensors. The docstring of each op states its formulas, shapes, dtypes and errors."""
 
-from .attention import Segments, Shared, take, varlen_attention, varlen_attention_reference
+from .attention import (
+    Segments,
+    Shared,
+    append_to_cache,
+    decode_attention,
+    decode_attention_reference,
+    take,
+    varlen_attention,
+    varlen_attention_reference,
+)
 from .embedding import embedding, embedding_reference
 from .experts import moe_experts, moe_experts_reference
 from .head import (
@@ -45,6 +54,9 @@ __all__ = [
     "Shared",
     "add_rms_norm",
     "add_rms_norm_reference",
+    "append_to_cache",
+    "decode_attention",
+    "decode_attention_reference",
     "embedding",
     "embedding_reference",
     "fused_linear_cross_entropy",

@@ -1,4 +1,4 @@
-"""Tiles of gated MLPs, rotary embedding and token embedding."""
+"""Tiles of gated MLPs, rotary embedding, token embedding and the attention of generation."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -9,9 +9,13 @@ from .limits import tile_limit
 from .tunable import tunable, tunable_on_npus
 
 __all__ = [
+    "CacheTile",
+    "DecodeTile",
     "HeadsTile",
     "TokensTile",
     "block_of_rows",
+    "cache_tile",
+    "decode_tile",
     "embedding_tile",
     "gate_block",
     "rope_pair_tile",
@@ -236,3 +240,95 @@ def embedding_tile(cols: int, spec: DeviceSpec) -> RowTile:
         rows = min(64, spec.on_chip_bytes // (16 * cols)) if cols % 16 == 0 else 1
         return RowTile(max(1, rows), cols, blocks)
     return RowTile(2, min(32, next_power_of_2(cols)), cdiv(cols, 32))
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """Tile of the attention of generation: a step processes `keys` keys for `heads` heads of q that share them, with
+    `cols` columns of keys and `value_cols` of values. `splits` programs share the keys of a row. `dot` says whether the
+    kernel multiplies on the matrix unit."""
+
+    heads: int
+    keys: int
+    cols: int
+    value_cols: int
+    splits: int
+    dot: bool
+    options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+# The maximum number of parts of a row: the kernel that merges them holds all parts of one head.
+_MOST_SPLITS = 64
+# The minimum number of keys of a part of a row with the maximum number of keys; below it the partial sums are no longer small
+# beside the keys (a part of 64 keys of 16 bits reads 64 x 2 x 2 bytes and writes 4 for each column of a head).
+_KEYS_OF_A_SPLIT = 128
+# Rows of tl.dot's smallest tile on CUDA.
+_DOT_ROWS = 16
+
+
+@cache
+def decode_tile(
+    group: int, size: int, value_size: int, itemsize: int, pairs: int, most: int, spec: DeviceSpec
+) -> DecodeTile:
+    """Returns the tile of the attention of generation.
+
+    Args:
+        group: heads of q that share a head of keys.
+        size: elements of a key.
+        value_size: elements of a value.
+        itemsize: bytes of an element.
+        pairs: the number of rows times the number of heads of keys.
+        most: the maximum number of keys of a row.
+        spec: the device.
+    """
+    if spec.has_buffer:
+        # TODO
+        heads, cols, value_cols = group, cdiv(size, 16) * 16, cdiv(value_size, 16) * 16
+        keys = 16
+        return DecodeTile(heads, keys, cols, value_cols, _splits(pairs, most, spec.vector_cores), False)
+    cols, value_cols = next_power_of_2(size), next_power_of_2(value_size)
+    if not spec.has_warps:
+        return DecodeTile(next_power_of_2(group), 4, cols, value_cols, _splits(pairs, most, 8), False)
+    cols, value_cols = max(cols, _DOT_ROWS), max(value_cols, _DOT_ROWS)
+    # 32 KiB of keys and values in a step, of which a multiprocessor loads several ahead. Not timed.
+    keys = max(_DOT_ROWS, min(128, 32768 // ((cols + value_cols) * itemsize) // 16 * 16))
+    keys = 1 << keys.bit_length() - 1
+    # Four programs per multiprocessor hide each other's latency. Not timed.
+    splits = _splits(pairs, most, 4 * spec.vector_cores)
+    return DecodeTile(
+        max(_DOT_ROWS, next_power_of_2(group)), keys, cols, value_cols, splits, True, launch_options(spec, 4)
+    )
+
+
+def _splits(pairs: int, most: int, programs: int) -> int:
+    """Returns the largest power of two with which there are at most `programs` programs and parts are not too short, at
+    least 1. Powers of two, because a kernel is compiled for each number."""
+    splits = min(programs // pairs, most // _KEYS_OF_A_SPLIT, _MOST_SPLITS)
+    return 1 << max(0, splits.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class CacheTile:
+    """Tile of the kernel that writes a token to the cache: `heads` heads with `cols` columns of the key and `value_cols`
+    of the value."""
+
+    heads: int
+    cols: int
+    value_cols: int
+    options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@cache
+def cache_tile(heads: int, size: int, value_size: int, spec: DeviceSpec) -> CacheTile:
+    """Returns the tile of the kernel that writes a token to the cache: all heads of a row.
+
+    Args:
+        heads: heads of keys.
+        size: elements of a key.
+        value_size: elements of a value.
+        spec: the device.
+    """
+    if spec.has_buffer:
+        return CacheTile(heads, size, value_size)
+    sizes = (next_power_of_2(n) for n in (heads, size, value_size))
+    return CacheTile(*sizes, launch_options(spec, 4))

@@ -3,8 +3,13 @@
 `varlen_attention.py` has the formulas, the reference and the public function. `segments.py` describes which tokens
 belong to a segment. `segment_kernels.py` calls the attention kernels of PyTorch or of the vendor. `shared_rows.py`
 gathers rows that several segments share and sums their gradients.
+
+`decode_attention.py` is the attention of generation, of one query for each row to the row's cache, and
+`append_to_cache.py` writes the key and the value of a token to this cache.
 """
 
+from .append_to_cache import append_to_cache
+from .decode_attention import decode_attention, decode_attention_reference
 from .segments import Segments
 from .shared_rows import Shared, take, uploaded
 from .varlen_attention import trial, unserved, varlen_attention, varlen_attention_reference
@@ -12,6 +17,9 @@ from .varlen_attention import trial, unserved, varlen_attention, varlen_attentio
 __all__ = [
     "Segments",
     "Shared",
+    "append_to_cache",
+    "decode_attention",
+    "decode_attention_reference",
     "take",
     "trial",
     "unserved",

@@ -30,7 +30,7 @@ from .linear_logprob import (
     planned_linear_logprob,
 )
 from .objective import GIVE_UP, LogProbObjective, Objective
-from .options import HeadOptions
+from .options import HeadOptions, transformed
 from .vocabulary_slices import unshared
 
 __all__ = [
@@ -61,5 +61,6 @@ __all__ = [
     "planned",
     "planned_linear_logprob",
     "token_losses",
+    "transformed",
     "unshared",
 ]

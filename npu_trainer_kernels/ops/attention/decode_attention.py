@@ -1,0 +1,429 @@
+"""Attention of one query for each row to the first keys of the row's cache, as generation needs it.
+
+    s_hj = cap(scale q_h k_j)            cap(s) = softcap tanh(s / softcap), or s          fp32
+    p_hj = exp(s_hj - m_h) / l_h         m_h = max over j of s_hj          l_h = sum over j of exp(s_hj - m_h)
+    o_h  = sum over j of p_hj v_j        rounded once, to q's dtype
+
+for the keys j of `start .. length - 1` of a row, where start = max(0, length - window), or 0. Hq / Hk heads of q share a
+head of keys. With sinks l_h has the term exp(sink_h - m_h), and m_h is at least sink_h. Of a row of length 0 neither keys
+nor values are read, and its output is zero.
+
+The keys of a row are split into parts of equal length, each of which is the task of one program, for all heads of q that
+share the keys. A program writes its own m, l and sum of exp(s - m) v in fp32, and a second kernel merges the parts:
+
+    m = max over the parts of m_part          l = sum of exp(m_part - m) l_part          o = sum of exp(m_part - m) o_part / l
+
+With one part the first kernel writes the output. The host knows how many parts there are, and the device where they begin:
+nothing depends on the lengths except the device's loops. So a graph of the device may contain the op, and its bits do not
+depend on the order of programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import backends, device, tiling
+from ...support.opaque import opaque
+from ...support.triton import INTERPRETED, jit, tl
+from ..blocks import load
+from ..checks import check_float, check_range, check_same_device, is_number
+from ..fallback import falls_back
+from ..head import transformed
+from ..launch import launch
+from .segments import Options
+
+__all__ = ["decode_attention", "decode_attention_reference"]
+
+
+def decode_attention_reference(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes the op in plain PyTorch, with a mask over all places of the cache. The device's graphs may contain it."""
+    return _by_mask(q, keys, values, lengths, sinks, _options(q, scale, window, softcap))
+
+
+def _by_mask(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, sinks: torch.Tensor | None,
+    options: Options,
+) -> torch.Tensor:  # fmt: skip
+    rows, heads, size = q.shape
+    places, ends = torch.arange(keys.shape[2], device=keys.device), lengths.unsqueeze(1)
+    seen = places < ends
+    if options.window is not None:
+        seen = seen & (places >= ends - options.window)
+    # The heads of q that share a head of keys become the rows of one product.
+    grouped = q.reshape(rows, keys.shape[1], heads // keys.shape[1], size)
+    scores = torch.matmul(grouped, keys.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~seen[:, None, None, :], -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, *grouped.shape[1:3], 1).expand(rows, -1, -1, -1)
+        p = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    else:
+        # Of a row without keys the softmax is NaN.
+        p = scores.softmax(-1).masked_fill((ends < 1)[:, None, None], 0)
+    # Places that no query sees may contain anything, and zero times NaN would be NaN.
+    out = torch.matmul(p.to(values.dtype), values.masked_fill(~seen[:, None, :, None], 0))
+    return out.view(rows, heads, values.shape[3])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _step(
+    q,  # [HEADS, COLS]
+    keys,  # pointer to the first key of the step
+    values,
+    n_keys,  # keys of the step
+    m, l, acc,
+    key_stride, value_stride, inner, outer,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr, VALUE_COLS: tl.constexpr,
+    HAS_CAP: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Adds KEYS keys, or with MASKED the `n_keys` of them that exist, to the statistics m and l `[HEADS]` and the sum
+    acc `[HEADS, VALUE_COLS]`."""
+    at = tl.arange(0, KEYS)
+    cols, value_cols = tl.arange(0, COLS), tl.arange(0, VALUE_COLS)
+    found = at[:, None] < n_keys
+    k = load(
+        keys + at[:, None] * key_stride + cols[None, :], found & (cols[None, :] < SIZE), MASKED or SIZE != COLS
+    )  # fmt: skip
+    v = load(
+        values + at[:, None] * value_stride + value_cols[None, :], found & (value_cols[None, :] < VALUE_SIZE),
+        MASKED or VALUE_SIZE != VALUE_COLS,
+    )  # fmt: skip
+    if WIDE:
+        k, v = k.to(tl.float32), v.to(tl.float32)
+    if DOT:
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        s = tl.sum(q[:, None, :] * k[None, :, :], axis=2)
+    s = transformed(s, inner, outer, HAS_CAP, False)
+    if MASKED:
+        s = tl.where(at[None, :] < n_keys, s, -float("inf"))
+    m_new = tl.maximum(m, tl.max(s, axis=1), propagate_nan=tl.PropagateNan.ALL)
+    p = tl.exp(s - m_new[:, None])
+    fall = tl.exp(m - m_new)
+    l = l * fall + tl.sum(p, axis=1)
+    if DOT:
+        acc = tl.dot(p.to(v.dtype), v, acc * fall[:, None], input_precision="ieee")
+    else:
+        acc = acc * fall[:, None] + tl.sum(p[:, :, None] * v[None, :, :], axis=1)
+    return m_new, l, acc
+
+
+@jit
+def _attend(
+    task, q, keys, values, lengths, sinks, out, statistics, sums, q_row, q_head, key_row, key_head, key_stride,
+    value_row, value_head, value_stride, n_tasks, window, inner, outer, N_GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
+    VALUE_COLS: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Computes one part of one row for the heads of q that share one head of keys."""
+    split = task % SPLITS
+    pair = task // SPLITS
+    row = tl.cast(pair // N_GROUPS, tl.int64)
+    group = tl.cast(pair % N_GROUPS, tl.int64)
+    length = tl.load(lengths + row)
+    start = 0
+    if HAS_WINDOW:
+        start = tl.where(length > window, length - window, 0)
+    # Parts begin at multiples of a step after `start`; the last ones may be empty.
+    each = ((length - start + KEYS - 1) // KEYS + SPLITS - 1) // SPLITS * KEYS
+    first = start + split * each
+    end = tl.where(first + each < length, first + each, length)
+
+    heads = tl.arange(0, HEADS)
+    cols, value_cols = tl.arange(0, COLS), tl.arange(0, VALUE_COLS)
+    at_q = q + row * q_row + (group * GROUP + heads[:, None]) * q_head + cols[None, :]
+    queries = load(at_q, (heads[:, None] < GROUP) & (cols[None, :] < SIZE), GROUP != HEADS or SIZE != COLS)
+    if WIDE:
+        queries = queries.to(tl.float32)
+    keys += row * key_row + group * key_head
+    values += row * value_row + group * value_head
+    m = tl.full([HEADS], -float("inf"), tl.float32)
+    l = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, VALUE_COLS], tl.float32)
+    whole = first
+    if not DOT:
+        # On an NPU a mask costs as much as the arithmetic, so only the rest of the keys has one.
+        whole = first + tl.where(end > first, end - first, 0) // KEYS * KEYS
+        for at in range(first, whole, KEYS):
+            place = tl.cast(at, tl.int64)
+            m, l, acc = _step(queries, keys + place * key_stride, values + place * value_stride, end - at, m, l, acc,
+                              key_stride, value_stride, inner, outer, SIZE, VALUE_SIZE, KEYS, COLS, VALUE_COLS,
+                              HAS_CAP, False, DOT, WIDE)  # fmt: skip
+    for at in range(whole, end, KEYS):
+        place = tl.cast(at, tl.int64)
+        m, l, acc = _step(queries, keys + place * key_stride, values + place * value_stride, end - at, m, l, acc,
+                          key_stride, value_stride, inner, outer, SIZE, VALUE_SIZE, KEYS, COLS, VALUE_COLS,
+                          HAS_CAP, True, DOT, WIDE)  # fmt: skip
+
+    real = heads < GROUP
+    stored = real[:, None] & (value_cols[None, :] < VALUE_SIZE)
+    if SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks + group * GROUP + heads, mask=real, other=0.0).to(tl.float32)
+            m_new = tl.maximum(m, sink, propagate_nan=tl.PropagateNan.ALL)
+            fall = tl.exp(m - m_new)
+            l = l * fall + tl.exp(sink - m_new)
+            acc = acc * fall[:, None]
+        # Only of a row without keys l is zero.
+        acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+        target = out + (pair * GROUP + heads[:, None]) * VALUE_SIZE + value_cols[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=stored)
+    else:
+        at_head = (pair * GROUP + heads) * SPLITS + split
+        tl.store(statistics + at_head, m, mask=real)
+        tl.store(statistics + n_tasks * GROUP + at_head, l, mask=real)
+        if first < end:
+            tl.store(sums + at_head[:, None] * VALUE_SIZE + value_cols[None, :], acc, mask=stored)
+
+
+@jit(lengths=("n_tasks", "window"))
+def _attend_kernel(
+    q,  # [B, Hq, SIZE] with strides q_row, q_head
+    keys,  # [B, N_GROUPS, L, SIZE] with strides key_row, key_head, key_stride
+    values,  # [B, N_GROUPS, L, VALUE_SIZE] likewise
+    lengths,  # [B] int32
+    sinks,  # [Hq], or anything without HAS_SINKS
+    out,  # [B, Hq, VALUE_SIZE] contiguous, written with one split
+    statistics,  # [2, B, Hq, SPLITS] fp32, m and l, written with several
+    sums,  # [B, Hq, SPLITS, VALUE_SIZE] fp32, likewise
+    q_row,
+    q_head,
+    key_row,
+    key_head,
+    key_stride,
+    value_row,
+    value_head,
+    value_stride,
+    n_tasks,  # B * N_GROUPS * SPLITS
+    window,
+    inner,
+    outer,
+    N_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLS: tl.constexpr,
+    VALUE_COLS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    DOT: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    for task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
+        _attend(task, q, keys, values, lengths, sinks, out, statistics, sums, q_row, q_head, key_row, key_head,
+                key_stride, value_row, value_head, value_stride, n_tasks, window, inner, outer, N_GROUPS, GROUP, SIZE,
+                VALUE_SIZE, HEADS, KEYS, COLS, VALUE_COLS, SPLITS, HAS_WINDOW, HAS_SINKS, HAS_CAP, DOT,
+                WIDE)  # fmt: skip
+
+
+_LOWEST = torch.finfo(torch.float32).min
+
+
+@jit(lengths=("n_heads",))
+def _merge_kernel(
+    statistics,  # [2, n_heads, SPLITS] fp32
+    sums,  # [n_heads, SPLITS, SIZE] fp32, undefined where l is zero
+    sinks,  # [HEADS], or anything without HAS_SINKS
+    out,  # [n_heads, SIZE]
+    n_heads,  # B * HEADS
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    LOWEST: tl.constexpr,
+):
+    # All values are tiles of at least one dimension: an NPU's scalar unit would wait for each scalar.
+    parts = tl.arange(0, SPLITS)[:, None]
+    cols = tl.arange(0, COLS)[None, :]
+    for head in range(tl.program_id(0), n_heads, tl.num_programs(0)):
+        at = tl.cast(head, tl.int64) * SPLITS + parts
+        m = tl.load(statistics + at)
+        l = tl.load(statistics + tl.cast(n_heads, tl.int64) * SPLITS + at)
+        # Of a part without keys m is -inf. `top` is finite in a row without keys, too.
+        top = tl.maximum(tl.max(m, axis=0)[None, :], LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        if HAS_SINKS:
+            sink = tl.load(sinks + head % HEADS + tl.zeros([1, 1], tl.int32)).to(tl.float32)
+            top = tl.maximum(top, sink, propagate_nan=tl.PropagateNan.ALL)
+        weight = tl.exp(m - top)
+        total = tl.sum(weight * l, axis=0)[None, :]
+        if HAS_SINKS:
+            total += tl.exp(sink - top)
+        part = tl.load(sums + at * SIZE + cols, mask=(l > 0) & (cols < SIZE), other=0.0)
+        merged = tl.sum(weight * part, axis=0)[None, :] / tl.where(total > 0, total, 1.0)
+        target = out + tl.cast(head, tl.int64) * SIZE + cols
+        tl.store(target, merged.to(out.dtype.element_ty), mask=cols < SIZE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The op
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@falls_back("decode_attention")
+def _computed(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, sinks: torch.Tensor | None,
+    options: Options, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    if backend == "torch":
+        return _by_mask(q, keys, values, lengths, sinks, options)
+    rows, heads, size = q.shape
+    groups, capacity, value_size = keys.shape[1], keys.shape[2], values.shape[3]
+    out = q.new_empty(rows, heads, value_size)
+    if not out.numel() or not capacity:
+        return out.zero_()
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    spec = device.spec(q.device)
+    group = heads // groups
+    narrow = options.window is not None and options.window < capacity
+    most = options.window if narrow and options.window is not None else capacity
+    tile = tiling.decode_tile(group, size, value_size, q.element_size(), rows * groups, most, spec)
+    statistics = sums = out
+    if tile.splits > 1:
+        statistics = q.new_empty(2, rows, heads, tile.splits, dtype=torch.float32)
+        sums = q.new_empty(rows, heads, tile.splits, value_size, dtype=torch.float32)
+    inner, outer, cap = options.scale, 1.0, 0
+    if options.softcap is not None:
+        inner, outer, cap = options.scale / options.softcap, options.softcap, 2 if device.has_libdevice(q.device) else 1
+    tasks = rows * groups * tile.splits
+    launch(
+        _attend_kernel, (tiling.programs(tasks, spec),),
+        (q, keys, values, lengths, out if sinks is None else sinks, out, statistics, sums, q.stride(0), q.stride(1),
+         *keys.stride()[:3], *values.stride()[:3], tasks, most, inner, outer),
+        {"N_GROUPS": groups, "GROUP": group, "SIZE": size, "VALUE_SIZE": value_size, "HEADS": tile.heads,
+         "KEYS": tile.keys, "COLS": tile.cols, "VALUE_COLS": tile.value_cols, "SPLITS": tile.splits,
+         "HAS_WINDOW": narrow, "HAS_SINKS": sinks is not None, "HAS_CAP": cap, "DOT": tile.dot,
+         # The interpreter multiplies matrices of bf16 only as fp32.
+         "WIDE": INTERPRETED or not tile.dot, **tile.options},
+    )  # fmt: skip
+    if tile.splits > 1:
+        launch(
+            _merge_kernel, (tiling.programs(rows * heads, spec),),
+            (statistics, sums, out if sinks is None else sinks, out, rows * heads),
+            {"HEADS": heads, "SIZE": value_size, "COLS": tile.value_cols, "SPLITS": tile.splits,
+             "HAS_SINKS": sinks is not None, "LOWEST": _LOWEST, **tile.options},
+        )  # fmt: skip
+    return out
+
+
+def _options(q: torch.Tensor, scale: float | None, window: int | None, softcap: float | None) -> Options:
+    return Options(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
+
+
+def _check(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, sinks: torch.Tensor | None
+) -> None:
+    given: tuple[tuple[str, Any], ...] = (("q", q), ("keys", keys), ("values", values), ("sinks", sinks))
+    for name, tensor in given:
+        if tensor is None:
+            continue
+        check_float(name, tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} must not require a gradient, which decode_attention does not have; call it under "
+                             "torch.no_grad(), or detach the tensor")  # fmt: skip
+    if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int32:
+        got = lengths.dtype if isinstance(lengths, torch.Tensor) else type(lengths).__name__
+        raise TypeError(f"lengths must be an int32 tensor; got {got}")
+    check_same_device(q=q, keys=keys, values=values, lengths=lengths, sinks=sinks)
+    if q.dim() != 3:
+        raise ValueError(f"q must have shape [B, Hq, D]; got {list(q.shape)}")
+    rows, heads, size = q.shape
+    if keys.dim() != 4 or (keys.shape[0], keys.shape[3]) != (rows, size) or not keys.shape[1] or heads % keys.shape[1]:
+        raise ValueError(
+            f"keys must have shape [{rows}, Hk, L, {size}] with Hk a divisor of {heads}; got {list(keys.shape)}"
+        )
+    if values.dim() != 4 or values.shape[:3] != keys.shape[:3]:
+        shape = ", ".join(map(str, keys.shape[:3]))
+        raise ValueError(f"values must have shape [{shape}, Dv]; got {list(values.shape)}")
+    if not q.dtype == keys.dtype == values.dtype:
+        raise ValueError(f"q, keys and values must have one dtype; got {q.dtype}, {keys.dtype} and {values.dtype}")
+    for name, tensor in (("keys", keys), ("values", values)):
+        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+            raise ValueError(f"{name} must be contiguous along its last dimension; got strides {list(tensor.stride())}")
+    if lengths.shape != (rows,):
+        raise ValueError(f"lengths must have shape [{rows}], one for each row; got {list(lengths.shape)}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must have shape [{heads}], one for each head of q; got {list(sinks.shape)}")
+    check_range("lengths", lengths, lengths.device, keys.shape[2] + 1)
+
+
+def _check_options(options: Options) -> None:
+    if not is_number(options.scale):
+        raise ValueError(f"scale must be None or a finite number; got {options.scale!r}")
+    if options.window is not None and (type(options.window) is not int or options.window < 1):
+        raise ValueError(f"window must be None or a positive int; got {options.window!r}")
+    if options.softcap is not None and not (is_number(options.softcap) and options.softcap > 0):
+        raise ValueError(f"softcap must be None or a positive number; got {options.softcap!r}")
+
+
+@opaque
+def decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Computes the attention of one query for each row to the first keys of the row. The module's docstring has the
+    formulas. The op has no gradient. A device's graph may contain it, and then uses the lengths of each replay.
+
+    Args:
+        q: `[B, Hq, D]`, fp32, bf16 or fp16; any strides.
+        keys: `[B, Hk, L, D]` in q's dtype, with Hk a divisor of Hq; the elements of a key are contiguous, and other
+            strides are free.
+        values: `[B, Hk, L, Dv]`, likewise.
+        lengths: `[B]` int32, in 0 .. L: a row attends to its places 0 .. length - 1. On an accelerator the range is
+            checked only with NPU_KERNELS_DEBUG=1.
+        scale: factor of the scores; None for D ** -0.5.
+        window: the maximum number of keys that a row attends to, which are its last ones; None for all.
+        softcap: soft cap of the scaled scores, or None.
+        sinks: `[Hq]`, one additional logit per head in the softmax, without a value; or None.
+        backend: overrides the choice of `backends.choose`.
+
+    Returns:
+        `[B, Hq, Dv]` in q's dtype, contiguous; zeros for a row of length 0.
+
+    Raises:
+        TypeError: a dtype that is not allowed.
+        ValueError: shapes, dtypes or strides that do not match, an option or a length out of range, a tensor that
+            requires a gradient, an unknown backend.
+    """
+    options = _options(q, scale, window, softcap)
+    _check(q, keys, values, lengths, sinks)
+    _check_options(options)
+
+    def at() -> backends.Shape:
+        return q.dtype, q.shape[0], (q.shape[1], keys.shape[1], q.shape[2], keys.shape[2])
+
+    chosen = backends.choose("decode_attention", q.device, backend, at=at)
+    return _computed(q, keys, values, lengths, sinks, options, chosen)
