@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .grpo_trainer import GRPOTrainer
     from .ops.launch import KernelError
     from .patching import NpuKernels, Report, apply_npu_kernels
+    from .rollouts import completions, serve_rollouts
     from .support.triton import MissingDependencyError
 
 _HOMES = {
@@ -24,6 +25,8 @@ _HOMES = {
     "NpuKernelsCallback": ".callback",
     "Report": ".patching",
     "apply_npu_kernels": ".patching",
+    "completions": ".rollouts",
+    "serve_rollouts": ".rollouts",
 }
 
 __all__ = [
@@ -35,6 +38,8 @@ __all__ = [
     "NpuKernelsCallback",
     "Report",
     "apply_npu_kernels",
+    "completions",
+    "serve_rollouts",
 ]
 
 

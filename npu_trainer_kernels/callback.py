@@ -14,10 +14,11 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import device, warmup
-from .options import check_capture, check_ops, check_report, check_tiled_mlp, parse_override
+from .options import check_capture, check_ops, check_report, check_rollouts, check_tiled_mlp, parse_override
 from .patching import NpuKernels, Report, apply_npu_kernels, handle_of
 from .patching.call import use_labels
 from .patching.undo import Undo
+from .rollouts import serve_rollouts
 from .support.switch import audit_steps, check_switch
 from .training.distillation import serve_divergence
 from .training.exchange import agreed
@@ -107,7 +108,8 @@ class NpuKernelsCallback(TrainerCallback):
     micro-batch on the host is made short (`training.repeats`). It prints the report once, on the main process, and adds
     `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second` (without padding),
     `peak_memory_gib` and, where decoder layers are captured, `layers_replayed` (the share of their calls since the
-    last log) to the Trainer's logs.
+    last log) and, where the model generates, `generation_seconds` (the time since the last log that it took) to the
+    Trainer's logs.
 
     Pass it in `callbacks=[...]`. On an existing Trainer, use `trainer.add_callback(callback)` followed by
     `callback.attach(trainer)`.
@@ -118,6 +120,8 @@ class NpuKernelsCallback(TrainerCallback):
         strict: as for `apply_npu_kernels`.
         tiled_mlp: as for `apply_npu_kernels`.
         capture: as for `apply_npu_kernels`.
+        rollouts: whether the trained model's `generate` samples by captured steps (`rollouts`): `"auto"` (on CUDA,
+            where at least 32 tokens may be made), `"on"` or `"off"`.
         warm_up: whether to compile the kernels before the first step, several at once and with a line that says so
             (`warmup`); otherwise each is compiled at its first use.
         balance: in TRL's GRPOTrainer, whether to spread rows evenly over micro-batches and ranks by their live tokens,
@@ -144,6 +148,7 @@ class NpuKernelsCallback(TrainerCallback):
         strict: bool = False,
         tiled_mlp: int = 0,
         capture: str = "auto",
+        rollouts: str = "auto",
         warm_up: bool = True,
         balance: bool = True,
         audit: str | int = "first",
@@ -157,10 +162,11 @@ class NpuKernelsCallback(TrainerCallback):
         parse_override("" if backend is None else backend)
         check_tiled_mlp("tiled_mlp", tiled_mlp, ops)
         check_capture("capture", capture)
+        check_rollouts("rollouts", rollouts)
         self._full = report == "full"
         self._ops, self._backend, self._strict, self._warm_up = ops, backend, strict, warm_up
         self._balance = balance
-        self._tiled_mlp, self._capture = tiled_mlp, capture
+        self._tiled_mlp, self._capture, self._rollouts = tiled_mlp, capture, rollouts
         self._handle: NpuKernels | None = None
         self._owns = False
         self._held: list[NpuKernels] = []  # those that `restore` restores
@@ -339,6 +345,8 @@ class NpuKernelsCallback(TrainerCallback):
         self._plan(trainer)
         self._apply_to_held(trainer, report)
         self._distil(trainer, report)
+        if self._handle is not None and hasattr(trainer, "generation_config"):  # TRL's trainers that generate
+            serve_rollouts(self._handle, self._rollouts)
         self._add_to_logs(trainer)
         self._repeats = Repeats(trainer)
         self._repeats.start(self._in_trainer)
@@ -430,6 +438,9 @@ class NpuKernelsCallback(TrainerCallback):
                     layers = self._handle.settings.layers
                     if layers is not None and layers.on:
                         logs["layers_replayed"] = round(layers.share_since(), 3)
+                    rollouts = self._handle.report().rollouts
+                    if rollouts is not None and (seconds := rollouts.seconds_since()):
+                        logs["generation_seconds"] = round(seconds, 3)
                 original(logs, *args, **kwargs)
 
             return log

@@ -43,6 +43,7 @@ OPTIONS = {
         None,
         "decoder layers as graphs: 'auto' (default), 'on' or 'off'",
     ),
+    "NPU_KERNELS_ROLLOUTS": ("--rollouts", None, "completions by captured steps: 'auto' (default), 'on' or 'off'"),
     "NPU_KERNELS_REPORT": ("--report", None, "what is printed when training begins: 'short' (default) or 'full'"),
     "NPU_KERNELS_AUDIT": ("--audit", None, "when it is compared with the model's own code: 'first', 'off', or steps"),
     "NPU_KERNELS_WARM_UP": ("--no-warm-up", "0", "compile kernels when they are first used, not before the first step"),

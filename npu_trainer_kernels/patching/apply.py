@@ -69,6 +69,16 @@ class NpuKernels:
         return self._model()
 
     @property
+    def undo(self) -> Undo:
+        """The record of all changes, which `restore` undoes."""
+        return self._undo
+
+    @property
+    def backend(self) -> str | None:
+        """The override for the choice of backends."""
+        return self._backend
+
+    @property
     def serves_trl(self) -> bool:
         """Whether this package's op replaces TRL's fused head."""
         return self.settings.trl is not None
@@ -197,7 +207,7 @@ class NpuKernels:
         earlier = self._report
         self._report = Report(
             device=device.spec(where).name, notes=earlier.notes, note_ops=earlier.note_ops, unused=earlier.unused,
-            audits=earlier.audits,
+            audits=earlier.audits, rollouts=earlier.rollouts,
         )  # fmt: skip
         for site in self._sites.values():
             site.paths.clear()

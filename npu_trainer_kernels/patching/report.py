@@ -80,6 +80,7 @@ class Report:
         gone: sentences about replaced modules that are no longer in the model.
         audits: the results of comparisons with the model's original code on batches of the run.
         capture: what captures the decoder layers; its string describes what was replayed.
+        rollouts: what generates by captured steps; its string describes what was generated.
     """
 
     device: str = ""
@@ -92,6 +93,7 @@ class Report:
     gone: list[str] = field(default_factory=list)
     audits: list[Audited] = field(default_factory=list)
     capture: Any = None
+    rollouts: Any = None
 
     @property
     def replaced(self) -> list[Replaced]:
@@ -141,7 +143,7 @@ class Report:
         plain = {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("sites", "left_alone", "audits", "capture")
+            if f.name not in ("sites", "left_alone", "audits", "capture", "rollouts")
         }
         return {
             **plain,
@@ -151,6 +153,7 @@ class Report:
             "declined": [asdict(each) for each in self.declined],
             "audits": [asdict(each) for each in self.audits],
             "capture": None if self.capture is None else self.capture.as_dict(),
+            "rollouts": None if self.rollouts is None else self.rollouts.as_dict(),
         }
 
     def text(self, *, full: bool = False, in_full: str = _IN_FULL) -> str:
@@ -173,7 +176,7 @@ class Report:
             lines += [f"(in full: {in_full})"] if self.left_alone else []
         lines += ["declined:", *self._declined_lines()] if self.declined else []
         lines += ["compared with the model's own code:", *(f"  {each}" for each in self.audits)] if self.audits else []
-        lines += [] if self.capture is None else [str(self.capture)]
+        lines += [str(each) for each in (self.capture, self.rollouts) if each is not None]
         shown = [note for note in self.notes if self.note_ops.get(note) not in self.unused]
         return "\n".join([*lines, *(f"note: {note}" for note in (*shown, *self.gone))])
 

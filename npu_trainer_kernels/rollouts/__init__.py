@@ -9,6 +9,6 @@
 - `serve`: puts the engine in the place of `generate`'s loop.
 """
 
-from .serve import Rollouts, completions, serve
+from .serve import Rollouts, completions, serve_rollouts
 
-__all__ = ["Rollouts", "completions", "serve"]
+__all__ = ["Rollouts", "completions", "serve_rollouts"]

@@ -127,8 +127,8 @@ class Engine:
     def __str__(self) -> str:
         calls = self.rollouts + self.reasons.total()
         lines = [
-            f"rollouts: {self.rollouts} of {calls} by captured steps; {self.tokens} tokens in {self.seconds:.1f} s, "
-            f"{self.capturing:.1f} s of them spent on capturing"
+            f"{self.rollouts} of {calls} by captured steps ({self.tokens} tokens in {self.seconds:.1f} s, "
+            f"{self.capturing:.1f} of them spent on capturing)"
         ]
         return "\n".join([*lines, *(f"  {count} by generate: {reason}" for reason, count in self.reasons.items())])
 

@@ -19,13 +19,15 @@ from transformers import DynamicCache, GenerationConfig
 
 from .. import device
 from ..capture import Refused, recording_now
+from ..options import check_rollouts
+from ..patching import NpuKernels
 from ..patching.classes import GLOBAL_HOOKS, derived
 from ..patching.head import causal_lm, is_partitioned
 from ..patching.undo import Undo
 from .engine import Engine, Rollout
 from .sampling import sampling_of
 
-__all__ = ["Rollouts", "completions", "serve"]
+__all__ = ["Rollouts", "completions", "serve_rollouts"]
 
 _LEAST = 32
 """Shorter completions are not worth capturing a step."""
@@ -47,29 +49,63 @@ class Rollouts:
 
     def __init__(self, engine: Engine, always: bool) -> None:
         self.engine, self.always = engine, always
-        self.seconds = 0.0
+        self.seconds = self._asked_at = 0.0
         self.logprobs = False
         self.last: Any = None
 
     def __deepcopy__(self, memo: object) -> Rollouts:
         return self
 
+    def __str__(self) -> str:
+        return f"rollouts, {self.seconds:.1f} s: {self.engine}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the counts as a plain dict."""
+        return {**self.engine.as_dict(), "loops": round(self.seconds, 3)}
+
+    def seconds_since(self) -> float:
+        """Returns the time spent in the loop since the last question."""
+        before, self._asked_at = self._asked_at, self.seconds
+        return self.seconds - before
+
 
 _BY = "_npu_kernels_rollouts"
 
 
-def serve(model: nn.Module, undo: Undo, backend: str | None, mode: str) -> Rollouts | str | None:
-    """Gives the causal model inside of `model` the engine's sampling loop.
+def serve_rollouts(kernels: NpuKernels, mode: str = "on") -> Rollouts | None:
+    """Lets a patched model's `generate` sample by captured steps (`rollouts`), until the kernels are restored.
+
+    The report of the kernels counts what was generated so, and says why `generate` ran otherwise.
 
     Args:
-        model: a model, or a PEFT model around one.
-        undo: records the change.
-        backend: the override for the ops.
-        mode: `"on"`, or `"auto"`: where it was measured to be faster, for completions that are long enough.
+        kernels: what `apply_npu_kernels` returned.
+        mode: `"on"`: on any device (a CPU replays tapes, which is slower and is there for tests); `"auto"`: where it
+            was measured to be faster, and at least 32 tokens may be made; `"off"`: nothing is changed.
 
     Returns:
-        what counts, or why nothing was changed, or None where there is nothing that generates.
+        what counts, or None where nothing was changed; the report says why.
+
+    Raises:
+        ValueError: an unknown mode.
+        RuntimeError: the kernels were restored, or their model is gone.
     """
+    check_rollouts("mode", mode)
+    model = kernels.model
+    if model is None or not kernels.active:
+        raise RuntimeError("nothing can generate: these kernels were restored, or their model is gone")
+    if mode == "off":
+        return None
+    found = _serve(model, kernels.undo, kernels.backend, mode)
+    if isinstance(found, str):
+        kernels.report().note(found)
+        return None
+    kernels.report().rollouts = found
+    return found
+
+
+def _serve(model: nn.Module, undo: Undo, backend: str | None, mode: str) -> Rollouts | str | None:
+    """Gives the causal model inside of `model` the engine's sampling loop; returns what counts, or why nothing was
+    changed, or None where nothing generates."""
     inner = causal_lm(model)[1]
     loop = getattr(type(inner), "_sample", None)
     if inner is None or loop is None:
@@ -78,14 +114,13 @@ def serve(model: nn.Module, undo: Undo, backend: str | None, mode: str) -> Rollo
     if known is not None and known.engine.serves(inner):
         found: Rollouts = known
         return found
-    config = inner.config
-    if getattr(config, "is_encoder_decoder", False):
-        return "its completions are generated as before: it is an encoder-decoder"
+    if getattr(inner.config, "is_encoder_decoder", False):
+        return "completions are generated as before: the model is an encoder-decoder"
     where = next(inner.parameters()).device
     if mode == "auto" and not device.captures_unasked(where):
         if where.type in ("cpu", "meta"):
             return None
-        return f"completions are generated as before on {where.type}, where that was not measured; rollouts='on' does not"
+        return f"completions are generated as before on {where.type}, where steps were not measured; 'on' captures them"
     rollouts = Rollouts(Engine(inner, undo, backend), mode == "on")
     undo.add(rollouts.engine.forget)
     undo.set_class(inner, derived(type(inner), {"_sample": _loop(loop, rollouts), _BY: rollouts}))
@@ -183,7 +218,7 @@ def completions(
     """Generates a completion for each prompt, for training loops of one's own.
 
     Args:
-        model: a model that `apply_npu_kernels` with `rollouts="on"` or `"auto"` has served.
+        model: a model with kernels that `serve_rollouts` was called for.
         prompts: the ids of each prompt, without padding. Equal ones are computed once.
         generation_config: how tokens are chosen, `max_new_tokens` among it.
         logprobs: whether the log-probabilities of the tokens are returned, under the scores that they were drawn from
@@ -199,7 +234,7 @@ def completions(
     inner = causal_lm(model)[1]
     rollouts = getattr(type(inner), _BY, None)
     if rollouts is None:
-        raise ValueError("model must be one that apply_npu_kernels(..., rollouts='on') has served")
+        raise ValueError("model must have kernels that serve_rollouts was called for")
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError("prompts must be non-empty lists of ids, one at least")
     where, width = next(inner.parameters()).device, max(map(len, prompts))

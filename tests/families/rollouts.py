@@ -1,0 +1,107 @@
+"""Which families generate by captured steps, with the tokens of `generate`.
+
+`python -m tests.families.rollouts [MODEL_TYPE ...]` makes the tiny model of each causal family and compares greedy tokens
+of prompts of unequal lengths, two of them equal, with those of `generate` on each prompt alone; the steps are tapes.
+A family whose `generate` does not give a row of a batch of equal prompts the tokens of the prompt alone is not compared.
+"""
+
+import argparse
+import copy
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.rollouts import serve_rollouts
+
+from .captured import _own_experts
+from .compare import raised
+from .tiny import VOCABULARY, families, tiny_model
+
+__all__ = ["LENGTHS", "TOKENS", "Outcome", "generated"]
+
+LENGTHS, TOKENS = (11, 5, 8, 11), 8
+
+
+@dataclass
+class Outcome:
+    """What came of one family: `unfit` if `generate` itself does not run, else `wrong`, or why it is left to `generate`."""
+
+    served: bool = False
+    reasons: list[str] = field(default_factory=list)
+    wrong: str = ""
+    unfit: str = ""
+
+    def __str__(self) -> str:
+        if self.wrong or self.unfit:
+            return f"WRONG: {self.wrong}" if self.wrong else f"not compared: {self.unfit}"
+        return "served" if self.served else f"left to generate: {'; '.join(self.reasons)}"
+
+
+def generated(kind: str) -> Outcome:
+    """Compares a family's greedy tokens."""
+    outcome = Outcome()
+    config = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, eos_token_id=None)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, VOCABULARY // 2, (1, n), generator=generator) for n in LENGTHS]
+    prompts[3] = prompts[0]
+    try:
+        model = tiny_model("causal", kind).eval()
+        _own_experts(model)
+        plain = copy.deepcopy(model)
+        expected = [plain.generate(ids, generation_config=copy.deepcopy(config))[0, ids.shape[1] :] for ids in prompts]
+    except Exception as error:  # noqa: BLE001 - the run goes on and lists it
+        outcome.unfit = raised(error)
+        return outcome
+    width = max(LENGTHS)
+    ids, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(2))
+    for row, prompt in enumerate(prompts):
+        ids[row, width - prompt.shape[1] :], mask[row, width - prompt.shape[1] :] = prompt[0], 1
+    kernels = apply_npu_kernels(model, backend="torch")
+    try:
+        rollouts = serve_rollouts(kernels)
+        if rollouts is None:
+            outcome.reasons = kernels.report().notes
+            return outcome
+        found = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:]
+    except Exception as error:  # noqa: BLE001 - the run goes on and lists it
+        outcome.wrong = raised(error)
+        return outcome
+    finally:
+        kernels.restore()
+    outcome.served = rollouts.engine.rollouts == 1
+    outcome.reasons = list(rollouts.engine.reasons)
+    if outcome.served:
+        off = [row for row, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
+        outcome.wrong = f"rows {off} have other tokens" if off else ""
+    return outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.families.rollouts", description=__doc__)
+    parser.add_argument("only", nargs="*", help="model types; none: all")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    started = time.monotonic()
+    table: Counter[str] = Counter()
+    wrong = 0
+    for task, kind in families():
+        if task != "causal" or (options.only and kind not in options.only):
+            continue
+        outcome = generated(kind)
+        print(f"{kind}: {outcome}", flush=True)
+        wrong += bool(outcome.wrong)
+        table["wrong" if outcome.wrong else "not compared" if outcome.unfit else "served" if outcome.served else "left"] += 1
+    print(", ".join(f"{count} {what}" for what, count in table.items()), f"{time.monotonic() - started:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
