@@ -110,6 +110,9 @@ class RolloutCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.decoding is None:
+            for states in (key_states, value_states):
+                if states.dim() != 4 or states.shape[0] != 1:
+                    raise Unserved(f"it writes a tensor of shape {list(states.shape)} to its cache")
             self._prompts[layer_idx] = key_states, value_states
             return key_states, value_states
         keys, values = self.keys[layer_idx], self.values[layer_idx]
@@ -125,8 +128,6 @@ class RolloutCache(Cache):
             raise Unserved("it writes nothing to its cache")
         for layer, (key, value) in self._prompts.items():
             for made, like in ((self.keys, key), (self.values, value)):
-                if like.dim() != 4 or like.shape[0] != 1:
-                    raise Unserved(f"it writes a tensor of shape {list(like.shape)} to its cache")
                 made[layer] = like.new_zeros(rows, like.shape[1], length, like.shape[3])
 
     def put(self, places: Places) -> None:
@@ -142,9 +143,9 @@ class RolloutCache(Cache):
         """Returns the tensors of all layers."""
         return [*self.keys.values(), *self.values.values()]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors())
+    def bytes_per_place(self) -> int:
+        """Returns the bytes of a place of a row, of all layers, as the prompts that it was given need."""
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self._prompts.values() for t in pair)
 
     # What models ask a cache besides: no token was seen, since positions are given and masks stand for lengths.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..patching.body import Unserved, packed
 from ..patching.layers import LayerState
 from .cache import Decoding, RolloutCache
 from .sampling import Sampling
+from .weights import Casts
 
 __all__ = ["Rows", "Step", "arguments_of", "logits_of"]
 
@@ -137,7 +137,8 @@ class Step:
         rows: the state of its rows.
         sampling: how tokens are chosen.
         decoding: what its attention reads.
-        casts: by id, the copies that stand for parameters during the step.
+        casts: the copies that stand for parameters during the step.
+        length: the number of places of a row.
 
     Raises:
         Refused, Unserved: the step cannot be captured.
@@ -145,9 +146,9 @@ class Step:
 
     def __init__(
         self, model: Any, cache: RolloutCache, rows: Rows, sampling: Sampling, decoding: Decoding,
-        casts: Sequence[torch.Tensor],
+        casts: Casts, length: int,
     ) -> None:  # fmt: skip
-        self.cache, self.rows, self.sampling = cache, rows, sampling
+        self.cache, self.rows, self.sampling, self.length = cache, rows, sampling, length
         self._states = [LayerState(part) for part in model.children()]
         self._kind = type(model)
         names = arguments_of(model)
@@ -167,11 +168,11 @@ class Step:
             return (logits,)
 
         recorder = recorder_for(rows.token.device)
-        parameters = {p: p for p in (*model.parameters(), *casts)}
+        parameters = {p: p for p in (*model.parameters(), *casts.tensors())}
         inputs = [*rows.tensors(), *cache.tensors()]
         cache.decoding = decoding
         try:
-            with torch.no_grad():
+            with torch.no_grad(), casts.on():
                 self._pieces: Pieces = capture(
                     step, inputs, parameters, [*model.buffers(), *sampling.tensors], recorder
                 )

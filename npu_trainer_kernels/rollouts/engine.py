@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,9 +101,9 @@ class Engine:
         reasons: why `generate` ran, with the number of its calls.
     """
 
-    def __init__(self, model: nn.Module, undo: Undo, backend: str | None) -> None:
+    def __init__(self, model: nn.Module, undo: Undo, backend: str | None, most_rows: int | None = None) -> None:
         self._model = weakref.ref(model)
-        self._undo, self._backend = undo, backend
+        self._undo, self._backend, self._most_rows = undo, backend, most_rows
         self._step: Step | None = None
         self._step_key: Any = None
         self._casts = Casts()
@@ -184,56 +184,30 @@ class Engine:
 
     def _run(self, model: Any, rollout: Rollout, where: torch.device) -> Any:
         longest = max(map(len, rollout.prompts)) + rollout.most
-        rows = len(rollout.prompts)
         step = self._step
-        usable = step is not None and self._step_key == self._key(rollout, rows, where) and step.holds(model)
-        if usable and step is not None:
-            room = next(iter(step.cache.keys.values())).shape[2]
-            usable = room >= longest and step.rows.out.shape[1] >= rollout.most
-        if not usable:
-            self.forget()
+        if step is not None:
+            fits = step.length >= longest and step.rows.out.shape[1] >= rollout.most
+            if self._step_key != _key(rollout, where) or not (fits and step.holds(model)):
+                self.forget()
         self._casts.fill()
-        waiting = list(range(rows))
-        cache = RolloutCache() if self._step is None else self._step.cache
-        first = self._prefill(model, cache, rollout, waiting)
-        if self._step is None:
-            self._step = self._capture(model, cache, rollout, rows, longest, first, where)
-            self._step_key = self._key(rollout, rows, where)
-        return self._decode(model, self._step, rollout, first)
+        return _Turns(self, model, rollout, where, longest).all()
 
-    def _key(self, rollout: Rollout, rows: int, where: torch.device) -> Any:
-        s = rollout.sampling
-        kind = where.type
-        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return rows, s.draws, tuple(s.key), s.eos, s.pad, s.tail, s.ids, rollout.logprobs, cast
-
-    def _prefill(
-        self, model: Any, cache: RolloutCache, rollout: Rollout, rows: Sequence[int]
-    ) -> tuple[torch.Tensor, list[tuple[int, list[int]]], torch.Tensor]:
-        """Computes the prompts of some rows.
-
-        Returns:
-            the logits after each different prompt, the prompts' lengths and rows, and by row its prompt.
-        """
-        prompts: dict[tuple[int, ...], list[int]] = {}
-        for row in rows:
-            prompts.setdefault(rollout.prompts[row], []).append(row)
-        where = next(model.parameters()).device
+    def prefill(
+        self, model: Any, cache: RolloutCache, prompts: Sequence[tuple[int, ...]], where: torch.device
+    ) -> torch.Tensor:
+        """Computes different prompts as one packed row, whose keys and values the cache gets; returns the logits after
+        each."""
         lengths = [len(prompt) for prompt in prompts]
         ids = np.concatenate([np.asarray(prompt) for prompt in prompts])
         positions = np.concatenate([np.arange(n) for n in lengths])
-        ends = np.cumsum(lengths) - 1
+        last = uploaded(np.cumsum(lengths) - 1, where)
         attend_by_segments(model, "", self._undo)
-        segments = Segments.make(lengths, where)
-        packing = packing_for(model, model, segments, self._backend, len(ids))
+        packing = packing_for(model, model, Segments.make(lengths, where), self._backend, len(ids))
         given: dict[str, Any] = {
             "input_ids": uploaded(ids, where).unsqueeze(0), "position_ids": uploaded(positions, where).unsqueeze(0),
         }  # fmt: skip
         names = arguments_of(model)
-        last = uploaded(ends, where)
-        keep = next((name for name in ("logits_to_keep", "num_logits_to_keep") if name in names), None)
-        if keep is not None:
-            given[keep] = last
+        given.update((name, last) for name in names if name.endswith("logits_to_keep"))
         if "cache_position" in names:
             given["cache_position"] = given["position_ids"][0]
         looking = contextlib.nullcontext() if self._casts.found else self._casts.looking(model)
@@ -242,85 +216,212 @@ class Engine:
         logits = logits_of(out)[0]
         if logits.shape[0] != len(lengths):
             logits = logits[last]
-        self._casts.fill()
-        of = np.empty(len(rollout.prompts), dtype=np.int64)
-        for i, each in enumerate(prompts.values()):
-            of[each] = i
-        return logits.float(), list(zip(lengths, prompts.values(), strict=True)), uploaded(of, where)
+        return logits.float()
 
-    def _capture(
-        self, model: Any, cache: RolloutCache, rollout: Rollout, rows: int, longest: int, first: Any,
-        where: torch.device,
-    ) -> Step:  # fmt: skip
+    def capture(
+        self, model: Any, cache: RolloutCache, rollout: Rollout, longest: int, vocabulary: int, where: torch.device
+    ) -> Step:
+        """Captures a step for the cache's first prompts, and keeps it."""
         begun = time.perf_counter()
         length = -(-longest // _ROOM) * _ROOM
+        rows = min(len(rollout.prompts), self._most_rows or len(rollout.prompts), _room(cache, length, where))
         cache.allocate(rows, length)
-        state = Rows.make(rows, rollout.most, rollout.sampling, first[0].shape[-1], rollout.logprobs, where)
+        state = Rows.make(rows, rollout.most, rollout.sampling, vocabulary, rollout.logprobs, where)
         packing = packing_for(model, model, Segments.make([1], where), self._backend, 1)
         decoding = Decoding(packing.by, packing.named, length, self._backend)
-        with self._casts.on():
-            step = Step(model, cache, state, rollout.sampling, decoding, self._casts.tensors())
+        self._casts.fill()
+        self._step = Step(model, cache, state, rollout.sampling, decoding, self._casts, length)
+        self._step_key = _key(rollout, where)
         self.capturing += time.perf_counter() - begun
-        return step
+        return self._step
 
-    def _decode(self, model: Any, step: Step, rollout: Rollout, first: Any) -> Any:
-        state, where = step.rows, step.rows.token.device
-        self._begin(state, rollout, where)
-        self._enter(step, rollout, first, range(len(rollout.prompts)))
+    def tried(self, model: Any, rollout: Rollout) -> bool:
+        """Whether such a rollout was compared with the model's own forward; if not, it counts as compared now."""
         key = type(model), rollout.sampling.draws
-        tried = key in self._tried
-        seen: list[torch.Tensor] = [] if tried else [first[0][first[2]]]
-        ended = _Ended(where)
-        for turn in range(1, rollout.most):
-            logits = step.replay()
-            if not tried and turn <= 2:
-                seen.append(logits.clone())
-            if not tried and (turn == 2 or rollout.most == 2):
-                self._try(model, rollout, state, seen)
-                self._tried.add(key)
-                tried = True
-            if turn % _LOOKS == 0 and (alive := ended.ask(state.alive)) is not None and not alive.any():
-                break
-        made = state.made.cpu().numpy()
-        width = int(made.max())
-        self.tokens += int(made.sum())
-        out = state.out[:, :width].clone()
-        logprobs = None if state.logprobs is None else state.logprobs[:, :width].clone()
-        return out, state.made.clone(), logprobs
+        known = key in self._tried
+        self._tried.add(key)
+        return known
 
-    def _begin(self, state: Rows, rollout: Rollout, where: torch.device) -> None:
-        state.alive.zero_()
-        state.made.zero_()
-        state.most.fill_(rollout.most)
-        state.out.fill_(rollout.sampling.pad)
-        state.least.fill_(rollout.sampling.least)
-        if state.logprobs is not None:
-            state.logprobs.zero_()
+    @property
+    def step(self) -> Step | None:
+        """The captured step, if there is one."""
+        return self._step
 
-    def _enter(self, step: Step, rollout: Rollout, first: Any, rows: Sequence[int]) -> None:
-        """Rows begin with their prompts, and get their first tokens."""
-        logits, prompts, of = first
+
+def _key(rollout: Rollout, where: torch.device) -> Any:
+    s, kind = rollout.sampling, where.type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return len(rollout.prompts), s.draws, tuple(s.key), s.eos, s.pad, s.tail, s.ids, rollout.logprobs, cast
+
+
+def _room(cache: RolloutCache, length: int, where: torch.device) -> int:
+    """Returns how many rows may be at once: their caches get half of the free memory at most."""
+    if where.type == "cpu":
+        return 1 << 30
+    module = torch.get_device_module(where)
+    free = module.mem_get_info(where)[0] + module.memory_reserved(where) - module.memory_allocated(where)
+    rows = int(free // 2 // (cache.bytes_per_place() * length))
+    if rows < 1:
+        raise Refused(f"the cache of a row of {length} tokens does not fit into half of the free memory")
+    return rows
+
+
+class _Turns:
+    """One rollout: which row is at which place of the step's batch, and what has been made."""
+
+    def __init__(self, engine: Engine, model: Any, rollout: Rollout, where: torch.device, longest: int) -> None:
+        self._engine, self._model, self._rollout, self._where = engine, model, rollout, where
+        self._longest = longest
+        self._waiting = deque(range(len(rollout.prompts)))
+        self._row_at: list[int] = []  # the row at each place, -1: none
+        self._out: torch.Tensor | None = None
+
+    def all(self) -> Any:
+        """Generates all rows; returns as `Engine.run`."""
+        engine, rollout, sampling = self._engine, self._rollout, self._rollout.sampling
+        first = self._admit(self._free())
+        step = engine.step
+        assert step is not None
         state = step.rows
-        where = state.token.device
-        step.cache.put(Places(prompts, where))
-        lengths = np.asarray([len(p) for p in rollout.prompts], dtype=np.int32)
-        state.written.copy_(uploaded(lengths, where))
+        tried = engine.tried(self._model, rollout)
+        seen = [] if tried else [first]
+        ended, left, turn = _Ended(self._where), rollout.most - 1, 0
+        while True:
+            if left > 0:
+                logits = step.replay()
+                left -= 1
+                turn += 1
+            if not tried:
+                seen += [logits.clone()] if turn else []
+                if turn == 2 or left == 0:
+                    self._try(state, seen)
+                    tried = True
+            if self._waiting and (left == 0 or turn % _LOOKS == 0):
+                alive = state.alive.cpu().numpy() if left == 0 else ended.ask(state.alive)
+                free = [] if alive is None else np.flatnonzero(~alive).tolist()
+                if free:
+                    self._leave(free)
+                    self._admit(free[: len(self._waiting)])
+                    ended, left = _Ended(self._where), rollout.most - 1
+            elif left == 0:
+                break
+            elif turn % _LOOKS == 0 and (alive := ended.ask(state.alive)) is not None and not alive.any():
+                break
+        self._leave(range(len(self._row_at)))
+        assert self._out is not None
+        made = self._made.cpu().numpy()
+        width = int(made.max())
+        engine.tokens += int(made.sum())
+        out = torch.where(torch.arange(width, device=self._where) < self._made[:, None], self._out[:, :width], sampling.pad)
+        return out, self._made, None if self._logprobs is None else self._logprobs[:, :width]
+
+    def _free(self) -> list[int]:
+        """Returns the places of the first rows."""
+        step, rows = self._engine.step, len(self._rollout.prompts)
+        return list(range(rows if step is None else min(rows, step.rows.alive.shape[0])))
+
+    def _parts(self, places: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+        """Yields the next rows with their places, as many at a time as go through the model at once."""
+        part: list[tuple[int, int]] = []
+        prompts: set[tuple[int, ...]] = set()
+        for place in places:
+            prompt = self._rollout.prompts[self._waiting[0]]
+            if part and prompt not in prompts and sum(map(len, prompts)) + len(prompt) > _AT_ONCE:
+                yield part
+                part, prompts = [], set()
+            part.append((place, self._waiting.popleft()))
+            prompts.add(prompt)
+        yield part
+
+    def _admit(self, places: list[int]) -> torch.Tensor:
+        """Waiting rows begin at these places with their prompts, and get their first tokens.
+
+        Returns:
+            the logits [B, V] of the prompts' ends.
+        """
+        engine, rollout, where = self._engine, self._rollout, self._where
+        step, logits, begun = engine.step, None, []
+        for part in self._parts(places):
+            cache = RolloutCache() if step is None else step.cache
+            at: dict[tuple[int, ...], list[int]] = {}
+            for place, row in part:
+                at.setdefault(rollout.prompts[row], []).append(place)
+            found = engine.prefill(self._model, cache, list(at), where)
+            if step is None:
+                step = engine.capture(self._model, cache, rollout, self._longest, found.shape[-1], where)
+            rows = len(step.rows.alive)
+            if logits is None:
+                logits = found.new_zeros(rows, found.shape[-1])
+            if not self._row_at:
+                self._start(step.rows)
+            # The cache may have fewer places than there are rows, which is known only now.
+            for place, row in reversed(part):
+                if place >= rows:
+                    self._waiting.appendleft(row)
+            at = {prompt: kept for prompt, each in at.items() if (kept := [p for p in each if p < rows])}
+            step.cache.put(Places([(len(prompt), each) for prompt, each in at.items()], where))
+            of = {place: i for i, each in enumerate(at.values()) for place in each}
+            logits[uploaded(np.asarray(list(of)), where)] = found[uploaded(np.asarray(list(of.values())), where)]
+            begun += [(place, row) for place, row in part if place < rows]
+            if len(begun) < len(places) and any(place >= rows for place, _ in part):
+                break
+        assert step is not None and logits is not None
+        self._begin(step.rows, begun)
+        active = np.zeros(len(step.rows.alive), dtype=bool)
+        active[[place for place, _ in begun]] = True
+        if step.rows.noise is not None:
+            step.rows.noise.exponential_()
+        step.rows.choose(logits, uploaded(active, where), rollout.sampling)
+        return logits
+
+    def _start(self, state: Rows) -> None:
+        rollout, where, rows = self._rollout, self._where, len(self._rollout.prompts)
+        state.alive.zero_()
+        state.least.fill_(rollout.sampling.least)
+        self._row_at = [-1] * len(state.alive)
+        self._out = torch.zeros(rows, rollout.most, dtype=torch.long, device=where)
+        self._made = torch.zeros(rows, dtype=torch.int32, device=where)
+        self._logprobs = torch.zeros(rows, rollout.most, device=where) if rollout.logprobs else None
+
+    def _begin(self, state: Rows, begun: list[tuple[int, int]]) -> None:
+        """Sets the state of rows that begin."""
+        where, prompts = self._where, [self._rollout.prompts[row] for _, row in begun]
+        for place, row in begun:
+            self._row_at[place] = row
+        at = uploaded(np.asarray([place for place, _ in begun]), where)
+        state.written[at] = uploaded(np.asarray([len(p) for p in prompts], dtype=np.int32), where)
+        state.made[at] = 0
+        state.most[at] = self._rollout.most
         if state.ids is not None:
-            seen = np.zeros(state.ids.shape, dtype=bool)
-            for row, prompt in enumerate(rollout.prompts):
-                seen[row, list(prompt)] = True
-            state.ids.copy_(uploaded(seen, where))
+            seen = np.zeros((len(prompts), state.ids.shape[1]), dtype=bool)
+            for i, prompt in enumerate(prompts):
+                seen[i, list(prompt)] = True
+            state.ids[at] = uploaded(seen, where)
         if state.tail is not None:
             count = state.tail.shape[1]
-            tail = [([-1] * count + list(prompt))[-count:] for prompt in rollout.prompts]
-            state.tail.copy_(uploaded(np.asarray(tail), where))
-        if state.noise is not None:
-            state.noise.exponential_()
-        state.choose(logits[of], torch.ones_like(state.alive), rollout.sampling)
+            tail = [([-1] * count + list(prompt))[-count:] for prompt in prompts]
+            state.tail[at] = uploaded(np.asarray(tail), where)
 
-    def _try(self, model: Any, rollout: Rollout, state: Rows, seen: list[torch.Tensor]) -> None:
+    def _leave(self, places: Sequence[int]) -> None:
+        """Takes what the rows at these places have made, all of which have ended."""
+        step = self._engine.step
+        assert step is not None and self._out is not None
+        pairs = [(place, self._row_at[place]) for place in places if self._row_at[place] >= 0]
+        if not pairs:
+            return
+        at, rows = (uploaded(np.asarray(each), self._where) for each in zip(*pairs, strict=True))
+        most = self._rollout.most
+        self._out[rows] = step.rows.out[at, :most]
+        self._made[rows] = step.rows.made[at]
+        if self._logprobs is not None and step.rows.logprobs is not None:
+            self._logprobs[rows] = step.rows.logprobs[at, :most]
+        for place, _ in pairs:
+            self._row_at[place] = -1
+
+    def _try(self, state: Rows, seen: list[torch.Tensor]) -> None:
         """Compares the first logits of some rows with the model's own, over the same tokens."""
-        why = differs(model, rollout.prompts, state.out[:, :2].tolist(), state.made.tolist(), seen)
+        prompts = [self._rollout.prompts[row] for row in self._row_at if row >= 0]
+        why = differs(self._model, prompts, state.out[:, :2].tolist(), state.made.tolist(), seen)
         if why is not None:
             raise Refused(why)
 

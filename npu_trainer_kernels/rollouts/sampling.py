@@ -124,6 +124,13 @@ def _add(made: Sampling, each: Any, width: int, vocabulary: int, device: torch.d
                 seen.ids, torch.where(scores < 0, scores * penalty, scores / penalty), scores
             )
         )
+    elif kind is hf.ForcedEOSTokenLogitsProcessor:
+        last = each.max_length - width - 1
+        forced = torch.full((vocabulary,), float("-inf"), device=device)
+        forced[each.eos_token_id.flatten().to(device)] = 0.0
+        made.tensors.append(forced)
+        made.key.append((kind, last, _value(each.eos_token_id)))
+        made.steps.append(lambda scores, seen: torch.where((seen.made == last)[:, None], forced, scores))
     elif kind in (hf.SequenceBiasLogitsProcessor, hf.NoBadWordsLogitsProcessor):
         _add_bias(made, each, vocabulary, device)
     else:

@@ -23,7 +23,6 @@ from ..options import check_rollouts
 from ..patching import NpuKernels
 from ..patching.classes import GLOBAL_HOOKS, derived
 from ..patching.head import causal_lm, is_partitioned
-from ..patching.undo import Undo
 from .engine import Engine, Rollout
 from .sampling import sampling_of
 
@@ -72,7 +71,7 @@ class Rollouts:
 _BY = "_npu_kernels_rollouts"
 
 
-def serve_rollouts(kernels: NpuKernels, mode: str = "on") -> Rollouts | None:
+def serve_rollouts(kernels: NpuKernels, mode: str = "on", *, most_rows: int | None = None) -> Rollouts | None:
     """Lets a patched model's `generate` sample by captured steps (`rollouts`), until the kernels are restored.
 
     The report of the kernels counts what was generated so, and says why `generate` ran otherwise.
@@ -81,21 +80,25 @@ def serve_rollouts(kernels: NpuKernels, mode: str = "on") -> Rollouts | None:
         kernels: what `apply_npu_kernels` returned.
         mode: `"on"`: on any device (a CPU replays tapes, which is slower and is there for tests); `"auto"`: where it
             was measured to be faster, and at least 32 tokens may be made; `"off"`: nothing is changed.
+        most_rows: at most so many rows are generated at once, and others begin where rows have ended; None: as many as
+            half of the free memory has caches for.
 
     Returns:
         what counts, or None where nothing was changed; the report says why.
 
     Raises:
-        ValueError: an unknown mode.
+        ValueError: an unknown mode, or `most_rows` is no positive number.
         RuntimeError: the kernels were restored, or their model is gone.
     """
     check_rollouts("mode", mode)
+    if most_rows is not None and (type(most_rows) is not int or most_rows < 1):
+        raise ValueError(f"most_rows must be a positive number, or None; got {most_rows!r}")
     model = kernels.model
     if model is None or not kernels.active:
         raise RuntimeError("nothing can generate: these kernels were restored, or their model is gone")
     if mode == "off":
         return None
-    found = _serve(model, kernels.undo, kernels.backend, mode)
+    found = _serve(model, kernels, mode, most_rows)
     if isinstance(found, str):
         kernels.report().note(found)
         return None
@@ -103,7 +106,7 @@ def serve_rollouts(kernels: NpuKernels, mode: str = "on") -> Rollouts | None:
     return found
 
 
-def _serve(model: nn.Module, undo: Undo, backend: str | None, mode: str) -> Rollouts | str | None:
+def _serve(model: nn.Module, kernels: NpuKernels, mode: str, most_rows: int | None) -> Rollouts | str | None:
     """Gives the causal model inside of `model` the engine's sampling loop; returns what counts, or why nothing was
     changed, or None where nothing generates."""
     inner = causal_lm(model)[1]
@@ -121,7 +124,8 @@ def _serve(model: nn.Module, undo: Undo, backend: str | None, mode: str) -> Roll
         if where.type in ("cpu", "meta"):
             return None
         return f"completions are generated as before on {where.type}, where steps were not measured; 'on' captures them"
-    rollouts = Rollouts(Engine(inner, undo, backend), mode == "on")
+    undo = kernels.undo
+    rollouts = Rollouts(Engine(inner, undo, kernels.backend, most_rows), mode == "on")
     undo.add(rollouts.engine.forget)
     undo.set_class(inner, derived(type(inner), {"_sample": _loop(loop, rollouts), _BY: rollouts}))
     return rollouts

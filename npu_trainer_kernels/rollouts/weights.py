@@ -7,32 +7,43 @@ reads them again, for one token. During a rollout weights do not change, so they
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Casts"]
 
 
-class _Linears(TorchFunctionMode):
-    """Notes the parameters that linear layers are given under autocast."""
+_VIEWS = frozenset(("aten::t", "aten::transpose", "aten::view", "aten::_unsafe_view", "aten::detach", "aten::alias",
+                    "aten::permute", "aten::slice", "aten::unsqueeze", "aten::select", "aten::expand"))  # fmt: skip
 
-    def __init__(self) -> None:
+
+class _Uses(TorchDispatchMode):
+    """Notes which parameters are cast to autocast's dtype, and which are used as they are.
+
+    Args:
+        parameters: the parameters.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
-        self.seen: dict[int, torch.dtype] = {}
+        self._known = {p.data_ptr(): p.dtype for p in parameters if p.dtype is torch.float32 and p.numel()}
+        self.cast: dict[int, torch.dtype] = {}
+        self.used: set[int] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.linear:
-            for each in (*args[1:], *(kwargs or {}).values()):
-                if isinstance(each, nn.Parameter) and torch.is_autocast_enabled(each.device.type):
-                    dtype = torch.get_autocast_dtype(each.device.type)
-                    if each.dtype is torch.float32 and dtype is not each.dtype:
-                        self.seen[id(each)] = dtype
-        return func(*args, **kwargs or {})
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for each in args:
+            if isinstance(each, torch.Tensor) and each.dtype is torch.float32 and each.data_ptr() in self._known:
+                name, kind = func._schema.name, each.device.type
+                if name == "aten::_to_copy" and kwargs.get("dtype") is torch.get_autocast_dtype(kind):
+                    self.cast[each.data_ptr()] = kwargs["dtype"]
+                elif name not in _VIEWS:
+                    self.used.add(each.data_ptr())
+        return func(*args, **kwargs)
 
 
 class Casts:
@@ -49,17 +60,26 @@ class Casts:
     @contextlib.contextmanager
     def looking(self, model: nn.Module) -> Iterator[None]:
         """Inside the `with` block a forward of the model shows which of its weights autocast casts."""
-        with _Linears() as linears:
-            yield
+        tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+        tied = {id(m.weight) for m in tables}
+        cached = torch.is_autocast_cache_enabled()
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with _Uses(model.parameters()) as uses:
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
         self.found = True
         made: dict[int, nn.Parameter] = {}
         for module in model.modules():
             # A table whose rows are looked up may be tied to the head; it is not cast.
-            for name, p in {} if isinstance(module, nn.Embedding) else module._parameters.items():
-                if p is not None and (dtype := linears.seen.get(id(p))) is not None:
-                    if id(p) not in made:
-                        made[id(p)] = nn.Parameter(torch.empty_like(p, dtype=dtype), requires_grad=False)
-                    self._copies.append((module._parameters, name, p, made[id(p)]))
+            for name, p in {} if module in tables else module._parameters.items():
+                if p is None or p.data_ptr() not in uses.cast or (p.data_ptr() in uses.used and id(p) not in tied):
+                    continue
+                if id(p) not in made:
+                    made[id(p)] = nn.Parameter(torch.empty_like(p, dtype=uses.cast[p.data_ptr()]), requires_grad=False)
+                self._copies.append((module._parameters, name, p, made[id(p)]))
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the copies."""
