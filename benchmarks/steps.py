@@ -3,6 +3,7 @@
 The positions of every batch, and the tokens among them, are counted before the step.
 """
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -258,12 +259,16 @@ def _grpo_trl(
         # The prompts of a batch differ in length only if they are not shuffled.
         shuffle_dataset=not workload.lengths,
     )  # fmt: skip
+    if workload.generates:
+        model = model.float()
     completions = _random_ids(workload, workload.batch, settings.process_index, settings.world_size)
 
     class GivenRollouts(base):
-        """A trainer whose generation returns fixed ids."""
+        """A trainer whose generation returns fixed ids, unless the workload generates."""
 
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            if workload.generates:
+                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
             return completions[: len(prompt_ids)], None
 
     def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -281,7 +286,7 @@ def _grpo_trl(
     # `wraps` marks it as TRL's: our package does not rearrange the rows of a trainer that overrides this method.
     @functools.wraps(prepare)
     def prepared(generation_batch: Any) -> Any:
-        with clock.prepare():
+        with contextlib.nullcontext() if workload.generates else clock.prepare():
             inputs = prepare(generation_batch)
             seen.count(inputs["prompt_mask"], inputs["completion_mask"])
             # Otherwise the step would include waiting for the preparation of other ranks.

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, Cache
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..ops.attention import Segments, append_to_cache, decode_attention, uploaded
+from ..ops.host import compute_dtype
 from ..patching.body import PackedMask, Packing, Unserved, make_mask
 
 __all__ = ["Decoding", "Places", "RolloutCache"]
@@ -59,15 +60,22 @@ def _attention(
         raise Unserved("its attention drops out")
     if query.shape[2] != 1 or key.shape[0] != query.shape[0] or key.shape[2] == 1:
         raise Unserved("its attention takes other keys than its cache has")
+    query = _in_dtype_of_products(query)
+    if not query.dtype == key.dtype == value.dtype:
+        raise Unserved(f"queries, keys and values of {query.dtype}, {key.dtype} and {value.dtype}")
     out = decode_attention(
-        query[:, :, 0], key.to(query.dtype), value.to(query.dtype), decoding.lengths, scale=scaling, window=window,
-        softcap=softcap, sinks=s_aux, backend=decoding.backend,
+        query[:, :, 0], key, value, decoding.lengths, scale=scaling, window=window, softcap=softcap,
+        sinks=s_aux, backend=decoding.backend,
     )  # fmt: skip
     return out.unsqueeze(1), None
 
 
 AttentionInterface.register(_NAME, _attention)
 AttentionMaskInterface.register(_NAME, make_mask)
+
+
+def _in_dtype_of_products(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(compute_dtype(tensor))
 
 
 class Places:
@@ -113,7 +121,8 @@ class RolloutCache(Cache):
             for states in (key_states, value_states):
                 if states.dim() != 4 or states.shape[0] != 1:
                     raise Unserved(f"it writes a tensor of shape {list(states.shape)} to its cache")
-            self._prompts[layer_idx] = key_states, value_states
+            # Under autocast attention computes in its dtype.
+            self._prompts[layer_idx] = _in_dtype_of_products(key_states), _in_dtype_of_products(value_states)
             return key_states, value_states
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         append_to_cache(

@@ -149,7 +149,7 @@ class Step:
         casts: Casts, length: int,
     ) -> None:  # fmt: skip
         self.cache, self.rows, self.sampling, self.length = cache, rows, sampling, length
-        self._states = [LayerState(part) for part in model.children()]
+        self._states = [LayerState(part, tables=False) for part in model.children()]
         self._kind = type(model)
         names = arguments_of(model)
 

@@ -28,12 +28,17 @@ class LayerState:
     Args:
         layer: the layer.
         moves: whether its parameters are at other addresses in each call (FSDP2).
+        tables: whether hooks of embeddings are compared. TRL adds one each time that it switches checkpointing on; it
+            has embedded tokens require a gradient, which is nothing to a forward without gradients.
     """
 
-    def __init__(self, layer: nn.Module, moves: bool = False) -> None:
+    def __init__(self, layer: nn.Module, moves: bool = False, tables: bool = True) -> None:
         self._moves = moves
         configs = {id(c): c for m in layer.modules() if (c := vars(m).get("config")) is not None}
-        self._objects = [_attributes(each) for each in (*layer.modules(), *configs.values())]
+        self._objects = [
+            _attributes(each, hooks=tables or not isinstance(each, nn.Embedding))
+            for each in (*layer.modules(), *configs.values())
+        ]
         self._parameters = [
             (owner._parameters, name, p, None if p is None else (moves or p.data_ptr(), p.requires_grad))
             for owner in layer.modules() for name, p in owner._parameters.items()
@@ -74,6 +79,7 @@ def _is_plain(value: Any) -> bool:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_BY_NAME = (*_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _DICTS = (*_HOOKS, "_modules")
 _ELSEWHERE = ("_parameters", "_buffers", "_gradient_checkpointing_func")
 """Attributes that are compared in another way, or read around a layer's forward alone. TRL switches checkpointing off
@@ -87,10 +93,10 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
     return operator.itemgetter(*names)
 
 
-def _attributes(each: Any) -> tuple[Any, ...]:
+def _attributes(each: Any, hooks: bool) -> tuple[Any, ...]:
     """Returns an object's attributes: values that may be changed in place as copies, others as they are."""
     own = each.__dict__
-    names = [name for name in own if name not in _ELSEWHERE]
+    names = [name for name in own if name not in _ELSEWHERE and (hooks or name not in _HOOKS_BY_NAME)]
     equal = [name for name in names if name in _DICTS or _is_plain(own[name])]
     plain, others = _getter(equal), _getter([name for name in names if name not in equal])
     values = tuple(
