@@ -14,7 +14,7 @@ from ..patching.body import Unserved, packed
 from ..patching.layers import LayerState
 from .cache import Decoding, RolloutCache
 from .sampling import Sampling
-from .weights import Casts
+from .weights import Weights
 
 __all__ = ["Rows", "Step", "arguments_of", "logits_of"]
 
@@ -137,7 +137,7 @@ class Step:
         rows: the state of its rows.
         sampling: how tokens are chosen.
         decoding: what its attention reads.
-        casts: the copies that stand for parameters during the step.
+        copies: the copies that stand for parameters during the step.
         length: the number of places of a row.
 
     Raises:
@@ -146,7 +146,7 @@ class Step:
 
     def __init__(
         self, model: Any, cache: RolloutCache, rows: Rows, sampling: Sampling, decoding: Decoding,
-        casts: Casts, length: int,
+        copies: Weights, length: int,
     ) -> None:  # fmt: skip
         self.cache, self.rows, self.sampling, self.length = cache, rows, sampling, length
         self._states = [LayerState(part, tables=False) for part in model.children()]
@@ -168,11 +168,11 @@ class Step:
             return (logits,)
 
         recorder = recorder_for(rows.token.device)
-        parameters = {p: p for p in (*model.parameters(), *casts.tensors())}
+        parameters = {p: p for p in (*model.parameters(), *copies.tensors())}
         inputs = [*rows.tensors(), *cache.tensors()]
         cache.decoding = decoding
         try:
-            with torch.no_grad(), casts.on():
+            with torch.no_grad(), copies.on():
                 self._pieces: Pieces = capture(
                     step, inputs, parameters, [*model.buffers(), *sampling.tensors], recorder
                 )

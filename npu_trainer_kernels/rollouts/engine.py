@@ -37,7 +37,7 @@ from .cache import Decoding, Places, RolloutCache
 from .decode import Rows, Step, arguments_of, logits_of
 from .sampling import Sampling
 from .trial import differs
-from .weights import Casts
+from .weights import Weights
 
 __all__ = ["Engine", "Rollout"]
 
@@ -106,7 +106,7 @@ class Engine:
         self._undo, self._backend, self._most_rows = undo, backend, most_rows
         self._step: Step | None = None
         self._step_key: Any = None
-        self._casts = Casts()
+        self._copies = Weights()
         self._tried: set[Any] = set()
         self._refused: str | None = None
         self._seen_update = False
@@ -125,9 +125,11 @@ class Engine:
         }  # fmt: skip
 
     def __str__(self) -> str:
+        if not self.rollouts and not self.reasons:
+            return "none yet"
         calls = self.rollouts + self.reasons.total()
         lines = [
-            f"{self.rollouts} of {calls} by captured steps ({self.tokens} tokens in {self.seconds:.1f} s, "
+            f"{self.rollouts} of {calls} ({self.tokens} tokens in {self.seconds:.1f} s, "
             f"{self.capturing:.1f} of them spent on capturing)"
         ]
         return "\n".join([*lines, *(f"  {count} by generate: {reason}" for reason, count in self.reasons.items())])
@@ -139,7 +141,7 @@ class Engine:
     def forget(self) -> None:
         """Lets go of the captured step and of all memory."""
         self._step = self._step_key = None
-        self._casts = Casts()
+        self._copies = Weights()
 
     # -- one rollout -------------------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ class Engine:
             fits = step.length >= longest and step.rows.out.shape[1] >= rollout.most
             if self._step_key != _key(rollout, where) or not (fits and step.holds(model)):
                 self.forget()
-        self._casts.fill()
+        self._copies.fill()
         return _Turns(self, model, rollout, where, longest).all()
 
     def prefill(
@@ -210,8 +212,8 @@ class Engine:
         given.update((name, last) for name in names if name.endswith("logits_to_keep"))
         if "cache_position" in names:
             given["cache_position"] = given["position_ids"][0]
-        looking = contextlib.nullcontext() if self._casts.found else self._casts.looking(model)
-        with packed(packing), self._casts.on(), looking:
+        looking = contextlib.nullcontext() if self._copies.found else self._copies.looking(model, _free_bytes(where, 4))
+        with packed(packing), self._copies.on(), looking:
             out = model(**given, past_key_values=cache, use_cache=True, return_dict=True)
         logits = logits_of(out)[0]
         if logits.shape[0] != len(lengths):
@@ -229,8 +231,8 @@ class Engine:
         state = Rows.make(rows, rollout.most, rollout.sampling, vocabulary, rollout.logprobs, where)
         packing = packing_for(model, model, Segments.make([1], where), self._backend, 1)
         decoding = Decoding(packing.by, packing.named, length, self._backend)
-        self._casts.fill()
-        self._step = Step(model, cache, state, rollout.sampling, decoding, self._casts, length)
+        self._copies.fill()
+        self._step = Step(model, cache, state, rollout.sampling, decoding, self._copies, length)
         self._step_key = _key(rollout, where)
         self.capturing += time.perf_counter() - begun
         return self._step
@@ -256,14 +258,20 @@ def _key(rollout: Rollout, where: torch.device) -> Any:
 
 def _room(cache: RolloutCache, length: int, where: torch.device) -> int:
     """Returns how many rows may be at once: their caches get half of the free memory at most."""
-    if where.type == "cpu":
-        return 1 << 30
-    module = torch.get_device_module(where)
-    free = module.mem_get_info(where)[0] + module.memory_reserved(where) - module.memory_allocated(where)
-    rows = int(free // 2 // (cache.bytes_per_place() * length))
+    free = _free_bytes(where, 2)
+    rows = 1 << 30 if free is None else free // (cache.bytes_per_place() * length)
     if rows < 1:
         raise Refused(f"the cache of a row of {length} tokens does not fit into half of the free memory")
     return rows
+
+
+def _free_bytes(where: torch.device, parts: int) -> int | None:
+    """Returns one of so many equal parts of the device's free memory; None on a CPU."""
+    if where.type == "cpu":
+        return None
+    module = torch.get_device_module(where)
+    free = module.mem_get_info(where)[0] + module.memory_reserved(where) - module.memory_allocated(where)
+    return int(free) // parts
 
 
 class _Turns:

@@ -56,7 +56,7 @@ class Rollouts:
         return self
 
     def __str__(self) -> str:
-        return f"rollouts, {self.seconds:.1f} s: {self.engine}"
+        return f"rollouts by captured steps: {self.engine}"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the counts as a plain dict."""

@@ -1,21 +1,27 @@
-"""Copies of weights in the dtype that autocast would cast them to at every token.
+"""Copies of weights for the length of a rollout, in which they do not change.
 
-TRL trains fp32 weights under bf16 autocast by default. A linear layer then reads four bytes of a weight, writes two and
-reads them again, for one token. During a rollout weights do not change, so they are cast once.
+They serve two purposes. TRL trains fp32 weights under bf16 autocast by default: a linear layer then reads four bytes of
+a weight, writes two and reads them again, for one token; so such weights are cast once. And weights that multiply the
+same tensor (those of queries, keys and values; of a gate and its values) are put side by side, since the product of few
+rows takes as long as its launch: they become one product, whose columns are taken apart.
+
+Which weights these are is seen in one forward of the model, whatever its modules are.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Casts"]
-
+__all__ = ["Weights"]
 
 _VIEWS = frozenset(("aten::t", "aten::transpose", "aten::view", "aten::_unsafe_view", "aten::detach", "aten::alias",
                     "aten::permute", "aten::slice", "aten::unsqueeze", "aten::select", "aten::expand"))  # fmt: skip
@@ -30,7 +36,7 @@ class _Uses(TorchDispatchMode):
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
-        self._known = {p.data_ptr(): p.dtype for p in parameters if p.dtype is torch.float32 and p.numel()}
+        self._known = {p.data_ptr() for p in parameters if p.dtype is torch.float32 and p.numel()}
         self.cast: dict[int, torch.dtype] = {}
         self.used: set[int] = set()
 
@@ -46,51 +52,136 @@ class _Uses(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Casts:
+def _plain_linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Returns the input and the weight of a call of `linear` without a bias, or None."""
+    if kwargs or len(args) < 2 or (len(args) > 2 and args[2] is not None):
+        return None
+    return (args[0], args[1]) if isinstance(args[1], nn.Parameter) else None
+
+
+class _Products(TorchFunctionMode):
+    """Notes which parameters multiply the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inputs: dict[tuple[int, int], tuple[torch.Tensor, list[nn.Parameter]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear and (found := _plain_linear(args, kwargs or {})) is not None:
+            x, weight = found
+            # The entry keeps the tensor alive, so that its id is not used again.
+            self._inputs.setdefault((id(x), x._version), (x, []))[1].append(weight)
+        return func(*args, **kwargs or {})
+
+    def groups(self) -> list[list[nn.Parameter]]:
+        """Returns the parameters that multiply the same tensor, two at least, each of which does so once."""
+        uses = [id(p) for _, each in self._inputs.values() for p in each]
+        once = [[p for p in each if uses.count(id(p)) == 1] for _, each in self._inputs.values()]
+        return [each for each in once if len(each) > 1]
+
+
+@dataclass
+class _Side:
+    """Weights that multiply the same tensor, side by side."""
+
+    all: nn.Parameter
+    sizes: list[int] = field(default_factory=list)
+
+
+class _Joined(TorchFunctionMode):
+    """Computes products of weights that are side by side at once.
+
+    Args:
+        sides: by id of a weight, what it is a part of, and its place there.
+    """
+
+    def __init__(self, sides: dict[int, tuple[_Side, int]]) -> None:
+        super().__init__()
+        self._sides = sides
+        self._now: dict[int, tuple[torch.Tensor, int, tuple[torch.Tensor, ...]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = _plain_linear(args, kwargs or {}) if func is functional.linear else None
+        if found is None or id(found[1]) not in self._sides:
+            return func(*args, **kwargs or {})
+        x, (side, place) = found[0], self._sides[id(found[1])]
+        known = self._now.get(id(side))
+        if known is None or known[0] is not x or known[1] != x._version:
+            known = x, x._version, functional.linear(x, side.all).split(side.sizes, -1)
+            self._now[id(side)] = known
+        return known[2][place]
+
+
+class Weights:
     """The copies for one model.
 
     Attributes:
-        found: whether it was looked for the weights that autocast casts.
+        found: whether a forward was looked at.
     """
 
     def __init__(self) -> None:
         self.found = False
         self._copies: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self._sides: dict[int, tuple[_Side, int]] = {}
 
     @contextlib.contextmanager
-    def looking(self, model: nn.Module) -> Iterator[None]:
-        """Inside the `with` block a forward of the model shows which of its weights autocast casts."""
-        tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-        tied = {id(m.weight) for m in tables}
+    def looking(self, model: nn.Module, room: int | None) -> Iterator[None]:
+        """Inside the `with` block a forward of the model shows what is done with its weights.
+
+        Args:
+            model: the model.
+            room: the number of bytes that copies may have which only put weights side by side; None: any number.
+        """
         cached = torch.is_autocast_cache_enabled()
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(False)
         try:
-            with _Uses(model.parameters()) as uses:
+            with _Uses(model.parameters()) as uses, _Products() as products:
                 yield
         finally:
             torch.set_autocast_cache_enabled(cached)
         self.found = True
+        # A table whose rows are looked up may be tied to the head; the table stays as it is.
+        tables = {module for module in model.modules() if isinstance(module, nn.Embedding)}
+        tied = {id(module.weight) for module in tables}
         made: dict[int, nn.Parameter] = {}
+
+        def dtype_of(p: nn.Parameter) -> torch.dtype:
+            at = p.data_ptr()
+            return uses.cast[at] if at in uses.cast and (at not in uses.used or id(p) in tied) else p.dtype
+
+        for group in products.groups():
+            dtypes = {(dtype_of(p), p.device) for p in group}
+            if len(dtypes) == 1 and not any(id(p) in tied for p in group):
+                if room is not None and all(dtype_of(p) is p.dtype for p in group):
+                    room -= sum(p.nbytes for p in group)
+                    if room < 0:
+                        continue
+                rows = [p.shape[0] for p in group]
+                all_ = torch.empty(sum(rows), group[0].shape[1], dtype=dtype_of(group[0]), device=group[0].device)
+                side = _Side(nn.Parameter(all_, requires_grad=False), rows)
+                for place, (p, part) in enumerate(zip(group, all_.split(rows), strict=True)):
+                    made[id(p)] = nn.Parameter(part, requires_grad=False)
+                    self._sides[id(made[id(p)])] = side, place
         for module in model.modules():
-            # A table whose rows are looked up may be tied to the head; it is not cast.
             for name, p in {} if module in tables else module._parameters.items():
-                if p is None or p.data_ptr() not in uses.cast or (p.data_ptr() in uses.used and id(p) not in tied):
+                if p is None or (id(p) not in made and dtype_of(p) is p.dtype):
                     continue
                 if id(p) not in made:
-                    made[id(p)] = nn.Parameter(torch.empty_like(p, dtype=uses.cast[p.data_ptr()]), requires_grad=False)
+                    made[id(p)] = nn.Parameter(torch.empty_like(p, dtype=dtype_of(p)), requires_grad=False)
                 self._copies.append((module._parameters, name, p, made[id(p)]))
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the copies."""
-        return list({id(copied): copied for *_, copied in self._copies}.values())
+        return list({id(t): t for t in (*(c for *_, c in self._copies), *(s.all for s, _ in self._sides.values()))}.values())
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors())
+        """The memory of the copies."""
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors()}.values())
 
     def fill(self) -> None:
-        """Casts the weights as they are now."""
+        """Copies the weights as they are now."""
         with torch.no_grad():
             for _, _, p, copied in self._copies:
                 copied.copy_(p)
@@ -101,7 +192,8 @@ class Casts:
         for where, name, _, copied in self._copies:
             where[name] = copied
         try:
-            yield
+            with _Joined(self._sides):
+                yield
         finally:
             for where, name, p, _ in self._copies:
                 where[name] = p
