@@ -1,13 +1,14 @@
 """Sampling on the device, as transformers' own list of logits processors says.
 
-`generate` makes that list from the merged configuration. A processor that looks at scores alone is called as it is. One
-that looks at the tokens so far has another form here, since a row's tokens are not in one tensor: it is told how many
-tokens the row has made, which ids it has seen, or its last ids. A processor of another class is declined by its name.
+`generate` makes that list from the merged configuration. A processor that looks at scores alone is called as it is, if a
+device's graph can hold its code. One that looks at the tokens so far has another form here, since a row's tokens are not
+in one tensor: it is told how many tokens the row has made, which ids it has seen, or its last ids. A processor of
+another class is declined by its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +22,8 @@ __all__ = ["Sampling", "sampling_of"]
 
 _BY_SCORES = tuple(
     getattr(hf, name) for name in (
-        "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper",
-        "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
+        "TemperatureLogitsWarper", "TopKLogitsWarper", "MinPLogitsWarper", "EpsilonLogitsWarper",
+        "SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization",
     ) if hasattr(hf, name)
 )  # fmt: skip
 
@@ -61,12 +61,59 @@ class Sampling:
         return logits
 
 
+def _removed(scores: torch.Tensor, order: torch.Tensor, remove: torch.Tensor, value: float) -> torch.Tensor:
+    """Sets those scores to `value` which `remove` marks in the given order."""
+    return scores.masked_fill(remove.scatter(1, order, remove), value)
+
+
+def _top_p(each: Any) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    def step(scores: torch.Tensor, seen: Any) -> torch.Tensor:
+        ordered, order = scores.sort(descending=False)
+        kept = torch.arange(scores.shape[-1], device=scores.device) >= scores.shape[-1] - each.min_tokens_to_keep
+        remove = (ordered.softmax(-1).cumsum(-1) <= 1 - each.top_p) & ~kept
+        return _removed(scores, order, remove, each.filter_value)
+
+    return step
+
+
+def _typical(each: Any) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    def step(scores: torch.Tensor, seen: Any) -> torch.Tensor:
+        logs = scores.log_softmax(-1)
+        entropy = -(logs * logs.exp()).nansum(-1, keepdim=True)
+        ordered, order = (-logs - entropy).abs().sort(descending=False)
+        mass = scores.gather(-1, order).softmax(-1).cumsum(-1)
+        last = (mass < each.mass).sum(1).clamp(max=scores.shape[-1] - 1)
+        kept = torch.arange(scores.shape[-1], device=scores.device) < each.min_tokens_to_keep
+        remove = (ordered > ordered.gather(1, last[:, None])) & ~kept
+        return _removed(scores, order, remove, each.filter_value)
+
+    return step
+
+
+def _eta(each: Any) -> Callable[[torch.Tensor, Any], torch.Tensor]:
+    epsilon, root = float(each.epsilon), float(each.epsilon.sqrt())
+
+    def step(scores: torch.Tensor, seen: Any) -> torch.Tensor:
+        p = scores.softmax(-1)
+        logs = (scores - scores.logsumexp(-1, keepdim=True)).clamp(min=torch.finfo(scores.dtype).min)
+        least = (root * (logs * p).sum(-1).exp()).clamp(max=epsilon)[:, None]
+        kept = scores >= scores.topk(min(each.min_tokens_to_keep, scores.shape[-1])).values[:, -1:]
+        return scores.masked_fill((p < least) & ~kept, each.filter_value)
+
+    return step
+
+
+_BY_CONSTANTS = {hf.TopPLogitsWarper: _top_p, hf.TypicalLogitsWarper: _typical, hf.EtaLogitsWarper: _eta}
+"""The code of these makes tensors of constants on the host, which a graph does not hold."""
+
+
 def _value(value: Any) -> Any:
     return (tuple(value.shape), *value.flatten().tolist()) if isinstance(value, torch.Tensor) else value
 
 
 def sampling_of(
-    processors: Iterable[Any], criteria: Iterable[Any], config: Any, width: int, vocabulary: int, device: torch.device
+    processors: Iterable[Any], criteria: Iterable[Any], config: Any, width: int, lengths: Sequence[int],
+    vocabulary: int, device: torch.device,
 ) -> tuple[Sampling, int]:
     """Returns how tokens are chosen, and the number of tokens that each row may make.
 
@@ -74,6 +121,7 @@ def sampling_of(
         processors, criteria: those that `generate` has made.
         config: the merged configuration of the generation.
         width: the number of columns of the prompts, padding included.
+        lengths: the number of tokens of each prompt.
         vocabulary: the number of ids.
         device: where the scores are.
 
@@ -96,16 +144,21 @@ def sampling_of(
     if made.eos and pad is None:
         raise Refused("there is no padding id to follow the end of a row")
     for each in processors:
-        _add(made, each, width, vocabulary, device)
+        _add(made, each, width, lengths, vocabulary, device)
     return made, most
 
 
-def _add(made: Sampling, each: Any, width: int, vocabulary: int, device: torch.device) -> None:
+def _add(
+    made: Sampling, each: Any, width: int, lengths: Sequence[int], vocabulary: int, device: torch.device
+) -> None:
     kind = type(each)
     if kind in _BY_SCORES:
         made.tensors += [value for value in vars(each).values() if isinstance(value, torch.Tensor)]
         made.key.append((kind, *((name, _value(value)) for name, value in vars(each).items())))
         made.steps.append(lambda scores, seen: each(None, scores))
+    elif kind in _BY_CONSTANTS:
+        made.key.append((kind, *((name, _value(value)) for name, value in vars(each).items())))
+        made.steps.append(_BY_CONSTANTS[kind](each))
     elif kind in (hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor):
         skipped = getattr(each, "prompt_length_to_skip", 0)
         made.least = max(made.least, getattr(each, "min_length", getattr(each, "min_new_tokens", 0)) + skipped - width)
@@ -116,7 +169,7 @@ def _add(made: Sampling, each: Any, width: int, vocabulary: int, device: torch.d
         made.steps.append(
             lambda scores, seen: scores.masked_fill((seen.made < seen.least)[:, None] & early, float("-inf"))
         )
-    elif kind is hf.RepetitionPenaltyLogitsProcessor and not getattr(each, "prompt_ignore_length", None):
+    elif kind is hf.RepetitionPenaltyLogitsProcessor and _ignores_padding(each, width, lengths):
         penalty, made.ids = each.penalty, True
         made.key.append((kind, penalty))
         made.steps.append(
@@ -135,6 +188,14 @@ def _add(made: Sampling, each: Any, width: int, vocabulary: int, device: torch.d
         _add_bias(made, each, vocabulary, device)
     else:
         raise Refused(f"{kind.__name__} processes its scores")
+
+
+def _ignores_padding(each: Any, width: int, lengths: Sequence[int]) -> bool:
+    """Whether a penalty looks at all tokens of a row and, if at anything else, at padding alone."""
+    ignored = getattr(each, "prompt_ignore_length", None)
+    if isinstance(ignored, torch.Tensor):
+        return ignored.flatten().tolist() == [width - n for n in lengths]
+    return not ignored
 
 
 def _add_bias(made: Sampling, each: Any, vocabulary: int, device: torch.device) -> None:

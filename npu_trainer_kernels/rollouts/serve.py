@@ -147,8 +147,8 @@ def _loop(original: Callable[..., Any], rollouts: Rollouts) -> Callable[..., Any
                     prompts = _prompts(input_ids, model_kwargs)
                     vocabulary = self.get_output_embeddings().weight.shape[0]
                     sampling, most = sampling_of(
-                        logits_processor, stopping_criteria, generation_config, input_ids.shape[1], vocabulary,
-                        next(self.parameters()).device,
+                        logits_processor, stopping_criteria, generation_config, input_ids.shape[1],
+                        [len(prompt) for prompt in prompts], vocabulary, next(self.parameters()).device,
                     )  # fmt: skip
                     if not rollouts.always and most < _LEAST:
                         raise Refused(f"fewer than {_LEAST} tokens are asked for")
