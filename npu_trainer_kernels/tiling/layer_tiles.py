@@ -244,9 +244,9 @@ def embedding_tile(cols: int, spec: DeviceSpec) -> RowTile:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Tile of the attention of generation: a step processes `keys` keys for `heads` heads of q that share them, with
-    `cols` columns of keys and `value_cols` of values. `splits` programs share the keys of a row. `dot` says whether the
-    kernel multiplies on the matrix unit."""
+    """Tile of the attention of generation: a step processes `keys` keys for `heads` of the heads of q that share them,
+    with `cols` columns of keys and `value_cols` of values. `splits` programs share the keys of a row. `dot` says whether
+    the kernel multiplies on the matrix unit."""
 
     heads: int
     keys: int
@@ -262,6 +262,11 @@ _MOST_SPLITS = 64
 # The minimum number of keys of a part of a row with the maximum number of keys; below it the partial sums are no longer small
 # beside the keys (a part of 64 keys of 16 bits reads 64 x 2 x 2 bytes and writes 4 for each column of a head).
 _KEYS_OF_A_SPLIT = 128
+# Ascend910B4, bf16 and fp32, as the compiler plans groups of 1 to 16 heads of 64 to 256: with these limits loads rotate
+# between two buffers without a fixed wait. With 16 heads nothing rotates. Of twice as many products some plans have a fixed
+# wait, and of four times as many most do not fit.
+_HEADS_OF_A_STEP = 8
+_PRODUCTS_OF_A_STEP = 8192
 # Rows of tl.dot's smallest tile on CUDA.
 _DOT_ROWS = 16
 
@@ -282,13 +287,20 @@ def decode_tile(
         spec: the device.
     """
     if spec.has_buffer:
-        # TODO
-        heads, cols, value_cols = group, cdiv(size, 16) * 16, cdiv(value_size, 16) * 16
-        keys = 16
-        return DecodeTile(heads, keys, cols, value_cols, _splits(pairs, most, spec.vector_cores), False)
+        # Rows start at multiples of 32 bytes, which is 16 elements of 16 bits.
+        cols, value_cols = cdiv(size, 16) * 16, cdiv(value_size, 16) * 16
+        widest = max(cols, value_cols)
+        # The products of a step are a tile [heads, keys, cols] on the vector unit: with a few heads, each key is used a
+        # few times, which is no work for the matrix unit. A large group has several programs. A single head is padded to
+        # two, because its statistics would be scalars.
+        allowed = max(2, min(_HEADS_OF_A_STEP, _PRODUCTS_OF_A_STEP // (8 * widest)))
+        heads = max(2, cdiv(group, cdiv(group, allowed)))
+        keys = max(8, min(64, _PRODUCTS_OF_A_STEP // (heads * widest) // 8 * 8))
+        tasks = pairs * cdiv(group, heads)
+        return DecodeTile(heads, keys, cols, value_cols, _splits(tasks, most, spec.vector_cores), False)
     cols, value_cols = next_power_of_2(size), next_power_of_2(value_size)
     if not spec.has_warps:
-        return DecodeTile(next_power_of_2(group), 4, cols, value_cols, _splits(pairs, most, 8), False)
+        return DecodeTile(next_power_of_2(group), 8, cols, value_cols, _splits(pairs, most, 8), False)
     cols, value_cols = max(cols, _DOT_ROWS), max(value_cols, _DOT_ROWS)
     # 32 KiB of keys and values in a step, of which a multiprocessor loads several ahead. Not timed.
     keys = max(_DOT_ROWS, min(128, 32768 // ((cols + value_cols) * itemsize) // 16 * 16))

@@ -20,8 +20,6 @@ depend on the order of programs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ... import backends, device, tiling
@@ -135,9 +133,11 @@ def _attend(
     VALUE_COLS: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Computes one part of one row for the heads of q that share one head of keys."""
+    """Computes one part of one row for HEADS heads of q that share one head of keys."""
+    PIECES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     split = task % SPLITS
-    pair = task // SPLITS
+    piece = task // SPLITS % PIECES
+    pair = task // (SPLITS * PIECES)
     row = tl.cast(pair // N_GROUPS, tl.int64)
     group = tl.cast(pair % N_GROUPS, tl.int64)
     length = tl.load(lengths + row)
@@ -149,10 +149,10 @@ def _attend(
     first = start + split * each
     end = tl.where(first + each < length, first + each, length)
 
-    heads = tl.arange(0, HEADS)
+    heads = piece * HEADS + tl.arange(0, HEADS)
     cols, value_cols = tl.arange(0, COLS), tl.arange(0, VALUE_COLS)
     at_q = q + row * q_row + (group * GROUP + heads[:, None]) * q_head + cols[None, :]
-    queries = load(at_q, (heads[:, None] < GROUP) & (cols[None, :] < SIZE), GROUP != HEADS or SIZE != COLS)
+    queries = load(at_q, (heads[:, None] < GROUP) & (cols[None, :] < SIZE), GROUP % HEADS != 0 or SIZE != COLS)
     if WIDE:
         queries = queries.to(tl.float32)
     keys += row * key_row + group * key_head
@@ -191,7 +191,7 @@ def _attend(
     else:
         at_head = (pair * GROUP + heads) * SPLITS + split
         tl.store(statistics + at_head, m, mask=real)
-        tl.store(statistics + n_tasks * GROUP + at_head, l, mask=real)
+        tl.store(statistics + n_tasks // PIECES * GROUP + at_head, l, mask=real)
         if first < end:
             tl.store(sums + at_head[:, None] * VALUE_SIZE + value_cols[None, :], acc, mask=stored)
 
@@ -214,7 +214,7 @@ def _attend_kernel(
     value_row,
     value_head,
     value_stride,
-    n_tasks,  # B * N_GROUPS * SPLITS
+    n_tasks,  # B * N_GROUPS * SPLITS * (the number of programs for the heads of a group)
     window,
     inner,
     outer,
@@ -310,7 +310,7 @@ def _computed(
     inner, outer, cap = options.scale, 1.0, 0
     if options.softcap is not None:
         inner, outer, cap = options.scale / options.softcap, options.softcap, 2 if device.has_libdevice(q.device) else 1
-    tasks = rows * groups * tile.splits
+    tasks = rows * groups * -(-group // tile.heads) * tile.splits
     launch(
         _attend_kernel, (tiling.programs(tasks, spec),),
         (q, keys, values, lengths, out if sinks is None else sinks, out, statistics, sums, q.stride(0), q.stride(1),
@@ -338,10 +338,8 @@ def _options(q: torch.Tensor, scale: float | None, window: int | None, softcap: 
 def _check(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, sinks: torch.Tensor | None
 ) -> None:
-    given: tuple[tuple[str, Any], ...] = (("q", q), ("keys", keys), ("values", values), ("sinks", sinks))
-    for name, tensor in given:
-        if tensor is None:
-            continue
+    given = [("q", q), ("keys", keys), ("values", values)]
+    for name, tensor in given if sinks is None else [*given, ("sinks", sinks)]:
         check_float(name, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} must not require a gradient, which decode_attention does not have; call it under "
@@ -418,8 +416,8 @@ def decode_attention(
         ValueError: shapes, dtypes or strides that do not match, an option or a length out of range, a tensor that
             requires a gradient, an unknown backend.
     """
-    options = _options(q, scale, window, softcap)
     _check(q, keys, values, lengths, sinks)
+    options = _options(q, scale, window, softcap)
     _check_options(options)
 
     def at() -> backends.Shape:
