@@ -58,7 +58,8 @@ def row_by_row(q, keys, values, lengths, sinks=None, *, scale=None, window=None,
 
 
 def tile_of(splits: int, dot: bool, heads: int | None = None) -> Callable[..., tiling.DecodeTile]:
-    """A tile function with so many parts of a row, on the matrix unit or beside it, and so many heads of a group."""
+    """A tile function with so many parts of a row, on the matrix unit or beside it, and so many heads of a group. Beside
+    it a part writes its statistics as often as on an NPU, if values have so many columns."""
     original = tiling.decode_tile
 
     def tile(*args) -> tiling.DecodeTile:
@@ -66,7 +67,8 @@ def tile_of(splits: int, dot: bool, heads: int | None = None) -> Callable[..., t
         if dot:
             wide = {name: max(16, getattr(found, name)) for name in ("heads", "keys", "cols", "value_cols")}
             return dataclasses.replace(found, splits=splits, dot=True, **wide)
-        return dataclasses.replace(found, splits=splits, heads=heads or found.heads)
+        copies = min(8, found.value_cols)
+        return dataclasses.replace(found, splits=splits, heads=heads or found.heads, copies=copies)
 
     return tile
 
