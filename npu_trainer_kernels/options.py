@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 OPS = tuple(TABLE)
-# These losses belong to trainers: no module of a model computes them.
-_OF_TRAINERS = ("grpo_loss", "linear_divergence")
-MODEL_OPS = tuple(op for op in OPS if op not in _OF_TRAINERS)
+# Losses that belong to trainers, and the attention of generation: no module of a model that is trained computes them.
+_OF_NO_MODULE = ("grpo_loss", "linear_divergence", "decode_attention")
+MODEL_OPS = tuple(op for op in OPS if op not in _OF_NO_MODULE)
 """The ops that can be put into a model, which are the keys of `patching.PATCHES`."""
 BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")
 # The backends that run this package's kernels.

@@ -23,8 +23,8 @@ from tests.models import SMALL, batch, small_model
 SHAPES = ModelShapes(hidden=16, intermediate=24, vocabulary=40, heads=2, kv_heads=1, head_dim=8, experts=4, slots=2)
 WORKLOADS = of_model(SHAPES, 8, "float32")
 HEADS = {"linear_cross_entropy", "linear_logprob", "linear_divergence", "fused_linear_grpo_loss"}
-# Called and not traced: where tokens go, and how many, is known on the device alone.
-OPAQUE = {"moe_experts"}
+# Called and not traced: where tokens go, and how many, is known on the device alone; and the attention of generation.
+OPAQUE = {"moe_experts", "decode_attention"}
 
 every_op = pytest.mark.parametrize("work", WORKLOADS, ids=lambda work: work.op)
 

@@ -1,6 +1,7 @@
-"""Attention by segments of one row of tokens. It has no kernel of ours for the Ascend compiler."""
+"""Attention by segments of one row of tokens, which has no kernel of ours, and the attention of generation."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import ops
-from .base import Form, Function, GateEntry, Inputs, Outputs, Tensors, Work, Workload, attention_lengths, randn
+from ..ops.attention import Options, attend_in_parts
+from .base import (
+    BACKEND,
+    HEAD_DIMS,
+    Call,
+    Form,
+    Function,
+    GateEntry,
+    GateTensors,
+    Inputs,
+    Outputs,
+    Tensors,
+    Work,
+    Workload,
+    attention_lengths,
+    randn,
+)
 
 __all__ = ["FORMS", "GATE"]
 
@@ -112,6 +129,27 @@ def _attention_work(case: Workload) -> dict[str, Work]:
     }
 
 
+def _build_decode(work: Workload, device: torch.device) -> Inputs:
+    """A cache of rows of several lengths, of which the first row is dead. There is no gradient."""
+    s = work.sizes
+    lengths = (0, *attention_lengths(s["B"], s["T"], 78)[1:])
+    tensors = {
+        "q": randn(work, device, s["B"], s["Q"], s["D"]),
+        "keys": randn(work, device, s["B"], s["K"], s["T"], s["D"]),
+        "values": randn(work, device, s["B"], s["K"], s["T"], s["D"]),
+        "lengths": torch.tensor(lengths, dtype=torch.int32, device=device),
+    }
+    return Inputs(tensors, ())
+
+
+def _decode_reference(t: Tensors) -> Outputs:
+    return ops.decode_attention_reference(t["q"], t["keys"], t["values"], t["lengths"])
+
+
+def _decode(backend: str | None) -> Function:
+    return lambda t: ops.decode_attention(t["q"], t["keys"], t["values"], t["lengths"], backend=backend)
+
+
 FORMS = {
     "varlen_attention": Form(
         _build_attention, _attention_reference, _attention,
@@ -120,5 +158,55 @@ FORMS = {
         },
         _attention_work,
     ),
+    "decode_attention": Form(
+        _build_decode, _decode_reference, _decode,
+        lambda m, n: {"B": 8, "T": n // 8, "Q": m.heads, "K": m.kv_heads, "D": m.head_dim},
+    ),
 }  # fmt: skip
-GATE: tuple[GateEntry, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the Ascend compiler is given
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _decode_gate(t: GateTensors, batch: int, heads: int, groups: int, places: int, size: int) -> tuple[Tensor, ...]:
+    """Returns q, keys, values and lengths of full rows."""
+    lengths = torch.full((batch,), places, dtype=torch.int32, device=t.where)
+    shapes = (batch, heads, size), *[(batch, groups, places, size)] * 2
+    return *(t.floats(*shape, grad=False) for shape in shapes), lengths
+
+
+def _grouped(t: GateTensors, keys: int, size: int) -> Mapping[str, int]:
+    """Qwen3's heads, in a batch for which each row has one program for each head of keys, and the step's token written
+    to the cache before."""
+    q, cache, values, lengths = _decode_gate(t, 4, 16, 8, keys // 4, size)
+    token = t.floats(4, 8, size, grad=False)
+    ops.append_to_cache(token, token, cache, values, lengths - 1, backend=BACKEND)
+    ops.decode_attention(q, cache, values, lengths, backend=BACKEND)
+    return {"_append_kernel": 4 * token.nbytes, "_attend_kernel": 2 * cache.nbytes + 2 * q.nbytes}
+
+
+def _everything(t: GateTensors, keys: int, size: int) -> Mapping[str, int]:
+    """GPT-OSS's heads, or half of them if they are twice as wide, with every option, in one row of four parts. The op
+    itself would choose the number of parts by the number of cores, and the traced core is alone."""
+    heads = 64 * 64 // size
+    q, cache, values, lengths = _decode_gate(t, 1, heads, 8, keys, size)
+    sinks = t.floats(heads, grad=False)
+    options = Options(size**-0.5, keys * 3 // 4, 50.0)
+    attend_in_parts(q, cache, values, lengths, sinks, options, splits=4)
+    parts = heads * 4 * (size + 2 * 8) * 4
+    return {
+        "_attend_kernel": 2 * cache.nbytes // keys * (keys * 3 // 4) + q.nbytes + 4 * heads + parts,
+        "_merge_kernel": parts + q.nbytes,
+    }
+
+
+_GATE_CALLS: tuple[tuple[str, tuple[int, ...], Call], ...] = (
+    ("decode_attention", HEAD_DIMS, _grouped),
+    ("decode_attention, everything", (64, 128), _everything),
+)
+GATE: tuple[GateEntry, ...] = tuple(
+    # Rows are keys of the cache. Lengths say how often the kernel's loops run.
+    GateEntry(op, sizes, "head", call, 16384, follows_ids=True) for op, sizes, call in _GATE_CALLS
+)

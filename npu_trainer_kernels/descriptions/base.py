@@ -66,7 +66,7 @@ class Inputs:
 
     Attributes:
         tensors: the tensors, by the names that references and calls use.
-        leaves: the names of tensors that need a gradient.
+        leaves: the names of tensors that need a gradient; none for an op without one.
         grads: the incoming gradients of backward, one for each output; empty if the output is a scalar loss.
     """
 
@@ -90,8 +90,10 @@ class Inputs:
         """Runs backward from `outputs` and stores the gradients in the leaves' `.grad`.
 
         It does not call `outputs.backward()`: if two leaves share one gradient tensor, that copies it for the second, a
-        pass over memory that neither the op nor a model makes.
+        pass over memory that neither the op nor a model makes. An op without leaves has no backward.
         """
+        if not self.leaves:
+            return
         leaves = [self.tensors[name] for name in self.leaves]
         found = torch.autograd.grad(list(as_tuple(outputs)), leaves, list(self.grads) or None, allow_unused=True)
         for leaf, gradient in zip(leaves, found, strict=True):

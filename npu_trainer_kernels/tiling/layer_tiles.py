@@ -244,9 +244,9 @@ def embedding_tile(cols: int, spec: DeviceSpec) -> RowTile:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Tile of the attention of generation: a step processes `keys` keys for `heads` heads of q that share them, with
-    `cols` columns of keys and `value_cols` of values. `splits` programs share the keys of a row. `dot` says whether the
-    kernel multiplies on the matrix unit."""
+    """Tile of the attention of generation: a step processes `keys` keys for `heads` of the heads of q that share them,
+    with `cols` columns of keys and `value_cols` of values. `splits` programs share the keys of a row. `dot` says whether
+    the kernel multiplies on the matrix unit. A part writes its statistics `copies` times."""
 
     heads: int
     keys: int
@@ -254,6 +254,7 @@ class DecodeTile:
     value_cols: int
     splits: int
     dot: bool
+    copies: int = 1
     options: dict[str, int] = field(default_factory=dict, hash=False)
 
 
@@ -262,6 +263,12 @@ _MOST_SPLITS = 64
 # The minimum number of keys of a part of a row with the maximum number of keys; below it the partial sums are no longer small
 # beside the keys (a part of 64 keys of 16 bits reads 64 x 2 x 2 bytes and writes 4 for each column of a head).
 _KEYS_OF_A_SPLIT = 128
+# Ascend910B4, bf16 and fp32, as the compiler plans groups of 1 to 8 heads of 64 to 256: with so many elements in a tile
+# [heads, keys, cols] loads rotate between two buffers without a fixed wait. With twice as many some plans have a fixed wait or
+# do not rotate, and with four times as many none fits.
+_ELEMENTS_OF_A_STEP = 4096
+# Keys of a step are a multiple of the fp32 numbers of a 32-byte block of the buffer.
+_LANES = 8
 # Rows of tl.dot's smallest tile on CUDA.
 _DOT_ROWS = 16
 
@@ -282,13 +289,18 @@ def decode_tile(
         spec: the device.
     """
     if spec.has_buffer:
-        # TODO
-        heads, cols, value_cols = group, cdiv(size, 16) * 16, cdiv(value_size, 16) * 16
-        keys = 16
-        return DecodeTile(heads, keys, cols, value_cols, _splits(pairs, most, spec.vector_cores), False)
+        # Rows start at multiples of 32 bytes, which is 16 elements of 16 bits. A large group has several programs.
+        cols, value_cols = cdiv(size, 16) * 16, cdiv(value_size, 16) * 16
+        widest = max(cols, value_cols)
+        pieces = cdiv(group, max(1, _ELEMENTS_OF_A_STEP // (_LANES * widest)))
+        heads = cdiv(group, pieces)
+        keys = max(1, min(64 // _LANES, _ELEMENTS_OF_A_STEP // (heads * widest * _LANES))) * _LANES
+        splits = _splits(pairs * pieces, most, spec.vector_cores)
+        # 32 bytes for each number, since smaller transfers move one element at a time.
+        return DecodeTile(heads, keys, cols, value_cols, splits, False, _LANES)
     cols, value_cols = next_power_of_2(size), next_power_of_2(value_size)
     if not spec.has_warps:
-        return DecodeTile(next_power_of_2(group), 4, cols, value_cols, _splits(pairs, most, 8), False)
+        return DecodeTile(next_power_of_2(group), 8, cols, value_cols, _splits(pairs, most, 8), False)
     cols, value_cols = max(cols, _DOT_ROWS), max(value_cols, _DOT_ROWS)
     # 32 KiB of keys and values in a step, of which a multiprocessor loads several ahead. Not timed.
     keys = max(_DOT_ROWS, min(128, 32768 // ((cols + value_cols) * itemsize) // 16 * 16))
@@ -296,7 +308,7 @@ def decode_tile(
     # Four programs per multiprocessor hide each other's latency. Not timed.
     splits = _splits(pairs, most, 4 * spec.vector_cores)
     return DecodeTile(
-        max(_DOT_ROWS, next_power_of_2(group)), keys, cols, value_cols, splits, True, launch_options(spec, 4)
+        max(_DOT_ROWS, next_power_of_2(group)), keys, cols, value_cols, splits, True, options=launch_options(spec, 4)
     )
 
 

@@ -391,6 +391,38 @@ def test_the_arithmetic_of_grpo_loss(launcher, options, kl, times):
     assert set(launcher.traffic) == {"_token_kernel"}
 
 
+@paired(
+    # A head, a group that one program computes, and one that several compute; heads that are no multiple of 32 bytes.
+    heads=[(2, 2, 64, 64), (10, 2, 64, 64), (12, 1, 64, 128), (6, 3, 20, 36)],
+    # One part, and several.
+    places=[40, 300],
+    options=[{}, {"window": 33}, {"softcap": 2.0, "scale": 1.0, "sinks": True}, {"window": 280, "sinks": True}],
+)
+def test_decode_attention(launcher, tensors, heads, places, options):
+    q_heads, k_heads, size, value_size = heads
+    lengths = torch.tensor([0, places, 1, places - 7], dtype=torch.int32)
+    sinks = tensors.floats(q_heads, grad=False) if options.get("sinks") else None
+    shapes = [(4, q_heads, size), (4, k_heads, places, size), (4, k_heads, places, value_size)]
+    q, keys, values = (tensors.floats(*shape, grad=False) for shape in shapes)
+    for row, length in enumerate(lengths.tolist()):
+        keys[row, :, length:] = values[row, :, length:] = torch.nan
+    several = places > 128 and options.get("window") != 33
+    kernels = ["_attend_kernel", *(["_merge_kernel"] if several else [])]
+    check(launcher, "decode_attention", [q, keys, values, lengths], kernels, **options | {"sinks": sinks})
+
+
+def test_append_to_cache(launcher, tensors):
+    keys, values = tensors.floats(3, 5, 7, 20, grad=False), tensors.floats(3, 5, 7, 36, grad=False)
+    k, v = tensors.floats(3, 5, 20, grad=False), tensors.floats(3, 5, 36, grad=False)
+    expected = keys.clone(), values.clone()
+    for row, place in ((0, 6), (2, 0)):
+        expected[0][row, :, place], expected[1][row, :, place] = k[row], v[row]
+    ops.append_to_cache(k, v, keys, values, torch.tensor([6, -1, 0]), backend="ascend-lowering")
+    assert torch.equal(keys, expected[0])
+    assert torch.equal(values, expected[1])
+    assert set(launcher.traffic) == {"_append_kernel"}
+
+
 def test_every_op_of_the_gate_is_executed_here():
     executed = {
         "rms_norm",
@@ -406,6 +438,7 @@ def test_every_op_of_the_gate_is_executed_here():
         "linear_logprob",
         "linear_divergence",
         "grpo_loss",
+        "decode_attention",
     }
     assert {entry.op.partition(",")[0] for entry in GATE} == executed
 

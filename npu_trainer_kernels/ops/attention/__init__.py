@@ -9,15 +9,17 @@ gathers rows that several segments share and sums their gradients.
 """
 
 from .append_to_cache import append_to_cache
-from .decode_attention import decode_attention, decode_attention_reference
-from .segments import Segments
+from .decode_attention import attend_in_parts, decode_attention, decode_attention_reference
+from .segments import Options, Segments
 from .shared_rows import Shared, take, uploaded
 from .varlen_attention import trial, unserved, varlen_attention, varlen_attention_reference
 
 __all__ = [
+    "Options",
     "Segments",
     "Shared",
     "append_to_cache",
+    "attend_in_parts",
     "decode_attention",
     "decode_attention_reference",
     "take",

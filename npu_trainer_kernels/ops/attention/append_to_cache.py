@@ -7,8 +7,6 @@ The op is a part of `decode_attention`, and the choice of its backend is that op
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ... import backends, device, tiling
@@ -91,8 +89,7 @@ def _append(
 def _check(
     k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor
 ) -> None:
-    given: tuple[tuple[str, Any], ...] = (("k", k), ("v", v), ("keys", keys), ("values", values))
-    for name, tensor in given:
+    for name, tensor in (("k", k), ("v", v), ("keys", keys), ("values", values)):
         check_float(name, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} must not require a gradient, which append_to_cache does not have; call it under "

@@ -20,8 +20,6 @@ depend on the order of programs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ... import backends, device, tiling
@@ -34,7 +32,7 @@ from ..head import transformed
 from ..launch import launch
 from .segments import Options
 
-__all__ = ["decode_attention", "decode_attention_reference"]
+__all__ = ["attend_in_parts", "decode_attention", "decode_attention_reference"]
 
 
 def decode_attention_reference(
@@ -84,19 +82,31 @@ def _by_mask(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+# On CUDA a step multiplies on the matrix unit: its scores are a tile [HEADS, KEYS], and m, l and acc have a row for each
+# head. On an NPU the matrix unit would have to pass the scores to the vector unit, for a few heads. There every key of a step
+# is a *lane* with statistics of its own: m, l and acc have a row for each head and each key of a step, a step adds nothing up
+# over keys, and the lanes are merged once, at the end. This needs only sums along the last and along the first of two axes:
+# the library of the 910 cannot sum along the axis between two others, nor along a short row that is not whole blocks.
+
+
+@jit
+def _lanes(x, HEADS: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr):
+    """Returns `[HEADS * KEYS, COLS]` for a tile `[KEYS, COLS]`."""
+    return tl.reshape(tl.broadcast_to(x[None, :, :], [HEADS, KEYS, COLS]), [HEADS * KEYS, COLS])
+
+
 @jit
 def _step(
-    q,  # [HEADS, COLS]
+    q,  # [HEADS, COLS], or for lanes [HEADS * KEYS, COLS]
     keys,  # pointer to the first key of the step
     values,
     n_keys,  # keys of the step
     m, l, acc,
     key_stride, value_stride, inner, outer,
-    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr, VALUE_COLS: tl.constexpr,
-    HAS_CAP: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
+    VALUE_COLS: tl.constexpr, HAS_CAP: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds KEYS keys, or with MASKED the `n_keys` of them that exist, to the statistics m and l `[HEADS]` and the sum
-    acc `[HEADS, VALUE_COLS]`."""
+    """Adds KEYS keys, or with MASKED the `n_keys` of them that exist, to the statistics m and l and to the sum acc."""
     at = tl.arange(0, KEYS)
     cols, value_cols = tl.arange(0, COLS), tl.arange(0, VALUE_COLS)
     found = at[:, None] < n_keys
@@ -111,20 +121,64 @@ def _step(
         k, v = k.to(tl.float32), v.to(tl.float32)
     if DOT:
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    else:
-        s = tl.sum(q[:, None, :] * k[None, :, :], axis=2)
-    s = transformed(s, inner, outer, HAS_CAP, False)
-    if MASKED:
-        s = tl.where(at[None, :] < n_keys, s, -float("inf"))
-    m_new = tl.maximum(m, tl.max(s, axis=1), propagate_nan=tl.PropagateNan.ALL)
-    p = tl.exp(s - m_new[:, None])
-    fall = tl.exp(m - m_new)
-    l = l * fall + tl.sum(p, axis=1)
-    if DOT:
+        s = transformed(s, inner, outer, HAS_CAP, False)
+        if MASKED:
+            s = tl.where(at[None, :] < n_keys, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1), propagate_nan=tl.PropagateNan.ALL)
+        p = tl.exp(s - m_new[:, None])
+        fall = tl.exp(m - m_new)
+        l = l * fall + tl.sum(p, axis=1)
         acc = tl.dot(p.to(v.dtype), v, acc * fall[:, None], input_precision="ieee")
     else:
-        acc = acc * fall[:, None] + tl.sum(p[:, :, None] * v[None, :, :], axis=1)
+        s = tl.sum(q * _lanes(k, HEADS, KEYS, COLS), axis=1)
+        s = transformed(s, inner, outer, HAS_CAP, False)
+        if MASKED:
+            lane = tl.reshape(tl.broadcast_to(at[None, :], [HEADS, KEYS]), [HEADS * KEYS])
+            s = tl.where(lane < n_keys, s, -float("inf"))
+        m_new = tl.maximum(m, s, propagate_nan=tl.PropagateNan.ALL)
+        p = tl.exp(s - m_new)
+        fall = tl.exp(m - m_new)
+        l = l * fall + p
+        acc = acc * fall[:, None] + p[:, None] * _lanes(v, HEADS, KEYS, VALUE_COLS)
     return m_new, l, acc
+
+
+@jit
+def _write(
+    heads,  # [ROWS], of the group
+    m, l,  # [ROWS, 1] or [ROWS, VALUE_COLS]
+    acc,  # [ROWS, VALUE_COLS]
+    sinks, out, statistics, sums, pair, group, split, n_statistics, GROUP: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, VALUE_COLS: tl.constexpr, SPLITS: tl.constexpr, COPIES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Writes the output of some heads or, if a row has several parts, what this part adds to it."""
+    cols = tl.arange(0, VALUE_COLS)[None, :]
+    real = heads < GROUP
+    stored = real[:, None] & (cols < VALUE_SIZE)
+    if HAS_SINKS:
+        # The first part has the sink, as if it were a key whose value is zero.
+        if split == 0:
+            sink = tl.load(sinks + group * GROUP + heads, mask=real, other=0.0).to(tl.float32)[:, None]
+            m_new = tl.maximum(m, sink, propagate_nan=tl.PropagateNan.ALL)
+            fall = tl.exp(m - m_new)
+            l = l * fall + tl.exp(sink - m_new)
+            acc = acc * fall
+            m = m_new
+    if SPLITS == 1:
+        # Only of a row without keys l is zero.
+        acc = acc / tl.where(l > 0, l, 1.0)
+        tl.store(out + (pair * GROUP + heads[:, None]) * VALUE_SIZE + cols, acc.to(out.dtype.element_ty), mask=stored)
+    else:
+        at = (pair * GROUP + heads) * SPLITS + split
+        if COPIES == 1:
+            tl.store(statistics + at, tl.max(m, axis=1), mask=real)
+            tl.store(statistics + n_statistics + at, tl.max(l, axis=1), mask=real)
+        else:
+            copies = real[:, None] & (cols < COPIES)
+            tl.store(statistics + at[:, None] * COPIES + cols, m, mask=copies)
+            tl.store(statistics + n_statistics + at[:, None] * COPIES + cols, l, mask=copies)
+        tl.store(sums + at[:, None] * VALUE_SIZE + cols, acc, mask=stored)
 
 
 @jit
@@ -132,12 +186,15 @@ def _attend(
     task, q, keys, values, lengths, sinks, out, statistics, sums, q_row, q_head, key_row, key_head, key_stride,
     value_row, value_head, value_stride, n_tasks, window, inner, outer, N_GROUPS: tl.constexpr, GROUP: tl.constexpr,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
-    VALUE_COLS: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_CAP: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    VALUE_COLS: tl.constexpr, SPLITS: tl.constexpr, COPIES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """Computes one part of one row for the heads of q that share one head of keys."""
+    """Computes one part of one row for HEADS heads of q that share one head of keys."""
+    PIECES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    ROWS: tl.constexpr = HEADS if DOT else HEADS * KEYS
     split = task % SPLITS
-    pair = task // SPLITS
+    piece = task // SPLITS % PIECES
+    pair = task // (SPLITS * PIECES)
     row = tl.cast(pair // N_GROUPS, tl.int64)
     group = tl.cast(pair % N_GROUPS, tl.int64)
     length = tl.load(lengths + row)
@@ -149,17 +206,20 @@ def _attend(
     first = start + split * each
     end = tl.where(first + each < length, first + each, length)
 
-    heads = tl.arange(0, HEADS)
-    cols, value_cols = tl.arange(0, COLS), tl.arange(0, VALUE_COLS)
+    heads = piece * HEADS + tl.arange(0, HEADS)
+    cols = tl.arange(0, COLS)
     at_q = q + row * q_row + (group * GROUP + heads[:, None]) * q_head + cols[None, :]
-    queries = load(at_q, (heads[:, None] < GROUP) & (cols[None, :] < SIZE), GROUP != HEADS or SIZE != COLS)
+    queries = load(at_q, (heads[:, None] < GROUP) & (cols[None, :] < SIZE), GROUP % HEADS != 0 or SIZE != COLS)
     if WIDE:
         queries = queries.to(tl.float32)
+    if not DOT:
+        queries = tl.reshape(tl.broadcast_to(queries[:, None, :], [HEADS, KEYS, COLS]), [ROWS, COLS])
     keys += row * key_row + group * key_head
     values += row * value_row + group * value_head
-    m = tl.full([HEADS], -float("inf"), tl.float32)
-    l = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, VALUE_COLS], tl.float32)
+    # m is finite where there are no keys, so that no difference is NaN.
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_COLS], tl.float32)
     whole = first
     if not DOT:
         # On an NPU a mask costs as much as the arithmetic, so only the rest of the keys has one.
@@ -167,33 +227,31 @@ def _attend(
         for at in range(first, whole, KEYS):
             place = tl.cast(at, tl.int64)
             m, l, acc = _step(queries, keys + place * key_stride, values + place * value_stride, end - at, m, l, acc,
-                              key_stride, value_stride, inner, outer, SIZE, VALUE_SIZE, KEYS, COLS, VALUE_COLS,
+                              key_stride, value_stride, inner, outer, SIZE, VALUE_SIZE, HEADS, KEYS, COLS, VALUE_COLS,
                               HAS_CAP, False, DOT, WIDE)  # fmt: skip
     for at in range(whole, end, KEYS):
         place = tl.cast(at, tl.int64)
         m, l, acc = _step(queries, keys + place * key_stride, values + place * value_stride, end - at, m, l, acc,
-                          key_stride, value_stride, inner, outer, SIZE, VALUE_SIZE, KEYS, COLS, VALUE_COLS,
+                          key_stride, value_stride, inner, outer, SIZE, VALUE_SIZE, HEADS, KEYS, COLS, VALUE_COLS,
                           HAS_CAP, True, DOT, WIDE)  # fmt: skip
 
-    real = heads < GROUP
-    stored = real[:, None] & (value_cols[None, :] < VALUE_SIZE)
-    if SPLITS == 1:
-        if HAS_SINKS:
-            sink = tl.load(sinks + group * GROUP + heads, mask=real, other=0.0).to(tl.float32)
-            m_new = tl.maximum(m, sink, propagate_nan=tl.PropagateNan.ALL)
-            fall = tl.exp(m - m_new)
-            l = l * fall + tl.exp(sink - m_new)
-            acc = acc * fall[:, None]
-        # Only of a row without keys l is zero.
-        acc = acc / tl.where(l > 0, l, 1.0)[:, None]
-        target = out + (pair * GROUP + heads[:, None]) * VALUE_SIZE + value_cols[None, :]
-        tl.store(target, acc.to(out.dtype.element_ty), mask=stored)
+    n_statistics = n_tasks // PIECES * GROUP * COPIES
+    if DOT:
+        _write(heads, m[:, None], l[:, None], acc, sinks, out, statistics, sums, pair, group, split, n_statistics, GROUP,
+               VALUE_SIZE, VALUE_COLS, SPLITS, COPIES, HAS_SINKS)  # fmt: skip
     else:
-        at_head = (pair * GROUP + heads) * SPLITS + split
-        tl.store(statistics + at_head, m, mask=real)
-        tl.store(statistics + n_tasks * GROUP + at_head, l, mask=real)
-        if first < end:
-            tl.store(sums + at_head[:, None] * VALUE_SIZE + value_cols[None, :], acc, mask=stored)
+        # One head after another, whose lanes keep their m. Their statistics are as wide as the sum, because scalars would
+        # stall an NPU.
+        lanes = tl.arange(0, ROWS)
+        for head in range(0, HEADS):
+            own = (lanes >= head * KEYS) & (lanes < head * KEYS + KEYS)
+            m_own = tl.broadcast_to(tl.where(own, m, LOWEST)[:, None], [ROWS, VALUE_COLS])
+            l_own = tl.broadcast_to(tl.where(own, l, 0.0)[:, None], [ROWS, VALUE_COLS])
+            top = tl.max(m_own, axis=0)[None, :]
+            weight = tl.exp(m_own - top)
+            _write(piece * HEADS + head + tl.arange(0, 1), top, tl.sum(weight * l_own, axis=0)[None, :],
+                   tl.sum(weight * acc, axis=0)[None, :], sinks, out, statistics, sums, pair, group, split,
+                   n_statistics, GROUP, VALUE_SIZE, VALUE_COLS, SPLITS, COPIES, HAS_SINKS)  # fmt: skip
 
 
 @jit(lengths=("n_tasks", "window"))
@@ -204,7 +262,7 @@ def _attend_kernel(
     lengths,  # [B] int32
     sinks,  # [Hq], or anything without HAS_SINKS
     out,  # [B, Hq, VALUE_SIZE] contiguous, written with one split
-    statistics,  # [2, B, Hq, SPLITS] fp32, m and l, written with several
+    statistics,  # [2, B, Hq, SPLITS, COPIES] fp32, m and l, written with several
     sums,  # [B, Hq, SPLITS, VALUE_SIZE] fp32, likewise
     q_row,
     q_head,
@@ -214,7 +272,7 @@ def _attend_kernel(
     value_row,
     value_head,
     value_stride,
-    n_tasks,  # B * N_GROUPS * SPLITS
+    n_tasks,  # B * N_GROUPS * SPLITS * (the number of programs for the heads of a group)
     window,
     inner,
     outer,
@@ -227,61 +285,102 @@ def _attend_kernel(
     COLS: tl.constexpr,
     VALUE_COLS: tl.constexpr,
     SPLITS: tl.constexpr,
+    COPIES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     DOT: tl.constexpr,
     WIDE: tl.constexpr,
+    LOWEST: tl.constexpr,
 ):
     for task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
         _attend(task, q, keys, values, lengths, sinks, out, statistics, sums, q_row, q_head, key_row, key_head,
                 key_stride, value_row, value_head, value_stride, n_tasks, window, inner, outer, N_GROUPS, GROUP, SIZE,
-                VALUE_SIZE, HEADS, KEYS, COLS, VALUE_COLS, SPLITS, HAS_WINDOW, HAS_SINKS, HAS_CAP, DOT,
-                WIDE)  # fmt: skip
-
-
-_LOWEST = torch.finfo(torch.float32).min
+                VALUE_SIZE, HEADS, KEYS, COLS, VALUE_COLS, SPLITS, COPIES, HAS_WINDOW, HAS_SINKS,
+                HAS_CAP, DOT, WIDE, LOWEST)  # fmt: skip
 
 
 @jit(lengths=("n_heads",))
 def _merge_kernel(
-    statistics,  # [2, n_heads, SPLITS] fp32
-    sums,  # [n_heads, SPLITS, SIZE] fp32, undefined where l is zero
-    sinks,  # [HEADS], or anything without HAS_SINKS
+    statistics,  # [2, n_heads, SPLITS, COPIES] fp32
+    sums,  # [n_heads, SPLITS, SIZE] fp32
     out,  # [n_heads, SIZE]
-    n_heads,  # B * HEADS
-    HEADS: tl.constexpr,
+    n_heads,  # B * Hq
     SIZE: tl.constexpr,
     COLS: tl.constexpr,
     SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    LOWEST: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     # All values are tiles of at least one dimension: an NPU's scalar unit would wait for each scalar.
     parts = tl.arange(0, SPLITS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
+    n_statistics = tl.cast(n_heads, tl.int64) * SPLITS * COPIES
     for head in range(tl.program_id(0), n_heads, tl.num_programs(0)):
         at = tl.cast(head, tl.int64) * SPLITS + parts
-        m = tl.load(statistics + at)
-        l = tl.load(statistics + tl.cast(n_heads, tl.int64) * SPLITS + at)
-        # Of a part without keys m is -inf. `top` is finite in a row without keys, too.
-        top = tl.maximum(tl.max(m, axis=0)[None, :], LOWEST, propagate_nan=tl.PropagateNan.ALL)
-        if HAS_SINKS:
-            sink = tl.load(sinks + head % HEADS + tl.zeros([1, 1], tl.int32)).to(tl.float32)
-            top = tl.maximum(top, sink, propagate_nan=tl.PropagateNan.ALL)
+        copies = statistics + at * COPIES + tl.arange(0, COPIES)[None, :]
+        m = tl.max(tl.load(copies), axis=1)[:, None]
+        l = tl.max(tl.load(copies + n_statistics), axis=1)[:, None]
+        top = tl.max(m, axis=0)[None, :]
         weight = tl.exp(m - top)
         total = tl.sum(weight * l, axis=0)[None, :]
-        if HAS_SINKS:
-            total += tl.exp(sink - top)
-        part = tl.load(sums + at * SIZE + cols, mask=(l > 0) & (cols < SIZE), other=0.0)
+        part = load(sums + at * SIZE + cols, cols < SIZE, SIZE != COLS)
+        # Only of a row without keys the total is zero.
         merged = tl.sum(weight * part, axis=0)[None, :] / tl.where(total > 0, total, 1.0)
         target = out + tl.cast(head, tl.int64) * SIZE + cols
         tl.store(target, merged.to(out.dtype.element_ty), mask=cols < SIZE)
 
 
+_LOWEST = torch.finfo(torch.float32).min
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The op
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def attend_in_parts(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, sinks: torch.Tensor | None,
+    options: Options, splits: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Computes the op by its kernels, with the tile's number of parts of a row, or with `splits`, a power of two."""
+    rows, heads, size = q.shape
+    groups, capacity, value_size = keys.shape[1], keys.shape[2], values.shape[3]
+    out = q.new_empty(rows, heads, value_size)
+    if not out.numel() or not capacity:
+        return out.zero_()
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    spec = device.spec(q.device)
+    narrow = options.window is not None and options.window < capacity
+    most = options.window if narrow and options.window is not None else capacity
+    group = heads // groups
+    tile = tiling.decode_tile(group, size, value_size, q.element_size(), rows * groups, most, spec)
+    splits = splits or tile.splits
+    statistics = sums = out
+    if splits > 1:
+        statistics = q.new_empty(2, rows, heads, splits, tile.copies, dtype=torch.float32)
+        sums = q.new_empty(rows, heads, splits, value_size, dtype=torch.float32)
+    inner, outer, cap = options.scale, 1.0, 0
+    if options.softcap is not None:
+        inner, outer, cap = options.scale / options.softcap, options.softcap, 2 if device.has_libdevice(q.device) else 1
+    tasks = rows * groups * -(-group // tile.heads) * splits
+    launch(
+        _attend_kernel, (tiling.programs(tasks, spec),),
+        (q, keys, values, lengths, out if sinks is None else sinks if spec.has_warps else sinks.float(), out, statistics, sums, q.stride(0), q.stride(1),
+         *keys.stride()[:3], *values.stride()[:3], tasks, most, inner, outer),
+        {"N_GROUPS": groups, "GROUP": group, "SIZE": size, "VALUE_SIZE": value_size, "HEADS": tile.heads,
+         "KEYS": tile.keys, "COLS": tile.cols, "VALUE_COLS": tile.value_cols, "SPLITS": splits, "COPIES": tile.copies,
+         "HAS_WINDOW": narrow, "HAS_SINKS": sinks is not None, "HAS_CAP": cap, "DOT": tile.dot,
+         # The interpreter multiplies matrices of bf16 only as fp32.
+         "WIDE": INTERPRETED or not tile.dot, "LOWEST": _LOWEST, **tile.options},
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            _merge_kernel, (tiling.programs(rows * heads, spec),), (statistics, sums, out, rows * heads),
+            {"SIZE": value_size, "COLS": tile.value_cols, "SPLITS": splits, "COPIES": tile.copies,
+             **tile.options},
+        )  # fmt: skip
+    return out
 
 
 @falls_back("decode_attention")
@@ -291,44 +390,7 @@ def _computed(
 ) -> torch.Tensor:  # fmt: skip
     if backend == "torch":
         return _by_mask(q, keys, values, lengths, sinks, options)
-    rows, heads, size = q.shape
-    groups, capacity, value_size = keys.shape[1], keys.shape[2], values.shape[3]
-    out = q.new_empty(rows, heads, value_size)
-    if not out.numel() or not capacity:
-        return out.zero_()
-    if q.stride(2) != 1:
-        q = q.contiguous()
-    spec = device.spec(q.device)
-    group = heads // groups
-    narrow = options.window is not None and options.window < capacity
-    most = options.window if narrow and options.window is not None else capacity
-    tile = tiling.decode_tile(group, size, value_size, q.element_size(), rows * groups, most, spec)
-    statistics = sums = out
-    if tile.splits > 1:
-        statistics = q.new_empty(2, rows, heads, tile.splits, dtype=torch.float32)
-        sums = q.new_empty(rows, heads, tile.splits, value_size, dtype=torch.float32)
-    inner, outer, cap = options.scale, 1.0, 0
-    if options.softcap is not None:
-        inner, outer, cap = options.scale / options.softcap, options.softcap, 2 if device.has_libdevice(q.device) else 1
-    tasks = rows * groups * tile.splits
-    launch(
-        _attend_kernel, (tiling.programs(tasks, spec),),
-        (q, keys, values, lengths, out if sinks is None else sinks, out, statistics, sums, q.stride(0), q.stride(1),
-         *keys.stride()[:3], *values.stride()[:3], tasks, most, inner, outer),
-        {"N_GROUPS": groups, "GROUP": group, "SIZE": size, "VALUE_SIZE": value_size, "HEADS": tile.heads,
-         "KEYS": tile.keys, "COLS": tile.cols, "VALUE_COLS": tile.value_cols, "SPLITS": tile.splits,
-         "HAS_WINDOW": narrow, "HAS_SINKS": sinks is not None, "HAS_CAP": cap, "DOT": tile.dot,
-         # The interpreter multiplies matrices of bf16 only as fp32.
-         "WIDE": INTERPRETED or not tile.dot, **tile.options},
-    )  # fmt: skip
-    if tile.splits > 1:
-        launch(
-            _merge_kernel, (tiling.programs(rows * heads, spec),),
-            (statistics, sums, out if sinks is None else sinks, out, rows * heads),
-            {"HEADS": heads, "SIZE": value_size, "COLS": tile.value_cols, "SPLITS": tile.splits,
-             "HAS_SINKS": sinks is not None, "LOWEST": _LOWEST, **tile.options},
-        )  # fmt: skip
-    return out
+    return attend_in_parts(q, keys, values, lengths, sinks, options)
 
 
 def _options(q: torch.Tensor, scale: float | None, window: int | None, softcap: float | None) -> Options:
@@ -338,10 +400,8 @@ def _options(q: torch.Tensor, scale: float | None, window: int | None, softcap: 
 def _check(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, sinks: torch.Tensor | None
 ) -> None:
-    given: tuple[tuple[str, Any], ...] = (("q", q), ("keys", keys), ("values", values), ("sinks", sinks))
-    for name, tensor in given:
-        if tensor is None:
-            continue
+    given = [("q", q), ("keys", keys), ("values", values)]
+    for name, tensor in given if sinks is None else [*given, ("sinks", sinks)]:
         check_float(name, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} must not require a gradient, which decode_attention does not have; call it under "
@@ -418,12 +478,12 @@ def decode_attention(
         ValueError: shapes, dtypes or strides that do not match, an option or a length out of range, a tensor that
             requires a gradient, an unknown backend.
     """
-    options = _options(q, scale, window, softcap)
     _check(q, keys, values, lengths, sinks)
+    options = _options(q, scale, window, softcap)
     _check_options(options)
 
     def at() -> backends.Shape:
-        return q.dtype, q.shape[0], (q.shape[1], keys.shape[1], q.shape[2], keys.shape[2])
+        return q.dtype, q.shape[0] * keys.shape[2], (q.shape[1], keys.shape[1], q.shape[2])
 
     chosen = backends.choose("decode_attention", q.device, backend, at=at)
     return _computed(q, keys, values, lengths, sinks, options, chosen)
