@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from .. import device
 from ..capture import Refused, recording_now
@@ -32,7 +33,7 @@ _LEAST = 32
 """Shorter completions are not worth capturing a step."""
 _KNOWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "num_logits_to_keep",
           "cache_position", "return_dict")  # fmt: skip
-_RETURNS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
+_RETURNS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 
 
 class Rollouts:
@@ -153,7 +154,10 @@ def _loop(original: Callable[..., Any], rollouts: Rollouts) -> Callable[..., Any
                     if not rollouts.always and most < _LEAST:
                         raise Refused(f"fewer than {_LEAST} tokens are asked for")
                     tokens, *rollouts.last = engine.run(self, Rollout(prompts, most, sampling, rollouts.logprobs))
-                    return torch.cat((input_ids, tokens.to(input_ids.device)), 1)
+                    sequences = torch.cat((input_ids, tokens.to(input_ids.device)), 1)
+                    if generation_config.return_dict_in_generate:
+                        return GenerateDecoderOnlyOutput(sequences=sequences)
+                    return sequences
                 except Refused as error:
                     engine.reasons[str(error)] += 1
             return original(

@@ -209,7 +209,7 @@ def test_dropout_is_left_to_generate():
     ("options", "reason"),
     [
         ({"num_beams": 2}, None),
-        ({"return_dict_in_generate": True}, "return_dict_in_generate is asked for"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores is asked for"),
         ({"max_time": 100.0}, "MaxTimeCriteria decides when a row ends"),
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor processes its scores"),
         ({"cache_implementation": "static"}, "it is given a cache (StaticCache)"),
@@ -221,10 +221,18 @@ def test_other_ways_to_generate(options, reason):
     given, config = padded(prompts()), greedy(8, **options)
     expected = small_model("llama").eval().generate(**given, generation_config=copy.deepcopy(config))
     found = model.generate(**given, generation_config=config)
-    if reason == "return_dict_in_generate is asked for":
+    if reason == "output_scores is asked for":
         found, expected = found.sequences, expected.sequences
     assert torch.equal(found, expected)
     assert list(rollouts.engine.reasons) == ([] if reason is None else [reason])
+
+
+def test_an_output_with_names():
+    model, _, rollouts = served("llama")
+    plain = small_model("llama").eval()
+    found = model.generate(**padded(prompts((6, 6))), generation_config=greedy(5, return_dict_in_generate=True))
+    assert torch.equal(found.sequences, plain.generate(**padded(prompts((6, 6))), generation_config=greedy(5)))
+    assert rollouts.engine.rollouts == 1
 
 
 def test_padding_on_the_right_and_other_positions():
