@@ -184,7 +184,7 @@ class Workshop:
         if variant.patched:
             arguments = NpuKernelsArguments(
                 use_npu_kernels=True, npu_kernels_backend=backend, npu_kernels_tiled_mlp=case.tiled_mlp,
-                npu_kernels_capture=case.capture,
+                npu_kernels_capture=case.capture, npu_kernels_rollouts=case.rollouts,
             )  # fmt: skip
             trainer: Any = GRPOTrainer(npu_kernels=arguments, **kwargs)
         else:

@@ -2,18 +2,23 @@
 
 Every row has its own places, from 0 on: the key of its token at position p is at place p. So nothing is padded, and a
 row's window is a range of places that its length gives. A row that has ended has length 0, and nothing of it is read.
+
+Layers with a state that runs along a row (convolutions, linear attention) keep transformers' own cache layers, whose
+states have one size: a step updates them in place. A state has no segments, so prompts of such a model are computed one
+by one.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AttentionInterface, Cache
+from transformers import AttentionInterface, Cache, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..ops.attention import Segments, append_to_cache, decode_attention, uploaded
@@ -78,6 +83,23 @@ def _in_dtype_of_products(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(compute_dtype(tensor))
 
 
+def _states_of(layer: Any) -> list[tuple[Any, Any, torch.Tensor]]:
+    """Returns the tensors of a cache layer, each with the dict that it is in and its name there."""
+    found: list[tuple[Any, Any, torch.Tensor]] = []
+    for where in (vars(layer), *(value for value in vars(layer).values() if isinstance(value, dict))):
+        found += [(where, name, value) for name, value in where.items() if isinstance(value, torch.Tensor)]
+    return found
+
+
+def _with_rows(layer: Any, rows: int) -> Any:
+    """Returns a copy of a cache layer that has seen one prompt, with room for the states of so many rows."""
+    made = copy.copy(layer)
+    vars(made).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
+    for where, name, state in _states_of(made):
+        where[name] = state.new_zeros(rows, *state.shape[1:])
+    return made
+
+
 class Places:
     """Which token of a packed row of prompts goes to which place of the cache: a prompt goes to all rows that begin
     with it.
@@ -93,6 +115,7 @@ class Places:
             (np.full(tokens, row), np.arange(tokens), begin + np.arange(tokens))
             for begin, (tokens, rows) in zip(begins[:-1], prompts, strict=True) for row in rows
         ]  # fmt: skip
+        self.rows = [uploaded(np.asarray(rows), device) for _, rows in prompts]
         row, place, source = (np.concatenate(each) for each in zip(*parts, strict=True))
         self.row, self.place, self.source = (uploaded(each, device) for each in (row, place, source))
 
@@ -102,17 +125,32 @@ class RolloutCache(Cache):
 
     While it has `decoding`, a layer's keys and values are written at its places, and the layer gets those of all
     places. Otherwise a packed row of prompts is on its way, whose keys and values are kept as they are until `put`.
+
+    Args:
+        model: the causal model.
     """
 
-    def __init__(self) -> None:
-        # The layers of transformers' caches have no part in it.
-        self.layers: list[Any] = []
+    def __init__(self, model: Any) -> None:
         self.layer_class_to_replicate = None
         self.offloading = False
         self.decoding: Decoding | None = None
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
-        self._prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._prompts: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._config = model.config.get_text_config(decoder=True)
+        self.layers = self._new_layers()
+        self.has_states = any(hasattr(layer, "conv_states") for layer in self.layers)
+        self._rows_of_states: list[Any] = []
+        self._states: list[list[torch.Tensor]] = []
+
+    def _new_layers(self) -> list[Any]:
+        return list(DynamicCache(config=self._config).layers)
+
+    def next_prompt(self) -> None:
+        """The prompt that was computed last is complete, and the next one begins."""
+        if self.has_states:
+            self._states.append([state for layer in self.layers for *_, state in _states_of(layer)])
+            self._seen, self.layers = self.layers, self._new_layers()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -122,7 +160,10 @@ class RolloutCache(Cache):
                 if states.dim() != 4 or states.shape[0] != 1:
                     raise Unserved(f"it writes a tensor of shape {list(states.shape)} to its cache")
             # Under autocast attention computes in its dtype.
-            self._prompts[layer_idx] = _in_dtype_of_products(key_states), _in_dtype_of_products(value_states)
+            for kept, states in zip(
+                self._prompts.setdefault(layer_idx, ([], [])), (key_states, value_states), strict=True
+            ):
+                kept.append(_in_dtype_of_products(states))
             return key_states, value_states
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         append_to_cache(
@@ -133,28 +174,51 @@ class RolloutCache(Cache):
 
     def allocate(self, rows: int, length: int) -> None:
         """Makes room for so many rows of so many places, as the prompts that it was given need."""
-        if not self._prompts:
+        if not self._prompts and not self.has_states:
             raise Unserved("it writes nothing to its cache")
-        for layer, (key, value) in self._prompts.items():
-            for made, like in ((self.keys, key), (self.values, value)):
+        for layer, pair in self._prompts.items():
+            for made, (like, *_) in zip((self.keys, self.values), pair, strict=True):
                 made[layer] = like.new_zeros(rows, like.shape[1], length, like.shape[3])
+
+        if self.has_states:
+            self._rows_of_states = [_with_rows(layer, rows) for layer in self._seen]
 
     def put(self, places: Places) -> None:
         """Copies the prompts that it was given to their rows."""
         if self._prompts.keys() != self.keys.keys():
             raise Unserved("its layers do not all write to its cache each time")
         for layer, pair in self._prompts.items():
-            for to, states in zip((self.keys[layer], self.values[layer]), pair, strict=True):
-                to.transpose(1, 2)[places.row, places.place] = states[0].transpose(0, 1)[places.source].to(to.dtype)
+            for to, kept in zip((self.keys[layer], self.values[layer]), pair, strict=True):
+                states = kept[0][0] if len(kept) == 1 else torch.cat([each[0] for each in kept], 1)
+                to.transpose(1, 2)[places.row, places.place] = states.transpose(0, 1)[places.source].to(to.dtype)
         self._prompts = {}
+        for states, rows in zip(self._states, places.rows, strict=True) if self.has_states else ():
+            for to, state in zip(self._states_of_rows(), states, strict=True):
+                to[rows] = state.to(to.dtype)
+        self._states = []
+
+    def _states_of_rows(self) -> list[torch.Tensor]:
+        return [state for layer in self._rows_of_states for *_, state in _states_of(layer)]
+
+    @contextlib.contextmanager
+    def at(self, decoding: Decoding) -> Iterator[None]:
+        """Inside the `with` block one token of each row goes through the body."""
+        before, self.decoding = self.layers, decoding
+        if self.has_states:
+            self.layers = self._rows_of_states
+        try:
+            yield
+        finally:
+            self.layers, self.decoding = before, None
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the tensors of all layers."""
-        return [*self.keys.values(), *self.values.values()]
+        return [*self.keys.values(), *self.values.values(), *self._states_of_rows()]
 
     def bytes_per_place(self) -> int:
         """Returns the bytes of a place of a row, of all layers, as the prompts that it was given need."""
-        return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self._prompts.values() for t in pair)
+        kept = (each[0] for pair in self._prompts.values() for each in pair)
+        return max(1, sum(t.shape[1] * t.shape[3] * t.element_size() for t in kept))
 
     # What models ask a cache besides: no token was seen, since positions are given and masks stand for lengths.
 
@@ -183,4 +247,4 @@ class RolloutCache(Cache):
         return True
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.layers)

@@ -170,14 +170,8 @@ class Step:
         recorder = recorder_for(rows.token.device)
         parameters = {p: p for p in (*model.parameters(), *copies.tensors())}
         inputs = [*rows.tensors(), *cache.tensors()]
-        cache.decoding = decoding
-        try:
-            with torch.no_grad(), copies.on():
-                self._pieces: Pieces = capture(
-                    step, inputs, parameters, [*model.buffers(), *sampling.tensors], recorder
-                )
-        finally:
-            cache.decoding = None
+        with torch.no_grad(), copies.on(), cache.at(decoding):
+            self._pieces: Pieces = capture(step, inputs, parameters, [*model.buffers(), *sampling.tensors], recorder)
         self._recorder = recorder
 
     def holds(self, model: nn.Module) -> bool:

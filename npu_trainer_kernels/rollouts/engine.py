@@ -197,8 +197,10 @@ class Engine:
     def prefill(
         self, model: Any, cache: RolloutCache, prompts: Sequence[tuple[int, ...]], where: torch.device
     ) -> torch.Tensor:
-        """Computes different prompts as one packed row, whose keys and values the cache gets; returns the logits after
-        each."""
+        """Computes different prompts as one packed row (one by one where layers have states), whose keys and values the
+        cache gets; returns the logits after each."""
+        if cache.has_states and len(prompts) > 1:
+            return torch.cat([self.prefill(model, cache, [prompt], where) for prompt in prompts])
         lengths = [len(prompt) for prompt in prompts]
         ids = np.concatenate([np.asarray(prompt) for prompt in prompts])
         positions = np.concatenate([np.arange(n) for n in lengths])
@@ -212,9 +214,13 @@ class Engine:
         given.update((name, last) for name in names if name.endswith("logits_to_keep"))
         if "cache_position" in names:
             given["cache_position"] = given["position_ids"][0]
-        looking = contextlib.nullcontext() if self._copies.found else self._copies.looking(model, _free_bytes(where, 4))
-        with packed(packing), self._copies.on(), looking:
+        room = _free_bytes(where, 4)
+        looking = None if self._copies.found else self._copies.looking(model, room)
+        with packed(packing), self._copies.on(), looking or contextlib.nullcontext():
             out = model(**given, past_key_values=cache, use_cache=True, return_dict=True)
+        if looking is not None:
+            self._copies.fill()
+        cache.next_prompt()
         logits = logits_of(out)[0]
         if logits.shape[0] != len(lengths):
             logits = logits[last]
@@ -231,7 +237,6 @@ class Engine:
         state = Rows.make(rows, rollout.most, rollout.sampling, vocabulary, rollout.logprobs, where)
         packing = packing_for(model, model, Segments.make([1], where), self._backend, 1)
         decoding = Decoding(packing.by, packing.named, length, self._backend)
-        self._copies.fill()
         self._step = Step(model, cache, state, rollout.sampling, decoding, self._copies, length)
         self._step_key = _key(rollout, where)
         self.capturing += time.perf_counter() - begun
@@ -350,7 +355,7 @@ class _Turns:
         engine, rollout, where = self._engine, self._rollout, self._where
         step, logits, begun = engine.step, None, []
         for part in self._parts(places):
-            cache = RolloutCache() if step is None else step.cache
+            cache = RolloutCache(self._model) if step is None else step.cache
             at: dict[tuple[int, ...], list[int]] = {}
             for place, row in part:
                 at.setdefault(rollout.prompts[row], []).append(place)

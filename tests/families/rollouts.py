@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.rollouts import serve_rollouts
 
-from .captured import _own_experts
+from .captured import _OPS, _own_experts
 from .compare import raised
 from .tiny import VOCABULARY, families, tiny_model
 
@@ -63,7 +63,7 @@ def generated(kind: str) -> Outcome:
     ids, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(2))
     for row, prompt in enumerate(prompts):
         ids[row, width - prompt.shape[1] :], mask[row, width - prompt.shape[1] :] = prompt[0], 1
-    kernels = apply_npu_kernels(model, backend="torch")
+    kernels = apply_npu_kernels(model, ops=_OPS, backend="torch")
     try:
         rollouts = serve_rollouts(kernels)
         if rollouts is None:
@@ -78,9 +78,21 @@ def generated(kind: str) -> Outcome:
     outcome.served = rollouts.engine.rollouts == 1
     outcome.reasons = list(rollouts.engine.reasons)
     if outcome.served:
-        off = [row for row, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
+        # A family's own end, where its configuration has one, is followed by padding.
+        off = [row for row, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a[: len(b)], b)]
+        if off and all(torch.equal(found[row], _by_forward(plain, prompts[row])) for row in off):
+            off = []  # its own cache gives other tokens than its forward
         outcome.wrong = f"rows {off} have other tokens" if off else ""
     return outcome
+
+
+def _by_forward(model, ids: torch.Tensor) -> torch.Tensor:
+    """The likeliest tokens by forwards over all tokens, without a cache."""
+    with torch.no_grad():
+        for _ in range(TOKENS):
+            token = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
+            ids = torch.cat((ids, token[:, None]), 1)
+    return ids[0, -TOKENS:]
 
 
 def main() -> int:
