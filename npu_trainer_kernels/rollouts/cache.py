@@ -25,7 +25,7 @@ from ..ops.attention import Segments, append_to_cache, decode_attention, uploade
 from ..ops.host import compute_dtype
 from ..patching.body import PackedMask, Packing, Unserved, make_mask
 
-__all__ = ["Decoding", "Places", "RolloutCache"]
+__all__ = ["Decoding", "Places", "RolloutCache", "states_of"]
 
 _NAME = "npu_kernels_decode"
 
@@ -83,7 +83,7 @@ def _in_dtype_of_products(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(compute_dtype(tensor))
 
 
-def _states_of(layer: Any) -> list[tuple[Any, Any, torch.Tensor]]:
+def states_of(layer: Any) -> list[tuple[Any, Any, torch.Tensor]]:
     """Returns the tensors of a cache layer, each with the dict that it is in and its name there."""
     found: list[tuple[Any, Any, torch.Tensor]] = []
     for where in (vars(layer), *(value for value in vars(layer).values() if isinstance(value, dict))):
@@ -95,7 +95,7 @@ def _with_rows(layer: Any, rows: int) -> Any:
     """Returns a copy of a cache layer that has seen one prompt, with room for the states of so many rows."""
     made = copy.copy(layer)
     vars(made).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
-    for where, name, state in _states_of(made):
+    for where, name, state in states_of(made):
         where[name] = state.new_zeros(rows, *state.shape[1:])
     return made
 
@@ -149,7 +149,7 @@ class RolloutCache(Cache):
     def next_prompt(self) -> None:
         """The prompt that was computed last is complete, and the next one begins."""
         if self.has_states:
-            self._states.append([state for layer in self.layers for *_, state in _states_of(layer)])
+            self._states.append([state for layer in self.layers for *_, state in states_of(layer)])
             self._seen, self.layers = self.layers, self._new_layers()
 
     def update(
@@ -198,7 +198,7 @@ class RolloutCache(Cache):
         self._states = []
 
     def _states_of_rows(self) -> list[torch.Tensor]:
-        return [state for layer in self._rows_of_states for *_, state in _states_of(layer)]
+        return [state for layer in self._rows_of_states for *_, state in states_of(layer)]
 
     @contextlib.contextmanager
     def at(self, decoding: Decoding) -> Iterator[None]:

@@ -16,7 +16,7 @@ from .cache import Decoding, RolloutCache
 from .sampling import Sampling
 from .weights import Weights
 
-__all__ = ["Rows", "Step", "arguments_of", "logits_of"]
+__all__ = ["Rows", "Step", "arguments_of", "cache_name", "logits_of"]
 
 
 @dataclass
@@ -114,12 +114,17 @@ class Rows:
         self.token.copy_(torch.where(active, token, self.token[:, 0])[:, None])
 
 
-_ASKED = ("cache_position", "logits_to_keep", "num_logits_to_keep")
+_ASKED = ("cache_position", "logits_to_keep", "num_logits_to_keep", "cache_params")
 
 
 def arguments_of(model: Any) -> frozenset[str]:
     """Returns which of the arguments that not every model has this one has."""
     return frozenset(inspect.signature(model.forward).parameters) & frozenset(_ASKED)
+
+
+def cache_name(names: frozenset[str]) -> str:
+    """Returns the name of the argument that takes a model's cache, given those of `arguments_of`."""
+    return "cache_params" if "cache_params" in names else "past_key_values"
 
 
 def logits_of(out: Any) -> torch.Tensor:
@@ -161,7 +166,7 @@ class Step:
             if "cache_position" in names:
                 given["cache_position"] = written[:1].long()
             with packed(decoding):
-                out = model(**given, past_key_values=cache, use_cache=True, return_dict=True)
+                out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
             logits = logits_of(out)[:, -1].float()
             written += alive
             rows.choose(logits, alive.clone(), sampling)

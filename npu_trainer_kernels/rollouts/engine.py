@@ -34,7 +34,7 @@ from ..patching.patch import PROBE_ERRORS
 from ..patching.undo import Undo
 from ..support.errors import one_line
 from .cache import Decoding, Places, RolloutCache
-from .decode import Rows, Step, arguments_of, logits_of
+from .decode import Rows, Step, arguments_of, cache_name, logits_of
 from .sampling import Sampling
 from .trial import differs
 from .weights import Weights
@@ -217,7 +217,7 @@ class Engine:
         room = _free_bytes(where, 4)
         looking = None if self._copies.found else self._copies.looking(model, room)
         with packed(packing), self._copies.on(), looking or contextlib.nullcontext():
-            out = model(**given, past_key_values=cache, use_cache=True, return_dict=True)
+            out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
         if looking is not None:
             self._copies.fill()
         cache.next_prompt()

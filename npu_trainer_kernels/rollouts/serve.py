@@ -24,6 +24,7 @@ from ..options import check_rollouts
 from ..patching import NpuKernels
 from ..patching.classes import GLOBAL_HOOKS, derived
 from ..patching.head import causal_lm, is_partitioned
+from .cache import states_of
 from .engine import Engine, Rollout
 from .sampling import sampling_of
 
@@ -32,7 +33,7 @@ __all__ = ["Rollouts", "completions", "serve_rollouts"]
 _LEAST = 32
 """Shorter completions are not worth capturing a step."""
 _KNOWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "num_logits_to_keep",
-          "cache_position", "return_dict")  # fmt: skip
+          "cache_position", "return_dict", "cache_params")  # fmt: skip
 _RETURNS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 
 
@@ -181,11 +182,11 @@ def _aside(
     asked = next((name for name in _RETURNS if getattr(config, name, None)), None)
     if asked is not None:
         return f"{asked} is asked for"
-    other = next((name for name, value in given.items() if value is not None and name not in _KNOWN), None)
+    other = next((name for name, value in given.items() if value not in (None, {}) and name not in _KNOWN), None)
     if other is not None:
         return f"it is given {other}"
-    cache = given.get("past_key_values")
-    if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
+    cache = given.get("past_key_values", given.get("cache_params"))
+    if cache is not None and (type(cache) is not DynamicCache or any(map(states_of, cache.layers))):
         return f"it is given a cache ({type(cache).__name__})"
     if any(GLOBAL_HOOKS):
         return "other code has hooked every module"

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from ..patching.audit import distance
 from ..support.rounding import Rounded
+from .decode import arguments_of, cache_name
 
 __all__ = ["differs"]
 
@@ -55,7 +56,7 @@ def _logits(
 ) -> torch.Tensor:
     """Returns the last logits of rows, as many as there are steps, by forwards of the model's own: of all tokens, or of
     the first ones with a cache and then of one token each."""
-    found = []
+    found, name = [], cache_name(arguments_of(model))
     with torch.no_grad():
         for row, n in zip(given, steps, strict=True):
             ids = torch.tensor([row], device=where)
@@ -64,6 +65,6 @@ def _logits(
                 continue
             begin, cache = len(row) - n + 1, DynamicCache(config=model.config.get_text_config(decoder=True))
             for part in (ids[:, :begin], *ids[:, begin:].split(1, 1)):
-                logits = model(input_ids=part, past_key_values=cache, use_cache=True, return_dict=True).logits
+                logits = model(input_ids=part, **{name: cache}, use_cache=True, return_dict=True).logits
                 found.append(logits[0, -1:].float())
     return torch.cat(found)
