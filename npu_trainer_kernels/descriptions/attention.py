@@ -208,5 +208,6 @@ _GATE_CALLS: tuple[tuple[str, tuple[int, ...], Call], ...] = (
 )
 GATE: tuple[GateEntry, ...] = tuple(
     # Rows are keys of the cache. Lengths say how often the kernel's loops run.
-    GateEntry(op, sizes, "head", call, 16384, follows_ids=True) for op, sizes, call in _GATE_CALLS
+    GateEntry(op, sizes, "head", call, 16384, follows_ids=True)
+    for op, sizes, call in _GATE_CALLS
 )

@@ -245,8 +245,8 @@ def embedding_tile(cols: int, spec: DeviceSpec) -> RowTile:
 @dataclass(frozen=True)
 class DecodeTile:
     """Tile of the attention of generation: a step processes `keys` keys for `heads` of the heads of q that share them,
-    with `cols` columns of keys and `value_cols` of values. `splits` programs share the keys of a row. `dot` says whether
-    the kernel multiplies on the matrix unit. A part writes its statistics `copies` times."""
+    with `cols` columns of keys and `value_cols` of values. `splits` programs share the keys of a row. `dot` says
+    whether the kernel multiplies on the matrix unit. A part writes its statistics `copies` times."""
 
     heads: int
     keys: int
@@ -260,12 +260,12 @@ class DecodeTile:
 
 # The maximum number of parts of a row: the kernel that merges them holds all parts of one head.
 _MOST_SPLITS = 64
-# The minimum number of keys of a part of a row with the maximum number of keys; below it the partial sums are no longer small
-# beside the keys (a part of 64 keys of 16 bits reads 64 x 2 x 2 bytes and writes 4 for each column of a head).
+# The minimum number of keys of a part of the longest row. Below it the partial sums are no longer small beside the
+# keys: for each column of a head, a part of 64 keys in 16 bits reads 64 x 2 x 2 bytes and writes 4 for each head of q.
 _KEYS_OF_A_SPLIT = 128
 # Ascend910B4, bf16 and fp32, as the compiler plans groups of 1 to 8 heads of 64 to 256: with so many elements in a tile
-# [heads, keys, cols] loads rotate between two buffers without a fixed wait. With twice as many some plans have a fixed wait or
-# do not rotate, and with four times as many none fits.
+# [heads, keys, cols] loads rotate between two buffers without a fixed wait. With twice as many some plans have a fixed
+# wait or do not rotate, and with four times as many none fits.
 _ELEMENTS_OF_A_STEP = 4096
 # Keys of a step are a multiple of the fp32 numbers of a 32-byte block of the buffer.
 _LANES = 8
@@ -321,8 +321,8 @@ def _splits(pairs: int, most: int, programs: int) -> int:
 
 @dataclass(frozen=True)
 class CacheTile:
-    """Tile of the kernel that writes a token to the cache: `heads` heads with `cols` columns of the key and `value_cols`
-    of the value."""
+    """Tile of the kernel that writes a token to the cache: `heads` heads with `cols` columns of the key and
+    `value_cols` of the value."""
 
     heads: int
     cols: int
@@ -342,5 +342,6 @@ def cache_tile(heads: int, size: int, value_size: int, spec: DeviceSpec) -> Cach
     """
     if spec.has_buffer:
         return CacheTile(heads, size, value_size)
-    sizes = (next_power_of_2(n) for n in (heads, size, value_size))
-    return CacheTile(*sizes, launch_options(spec, 4))
+    # Two elements or more for each thread: a row of Qwen3-0.6B has 8 x 128 of them. Not timed.
+    cols, value_cols = next_power_of_2(size), next_power_of_2(value_size)
+    return CacheTile(next_power_of_2(heads), cols, value_cols, launch_options(spec, 4))

@@ -90,7 +90,7 @@ def test_winners_are_stored_for_the_models_shapes(model, times, capsys):
         ),
         (
             {"model_type": "mamba", "hidden_size": 32, "vocab_size": 97},
-            {"moe_experts", "linear_rms_norm", "rope", "rope_by_turns", "varlen_attention"},
+            {"moe_experts", "linear_rms_norm", "rope", "rope_by_turns", "varlen_attention", "decode_attention"},
         ),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",

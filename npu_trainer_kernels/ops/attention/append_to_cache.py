@@ -58,7 +58,8 @@ def _append_kernel(
         place = tl.load(places + row).to(tl.int64)
         if place >= 0:
             at = tl.cast(row, tl.int64)
-            _copy(k + at * k_row, keys + at * key_row + place * key_stride, N_HEADS, k_head, key_head, SIZE, HEADS, COLS)
+            _copy(k + at * k_row, keys + at * key_row + place * key_stride, N_HEADS, k_head, key_head, SIZE, HEADS,
+                  COLS)  # fmt: skip
             _copy(v + at * v_row, values + at * value_row + place * value_stride, N_HEADS, v_head, value_head,
                   VALUE_SIZE, HEADS, VALUE_COLS)  # fmt: skip
 
@@ -68,10 +69,10 @@ def _append(
     k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor, backend: str
 ) -> None:
     if backend == "torch":
-        # Rows that write nothing write again what their first place has, because an index by a mask would read the host.
-        rows, at, live = torch.arange(len(places), device=k.device), places.long().clamp(min=0), places[:, None, None] >= 0
-        keys[rows, :, at] = torch.where(live, k, keys[rows, :, at])
-        values[rows, :, at] = torch.where(live, v, values[rows, :, at])
+        # A row with a negative place writes its first place again: an index by a mask would wait for the device.
+        row, place, live = torch.arange(len(places), device=k.device), places.long().clamp(min=0), places >= 0
+        for token, cache in ((k, keys), (v, values)):
+            cache[row, :, place] = torch.where(live[:, None, None], token, cache[row, :, place])
         return
     rows, heads, size = k.shape
     spec = device.spec(k.device)
@@ -86,9 +87,7 @@ def _append(
     )  # fmt: skip
 
 
-def _check(
-    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor
-) -> None:
+def _check(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> None:
     for name, tensor in (("k", k), ("v", v), ("keys", keys), ("values", values)):
         check_float(name, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():

@@ -4,18 +4,18 @@
     p_hj = exp(s_hj - m_h) / l_h         m_h = max over j of s_hj          l_h = sum over j of exp(s_hj - m_h)
     o_h  = sum over j of p_hj v_j        rounded once, to q's dtype
 
-for the keys j of `start .. length - 1` of a row, where start = max(0, length - window), or 0. Hq / Hk heads of q share a
-head of keys. With sinks l_h has the term exp(sink_h - m_h), and m_h is at least sink_h. Of a row of length 0 neither keys
-nor values are read, and its output is zero.
+for the keys j of `start .. length - 1` of a row, where start = max(0, length - window), or 0. Hq / Hk heads of q share
+a head of keys. With sinks l_h has the term exp(sink_h - m_h), and m_h is at least sink_h. The kernels read neither keys
+nor values of a row of length 0, and its output is zero.
 
-The keys of a row are split into parts of equal length, each of which is the task of one program, for all heads of q that
-share the keys. A program writes its own m, l and sum of exp(s - m) v in fp32, and a second kernel merges the parts:
+The keys of a row are split into parts of equal length. Each part is the task of one program, for the heads of q that
+share the keys. A program writes its own m, l and o' = sum of exp(s - m) v in fp32, and a second kernel merges parts i:
 
-    m = max over the parts of m_part          l = sum of exp(m_part - m) l_part          o = sum of exp(m_part - m) o_part / l
+    m = max of m_i          l = sum of exp(m_i - m) l_i          o = sum of exp(m_i - m) o'_i / l
 
-With one part the first kernel writes the output. The host knows how many parts there are, and the device where they begin:
-nothing depends on the lengths except the device's loops. So a graph of the device may contain the op, and its bits do not
-depend on the order of programs.
+With one part the first kernel writes the output. The host knows how many parts there are, and the device finds where
+they begin: only loops on the device depend on lengths. So a graph of the device may contain the op. No result depends
+on the order of programs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def decode_attention_reference(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes the op in plain PyTorch, with a mask over all places of the cache. The device's graphs may contain it."""
+    """Computes the op in plain PyTorch, with a mask over all places of the cache. A device's graph may contain it."""
     return _by_mask(q, keys, values, lengths, sinks, _options(q, scale, window, softcap))
 
 
@@ -82,11 +82,12 @@ def _by_mask(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-# On CUDA a step multiplies on the matrix unit: its scores are a tile [HEADS, KEYS], and m, l and acc have a row for each
-# head. On an NPU the matrix unit would have to pass the scores to the vector unit, for a few heads. There every key of a step
-# is a *lane* with statistics of its own: m, l and acc have a row for each head and each key of a step, a step adds nothing up
-# over keys, and the lanes are merged once, at the end. This needs only sums along the last and along the first of two axes:
-# the library of the 910 cannot sum along the axis between two others, nor along a short row that is not whole blocks.
+# On CUDA a step multiplies on the matrix unit: its scores are a tile [HEADS, KEYS], and m, total (l of the formulas)
+# and acc have a row for each head. On an NPU the matrix unit would have to pass the scores to the vector unit, for a
+# few heads. There every key of a step is a *lane* with statistics of its own: m, total and acc have a row for each head
+# and each key of a step, a step adds nothing up over keys, and the lanes are merged once, at the end. This needs only
+# sums along the last and along the first of two axes: the library of the 910 has no sum along the axis between two
+# others, and none along the last of three axes.
 
 
 @jit
@@ -101,12 +102,12 @@ def _step(
     keys,  # pointer to the first key of the step
     values,
     n_keys,  # keys of the step
-    m, l, acc,
+    m, total, acc,
     key_stride, value_stride, inner, outer,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, COLS: tl.constexpr,
     VALUE_COLS: tl.constexpr, HAS_CAP: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds KEYS keys, or with MASKED the `n_keys` of them that exist, to the statistics m and l and to the sum acc."""
+    """Adds KEYS keys, or with MASKED the `n_keys` of them that exist, to the statistics m and total and to acc."""
     at = tl.arange(0, KEYS)
     cols, value_cols = tl.arange(0, COLS), tl.arange(0, VALUE_COLS)
     found = at[:, None] < n_keys
@@ -127,7 +128,7 @@ def _step(
         m_new = tl.maximum(m, tl.max(s, axis=1), propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp(s - m_new[:, None])
         fall = tl.exp(m - m_new)
-        l = l * fall + tl.sum(p, axis=1)
+        total = total * fall + tl.sum(p, axis=1)
         acc = tl.dot(p.to(v.dtype), v, acc * fall[:, None], input_precision="ieee")
     else:
         s = tl.sum(q * _lanes(k, HEADS, KEYS, COLS), axis=1)
@@ -138,15 +139,15 @@ def _step(
         m_new = tl.maximum(m, s, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp(s - m_new)
         fall = tl.exp(m - m_new)
-        l = l * fall + p
+        total = total * fall + p
         acc = acc * fall[:, None] + p[:, None] * _lanes(v, HEADS, KEYS, VALUE_COLS)
-    return m_new, l, acc
+    return m_new, total, acc
 
 
 @jit
 def _write(
     heads,  # [ROWS], of the group
-    m, l,  # [ROWS, 1] or [ROWS, VALUE_COLS]
+    m, total,  # [ROWS, 1] or [ROWS, VALUE_COLS]
     acc,  # [ROWS, VALUE_COLS]
     sinks, out, statistics, sums, pair, group, split, n_statistics, GROUP: tl.constexpr,
     VALUE_SIZE: tl.constexpr, VALUE_COLS: tl.constexpr, SPLITS: tl.constexpr, COPIES: tl.constexpr,
@@ -156,28 +157,28 @@ def _write(
     cols = tl.arange(0, VALUE_COLS)[None, :]
     real = heads < GROUP
     stored = real[:, None] & (cols < VALUE_SIZE)
-    if HAS_SINKS:
+    if HAS_SINKS:  # noqa: SIM102  a constant: without sinks nothing of the branch is compiled
         # The first part has the sink, as if it were a key whose value is zero.
         if split == 0:
             sink = tl.load(sinks + group * GROUP + heads, mask=real, other=0.0).to(tl.float32)[:, None]
             m_new = tl.maximum(m, sink, propagate_nan=tl.PropagateNan.ALL)
             fall = tl.exp(m - m_new)
-            l = l * fall + tl.exp(sink - m_new)
+            total = total * fall + tl.exp(sink - m_new)
             acc = acc * fall
             m = m_new
     if SPLITS == 1:
-        # Only of a row without keys l is zero.
-        acc = acc / tl.where(l > 0, l, 1.0)
+        # Only of a row without keys total is zero.
+        acc = acc / tl.where(total > 0, total, 1.0)
         tl.store(out + (pair * GROUP + heads[:, None]) * VALUE_SIZE + cols, acc.to(out.dtype.element_ty), mask=stored)
     else:
         at = (pair * GROUP + heads) * SPLITS + split
         if COPIES == 1:
             tl.store(statistics + at, tl.max(m, axis=1), mask=real)
-            tl.store(statistics + n_statistics + at, tl.max(l, axis=1), mask=real)
+            tl.store(statistics + n_statistics + at, tl.max(total, axis=1), mask=real)
         else:
             copies = real[:, None] & (cols < COPIES)
             tl.store(statistics + at[:, None] * COPIES + cols, m, mask=copies)
-            tl.store(statistics + n_statistics + at[:, None] * COPIES + cols, l, mask=copies)
+            tl.store(statistics + n_statistics + at[:, None] * COPIES + cols, total, mask=copies)
         tl.store(sums + at[:, None] * VALUE_SIZE + cols, acc, mask=stored)
 
 
@@ -218,7 +219,7 @@ def _attend(
     values += row * value_row + group * value_head
     # m is finite where there are no keys, so that no difference is NaN.
     m = tl.full([ROWS], LOWEST, tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_COLS], tl.float32)
     whole = first
     if not DOT:
@@ -226,27 +227,29 @@ def _attend(
         whole = first + tl.where(end > first, end - first, 0) // KEYS * KEYS
         for at in range(first, whole, KEYS):
             place = tl.cast(at, tl.int64)
-            m, l, acc = _step(queries, keys + place * key_stride, values + place * value_stride, end - at, m, l, acc,
-                              key_stride, value_stride, inner, outer, SIZE, VALUE_SIZE, HEADS, KEYS, COLS, VALUE_COLS,
-                              HAS_CAP, False, DOT, WIDE)  # fmt: skip
+            m, total, acc = _step(
+                queries, keys + place * key_stride, values + place * value_stride, end - at, m, total, acc, key_stride,
+                value_stride, inner, outer, SIZE, VALUE_SIZE, HEADS, KEYS, COLS, VALUE_COLS, HAS_CAP, False, DOT, WIDE,
+            )  # fmt: skip
     for at in range(whole, end, KEYS):
         place = tl.cast(at, tl.int64)
-        m, l, acc = _step(queries, keys + place * key_stride, values + place * value_stride, end - at, m, l, acc,
-                          key_stride, value_stride, inner, outer, SIZE, VALUE_SIZE, HEADS, KEYS, COLS, VALUE_COLS,
-                          HAS_CAP, True, DOT, WIDE)  # fmt: skip
+        m, total, acc = _step(
+            queries, keys + place * key_stride, values + place * value_stride, end - at, m, total, acc, key_stride,
+            value_stride, inner, outer, SIZE, VALUE_SIZE, HEADS, KEYS, COLS, VALUE_COLS, HAS_CAP, True, DOT, WIDE,
+        )  # fmt: skip
 
     n_statistics = n_tasks // PIECES * GROUP * COPIES
     if DOT:
-        _write(heads, m[:, None], l[:, None], acc, sinks, out, statistics, sums, pair, group, split, n_statistics, GROUP,
-               VALUE_SIZE, VALUE_COLS, SPLITS, COPIES, HAS_SINKS)  # fmt: skip
+        _write(heads, m[:, None], total[:, None], acc, sinks, out, statistics, sums, pair, group, split, n_statistics,
+               GROUP, VALUE_SIZE, VALUE_COLS, SPLITS, COPIES, HAS_SINKS)  # fmt: skip
     else:
-        # One head after another, whose lanes keep their m. Their statistics are as wide as the sum, because scalars would
-        # stall an NPU.
+        # One head after another. The lanes of other heads weigh nothing. Statistics are as wide as the sum, because
+        # scalars would stall an NPU.
         lanes = tl.arange(0, ROWS)
         for head in range(0, HEADS):
             own = (lanes >= head * KEYS) & (lanes < head * KEYS + KEYS)
             m_own = tl.broadcast_to(tl.where(own, m, LOWEST)[:, None], [ROWS, VALUE_COLS])
-            l_own = tl.broadcast_to(tl.where(own, l, 0.0)[:, None], [ROWS, VALUE_COLS])
+            l_own = tl.broadcast_to(tl.where(own, total, 0.0)[:, None], [ROWS, VALUE_COLS])
             top = tl.max(m_own, axis=0)[None, :]
             weight = tl.exp(m_own - top)
             _write(piece * HEADS + head + tl.arange(0, 1), top, tl.sum(weight * l_own, axis=0)[None, :],
@@ -262,7 +265,7 @@ def _attend_kernel(
     lengths,  # [B] int32
     sinks,  # [Hq], or anything without HAS_SINKS
     out,  # [B, Hq, VALUE_SIZE] contiguous, written with one split
-    statistics,  # [2, B, Hq, SPLITS, COPIES] fp32, m and l, written with several
+    statistics,  # [2, B, Hq, SPLITS, COPIES] fp32, m and total, written with several
     sums,  # [B, Hq, SPLITS, VALUE_SIZE] fp32, likewise
     q_row,
     q_head,
@@ -319,10 +322,10 @@ def _merge_kernel(
         at = tl.cast(head, tl.int64) * SPLITS + parts
         copies = statistics + at * COPIES + tl.arange(0, COPIES)[None, :]
         m = tl.max(tl.load(copies), axis=1)[:, None]
-        l = tl.max(tl.load(copies + n_statistics), axis=1)[:, None]
+        totals = tl.max(tl.load(copies + n_statistics), axis=1)[:, None]
         top = tl.max(m, axis=0)[None, :]
         weight = tl.exp(m - top)
-        total = tl.sum(weight * l, axis=0)[None, :]
+        total = tl.sum(weight * totals, axis=0)[None, :]
         part = load(sums + at * SIZE + cols, cols < SIZE, SIZE != COLS)
         # Only of a row without keys the total is zero.
         merged = tl.sum(weight * part, axis=0)[None, :] / tl.where(total > 0, total, 1.0)
@@ -363,10 +366,12 @@ def attend_in_parts(
     inner, outer, cap = options.scale, 1.0, 0
     if options.softcap is not None:
         inner, outer, cap = options.scale / options.softcap, options.softcap, 2 if device.has_libdevice(q.device) else 1
+    if sinks is not None and not spec.has_warps:
+        sinks = sinks.float()  # an NPU would convert each scalar on its vector unit, and wait
     tasks = rows * groups * -(-group // tile.heads) * splits
     launch(
         _attend_kernel, (tiling.programs(tasks, spec),),
-        (q, keys, values, lengths, out if sinks is None else sinks if spec.has_warps else sinks.float(), out, statistics, sums, q.stride(0), q.stride(1),
+        (q, keys, values, lengths, out if sinks is None else sinks, out, statistics, sums, q.stride(0), q.stride(1),
          *keys.stride()[:3], *values.stride()[:3], tasks, most, inner, outer),
         {"N_GROUPS": groups, "GROUP": group, "SIZE": size, "VALUE_SIZE": value_size, "HEADS": tile.heads,
          "KEYS": tile.keys, "COLS": tile.cols, "VALUE_COLS": tile.value_cols, "SPLITS": splits, "COPIES": tile.copies,
