@@ -129,6 +129,13 @@ def _attention_work(case: Workload) -> dict[str, Work]:
     }
 
 
+def _decode_work(case: Workload) -> dict[str, Work]:
+    """Two products of what is seen; keys and values of the live places are read once."""
+    s = case.sizes
+    seen = sum(attention_lengths(s["B"], s["T"], 78)[1:])
+    return {"forward": Work(4.0 * seen * s["Q"] * s["D"], 2.0 * seen * s["K"] * s["D"] * case.torch_dtype.itemsize)}
+
+
 def _build_decode(work: Workload, device: torch.device) -> Inputs:
     """A cache of rows of several lengths, of which the first row is dead. There is no gradient."""
     s = work.sizes
@@ -161,6 +168,7 @@ FORMS = {
     "decode_attention": Form(
         _build_decode, _decode_reference, _decode,
         lambda m, n: {"B": 8, "T": n // 8, "Q": m.heads, "K": m.kv_heads, "D": m.head_dim},
+        _decode_work,
     ),
 }  # fmt: skip
 
