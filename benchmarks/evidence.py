@@ -46,9 +46,9 @@ def _figures(op: dict[str, Any], evidence: Any) -> dict[str, Any] | None:
 
 
 def _times(rows: list[Row], figures: dict[str, Any]) -> dict[str, Row]:
-    """Returns the rows with forward and backward of the figures' case, by provider."""
+    """Returns the rows of the figures' case, by provider."""
     form, shape, dtype = (figures[key] for key in _KEYS)
-    wanted = {"group": "ops", "op": form, "shape": shape, "dtype": dtype, "mode": "both"}
+    wanted = {"group": "ops", "op": form, "shape": shape, "dtype": dtype, "mode": figures.get("mode", "both")}
     return {row["provider"]: row for row in rows if all(row.get(key) == value for key, value in wanted.items())}
 
 
@@ -58,7 +58,7 @@ def _has_both(times: dict[str, Row], ours: str, plain: str) -> bool:
 
 def _median(times: dict[str, Row], provider: str, row: str) -> float:
     if "ms" not in times.get(provider, {}):
-        raise ValueError(f"no time of {provider} forward and backward, {row}")
+        raise ValueError(f"no time of {provider}, {row}")
     return round(times[provider]["ms"]["median"], _DIGITS)
 
 
@@ -109,7 +109,8 @@ def write(results: Path, table: Path = FILE) -> list[str]:
             # The keys are in the order of the file's other entries.
             holder[key] = {"file": f"benchmarks/results/{results.name}", **{name: figures[name] for name in _KEYS},
                            "ms": ms, "plain_ms": plain_ms, "on": on,
-                           **({} if plain == "reference" else {"plain": plain})}  # fmt: skip
+                           **({} if plain == "reference" else {"plain": plain}),
+                           **{name: figures[name] for name in ("mode",) if name in figures}}  # fmt: skip
     if not said:
         raise ValueError(f"{results.name} has no row that the table has a measurement of, or could have, on {kind}")
     table.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")

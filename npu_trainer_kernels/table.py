@@ -33,7 +33,7 @@ FILE = Path(__file__).with_name("table.json")
 
 @dataclass(frozen=True)
 class Measured:
-    """A measurement: milliseconds of forward and backward, of the op and of plain PyTorch.
+    """A measurement: milliseconds of the op and of plain PyTorch.
 
     Attributes:
         file: the results file, relative to the root of the repository.
@@ -41,6 +41,7 @@ class Measured:
         ms, plain_ms: the medians of the op and of plain PyTorch.
         on: the device, with its article.
         plain: the implementation that `plain_ms` belongs to: the op's reference, or a provider of the file.
+        mode: what was timed: `"both"` (forward and backward), or `"forward"`, for an op without gradients.
     """
 
     file: str
@@ -51,10 +52,11 @@ class Measured:
     plain_ms: float
     on: str
     plain: str = "reference"
+    mode: str = "both"
 
     @property
     def row(self) -> str:
-        return f"forward and backward, {self.form} {self.shape} {self.dtype}"
+        return f"{'forward and backward' if self.mode == 'both' else self.mode}, {self.form} {self.shape} {self.dtype}"
 
 
 @dataclass(frozen=True)

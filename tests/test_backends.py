@@ -112,7 +112,7 @@ def test_every_form_of_the_table_has_a_workload():
 
 def medians(measured: Measured) -> dict[str, float]:
     """Forward and backward of each provider, as the results file has it."""
-    row = "ops", measured.form, measured.shape, measured.dtype, "both"
+    row = "ops", measured.form, measured.shape, measured.dtype, measured.mode
     return {
         r["provider"]: round(r["ms"]["median"], 3)
         for r in json.loads((REPOSITORY / measured.file).read_text())["rows"]

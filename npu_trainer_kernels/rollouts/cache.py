@@ -84,10 +84,10 @@ def _in_dtype_of_products(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def states_of(layer: Any) -> list[tuple[Any, Any, torch.Tensor]]:
-    """Returns the tensors of a cache layer, each with the dict that it is in and its name there."""
+    """Returns the states of a cache layer, [rows, ...], each with the dict that it is in and its name there."""
     found: list[tuple[Any, Any, torch.Tensor]] = []
     for where in (vars(layer), *(value for value in vars(layer).values() if isinstance(value, dict))):
-        found += [(where, name, value) for name, value in where.items() if isinstance(value, torch.Tensor)]
+        found += [(where, name, value) for name, value in where.items() if isinstance(value, torch.Tensor) and value.dim() > 1]
     return found
 
 
