@@ -29,13 +29,13 @@ _LONG = {"plain": "plain", "plain-flash": "plain, flash attention", "flag": "wit
 
 
 def _what(row: Row) -> str:
-    """Describes a row in words. Old rows have no field for lengths."""
+    """Describes a row in words. Old rows have no fields for lengths."""
     size, sizes = row["shape"].partition(" ")[0], row["sizes"]
     batch, length, prompt, up_to = sizes["batch"], sizes["length"], sizes["prompt"], sizes.get("lengths")
     model = f"{_TRAINERS.get(row['op'], row['op'])}, {_MODELS.get(size, size)}"
     model += f", LoRA of rank {sizes['lora']}" if sizes.get("lora") else ""
     model += ", layers checkpointed" if sizes.get("checkpointing") else ""
-    if sizes["least"]:
+    if sizes.get("least"):
         return f"{model}, {batch} pairs of {prompt + sizes['least']} to {prompt + length} tokens"
     if not up_to:
         tokens = f"({prompt} + {length})" if prompt else str(length)
@@ -48,7 +48,7 @@ def _what(row: Row) -> str:
 
 
 def _live(row: Row) -> str:
-    if not row["sizes"]["least"] and not row["sizes"].get("lengths"):
+    if not row["sizes"].get("least") and not row["sizes"].get("lengths"):
         return "all"
     return f"{row['live_share']:.0%}" if "live_share" in row else "not counted"
 

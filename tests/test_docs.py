@@ -35,7 +35,7 @@ MODULES = ("backends", "cli", "closeness", "device", "ops", "tiling", "verify", 
 MADE = {"dist/", "site/", "convergence/results/", "runs/"}
 # Names of other libraries, and of the reader's own.
 FOREIGN = re.compile(
-    r"set_env|bishengir|npu_rms_norm|lm_head|torch\.|trl\.|resize_token_embeddings|mkdocs|my_\w+|fully_shard|dist_checkpoint|use_liger|enable_liger_kernel|train_tokens|TRITON_"
+    r"set_env|bishengir|npu_rms_norm|lm_head|torch\.|trl\.|resize_token_embeddings|mkdocs|my_\w+|fully_shard|dist_checkpoint|use_liger|enable_liger_kernel|train_tokens|TRITON_|AutoLiger|Liger[A-Z]|apply_liger|liger_|FastLanguageModel"
 )
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
