@@ -108,10 +108,10 @@ def beside_liger() -> list[str]:
         flash = "liger-flash" in of
         three = [of["plain-flash" if flash else "plain"], of["liger-flash" if flash else "liger"], of["flag"]]
         ms = [row["ms"]["median"] for row in three]
-        what = tables._what(three[0]) + (" *" if flash else "")
+        what = tables.what(three[0]) + (" *" if flash else "")
         times = " | ".join(f"{each:.1f} ms" for each in ms)
         peaks = ", ".join(f"{row['peak_bytes'] / 2**30:.1f}" for row in three)
-        gain, live = ms[1] / ms[2], tables._live(three[0])
+        gain, live = ms[1] / ms[2], tables.live(three[0])
         lines.append(f"| {what} | {live} | {times} | {gain:.2f} x | {peaks} | {files.index(file) + 1} |")
     devices = [json.loads((RESULTS / file).read_text())["meta"]["device"]["name"] for file in files]
     names = [
@@ -126,7 +126,7 @@ def beside_unsloth() -> list[str]:
     for shape in (STEPS[8][2], STEPS[9][2]):
         of = rows_of(EIGHTH, "grpo-trl", shape) | {"unsloth": rows_of(UNSLOTH, "grpo-trl", shape)["unsloth"]}
         ms = " | ".join(f"{of[name]['ms']['median']:.1f}" for name in ("plain", "flag", "unsloth"))
-        lines.append(f"| {tables._what(of['plain'])} | {tables._live(of['plain'])} | {ms} |")
+        lines.append(f"| {tables.what(of['plain'])} | {tables.live(of['plain'])} | {ms} |")
     return [*lines, "", f"Files: `benchmarks/results/{EIGHTH}`,", f"`benchmarks/results/{UNSLOTH}`."]
 
 

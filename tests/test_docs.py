@@ -205,23 +205,6 @@ def test_every_public_name_is_documented(module):
         assert re.search(rf"\b{name.partition('.')[0]}\b", page), f"{name} is not in docs/api.md"
 
 
-def test_figures_of_the_readme_are_those_of_its_json():
-    readme = text(ROOT / "README.md")
-    (file,) = set(re.findall(r"`(benchmarks/results/[\w.-]+\.json)`", readme))
-    rows = [row for row in json.loads((ROOT / file).read_text())["rows"] if row["group"] == "end-to-end"]
-    done = {(r["op"], r["shape"], r["provider"]): r for r in rows if r["status"] == "ok"}
-    workloads = [(op, shape) for op, shape, provider in done if provider == "plain" and (op, shape, "flag") in done]
-    assert len(workloads) == 9
-    for workload in workloads:
-        of = {provider: done[*workload, provider] for provider in ("plain", "flag")}
-        cells = [
-            f"{r['tokens_per_second'] / 1e3:.1f}k tokens/s, {r['peak_bytes'] / 2**30:.1f} GiB"
-            for r in (of["plain"], of["flag"])
-        ]
-        # Plain with flash attention is between the two where it was measured.
-        assert re.search(r" \| (?:[^|\n]*\| )?".join(map(re.escape, cells)), readme), cells
-
-
 FIRST_TABLE = {
     "SFT, Llama of 1B, no padding": ("sft-trainer", "llama-1b 8x2048"),
     "SFT, Llama of 1B, 45%": ("sft-trainer", "llama-1b 8x..2048 exponential"),
