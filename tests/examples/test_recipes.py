@@ -101,7 +101,7 @@ def check(name: str, output: str) -> None:
     peft = yaml.safe_load(text_of(name)).get("use_peft")
     assert model.startswith("PeftModelForCausalLM" if peft else f"{MODELS.get(name, 'Qwen3')}ForCausalLM")
     assert f"{MODELS.get(name, 'Qwen3')}RMSNorm" in output
-    assert ("in slices" in output) == (name == "long-context")
+    assert ("longer ones than 32 tokens in slices" in output) == (name == "long-context")
     assert ("note: ref_model (Qwen3ForCausalLM)" in output) == (name == "dpo")
     assert "not planned" not in output
     norms = [float(norm) for norm in re.findall(r"'grad_norm': '([^']+)'", output)]
@@ -131,6 +131,12 @@ def test_the_whole_command_runs(tmp_path):
     # 24 rows, three steps of four rows on each of two ranks: the whole of the data.
     assert "'epoch': '1'" in done.stdout
     assert (tmp_path / "runs" / "recipes" / "two-devices" / "out" / "config.json").is_file()
+
+
+def test_the_tiny_run_has_the_reward_of_the_recipe(tmp_path):
+    (reward,) = yaml.safe_load(text_of("grpo"))["reward_funcs"]
+    assert reward == f"examples.recipes.rewards.{rewards.same_answer.__name__}"
+    assert reward in tiny.prepare("grpo", tmp_path)
 
 
 def test_an_unknown_recipe_is_refused(monkeypatch, capsys):
