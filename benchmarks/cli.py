@@ -68,7 +68,7 @@ def make_parser(prog: str = PROGRAM, output: Path = RESULTS) -> argparse.Argumen
     parser.add_argument("--evidence", type=Path, metavar="FILE",
                         help="put a file's figures, of benchmarks/results/, into the table of ops")  # fmt: skip
     parser.add_argument("--tables", type=Path, metavar="FILE",
-                        help="write a file's training steps into the tables of README.md and docs/")  # fmt: skip
+                        help="write a file's training steps into the first table of docs/performance.md")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
     parser.add_argument("--device", default=None, help="cuda, npu or cpu (default: what training would use)")
     parser.add_argument("--commit", default=None, help="of the sources, where they are a copy without their history")

@@ -1,41 +1,40 @@
-"""Writes the first tables of README.md and docs/performance.md from a results file of training steps.
+"""Writes the first table of docs/performance.md from a results file of training steps.
 
     python -m benchmarks --tables benchmarks/results/NAME.json
 
-Each table is between two comments in its page, the first of which names the file; `tests/benchmarks/test_tables.py`
+The table is between two comments in the page, the first of which names the file; `tests/benchmarks/test_tables.py`
 compares the table with the file. Workloads that the file lacks have no row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from .results import Row, read
 
-__all__ = ["PAGES", "source_of", "table_for", "write"]
+__all__ = ["PAGE", "live", "source_of", "table", "what", "write"]
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "performance.md"
 _BEGIN, _END = "<!-- steps of ", "<!-- end of steps -->"
 
 _TRAINERS = {"sft-trainer": "SFT, Trainer", "sft-trl": "SFT, TRL's trainer", "dpo-trl": "DPO, TRL, a reference model",
              "grpo-trl": "GRPO update, TRL"}  # fmt: skip
 _MODELS = {"llama-1b": "Llama of 1B", "qwen3-0.6b": "Qwen3 of 0.6B", "qwen3-4b": "Qwen3 of 4B",
            "gemma3-1b": "Gemma 3 of 1B", "qwen3-moe": "Qwen3-MoE of 2B, 64 experts"}  # fmt: skip
-# The columns of the README, and those of the performance page.
-_SHORT = {"plain": "plain", "plain-flash": "plain, flash attention", "flag": "with the flag"}
-_LONG = {"plain": "plain", "plain-flash": "plain, flash attention", "flag": "with the flag",
+_COLUMNS = {"plain": "plain", "plain-flash": "plain, flash attention", "flag": "with the flag",
          "flag-captured": "every layer captured", "flag-eager": "no layer captured",
          "flag-unshared": "prompt in every row", "flag-padded": "padding computed", "flag-tiled": "MLP in tiles",
          "liger": "Liger-Kernel", "liger-flash": "Liger-Kernel, flash attention", "unsloth": "Unsloth"}  # fmt: skip
 
 
-def _what(row: Row) -> str:
-    """Describes a row in words. Old rows have no field for lengths."""
+def what(row: Row) -> str:
+    """Describes a row in words. Old rows have no fields for lengths."""
     size, sizes = row["shape"].partition(" ")[0], row["sizes"]
     batch, length, prompt, up_to = sizes["batch"], sizes["length"], sizes["prompt"], sizes.get("lengths")
     model = f"{_TRAINERS.get(row['op'], row['op'])}, {_MODELS.get(size, size)}"
     model += f", LoRA of rank {sizes['lora']}" if sizes.get("lora") else ""
     model += ", layers checkpointed" if sizes.get("checkpointing") else ""
-    if sizes["least"]:
+    if sizes.get("least"):
         return f"{model}, {batch} pairs of {prompt + sizes['least']} to {prompt + length} tokens"
     if not up_to:
         tokens = f"({prompt} + {length})" if prompt else str(length)
@@ -47,8 +46,9 @@ def _what(row: Row) -> str:
     return f"{model}, {batch} x (up to {prompt} + up to {length}) tokens"
 
 
-def _live(row: Row) -> str:
-    if not row["sizes"]["least"] and not row["sizes"].get("lengths"):
+def live(row: Row) -> str:
+    """Returns the share of a row's positions that hold a token."""
+    if not row["sizes"].get("least") and not row["sizes"].get("lengths"):
         return "all"
     return f"{row['live_share']:.0%}" if "live_share" in row else "not counted"
 
@@ -57,8 +57,8 @@ def _thousands(row: Row) -> str:
     return f"{row['tokens_per_second'] / 1e3:.1f}k"
 
 
-def _gib(row: Row, digits: int = 1) -> str:
-    return f"{row['peak_bytes'] / (1 << 30):.{digits}f}"
+def _gib(row: Row) -> str:
+    return f"{row['peak_bytes'] / (1 << 30):.2f}"
 
 
 def _workloads(rows: Sequence[Row]) -> list[dict[str, Row]]:
@@ -74,26 +74,10 @@ def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
 
 
-def _shown(columns: dict[str, str], workloads: Sequence[dict[str, Row]]) -> dict[str, str]:
-    return {name: title for name, title in columns.items() if any(name in of for of in workloads)}
-
-
-def _short(rows: Sequence[Row]) -> list[str]:
-    """Returns a table with one line for each workload, without columns that have no measurement."""
-    workloads = _workloads(rows)
-    shown = _shown(_SHORT, workloads)
-    lines = []
-    for of in workloads:
-        cells = [f"{_thousands(of[name])} tokens/s, {_gib(of[name])} GiB" if name in of else "" for name in shown]
-        speed = of["plain"]["ms"]["median"] / of["flag"]["ms"]["median"]
-        lines.append([_what(of["plain"]), _live(of["plain"]), *cells, f"{speed:.2f} x"])
-    return _lines(["run, bf16", "positions with a token", *shown.values(), ""], lines)
-
-
-def _long(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[Row]) -> list[str]:
     """Returns a table with two lines for each workload, speed and memory, without columns that have no measurement."""
     workloads = _workloads(rows)
-    shown = _shown(_LONG, workloads)
+    shown = {name: title for name, title in _COLUMNS.items() if any(name in of for of in workloads)}
     lines = []
     for of in workloads:
         plain = of["plain"]["ms"]["median"]
@@ -101,23 +85,18 @@ def _long(rows: Sequence[Row]) -> list[str]:
             name: _thousands(row) + (f" ({plain / row['ms']['median']:.2f} x)" if name != "plain" else "")
             for name, row in of.items()
         }
-        lines.append([_what(of["plain"]), _live(of["plain"]), "tokens/s", *(times.get(name, "") for name in shown)])
-        peaks = [_gib(of[name], 2) if name in of else "" for name in shown]
+        lines.append([what(of["plain"]), live(of["plain"]), "tokens/s", *(times.get(name, "") for name in shown)])
+        peaks = [_gib(of[name]) if name in of else "" for name in shown]
         lines.append(["", "", "peak GiB", *peaks])
     return _lines(["run", "positions with a token", "", *shown.values()], lines)
 
 
-PAGES: dict[Path, Callable[[Sequence[Row]], list[str]]] = {
-    ROOT / "README.md": _short, ROOT / "docs" / "performance.md": _long
-}  # fmt: skip
-
-
-def table_for(page: Path, file: Path) -> str:
-    """Returns a page's text for a results file: the table, the device and the versions."""
+def table(file: Path) -> str:
+    """Returns the page's text for a results file: the table, the device and the versions."""
     meta, rows = read(file)
     packages = meta["packages"]
     with_what = f"{meta['device']['name']}, torch {packages['torch']}, Triton {packages['triton']}"
-    return "\n".join([*PAGES[page](rows), "", f"{with_what}: `{_name(file)}`."])
+    return "\n".join([*_table(rows), "", f"{with_what}: `{_name(file)}`."])
 
 
 def _name(file: Path) -> str:
@@ -128,37 +107,33 @@ def _name(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
-def _parts(page: Path) -> tuple[str, str, str, str]:
-    """Splits a page into the text before its table, the name of the results file, the table, and the text after it."""
-    if not page.is_file():
-        raise ValueError(f"tables are written in a checkout of the repository; {page} is not there")
-    before, begin, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+def _parts() -> tuple[str, str, str, str]:
+    """Splits the page into the text before its table, the name of the results file, the table, and the text after."""
+    if not PAGE.is_file():
+        raise ValueError(f"tables are written in a checkout of the repository; {PAGE} is not there")
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
     source, closed, rest = rest.partition(" -->\n")
-    table, end, after = rest.partition(_END)
+    written, end, after = rest.partition(_END)
     if not (begin and closed and end):
-        raise ValueError(f"{page.name} has no table between {_BEGIN!r} and {_END!r}")
-    return before, source, table.strip(), after
+        raise ValueError(f"{PAGE.name} has no table between {_BEGIN!r} and {_END!r}")
+    return before, source, written.strip(), after
 
 
-def source_of(page: Path) -> tuple[Path, str]:
-    """Returns the results file that a page names, and the page's table."""
-    _, source, table, _ = _parts(page)
-    return ROOT / source, table
+def source_of() -> tuple[Path, str]:
+    """Returns the results file that the page names, and the page's table."""
+    _, source, written, _ = _parts()
+    return ROOT / source, written
 
 
 def write(file: Path) -> list[str]:
-    """Rewrites the tables, and returns a line for each page.
+    """Rewrites the table, and returns a line that says what was written.
 
     Raises:
-        ValueError: the file is not in `benchmarks/results/` or has no training steps, or a page has no place for them.
+        ValueError: the file is not in `benchmarks/results/` or has no training steps, or the page has no place for it.
     """
     name, count = _name(file), len(_workloads(read(file)[1]))
     if not count:
         raise ValueError(f"{file.name} has no training step that both plain and the flag have run")
-    done = []
-    for page in PAGES:
-        before, _, _, after = _parts(page)
-        text = f"{before}{_BEGIN}{name} -->\n\n{table_for(page, file)}\n\n{_END}{after}"
-        page.write_text(text, encoding="utf-8")
-        done.append(f"{page.name}: {count} runs of {name}")
-    return done
+    before, _, _, after = _parts()
+    PAGE.write_text(f"{before}{_BEGIN}{name} -->\n\n{table(file)}\n\n{_END}{after}", encoding="utf-8")
+    return [f"{PAGE.name}: {count} runs of {name}"]

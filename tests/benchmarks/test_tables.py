@@ -1,4 +1,4 @@
-"""The first tables of the pages are what the results file says that they name."""
+"""The first table of the performance page is what the results file says that it names."""
 
 import json
 
@@ -7,10 +7,9 @@ import pytest
 from benchmarks import cli, tables
 
 
-@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
-def test_a_page_says_what_its_file_says(page):
-    file, table = tables.source_of(page)
-    assert table == tables.table_for(page, file), f"python -m benchmarks --tables {file.relative_to(tables.ROOT)}"
+def test_the_page_says_what_its_file_says():
+    file, table = tables.source_of()
+    assert table == tables.table(file), f"python -m benchmarks --tables {file.relative_to(tables.ROOT)}"
 
 
 def _row(provider, ms, gib, **changes):
@@ -30,47 +29,39 @@ ROWS = [
 ]  # fmt: skip
 
 
-def test_measured_rows_fill_the_tables(tmp_path, monkeypatch):
+def test_measured_rows_fill_the_table(tmp_path, monkeypatch):
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
     file = folder / "new.json"
     meta = {"format": 1, "device": {"name": "a card"}, "packages": {"torch": "2.11", "triton": "3.6"}}
     file.write_text(json.dumps({"meta": meta, "rows": ROWS}))
-    pages = {}
-    for page, make in tables.PAGES.items():
-        copy = tmp_path / page.name
-        copy.write_text(page.read_text())
-        pages[copy] = make
+    page, before = tmp_path / "performance.md", tables.PAGE.read_text()
+    page.write_text(before)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "PAGES", pages)
-    before = {page: page.read_text() for page in pages}
+    monkeypatch.setattr(tables, "PAGE", page)
     assert cli.main(["--tables", str(file)]) == 0
+    text = page.read_text()
     what = "GRPO update, TRL, Qwen3 of 0.6B, 8 x (up to 128 + up to 4096) tokens | 37%"
-    short, long = (page.read_text() for page in pages)
-    assert f"| {what} | 12.0k tokens/s, 8.0 GiB | 48.0k tokens/s, 6.0 GiB | 4.00 x |" in short
-    assert "| plain | with the flag | padding computed | Liger-Kernel |" in long
-    assert f"| {what} | tokens/s | 12.0k | 48.0k (4.00 x) | 15.0k (1.25 x) | 24.0k (2.00 x) |" in long
-    assert "a card, torch 2.11, Triton 3.6: `benchmarks/results/new.json`." in long
-    assert "other" not in {line.partition(" ")[0] for line in long.splitlines()}
-    for page in pages:
-        # What stands around the table stays.
-        assert page.read_text().partition(tables._BEGIN)[0] == before[page].partition(tables._BEGIN)[0]
-        assert page.read_text().partition(tables._END)[2] == before[page].partition(tables._END)[2]
-        assert tables.source_of(page)[0] == file
+    assert "| plain | with the flag | padding computed | Liger-Kernel |" in text
+    assert f"| {what} | tokens/s | 12.0k | 48.0k (4.00 x) | 15.0k (1.25 x) | 24.0k (2.00 x) |" in text
+    assert "a card, torch 2.11, Triton 3.6: `benchmarks/results/new.json`." in text
+    assert "other" not in {line.partition(" ")[0] for line in text.splitlines()}
+    # What stands around the table stays.
+    assert text.partition(tables._BEGIN)[0] == before.partition(tables._BEGIN)[0]
+    assert text.partition(tables._END)[2] == before.partition(tables._END)[2]
+    assert tables.source_of()[0] == file
 
 
 def test_flash_attention_has_columns_once_it_is_measured():
     rows = [*ROWS, _row("plain-flash", 400.0, 7), _row("liger-flash", 320.0, 6.5)]
     # A run that lacks it leaves its cells empty.
     rows += [_row(name, 500.0, 5, shape="qwen3-4b other") for name in ("plain", "flag")]
-    short, long = tables._short(rows), tables._long(rows)
-    assert short[0] == "| run, bf16 | positions with a token | plain | plain, flash attention | with the flag |  |"
-    assert "| 12.0k tokens/s, 8.0 GiB | 30.0k tokens/s, 7.0 GiB | 48.0k tokens/s, 6.0 GiB | 4.00 x |" in short[2]
-    assert "| 24.0k tokens/s, 5.0 GiB |  | 24.0k tokens/s, 5.0 GiB | 1.00 x |" in short[3]
-    assert "| plain | plain, flash attention | with the flag |" in long[0]
-    assert long[0].endswith("| Liger-Kernel | Liger-Kernel, flash attention |")
-    assert "| tokens/s | 12.0k | 30.0k (2.50 x) | 48.0k (4.00 x) |" in long[2]
-    assert long[2].endswith("| 24.0k (2.00 x) | 37.5k (3.12 x) |")
+    table = tables._table(rows)
+    assert "| plain | plain, flash attention | with the flag |" in table[0]
+    assert table[0].endswith("| Liger-Kernel | Liger-Kernel, flash attention |")
+    assert "| tokens/s | 12.0k | 30.0k (2.50 x) | 48.0k (4.00 x) |" in table[2]
+    assert table[2].endswith("| 24.0k (2.00 x) | 37.5k (3.12 x) |")
+    assert "| tokens/s | 24.0k |  | 24.0k (1.00 x) |" in table[4]
 
 
 def test_a_file_that_readers_do_not_have_is_refused(tmp_path, capsys):

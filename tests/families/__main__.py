@@ -1,4 +1,8 @@
-"""Every family, plain and patched: `python -m tests.families`. Prints what is wrong, and is 1 where anything is."""
+"""Every family, plain and patched: `python -m tests.families`. Prints what is wrong, and is 1 where anything is.
+
+`--write` writes docs/models.md and the overview in README.md. `--overview` runs no family, and writes both from the
+lines that docs/models.md has.
+"""
 
 import argparse
 import multiprocessing
@@ -13,11 +17,20 @@ __all__: list[str] = []
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.families", description=__doc__)
     parser.add_argument("only", nargs="*", help="model types; none: all")
-    parser.add_argument("--write", action="store_true", help="writes docs/models.md, also where something is wrong")
+    parser.add_argument("--write", action="store_true", help="writes the pages, also where something is wrong")
+    parser.add_argument("--overview", action="store_true", help="runs nothing; writes the pages' overview anew")
     parser.add_argument("-j", "--jobs", type=int, default=2, help="processes (default: 2)")
     options = parser.parse_args()
 
-    from .page import PAGE, page
+    if options.overview:
+        if options.only or options.write:
+            parser.error("--overview runs no family: leave out --write and model types")
+        from . import page as pages
+
+        pages.write(pages.rows_of(pages.PAGE.read_text()))
+        return 0
+
+    from .page import write
     from .sweep import one
     from .tiny import families
 
@@ -34,7 +47,7 @@ def main() -> int:
             print(f"{'FAIL' if wrong else 'ok  '} {family[0]} {family[1]}", *wrong, sep="\n       ", flush=True)
     print(f"{len(chosen)} families, {failed} with something wrong; {time.monotonic() - started:.0f} s")
     if options.write:
-        PAGE.write_text(page(line for line in rows if line))
+        write([line for line in rows if line])
     return 1 if failed else 0
 
 

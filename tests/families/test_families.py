@@ -2,6 +2,7 @@
 `make test-families`."""
 
 import functools
+import json
 
 import pytest
 import transformers
@@ -54,6 +55,59 @@ def test_the_page_has_every_family_and_every_op():
     if page.version_of(text) == transformers.__version__:
         assert page.families_of(text) == page.names(), "python -m tests.families --write"
     assert all(f"`{op}`" in text for op in PATCHES), "python -m tests.families --write"
+
+
+@pytest.mark.parametrize("file", [page.PAGE, page.README], ids=lambda file: file.name)
+def test_the_overview_is_that_of_the_lines_and_of_the_results(file):
+    text = file.read_text()
+    table = page.overview(page.rows_of(page.PAGE.read_text()))
+    assert text == page.with_overview(text, table), "python -m tests.families --overview"
+
+
+LINE = "| f | FForCausalLM | {} | {} |"
+
+
+@pytest.mark.parametrize(
+    ("served", "left", "cells"),
+    [
+        ("rms_norm 5, add_rms_norm 2, swiglu 2, rope 2, varlen_attention 1, linear_cross_entropy 1, linear_logprob 1",
+         "nothing", ["yes", "yes", "yes", "left out", "Trainer, TRL"]),
+        ("layer_norm 5, moe_experts 1, linear_cross_entropy 1",
+         "add_rms_norm: L: why: so<br>swiglu: M: a \\| b<br>varlen_attention: D: it takes no ids",
+         ["in part", "in part", "none", "computed", "Trainer"]),
+        ("gated_rms_norm 5", "swiglu: M: why<br>rope: R: why<br>varlen_attention: D: padding is computed by A, S",
+         ["yes", "no", "no", "computed in attention and state layers alone", "no"]),
+    ],
+)  # fmt: skip
+def test_what_the_overview_says_of_a_line(served, left, cells):
+    assert page._cells(LINE.format(served, left)) == cells
+
+
+def test_families_in_one_line_of_the_overview_are_alike(monkeypatch):
+    rows = page.rows_of(page.PAGE.read_text())
+    monkeypatch.setattr(page, "_KNOWN", {"two": (("llama", "phi3"), ())})
+    with pytest.raises(ValueError, match="must be alike; two has"):
+        page.overview(rows)
+
+
+def test_gains_are_the_least_and_the_most_of_what_was_measured(monkeypatch, tmp_path):
+    def row(op, shape, provider, ms):
+        measured = {"status": "ok", "ms": {"median": ms}} if ms else {"status": "error", "ms": {}}
+        return {"op": op, "shape": shape, "provider": provider, **measured}
+
+    rows = [
+        row("sft-trl", "m 1", "plain", 300.0), row("sft-trl", "m 1", "flag", 100.0),
+        row("sft-trl", "m 1", "liger", 1.0),
+        row("sft-trainer", "m 2", "plain", 200.0), row("sft-trainer", "m 2", "flag", 100.0),
+        row("dpo-trl", "m 1", "plain", 150.0), row("dpo-trl", "m 1", "flag", 100.0),
+        row("grpo-trl", "m 1", "flag", 100.0), row("grpo-trl", "m 1", "plain", None),
+        row("grpo-trl", "other 1", "plain", 900.0), row("grpo-trl", "other 1", "flag", 100.0),
+    ]  # fmt: skip
+    (tmp_path / "f.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(page, "_RESULTS", tmp_path)
+    monkeypatch.setattr(page, "MEASURED", ("f.json",))
+    assert page._gain(["m"]) == "SFT 2.00 to 3.00 x, DPO 1.50 x"
+    assert page._gain(["n"]) == ""
 
 
 def test_the_page_says_what_was_not_compared():
