@@ -107,6 +107,7 @@ def plan(kind: str) -> list[Part]:
         *((workload, _TENSOR, _PEERS[:2]) for workload in completions),
         (as_they_are, _DATA, WITH_SIZE),
         (as_they_are, _DATA, ("flag-captured",)),
+        (one_prompt, _DATA, ("flag-captured",)),
         (updates["exponential"], _DATA[1:], ("flag-unbalanced",)),
         (experts, _DATA, _PEERS[2:]),
         (one_prompt, _DATA, _PEERS),

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .classes import original_class
+from .classes import is_patched_class, original_class
 
 __all__ = ["Undo"]
 
@@ -60,8 +60,9 @@ class Undo:
 
         A wrapper that meanwhile derives its class from ours (FSDP2 does) keeps it; undoing removes ours from its bases.
         """
-        # A copy of a patched model has patched classes already, so `type(module)` may not be the class to restore.
-        before = original_class(module)
+        # A copy of a patched model has patched classes already, so `type(module)` may not be the class to restore. The
+        # class of a wrapper is.
+        before = original_class(module) if is_patched_class(type(module)) else type(module)
         module.__class__ = new
         reference = weakref.ref(module)
 
