@@ -144,7 +144,10 @@ def _accelerator_cases() -> list[OpCase]:
     rows += [OpCase("varlen_attention", {"B": 8, "T": 4224, "live": live, "shared": 0, **heads}) for live in (37, 78)]
     rows += [OpCase("varlen_attention", {"B": 8, "T": 3072, "live": 37, "shared": 2048, **heads})]
     # A token of each of 8 and of 64 rows.
-    rows += [OpCase("decode_attention", {"B": b, "T": t, **heads}, modes=("forward",)) for b, t in ((8, 1024), (64, 1024), (8, 8192))]
+    rows += [
+        OpCase("decode_attention", {"B": b, "T": t, **heads}, modes=("forward",))
+        for b, t in ((8, 1024), (64, 1024), (8, 8192))
+    ]
     # A small mixture of experts, and Qwen3-30B-A3B's.
     rows += [OpCase("moe_experts", {"N": 16384, "H": 1024, "I": 512, "E": 64, "k": 8})]
     rows += [OpCase("moe_experts", {"N": 16384, "H": 2048, "I": 768, "E": 128, "k": 8})]

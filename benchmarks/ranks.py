@@ -289,7 +289,11 @@ def _train_in_a_loop(workload: StepWorkload, wrapper: str, variant: str, steps: 
     if VARIANTS[variant].package == "liger-kernel":
         patch_with_liger(model, own_head=True)
     asked = kernels_of(VARIANTS[variant])
-    kernels = apply_npu_kernels(model, ops=asked.npu_kernels_ops, capture=asked.npu_kernels_capture) if asked.use_npu_kernels else None
+    kernels = (
+        apply_npu_kernels(model, ops=asked.npu_kernels_ops, capture=asked.npu_kernels_capture)
+        if asked.use_npu_kernels
+        else None
+    )
     with kernels or contextlib.nullcontext():
         found = _loop(_wrap(model, wrapper, device), workload, wrapper == "tp", steps, device)
     return {**found, "ran": kernels.report().ran if kernels else {}}

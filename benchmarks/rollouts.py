@@ -2,8 +2,8 @@
 
     python -m benchmarks.rollouts --output benchmarks/results/NAME.json
 
-Prompts of several lengths (half of `--prompt` to all of it) get `--tokens` tokens each, drawn with temperature 1; weights
-are random and in bf16. The ways, one after the other in one process:
+Prompts of several lengths (half of `--prompt` to all of it) get `--tokens` tokens each, drawn with temperature 1.
+Weights are random and in bf16. The ways, one after the other in one process:
 
 - `generate`: transformers' loop, as TRL calls it by default;
 - `steps`: this package's captured steps (`npu_trainer_kernels.rollouts`);
@@ -38,7 +38,12 @@ from .results import Results, environment, key_of, package_version
 __all__ = ["WAYS", "main", "measure", "prompts"]
 
 PROGRAM = "python -m benchmarks.rollouts"
-WAYS = {"generate": "transformers", "steps": "npu_trainer_kernels", "continuous": "transformers", "static": "transformers"}
+WAYS = {
+    "generate": "transformers",
+    "steps": "npu_trainer_kernels",
+    "continuous": "transformers",
+    "static": "transformers",
+}
 # Model and rows.
 CASES = (("qwen3-0.6b", 8), ("qwen3-0.6b", 64), ("llama-1b", 8), ("llama-1b", 64), ("qwen3-4b", 32))
 CPU_CASES = (("demo-qwen3", 8),)
@@ -168,10 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, failed = Console(highlight=False, soft_wrap=True), 0
     for size, rows in chosen:
         for way in args.ways:
+            shape = f"{size} {rows}x({args.prompt // 2}..{args.prompt}+{args.tokens})"
             row: Row = {
-                "group": "rollouts", "op": "completions", "shape": f"{size} {rows}x({args.prompt // 2}..{args.prompt}+{args.tokens})",
-                "dtype": MODELS[size][2], "provider": way, "mode": "generate", "status": "ok",
-                "version": package_version(WAYS[way]),
+                "group": "rollouts", "op": "completions", "shape": shape, "dtype": MODELS[size][2], "provider": way,
+                "mode": "generate", "status": "ok", "version": package_version(WAYS[way]),
             }  # fmt: skip
             if results.has(key_of(row), row["version"]):
                 continue
@@ -182,8 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(f"{row['shape']} {way}: {found['reason']}")
             else:
                 console.print(
-                    f"{row['shape']} {way}: {found['tokens_per_second']:.0f} tokens/s, {found['token_ms']:.2f} ms a token, "
-                    f"{found['token_ms'] / found['bytes_ms']:.1f} x its bytes, {found['peak_bytes'] / (1 << 30):.2f} GiB"
+                    f"{shape} {way}: {found['tokens_per_second']:.0f} tokens/s, {found['token_ms']:.2f} ms a token, "
+                    f"{found['token_ms'] / found['bytes_ms']:.1f} x its bytes, "
+                    f"{found['peak_bytes'] / (1 << 30):.2f} GiB"
                 )
             results.add([{**row, **found}])
             gc.collect()

@@ -22,6 +22,7 @@ LAYERS = (
     ("capture",),
     ("patching", "descriptions"),
     ("ascend", "fit", "timing", "training", "warmup"),
+    ("rollouts",),
     ("callback",),
     ("arguments",),
     ("grpo_trainer", "run", "verify"),

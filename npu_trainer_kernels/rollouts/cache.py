@@ -87,7 +87,9 @@ def states_of(layer: Any) -> list[tuple[Any, Any, torch.Tensor]]:
     """Returns the states of a cache layer, [rows, ...], each with the dict that it is in and its name there."""
     found: list[tuple[Any, Any, torch.Tensor]] = []
     for where in (vars(layer), *(value for value in vars(layer).values() if isinstance(value, dict))):
-        found += [(where, name, value) for name, value in where.items() if isinstance(value, torch.Tensor) and value.dim() > 1]
+        found += [
+            (where, name, value) for name, value in where.items() if isinstance(value, torch.Tensor) and value.dim() > 1
+        ]
     return found
 
 
@@ -192,8 +194,8 @@ class RolloutCache(Cache):
                 states = kept[0][0] if len(kept) == 1 else torch.cat([each[0] for each in kept], 1)
                 to.transpose(1, 2)[places.row, places.place] = states.transpose(0, 1)[places.source].to(to.dtype)
         self._prompts = {}
-        for states, rows in zip(self._states, places.rows, strict=True) if self.has_states else ():
-            for to, state in zip(self._states_of_rows(), states, strict=True):
+        for of_prompt, rows in zip(self._states, places.rows, strict=True) if self.has_states else ():
+            for to, state in zip(self._states_of_rows(), of_prompt, strict=True):
                 to[rows] = state.to(to.dtype)
         self._states = []
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture import Pieces, Refused, capture, recorder_for
-from ..patching.body import Unserved, packed
+from ..capture import Pieces, capture, recorder_for
+from ..patching.body import packed
 from ..patching.layers import LayerState
 from .cache import Decoding, RolloutCache
 from .sampling import Sampling
@@ -93,10 +93,7 @@ class Rows:
             sampling: how it is chosen.
         """
         scores = sampling.scores(logits, self)
-        if self.noise is None:
-            token = scores.argmax(-1)
-        else:
-            token = (scores.softmax(-1) / self.noise).argmax(-1)
+        token = (scores if self.noise is None else scores.softmax(-1) / self.noise).argmax(-1)
         token = torch.where(active, token, self.pad)
         at = self.made.clamp(max=self.out.shape[1] - 1).long()[:, None]
         if self.logprobs is not None:

@@ -170,7 +170,9 @@ class Engine:
             self.forget()
             _set_random_state(where, random)
             own = isinstance(error, Unserved | Refused)
-            self._refused = str(error) if own else f"its decode step raises {type(error).__name__}: {one_line(error, 120)}"
+            self._refused = (
+                str(error) if own else f"its decode step raises {type(error).__name__}: {one_line(error, 120)}"
+            )
             raise Refused(self._refused) from error
         self.seconds += time.perf_counter() - begun
         self.rollouts += 1
@@ -316,16 +318,18 @@ class _Turns:
                     self._leave(free)
                     self._admit(free[: len(self._waiting)])
                     ended, left = _Ended(self._where), rollout.most - 1
-            elif left == 0:
-                break
-            elif turn % _LOOKS == 0 and (alive := ended.ask(state.alive)) is not None and not alive.any():
+            elif left == 0 or (
+                turn % _LOOKS == 0 and (alive := ended.ask(state.alive)) is not None and not alive.any()
+            ):
                 break
         self._leave(range(len(self._row_at)))
         assert self._out is not None
         made = self._made.cpu().numpy()
         width = int(made.max())
         engine.tokens += int(made.sum())
-        out = torch.where(torch.arange(width, device=self._where) < self._made[:, None], self._out[:, :width], sampling.pad)
+        out = torch.where(
+            torch.arange(width, device=self._where) < self._made[:, None], self._out[:, :width], sampling.pad
+        )
         return out, self._made, None if self._logprobs is None else self._logprobs[:, :width]
 
     def _free(self) -> list[int]:
@@ -378,7 +382,8 @@ class _Turns:
             begun += [(place, row) for place, row in part if place < rows]
             if len(begun) < len(places) and any(place >= rows for place, _ in part):
                 break
-        assert step is not None and logits is not None
+        assert step is not None
+        assert logits is not None
         self._begin(step.rows, begun)
         active = np.zeros(len(step.rows.alive), dtype=bool)
         active[[place for place, _ in begun]] = True
@@ -418,7 +423,8 @@ class _Turns:
     def _leave(self, places: Sequence[int]) -> None:
         """Takes what the rows at these places have made, all of which have ended."""
         step = self._engine.step
-        assert step is not None and self._out is not None
+        assert step is not None
+        assert self._out is not None
         pairs = [(place, self._row_at[place]) for place in places if self._row_at[place] >= 0]
         if not pairs:
             return
@@ -448,4 +454,3 @@ def _set_random_state(where: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(where).set_rng_state(state, where)
-

@@ -1,8 +1,8 @@
 """Sampling on the device, as transformers' own list of logits processors says.
 
-`generate` makes that list from the merged configuration. A processor that looks at scores alone is called as it is, if a
-device's graph can hold its code. One that looks at the tokens so far has another form here, since a row's tokens are not
-in one tensor: it is told how many tokens the row has made, which ids it has seen, or its last ids. A processor of
+`generate` makes that list from the merged configuration. A processor that looks at scores alone is called as it is, if
+a device's graph can hold its code. One that looks at the tokens so far has another form here, since a row's tokens are
+not in one tensor: it is told how many tokens the row has made, which ids it has seen, or its last ids. A processor of
 another class is declined by its name.
 """
 
@@ -112,8 +112,13 @@ def _value(value: Any) -> Any:
 
 
 def sampling_of(
-    processors: Iterable[Any], criteria: Iterable[Any], config: Any, width: int, lengths: Sequence[int],
-    vocabulary: int, device: torch.device,
+    processors: Iterable[Any],
+    criteria: Iterable[Any],
+    config: Any,
+    width: int,
+    lengths: Sequence[int],
+    vocabulary: int,
+    device: torch.device,
 ) -> tuple[Sampling, int]:
     """Returns how tokens are chosen, and the number of tokens that each row may make.
 
@@ -148,9 +153,7 @@ def sampling_of(
     return made, most
 
 
-def _add(
-    made: Sampling, each: Any, width: int, lengths: Sequence[int], vocabulary: int, device: torch.device
-) -> None:
+def _add(made: Sampling, each: Any, width: int, lengths: Sequence[int], vocabulary: int, device: torch.device) -> None:
     kind = type(each)
     if kind in _BY_SCORES:
         made.tensors += [value for value in vars(each).values() if isinstance(value, torch.Tensor)]

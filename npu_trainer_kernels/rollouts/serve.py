@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -157,7 +157,7 @@ def _loop(original: Callable[..., Any], rollouts: Rollouts) -> Callable[..., Any
                     tokens, *rollouts.last = engine.run(self, Rollout(prompts, most, sampling, rollouts.logprobs))
                     sequences = torch.cat((input_ids, tokens.to(input_ids.device)), 1)
                     if generation_config.return_dict_in_generate:
-                        return GenerateDecoderOnlyOutput(sequences=sequences)
+                        return GenerateDecoderOnlyOutput(sequences=cast("torch.LongTensor", sequences))
                     return sequences
                 except Refused as error:
                     engine.reasons[str(error)] += 1

@@ -48,7 +48,9 @@ def differs(
         cached = _logits(model, given, steps, seen[0].device, cached=True)
         if distance(found, cached, cached + (rounded - own)) <= 1:
             return None
-    return None if far <= 1 else f"its logits differ from those of its own forward by {far:.3g} times what rounding does"
+    return (
+        None if far <= 1 else f"its logits differ from those of its own forward by {far:.3g} times what rounding does"
+    )
 
 
 def _logits(

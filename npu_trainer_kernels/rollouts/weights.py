@@ -173,7 +173,9 @@ class Weights:
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the copies."""
-        return list({id(t): t for t in (*(c for *_, c in self._copies), *(s.all for s, _ in self._sides.values()))}.values())
+        return list(
+            {id(t): t for t in (*(c for *_, c in self._copies), *(s.all for s, _ in self._sides.values()))}.values()
+        )
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,8 @@
 """Which families generate by captured steps, with the tokens of `generate`.
 
-`python -m tests.families.rollouts [MODEL_TYPE ...]` makes the tiny model of each causal family and compares greedy tokens
-of prompts of unequal lengths, two of them equal, with those of `generate` on each prompt alone; the steps are tapes.
-A family whose `generate` does not give a row of a batch of equal prompts the tokens of the prompt alone is not compared.
+`python -m tests.families.rollouts [MODEL_TYPE ...]` makes the tiny model of each causal family and compares greedy
+tokens of prompts of unequal lengths, two of them equal, with those of `generate` on each prompt alone; the steps are
+tapes. A row of other tokens is held to the model's forward over all tokens, without a cache.
 """
 
 import argparse
@@ -31,7 +31,14 @@ LENGTHS, TOKENS = (11, 5, 8, 11), 8
 
 @dataclass
 class Outcome:
-    """What came of one family: `unfit` if `generate` itself does not run, else `wrong`, or why it is left to `generate`."""
+    """What came of one family.
+
+    Attributes:
+        served: whether captured steps generated.
+        reasons: why `generate` did.
+        wrong: how the tokens differ, or empty.
+        unfit: why `generate` itself does not run, or empty.
+    """
 
     served: bool = False
     reasons: list[str] = field(default_factory=list)
@@ -110,7 +117,9 @@ def main() -> int:
         outcome = generated(kind)
         print(f"{kind}: {outcome}", flush=True)
         wrong += bool(outcome.wrong)
-        table["wrong" if outcome.wrong else "not compared" if outcome.unfit else "served" if outcome.served else "left"] += 1
+        table[
+            "wrong" if outcome.wrong else "not compared" if outcome.unfit else "served" if outcome.served else "left"
+        ] += 1
     print(", ".join(f"{count} {what}" for what, count in table.items()), f"{time.monotonic() - started:.0f} s")
     return 1 if wrong else 0
 

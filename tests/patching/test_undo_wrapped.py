@@ -21,12 +21,14 @@ def test_patched_before_and_after_a_wrapper():
     undo.set_class(module, derived(type(module), {"first": True}))
     _wrap(module)
     undo.set_class(module, derived(type(module), {"second": True}))
-    assert module.first and module.second
+    assert module.first
+    assert module.second
     assert isinstance(module, _Wrapper)
     undo.restore()
     assert isinstance(module, _Wrapper)
     assert type(module).__mro__[1:3] == (_Wrapper, nn.Linear)
-    assert not hasattr(module, "first") and not hasattr(module, "second")
+    assert not hasattr(module, "first")
+    assert not hasattr(module, "second")
 
 
 def test_patched_twice_without_one():

@@ -48,7 +48,9 @@ def padded(given: list[list[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def served(family: str = "qwen3", *, dtype: torch.dtype = torch.float32, most_rows: int | None = None, **overrides: Any):
+def served(
+    family: str = "qwen3", *, dtype: torch.dtype = torch.float32, most_rows: int | None = None, **overrides: Any
+):
     """A model that generates by captured steps, and what counts them."""
     model = small_model(family, **overrides).to(dtype).eval()
     kernels = apply_npu_kernels(model, backend="torch")

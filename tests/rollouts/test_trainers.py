@@ -33,7 +33,9 @@ def _grpo(folder, model, callbacks, **options):
     return GRPOTrainer(
         model, reward_funcs=reward, train_dataset=Dataset.from_dict(PROMPTS), processing_class=tokenizer(),
         callbacks=callbacks, peft_config=options.pop("peft_config", None),
-        args=GRPOConfig(folder, num_generations=4, max_completion_length=6, bf16=options.pop("bf16", False), **COMMON, **options),
+        args=GRPOConfig(
+            folder, num_generations=4, max_completion_length=6, bf16=options.pop("bf16", False), **COMMON, **options
+        ),
     )  # fmt: skip
 
 
@@ -112,7 +114,8 @@ def test_gkd(tmp_path):
 def test_the_drop_in_trainer_and_its_options(tmp_path):
     trainer = npu_trainer_kernels.GRPOTrainer(
         small_model("qwen3"), reward_funcs=reward, train_dataset=Dataset.from_dict(PROMPTS),
-        processing_class=tokenizer(), args=GRPOConfig(str(tmp_path), num_generations=4, max_completion_length=6, bf16=False, **COMMON),
+        processing_class=tokenizer(),
+        args=GRPOConfig(str(tmp_path), num_generations=4, max_completion_length=6, bf16=False, **COMMON),
         npu_kernels=NpuKernelsArguments(use_npu_kernels=True, npu_kernels_backend="torch", npu_kernels_rollouts="on"),
     )  # fmt: skip
     trainer.train()
@@ -127,3 +130,13 @@ def test_auto_leaves_a_cpu_alone(tmp_path):
     _, report = _trained(tmp_path, _grpo, "auto")
     assert report.rollouts is None
     assert "rollouts" not in str(report)
+
+
+@pytest.mark.parametrize(("options", "said"), [({"bf16": True}, True), ({}, False)], ids=str)
+def test_continuous_batching_casts_for_good(tmp_path, options, said):
+    """TRL's way without a second engine is told, since it changes the weights that are trained."""
+    callback = NpuKernelsCallback(backend="torch")
+    trainer = _grpo(str(tmp_path), small_model("qwen3"), [callback], **options)
+    trainer.args.use_transformers_continuous_batching = True
+    trainer.train()
+    assert any("TRL casts the trained model to bf16" in note for note in callback.report().notes) is said

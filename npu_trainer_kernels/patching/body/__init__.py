@@ -28,6 +28,18 @@ from .packed import (
 from .padding import PaddingPatch, draws_for_tokens, outermost_body
 
 __all__ = [
-    "MIN_SAVED", "PackedMask", "PaddingPatch", "Packing", "Recorded", "Unserved", "attend_by_segments",
-    "draws_for_tokens", "foreign_attention", "make_mask", "outermost_body", "packed", "packing_for", "under_way",
+    "MIN_SAVED",
+    "PackedMask",
+    "Packing",
+    "PaddingPatch",
+    "Recorded",
+    "Unserved",
+    "attend_by_segments",
+    "draws_for_tokens",
+    "foreign_attention",
+    "make_mask",
+    "outermost_body",
+    "packed",
+    "packing_for",
+    "under_way",
 ]  # fmt: skip
