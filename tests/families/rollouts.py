@@ -7,6 +7,7 @@ tapes. A row of other tokens is held to the model's forward over all tokens, wit
 
 import argparse
 import copy
+import os
 import sys
 import time
 import warnings
@@ -27,6 +28,8 @@ from .tiny import VOCABULARY, families, tiny_model
 __all__ = ["LENGTHS", "TOKENS", "Outcome", "generated"]
 
 LENGTHS, TOKENS = (11, 5, 8, 11), 8
+# On a device, steps are its graphs, and kernels are those of the device.
+_WHERE = torch.device(os.environ.get("NPU_KERNELS_TEST_DEVICE") or "cpu")
 
 
 @dataclass
@@ -59,10 +62,13 @@ def generated(kind: str) -> Outcome:
     prompts = [torch.randint(3, VOCABULARY // 2, (1, n), generator=generator) for n in LENGTHS]
     prompts[3] = prompts[0]
     try:
-        model = tiny_model("causal", kind).eval()
+        model = tiny_model("causal", kind).eval().to(_WHERE)
         _own_experts(model)
         plain = copy.deepcopy(model)
-        expected = [plain.generate(ids, generation_config=copy.deepcopy(config))[0, ids.shape[1] :] for ids in prompts]
+        expected = [
+            plain.generate(ids.to(_WHERE), generation_config=copy.deepcopy(config))[0, ids.shape[1] :]
+            for ids in prompts
+        ]
     except Exception as error:  # noqa: BLE001 - the run goes on and lists it
         outcome.unfit = raised(error)
         return outcome
@@ -70,13 +76,13 @@ def generated(kind: str) -> Outcome:
     ids, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(2))
     for row, prompt in enumerate(prompts):
         ids[row, width - prompt.shape[1] :], mask[row, width - prompt.shape[1] :] = prompt[0], 1
-    kernels = apply_npu_kernels(model, ops=_OPS, backend="torch")
+    kernels = apply_npu_kernels(model, **({"ops": _OPS, "backend": "torch"} if _WHERE.type == "cpu" else {}))
     try:
         rollouts = serve_rollouts(kernels)
         if rollouts is None:
             outcome.reasons = kernels.report().notes
             return outcome
-        found = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:]
+        found = model.generate(ids.to(_WHERE), attention_mask=mask.to(_WHERE), generation_config=config)[:, width:]
     except Exception as error:  # noqa: BLE001 - the run goes on and lists it
         outcome.wrong = raised(error)
         return outcome
@@ -87,7 +93,7 @@ def generated(kind: str) -> Outcome:
     if outcome.served:
         # A family's own end, where its configuration has one, is followed by padding.
         off = [row for row, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a[: len(b)], b)]
-        if off and all(torch.equal(found[row], _by_forward(plain, prompts[row])) for row in off):
+        if off and all(torch.equal(found[row], _by_forward(plain, prompts[row].to(_WHERE))) for row in off):
             off = []  # its own cache gives other tokens than its forward
         outcome.wrong = f"rows {off} have other tokens" if off else ""
     return outcome
