@@ -101,15 +101,16 @@ class Engine:
         reasons: why `generate` ran, with the number of its calls.
     """
 
-    def __init__(self, model: nn.Module, undo: Undo, backend: str | None, most_rows: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, undo: Undo, backend: str | None, most_rows: int | None = None, keep: bool = False
+    ) -> None:
         self._model = weakref.ref(model)
-        self._undo, self._backend, self._most_rows = undo, backend, most_rows
+        self._undo, self._backend, self._most_rows, self._keep = undo, backend, most_rows, keep
         self._step: Step | None = None
         self._step_key: Any = None
         self._copies = Weights()
         self._tried: set[Any] = set()
         self._refused: str | None = None
-        self._seen_update = False
         self.rollouts = self.tokens = 0
         self.seconds = self.capturing = 0.0
         self.reasons: Counter[str] = Counter()
@@ -180,10 +181,9 @@ class Engine:
         return found
 
     def _give_back(self) -> None:
-        """Keeps the step only if updates of the weights have been seen to leave room for it."""
-        step, seen = self._step, self._seen_update
-        self._seen_update = True
-        if step is not None and (not seen or step.no_room() is not None):
+        """Keeps the step only if that is asked for, and memory has room for it."""
+        step = self._step
+        if step is not None and (not self._keep or step.no_room() is not None):
             self.forget()
 
     def _run(self, model: Any, rollout: Rollout, where: torch.device) -> Any:

@@ -24,6 +24,7 @@ from ..options import check_rollouts
 from ..patching import NpuKernels
 from ..patching.classes import GLOBAL_HOOKS, derived
 from ..patching.head import causal_lm, is_partitioned
+from ..support.switch import check_switch
 from .cache import states_of
 from .engine import Engine, Rollout
 from .sampling import sampling_of
@@ -73,7 +74,9 @@ class Rollouts:
 _BY = "_npu_kernels_rollouts"
 
 
-def serve_rollouts(kernels: NpuKernels, mode: str = "on", *, most_rows: int | None = None) -> Rollouts | None:
+def serve_rollouts(
+    kernels: NpuKernels, mode: str = "on", *, most_rows: int | None = None, keep: bool = False
+) -> Rollouts | None:
     """Lets a patched model's `generate` sample by captured steps (`rollouts`), until the kernels are restored.
 
     The report of the kernels counts what was generated so, and says why `generate` ran otherwise.
@@ -84,23 +87,26 @@ def serve_rollouts(kernels: NpuKernels, mode: str = "on", *, most_rows: int | No
             was measured to be faster, and at least 32 tokens may be made; `"off"`: nothing is changed.
         most_rows: at most so many rows are generated at once, and others begin where rows have ended; None: as many as
             half of the free memory has caches for.
+        keep: whether the step, its caches and its copies of weights stay in memory until the next rollout, if there is
+            room for twice what steps have needed; otherwise each rollout captures its step, and gives everything back.
 
     Returns:
         what counts, or None where nothing was changed; the report says why.
 
     Raises:
-        ValueError: an unknown mode, or `most_rows` is no positive number.
+        ValueError: an unknown mode, `most_rows` is no positive number, or `keep` is neither True nor False.
         RuntimeError: the kernels were restored, or their model is gone.
     """
     check_rollouts("mode", mode)
     if most_rows is not None and (type(most_rows) is not int or most_rows < 1):
         raise ValueError(f"most_rows must be a positive number, or None; got {most_rows!r}")
+    check_switch("keep", keep)
     model = kernels.model
     if model is None or not kernels.active:
         raise RuntimeError("nothing can generate: these kernels were restored, or their model is gone")
     if mode == "off":
         return None
-    found = _serve(model, kernels, mode, most_rows)
+    found = _serve(model, kernels, mode, most_rows, keep)
     if isinstance(found, str):
         kernels.report().note(found)
         return None
@@ -108,7 +114,9 @@ def serve_rollouts(kernels: NpuKernels, mode: str = "on", *, most_rows: int | No
     return found
 
 
-def _serve(model: nn.Module, kernels: NpuKernels, mode: str, most_rows: int | None) -> Rollouts | str | None:
+def _serve(
+    model: nn.Module, kernels: NpuKernels, mode: str, most_rows: int | None, keep: bool
+) -> Rollouts | str | None:
     """Gives the causal model inside of `model` the engine's sampling loop; returns what counts, or why nothing was
     changed, or None where nothing generates."""
     inner = causal_lm(model)[1]
@@ -127,7 +135,7 @@ def _serve(model: nn.Module, kernels: NpuKernels, mode: str, most_rows: int | No
             return None
         return f"completions are generated as before on {where.type}, where steps were not measured; 'on' captures them"
     undo = kernels.undo
-    rollouts = Rollouts(Engine(inner, undo, kernels.backend, most_rows), mode == "on")
+    rollouts = Rollouts(Engine(inner, undo, kernels.backend, most_rows, keep), mode == "on")
     undo.add(rollouts.engine.forget)
     undo.set_class(inner, derived(type(inner), {"_sample": _loop(loop, rollouts), _BY: rollouts}))
     return rollouts

@@ -83,6 +83,9 @@ class Rounded(TorchDispatchMode):
         if value.dtype not in _ADDED or type(value) not in _PLAIN:
             return value
         copied = value.clone()
+        # A mask whose rows are padded in memory must stay so: attention on CUDA demands it.
+        if copied.stride() != value.stride():
+            return value
         self._move(copied)
         return copied
 

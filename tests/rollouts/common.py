@@ -49,11 +49,16 @@ def padded(given: list[list[int]]) -> dict[str, torch.Tensor]:
 
 
 def served(
-    family: str = "qwen3", *, dtype: torch.dtype = torch.float32, most_rows: int | None = None, **overrides: Any
+    family: str = "qwen3",
+    *,
+    dtype: torch.dtype = torch.float32,
+    most_rows: int | None = None,
+    keep: bool = False,
+    **overrides: Any,
 ):
     """A model that generates by captured steps, and what counts them."""
     model = small_model(family, **overrides).to(dtype).eval()
     kernels = apply_npu_kernels(model, backend="torch")
-    rollouts = serve_rollouts(kernels, most_rows=most_rows)
+    rollouts = serve_rollouts(kernels, most_rows=most_rows, keep=keep)
     assert rollouts is not None
     return model, kernels, rollouts

@@ -114,15 +114,8 @@ def test_log_probabilities_are_those_of_the_models_forward():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _keeping(rollouts):
-    """As on a device with room for the step: it is kept from the second rollout on."""
-    rollouts.engine._seen_update = True
-    return rollouts
-
-
 def test_the_step_is_kept_and_reads_the_weights_as_they_are():
-    model, _, rollouts = served("llama")
-    _keeping(rollouts)
+    model, _, rollouts = served("llama", keep=True)
     config = greedy(10)
     completions(model, prompts(), config)
     step = rollouts.engine.step
@@ -142,8 +135,7 @@ def test_the_step_is_kept_and_reads_the_weights_as_they_are():
 
 
 def test_autocast_casts_once_a_rollout():
-    model, _, rollouts = served("qwen3", tie_word_embeddings=True)
-    _keeping(rollouts)
+    model, _, rollouts = served("qwen3", tie_word_embeddings=True, keep=True)
     plain, config = small_model("qwen3", tie_word_embeddings=True).eval(), greedy(8)
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16):
@@ -158,6 +150,14 @@ def test_autocast_casts_once_a_rollout():
     assert model.model.layers[0].mlp.down_proj.weight.dtype is torch.float32
 
 
+def test_nothing_is_kept_unless_it_is_asked_for():
+    model, _, rollouts = served("llama")
+    completions(model, prompts(), greedy(4))
+    assert rollouts.engine.step is None
+    with pytest.raises(ValueError, match="keep must be True or False"):
+        serve_rollouts(apply_npu_kernels(small_model("llama"), backend="torch"), keep="yes")
+
+
 def test_adapters():
     torch.manual_seed(0)
     base = small_model("llama").eval()
@@ -166,7 +166,7 @@ def test_adapters():
     )
     model.eval()
     plain = copy.deepcopy(model)
-    rollouts = _keeping(serve_rollouts(apply_npu_kernels(model, backend="torch")))
+    rollouts = serve_rollouts(apply_npu_kernels(model, backend="torch"), keep=True)
     config = greedy(8)
 
     def same():

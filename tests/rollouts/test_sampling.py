@@ -87,8 +87,7 @@ def test_an_unknown_processor_is_named():
 
 
 def test_a_step_is_captured_anew_for_other_options():
-    model, _, rollouts = served("llama")
-    rollouts.engine._seen_update = True
+    model, _, _ = served("llama", keep=True)
     plain = small_model("llama").eval()
     for options in ({}, {"repetition_penalty": 1.5}, {"repetition_penalty": 2.5}, {"bad_words_ids": [[5]]}, {}):
         config = greedy(8, **options)
