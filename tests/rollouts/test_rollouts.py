@@ -154,7 +154,7 @@ def test_nothing_is_kept_unless_it_is_asked_for():
     model, _, rollouts = served("llama")
     completions(model, prompts(), greedy(4))
     assert rollouts.engine.step is None
-    with pytest.raises(ValueError, match="keep must be True or False"):
+    with pytest.raises(ValueError, match="keep must be true or false"):
         serve_rollouts(apply_npu_kernels(small_model("llama"), backend="torch"), keep="yes")
 
 
