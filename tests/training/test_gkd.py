@@ -222,8 +222,8 @@ def test_the_reference_of_another_trainer(tmp_path):
             small_model("qwen3"), [lambda completions, **_: [1.0 + len(c) for c in completions]],
             args=A2POConfig(
                 str(tmp_path), per_device_train_batch_size=4, max_steps=2, report_to="none", logging_steps=1,
-                use_cpu=True, bf16=False, save_strategy="no", max_completion_length=6, num_value_samples=2, disable_tqdm=True,
-                filter_all_incorrect=False,
+                use_cpu=True, bf16=False, save_strategy="no", max_completion_length=6, num_value_samples=2,
+                disable_tqdm=True, filter_all_incorrect=False,
             ),
             train_dataset=Dataset.from_dict({"prompt": ["12", "345", "6", "78901"] * 2}),
             processing_class=tokenizer, callbacks=callbacks,
