@@ -363,7 +363,7 @@ def _distil_trl(
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
             return completions[: len(prompt_ids)]
 
-    trainer = GivenCompletions(
+    trainer: Any = GivenCompletions(
         model, teacher, args=settings, train_dataset=Dataset.from_dict({"prompt": _prompts(workload)}),
         processing_class=_tokenizer(), peft_config=_adapter(workload),
         callbacks=[*kernels_of(variant).callbacks(), _clock_callback(clock)],
