@@ -138,7 +138,9 @@ def _accelerator_cases() -> list[OpCase]:
         OpCase("rope_by_turns", {"S": 8192, "Q": 32, "K": 2, "D": 128}),
     ]
     rows += [OpCase("linear_logprob", {"BT": 8192, "H": 4096, "V": 128256})]
+    # The second row has a student of 1.7B and a teacher of 8B, both Qwen3.
     rows += [OpCase("linear_divergence", {"BT": 8192, "H": 4096, "V": 128256})]
+    rows += [OpCase("linear_divergence", {"BT": 8192, "H": 2048, "H2": 4096, "V": 151936})]
     # Qwen3-0.6B's heads: completions of which 37% and 78% of the positions are live, and a prompt that all rows share.
     heads = {"Q": 16, "K": 8, "D": 128}
     rows += [OpCase("varlen_attention", {"B": 8, "T": 4224, "live": live, "shared": 0, **heads}) for live in (37, 78)]

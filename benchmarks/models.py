@@ -155,13 +155,14 @@ def model_class(size: str) -> Any:
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[_config_class(size)]
 
 
-def build_model(size: str, attention: str | None = None, length: int = 0) -> Any:
+def build_model(size: str, attention: str | None = None, length: int = 0, seed: int = 0) -> Any:
     """Creates a model of `MODELS` with random weights, in training mode, on the device that training would use.
 
     Args:
         size: a key of `MODELS`.
         attention: transformers' name for an attention, or `flash.NAME`; None: transformers' default.
         length: the tokens of a row, if the model needs more positions than `MODELS` says.
+        seed: of the weights.
     """
     import torch
 
@@ -173,7 +174,7 @@ def build_model(size: str, attention: str | None = None, length: int = 0) -> Any
     if attention == flash.NAME:
         flash.register()
     config._attn_implementation = attention
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:

@@ -19,7 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npu_trainer_kernels import backends, ops
-from npu_trainer_kernels.descriptions import EPS, GRPO_BETA, GRPO_EPSILON, Outputs, Tensors, grpo_terms
+from npu_trainer_kernels.descriptions import (
+    DIVERGENCE_BETA,
+    EPS,
+    GRPO_BETA,
+    GRPO_EPSILON,
+    Outputs,
+    Tensors,
+    grpo_terms,
+)
 from npu_trainer_kernels.descriptions import FORMS as WORKLOADS
 from npu_trainer_kernels.table import TABLE
 
@@ -225,6 +233,14 @@ def _liger_fp32(case: OpCase, device: torch.device) -> Function:
     return _liger_cross_entropy(accum_dtype=torch.float32)
 
 
+@_peer("linear_divergence", "liger", "liger-kernel")
+def _liger_divergence(case: OpCase, device: torch.device) -> Function:
+    from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
+
+    loss = LigerFusedLinearJSD(jsd_beta=DIVERGENCE_BETA)
+    return lambda t: loss(t["x"], t["weight"], t["teacher_x"], t["teacher_weight"])
+
+
 @_peer("rms_norm", "liger", "liger-kernel", in_scaling=True)
 def _liger_norm(case: OpCase, device: torch.device) -> Function:
     from liger_kernel.transformers.functional import liger_rms_norm
@@ -357,6 +373,22 @@ def _trl_cross_entropy(case: OpCase, device: torch.device) -> Function:
 def _trl_logprob(case: OpCase, device: torch.device) -> Function:
     log_prob = _trl_log_prob()
     return lambda t: log_prob(t["x"], t["weight"], t["ids"])
+
+
+@_peer("linear_divergence", "trl", "trl")
+def _trl_divergence(case: OpCase, device: torch.device) -> Function:
+    from trl.trainer import distillation_trainer
+
+    # TRL's chunked divergence, with the loss of its DistillationTrainer.
+    loss = getattr(distillation_trainer, "_chunked_divergence_loss", None)
+    if loss is None:
+        raise Absent("this TRL has no chunked divergence here (1.16 has)")
+
+    def call(t: Tensors) -> Outputs:
+        mask = torch.ones(t["x"].shape[:1], dtype=torch.bool, device=t["x"].device)
+        return loss(t["x"], t["teacher_x"], t["weight"], t["teacher_weight"], mask, DIVERGENCE_BETA)[0]
+
+    return call
 
 
 @_peer("fused_linear_grpo_loss", "trl", "trl")

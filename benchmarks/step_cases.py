@@ -70,16 +70,18 @@ class StepWorkload:
     """A training step.
 
     Attributes:
-        name: `"sft-trainer"` (transformers), `"sft-trl"`, `"grpo-trl"` or `"dpo-trl"`.
+        name: `"sft-trainer"` (transformers), `"sft-trl"`, `"grpo-trl"`, `"dpo-trl"` or `"distil-trl"`.
         size: a key of `MODELS`.
         batch: the sequences of a step; in DPO pairs of sequences.
-        length: the tokens of a sequence; in GRPO of its completion, in DPO of the longest possible completion.
-        prompt: the prompt tokens (GRPO and DPO).
+        length: the tokens of a sequence; in GRPO and distillation of its completion, in DPO of the longest possible
+            completion.
+        prompt: the prompt tokens (GRPO, DPO and distillation).
         least: the tokens of the shortest completion; lengths are random from here to `length` (only DPO).
         lengths: a key of `DISTRIBUTIONS`, for sequences (in GRPO completions) of at most `length` tokens; "": all have
             this length.
         group: the completions of one prompt (GRPO). With `lengths` the prompts of a batch also differ in length, up to
             `prompt`, and are padded on the left.
+        teacher: a key of `MODELS` (distillation).
         lora: the rank of an adapter that is trained instead of the model; 0: the model is trained.
         checkpointing: whether layers are checkpointed (SFT with the Trainer; GRPO always does it in bf16).
         generates: whether the completions are generated and timed, with fp32 weights under bf16 autocast, as TRL's
@@ -97,8 +99,11 @@ class StepWorkload:
     lora: int = 0
     checkpointing: bool = False
     generates: bool = False
+    teacher: str = ""
 
     def __post_init__(self) -> None:
+        if bool(self.teacher) != (self.name == "distil-trl"):
+            raise ValueError(f"teacher belongs to 'distil-trl' alone; got {self.teacher!r} with {self.name!r}")
         if self.checkpointing and self.name not in ("sft", "sft-trainer"):
             raise ValueError(f"checkpointing is a choice of 'sft' and 'sft-trainer' alone; got it with {self.name!r}")
 
@@ -106,12 +111,13 @@ class StepWorkload:
     def shape(self) -> str:
         adapter = (f" lora {self.lora}" if self.lora else "") + (" checkpointed" if self.checkpointing else "")
         adapter += " generated" if self.generates else ""
+        adapter += f" from {self.teacher}" if self.teacher else ""
         if self.least:
             return f"{self.size} {self.batch}x2x({self.prompt}+{self.least}..{self.length}){adapter}"
         longest = f"..{self.length} {self.lengths}" if self.lengths else str(self.length)
         if not self.prompt:
             return f"{self.size} {self.batch}x{longest}{adapter}"
-        prompts = f", {self.group} a prompt" if self.lengths else ""
+        prompts = f", {self.group} a prompt" if self.lengths and not self.teacher else ""
         return f"{self.size} {self.batch}x({self.prompt}+{longest}){prompts}{adapter}"
 
     @property
@@ -170,6 +176,7 @@ def workloads(kind: str) -> list[StepWorkload]:
             StepWorkload("grpo-trl", "demo-qwen3", 8, 64, 256, lengths="exponential", lora=8),
             StepWorkload("sft-trainer", "demo-llama", 8, 256, lengths="exponential"),
             StepWorkload("grpo-trl", "demo-qwen3", 8, 64, 32, generates=True),
+            StepWorkload("distil-trl", "demo-qwen3", 8, 256, 32, lengths="exponential", teacher="demo-qwen3"),
             StepWorkload("sft-trl", "demo-llama", 8, 256),
             StepWorkload("sft-trainer", "demo-gemma3", 8, 256),
             StepWorkload("sft-trainer", "demo-qwen3-moe", 8, 256),
@@ -184,6 +191,7 @@ def workloads(kind: str) -> list[StepWorkload]:
         StepWorkload("grpo-trl", "qwen3-0.6b", 8, 1024, 2048, lengths="exponential"),
         StepWorkload("grpo-trl", "qwen3-4b", 8, 1024, 2048, lengths="exponential", lora=16),
         StepWorkload("grpo-trl", "qwen3-0.6b", 8, 512, 128, generates=True),
+        StepWorkload("distil-trl", "qwen3-0.6b", 8, 4096, 128, lengths="exponential", teacher="qwen3-4b"),
         StepWorkload("sft-trainer", "llama-1b", 8, 2048, lengths="exponential"),
         StepWorkload("sft-trainer", "llama-1b", 4, 2048, lengths="exponential"),
         StepWorkload("sft-trainer", "qwen3-moe", 8, 2048),

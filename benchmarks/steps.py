@@ -238,7 +238,8 @@ def _prompts(workload: StepWorkload) -> list[str]:
     """Returns different prompts, in the order in which batches use them."""
     if not workload.lengths:
         return ["0123456789"[i % 10] * workload.prompt for i in range(16)] * 8
-    in_batch = max(1, workload.batch // workload.group)
+    # In distillation each prompt has one completion.
+    in_batch = workload.batch if workload.teacher else max(1, workload.batch // workload.group)
     found = prompt_lengths(in_batch, workload.prompt)
     return ["0123456789"[i % 10] * found[i % in_batch] for i in range(128)]
 
@@ -339,7 +340,50 @@ def _dpo_trl(
     return trainer
 
 
-TRAINERS = {"sft-trainer": _sft_trainer, "sft-trl": _sft_trl, "grpo-trl": _grpo_trl, "dpo-trl": _dpo_trl}
+def _distil_trl(
+    workload: StepWorkload, variant: StepVariant, model: Any, clock: Clock, arguments: dict[str, Any], seen: Positions
+) -> Any:
+    from datasets import Dataset
+    from trl import DistillationConfig, DistillationTrainer
+
+    in_16_bits = MODELS[workload.size][2] == "bfloat16"
+    settings = DistillationConfig(
+        **arguments, max_completion_length=workload.length, bf16=in_16_bits, gradient_checkpointing=in_16_bits,
+        shuffle_dataset=not workload.lengths, beta=0.5,
+    )  # fmt: skip
+    # Two models with equal weights have no divergence.
+    teacher = build_model(workload.teacher, variant.attention, workload.prompt + workload.length, seed=1)
+    if variant.package == "liger-kernel":
+        patch_with_liger(teacher, own_head=False)
+    completions = _random_ids(workload, workload.batch, settings.process_index, settings.world_size)
+
+    class GivenCompletions(DistillationTrainer):
+        """A trainer whose generation returns fixed ids."""
+
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            return completions[: len(prompt_ids)]
+
+    trainer: Any = GivenCompletions(
+        model, teacher, args=settings, train_dataset=Dataset.from_dict({"prompt": _prompts(workload)}),
+        processing_class=_tokenizer(), peft_config=_adapter(workload),
+        callbacks=[*kernels_of(variant).callbacks(), _clock_callback(clock)],
+    )  # fmt: skip
+    prepare = trainer._prepare_inputs
+
+    def prepared(generation_batch: Any) -> Any:
+        with clock.prepare():
+            inputs = prepare(generation_batch)
+            seen.count(inputs["prompt_mask"], inputs["completion_mask"])
+        return inputs
+
+    trainer._prepare_inputs = prepared
+    return trainer
+
+
+TRAINERS = {
+    "sft-trainer": _sft_trainer, "sft-trl": _sft_trl, "grpo-trl": _grpo_trl, "dpo-trl": _dpo_trl,
+    "distil-trl": _distil_trl,
+}  # fmt: skip
 
 
 def build_trainer(

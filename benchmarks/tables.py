@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "performance.md"
 _BEGIN, _END = "<!-- steps of ", "<!-- end of steps -->"
 
 _TRAINERS = {"sft-trainer": "SFT, Trainer", "sft-trl": "SFT, TRL's trainer", "dpo-trl": "DPO, TRL, a reference model",
-             "grpo-trl": "GRPO update, TRL"}  # fmt: skip
+             "grpo-trl": "GRPO update, TRL", "distil-trl": "distillation update, TRL"}  # fmt: skip
 _MODELS = {"llama-1b": "Llama of 1B", "qwen3-0.6b": "Qwen3 of 0.6B", "qwen3-4b": "Qwen3 of 4B",
            "gemma3-1b": "Gemma 3 of 1B", "qwen3-moe": "Qwen3-MoE of 2B, 64 experts"}  # fmt: skip
 _COLUMNS = {"plain": "plain", "plain-flash": "plain, flash attention", "flag": "with the flag",

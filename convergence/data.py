@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 # The tasks that train on sums; the others train on text.
-SUMS = ("dpo", "grpo")
+SUMS = ("dpo", "grpo", "distillation")
 # Primes, which are no multiples of a block size.
 TEXT_VOCAB, BYTES_VOCAB = 1009, 263
 LENGTH = 48

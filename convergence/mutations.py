@@ -60,6 +60,7 @@ CASES = {
     "grpo-ragged": replace(find("qwen3-grpo-ragged"), name="fault-qwen3-grpo-ragged", steps=6),
     # With adapters a gated MLP's projection is not part of its op.
     "grpo-lora": replace(find("qwen3-grpo-lora"), name="fault-qwen3-grpo-lora", steps=6),
+    "distillation": replace(find("qwen3-distil-jsd"), name="fault-qwen3-distil-jsd", steps=6),
     # Few rows for many experts, so that some have none; and a gate that is the model's own code.
     "lm-experts": replace(
         find("gpt-oss-lm"), name="fault-gpt-oss-lm", steps=4, options=_ONE_ROW,
@@ -475,6 +476,18 @@ def _no_kl(trainer: Any, inputs: dict[str, Any]) -> AbstractContextManager[Any]:
     return mock.patch.object(trainer, "beta", 0.0)
 
 
+def _no_temperature_in_gradient(original: Any, logits: Any, teacher: Any, softmax: Any, beside: Any, p_sum: Any,
+                                factors: Any, mixture: Any, *args: Any) -> Any:  # fmt: skip
+    if factors is not None:
+        warm = mixture.options.temperature
+        factors = factors._replace(**{name: None if f is None else f * warm for name, f in factors._asdict().items()})
+    return original(logits, teacher, softmax, beside, p_sum, factors, mixture, *args)
+
+
+def _teacher_shifted(original: Any, x: Any, weight: Any, teacher_x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return original(x, weight, teacher_x.roll(1, 1), *args, **kwargs)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
 # ---------------------------------------------------------------------------------------------------------------------
@@ -494,6 +507,9 @@ _EXPERTS = "ops.experts.moe_experts:moe_experts"
 _TO_ROWS = "ops.experts.row_kernels:to_rows"
 _CLEARED = "ops.experts.grouped:_cleared"
 _REORDER = "training.grpo_groups:_in_order"
+_DIVERGENCE = "ops.head.linear_divergence:linear_divergence"
+_OF_DIVERGENCE = "ops.head.divergence:_divergence_step"
+_IN_TRAINING = "npu_trainer_kernels.training"
 _IN_PATCHING = "npu_trainer_kernels.patching"
 
 
@@ -553,6 +569,10 @@ def _mutations() -> tuple[Mutation, ...]:
         Mutation("temperature applied twice", ("grpo",), _temperature_twice),
         Mutation("temperature ignored", ("grpo",), _around(_SEAM, _temperature_ignored, _IN_PATCHING)),
         Mutation("mean of the upstream gradients", ("grpo",), _around(_SEAM, _mean_upstream, _IN_PATCHING)),
+        Mutation("temperature missing in a divergence's gradient", ("distillation",),
+                 _around(_OF_DIVERGENCE, _no_temperature_in_gradient)),
+        Mutation("teacher's rows shifted by one", ("distillation",),
+                 _around(_DIVERGENCE, _teacher_shifted, _IN_TRAINING)),
     ]  # fmt: skip
     for op, function in _functions():
         for last in (False, True):

@@ -6,7 +6,7 @@ import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ import torch
 import trl
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
-from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
+from trl import DistillationConfig, DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
 
 from npu_trainer_kernels import GRPOTrainer, NpuKernelsArguments, NpuKernelsCallback, device, tiling
 from npu_trainer_kernels.verify import Curves, Variant, on_one_device, record
@@ -61,9 +61,16 @@ TASK_OPTIONS: dict[str, dict[str, Any]] = {
         "reward_weights": [0.8, 0.2],
         "gradient_checkpointing": False,
     },
+    "distillation": {
+        "per_device_train_batch_size": 16,
+        "max_completion_length": 6,
+        "learning_rate": 3e-4,
+        "gradient_checkpointing": False,
+    },
 }
 CONFIGS: dict[str, type[TrainingArguments]] = {
     "lm": TrainingArguments, "sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig,
+    "distillation": DistillationConfig,
 }  # fmt: skip
 
 
@@ -173,6 +180,8 @@ class Workshop:
         if case.task == "sft":
             made = data.ragged_texts if case.ragged else data.texts
             return SFTTrainer(train_dataset=made(min(rows, 400)), processing_class=tokenizer, **kwargs)
+        if case.task == "distillation":
+            return self._distillation(case, variant, kwargs)
         return DPOTrainer(train_dataset=data.preferences(), processing_class=tokenizer, **kwargs)
 
     def _grpo(self, case: Case, variant: Variant, kwargs: dict[str, Any], backend: str | None) -> Trainer:
@@ -192,9 +201,26 @@ class Workshop:
         if case.ragged:
             longest = kwargs["args"].max_completion_length
             trainer._generate_single_turn = lambda ids, *_, **__: (data.made_up(ids, longest, tokenizer), None)
-            return trainer
-        if case.seeds:
-            return trainer
+        elif not case.seeds:
+            self._replay(case, variant, trainer)
+        return trainer
+
+    def _distillation(self, case: Case, variant: Variant, kwargs: dict[str, Any]) -> Trainer:
+        tokenizer = data.tokenizer_for(case.task)
+        teacher = replace(case, model={**case.model, **case.teacher})
+        trainer: Any = trl.DistillationTrainer(
+            teacher_model=AutoModelForCausalLM.from_pretrained(self.model_path(teacher), dtype=kwargs["model"].dtype),
+            train_dataset=data.prompts(), processing_class=tokenizer, **kwargs,
+        )  # fmt: skip
+        if case.ragged:
+            longest = kwargs["args"].max_completion_length
+            trainer._generate_single_turn = lambda ids, *_, **__: data.made_up(ids, longest, tokenizer)
+        else:
+            self._replay(case, variant, trainer)
+        return trainer
+
+    def _replay(self, case: Case, variant: Variant, trainer: Any) -> None:
+        """Gives all runs of a case the completions that its reference run generates."""
         is_reference = not variant.patched and variant.noise_seed is None
         if is_reference:
             self.rollouts[case.name] = []
@@ -202,7 +228,6 @@ class Workshop:
             self.rollouts[case.name] = torch.load(self._rollouts_of(case), weights_only=False)
         play = _recording if is_reference else _replaying
         trainer._generate_single_turn = play(trainer._generate_single_turn, self.rollouts[case.name])
-        return trainer
 
 
 def _recording(generate: Callable[..., Any], rollouts: list[tuple[Any, Any]]) -> Callable[..., Any]:

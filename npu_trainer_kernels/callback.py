@@ -248,19 +248,21 @@ class NpuKernelsCallback(TrainerCallback):
     def _apply_to_held(self, trainer: Trainer, report: Report) -> None:
         """Applies the same ops to the models besides the one that is trained."""
         self._served_beside = []
+        report.beside.clear()
         for name, model in held_models(trainer).items():
             handle, owns = self._put_into(model)
             self._served_beside.append(handle)
+            # No trainer reads the cache of a model that it does not train, unless it generates with it by name.
+            self._in_trainer.set_attribute(handle.settings, "eval_caches", False)
             if owns:
                 self._held.append(handle)
-            handle.report().unused = _unused_head(model)
-            report.note(f"{name} ({type(model).__name__}): {handle.report().summary()}")
+            # Nobody asks for the gradient of its logits.
+            handle.report().unused = {**_unused_head(model), "linear_cross_entropy": "it is not trained"}
+            report.beside[f"{name} ({type(model).__name__})"] = handle.report()
 
     def _distil(self, trainer: Trainer, report: Report) -> None:
         """Serves a loss between two heads, which is a function of the trainer and belongs to no module."""
-        if self._ops is not None and "linear_logprob" not in self._ops:
-            return
-        served = serve_divergence(trainer, self._in_trainer, self._backend)
+        served = serve_divergence(trainer, self._in_trainer, self._backend, self._ops)
         if isinstance(served, str):
             report.note(served)
         elif served is not None:

@@ -28,7 +28,7 @@ from .base import (
     run_backward,
 )
 
-__all__ = ["FORMS", "GATE", "GRPO_BETA", "GRPO_EPSILON", "grpo_lengths", "grpo_terms"]
+__all__ = ["DIVERGENCE_BETA", "FORMS", "GATE", "GRPO_BETA", "GRPO_EPSILON", "grpo_lengths", "grpo_terms"]
 
 
 GRPO_BETA, GRPO_EPSILON = 0.04, 0.2
@@ -134,28 +134,31 @@ def _grpo(backend: str | None) -> Function:
 
 
 # The mixture in equal parts, whose formula has most to compute.
-_BETA = 0.5
+DIVERGENCE_BETA = 0.5
 
 
 def _build_divergence(work: Workload, device: torch.device) -> Inputs:
     s = work.sizes
+    wide = s.get("H2", s["H"])
     tensors = {
         "x": randn(work, device, s["BT"], s["H"]),
         "weight": _head_weight(work, device),
-        "teacher_x": randn(work, device, s["BT"], s["H"]),
-        "teacher_weight": _head_weight(work, device),
+        "teacher_x": randn(work, device, s["BT"], wide),
+        "teacher_weight": randn(work, device, s["V"], wide, scale=wide**-0.5),
     }
     return Inputs(tensors, ("x", "weight"))
 
 
 def _divergence_reference(t: Tensors) -> Outputs:
-    return ops.linear_divergence_reference(t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], beta=_BETA)  # type: ignore[return-value]
+    return ops.linear_divergence_reference(  # type: ignore[return-value]
+        t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], beta=DIVERGENCE_BETA
+    )
 
 
 def _divergence(backend: str | None) -> Function:
     def call(t: Tensors) -> Outputs:
         return ops.linear_divergence(  # type: ignore[return-value]
-            t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], beta=_BETA, backend=backend
+            t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], beta=DIVERGENCE_BETA, backend=backend
         )
 
     return call
@@ -164,8 +167,9 @@ def _divergence(backend: str | None) -> Function:
 def _divergence_work(case: Workload) -> dict[str, Work]:
     rows, hidden, vocab = _head_products(case)
     one = 2.0 * rows * hidden * vocab
-    # The teacher's product, too.
-    return {"forward": Work(2 * one), "backward": Work(2 * one), "both": Work(4 * one)}
+    # The teacher has a size of its own if the sizes have an H2.
+    forward = one + 2.0 * rows * case.sizes.get("H2", hidden) * vocab
+    return {"forward": Work(forward), "backward": Work(2 * one), "both": Work(forward + 2 * one)}
 
 
 def _head_products(case: Workload) -> tuple[int, int, int]:
@@ -210,10 +214,10 @@ def _divergence_rows(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tens
     with torch.no_grad():
         log_q = F.linear(t["teacher_x"][rows].to(logits.dtype), t["teacher_weight"].to(logits.dtype)).log_softmax(-1)
     log_p = logits.log_softmax(-1)
-    log_m = torch.log(_BETA * log_q.exp() + (1 - _BETA) * log_p.exp())
+    log_m = torch.log(DIVERGENCE_BETA * log_q.exp() + (1 - DIVERGENCE_BETA) * log_p.exp())
     of_q = F.kl_div(log_m, log_q, reduction="sum", log_target=True)
     of_p = F.kl_div(log_m, log_p, reduction="sum", log_target=True)
-    return None, (_BETA * of_q + (1 - _BETA) * of_p) / t["x"].shape[0]
+    return None, (DIVERGENCE_BETA * of_q + (1 - DIVERGENCE_BETA) * of_p) / t["x"].shape[0]
 
 
 FORMS = {

@@ -207,7 +207,7 @@ class NpuKernels:
         earlier = self._report
         self._report = Report(
             device=device.spec(where).name, notes=earlier.notes, note_ops=earlier.note_ops, unused=earlier.unused,
-            audits=earlier.audits, rollouts=earlier.rollouts,
+            audits=earlier.audits, rollouts=earlier.rollouts, beside=earlier.beside,
         )  # fmt: skip
         for site in self._sites.values():
             site.paths.clear()

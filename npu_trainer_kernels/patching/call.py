@@ -60,6 +60,7 @@ class CallSettings:
         tokens: the number of input tokens of the training forwards so far, on this process, padding included.
         live: the number of those that are not padding; a tensor on the device where the host need not wait for it.
         caches: whether a training forward without `use_cache` returns the KV cache that its configuration requests.
+        eval_caches: whether a forward in evaluation mode without `use_cache` does.
         layers: what captures the decoder layers (`layers.LayerCapture`), or None.
         learned: the plan that is learned from the gradients of TRL's loss, where no trainer provides one.
     """
@@ -70,6 +71,7 @@ class CallSettings:
     tokens: int = 0
     live: Any = 0
     caches: bool = True
+    eval_caches: bool = True
     layers: Any = None
     learned: LearnedPlan = field(default_factory=LearnedPlan)
 

@@ -81,6 +81,7 @@ class Report:
         audits: the results of comparisons with the model's original code on batches of the run.
         capture: what captures the decoder layers; its string describes what was replayed.
         rollouts: what generates by captured steps; its string describes what was generated.
+        beside: by name, the reports of the models that the trainer does not train (reference, teacher, reward).
     """
 
     device: str = ""
@@ -94,6 +95,7 @@ class Report:
     audits: list[Audited] = field(default_factory=list)
     capture: Any = None
     rollouts: Any = None
+    beside: dict[str, "Report"] = field(default_factory=dict)
 
     @property
     def replaced(self) -> list[Replaced]:
@@ -134,16 +136,18 @@ class Report:
             self.note_ops[text] = op
 
     def summary(self) -> str:
-        """Returns in a few words which ops serve how many modules."""
-        counts = Counter(r.op for r in self.used)
-        return ", ".join(f"{op} {count}" for op, count in counts.items()) or "left as it is"
+        """Returns in a few words which ops serve how many modules, and how many calls once there were some."""
+        counts, ran = Counter(r.op for r in self.used), self.ran
+        begun = any(ran.values())
+        said = [f"{op} {count}" + (f" ({ran[op]} calls)" if begun else "") for op, count in counts.items()]
+        return ", ".join(said) or "left as it is"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as plain lists and dicts."""
         plain = {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("sites", "left_alone", "audits", "capture", "rollouts")
+            if f.name not in ("sites", "left_alone", "audits", "capture", "rollouts", "beside")
         }
         return {
             **plain,
@@ -154,6 +158,7 @@ class Report:
             "audits": [asdict(each) for each in self.audits],
             "capture": None if self.capture is None else self.capture.as_dict(),
             "rollouts": None if self.rollouts is None else self.rollouts.as_dict(),
+            "beside": {name: report.as_dict() for name, report in self.beside.items()},
         }
 
     def text(self, *, full: bool = False, in_full: str = _IN_FULL) -> str:
@@ -177,6 +182,8 @@ class Report:
         lines += ["declined:", *self._declined_lines()] if self.declined else []
         lines += ["compared with the model's own code:", *(f"  {each}" for each in self.audits)] if self.audits else []
         lines += [str(each) for each in (self.capture, self.rollouts) if each is not None]
+        for name, report in self.beside.items():
+            lines += [f"{name}: {report.summary()}", *report._declined_lines()]
         shown = [note for note in self.notes if self.note_ops.get(note) not in self.unused]
         return "\n".join([*lines, *(f"note: {note}" for note in (*shown, *self.gone))])
 

@@ -1,8 +1,14 @@
-"""Serves the loss of TRL's DistillationTrainer by `ops.linear_divergence`.
+"""Serves the losses between two heads in TRL's trainers by `ops.linear_divergence`.
 
-TRL's method `_compute_loss` calls the student's and the teacher's bodies, and then a function of its module on hidden
-states and the weights of both heads. While the callback trains, the trainer has a method of its own: the same code, in
-which the name of that function is this package's. TRL's module and class stay as they are.
+`DistillationTrainer`: TRL's method `_compute_loss` calls the student's and the teacher's bodies, and then a function of
+its module on hidden states and the weights of both heads. While the callback trains, the trainer has a method of its
+own: the same code, in which the name of that function is this package's.
+
+GKD, GOLD and IW-OPD: TRL's `compute_loss` calls both models, and then `self.generalized_jsd_loss` on their logits. In
+these trainers the teacher's head promises its logits, too (`patching/head`), and the trainer has a function of its own
+of that name, which computes the divergence of two promises. Logits that are no promises go to TRL's function.
+
+TRL's modules and classes stay as they are.
 """
 
 import functools
@@ -10,7 +16,7 @@ import importlib.metadata
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from .. import backends
 from ..ops.checks import FLOATS
 from ..ops.head import LinearDivergenceOutput, linear_divergence, linear_divergence_reference
+from ..ops.host import autocasts
+from ..patching.head import PromisedLogits, promised_by_teachers
 from ..patching.patch import Site
 from ..patching.undo import Undo
 
@@ -32,6 +40,16 @@ _PARAMETERS = (
     "student_logit_scale", "teacher_logit_scale", "student_final_logit_softcapping", "teacher_final_logit_softcapping",
     "temperature",
 )  # fmt: skip
+_JSD = "generalized_jsd_loss"
+_LOGITS = ("student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction")
+_OF_LOGITS = {
+    ("trl.experimental.gkd.gkd_trainer", "GKDTrainer"): (*_LOGITS, "num_items_in_batch"),
+    ("trl.experimental.gold.gold_trainer", "GOLDTrainer"): (*_LOGITS, "logits_are_probs", "num_items_in_batch"),
+    ("trl.experimental.iw_opd.iw_opd_trainer", "IWOPDTrainer"): (*_LOGITS, "top_k", "add_tail", "num_items_in_batch"),
+}
+"""The trainers whose loss is a function of both models' logits, and its parameters."""
+_REDUCTIONS = {"batchmean": "mean", "sum": "sum"}
+"""TRL's reductions, and those of the op."""
 _ROWS = 64
 """The rows that are compared with TRL's own function, once."""
 
@@ -42,6 +60,37 @@ def _whole(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) 
         weight = weight.full_tensor().to(dtype)
         bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
     return weight, bias
+
+
+def _differs(site: Site, some: Sequence[torch.Tensor], call: Callable[..., Any], **options: Any) -> bool:
+    """Compares the op with its reference on some rows, if that is to be done, and returns whether it is off.
+
+    Args:
+        some: the hidden states of these rows, the student's and the teacher's.
+        call: calls a function with the other tensors of both heads: weight, bias, and those of the teacher.
+    """
+
+    def each(function: Callable[..., Any], **backend: Any) -> Any:
+        x, teacher_x = some
+
+        def loss(w: Any, b: Any, teacher_w: Any, teacher_b: Any) -> Any:
+            return function(x, w, teacher_x, teacher_w, b, teacher_b, reduction="none", **options, **backend)
+
+        return call(loss)
+
+    if site.look is not None:
+        site.look(
+            site, lambda: each(linear_divergence_reference), lambda: each(linear_divergence, backend=site.backend)
+        )
+    if site.off is not None:
+        site.declined[site.off] += 1
+    return site.off is not None
+
+
+def _some(mask: torch.Tensor, *hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the first selected rows of hidden states."""
+    rows = torch.nonzero(mask.reshape(-1)).squeeze(1)[:_ROWS]
+    return [each.detach().reshape(-1, each.shape[-1])[rows] for each in hidden]
 
 
 def _divergence_loss(site: Site, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -65,21 +114,10 @@ def _divergence_loss(site: Site, original: Callable[..., Any], *args: Any, **kwa
         "teacher_logit_scale": a.teacher_logit_scale,
     }  # fmt: skip
     mask = a.completion_mask != 0
-    if site.look is not None:
-        rows = torch.nonzero(mask.reshape(-1)).squeeze(1)[:_ROWS]
-        some = x.reshape(-1, x.shape[-1])[rows], teacher_x.reshape(-1, teacher_x.shape[-1])[rows]
-
-        def each(function: Callable[..., Any], **backend: Any) -> Any:
-            return function(
-                some[0], weight, some[1], teacher_weight, bias, teacher_bias, reduction="none", **options, **backend
-            )
-
-        site.look(
-            site, lambda: each(linear_divergence_reference), lambda: each(linear_divergence, backend=site.backend)
-        )
-        if site.off is not None:
-            site.declined[site.off] += 1
-            return original(*args, **kwargs)
+    if site.look is not None and _differs(
+        site, _some(mask, x, teacher_x), lambda loss: loss(weight, bias, teacher_weight, teacher_bias), **options
+    ):
+        return original(*args, **kwargs)
     site.ran += 1
     out = linear_divergence(
         x, weight, teacher_x, teacher_weight, bias, teacher_bias, mask=mask, num_items=a.num_items_in_batch,
@@ -106,23 +144,135 @@ def _original(trainer: Any) -> Any:
     return method
 
 
-def serve_divergence(trainer: Any, undo: Undo, backend: str | None) -> Site | str | None:
-    """Has the loss of a trainer computed by the op, if it is TRL's DistillationTrainer.
+def _no_divergence(a: Any) -> str | None:
+    """Returns why the op cannot compute a divergence of logits, or None."""
+    student, teacher = a.student_logits, a.teacher_logits
+    if getattr(a, "logits_are_probs", False) or getattr(a, "top_k", 0):
+        return "probabilities, or those of some ids alone"
+    if a.labels is None or a.reduction not in _REDUCTIONS:
+        return "all positions, or a mean over the vocabulary"
+    if not all(isinstance(t, PromisedLogits) and not t.settled for t in (student, teacher)):
+        return "logits that exist already"
+    if student.shape != teacher.shape or a.labels.shape != student.shape[:-1]:
+        return "logits of two shapes"
+    return student.place.call.unlike(teacher.place.call)
+
+
+def _loss_of_logits(site: Site, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces TRL's `generalized_jsd_loss`: same arguments, same result."""
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    a = types.SimpleNamespace(**given.arguments)
+    reason = site.off or _no_divergence(a)
+    if reason is not None:
+        site.declined[reason] += 1
+        return original(*args, **kwargs)
+    student, teacher = a.student_logits.place, a.teacher_logits.place
+    of_teacher = {f"teacher_{name}": value for name, value in teacher.transform.options.items()}
+    options = {"beta": float(a.beta), "temperature": a.temperature, **student.transform.options, **of_teacher}
+    mask = a.labels != -100
+    both = functools.partial(student.call.with_teacher, teacher.call)
+    if site.look is not None and _differs(site, _some(mask, student.hidden, teacher.hidden), both, **options):
+        return original(*args, **kwargs)
+    options |= {"reduction": "mean" if a.num_items_in_batch is not None else _REDUCTIONS[a.reduction],
+                "num_items": a.num_items_in_batch}  # fmt: skip
+
+    def fused() -> torch.Tensor:
+        def loss(w: Any, b: Any, teacher_w: Any, teacher_b: Any) -> Any:
+            return linear_divergence(
+                student.hidden, w, teacher.hidden, teacher_w, b, teacher_b, mask=mask, backend=site.backend, **options
+            )
+
+        found: torch.Tensor = both(loss)
+        return found
+
+    def again(logits: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = original(
+            **{**given.arguments, "student_logits": logits, "teacher_logits": teacher.values()}
+        )
+        return found
+
+    site.ran += 1
+    found: torch.Tensor = a.student_logits.loss(fused, again)
+    return found.to(torch.float32 if autocasts(mask) else a.student_logits.dtype)
+
+
+def _other_loss(trainer: Any) -> str | None:
+    """Returns which loss a trainer computes instead of the divergence of whole distributions, or None."""
+    given = vars(trainer)
+    if given.get("use_uld_loss") and given.get("teacher_tokenizer") is not None:
+        return "probabilities of two tokenizers, sorted by size (ULD)"
+    if given.get("use_teacher_server"):
+        return "a server's log-probabilities"
+    if given.get("distillation_objective") == "iw_opd":
+        return "log-probabilities of the sampled tokens, by importance weights"
+    if given.get("loss_top_k"):
+        return f"the {given['loss_top_k']} most probable tokens"
+    return None
+
+
+def _function_of_logits(trainer: Any) -> Any:
+    """Returns TRL's function of two models' logits, None for another trainer, or why it is not served."""
+    for (name, cls), parameters in _OF_LOGITS.items():
+        base = getattr(sys.modules.get(name), cls, None)
+        if base is None or not isinstance(trainer, base):
+            continue
+        function = inspect.getattr_static(type(trainer), _JSD, None)
+        if function is not vars(base).get(_JSD) or _JSD in vars(trainer):
+            return f"{type(trainer).__name__} has a {_JSD} of its own: the op linear_divergence is not used"
+        if not isinstance(function, staticmethod) or tuple(inspect.signature(function).parameters) != parameters:
+            version = importlib.metadata.version("trl")
+            return (
+                f"TRL {version} computes the divergence of {cls} in another way: the op linear_divergence is not used"
+            )
+        if (other := _other_loss(trainer)) is not None:
+            return f"the loss of {cls} compares {other}: the op linear_divergence is not used"
+        return function.__func__
+    return None
+
+
+def _serve_logits(trainer: Any, undo: Undo, backend: str | None) -> Site | str | None:
+    function = _function_of_logits(trainer)
+    if function is None or isinstance(function, str):
+        return function
+    site = _site(trainer, backend, _JSD)
+    compute_loss = trainer.compute_loss
+
+    @functools.wraps(compute_loss)
+    def promised(*args: Any, **kwargs: Any) -> Any:
+        with promised_by_teachers():
+            return compute_loss(*args, **kwargs)
+
+    undo.set_attribute(trainer, "compute_loss", promised)
+    undo.set_attribute(trainer, _JSD, functools.partial(_loss_of_logits, site, function))
+    return site
+
+
+def _site(trainer: Any, backend: str | None, path: str) -> Site:
+    where = next(trainer.model.parameters()).device
+    served = backends.explain("linear_divergence", where, backend)[0]
+    return Site("linear_divergence", type(trainer), (), backend, served=served, paths=[path], late=True)
+
+
+def serve_divergence(trainer: Any, undo: Undo, backend: str | None, ops: Sequence[str] | None) -> Site | str | None:
+    """Has the loss of a trainer computed by the op, if it is a divergence of two heads.
 
     Args:
         trainer: any trainer.
         undo: takes the change back.
         backend: the override that the callback was called with.
+        ops: the ops that it was called with: `DistillationTrainer` is served with `linear_logprob`, and the trainers
+            that compute logits with `linear_cross_entropy`, which promises them.
 
     Returns:
         the site that counts the calls, None for another trainer, or why this one is not served.
     """
-    method = _original(trainer)
+    method = _original(trainer) if ops is None or "linear_logprob" in ops else None
+    if method is None and (ops is None or "linear_cross_entropy" in ops):
+        return _serve_logits(trainer, undo, backend)
     if method is None or isinstance(method, str):
         return method
-    where = next(trainer.model.parameters()).device
-    served = backends.explain("linear_divergence", where, backend)[0]
-    site = Site("linear_divergence", type(trainer), (), backend, served=served, paths=[_METHOD], late=True)
+    site = _site(trainer, backend, _METHOD)
     names = {**method.__globals__, _FUNCTION: functools.partial(_divergence_loss, site, method.__globals__[_FUNCTION])}
     ours = types.FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
     ours.__kwdefaults__ = method.__kwdefaults__

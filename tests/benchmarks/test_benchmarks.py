@@ -325,7 +325,7 @@ def test_preparation_is_no_part_of_a_step(monkeypatch):
 def test_every_step_is_named_once(kind):
     found = step_cases.workloads(kind)
     assert len({w.key for w in found}) == len(found)
-    assert {w.name for w in found} == {"sft-trainer", "sft-trl", "grpo-trl", "dpo-trl"}
+    assert {w.name for w in found} == {"sft-trainer", "sft-trl", "grpo-trl", "dpo-trl", "distil-trl"}
     families = {models.MODELS[w.size][0] for w in found if w.name == "sft-trainer"}
     assert families == {"Llama", "Gemma3Text", "Qwen3Moe"}
 
@@ -346,6 +346,19 @@ def test_a_step_with_experts_runs_their_op(workload):
     assert found["ran"]["moe_experts"] >= 2 * 2
     assert not endtoend.differs({**found, "dtype": "float32"}, plain)
     assert step_cases.variants_of(workload) == ["plain", "flag", "flag-padded", "liger"]
+
+
+def test_a_step_of_distillation_has_a_loss_of_two_heads():
+    sizes = {"lengths": "exponential", "teacher": "tiny-qwen3-moe"}
+    workload = step_cases.StepWorkload("distil-trl", "tiny-qwen3-moe", 4, 8, 4, **sizes)
+    assert workload.shape == "tiny-qwen3-moe 4x(4+..8 exponential) from tiny-qwen3-moe"
+    plain, found = (endtoend.train(workload, variant, steps=1, warmup=1) for variant in ("plain", "flag"))
+    assert min(plain["losses"]) > 1e-5
+    assert plain["live_share"] < 0.8
+    assert found["ran"]["linear_divergence"] == 2
+    assert not endtoend.differs({**found, "dtype": "float32"}, plain)
+    with pytest.raises(ValueError, match=r"teacher belongs to 'distil-trl' alone; got ''"):
+        step_cases.StepWorkload("distil-trl", "tiny-qwen3-moe", 4, 8, 4)
 
 
 def test_a_long_row_has_positions_and_few_steps(tmp_path, monkeypatch):

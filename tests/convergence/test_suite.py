@@ -5,6 +5,7 @@ import functools
 import json
 import pkgutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from transformers import TrainingArguments
 
 from convergence import __main__ as command
 from convergence import mutations, output
-from convergence.cases import CASES, TASKS, find
+from convergence.cases import CASES, TASKS, WarmUp, find
 from convergence.data import tokenizer_for
-from convergence.runs import Workshop, _recording, _replaying
+from convergence.runs import Workshop, _recording, _replaying, run
 from convergence.suite import CaseResult
 from npu_trainer_kernels import apply_npu_kernels, device
 from npu_trainer_kernels.ops.experts import grouped
@@ -93,8 +94,21 @@ def test_the_batch_is_not_spread_over_the_gpus_in_sight(monkeypatch: pytest.Monk
 def test_what_is_to_be_sabotaged_exists() -> None:
     of_the_head = [mutations._LOGIT_GRADIENT, mutations._ACCUMULATE, mutations._STATISTICS, mutations._GRADIENT]
     of_packed_rows = [mutations._POSITIONS, mutations._LAYOUT, mutations._SEGMENTS, mutations._REORDER]
-    for target in [*of_the_head, *of_packed_rows, mutations._LOSS, mutations._SEAM, mutations._NORM]:
+    of_teachers = [mutations._DIVERGENCE, mutations._OF_DIVERGENCE]
+    for target in [*of_the_head, *of_packed_rows, *of_teachers, mutations._LOSS, mutations._SEAM, mutations._NORM]:
         assert callable(pkgutil.resolve_name(f"npu_trainer_kernels.{target}"))
+
+
+def test_a_student_is_trained_by_the_divergence_of_two_heads(tmp_path: Path) -> None:
+    case = replace(find("qwen3-distil-jsd"), steps=2, warm_up=WarmUp(steps=1))
+    workshop = Workshop(tmp_path, "cpu")
+    assert run(workshop, case, Variant()).report is None
+    assert len(workshop.rollouts[case.name]) == 2
+    report = run(workshop, case, Variant(patched=True)).report
+    assert report is not None
+    assert report.ran["linear_divergence"] == 2
+    teacher = workshop.trainer(case, Variant()).teacher_model
+    assert teacher.config.hidden_size != small_model(case.family).config.hidden_size
 
 
 @pytest.mark.full

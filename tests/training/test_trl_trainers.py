@@ -121,8 +121,8 @@ def test_the_report_has_the_head_that_is_used(tmp_path, bf16):
     assert report.unused.keys() == {"linear_cross_entropy"}
     assert report.ran["linear_logprob"] == 1
     assert "linear_logprob" in str(report)
-    (beside,) = (note for note in report.notes if note.startswith("ref_model (Qwen3ForCausalLM): "))
-    assert "linear_logprob 1" in beside
+    (beside,) = (line for line in str(report).splitlines() if line.startswith("ref_model (Qwen3ForCausalLM): "))
+    assert "linear_logprob 1 (1 calls)" in beside
     assert "linear_cross_entropy" not in beside
     assert {type(module) for module in trainer.ref_model.modules()} == {
         type(module) for module in small_model("qwen3").modules()

@@ -380,8 +380,9 @@ def _caches(module: nn.Module, config: Any, asked: bool | None) -> bool:
     if asked is not None or not config.use_cache:
         return bool(asked)
     call = current_call()
-    unread = getattr(module, "gradient_checkpointing", False) or (call is not None and not call.settings.caches)
-    return not (module.training and unread)
+    if not module.training:
+        return call is None or call.settings.eval_caches
+    return not (getattr(module, "gradient_checkpointing", False) or (call is not None and not call.settings.caches))
 
 
 def _may_promise(form: BodyForm, module: nn.Module, config: Any, given: dict[str, Any]) -> bool:

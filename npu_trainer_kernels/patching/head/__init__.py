@@ -12,7 +12,16 @@ In training a patched head returns promised logits instead of logits:
 
 from . import promise_records  # noqa: F401  sets `PromisedLogits.answer`
 from .head_call import is_partitioned, labelled_rows
-from .lm_head import LmHeadPatch, causal_lm
+from .lm_head import LmHeadPatch, causal_lm, promised_by_teachers
+from .promise import PromisedLogits
 from .trl_seam import TrlHeadPatch
 
-__all__ = ["LmHeadPatch", "TrlHeadPatch", "causal_lm", "is_partitioned", "labelled_rows"]
+__all__ = [
+    "LmHeadPatch",
+    "PromisedLogits",
+    "TrlHeadPatch",
+    "causal_lm",
+    "is_partitioned",
+    "labelled_rows",
+    "promised_by_teachers",
+]

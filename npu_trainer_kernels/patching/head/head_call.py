@@ -173,6 +173,22 @@ class HeadCall:
         # Divides by the same number that the op has multiplied by: if the division follows, backward sends a one.
         return loss if divisor is None else loss / divisor.reciprocal()
 
+    def with_teacher(self, teacher: HeadCall, loss: Callable[..., _T]) -> _T:
+        """Calls a function with the weight and bias of this call and of a teacher's, while they are in memory."""
+        mine, its = self.leaves[1:], teacher.leaves[1:]
+        with self._as_called():
+            return self._with_parameters(lambda: teacher._with_parameters(lambda: loss(*mine, *its)))
+
+    def unlike(self, teacher: HeadCall) -> str | None:
+        """Returns why no loss can be computed of this call and a teacher's together, or None."""
+        if any(isinstance(p, DTensor) for p in (*self._parameters, *teacher._parameters)):
+            return "a head is sharded"
+        if any(is_partitioned(p) or _released(p) for p in teacher._parameters):
+            return "the teacher's head is sharded"
+        if self._autocast[1] != teacher._autocast[1] or self.device != teacher.device:
+            return "the two heads run under another autocast, or on other devices"
+        return None
+
     def differs(
         self, hidden: torch.Tensor, transformed: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor,
         **options: Any,

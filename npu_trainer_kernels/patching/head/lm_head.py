@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +27,7 @@ from .graphs import keep_out_of_graphs, may_promise
 from .head_call import HeadCall, answer_of, is_asked, is_of_a_wrapper
 from .promise import promise
 
-__all__ = ["LmHeadPatch", "causal_lm"]
+__all__ = ["LmHeadPatch", "causal_lm", "promised_by_teachers"]
 
 
 def causal_lm(model: nn.Module) -> tuple[str, Any]:
@@ -38,6 +40,19 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
         owns = hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function")
         if owns and module.get_output_embeddings() is not None:
             yield path, module
+
+
+_of_teachers: contextvars.ContextVar[bool] = contextvars.ContextVar("npu_kernels_of_teachers", default=False)
+
+
+@contextlib.contextmanager
+def promised_by_teachers() -> Iterator[None]:
+    """Makes heads promise their logits without gradients, too, inside the `with` block: for a loss of two heads."""
+    token = _of_teachers.set(True)
+    try:
+        yield
+    finally:
+        _of_teachers.reset(token)
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,8 @@ class LmHeadPatch(Patch):
         if is_parametrized(module):
             return "its weight is computed anew whenever it is read (a parametrization)"
         hidden, weight, bias = args[0], module.weight, module.bias
-        if not (may_promise(module) and any(t is not None and t.requires_grad for t in (hidden, weight, bias))):
+        trains = may_promise(module) and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+        if not (trains or (_of_teachers.get() and not torch.is_grad_enabled())):
             return UNREPORTED
         if (reason := no_float(hidden)) is not None:
             return reason

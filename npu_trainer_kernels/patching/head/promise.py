@@ -197,14 +197,17 @@ class PromisedLogits(torch.Tensor):
             state.clean = state.real._version
         return state.real
 
-    def cross_entropy(self, hidden: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Runs the fused op; in the graph, its loss depends on this promise."""
-        call = self.place.call
+    def loss(self, fused: Callable[[], torch.Tensor], again: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Returns a loss of this promise's call that a fused op computes; in the graph, it depends on this promise.
+
+        Args:
+            fused: runs the op; its graph ends at the leaves of the call.
+            again: computes the same loss from ordinary logits, for code that reads their gradient.
+        """
         if not (self.requires_grad and torch.is_grad_enabled()):
             with torch.no_grad():
-                return call.cross_entropy(hidden, target, **options)
-        debt = _Debt(call.cross_entropy(hidden, target, **options), self.place, options, target)
-        loss: torch.Tensor = _PromisedLoss.apply(self, debt)
+                return fused()
+        loss: torch.Tensor = _PromisedLoss.apply(self, _Debt(fused(), self.place, again))
         used: PromisedLogits | None = self
         while used is not None:
             used.state.fused, used = True, used.state.parent
@@ -237,6 +240,8 @@ class PromisedLogits(torch.Tensor):
 
 def promise(call: HeadCall, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> PromisedLogits:
     """Returns the promise of a head's logits."""
+    if not torch.is_grad_enabled():
+        return PromisedLogits(Place(call, call.hidden, call.shadow))
     made: PromisedLogits = _PromiseOfHead.apply(hidden, weight, bias, Place(call, call.hidden, call.shadow))
     made.state.own = True
     return made
@@ -253,18 +258,13 @@ class _Debt:
 
     loss: torch.Tensor
     place: Place
-    options: dict[str, Any]
-    target: torch.Tensor
+    again: Callable[[torch.Tensor], torch.Tensor]
 
     def gradient(self, upstream: torch.Tensor, at: Place) -> torch.Tensor:
         """Returns the gradient that this loss would send to the logits at `at`."""
-        names = {"class_weights": "weight", "reduction": "reduction", "ignore_index": "ignore_index",
-                 "label_smoothing": "label_smoothing"}  # fmt: skip
-        options = {names[name]: value for name, value in self.options.items() if name in names}
         with self.place.call.above_autograd(), torch.enable_grad():  # the caller may be below it
             x = at.values().detach().requires_grad_()
-            logits = functools.reduce(lambda t, step: step(t), self.place.steps[len(at.steps) :], x)
-            loss = torch.nn.functional.cross_entropy(logits, self.target, **options)
+            loss = self.again(functools.reduce(lambda t, step: step(t), self.place.steps[len(at.steps) :], x))
             return torch.autograd.grad(loss, x, upstream.to(loss.dtype))[0]
 
 

@@ -357,7 +357,12 @@ def _cross_entropy(
                **place.transform.options}  # fmt: skip
     if (reason := place.call.differs(place.hidden, place.transform, target, **options)) is not None:
         return reason
-    loss = input.cross_entropy(place.hidden, target, reduction=reduction, **options)
+    loss = input.loss(
+        lambda: place.call.cross_entropy(place.hidden, target, reduction=reduction, **options),
+        lambda logits: functional.cross_entropy(
+            logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        ),
+    )
     return loss.to(torch.float32 if autocasts(target) else place.shadow.dtype)
 
 
