@@ -117,10 +117,6 @@ def prepare(name: str, folder: Path) -> list[str]:
     if name == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         print("bitsandbytes is not installed: the weights stay in fp32, and the rest is QLoRA as in the recipe")
         options["load_in_4bit"] = "False"
-    elif name == "qlora":
-        # On a CPU with AVX512-BF16 bitsandbytes 0.50 packs 4-bit weights in a forward without gradients, as the audit
-        # makes one, and computes wrong gradients from then on. It does not do so on an accelerator.
-        before += ["--audit", "off"]
     chosen = [[f"--{key}", *value.split()] for key, value in options.items() if value is not None]
     before = [SLICES.get(word, word) for word in before]
     chosen += [[f"--{key}", str(folder / path)] for key, path in paths.items()]

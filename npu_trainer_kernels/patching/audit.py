@@ -362,6 +362,10 @@ def _without_cast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+def _of_bitsandbytes(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("bitsandbytes.")
+
+
 @contextlib.contextmanager
 def _undisturbed(module: nn.Module, sites: list[Site]) -> Iterator[None]:
     """Restores counts and buffers after forwards without gradients. Where random numbers are drawn for each token, the
@@ -373,7 +377,8 @@ def _undisturbed(module: nn.Module, sites: list[Site]) -> Iterator[None]:
                for name, b in part._buffers.items() if b is not None and not b.is_inference()]  # fmt: skip
     config: Any = getattr(module, "config", None)
     draws = config is not None and draws_for_tokens(config.get_text_config(), module.modules())
-    modes = [part for part in module.modules() if part.training] if draws else []
+    # On a CPU a 4-bit layer of bitsandbytes changes its weight for good in evaluation mode, and draws nothing.
+    modes = [part for part in module.modules() if part.training and not _of_bitsandbytes(part)] if draws else []
     for part in modes:
         part.training = False
     try:

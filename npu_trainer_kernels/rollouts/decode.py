@@ -162,7 +162,7 @@ class Step:
             given: dict[str, Any] = {"input_ids": rows.token, "position_ids": written.long()[:, None]}
             if "cache_position" in names:
                 given["cache_position"] = written[:1].long()
-            with packed(decoding):
+            with packed_row(decoding):
                 out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
             logits = logits_of(out)[:, -1].float()
             written += alive

@@ -29,7 +29,7 @@ from torch import nn
 from .. import device
 from ..capture import Refused
 from ..ops.attention import Segments, uploaded
-from ..patching.body import Unserved, attend_by_segments, packed, packing_for
+from ..patching.body import Unserved, attend_by_segments, packed_row, packing_for
 from ..patching.patch import PROBE_ERRORS
 from ..patching.undo import Undo
 from ..support.errors import one_line
@@ -218,7 +218,7 @@ class Engine:
             given["cache_position"] = given["position_ids"][0]
         room = _free_bytes(where, 4)
         looking = None if self._copies.found else self._copies.looking(model, room)
-        with packed(packing), self._copies.on(), looking or contextlib.nullcontext():
+        with packed_row(packing), self._copies.on(), looking or contextlib.nullcontext():
             out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
         if looking is not None:
             self._copies.fill()

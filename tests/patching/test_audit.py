@@ -25,7 +25,7 @@ from npu_trainer_kernels.patching import PATCHES, audit
 from npu_trainer_kernels.patching.body import packed
 from npu_trainer_kernels.patching.head import head_call, trl_seam
 from npu_trainer_kernels.patching.modules.norms import RmsNormPatch
-from tests.models import FAMILIES, HAS_TRL_HEAD, SMALL, small_model
+from tests.models import FAMILIES, HAS_TRL_HEAD, SMALL, batch, small_model
 from tests.patching.padded import padded
 
 OPS = [op for op in PATCHES if op != "linear_logprob"]
@@ -466,3 +466,24 @@ def test_a_hook_of_all_modules_that_goes_by_places(monkeypatch):
     assert apart(found, expected) < 1e-5
     assert off(kernels) == {"varlen_attention"}
     assert said
+
+
+def test_a_layer_that_evaluation_would_change_stays_in_training_mode():
+    """On a CPU bitsandbytes packs a 4-bit weight for good in evaluation mode, which the audit sets if something draws."""
+    seen = []
+
+    def forward(self, x):
+        seen.append(self.training or torch.is_grad_enabled())
+        return nn.functional.linear(x, self.weight)
+
+    packs = type("Linear4bit", (nn.Linear,), {"forward": forward, "__module__": "bitsandbytes.nn.modules"})
+    model = small_model("llama", attention_dropout=0.1)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.__class__ = packs
+    with apply_npu_kernels(model, backend="torch") as kernels:
+        kernels.audit()
+        model(**batch()).loss.backward()
+        assert len(kernels.report().audits) == 1
+    assert len(seen) > len(model.model.layers)
+    assert all(seen)
+    assert all(module.training for module in model.modules())

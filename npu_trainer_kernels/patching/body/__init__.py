@@ -21,7 +21,7 @@ from .packed import (
     attend_by_segments,
     foreign_attention,
     make_mask,
-    packed,
+    packed_row,
     packing_for,
     under_way,
 )
@@ -39,7 +39,7 @@ __all__ = [
     "foreign_attention",
     "make_mask",
     "outermost_body",
-    "packed",
+    "packed_row",
     "packing_for",
     "under_way",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from ...ops.attention import Segments, Shared, take, uploaded
 from ..call import Scored
 from .layout import DEAD, PREDICTS, READ, Layout, layout
 from .mixers import Rows, live_tokens_alone
-from .packed import Unserved, packed, packing_for
+from .packed import Unserved, packed_row, packing_for
 
 __all__ = ["Batch", "hidden_of", "routers_of"]
 
@@ -150,7 +150,7 @@ class Batch:
         keys = None if where.keys is None else Shared.make(where.keys, live, device)
         segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
         packing = packing_for(body, body.get_submodule(inner), segments, backend, n)
-        with packed(packing):
+        with packed_row(packing):
             out = kind.forward(body, **new)
         known = ("last_hidden_state", "router_logits")
         others = () if isinstance(out, tuple) else (name for name in out if name not in known)

@@ -45,7 +45,7 @@ __all__ = [
     "attend_by_segments",
     "foreign_attention",
     "make_mask",
-    "packed",
+    "packed_row",
     "packing_for",
     "under_way",
     "why_not",
@@ -410,7 +410,7 @@ def packing_for(body: Any, text: Any, segments: Segments, backend: str | None, t
 
 
 @contextlib.contextmanager
-def packed(packing: Packing) -> Iterator[None]:
+def packed_row(packing: Packing) -> Iterator[None]:
     """Sets the packed row that is on its way on this thread, inside the `with` block."""
     token = _packing.set(packing)
     try:
@@ -470,7 +470,7 @@ def _attending(base: Any) -> Callable[..., Any]:
         mask = _mask_in(args, kwargs)
         if mask is None:
             return base.forward(module, *args, **kwargs)
-        with packed(mask.packing):
+        with packed_row(mask.packing):
             return base.forward(module, *args, **kwargs)
 
     return forward
