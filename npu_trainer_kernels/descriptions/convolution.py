@@ -74,18 +74,22 @@ def _gate(taps: int, activation: str | None, biased: bool, segments: bool) -> Ca
         assert isinstance(y, torch.Tensor)
         torch.autograd.backward(y, torch.ones_like(y.transpose(1, 2)).transpose(1, 2))
         size = rows * channels * t.itemsize
-        # A share has the sums of one program.
+        # An NPU reads the state in fp32; its gradient has x's dtype. A share has the sums of one program.
+        numbers = 2 * (taps - 1) * channels if segments else 0
         sums = (taps + 1) * channels * 4
-        return {"_forward_kernel": 2 * size, "_backward_kernel": 3 * size, "_sum_kernel": 2 * sums}
+        return {
+            "_forward_kernel": 2 * size + 4 * numbers,
+            "_backward_kernel": 3 * size + (4 + t.itemsize) * numbers + sums,
+            "_sum_kernel": 2 * sums,
+        }
 
     return call
 
 
 GATE: tuple[GateEntry, ...] = (
-    # Qwen3-Next and Qwen3.5, with queries, keys and values side by side; LFM2; Mamba 2.
-    GateEntry("causal_conv1d", (8192,), "channels", _gate(4, "silu", False, False), max_traffic=1.1),
-    GateEntry("causal_conv1d, three taps", (2048,), "channels", _gate(3, None, False, False), max_traffic=1.1),
-    GateEntry("causal_conv1d, bias", (4352,), "channels", _gate(4, "silu", True, False), max_traffic=1.1),
-    GateEntry("causal_conv1d, segments and state", (8192,), "channels", _gate(4, "silu", True, True), max_traffic=1.1,
-              follows_ids=True),
-)  # fmt: skip
+    # Queries, keys and values side by side of Qwen3.5 0.8B and of Qwen3-Next; LFM2; Mamba 2 of two sizes.
+    GateEntry("causal_conv1d", (6144, 8192), "channels", _gate(4, "silu", False, False)),
+    GateEntry("causal_conv1d, three taps", (2048,), "channels", _gate(3, None, False, False)),
+    GateEntry("causal_conv1d, bias", (4352, 10240), "channels", _gate(4, "silu", True, False)),
+    GateEntry("causal_conv1d, segments and state", (8192,), "channels", _gate(4, "silu", True, True), follows_ids=True),
+)

@@ -246,8 +246,8 @@ def embedding_tile(cols: int, spec: DeviceSpec) -> RowTile:
 # Tokens of a chunk. Beside it a program reads K - 1 tokens more, in backward on both sides: with 4 taps 2% and 5%. On
 # CUDA a chunk is a task of its own, and its sums of K + 1 fp32 numbers per channel are 8% of x in bf16. Not timed.
 _TOKENS_OF_A_CHUNK = 128
-# Ascend910B4, bf16 and fp32: with so many channels in a block the kernels of four taps fit. In fp32 they hold K weights,
-# K inputs and some temporaries for each channel; in backward also K gradients of inputs and of the weight.
+# Ascend910B4, bf16 and fp32: with so many channels in a block the kernels of four taps fit. They hold K weights, K inputs
+# and some temporaries in fp32 for each channel; in backward also K gradients of inputs and of the weight.
 _CONVOLUTION_COLUMNS = 2048
 _CONVOLUTION_BACKWARD_COLUMNS = 1024
 

@@ -3,8 +3,8 @@ linear-attention layers.
 
     p_t = bias + sum over j < K of w_j x_{t-j}        y_t = a(p_t)        w_j = weight[:, K - 1 - j]
 
-for each channel, in fp32 and rounded once, with a = silu or no activation. A place before the first one of a row, or of a segment of a packed
-row, has the state: x_{-i} = state[:, K - 1 - i] for i = 1 .. K - 1, or zero without a state.
+for each channel, in fp32 and rounded once, with a = silu or no activation. A place before the first one of a row, or of
+a segment of a packed row, has the state: x_{-i} = state[:, K - 1 - i] for i = 1 .. K - 1, or zero without a state.
 
     g_t = dy_t a'(p_t)        dx_t = sum over j < K of w_j g_{t+j}
     dw_j = sum over t of g_t x_{t-j}        dbias = sum over t of g_t

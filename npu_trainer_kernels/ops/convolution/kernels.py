@@ -162,7 +162,7 @@ def _forward_kernel(
     x += _lanes(channels, x_channel, X_UNIT, WIDE)
     y += _lanes(channels, y_channel, Y_UNIT, WIDE)
     for task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
-        row, begin, end, first, _ = _chunk(chunks, task, per_row, length, HAS_SEGMENTS, TOKENS)
+        row, begin, end, first, _last = _chunk(chunks, task, per_row, length, HAS_SEGMENTS, TOKENS)
         of_x = x + tl.cast(row, tl.int64) * x_row
         of_y = y + tl.cast(row, tl.int64) * y_row
         of_state = state + tl.cast(row, tl.int64) * s_row + channels * s_channel
@@ -179,7 +179,7 @@ def _forward_kernel(
             x0 = load_fp32(of_x + tl.cast(token, tl.int64) * x_token, found, MASKED)
             p = _sum_of_products(start, w0, w1, w2, w3, w4, w5, w6, w7, x0, x1, x2, x3, x4, x5, x6, x7, TAPS)
             if SILU:
-                p, _ = activated(p, "silu", 1.0)
+                p, _s = activated(p, "silu", 1.0)
             store(of_y + tl.cast(token, tl.int64) * y_token, p, found, MASKED)
             if TAPS > 7:
                 x7 = x6
@@ -421,6 +421,11 @@ def _by_channels(t: torch.Tensor, spec: device.DeviceSpec) -> torch.Tensor:
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def _state_of(state: torch.Tensor, spec: device.DeviceSpec) -> torch.Tensor:
+    # An NPU would wait for the conversion before it loads the next token.
+    return _by_channels(state.float(), spec) if spec.has_buffer else state
+
+
 def _empty_like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns an uninitialised tensor in the order of t's strides, without gaps."""
     if t.stride(1) == 1 or t.stride(2) != 1:
@@ -461,7 +466,7 @@ def launch_forward(
     if not y.numel():
         return y
     has_state = state is not None and form.taps > 1
-    before = x if state is None or not has_state else _by_channels(state, spec)
+    before = x if state is None or not has_state else _state_of(state, spec)
     tile = tiling.convolution_tile(x.shape[1], x.element_size(), False, spec)
     chunks, per_row, tasks = _tasks(x, form, tile.rows)
     launch(
@@ -494,7 +499,7 @@ def launch_backward(
         zeros = torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
         return dx, *(zeros if needs_dw else (None, None)), None if dstate is None else dstate.transpose(1, 2)
     has_state = state is not None and taps > 1
-    before = dy if state is None or not has_state else _by_channels(state, spec)
+    before = dy if state is None or not has_state else _state_of(state, spec)
     tile = tiling.convolution_tile(channels, dy.element_size(), True, spec)
     chunks, per_row, tasks = _tasks(dy, form, tile.rows)
     # Many short segments share programs, so that the sums of programs stay small beside x.
