@@ -142,7 +142,7 @@ def _backward_in_torch(
             dx, dstate = d[..., keep:].contiguous(), d[..., :keep]
         else:
             dx = d.index_select(2, places.tokens)
-            dstate = d.index_select(2, places.before).view(d.shape[1], len(form.segments), keep).transpose(0, 1)
+            dstate = d.index_select(2, places.before).view(d.shape[1], places.rows, keep).transpose(0, 1)
         # In the layout that the kernels write.
         dstate = dstate.transpose(1, 2).contiguous().transpose(1, 2)
     return dx if needs_dx else None, dw, db, dstate if needs_dstate else None

@@ -101,6 +101,16 @@ def _chunk(chunks, task, per_row, length, HAS_SEGMENTS: tl.constexpr, TOKENS: tl
 
 
 @jit
+def _row_offset(row, stride, ALIGNED: tl.constexpr):
+    """Returns the offset of a row of x. With ALIGNED the stride counts 16 numbers, so that the compiler knows that
+    loads may be wide; a kernel must not be specialised on a stride that depends on lengths."""
+    if ALIGNED:
+        return tl.cast(row, tl.int64) * stride * 16
+    else:
+        return tl.cast(row, tl.int64) * stride
+
+
+@jit
 def _lanes(channels, stride, UNIT: tl.constexpr, WIDE: tl.constexpr):
     """Returns the offsets of channels. With UNIT they lie side by side; with WIDE an offset may exceed 2^31."""
     if UNIT:
@@ -113,7 +123,7 @@ def _lanes(channels, stride, UNIT: tl.constexpr, WIDE: tl.constexpr):
 
 @jit(lengths=("x_row", "x_channel", "y_row", "y_channel", "n_tasks", "per_row", "length"))
 def _forward_kernel(
-    x,  # [B, CHANNELS, length] with strides x_row (0 if HAS_SEGMENTS), x_channel, x_token; likewise y
+    x,  # [B, CHANNELS, length] with strides x_row, x_channel, x_token; likewise y; one row if HAS_SEGMENTS
     weight,  # [CHANNELS, TAPS] with strides w_channel, w_tap
     bias,  # [CHANNELS], read if HAS_BIAS
     state,  # [rows or segments, CHANNELS, TAPS - 1] with strides s_row, s_channel, s_place, read if HAS_STATE
@@ -141,6 +151,7 @@ def _forward_kernel(
     HAS_SEGMENTS: tl.constexpr,
     X_UNIT: tl.constexpr,  # channels of x lie side by side; likewise Y_UNIT
     Y_UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,  # row strides count 16 numbers
     WIDE: tl.constexpr,
     TOKENS: tl.constexpr,
     COLS: tl.constexpr,
@@ -163,8 +174,8 @@ def _forward_kernel(
     y += _lanes(channels, y_channel, Y_UNIT, WIDE)
     for task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
         row, begin, end, first, _last = _chunk(chunks, task, per_row, length, HAS_SEGMENTS, TOKENS)
-        of_x = x + tl.cast(row, tl.int64) * x_row
-        of_y = y + tl.cast(row, tl.int64) * y_row
+        of_x = x + _row_offset(row, x_row, ALIGNED)
+        of_y = y + _row_offset(row, y_row, ALIGNED)
         of_state = state + tl.cast(row, tl.int64) * s_row + channels * s_channel
         at = of_x + tl.cast(begin, tl.int64) * x_token
         place = begin - first
@@ -253,6 +264,7 @@ def _backward_kernel(
     DY_UNIT: tl.constexpr,
     X_UNIT: tl.constexpr,
     DX_UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,  # row strides count 16 numbers
     WIDE: tl.constexpr,
     TOKENS: tl.constexpr,
     COLS: tl.constexpr,
@@ -295,9 +307,9 @@ def _backward_kernel(
     d7 = zeros
     for task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
         row, begin, end, first, last = _chunk(chunks, task, per_row, length, HAS_SEGMENTS, TOKENS)
-        of_dy = dy + tl.cast(row, tl.int64) * dy_row
-        of_x = x + tl.cast(row, tl.int64) * x_row
-        of_dx = dx + tl.cast(row, tl.int64) * dx_row
+        of_dy = dy + _row_offset(row, dy_row, ALIGNED)
+        of_x = x + _row_offset(row, x_row, ALIGNED)
+        of_dx = dx + _row_offset(row, dx_row, ALIGNED)
         of_state = state + tl.cast(row, tl.int64) * s_row + channels * s_channel
         of_dstate = dstate + tl.cast(row, tl.int64) * ((TAPS - 1) * CHANNELS) + channels
         x0 = zeros
@@ -442,9 +454,14 @@ def _tasks(x: torch.Tensor, form: Form, tokens: int) -> tuple[torch.Tensor, int,
     return x, per_row, x.shape[0] * per_row
 
 
-def _strides(t: torch.Tensor, form: Form) -> tuple[int, int, int]:
+def _strides(t: torch.Tensor, aligned: bool) -> tuple[int, int, int]:
     row, channel, token = t.stride()
-    return (row if form.segments is None else 0), channel, token
+    # The stride of a single row is no number of the model.
+    return (0 if t.shape[0] == 1 else row // 16 if aligned else row), channel, token
+
+
+def _are_aligned(*tensors: torch.Tensor) -> bool:
+    return all(t.shape[0] == 1 or t.stride(0) % 16 == 0 for t in tensors)
 
 
 def _is_wide(*tensors: torch.Tensor) -> bool:
@@ -469,13 +486,15 @@ def launch_forward(
     before = x if state is None or not has_state else _state_of(state, spec)
     tile = tiling.convolution_tile(x.shape[1], x.element_size(), False, spec)
     chunks, per_row, tasks = _tasks(x, form, tile.rows)
+    aligned = _are_aligned(x, y)
     launch(
         _forward_kernel, (tiling.programs(tasks, spec, tile.blocks), tile.blocks),
-        (x, weight, x if bias is None else bias.contiguous(), before, chunks, y, *_strides(x, form), *weight.stride(),
-         *(before.stride() if has_state else (0, 0, 0)), *_strides(y, form), tasks, per_row, x.shape[2]),
+        (x, weight, x if bias is None else bias.contiguous(), before, chunks, y, *_strides(x, aligned),
+         *weight.stride(), *(before.stride() if has_state else (0, 0, 0)), *_strides(y, aligned), tasks, per_row, x.shape[2]),
         {"CHANNELS": x.shape[1], "TAPS": form.taps, "SILU": form.silu, "HAS_BIAS": bias is not None,
          "HAS_STATE": has_state, "HAS_SEGMENTS": form.segments is not None, "X_UNIT": x.stride(1) == 1,
-         "Y_UNIT": y.stride(1) == 1, "WIDE": _is_wide(x, y), "TOKENS": tile.rows, "COLS": tile.cols, **tile.options},
+         "Y_UNIT": y.stride(1) == 1, "ALIGNED": aligned, "WIDE": _is_wide(x, y), "TOKENS": tile.rows,
+         "COLS": tile.cols, **tile.options},
     )  # fmt: skip
     return y
 
@@ -507,17 +526,18 @@ def launch_backward(
     programs = tiling.programs(min(tasks, most), spec, tile.blocks)
     sums = dy.new_empty(programs, (taps + 1) * channels, dtype=torch.float32) if needs_dw else None
     like = of_x if dx is None else dx
+    aligned = _are_aligned(dy, of_x, like)
     launch(
         _backward_kernel, (programs, tile.blocks),
         (dy, of_x, given, dy if bias is None else bias.contiguous(), before, chunks, like,
-         dy if dstate is None else dstate, dy if sums is None else sums, *_strides(dy, form),
-         *_strides(of_x, form), *given.stride(), *(before.stride() if has_state else (0, 0, 0)),
-         *_strides(like, form), tasks, per_row, dy.shape[2]),
+         dy if dstate is None else dstate, dy if sums is None else sums, *_strides(dy, aligned),
+         *_strides(of_x, aligned), *given.stride(), *(before.stride() if has_state else (0, 0, 0)),
+         *_strides(like, aligned), tasks, per_row, dy.shape[2]),
         {"CHANNELS": channels, "TAPS": taps, "SILU": form.silu, "HAS_BIAS": bias is not None, "HAS_STATE": has_state,
          "HAS_SEGMENTS": form.segments is not None, "LOAD_X": x is not None, "STORE_DX": needs_dx,
          "STORE_DSTATE": needs_dstate and taps > 1, "STORE_DW": needs_dw, "DY_UNIT": dy.stride(1) == 1,
-         "X_UNIT": of_x.stride(1) == 1, "DX_UNIT": like.stride(1) == 1, "WIDE": _is_wide(dy, of_x, like),
-         "TOKENS": tile.rows, "COLS": tile.cols, **tile.options},
+         "X_UNIT": of_x.stride(1) == 1, "DX_UNIT": like.stride(1) == 1, "ALIGNED": aligned,
+         "WIDE": _is_wide(dy, of_x, like), "TOKENS": tile.rows, "COLS": tile.cols, **tile.options},
     )  # fmt: skip
     dw = db = None
     if sums is not None:

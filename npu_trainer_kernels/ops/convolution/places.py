@@ -47,8 +47,16 @@ def chunks_of(segments: Segments, tokens: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Extended:
-    """The packed row with K - 1 places before each segment: where the tokens lie in it, and where those places."""
+    """The packed row with K - 1 places before each segment: where the tokens lie in it, and where those places.
 
+    Attributes:
+        rows: the number of segments.
+        size: the number of places.
+        tokens: `[T]`, the place of each token.
+        before: `[rows (K - 1)]`, the places before segments.
+    """
+
+    rows: int
     size: int
     tokens: torch.Tensor
     before: torch.Tensor
@@ -61,7 +69,7 @@ def extended_places(segments: Segments, taps: int) -> Extended:
         tokens = np.arange(ends[-1]) + keep * (of + 1)
         before = (begins + keep * np.arange(len(ends)))[:, None] + np.arange(keep)
         size = int(ends[-1]) + keep * len(ends)
-        return Extended(size, uploaded(tokens, where), uploaded(before.reshape(-1), where))
+        return Extended(len(ends), size, uploaded(tokens, where), uploaded(before.reshape(-1), where))
 
     return _once(segments, ("extended", taps), make)
 
