@@ -490,7 +490,8 @@ def launch_forward(
     launch(
         _forward_kernel, (tiling.programs(tasks, spec, tile.blocks), tile.blocks),
         (x, weight, x if bias is None else bias.contiguous(), before, chunks, y, *_strides(x, aligned),
-         *weight.stride(), *(before.stride() if has_state else (0, 0, 0)), *_strides(y, aligned), tasks, per_row, x.shape[2]),
+         *weight.stride(), *(before.stride() if has_state else (0, 0, 0)), *_strides(y, aligned), tasks, per_row,
+         x.shape[2]),
         {"CHANNELS": x.shape[1], "TAPS": form.taps, "SILU": form.silu, "HAS_BIAS": bias is not None,
          "HAS_STATE": has_state, "HAS_SEGMENTS": form.segments is not None, "X_UNIT": x.stride(1) == 1,
          "Y_UNIT": y.stride(1) == 1, "ALIGNED": aligned, "WIDE": _is_wide(x, y), "TOKENS": tile.rows,
@@ -542,6 +543,6 @@ def launch_backward(
     dw = db = None
     if sums is not None:
         total = sum_of_partials(sums, torch.float32, spec).view(taps + 1, channels)
-        dw = total[:taps].t().to(weight.dtype, memory_format=torch.contiguous_format)
+        dw = total[:taps].t().contiguous().to(weight.dtype)
         db = None if bias is None else total[taps].to(bias.dtype)
     return dx, dw, db, None if dstate is None else dstate.transpose(1, 2)
