@@ -87,9 +87,10 @@ def _gate(taps: int, activation: str | None, biased: bool, segments: bool) -> Ca
 
 
 GATE: tuple[GateEntry, ...] = (
-    # Queries, keys and values side by side of Qwen3.5 0.8B and of Qwen3-Next; LFM2; Mamba 2 of two sizes.
+    # Queries, keys and values side by side of Qwen3.5 0.8B and of Qwen3-Next; LFM2; Mamba 2; the most taps.
     GateEntry("causal_conv1d", (6144, 8192), "channels", _gate(4, "silu", False, False)),
     GateEntry("causal_conv1d, three taps", (2048,), "channels", _gate(3, None, False, False)),
-    GateEntry("causal_conv1d, bias", (4352, 10240), "channels", _gate(4, "silu", True, False)),
+    GateEntry("causal_conv1d, bias", (4352,), "channels", _gate(4, "silu", True, False)),
+    GateEntry("causal_conv1d, eight taps", (4096,), "channels", _gate(8, "silu", True, True), follows_ids=True),
     GateEntry("causal_conv1d, segments and state", (8192,), "channels", _gate(4, "silu", True, True), follows_ids=True),
 )

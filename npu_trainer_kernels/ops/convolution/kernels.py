@@ -484,7 +484,7 @@ def launch_forward(
         return y
     has_state = state is not None and form.taps > 1
     before = x if state is None or not has_state else _state_of(state, spec)
-    tile = tiling.convolution_tile(x.shape[1], x.element_size(), False, spec)
+    tile = tiling.convolution_tile(x.shape[1], form.taps, False, spec)
     chunks, per_row, tasks = _tasks(x, form, tile.rows)
     aligned = _are_aligned(x, y)
     launch(
@@ -520,7 +520,7 @@ def launch_backward(
         return dx, *(zeros if needs_dw else (None, None)), None if dstate is None else dstate.transpose(1, 2)
     has_state = state is not None and taps > 1
     before = dy if state is None or not has_state else _state_of(state, spec)
-    tile = tiling.convolution_tile(channels, dy.element_size(), True, spec)
+    tile = tiling.convolution_tile(channels, taps, True, spec)
     chunks, per_row, tasks = _tasks(dy, form, tile.rows)
     # Many short segments share programs, so that the sums of programs stay small beside x.
     most = tasks if not needs_dw else max(1, -(-dy.shape[0] * dy.shape[2] // tile.rows))
