@@ -23,7 +23,7 @@ SEGMENTS = {
     "whole segments": (8, 16),
     "one segment": (13,),
     "tokens": (1,) * 11,
-    "pairs": (2,) * 25,
+    "pairs": (2,) * 12,
 }
 # Blocks are of 16 channels: one and a tail, whole ones, fewer.
 CHANNELS = [21, 32, 5]
@@ -261,7 +261,7 @@ def test_no_kernel_is_compiled_for_new_lengths(device, launches, packed, turned)
 
     first = run(5, 11)
     assert [name for name, *_ in first] == ["_forward_kernel", "_backward_kernel"]
-    assert first == run(7) == run(16, 16, 3) == run(*[7] * 40)
+    assert first == run(7) == run(16, 16, 3) == run(*[7] * 9)
 
 
 def test_many_short_segments_share_programs(device, launches):
