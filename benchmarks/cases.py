@@ -150,6 +150,8 @@ def _accelerator_cases() -> list[OpCase]:
         OpCase("decode_attention", {"B": b, "T": t, **heads}, modes=("forward",))
         for b, t in ((8, 1024), (64, 1024), (8, 8192))
     ]
+    # Queries, keys and values of Qwen3-Next; LFM2's; Mamba 2's.
+    rows += [OpCase("causal_conv1d", {"N": 16384, "C": c, "K": k}) for c, k in ((8192, 4), (2048, 3), (4352, 4))]
     # A small mixture of experts, and Qwen3-30B-A3B's.
     rows += [OpCase("moe_experts", {"N": 16384, "H": 1024, "I": 512, "E": 64, "k": 8})]
     rows += [OpCase("moe_experts", {"N": 16384, "H": 2048, "I": 768, "E": 128, "k": 8})]
@@ -181,6 +183,7 @@ def _cpu_cases() -> list[OpCase]:
             for live, shared in ((37, 0), (78, 0), (37, 128))
         ),
         OpCase("decode_attention", {"B": 8, "T": 256, "Q": 5, "K": 5, "D": 32}, modes=("forward",)),
+        OpCase("causal_conv1d", {"N": 2048, "C": 512, "K": 4}),
         OpCase("moe_experts", {"N": 2048, "H": 160, "I": 96, "E": 8, "k": 2}),
     ]
     return [replace(c, dtype="float32") for c in rows]

@@ -524,11 +524,15 @@ def _without_kernel(device: str) -> str:
 
 def _in_no_model(op: str) -> Absent:
     """Returns the reason for an op that is not applied to models: no training calls it; only its tests check it."""
-    return lambda device: "" if op in patching.PATCHES else f"{op} of logits is put into no model"
+    return lambda device: "" if op in patching.PATCHES else f"{op} is put into no model"
 
 
 # Functions that some devices do not have, or that no model calls.
-_ABSENT = {"ByKernel": _without_kernel, "_LogitsStatistics": _in_no_model("grpo_loss")}
+_ABSENT = {
+    "ByKernel": _without_kernel,
+    "_LogitsStatistics": _in_no_model("grpo_loss"),
+    "_CausalConv1d": _in_no_model("causal_conv1d"),
+}
 
 
 def _mutations() -> tuple[Mutation, ...]:

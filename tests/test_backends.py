@@ -77,7 +77,7 @@ def test_bad_overrides(text, message):
 @pytest.mark.parametrize("value", [["torch"], [], {}, 3], ids=repr)
 @pytest.mark.parametrize("op", descriptions.FORMS)
 def test_an_op_refuses_a_backend_that_is_no_text(op, value):
-    shapes = descriptions.ModelShapes(16, 32, 67, heads=2, kv_heads=1, head_dim=8, experts=4, slots=2)
+    shapes = descriptions.ModelShapes(16, 32, 67, 2, 1, head_dim=8, experts=4, slots=2, channels=16, taps=4)
     (work,) = (work for work in descriptions.of_model(shapes, 8, "float32") if work.op == op)
     with pytest.raises(ValueError, match=rf"backend must be 'torch' or 'op=backend,...'; got {re.escape(repr(value))}"):
         work.ours(value)(work.inputs(CPU).tensors)

@@ -20,7 +20,9 @@ from tests.closeness import assert_as_close, rounded_if_needed
 from tests.conftest import DEVICE
 from tests.models import SMALL, batch, small_model
 
-SHAPES = ModelShapes(hidden=16, intermediate=24, vocabulary=40, heads=2, kv_heads=1, head_dim=8, experts=4, slots=2)
+SHAPES = ModelShapes(
+    hidden=16, intermediate=24, vocabulary=40, heads=2, kv_heads=1, head_dim=8, experts=4, slots=2, channels=20, taps=4
+)
 WORKLOADS = of_model(SHAPES, 8, "float32")
 HEADS = {"linear_cross_entropy", "linear_logprob", "linear_divergence", "fused_linear_grpo_loss"}
 # Called and not traced: where tokens go, and how many, is known on the device alone; and the attention of generation.

@@ -57,8 +57,8 @@ OP = Extension(
             '    "rope_reference",\n': '    "rope_reference",\n    "scaled_tanh",\n    "scaled_tanh_reference",\n',
         },
         "npu_trainer_kernels/tiling/layer_tiles.py": {
-            '"""Tiles of gated MLPs, rotary embedding, token embedding and the attention of generation."""': (
-                '"""Tiles of gated MLPs, rotary embedding, token embedding, attention of generation, scaled tanh."""'
+            '"""Tiles of gated MLPs, rotary and token embedding, convolutions and the attention of generation."""': (
+                '"""Tiles of gated MLPs, embeddings, convolutions, attention of generation, scaled tanh."""'
             ),
             '    "rope_unserved",\n    "swiglu_block",': (
                 '    "rope_unserved",\n    "scaled_tanh_block",\n    "swiglu_block",'

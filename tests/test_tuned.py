@@ -198,7 +198,16 @@ def test_every_op_says_its_shape(monkeypatch):
 
     monkeypatch.setattr(backends, "choose", spied)
     shapes = descriptions.ModelShapes(
-        hidden=24, intermediate=40, vocabulary=57, heads=6, kv_heads=2, head_dim=4, experts=4, slots=2
+        hidden=24,
+        intermediate=40,
+        vocabulary=57,
+        heads=6,
+        kv_heads=2,
+        head_dim=4,
+        experts=4,
+        slots=2,
+        channels=20,
+        taps=3,
     )
     for work in descriptions.of_model(shapes, 16, "float32"):
         told.clear()

@@ -81,6 +81,7 @@ def model_cases(shapes: ModelShapes, dtype: str, rotations: Sequence[Mapping[str
         "head": shapes.head_dim,
         "intermediate": shapes.intermediate,
         "vocabulary": shapes.vocabulary,
+        "channels": shapes.channels,
     }
     known = {entry.part for entry in GATE}
     if rotations:

@@ -22,13 +22,22 @@ __all__ = ["CHECKED", "CHECKED_TOKENS", "TIMED", "check", "facts", "main", "time
 
 # The sizes are small, since the truth is computed in fp64, and no tile divides them, so that tails are checked.
 CHECKED = ModelShapes(
-    hidden=328, intermediate=712, vocabulary=2053, heads=4, kv_heads=2, head_dim=72, experts=5, slots=2
+    hidden=328,
+    intermediate=712,
+    vocabulary=2053,
+    heads=4,
+    kv_heads=2,
+    head_dim=72,
+    experts=5,
+    slots=2,
+    channels=328,
+    taps=4,
 )
 CHECKED_TOKENS = 136
 # By whether the device is an accelerator: shapes at which the kernels dominate the time; on a CPU small ones.
 TIMED = {
-    True: (ModelShapes(2048, 8192, 128256, heads=32, kv_heads=8, head_dim=64, experts=8, slots=2), 4096),
-    False: (ModelShapes(256, 704, 4096, heads=4, kv_heads=2, head_dim=64, experts=8, slots=2), 512),
+    True: (ModelShapes(2048, 8192, 128256, 32, 8, head_dim=64, experts=8, slots=2, channels=8192, taps=4), 4096),
+    False: (ModelShapes(256, 704, 4096, 4, 2, head_dim=64, experts=8, slots=2, channels=256, taps=4), 512),
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import device
-from ..support.configs import EXPERTS, SLOTS, rotated_share, setting
+from ..support.configs import EXPERTS, SLOTS, rotated_share, setting, short_convolution
 from ..table import op_of
 
 __all__ = [
@@ -185,6 +185,7 @@ class ModelShapes:
         heads, kv_heads, head_dim: sizes of attention.
         experts, slots: the number of experts of a layer, and the number of experts per token.
         rotated: the fraction of a head that rotates.
+        channels, taps: sizes of the short convolution of layers with a state.
     """
 
     hidden: int
@@ -196,6 +197,8 @@ class ModelShapes:
     experts: int = 0
     slots: int = 0
     rotated: float = 1.0
+    channels: int = 0
+    taps: int = 0
 
     @classmethod
     def of_config(cls, config: Any) -> "ModelShapes":
@@ -216,6 +219,7 @@ class ModelShapes:
                 )
             return value
 
+        channels, taps = short_convolution(text)
         hidden, heads = size("hidden_size", default=None, least=1), size("num_attention_heads")
         return cls(
             hidden=hidden,
@@ -227,6 +231,8 @@ class ModelShapes:
             experts=size(*EXPERTS),
             slots=size(*SLOTS),
             rotated=rotated_share(text),
+            channels=channels,
+            taps=taps,
         )
 
 

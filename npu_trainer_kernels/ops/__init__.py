@@ -10,6 +10,7 @@ from .attention import (
     varlen_attention,
     varlen_attention_reference,
 )
+from .convolution import causal_conv1d, causal_conv1d_reference
 from .embedding import embedding, embedding_reference
 from .experts import moe_experts, moe_experts_reference
 from .head import (
@@ -55,6 +56,8 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_reference",
     "append_to_cache",
+    "causal_conv1d",
+    "causal_conv1d_reference",
     "decode_attention",
     "decode_attention_reference",
     "embedding",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..capture import Pieces, capture, recorder_for
-from ..patching.body import packed
+from ..patching.body import packed_row
 from ..patching.layers import LayerState
 from .cache import Decoding, RolloutCache
 from .sampling import Sampling

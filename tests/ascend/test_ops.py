@@ -411,6 +411,31 @@ def test_decode_attention(launcher, tensors, heads, places, options):
     check(launcher, "decode_attention", [q, keys, values, lengths], kernels, **options | {"sinks": sinks})
 
 
+@paired(
+    # One block; equal ones; several whose last one is short.
+    channels=[96, 4096, 2100],
+    taps=[1, 3, 4, 8],
+    activation=[None, "silu"],
+    # Rows of two chunks; segments of one token, of fewer than taps, of a chunk and more.
+    lengths=[None, (1, 2, 130, 1, 5)],
+    given=["all", "no bias", "no state"],
+)
+def test_causal_conv1d(launcher, tensors, channels, taps, activation, lengths, given):
+    batch, length, rows = (2, 131, 2) if lengths is None else (1, sum(lengths), len(lengths))
+    x = tensors.floats(batch, length, channels).detach().transpose(1, 2).requires_grad_()
+    weight, bias = tensors.floats(channels, taps), tensors.floats(channels) if given != "no bias" else None
+    state = tensors.floats(rows, channels, taps - 1) if given != "no state" else None
+    segments = None if lengths is None else ops.Segments.make(lengths, "cpu")
+
+    def call(op, **more):
+        options = {"activation": activation, "segments": segments, "return_state": True, **more}
+        return lambda x, weight, bias, state: op(x, weight, bias, state=state, **options)
+
+    ours = call(ops.causal_conv1d, backend="ascend-lowering")
+    assert_op_close(ours, call(ops.causal_conv1d_reference), [x, weight, bias, state], weighted)
+    assert set(launcher.traffic) == set(WEIGHTED), "the comparison says nothing where no kernel ran"
+
+
 def test_append_to_cache(launcher, tensors):
     keys, values = tensors.floats(3, 5, 7, 20, grad=False), tensors.floats(3, 5, 7, 36, grad=False)
     k, v = tensors.floats(3, 5, 20, grad=False), tensors.floats(3, 5, 36, grad=False)
@@ -439,6 +464,7 @@ def test_every_op_of_the_gate_is_executed_here():
         "linear_divergence",
         "grpo_loss",
         "decode_attention",
+        "causal_conv1d",
     }
     assert {entry.op.partition(",")[0] for entry in GATE} == executed
 

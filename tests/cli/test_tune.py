@@ -86,11 +86,19 @@ def test_winners_are_stored_for_the_models_shapes(model, times, capsys):
     [
         (
             {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "vocab_size": 97},
-            {"swiglu", "swiglu_linear", "geglu", "moe_experts"},
+            {"swiglu", "swiglu_linear", "geglu", "moe_experts", "causal_conv1d"},
         ),
         (
             {"model_type": "mamba", "hidden_size": 32, "vocab_size": 97},
-            {"moe_experts", "linear_rms_norm", "rope", "rope_by_turns", "varlen_attention", "decode_attention"},
+            {
+                "moe_experts",
+                "linear_rms_norm",
+                "rope",
+                "rope_by_turns",
+                "varlen_attention",
+                "decode_attention",
+                "causal_conv1d",
+            },
         ),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",

@@ -19,7 +19,9 @@ from npu_trainer_kernels.ops.head import chunks
 from npu_trainer_kernels.ops.slices import in_slices
 from tests.closeness import assert_op_close
 
-SHAPES = ModelShapes(hidden=24, intermediate=40, vocabulary=67, heads=2, kv_heads=1, head_dim=12, experts=4, slots=2)
+SHAPES = ModelShapes(
+    hidden=24, intermediate=40, vocabulary=67, heads=2, kv_heads=1, head_dim=12, experts=4, slots=2, channels=20, taps=4
+)
 WORKLOADS = {work.op: work for work in of_model(SHAPES, tokens=16, dtype="float32")}
 # The attention of generation has no gradient.
 DIFFERENTIABLE = [op for op, work in WORKLOADS.items() if work.inputs(torch.device("cpu")).leaves]

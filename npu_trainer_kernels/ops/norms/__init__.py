@@ -10,7 +10,7 @@ from .gated_rms_norm import ORDERS, gated_rms_norm, gated_rms_norm_reference
 from .general_kernels import ACTIVATIONS as NORM_GATES
 from .layer_norm import layer_norm, layer_norm_reference
 from .linear_rms_norm import linear_rms_norm, linear_rms_norm_reference
-from .rms_kernels import CASTINGS
+from .rms_kernels import CASTINGS, sum_of_partials
 from .rms_norm import rms_norm, rms_norm_reference
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "linear_rms_norm_reference",
     "rms_norm",
     "rms_norm_reference",
+    "sum_of_partials",
 ]

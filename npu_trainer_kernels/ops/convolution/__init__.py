@@ -1,0 +1,9 @@
+"""The short causal convolution of layers with a state.
+
+`causal_conv1d.py` has the formulas, the reference, the torch form and the public function. `kernels.py` has the kernels
+and their launches. `places.py` computes where segments lie.
+"""
+
+from .causal_conv1d import causal_conv1d, causal_conv1d_reference
+
+__all__ = ["causal_conv1d", "causal_conv1d_reference"]
