@@ -14,6 +14,7 @@ GPU, CPU = RESULTS / "2026-11-22-nvidia-h200-fifth-round-ops.json", RESULTS / "2
 CPU_ATTENTION = RESULTS / "2026-11-22-cpu-attention.json"
 # The same device's, for the ops that the newer file lacks.
 OLDER_GPU = RESULTS / "2026-11-21-nvidia-h200-fourth-round.json"
+DECODE = RESULTS / "2026-11-26-nvidia-h100-thirteenth-round-decode.json"
 EXPERTS = RESULTS / "2026-11-22-nvidia-h200-sixth-round-experts.json"
 
 
@@ -32,9 +33,10 @@ def test_the_committed_table_is_what_the_committed_files_make(table):
         for figures in (place["because"] for place in places if isinstance(place["because"], dict)):
             figures.update(file="", ms=0.0, plain_ms=0.0, on="")
     table.write_text(json.dumps(whole))
-    assert [len(evidence.write(file, table)) for file in (OLDER_GPU, GPU, EXPERTS, CPU, CPU_ATTENTION)] == [
+    assert [len(evidence.write(file, table)) for file in (OLDER_GPU, GPU, EXPERTS, DECODE, CPU, CPU_ATTENTION)] == [
         8,
         7,
+        1,
         1,
         3,
         1,

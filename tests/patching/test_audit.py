@@ -469,7 +469,7 @@ def test_a_hook_of_all_modules_that_goes_by_places(monkeypatch):
 
 
 def test_a_layer_that_evaluation_would_change_stays_in_training_mode():
-    """bitsandbytes packs 4-bit weights for good on a CPU in evaluation mode, which the audit sets where a model draws."""
+    """bitsandbytes packs 4-bit weights for good on a CPU in evaluation mode, which an audit sets if a model draws."""
     seen = []
 
     def forward(self, x):
