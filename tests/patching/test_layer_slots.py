@@ -79,7 +79,7 @@ def test_they_are_captured_only_where_that_was_asked_for(monkeypatch: pytest.Mon
     twins.steps(FULL, step)
     assert twins.replayed == 0
     (reason,) = twins.reasons
-    assert reason == "its parameters move (FSDP), and copies of them were not measured; capture='on' makes them"
+    assert reason == "its parameters move (FSDP), and only capture='on' copies them to where graphs read"
 
 
 @pytest.mark.parametrize("fault", ["not loaded", "not loaded for backward"])

@@ -419,7 +419,7 @@ class LayerCapture:
             if is_checkpointed(layer):
                 return "its parameters move (FSDP), and a checkpoint repeats it"
             if not self._asked:
-                return "its parameters move (FSDP), and copies of them were not measured; capture='on' makes them"
+                return "its parameters move (FSDP), and only capture='on' copies them to where graphs read"
         if hooked(layer):
             return "other code has hooked it or a module of it"
         if any("forward" in vars(module) for module in layer.modules()):
