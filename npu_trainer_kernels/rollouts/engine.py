@@ -164,6 +164,7 @@ class Engine:
             with torch.no_grad():
                 found = self._run(model, rollout, where)
         except (Unserved, Refused, *PROBE_ERRORS) as error:
+            self._tried.clear()  # the comparison may not have come to its end
             if device.is_out_of_memory(error):
                 self.forget()
                 _set_random_state(where, random)
