@@ -48,7 +48,9 @@ def test_without_the_extra_it_says_what_to_install(model, capsys):
 
 
 def test_every_entry_of_the_table_at_the_models_sizes():
-    shapes = ModelShapes(hidden=2304, intermediate=9216, vocabulary=256000, heads=8, kv_heads=4, head_dim=256)
+    shapes = ModelShapes(
+        hidden=2304, intermediate=9216, vocabulary=256000, heads=8, kv_heads=4, head_dim=256, channels=4096, taps=4
+    )
     found = model_cases(shapes, "bf16")
     assert [case.op for case in found] == [entry.op for entry in GATE if "bf16" in entry.dtypes and entry.part == 1]
     sizes = {case.op: case.shape.split(" x ")[1] for case in found}

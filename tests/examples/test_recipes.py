@@ -102,7 +102,7 @@ def check(name: str, output: str) -> None:
     assert model.startswith("PeftModelForCausalLM" if peft else f"{MODELS.get(name, 'Qwen3')}ForCausalLM")
     assert f"{MODELS.get(name, 'Qwen3')}RMSNorm" in output
     assert ("longer ones than 32 tokens in slices" in output) == (name == "long-context")
-    assert ("note: ref_model (Qwen3ForCausalLM)" in output) == (name == "dpo")
+    assert ("\nref_model (Qwen3ForCausalLM): " in output) == (name == "dpo")
     assert "not planned" not in output
     norms = [float(norm) for norm in re.findall(r"'grad_norm': '([^']+)'", output)]
     assert len(norms) == 3

@@ -388,7 +388,7 @@ def test_a_layer_that_is_served_in_no_way_is_known_before_it_begins(monkeypatch)
     monkeypatch.setattr("npu_trainer_kernels.patching.body.packed.unserved", lambda *args, **more: "planted")
     model = made("llama", torch.float32, "eager")
     with apply_npu_kernels(model, ops=[OP]) as kernels:
-        monkeypatch.setattr("npu_trainer_kernels.patching.body.batch.packed", None)  # no packed row sets out
+        monkeypatch.setattr("npu_trainer_kernels.patching.body.batch.packed_row", None)  # no packed row sets out
         values(model, INPUTS)
         assert reasons(kernels) == {"planted": 1}
 

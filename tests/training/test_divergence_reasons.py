@@ -1,0 +1,95 @@
+"""Why a loss of two models' logits is left to TRL: each reason by the call or the trainer that it is about."""
+
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from npu_trainer_kernels.patching.head import head_call
+from npu_trainer_kernels.training import distillation
+
+
+class _Promise:
+    """Stands for promised logits: a shape, and whether they were formed."""
+
+    def __init__(self, *shape: int, settled: bool = False, reason: str | None = None) -> None:
+        self.shape, self.settled = torch.Size(shape), settled
+        self.place = types.SimpleNamespace(call=types.SimpleNamespace(unlike=lambda other: reason))
+
+
+def call(**changes):
+    given = {"student_logits": _Promise(2, 3, 7), "teacher_logits": _Promise(2, 3, 7),
+             "labels": torch.zeros(2, 3), "reduction": "batchmean"}  # fmt: skip
+    return types.SimpleNamespace(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"logits_are_probs": True}, "probabilities, or those of some ids alone"),
+        ({"top_k": 5}, "probabilities, or those of some ids alone"),
+        ({"labels": None}, "all positions, or a mean over the vocabulary"),
+        ({"reduction": "mean"}, "all positions, or a mean over the vocabulary"),
+        ({"teacher_logits": torch.zeros(2, 3, 7)}, "logits that exist already"),
+        ({"student_logits": _Promise(2, 3, 7, settled=True)}, "logits that exist already"),
+        ({"teacher_logits": _Promise(2, 3, 9)}, "logits of two shapes"),
+        ({"labels": torch.zeros(2, 4)}, "logits of two shapes"),
+        ({"student_logits": _Promise(2, 3, 7, reason="planted")}, "planted"),
+    ],
+    ids=str,
+)
+def test_a_call(monkeypatch, changes, reason):
+    monkeypatch.setattr(distillation, "PromisedLogits", _Promise)
+    assert distillation._no_divergence(call(**changes)) == reason
+
+
+class _Sharded(nn.Parameter):
+    pass
+
+
+def head(parameter=None, dtype=None, device="cpu"):
+    return types.SimpleNamespace(
+        _parameters=[nn.Parameter(torch.zeros(2)) if parameter is None else parameter], _autocast=(None, dtype),
+        device=torch.device(device),
+    )  # fmt: skip
+
+
+def test_two_heads(monkeypatch):
+    unlike = head_call.HeadCall.unlike
+    assert unlike(head(), head()) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(head_call, "DTensor", _Sharded)
+        for pair in ((head(_Sharded(torch.zeros(2))), head()), (head(), head(_Sharded(torch.zeros(2))))):
+            assert unlike(*pair) == "a head is sharded"
+    other = "the two heads run under another autocast, or on other devices"
+    assert unlike(head(dtype=torch.bfloat16), head()) == other
+    assert unlike(head(), head(device="meta")) == other
+    monkeypatch.setattr(head_call, "is_partitioned", lambda p: True)
+    assert unlike(head(), head()) == "the teacher's head is sharded"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({}, None),
+        ({"distillation_objective": "iw_opd"}, "log-probabilities of the sampled tokens, by importance weights"),
+        ({"use_teacher_server": True}, "a server's log-probabilities"),
+        ({"loss_top_k": 3}, "the 3 most probable tokens"),
+    ],
+    ids=str,
+)
+def test_a_trainer(state, reason):
+    assert distillation._other_loss(types.SimpleNamespace(**state)) == reason
+
+
+def test_a_version_of_trl_with_another_function(monkeypatch):
+    from trl.experimental.gkd import GKDTrainer
+
+    made = object.__new__(GKDTrainer)
+    assert callable(distillation._function_of_logits(made))
+    key = ("trl.experimental.gkd.gkd_trainer", "GKDTrainer")
+    monkeypatch.setitem(distillation._OF_LOGITS, key, ("student_logits",))
+    said = distillation._function_of_logits(made)
+    assert "computes the divergence of GKDTrainer in another way: the op linear_divergence is not used" in said
