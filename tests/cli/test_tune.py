@@ -75,7 +75,7 @@ def test_winners_are_stored_for_the_models_shapes(model, times, capsys):
     assert set(found["ops"]) == set(descriptions.FORMS) - {"causal_conv1d"}  # it has no convolution
     assert [at["shape"] for at in found["ops"]["swiglu"]] == ["N=128 I=176", "N=16 I=176"]
     assert set(map(tuple, winners(found).values())) == {("torch", "torch")}
-    assert set(tuned.machines()["cpu"].ops) == set(backends.OPS)
+    assert set(tuned.machines()["cpu"].ops) == set(backends.OPS) - {"causal_conv1d"}
     (entry,) = stored("linear_cross_entropy")
     assert (entry.tokens, entry.sizes, entry.dtype) == ((16, 128), (("H", 64), ("V", 331)), "float32")
     assert found["results"]["linear_cross_entropy"] == [entry.as_json()]
@@ -281,7 +281,7 @@ def test_it_measures_for_real(model, capsys):
     captured = capsys.readouterr()
     assert "from now on" in captured.out
     assert "nothing was stored" in captured.out
-    assert f"[1/{2 * len(descriptions.FORMS)}] tuning rms_norm, 16 tokens\n" in captured.err
+    assert f"[1/{2 * (len(descriptions.FORMS) - 1)}] tuning rms_norm, 16 tokens\n" in captured.err
 
 
 def test_tiles_are_tried_one_by_one_and_the_faster_kept(device):
