@@ -38,7 +38,7 @@ def call(**changes):
         ({"labels": torch.zeros(2, 4)}, "logits of two shapes"),
         ({"student_logits": _Promise(2, 3, 7, reason="planted")}, "planted"),
     ],
-    ids=str,
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
 )
 def test_a_call(monkeypatch, changes, reason):
     monkeypatch.setattr(distillation, "PromisedLogits", _Promise)
