@@ -165,12 +165,10 @@ class Engine:
                 found = self._run(model, rollout, where)
         except (Unserved, Refused, *PROBE_ERRORS) as error:
             self._tried.clear()  # the comparison may not have come to its end
-            if device.is_out_of_memory(error):
-                self.forget()
-                _set_random_state(where, random)
-                raise Refused("its caches do not fit into the device's memory") from error
             self.forget()
             _set_random_state(where, random)
+            if device.is_out_of_memory(error):  # a shorter rollout may fit
+                raise Refused("its caches do not fit into the device's memory") from error
             own = isinstance(error, Unserved | Refused)
             self._refused = (
                 str(error) if own else f"its decode step raises {type(error).__name__}: {one_line(error, 120)}"
@@ -269,7 +267,7 @@ def _room(cache: RolloutCache, length: int, where: torch.device) -> int:
     free = _free_bytes(where, 2)
     rows = 1 << 30 if free is None else free // (cache.bytes_per_place() * length)
     if rows < 1:
-        raise Refused(f"the cache of a row of {length} tokens does not fit into half of the free memory")
+        raise torch.OutOfMemoryError(f"the cache of a row of {length} tokens does not fit into half of the free memory")
     return rows
 
 

@@ -1,6 +1,7 @@
 """Completions by captured steps: the tokens of `generate`, in all kinds of batches, modes and states of a model."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
 from npu_trainer_kernels.rollouts import cache as cache_module
 from npu_trainer_kernels.rollouts import decode, engine
+from tests.closeness import assert_as_close, rounded
 from tests.models import small_model
 
 from .common import LENGTHS, alone, greedy, padded, prompts, sampled, served
@@ -102,11 +104,17 @@ def test_log_probabilities_are_those_of_the_models_forward():
     torch.manual_seed(1)
     rows, found = completions(model, prompts(), config, logprobs=True)
     plain = small_model("qwen3").eval()
+    exact = copy.deepcopy(plain).double()
     for prompt, row, logprobs in zip(prompts(), rows, found, strict=True):
-        with torch.no_grad():
-            logits = plain(torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1] / 0.8
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(row)[:, None])[:, 0]
-        assert torch.allclose(torch.tensor(logprobs), expected, atol=2e-5)
+
+        def of(model, prompt=prompt, row=row):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1] / 0.8
+            return logits.log_softmax(-1).gather(1, torch.tensor(row)[:, None])[:, 0]
+
+        assert_as_close(
+            torch.tensor(logprobs), of(plain), of(exact), "log-probabilities", rounded(functools.partial(of, plain))
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,6 +289,17 @@ def test_auto_asks_for_long_completions():
     model.generate(**padded(prompts()), generation_config=greedy(31))
     assert list(rollouts.engine.reasons) == ["fewer than 32 tokens are asked for"]
     model.generate(**padded(prompts()), generation_config=greedy(32))
+    assert rollouts.engine.rollouts == 1
+
+
+def test_a_rollout_without_room_does_not_refuse_a_shorter_one(monkeypatch):
+    model, _, rollouts = served("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_free_bytes", lambda where, parts: 1)
+        with pytest.raises(ValueError, match="its caches do not fit into the device's memory"):
+            completions(model, prompts(), greedy(4))
+    assert rollouts.engine.rollouts == 0
+    completions(model, prompts(), greedy(4))
     assert rollouts.engine.rollouts == 1
 
 
