@@ -30,6 +30,7 @@ from .head import (
     linear_logprob,
     linear_logprob_reference,
 )
+from .linear_attention import gated_delta_rule, gated_delta_rule_reference
 from .norms import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -65,6 +66,8 @@ __all__ = [
     "fused_linear_cross_entropy",
     "fused_linear_grpo_loss",
     "fused_linear_grpo_loss_reference",
+    "gated_delta_rule",
+    "gated_delta_rule_reference",
     "gated_rms_norm",
     "gated_rms_norm_reference",
     "grpo_loss",

@@ -10,7 +10,7 @@ gathers rows that several segments share and sums their gradients.
 
 from .append_to_cache import append_to_cache
 from .decode_attention import attend_in_parts, decode_attention, decode_attention_reference
-from .segments import Options, Segments
+from .segments import Options, Segments, once_for_segments
 from .shared_rows import Shared, take, uploaded
 from .varlen_attention import trial, unserved, varlen_attention, varlen_attention_reference
 
@@ -22,6 +22,7 @@ __all__ = [
     "attend_in_parts",
     "decode_attention",
     "decode_attention_reference",
+    "once_for_segments",
     "take",
     "trial",
     "unserved",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from .shared_rows import Shared, uploaded
 
-__all__ = ["Options", "Segments"]
+__all__ = ["Options", "Segments", "once_for_segments"]
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -104,3 +108,23 @@ class Segments:
         """The numbers of queries and keys of each segment."""
         q, k = (0, *self.q_ends), (0, *self.k_ends)
         return [(q[i + 1] - q[i], k[i + 1] - k[i]) for i in range(len(self))]
+
+
+_of_segments: weakref.WeakKeyDictionary[Segments, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def once_for_segments(
+    segments: Segments, key: Any, make: Callable[[np.ndarray, np.ndarray, torch.device], _Made]
+) -> _Made:
+    """Returns `make(begins, ends, device)`, which is called once for all layers that share the segments.
+
+    Args:
+        segments: the segments; `make` gets where their queries begin and end.
+        key: says what is made; it begins with a name of its own for each caller.
+        make: computes indexes on the host and uploads them.
+    """
+    made = _of_segments.setdefault(segments, {})
+    if key not in made:
+        ends = np.array(segments.q_ends, np.int64)
+        made[key] = make(np.concatenate(([0], ends[:-1])), ends, segments.cu_q.device)
+    return made[key]

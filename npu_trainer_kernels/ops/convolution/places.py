@@ -6,29 +6,14 @@ it, so that it never waits for the device.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from ..attention import Segments, uploaded
+from ..attention import Segments, once_for_segments, uploaded
 
 __all__ = ["Extended", "add_gradient_of_last", "chunks_of", "extended_places", "last_inputs"]
-
-_Made = TypeVar("_Made")
-_of_segments: weakref.WeakKeyDictionary[Segments, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
-def _once(segments: Segments, key: Any, make: Callable[[np.ndarray, np.ndarray, torch.device], _Made]) -> _Made:
-    """Returns `make(begins, ends, device)`, which is called once for all layers that share the segments."""
-    made = _of_segments.setdefault(segments, {})
-    if key not in made:
-        ends = np.array(segments.q_ends, np.int64)
-        made[key] = make(np.concatenate(([0], ends[:-1])), ends, segments.cu_q.device)
-    return made[key]
 
 
 def chunks_of(segments: Segments, tokens: int) -> torch.Tensor:
@@ -42,7 +27,7 @@ def chunks_of(segments: Segments, tokens: int) -> torch.Tensor:
         chunks = np.stack((of, begin, np.minimum(begin + tokens, ends[of]), begins[of], ends[of]), 1)
         return uploaded(chunks.astype(np.int32), where)
 
-    return _once(segments, ("chunks", tokens), make)
+    return once_for_segments(segments, ("chunks", tokens), make)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +56,7 @@ def extended_places(segments: Segments, taps: int) -> Extended:
         size = int(ends[-1]) + keep * len(ends)
         return Extended(len(ends), size, uploaded(tokens, where), uploaded(before.reshape(-1), where))
 
-    return _once(segments, ("extended", taps), make)
+    return once_for_segments(segments, ("extended", taps), make)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +80,7 @@ def _last_places(segments: Segments, taps: int) -> _Last:
         state = (row + 1) * (taps - 1) + places[of_state] - begins[row]
         return _Last(*(uploaded(found, where) for found in (of_tokens, places[of_tokens], of_state, state)))
 
-    return _once(segments, ("last", taps), make)
+    return once_for_segments(segments, ("last", taps), make)
 
 
 def last_inputs(x: torch.Tensor, state: torch.Tensor | None, segments: Segments | None, taps: int) -> torch.Tensor:

@@ -1,0 +1,10 @@
+"""The state of linear-attention and state-space layers: the gated delta rule.
+
+`gated_delta_rule.py` has the formulas, the reference and the public function. `chunks.py` computes the op in chunks of
+tokens in torch, `slices.py` runs it over slices of heads, forward and backward, and `fla.py` calls flash-linear-attention.
+"""
+
+from .fla import Form, unserved_by_fla
+from .gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
+
+__all__ = ["Form", "gated_delta_rule", "gated_delta_rule_reference", "unserved_by_fla"]

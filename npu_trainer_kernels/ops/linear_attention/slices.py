@@ -1,0 +1,158 @@
+"""The chunked form of the gated delta rule as an autograd function, one slice of heads after another.
+
+The function keeps its inputs alone for backward, which runs a slice forward again and differentiates it. Autograd by
+itself would keep every matrix of every chunk of a layer until its backward; here they exist for one slice at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...support.opaque import opaque
+from ..attention import Segments
+from ..host import once_differentiable
+from .chunks import Grid, chunked, numbers_of_a_chunk
+
+__all__ = ["in_torch"]
+
+# As much as the head's chunk of logits: a slice of heads is there for a moment only, and its products should be large.
+_SLICE_BYTES = 1 << 29
+
+
+class _Slices:
+    """The heads of a call, in slices that fit `_SLICE_BYTES`; a slice has one key head at least.
+
+    Args:
+        q, v: see `gated_delta_rule`.
+        segments, scale, normalize: see there.
+    """
+
+    def __init__(
+        self, q: torch.Tensor, v: torch.Tensor, segments: Segments | None, scale: float, normalize: bool
+    ) -> None:
+        (_, self.tokens, heads, key), value = q.shape, v.shape[3]
+        self.group = v.shape[2] // heads
+        self.options = scale, normalize
+        self.grid = Grid.of(v, key, segments)
+        head = 4 * self.grid.count * self.group * numbers_of_a_chunk(self.grid.length, key, value)
+        self.number = min(heads, -(-head * heads // _SLICE_BYTES))
+        self.heads = heads
+
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        """The key heads and the value heads of each slice."""
+        ends = [self.heads * i // self.number for i in range(self.number + 1)]
+        for begin, end in zip(ends, ends[1:], strict=False):
+            yield slice(begin, end), slice(begin * self.group, end * self.group)
+
+    def split(self, t: torch.Tensor, heads: slice, of_keys: bool) -> torch.Tensor:
+        """Returns heads of `[B, L, H, ...]` as chunks `[count, h, n, C, ...]`."""
+        t = t[:, :, heads]
+        chunks = self.grid.split(t if t.dim() == 4 else t.unsqueeze(-1))
+        return chunks.unflatten(1, (-1, 1 if of_keys else self.group))
+
+    def join(self, t: torch.Tensor) -> torch.Tensor:
+        """Returns chunks `[count, h, n, C, D]` as `[B, L, h n, D]`."""
+        return self.grid.join(t.flatten(1, 2), self.tokens)
+
+    def inputs(self, given: tuple[torch.Tensor | None, ...], keys: slice, values: slice) -> list[torch.Tensor | None]:
+        """Returns the chunks of q, k, v, g and beta, and the states."""
+        chunks = [
+            None if t is None else self.split(t, keys if i < 2 else values, i < 2) for i, t in enumerate(given[:5])
+        ]
+        state = given[5]
+        return [*chunks, None if state is None else state[:, values].unflatten(1, (-1, self.group))]
+
+    def run(self, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return chunked(q, k, v, g, beta, state, self.grid, *self.options)
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+                beta: torch.Tensor | None, state: torch.Tensor | None, segments: Segments | None, scale: float,
+                normalize: bool, return_state: bool) -> Any:  # fmt: skip
+        given = q, k, v, g, beta, state
+        ctx.save_for_backward(*given)
+        ctx.set_materialize_grads(False)
+        o, last = torch.empty_like(v, memory_format=torch.contiguous_format), None
+        if return_state:
+            rows = v.shape[0] if segments is None else len(segments)
+            last = v.new_zeros(rows, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+        ctx.slices = _Slices(q, v, segments, scale, normalize) if v.numel() else ()
+        if not v.numel() and last is not None and state is not None:
+            last.copy_(state)
+        with torch.autocast(v.device.type, enabled=False):
+            for keys, values in ctx.slices:
+                chunks, states = ctx.slices.run(*ctx.slices.inputs(given, keys, values))
+                o[:, :, values] = ctx.slices.join(chunks)
+                if last is not None:
+                    last[:, values] = states.flatten(1, 2)
+        return o if last is None else (o, last)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: torch.Tensor | None, dlast: torch.Tensor | None = None) -> tuple[Any, ...]:
+        given = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:6]
+        grads = [torch.zeros_like(t) if need else None for t, need in zip(given, needs, strict=True)]
+        if not ctx.slices and grads[5] is not None and dlast is not None:
+            grads[5].copy_(dlast)
+        with torch.autocast(given[2].device.type, enabled=False):
+            for keys, values in ctx.slices:
+                _differentiate(ctx.slices, given, grads, do, dlast, keys, values)
+        return *grads, None, None, None, None
+
+
+def _differentiate(
+    slices: _Slices, given: tuple[torch.Tensor | None, ...], grads: list[torch.Tensor | None], do: torch.Tensor | None,
+    dlast: torch.Tensor | None, keys: slice, values: slice,
+) -> None:  # fmt: skip
+    """Runs a slice of heads forward again and writes its gradients to `grads`."""
+    leaves = [
+        t if t is None else t.detach().requires_grad_(grad is not None)
+        for t, grad in zip(slices.inputs(given, keys, values), grads, strict=True)
+    ]
+    outputs, upstream = [], []
+    # Hide the tensors of this graph from outer hooks, such as those of a checkpoint around the layer.
+    own = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with torch.enable_grad(), own:
+        o, last = slices.run(*leaves)
+    for output, grad in ((o, do), (last, dlast)):
+        if grad is not None and output.requires_grad:
+            outputs.append(output)
+            split = slices.split(grad, values, False) if output is o else grad[:, values]
+            upstream.append(split.reshape(output.shape))
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    if not outputs or not wanted:
+        return
+    found = iter(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
+    for i, grad in enumerate(grads):
+        part = None if grad is None else next(found)
+        if grad is None or part is None:
+            continue
+        if i == 5:
+            grad[:, values] = part.flatten(1, 2)
+        else:
+            grad[:, :, keys if i < 2 else values] = slices.join(part).reshape(grad[:, :, keys if i < 2 else values].shape)
+
+
+def _traced(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None,
+    state: torch.Tensor | None, segments: Segments | None, scale: float, normalize: bool, return_state: bool,
+) -> Any:  # fmt: skip
+    """Computes all heads at once in operators that a compiler differentiates, for a graph that must not break."""
+    slices = _Slices(q, v, segments, scale, normalize)
+    every = slice(None)
+    o, last = slices.run(*slices.inputs((q, k, v, g, beta, state), every, every))
+    o = slices.join(o).to(v.dtype)
+    return (o, last.flatten(1, 2)) if return_state else o
+
+
+def _apply(*args: Any) -> Any:
+    return _GatedDeltaRule.apply(*args)
+
+
+in_torch = opaque(_apply, in_full_graphs=_traced)
