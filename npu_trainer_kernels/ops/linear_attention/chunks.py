@@ -37,9 +37,11 @@ _LENGTHS = (64, 32, 16)
 _EPS = 1e-6
 
 
-def numbers_of_a_chunk(length: int, key: int, value: int) -> int:
-    """Returns about how many fp32 numbers the backward of a chunk keeps at its peak, for a value head of these sizes."""
-    return 10 * length * (key + value) + 12 * length * length + 12 * key * (key + value)
+def numbers_of_a_chunk(length: int, key: int, value: int, delta: bool, by_channel: bool) -> int:
+    """Returns about how many fp32 numbers the backward of a chunk keeps at its peak, for a value head of these sizes.
+    The factors are those of `benchmarks/linear_attention.py` at 4,096 tokens and sizes of 128."""
+    tokens = 6 * length * (key + value) + 8 * length * length + 18 * length * key * by_channel
+    return tokens + 4 * key * (value + key * delta)
 
 
 def normalized(t: torch.Tensor) -> torch.Tensor:
@@ -64,6 +66,7 @@ class Grid:
         places: the place in the chunks of each token of a packed row; None for rows, which are padded.
         first, last: `[rows]`, the first and the last chunk of each row or segment.
         begins: `[count]` bool, whether a chunk is the first one of a row; None if there is only one row.
+        levels: `[log2(length), length, length]` bool, false where `_inverse` reads a matrix in each of its steps.
     """
 
     rows: int
@@ -73,24 +76,25 @@ class Grid:
     first: torch.Tensor
     last: torch.Tensor
     begins: torch.Tensor | None
+    levels: torch.Tensor
 
     @classmethod
-    def of(cls, v: torch.Tensor, key: int, segments: Segments | None) -> Grid:
-        """Returns the chunks of v `[B, L, Hv, Dv]`, of the length that needs the least memory with keys of this size.
-        The indexes of segments are made once for all layers that share them."""
+    def of(cls, v: torch.Tensor, segments: Segments | None, numbers: Callable[[int], int]) -> Grid:
+        """Returns the chunks of v `[B, L, Hv, Dv]`, of the length that needs the least memory: `numbers` are those of a
+        chunk by its length. The indexes of segments are made once for all layers that share them."""
 
-        rows, tokens, value = v.shape[0], v.shape[1], v.shape[3]
+        rows, tokens = v.shape[:2]
         lengths = None if segments is None else np.diff((0, *segments.q_ends))
 
         def chunks(length: int) -> int:
             return rows * -(-tokens // length) if lengths is None else int((-(-lengths // length)).sum())
 
-        length = min(_LENGTHS, key=lambda each: chunks(each) * numbers_of_a_chunk(each, key, value))
+        length = min(_LENGTHS, key=lambda each: chunks(each) * numbers(each))
         if segments is None:
             of_row, count = -(-tokens // length), chunks(length)
             first = torch.arange(0, count, of_row, device=v.device)
             begins = torch.arange(count, device=v.device) % of_row == 0 if rows > 1 else None
-            return cls(rows, length, count, None, first, first + (of_row - 1), begins)
+            return cls(rows, length, count, None, first, first + (of_row - 1), begins, _levels(length, v.device))
 
         def make(begins: np.ndarray, ends: np.ndarray, where: torch.device) -> Grid:
             number = -(-(ends - begins) // length)
@@ -101,23 +105,23 @@ class Grid:
             places = np.arange(ends[-1]) + np.repeat(first * length - begins, ends - begins)
             return cls(
                 len(ends), length, len(is_first), uploaded(places, where), uploaded(first, where),
-                uploaded(last, where), uploaded(is_first, where) if len(ends) > 1 else None,
+                uploaded(last, where), uploaded(is_first, where) if len(ends) > 1 else None, _levels(length, where),
             )  # fmt: skip
 
         return once_for_segments(segments, ("delta rule", length), make)
 
     def split(self, t: torch.Tensor) -> torch.Tensor:
-        """Returns t `[B, L, H, D]` in fp32 as chunks `[count, H, length, D]`."""
+        """Returns t `[B, L, H, D]` in fp32 as chunks `[H, count, length, D]`."""
         if self.places is None:
             t = F.pad(t, (0, 0, 0, 0, 0, self.count * self.length // t.shape[0] - t.shape[1]))
         else:
             t = t.new_zeros(self.count * self.length, *t.shape[2:]).index_copy_(0, self.places, t[0])
-        t = t.reshape(self.count, self.length, *t.shape[-2:]).transpose(1, 2)
+        t = t.reshape(self.count, self.length, *t.shape[-2:]).permute(2, 0, 1, 3)
         return t.to(torch.float32, memory_format=torch.contiguous_format)
 
     def join(self, t: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Returns chunks `[count, H, length, D]` as `[B, L, H, D]`, with `tokens` for L; the inverse of `split`."""
-        t = t.transpose(1, 2)
+        """Returns chunks `[H, count, length, D]` as `[B, L, H, D]`, with `tokens` for L; the inverse of `split`."""
+        t = t.permute(1, 2, 0, 3)
         if self.places is None:
             return t.reshape(self.rows, -1, *t.shape[2:])[:, :tokens]
         return t.flatten(0, 1).index_select(0, self.places).unsqueeze(0)
@@ -167,7 +171,14 @@ def _by_channel(
     return kk[0] if kk else None, qk, before, after
 
 
-def _inverse(a: torch.Tensor) -> torch.Tensor:
+def _levels(size: int, device: torch.device) -> torch.Tensor:
+    """Returns where the matrices are not read that join blocks of 1, 2, 4 ... tokens with the next ones."""
+    at = torch.arange(size, device=device)
+    apart = at.unsqueeze(1) ^ at  # its highest bit says in which doubling two tokens get into one block
+    return apart >> torch.arange(size.bit_length() - 1, device=device).view(-1, 1, 1) != 1
+
+
+def _inverse(a: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """Returns (I + a)^-1 of strictly lower triangular matrices `[..., C, C]`, C a power of two.
 
     The inverse of twice as large diagonal blocks follows from that of their halves X: it is X - X a' X, with a' the
@@ -175,14 +186,12 @@ def _inverse(a: torch.Tensor) -> torch.Tensor:
     and cancel. The last step X + X (I - (I + a) X) is one of Newton's; as a function of a, with X constant, it has the
     gradient of the inverse, so that autograd keeps nothing of the doubling.
     """
-    size = a.shape[-1]
-    one = torch.eye(size, dtype=a.dtype, device=a.device)
+    one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     with torch.no_grad():
-        at = torch.arange(size, device=a.device)
-        apart = at.unsqueeze(1) ^ at  # its highest bit says in which doubling two tokens get into one block
-        x = one - torch.where(apart == 1, a, 0)
-        for level in range(1, size.bit_length() - 1):
-            x = x - x @ (torch.where(apart >> level == 1, a, 0) @ x)
+        first, *others = levels.unbind()
+        x = one - a.masked_fill(first, 0)
+        for level in others:
+            x = x - x @ (a.masked_fill(level, 0) @ x)
     return x + x @ (one - (x + a @ x))
 
 
@@ -192,36 +201,37 @@ def _inverse(a: torch.Tensor) -> torch.Tensor:
 
 
 def _scan(
-    m: torch.Tensor, n: torch.Tensor, begins: torch.Tensor | None,
+    m: torch.Tensor, n: torch.Tensor, start: torch.Tensor, begins: torch.Tensor | None,
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    """Returns the states X_i = M_i X_(i-1) + N_i after all chunks, or after all groups of chunks.
+    """Returns the states that enter the chunks, E_0 = start and E_(i+1) = M_i E_i + N_i, or those that enter groups.
 
-    Where a row begins, X_i = N_i: M_i is zero there, and what is multiplied with it is set to zero, so that a NaN of
-    one row gets neither into the states of the next one nor back with a gradient.
+    In a chunk with which a row begins M_i is zero, and what is multiplied with it is set to zero, so that a NaN of one
+    row gets neither into the states of the next one nor back with a gradient. What enters that chunk itself is wrong.
     """
-    count = n.shape[0]
+    count = n.shape[-3]
     if count == 1:
-        return n
-    even = count // 2 * 2
-    (m_a, m_b), (n_a, n_b) = ((t[:even:2], t[1:even:2]) for t in (m, n))
-    m_ab, starts = product(m_b, m_a), None
+        return start
+    if count % 2:
+        rest = None if begins is None else begins[:-1]
+        states = _scan(m[..., :-1, :, :], n[..., :-1, :, :], start, rest, product)
+        before = _cleared(states[..., -1:, :, :], None if rest is None else rest[-1:])
+        return torch.cat((states, product(m[..., -2:-1, :, :], before) + n[..., -2:-1, :, :]), -3)
+    (m_a, m_b), (n_a, n_b) = (t.unflatten(-3, (-1, 2)).unbind(-3) for t in (m, n))
+    of_a = of_b = of_both = None
     if begins is not None:
-        starts = begins[:even:2] | begins[1:even:2]
-        m_ab, n_a = _cleared(m_ab, starts), _cleared(n_a, begins[1:even:2])
-    odds = _scan(m_ab, product(m_b, n_a) + n_b, starts, product)
-    if count == 2:
-        return torch.cat((n[:1], odds))
-    before = odds[: (count - 1) // 2]
-    if begins is not None:
-        before = _cleared(before, begins[2::2])
-    evens = torch.cat((n[:1], product(m[2::2], before) + n[2::2]))
-    both = torch.stack((evens[: len(odds)], odds), 1).flatten(0, 1)
-    return both if len(evens) == len(odds) else torch.cat((both, evens[-1:]))
+        of_a, of_b = begins.unflatten(0, (-1, 2)).unbind(-1)
+        of_both = of_a | of_b
+    states = start
+    if count > 2:
+        both = product(m_b, _cleared(n_a, of_b)) + n_b
+        states = _scan(_cleared(product(m_b, m_a), of_both), both, start, of_both, product)
+    behind = product(m_a, _cleared(states, of_a)) + n_a
+    return torch.stack((states, behind), -3).flatten(-4, -3)
 
 
-def _cleared(t: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    return t.masked_fill(where.view(-1, *[1] * (t.dim() - 1)), 0)
+def _cleared(t: torch.Tensor, where: torch.Tensor | None) -> torch.Tensor:
+    return t if where is None else t.masked_fill(where.view(-1, 1, 1), 0)
 
 
 def chunked(
@@ -231,16 +241,16 @@ def chunked(
     """Computes the op on chunks of C tokens, of n value heads for each of h key heads, in differentiable operators.
 
     Args:
-        q, k: `[count, h, 1, C, Dk]`.
-        v: `[count, h, n, C, Dv]`.
-        g: `[count, h, n, C, Dk]`, or 1 for Dk.
-        beta: `[count, h, n, C, 1]`, or None.
-        state: `[rows, h, n, Dk, Dv]`, or None for zeros.
+        q, k: `[h, 1, count, C, Dk]`. Chunks are next to their matrices, so that every other chunk is no other layout.
+        v: `[h, n, count, C, Dv]`.
+        g: `[h, n, count, C, Dk]`, or 1 for Dk.
+        beta: `[h, n, count, C, 1]`, or None.
+        state: `[h, n, rows, Dk, Dv]`, or None for zeros.
         grid: the chunks.
         scale, normalize: see `gated_delta_rule`.
 
     Returns:
-        o, of v's shape, and the states after the rows or segments.
+        o, of v's shape, and the states after the rows or segments, of the shape of `state`.
     """
     if normalize:
         q, k = normalized(q), normalized(k)
@@ -252,21 +262,20 @@ def chunked(
     u, product = v, torch.mul
     if beta is not None:
         assert kk is not None
-        solved = _inverse((kk * beta).tril(-1)) * beta.transpose(-1, -2)
+        solved = _inverse((kk * beta).tril(-1), grid.levels) * beta.transpose(-1, -2)
         u, read = solved @ v, solved @ read
         m = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) * m - written @ read
         product = torch.matmul
     n = written @ u
-    if state is not None:
-        n = n.index_add(0, grid.first, product(m.index_select(0, grid.first), state))
-    if grid.begins is not None:
-        m = _cleared(m, grid.begins)
-    states = _scan(m, n, grid.begins, product)
     if state is None:
-        state = n.new_zeros(grid.rows, *n.shape[1:])
-    entering = torch.cat((state[:1], states[:-1]))
-    if grid.rows > 1:
-        entering = entering.index_copy(0, grid.first, state)
+        state = n.new_zeros(*n.shape[:2], grid.rows, *n.shape[3:])
+    if grid.begins is None:
+        entering = _scan(m, n, state, None, product)
+    else:
+        begun = n.index_add(2, grid.first, product(m.index_select(2, grid.first), state))
+        entering = _scan(_cleared(m, grid.begins), begun, state[:, :, :1], grid.begins, product)
+        entering = entering.index_copy(2, grid.first, state)
     if beta is not None:
         u = u - read @ entering
-    return (q * enters) @ entering + qk @ u, states.index_select(0, grid.last)
+    m_last, n_last, e_last = (t.index_select(2, grid.last) for t in (m, n, entering))
+    return (q * enters) @ entering + qk @ u, product(m_last, e_last) + n_last

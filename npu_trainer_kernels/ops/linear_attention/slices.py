@@ -18,28 +18,31 @@ from .chunks import Grid, chunked, numbers_of_a_chunk
 
 __all__ = ["in_torch"]
 
-# As much as the head's chunk of logits: a slice of heads is there for a moment only, and its products should be large.
-_SLICE_BYTES = 1 << 29
+# What a slice may take in backward, for a moment: a layer of Qwen3-Next with 2,048 tokens is one slice. Each slice has
+# about 120 operators forward and 290 backward, whose number grows with the logarithm of its tokens.
+_SLICE_BYTES = 1 << 30
 
 
 class _Slices:
     """The heads of a call, in slices that fit `_SLICE_BYTES`; a slice has one key head at least.
 
     Args:
-        q, v: see `gated_delta_rule`.
-        segments, scale, normalize: see there.
+        q, v, g, beta, segments, scale, normalize: see `gated_delta_rule`.
     """
 
     def __init__(
-        self, q: torch.Tensor, v: torch.Tensor, segments: Segments | None, scale: float, normalize: bool
-    ) -> None:
-        (_, self.tokens, heads, key), value = q.shape, v.shape[3]
-        self.group = v.shape[2] // heads
+        self, q: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None, segments: Segments | None,
+        scale: float, normalize: bool,
+    ) -> None:  # fmt: skip
+        def numbers(length: int) -> int:
+            return numbers_of_a_chunk(length, q.shape[3], v.shape[3], beta is not None, g.dim() == 4)
+
+        self.tokens, self.heads = q.shape[1:3]
+        self.group = v.shape[2] // self.heads
         self.options = scale, normalize
-        self.grid = Grid.of(v, key, segments)
-        head = 4 * self.grid.count * self.group * numbers_of_a_chunk(self.grid.length, key, value)
-        self.number = min(heads, -(-head * heads // _SLICE_BYTES))
-        self.heads = heads
+        self.grid = Grid.of(v, segments, numbers)
+        whole = 4 * v.shape[2] * self.grid.count * numbers(self.grid.length)
+        self.number = min(self.heads, -(-whole // _SLICE_BYTES))
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """The key heads and the value heads of each slice."""
@@ -48,14 +51,22 @@ class _Slices:
             yield slice(begin, end), slice(begin * self.group, end * self.group)
 
     def split(self, t: torch.Tensor, heads: slice, of_keys: bool) -> torch.Tensor:
-        """Returns heads of `[B, L, H, ...]` as chunks `[count, h, n, C, ...]`."""
+        """Returns heads of `[B, L, H, ...]` as chunks `[h, n, count, C, ...]`."""
         t = t[:, :, heads]
         chunks = self.grid.split(t if t.dim() == 4 else t.unsqueeze(-1))
-        return chunks.unflatten(1, (-1, 1 if of_keys else self.group))
+        return chunks.unflatten(0, (-1, 1 if of_keys else self.group))
 
     def join(self, t: torch.Tensor) -> torch.Tensor:
-        """Returns chunks `[count, h, n, C, D]` as `[B, L, h n, D]`."""
-        return self.grid.join(t.flatten(1, 2), self.tokens)
+        """Returns chunks `[h, n, count, C, D]` as `[B, L, h n, D]`."""
+        return self.grid.join(t.flatten(0, 1), self.tokens)
+
+    def split_states(self, t: torch.Tensor, values: slice) -> torch.Tensor:
+        """Returns states of heads of `[rows, Hv, Dk, Dv]` as `[h, n, rows, Dk, Dv]`."""
+        return t[:, values].transpose(0, 1).unflatten(0, (-1, self.group))
+
+    def join_states(self, t: torch.Tensor) -> torch.Tensor:
+        """Returns states `[h, n, rows, Dk, Dv]` as `[rows, h n, Dk, Dv]`."""
+        return t.flatten(0, 1).transpose(0, 1)
 
     def inputs(self, given: tuple[torch.Tensor | None, ...], keys: slice, values: slice) -> list[torch.Tensor | None]:
         """Returns the chunks of q, k, v, g and beta, and the states."""
@@ -63,7 +74,7 @@ class _Slices:
             None if t is None else self.split(t, keys if i < 2 else values, i < 2) for i, t in enumerate(given[:5])
         ]
         state = given[5]
-        return [*chunks, None if state is None else state[:, values].unflatten(1, (-1, self.group))]
+        return [*chunks, None if state is None else self.split_states(state, values)]
 
     def run(self, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return chunked(q, k, v, g, beta, state, self.grid, *self.options)
@@ -81,7 +92,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         if return_state:
             rows = v.shape[0] if segments is None else len(segments)
             last = v.new_zeros(rows, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
-        ctx.slices = _Slices(q, v, segments, scale, normalize) if v.numel() else ()
+        ctx.slices = _Slices(q, v, g, beta, segments, scale, normalize) if v.numel() else ()
         if not v.numel() and last is not None and state is not None:
             last.copy_(state)
         with torch.autocast(v.device.type, enabled=False):
@@ -89,7 +100,7 @@ class _GatedDeltaRule(torch.autograd.Function):
                 chunks, states = ctx.slices.run(*ctx.slices.inputs(given, keys, values))
                 o[:, :, values] = ctx.slices.join(chunks)
                 if last is not None:
-                    last[:, values] = states.flatten(1, 2)
+                    last[:, values] = ctx.slices.join_states(states)
         return o if last is None else (o, last)
 
     @staticmethod
@@ -123,8 +134,7 @@ def _differentiate(
     for output, grad in ((o, do), (last, dlast)):
         if grad is not None and output.requires_grad:
             outputs.append(output)
-            split = slices.split(grad, values, False) if output is o else grad[:, values]
-            upstream.append(split.reshape(output.shape))
+            upstream.append(slices.split(grad, values, False) if output is o else slices.split_states(grad, values))
     wanted = [t for t in leaves if t is not None and t.requires_grad]
     if not outputs or not wanted:
         return
@@ -134,9 +144,10 @@ def _differentiate(
         if grad is None or part is None:
             continue
         if i == 5:
-            grad[:, values] = part.flatten(1, 2)
+            grad[:, values] = slices.join_states(part)
         else:
-            grad[:, :, keys if i < 2 else values] = slices.join(part).reshape(grad[:, :, keys if i < 2 else values].shape)
+            to = grad[:, :, keys if i < 2 else values]
+            to.copy_(slices.join(part).view_as(to))
 
 
 def _traced(
@@ -144,11 +155,11 @@ def _traced(
     state: torch.Tensor | None, segments: Segments | None, scale: float, normalize: bool, return_state: bool,
 ) -> Any:  # fmt: skip
     """Computes all heads at once in operators that a compiler differentiates, for a graph that must not break."""
-    slices = _Slices(q, v, segments, scale, normalize)
+    slices = _Slices(q, v, g, beta, segments, scale, normalize)
     every = slice(None)
     o, last = slices.run(*slices.inputs((q, k, v, g, beta, state), every, every))
     o = slices.join(o).to(v.dtype)
-    return (o, last.flatten(1, 2)) if return_state else o
+    return (o, slices.join_states(last)) if return_state else o
 
 
 def _apply(*args: Any) -> Any:
