@@ -7,7 +7,8 @@
 | a head | no | `fla.ops.simple_gla.chunk_simple_gla` |
 | a channel | no | `fla.ops.gla.chunk_gla` |
 
-The last two have no norms of q and k and no groups of heads: these are computed in PyTorch before. fla's Triton kernels
+The last two have no norms of q and k, which would be rounded between two functions, so that fla does not serve them
+there; and no groups of heads, so that heads are repeated before. fla's Triton kernels
 run on accelerators; its versions differ in what they take and on which chips they are right. So each form of a call is
 tried once on a device, on a few tokens, beside our own form in torch: outputs, final states and all gradients. fla's
 own autograd serves backward; it keeps more than the inputs, and says nothing about second derivatives.
@@ -89,8 +90,6 @@ def by_fla(
     if beta is not None:
         options |= {"beta": beta, "use_qk_l2norm_in_kernel": normalize}
     else:
-        if normalize:
-            q, k = (normalized(t.float()).to(t.dtype) for t in (q, k))
         q, k = (t.repeat_interleave(v.shape[2] // t.shape[2], 2) for t in (q, k))
     with torch.autocast(v.device.type, enabled=False):
         o, last = function(q, k, v, g, **options)
@@ -115,6 +114,8 @@ def unserved_by_fla(device: torch.device, dtype: torch.dtype, form: Form) -> str
         return "fla's kernels run on accelerators"
     if importlib.util.find_spec("fla") is None:
         return "fla is not installed (the package fla-core)"
+    if form.normalize and not form.delta:
+        return "fla has no norms of q and k without the delta rule"
     return _trial(device, dtype, form)
 
 
@@ -175,8 +176,9 @@ def choose(
     """
     if backend is not None:
         check_choice("backend", backend, _BACKENDS)
-    asked = [part.strip() for part in variable(_ENVIRONMENT).split(",")]
-    if backend == "torch" or (backend is None and ("torch" in asked or not v.numel())) or torch.compiler.is_compiling():
+    if backend == "torch" or torch.compiler.is_compiling() or not v.numel():
+        return "torch"
+    if backend is None and "torch" in (part.strip() for part in variable(_ENVIRONMENT).split(",")):
         return "torch"
     if q.dtype == k.dtype == v.dtype:
         group = v.shape[2] // k.shape[2]
