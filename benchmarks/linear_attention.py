@@ -2,12 +2,14 @@
 
     python -m benchmarks.linear_attention --output benchmarks/results/NAME.json
 
-The layer has 16 key heads and 32 value heads of 128 in bf16, as Qwen3-Next's; one row of 4,096 or 16,384 tokens. Ours is
-`gated_delta_rule` in torch, with a gate for each head or each channel, or without the delta rule (Mamba 2). Transformers'
-are the forms in PyTorch that its models run where no kernels are installed. Tensors are fake: they have shapes and storages, but no memory, and nothing is computed or
-timed. An operator is what PyTorch's dispatcher gets below autograd and what is no view of its argument.
-Kept bytes are those of all storages that autograd saves, each once; the peak is what a backward of our form holds above
-what lay in memory before it, from the storages that its operators make.
+The layer has 16 key heads and 32 value heads of 128 in bf16, as Qwen3-Next's, and one row of 4,096 or 16,384 tokens.
+Ours is `gated_delta_rule` in torch, with a gate for each head or each channel, or without the delta rule (Mamba 2).
+Transformers' are the forms in PyTorch that its models run where no kernels are installed. Tensors are fake: they have
+shapes and storages, but no memory, and nothing is computed or timed.
+
+An operator is what PyTorch's dispatcher gets below autograd and what is no view of its argument. Kept bytes are those
+of all storages that autograd saves, each once; a peak is that of the storages that the operators of forward or of
+backward make, results among them, while they live.
 """
 
 import argparse
@@ -37,7 +39,7 @@ TOKENS = (4096, 16384)
 _HEADS, _GROUP, _SIZE = 16, 2, 128
 
 # Views that have no alias in their schema, and what fake tensors ask.
-_MOVES = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default, torch.ops.prim.device.default)
+_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default, torch.ops.prim.device.default)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,8 +58,9 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
-        moves = func in _MOVES or any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        self.count += not moves
+        aliases = (r.alias_info for r in func._schema.returns)
+        views = func in _VIEWS or any(alias is not None and not alias.is_write for alias in aliases)
+        self.count += not views
         for t in tree_leaves(result):
             if isinstance(t, torch.Tensor):
                 storage = t.untyped_storage()

@@ -31,8 +31,8 @@ LAYERS = (
 )
 # Folders of which other folders import what the folder's own `__init__` hands out, and nothing else.
 FACES = (
-    "capture", "descriptions", "fit", "ops.attention", "ops.experts", "ops.head", "ops.norms",
-    "patching.body", "patching.head", "patching.modules", "patching.probe",
+    "capture", "descriptions", "fit", "ops.attention", "ops.experts", "ops.head", "ops.linear_attention",
+    "ops.norms", "patching.body", "patching.head", "patching.modules", "patching.probe",
 )  # fmt: skip
 
 # A finder that makes one top-level module fail in a given way.

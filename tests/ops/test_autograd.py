@@ -100,6 +100,13 @@ def rows_in_slices(device):
     return (y * torch.linspace(-1, 1, 84, device=device).view(12, 7)).sum(), [rows, weight]
 
 
+def state_of_linear_attention(device):
+    shapes = {"q": (1, 20, 1, 6), "k": (1, 20, 1, 6), "v": (1, 20, 2, 4), "g": (1, 20, 2), "beta": (1, 20, 2)}
+    given = {name: (-torch.rand(shape, device=device)).requires_grad_() for name, shape in shapes.items()}
+    o = ops.gated_delta_rule(**given, backend="torch")
+    return (o * torch.linspace(-1, 1, o.numel(), device=device).view(o.shape)).sum(), [*given.values()]
+
+
 def check_refuses(loss: torch.Tensor, wanted: list[torch.Tensor]) -> None:
     found = torch.autograd.grad(loss, wanted, create_graph=True)
     # A penalty beside something that can be differentiated: as a constant, it would pass unnoticed.
@@ -133,10 +140,15 @@ def test_second_derivatives_raise_in_slices(device):
         torch.autograd.grad(gradient.sum(), weight, allow_unused=True)
 
 
+def test_second_derivatives_raise_of_the_gated_delta_rule(device):
+    check_refuses(*state_of_linear_attention(device))
+
+
 def test_second_derivatives_were_asked_of_every_function(device):
     asked = reached(loss_on_logits(device, "torch")[0])
     asked |= reached(experts_with_a_gate_of_their_own(device, "torch")[0])
     asked |= reached(rows_in_slices(device)[0])
+    asked |= reached(state_of_linear_attention(device)[0])
     for op in DIFFERENTIABLE:
         asked |= reached(call(WORKLOADS[op], "torch", device)[0])
     # The one for operators without an autograd of their own is asked where they have stand-ins (test_segment_kernels);

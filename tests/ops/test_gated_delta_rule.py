@@ -1,10 +1,11 @@
-"""gated_delta_rule against its reference and transformers: gates, chunks, segments, states, what is kept, fla's calls."""
+"""gated_delta_rule against its reference and transformers: gates, segments, states, what is kept, fla's calls."""
 
 import inspect
 import math
 import sys
 from functools import wraps
 from importlib import import_module
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -157,7 +158,8 @@ def test_autocast_changes_no_bit(device):
     expected = outcome(given)
     with torch.autocast(device.type, torch.bfloat16):
         results = calls(return_state=True)[0](*given)
-        found = [*results, *torch.autograd.grad(upstream(results), given)]
+        loss = upstream(results)
+        found = [*results, *torch.autograd.grad(loss, given)]
     assert all(map(torch.equal, found, expected))
 
 
@@ -343,6 +345,7 @@ def test_slices_of_heads_are_the_whole(device, monkeypatch, where, number, chann
 def test_a_slice_fits_its_bytes(device):
     """Two slices for a layer of 4,096 tokens, and never less than a key head."""
     with torch.device("meta"):
+
         def number(tokens, channel=False):
             q, v = torch.empty(1, tokens, 16, 128), torch.empty(1, tokens, 32, 128)
             g = torch.empty(1, tokens, 32, *[128] * channel)
@@ -367,7 +370,7 @@ def operators(tokens):
 
 def test_operators_grow_with_the_logarithm_of_the_length():
     counts = [operators(64 * n) for n in (4, 8, 16, 32, 64)]
-    steps = {b - a for a, b in zip(counts, counts[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(counts)}
     assert len(steps) == 1
     assert 0 < steps.pop() < 100
 
@@ -387,7 +390,8 @@ def test_strides(device, layout, where):
     given = [LAYOUTS[layout](t.detach()) for t in make(device, where=where, channel=True)]
     options = {"segments": segments_of(where, device)}
     found = outcome([t.requires_grad_() for t in given], **options)
-    expected = outcome([t.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for t in given], **options)
+    dense = [t.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for t in given]
+    expected = outcome(dense, **options)
     assert all(map(torch.equal, found, expected))
 
 
@@ -453,14 +457,14 @@ BAD = [
     ({"g": None}, TypeError, "g must be a tensor; got NoneType"),
     ({"q": torch.zeros(7, 2, 4)}, ValueError, r"q must have shape \[B, L, Hk, Dk\]; got \[7, 2, 4\]"),
     ({"k": torch.zeros(1, 7, 2, 5)}, ValueError, r"k must have q's shape \[1, 7, 2, 4\]; got \[1, 7, 2, 5\]"),
-    ({"v": torch.zeros(1, 7, 3, 3)}, ValueError, r"v must have shape \[1, 7, Hv, Dv\] .* multiple of 2; got \[1, 7, 3, 3\]"),
+    ({"v": torch.zeros(1, 7, 3, 3)}, ValueError, r"v must have shape \[1, 7, Hv, Dv\] .* of 2; got \[1, 7, 3, 3\]"),
     ({"g": torch.zeros(1, 7, 2)}, ValueError, r"g must have shape \[1, 7, 4\] or \[1, 7, 4, 4\]; got \[1, 7, 2\]"),
     ({"beta": torch.zeros(1, 7, 2)}, ValueError, r"beta must have shape \[1, 7, 4\]; got \[1, 7, 2\]"),
     ({"scale": math.nan}, ValueError, "scale must be None or a finite number; got nan"),
     ({"state": torch.zeros(1, 4, 3, 4)}, ValueError, r"state must have shape \[1, 4, 4, 3\] .* got \[1, 4, 3, 4\]"),
     ({"state": torch.zeros(1, 4, 4, 3).half()}, ValueError, "state must .* be float32; got .* of torch.float16"),
     ({"segments": [3, 4]}, TypeError, "segments must be None or a Segments; got list"),
-    ({"segments": Segments.make([3, 3], "cpu")}, ValueError, r"q must have shape \[1, 6, Hk, Dk\] .* got \[1, 7, 2, 4\]"),
+    ({"segments": Segments.make([3, 3], "cpu")}, ValueError, r"q must have shape \[1, 6, Hk, Dk\] .* \[1, 7, 2, 4\]"),
     ({"segments": Segments.make([4, 3], "cpu", [4, 7], None)}, ValueError, "segments must share no keys"),
     (
         {"segments": Segments.make([3, 4], "cpu"), "state": torch.zeros(1, 4, 4, 3)}, ValueError,
@@ -468,7 +472,7 @@ BAD = [
     ),
     ({"beta": torch.zeros(1, 7, 4, device="meta")}, ValueError, "all tensors must be on one device"),
     ({"backend": "triton"}, ValueError, "backend must be one of torch, fla; got 'triton'"),
-    ({"backend": "fla"}, ValueError, "backend must be 'torch' or None for this call; got 'fla': fla's kernels run on acc"),
+    ({"backend": "fla"}, ValueError, "backend must be 'torch' or None for this call; got 'fla': fla's kernels run on"),
 ]  # fmt: skip
 
 
@@ -614,7 +618,7 @@ def test_fla_runs_out_of_memory(fla_calls, monkeypatch):
 def test_when_fla_is_not_asked(fla_calls, monkeypatch):
     q, k, v, g, beta, _ = make(torch.device("cpu"), torch.bfloat16)
     gated_delta_rule(q, k, v.float(), g, beta)
-    with pytest.raises(ValueError, match="fla takes q, k and v of one dtype; got torch.bfloat16, .* torch.float32"):
+    with pytest.raises(ValueError, match=r"fla takes q, k and v of one dtype; got torch.bfloat16, .* torch.float32"):
         gated_delta_rule(q, k, v.float(), g, beta, backend="fla")
     monkeypatch.setenv("NPU_KERNELS_BACKEND", "torch,strict")
     gated_delta_rule(q, k, v, g, beta)

@@ -1,7 +1,8 @@
 """The state of linear-attention and state-space layers: the gated delta rule.
 
 `gated_delta_rule.py` has the formulas, the reference and the public function. `chunks.py` computes the op in chunks of
-tokens in torch, `slices.py` runs it over slices of heads, forward and backward, and `fla.py` calls flash-linear-attention.
+tokens in torch, `slices.py` runs it over slices of heads, forward and backward, and `fla.py` calls
+flash-linear-attention.
 """
 
 from .fla import Form, unserved_by_fla

@@ -135,8 +135,8 @@ class Grid:
 def _by_head(
     q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, delta: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns k_t^T diag(decay) k_j (for the delta rule) and q_t^T diag(decay) k_j for j <= t, and the logs of the decay
-    from the chunk's begin to each token and from there to its end, for one gate a head."""
+    """Returns k_t^T diag(decay) k_j (for the delta rule) and q_t^T diag(decay) k_j for j <= t, and the logs of the
+    decay from the chunk's begin to each token and from there to its end, for one gate a head."""
     size = g.shape[-2]
     later = torch.ones(size, size, dtype=torch.bool, device=g.device).tril(-1)
     between = g.expand(*g.shape[:-1], size).masked_fill(~later, 0).cumsum(-2)

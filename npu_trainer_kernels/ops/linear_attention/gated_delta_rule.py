@@ -113,9 +113,7 @@ def _check(
     expected = [rows, v.shape[2], size, v.shape[3]]
     if state is not None and (list(state.shape) != expected or state.dtype != torch.float32):
         raise ValueError(f"state must have shape {expected} and be float32; got {list(state.shape)} of {state.dtype}")
-    check_same_device(
-        q=q, k=k, v=v, g=g, beta=beta, state=state, segments=None if segments is None else segments.cu_q
-    )
+    check_same_device(q=q, k=k, v=v, g=g, beta=beta, state=state, segments=None if segments is None else segments.cu_q)
 
 
 def gated_delta_rule(

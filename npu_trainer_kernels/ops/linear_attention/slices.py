@@ -6,6 +6,8 @@ itself would keep every matrix of every chunk of a layer until its backward; her
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 
 from ...support.opaque import opaque
 from ..attention import Segments
-from ..host import once_differentiable
+from ..host import autocasts, once_differentiable
 from .chunks import Grid, chunked, numbers_of_a_chunk
 
 __all__ = ["in_torch"]
@@ -47,7 +49,7 @@ class _Slices:
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """The key heads and the value heads of each slice."""
         ends = [self.heads * i // self.number for i in range(self.number + 1)]
-        for begin, end in zip(ends, ends[1:], strict=False):
+        for begin, end in itertools.pairwise(ends):
             yield slice(begin, end), slice(begin * self.group, end * self.group)
 
     def split(self, t: torch.Tensor, heads: slice, of_keys: bool) -> torch.Tensor:
@@ -80,6 +82,11 @@ class _Slices:
         return chunked(q, k, v, g, beta, state, self.grid, *self.options)
 
 
+def _in_fp32(t: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Leaves autocast, in which products of matrices run in 16 bits."""
+    return torch.autocast(t.device.type, enabled=False) if autocasts(t) else contextlib.nullcontext()
+
+
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
@@ -95,7 +102,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         ctx.slices = _Slices(q, v, g, beta, segments, scale, normalize) if v.numel() else ()
         if not v.numel() and last is not None and state is not None:
             last.copy_(state)
-        with torch.autocast(v.device.type, enabled=False):
+        with _in_fp32(v):
             for keys, values in ctx.slices:
                 chunks, states = ctx.slices.run(*ctx.slices.inputs(given, keys, values))
                 o[:, :, values] = ctx.slices.join(chunks)
@@ -111,7 +118,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         grads = [torch.zeros_like(t) if need else None for t, need in zip(given, needs, strict=True)]
         if not ctx.slices and grads[5] is not None and dlast is not None:
             grads[5].copy_(dlast)
-        with torch.autocast(given[2].device.type, enabled=False):
+        with _in_fp32(given[2]):
             for keys, values in ctx.slices:
                 _differentiate(ctx.slices, given, grads, do, dlast, keys, values)
         return *grads, None, None, None, None
@@ -157,7 +164,8 @@ def _traced(
     """Computes all heads at once in operators that a compiler differentiates, for a graph that must not break."""
     slices = _Slices(q, v, g, beta, segments, scale, normalize)
     every = slice(None)
-    o, last = slices.run(*slices.inputs((q, k, v, g, beta, state), every, every))
+    with torch.autocast(v.device.type, enabled=False):
+        o, last = slices.run(*slices.inputs((q, k, v, g, beta, state), every, every))
     o = slices.join(o).to(v.dtype)
     return (o, slices.join_states(last)) if return_state else o
 
