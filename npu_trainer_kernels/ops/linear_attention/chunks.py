@@ -259,13 +259,13 @@ def chunked(
     enters = before.exp()
     read, written = k * enters, (k * after.exp()).transpose(-1, -2)
     m = enters[..., -1, :].unsqueeze(-1)
-    u, product = v, torch.mul
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mul if beta is None else torch.matmul
+    u = v
     if beta is not None:
         assert kk is not None
         solved = _inverse((kk * beta).tril(-1), grid.levels) * beta.transpose(-1, -2)
         u, read = solved @ v, solved @ read
         m = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) * m - written @ read
-        product = torch.matmul
     n = written @ u
     if state is None:
         state = n.new_zeros(*n.shape[:2], grid.rows, *n.shape[3:])

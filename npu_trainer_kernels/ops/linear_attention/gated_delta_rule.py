@@ -15,6 +15,8 @@ In torch the op runs in chunks of tokens (`chunks.py`), one slice of heads after
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..attention import Segments
@@ -42,12 +44,12 @@ def gated_delta_rule_reference(
     """Computes the op in plain PyTorch, one token after another, in fp32 or in fp64 if v is fp64."""
     if segments is not None:
         lengths = [length for length, _ in segments.lengths]
-        parts = zip(*(t.split(lengths, 1) for t in (q, k, v, g)), strict=True)
-        betas = [None] * len(lengths) if beta is None else beta.split(lengths, 1)
+        parts = [(None,) * len(lengths) if t is None else t.split(lengths, 1) for t in (q, k, v, g, beta)]
         states = [None] * len(lengths) if state is None else state.split(1)
+        options: dict[str, Any] = {"scale": scale, "normalize": normalize, "return_state": True}
         of_segments = [
-            gated_delta_rule_reference(*part, b, scale=scale, normalize=normalize, state=s, return_state=True)
-            for part, b, s in zip(parts, betas, states, strict=True)
+            gated_delta_rule_reference(*part, state=s, **options)
+            for *part, s in zip(*parts, states, strict=True)
         ]
         o, last = torch.cat([each[0] for each in of_segments], 1), torch.cat([each[1] for each in of_segments])
         return (o, last) if return_state else o
@@ -81,9 +83,11 @@ def _check(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None,
     scale: float | None, segments: Segments | None, state: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta), ("state", state)):
-        if tensor is not None or name in "qkvg":
-            check_float(name, tensor)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g)):
+        check_float(name, tensor)
+    for name, optional in (("beta", beta), ("state", state)):
+        if optional is not None:
+            check_float(name, optional)
     if q.dim() != 4 or not q.shape[2] or not q.shape[3]:
         raise ValueError(f"q must have shape [B, L, Hk, Dk]; got {list(q.shape)}")
     rows, tokens, heads, size = q.shape
