@@ -48,8 +48,7 @@ def gated_delta_rule_reference(
         states = [None] * len(lengths) if state is None else state.split(1)
         options: dict[str, Any] = {"scale": scale, "normalize": normalize, "return_state": True}
         of_segments = [
-            gated_delta_rule_reference(*part, state=s, **options)
-            for *part, s in zip(*parts, states, strict=True)
+            gated_delta_rule_reference(*part, state=s, **options) for *part, s in zip(*parts, states, strict=True)
         ]
         o, last = torch.cat([each[0] for each in of_segments], 1), torch.cat([each[1] for each in of_segments])
         return (o, last) if return_state else o
