@@ -215,16 +215,12 @@ def _token_gate(t: GateTensors, keys: int, size: int, heads: int, norm: bool) ->
     """One token of each row of a batch, all of whose rows live, with queries, keys and values in one product."""
     batch, groups, places = keys // 64, 8, 16
     product = t.floats(batch, (heads + 2 * groups) * size, grad=False)
-    q, k, v = (
-        part.view(batch, -1, size) for part in product.split([heads * size, groups * size, groups * size], 1)
-    )
+    q, k, v = (part.view(batch, -1, size) for part in product.split([heads * size, groups * size, groups * size], 1))
     cos, sin = (t.floats(batch, size, grad=False) for _ in range(2))
     cache, values = (t.floats(batch, groups, places, size, grad=False) for _ in range(2))
-    weights = [t.floats(size, grad=False) for _ in range(2)]
+    norms = ops.QkNorm(t.floats(size, grad=False), t.floats(size, grad=False)) if norm else None
     at = torch.zeros(batch, dtype=torch.int32, device=t.where)
-    ops.qk_norm_rope_append(
-        q, k, v, cos, sin, cache, values, at, norm=ops.QkNorm(*weights) if norm else None, backend=BACKEND
-    )
+    ops.qk_norm_rope_append(q, k, v, cos, sin, cache, values, at, norm=norms, backend=BACKEND)
     return {"_prepare_kernel": 2 * product.nbytes + cos.nbytes + sin.nbytes}
 
 

@@ -385,7 +385,7 @@ class TokenTile:
 # Elements of a tile [heads, size] of the kernel that prepares a token. Ascend910B4, fp32: about ten tiles of so many
 # elements are on the chip at once.
 _ELEMENTS_OF_A_TOKEN = 2048
-# Heads of a program on CUDA: a row of Qwen3-0.6B, with 16 heads of queries and 8 of keys, has three programs. Not timed.
+# Heads of a program on CUDA: a row of Qwen3-0.6B, of 16 heads of queries and 8 of keys, has three programs. Not timed.
 _HEADS_OF_A_PROGRAM = 8
 
 
@@ -408,8 +408,8 @@ def token_tile(q_heads: int, k_heads: int, half: int, rest: int, value_size: int
         heads = max(n for n in range(1, both + 1) if both % n == 0 and n <= most)
         return TokenTile(heads, half, max(1, rest), value_size)
     heads = min(_HEADS_OF_A_PROGRAM, next_power_of_2(q_heads))
-    columns = (next_power_of_2(n) if n else 1 for n in (half, rest, value_size))
-    return TokenTile(heads, *columns, options=launch_options(spec, 4))
+    cols, rest_cols, value_cols = (next_power_of_2(n) if n else 1 for n in (half, rest, value_size))
+    return TokenTile(heads, cols, rest_cols, value_cols, launch_options(spec, 4))
 
 
 @cache

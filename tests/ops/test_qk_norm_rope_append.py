@@ -60,7 +60,7 @@ def inputs(device, heads=(8, 2), sizes="whole", dtypes=(F, F, F, F), table="each
 
 
 def caches(device, given, dtype, places=PLACES):
-    (q, k, v), count = given[:3], len(places)
+    (_, k, v), count = given[:3], len(places)
     keys, values = (
         torch.zeros(count, k.shape[1], CAPACITY, n, device=device, dtype=dtype) for n in (k.shape[2], v.shape[2])
     )

@@ -75,3 +75,16 @@ def step_of(family, layers, monkeypatch, autocast=False, **overrides):
 def per_layer(*args, **kwargs):
     more, fewer = (step_of(args[0], layers, *args[1:], **kwargs) for layers in (3, 2))
     return more - fewer
+
+
+# Without norms and rotation a layer has the same kernels in every family: two norms of hidden states, one of them with
+# the addition before it; the other addition; four products; the preparation of a token; attention; the gate.
+LAYER = {"_forward_kernel": 3, "add": 1, "mm": 4, "_prepare_kernel": 1, "_attend_kernel": 1}
+# Autocast converts the two normed hidden states, which are fp32.
+UNDER_AUTOCAST = {**LAYER, "_to_copy": 2}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+def test_kernels_of_a_layer(family, autocast, monkeypatch):
+    assert per_layer(family, monkeypatch, autocast=autocast) == (UNDER_AUTOCAST if autocast else LAYER)

@@ -215,10 +215,8 @@ def _in_torch(
             x = rms_norm_reference(x, weight, norm.eps, offset=norm.offset, casting=norm.casting)
         return form.rotate(x[:, :, None], cos[:, None], sin[:, None])[:, :, 0].to(keys.dtype)
 
-    q, k = (
-        rotated(x, None if norm is None else weight)
-        for x, weight in ((q, norm and norm.q_weight), (k, norm and norm.k_weight))
-    )
+    q_weight, k_weight = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
+    q, k = rotated(q, q_weight), rotated(k, k_weight)
     append_in_torch(k, v.to(values.dtype), keys, values, places)
     return q
 
@@ -281,9 +279,9 @@ def _check(
     width = cos.shape[1] if cos.dim() == 2 else 0
     rotated = form.rotated_size(width)
     if width < 1 or cos.shape[0] != rows or rotated % 2 or rotated > size:
+        columns = "R / 2" if form.tables == "pair" else "R"
         raise ValueError(
-            f"cos must have shape [{rows}, {'R / 2' if form.tables == 'pair' else 'R'}] with R even and at most {size}; "
-            f"got {list(cos.shape)}"
+            f"cos must have shape [{rows}, {columns}] with R even and at most {size}; got {list(cos.shape)}"
         )
     if sin.shape != cos.shape:
         raise ValueError(f"sin must have cos's shape {list(cos.shape)}; got {list(sin.shape)}")

@@ -105,7 +105,7 @@ def _rotation(node: ast.stmt, functions: set[str]) -> tuple[str, str, str] | Non
     found = _assigned(node)
     if found is None or not isinstance(found[1], ast.Call) or len(found[0]) != 2:
         return None
-    (q, k), call = found
+    (q, k), call = found[0], found[1]
     function = _name(call.func)
     if q is None or k is None or q == k or function not in functions:
         return None
@@ -131,9 +131,11 @@ def _update(node: ast.stmt, q: str, k: str) -> tuple[str, str, ast.expr] | None:
     v, layer = names[1], call.args[2]
     if v is None or len({q, k, v, cache}) != 4 or ast.unparse(call.func) != f"{cache}.update":
         return None
-    return (cache, v, layer) if [_name(each) for each in call.args[:2]] == [k, v] and {q, k, v}.isdisjoint(
-        _names(layer)
-    ) else None
+    return (
+        (cache, v, layer)
+        if [_name(each) for each in call.args[:2]] == [k, v] and {q, k, v}.isdisjoint(_names(layer))
+        else None
+    )
 
 
 def _norm_call(body: list[ast.stmt], name: str) -> ast.Call | None:
@@ -173,9 +175,10 @@ def _found(function: types.FunctionType) -> _Found | None:
     name, q, k = rotation
     if _update(body[at + 1], q, k) is None:
         return None
-    norms = [None if call is None else called_on_self(call) for call in (_norm_call(body[:at], each) for each in (q, k))]
-    both = None if None in norms else (str(norms[0]), str(norms[1]))
-    return _Found(at, name, both)
+    of_q, of_k = (_norm_call(body[:at], each) for each in (q, k))
+    if of_q is None or of_k is None:
+        return _Found(at, name, None)
+    return _Found(at, name, (str(called_on_self(of_q)), str(called_on_self(of_k))))
 
 
 class _AtOnce(ast.NodeTransformer):
