@@ -78,8 +78,8 @@ def per_layer(*args, **kwargs):
     return more - fewer
 
 
-# Two norms of hidden states, one of them with the addition before it, and the gate, which has a kernel of this name, too;
-# the other addition; four products; the preparation of a token; attention.
+# Two norms of hidden states (one of them with the addition before it) and the gate, whose kernel has the same name; the
+# other addition; four products; the preparation of a token; attention.
 LAYER = {"_forward_kernel": 3, "add": 1, "mm": 4, "_prepare_kernel": 1, "_attend_kernel": 1}
 # Autocast converts the two normed hidden states, which are fp32.
 UNDER_AUTOCAST = {**LAYER, "_to_copy": 2}
