@@ -14,6 +14,7 @@ from ..ops.attention import Options, attend_in_parts
 from .base import (
     BACKEND,
     HEAD_DIMS,
+    ROW_LIMIT,
     Call,
     Form,
     Function,
@@ -210,12 +211,39 @@ def _everything(t: GateTensors, keys: int, size: int) -> Mapping[str, int]:
     }
 
 
-_GATE_CALLS: tuple[tuple[str, tuple[int, ...], Call], ...] = (
-    ("decode_attention", HEAD_DIMS, _grouped),
-    ("decode_attention, everything", (64, 128), _everything),
+def _token_gate(t: GateTensors, keys: int, size: int, heads: int, norm: bool) -> Mapping[str, int]:
+    """One token of each row of a batch, all of whose rows live, with queries, keys and values in one product."""
+    batch, groups, places = keys // 64, 8, 16
+    product = t.floats(batch, (heads + 2 * groups) * size, grad=False)
+    q, k, v = (part.view(batch, -1, size) for part in product.split([heads * size, groups * size, groups * size], 1))
+    cos, sin = (t.floats(batch, size, grad=False) for _ in range(2))
+    cache, values = (t.floats(batch, groups, places, size, grad=False) for _ in range(2))
+    norms = ops.QkNorm(t.floats(size, grad=False), t.floats(size, grad=False)) if norm else None
+    at = torch.zeros(batch, dtype=torch.int32, device=t.where)
+    ops.qk_norm_rope_append(q, k, v, cos, sin, cache, values, at, norm=norms, backend=BACKEND)
+    return {"_prepare_kernel": 2 * product.nbytes + cos.nbytes + sin.nbytes}
+
+
+def _token(t: GateTensors, keys: int, size: int) -> Mapping[str, int]:
+    """Qwen3's heads, with their norms."""
+    return _token_gate(t, keys, size, 16, True)
+
+
+def _token_without_norm(t: GateTensors, keys: int, size: int) -> Mapping[str, int]:
+    """Llama's heads."""
+    return _token_gate(t, keys, size, 32, False)
+
+
+# Each part of a token's heads reads the row's tables and the weights of its norm again, 11% of all bytes.
+_TOKEN_LIMIT = 1.12
+_GATE_CALLS: tuple[tuple[str, tuple[int, ...], Call, float], ...] = (
+    ("decode_attention", HEAD_DIMS, _grouped, ROW_LIMIT),
+    ("decode_attention, everything", (64, 128), _everything, ROW_LIMIT),
+    ("decode_attention, a token", HEAD_DIMS, _token, _TOKEN_LIMIT),
+    ("decode_attention, a token without norms", (64, 128), _token_without_norm, _TOKEN_LIMIT),
 )
 GATE: tuple[GateEntry, ...] = tuple(
     # Rows are keys of the cache. Lengths say how often the kernel's loops run.
-    GateEntry(op, sizes, "head", call, 16384, follows_ids=True)
-    for op, sizes, call in _GATE_CALLS
+    GateEntry(op, sizes, "head", call, 16384, max_traffic=limit, follows_ids=True)
+    for op, sizes, call, limit in _GATE_CALLS
 )

@@ -1,11 +1,13 @@
 """The ops, as functions of tensors. The docstring of each op states its formulas, shapes, dtypes and errors."""
 
 from .attention import (
+    QkNorm,
     Segments,
     Shared,
     append_to_cache,
     decode_attention,
     decode_attention_reference,
+    qk_norm_rope_append,
     take,
     varlen_attention,
     varlen_attention_reference,
@@ -52,6 +54,7 @@ __all__ = [
     "LinearCrossEntropyOutput",
     "LinearDivergenceOutput",
     "LinearLogProbOutput",
+    "QkNorm",
     "Segments",
     "Shared",
     "add_rms_norm",
@@ -83,6 +86,7 @@ __all__ = [
     "linear_rms_norm_reference",
     "moe_experts",
     "moe_experts_reference",
+    "qk_norm_rope_append",
     "rms_norm",
     "rms_norm_reference",
     "rope",

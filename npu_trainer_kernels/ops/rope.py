@@ -31,8 +31,8 @@ from .fallback import falls_back
 from .host import once_differentiable, promoted
 from .launch import launch
 
-__all__ = ["CASTINGS", "PAIRS", "TABLES", "Rotation", "rope", "rope_of_checked", "rope_reference", "rotation",
-           "unserved"]  # fmt: skip
+__all__ = ["CASTINGS", "PAIRS", "TABLES", "Rotation", "rope", "rope_of_checked", "rope_reference",
+           "rotated_pairs", "rotation", "unserved"]  # fmt: skip
 
 PAIRS = ("halves", "interleaved", "regrouped")
 TABLES = ("each", "pair", "first_half")
@@ -217,7 +217,7 @@ def _load_table(table, row_stride, mask, left, TABLE: tl.constexpr, HALF: tl.con
 
 
 @jit
-def _rotated_pairs(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
+def rotated_pairs(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
     """Rotates both members of the pairs in fp32."""
     if INVERSE:
         y1 = x1 * c1 + x2 * s2
@@ -250,7 +250,7 @@ def _rotate_tile(x, y, cos, sin, batch, token, n_tokens, n_heads, x_batch, x_hea
         x_at = x + tl.cast(head, tl.int64) * x_head
         y_at = y + tl.cast(head, tl.int64) * y_head
         x1, x2 = _load_pairs(x_at, x_token, mask, left, X_BY_TURNS, HALF, ROWS, COLS, MASKED)
-        y1, y2 = _rotated_pairs(x1, x2, c1, c2, s1, s2, INVERSE)
+        y1, y2 = rotated_pairs(x1, x2, c1, c2, s1, s2, INVERSE)
         if Y_BY_TURNS:
             both = _joined(y1, y2, y.dtype.element_ty, ROWS, COLS)
             store(_columns(y_at, y_token, ROWS, 2 * COLS), both, _mask(left, 2 * HALF, ROWS, 2 * COLS), MASKED)
@@ -414,7 +414,7 @@ def _rotate_pair_kernel(
             else:
                 x1 = groups[i - AHEAD][0].to(tl.float32)
                 x2 = groups[i - AHEAD][1].to(tl.float32)
-            y1, y2 = _rotated_pairs(x1, x2, c1, c2, s1, s2, INVERSE)
+            y1, y2 = rotated_pairs(x1, x2, c1, c2, s1, s2, INVERSE)
             if Y_BY_TURNS:
                 y, mask = _head_group(yq, yk, yq_head, yk_head, i - AHEAD, Q_HEADS, K_HEADS, 2 * HALF, GROUP, 2 * COLS)
                 store(y, _joined(y1, y2, y.dtype.element_ty, GROUP, COLS), mask, True)

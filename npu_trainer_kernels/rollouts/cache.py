@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -21,9 +23,18 @@ from torch import nn
 from transformers import AttentionInterface, Cache, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..ops.attention import Segments, append_to_cache, decode_attention, uploaded
-from ..ops.host import compute_dtype
+from ..ops.attention import (
+    Segments,
+    append_to_cache,
+    decode_attention,
+    qk_norm_rope_append,
+    rotated_dtype,
+    uploaded,
+)
+from ..ops.host import autocasts, compute_dtype
+from ..ops.rope import rotation
 from ..patching.body import PackedMask, Packing, Unserved, make_mask
+from ..patching.modules import CACHED_ROTATION, CachedRotation, cached_rotation, rotation_call
 
 __all__ = ["Decoding", "Places", "RolloutCache", "states_of"]
 
@@ -173,6 +184,76 @@ class RolloutCache(Cache):
             self.decoding.places, backend=self.decoding.backend,
         )  # fmt: skip
         return keys, values
+
+    def rotate_and_update(
+        self, attention: CachedRotation, cache: Any, value: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Computes what an attention does with its queries, keys and values before it attends: rotates the first two,
+        and updates its cache. One launch does this, and the norms before it, for a step of this cache.
+
+        Args:
+            attention: the attention, which is given.
+            cache: the cache that its forward got.
+            value: [B, Hk, 1, Dv].
+            layer: the layer's index.
+            q, k, args, kwargs: the arguments of its rotation: queries [B, Hq, 1, D], keys [B, Hk, 1, D] and tables.
+
+        Returns:
+            the queries, and the keys and values of all places.
+        """
+        if cache is self and self._serves(attention, value, layer, q, k, *args, **kwargs):
+            assert self.decoding is not None
+            call = rotation_call(attention.form, (q, k, *args), kwargs)
+            assert call is not None
+            assert call.k is not None
+            keys, values = self.keys[layer], self.values[layer]
+            cos, sin = (t[:, 0].expand(len(keys), -1) for t in (call.cos, call.sin))
+            out = qk_norm_rope_append(
+                q[:, :, 0], k[:, :, 0], value[:, :, 0], cos, sin, keys, values, self.decoding.places,
+                norm=attention.qk_norm(), tables=attention.form.tables, casting=attention.form.casting,
+                backend=self.decoding.backend,
+            )  # fmt: skip
+            return out.unsqueeze(2), keys, values
+        q, k = attention.rotate(*attention.normed(q, k), *args, **kwargs)
+        if cache is not None:
+            k, value = cache.update(k, value, layer)
+        return q, k, value
+
+    def _serves(
+        self, attention: CachedRotation, value: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> bool:  # fmt: skip
+        """Whether the op computes what the separate calls would."""
+        call = rotation_call(attention.form, (q, k, *args), kwargs)
+        if self.decoding is None or layer not in self.keys or call is None or call.heads != 1 or call.one_sequence:
+            return False
+        keys, values = self.keys[layer], self.values[layer]
+        if any(t.dim() != 4 or t.shape[2] != 1 for t in (q, k, value)):
+            return False
+        if any((*t.shape[:2], t.shape[3]) != (*to.shape[:2], to.shape[3]) for t, to in ((k, keys), (value, values))):
+            return False
+        norm, form = attention.qk_norm(), rotation(heads=1, **attention.form.options)
+        if norm is not None and not norm.q_weight.shape == norm.k_weight.shape == q.shape[3:]:
+            return False
+        rotated = rotated_dtype(q.dtype, call.cos.dtype, norm, form)
+        # Attention takes queries in the dtype of products.
+        return keys.dtype is (compute_dtype(q) if autocasts(q) else rotated)
+
+    @contextlib.contextmanager
+    def rotating(self, model: nn.Module) -> Iterator[None]:
+        """Inside the `with` block the attentions of a model whose forward allows it call `rotate_and_update`, which is
+        one launch, for their norms, rotation and update of the cache."""
+        known: dict[Any, Any] = {}
+        found = [(module, each) for module in model.modules() if (each := cached_rotation(module, known)) is not None]
+        for module, attention in found:
+            vars(module)["forward"] = types.MethodType(attention.forward, module)
+            vars(module)[CACHED_ROTATION] = functools.partial(self.rotate_and_update, attention)
+        try:
+            yield
+        finally:
+            for module, _ in found:
+                del vars(module)["forward"], vars(module)[CACHED_ROTATION]
 
     def allocate(self, rows: int, length: int) -> None:
         """Makes room for so many rows of so many places, as the prompts that it was given need."""

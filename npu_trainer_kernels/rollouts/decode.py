@@ -172,7 +172,7 @@ class Step:
         recorder = recorder_for(rows.token.device)
         parameters = {p: p for p in (*model.parameters(), *copies.tensors())}
         inputs = [*rows.tensors(), *cache.tensors()]
-        with torch.no_grad(), copies.on(), cache.at(decoding):
+        with torch.no_grad(), copies.on(), cache.at(decoding), cache.rotating(model):
             self._pieces: Pieces = capture(step, inputs, parameters, [*model.buffers(), *sampling.tensors], recorder)
         self._recorder = recorder
 

@@ -1,5 +1,6 @@
 """Tiles of gated MLPs, rotary and token embedding, convolutions and the attention of generation."""
 
+import math
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -12,6 +13,7 @@ __all__ = [
     "CacheTile",
     "DecodeTile",
     "HeadsTile",
+    "TokenTile",
     "TokensTile",
     "block_of_rows",
     "cache_tile",
@@ -24,6 +26,7 @@ __all__ = [
     "rope_unserved",
     "swiglu_block",
     "swiglu_unserved",
+    "token_tile",
     "vocabulary_tile",
     "wants_int32_ids",
 ]
@@ -365,6 +368,48 @@ class CacheTile:
     cols: int
     value_cols: int
     options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class TokenTile:
+    """Tile of the kernel that prepares a token's heads for attention: `heads` heads with `cols` columns of each half of
+    the rotated elements, `rest_cols` of the others and `value_cols` of the value."""
+
+    heads: int
+    cols: int
+    rest_cols: int
+    value_cols: int
+    options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+# Elements of a tile [heads, size] of the kernel that prepares a token. Ascend910B4, fp32: about ten tiles of so many
+# elements are on the chip at once.
+_ELEMENTS_OF_A_TOKEN = 2048
+# Heads of a program on CUDA: a row of Qwen3-0.6B, of 16 heads of queries and 8 of keys, has three programs. Not timed.
+_HEADS_OF_A_PROGRAM = 8
+
+
+@cache
+def token_tile(q_heads: int, k_heads: int, half: int, rest: int, value_size: int, spec: DeviceSpec) -> TokenTile:
+    """Returns the tile of the kernel that norms and rotates a token's queries and keys and writes it to the cache.
+
+    Args:
+        q_heads: heads of queries.
+        k_heads: heads of keys.
+        half: half of the rotated elements of a head.
+        rest: elements of a head that are not rotated.
+        value_size: elements of a value.
+        spec: the device.
+    """
+    if spec.has_buffer:
+        # A divisor of both numbers of heads, so that nothing is masked.
+        most = max(1, _ELEMENTS_OF_A_TOKEN // max(2 * half + rest, value_size))
+        both = math.gcd(q_heads, k_heads)
+        heads = max(n for n in range(1, both + 1) if both % n == 0 and n <= most)
+        return TokenTile(heads, half, max(1, rest), value_size)
+    heads = min(_HEADS_OF_A_PROGRAM, next_power_of_2(q_heads))
+    cols, rest_cols, value_cols = (next_power_of_2(n) if n else 1 for n in (half, rest, value_size))
+    return TokenTile(heads, cols, rest_cols, value_cols, launch_options(spec, 4))
 
 
 @cache

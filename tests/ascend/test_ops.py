@@ -448,6 +448,38 @@ def test_append_to_cache(launcher, tensors):
     assert set(launcher.traffic) == {"_append_kernel"}
 
 
+@pytest.mark.parametrize("norm", [None, "llama", "gemma", "none"])
+@pytest.mark.parametrize("rotated", [32, 16])
+def test_qk_norm_rope_append(rotated, norm, launcher, tensors):
+    heads = [(12, 32), (4, 32), (4, 16)]
+    product = tensors.floats(3, sum(n * size for n, size in heads), grad=False)
+    parts = product.split([n * size for n, size in heads], 1)
+    q, k, v = (part.unflatten(1, of) for part, of in zip(parts, heads, strict=True))
+    cos, sin, q_weight, k_weight = (
+        tensors.floats(*shape, grad=False) for shape in ((3, rotated), (3, rotated), (32,), (32,))
+    )
+    places = torch.tensor([6, -1, 0])
+
+    def call(backend):
+        def prepared(q, k, v, cos, sin, q_weight, k_weight):
+            keys, values = q.new_zeros(3, 4, 7, 32), q.new_zeros(3, 4, 7, 16)
+            how = None if norm is None else ops.QkNorm(q_weight, k_weight, casting=norm)
+            if backend is not None:
+                out = ops.qk_norm_rope_append(q, k, v, cos, sin, keys, values, places, norm=how, backend=backend)
+                return out, keys, values
+            if norm is not None:
+                q, k = (ops.rms_norm_reference(x, w, casting=norm) for x, w in ((q, q_weight), (k, k_weight)))
+            q, k = (t[:, :, 0] for t in ops.rope_reference(q[:, :, None], k[:, :, None], cos[:, None], sin[:, None]))
+            for row, place in ((0, 6), (2, 0)):
+                keys[row, :, place], values[row, :, place] = k[row], v[row]
+            return q, keys, values
+
+        return prepared
+
+    assert_op_close(call("ascend-lowering"), call(None), [q, k, v, cos, sin, q_weight, k_weight])
+    assert set(launcher.traffic) == {"_prepare_kernel"}
+
+
 def test_every_op_of_the_gate_is_executed_here():
     executed = {
         "rms_norm",

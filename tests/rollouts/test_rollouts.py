@@ -383,9 +383,22 @@ def test_a_prompt_of_another_row_is_seen(monkeypatch):
     assert "its logits differ from those of its own forward" in _reason_of(served("llama")[0])
 
 
-def test_a_key_that_is_not_written_is_seen(monkeypatch):
+def _write_nothing(monkeypatch):
+    at_once = cache_module.qk_norm_rope_append
+
+    def unwritten(*given, **options):
+        *others, places = given
+        return at_once(*others, torch.full_like(places, -1), **options)
+
+    monkeypatch.setattr(cache_module, "qk_norm_rope_append", unwritten)
     monkeypatch.setattr(cache_module, "append_to_cache", lambda *args, **kwargs: None)
-    assert "its logits differ from those of its own forward" in _reason_of(served("llama")[0])
+
+
+# Llama's keys are rotated and written at once; Cohere rotates interleaved pairs, by another launch.
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+def test_a_key_that_is_not_written_is_seen(family, monkeypatch):
+    _write_nothing(monkeypatch)
+    assert "its logits differ from those of its own forward" in _reason_of(served(family)[0])
 
 
 def test_a_length_that_is_not_counted_is_seen(monkeypatch):
@@ -398,7 +411,7 @@ def test_a_length_that_is_not_counted_is_seen(monkeypatch):
 
 
 def test_what_is_refused_once_is_not_tried_again(monkeypatch):
-    monkeypatch.setattr(cache_module, "append_to_cache", lambda *args, **kwargs: None)
+    _write_nothing(monkeypatch)
     model, _, rollouts = served("llama")
     plain = small_model("llama").eval()
     for _ in range(2):

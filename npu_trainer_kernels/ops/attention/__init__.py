@@ -5,17 +5,20 @@ belong to a segment. `segment_kernels.py` calls the attention kernels of PyTorch
 gathers rows that several segments share and sums their gradients.
 
 `decode_attention.py` is the attention of generation, of one query for each row to the row's cache, and
-`append_to_cache.py` writes the key and the value of a token to this cache.
+`append_to_cache.py` writes the key and the value of a token to this cache. `qk_norm_rope_append.py` does this, and the
+norm and the rotation before it, at once.
 """
 
 from .append_to_cache import append_to_cache
 from .decode_attention import attend_in_parts, decode_attention, decode_attention_reference
+from .qk_norm_rope_append import QkNorm, qk_norm_rope_append, rotated_dtype
 from .segments import Options, Segments, once_for_segments
 from .shared_rows import Shared, take, uploaded
 from .varlen_attention import trial, unserved, varlen_attention, varlen_attention_reference
 
 __all__ = [
     "Options",
+    "QkNorm",
     "Segments",
     "Shared",
     "append_to_cache",
@@ -23,6 +26,8 @@ __all__ = [
     "decode_attention",
     "decode_attention_reference",
     "once_for_segments",
+    "qk_norm_rope_append",
+    "rotated_dtype",
     "take",
     "trial",
     "unserved",

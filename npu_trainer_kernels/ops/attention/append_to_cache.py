@@ -16,7 +16,7 @@ from ..checks import check_float, check_ids, check_range, check_same_device
 from ..fallback import falls_back
 from ..launch import launch
 
-__all__ = ["append_to_cache"]
+__all__ = ["append_in_torch", "append_to_cache"]
 
 
 @jit
@@ -64,15 +64,22 @@ def _append_kernel(
                   VALUE_SIZE, HEADS, VALUE_COLS)  # fmt: skip
 
 
+def append_in_torch(
+    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor
+) -> None:
+    """Computes the op in plain PyTorch."""
+    # A row with a negative place writes its first place again: an index by a mask would wait for the device.
+    row, place, live = torch.arange(len(places), device=k.device), places.long().clamp(min=0), places >= 0
+    for token, cache in ((k, keys), (v, values)):
+        cache[row, :, place] = torch.where(live[:, None, None], token, cache[row, :, place])
+
+
 @falls_back("decode_attention")
 def _append(
     k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor, backend: str
 ) -> None:
     if backend == "torch":
-        # A row with a negative place writes its first place again: an index by a mask would wait for the device.
-        row, place, live = torch.arange(len(places), device=k.device), places.long().clamp(min=0), places >= 0
-        for token, cache in ((k, keys), (v, values)):
-            cache[row, :, place] = torch.where(live[:, None, None], token, cache[row, :, place])
+        append_in_torch(k, v, keys, values, places)
         return
     rows, heads, size = k.shape
     spec = device.spec(k.device)

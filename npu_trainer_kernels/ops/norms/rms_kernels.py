@@ -44,7 +44,7 @@ from ..host import contiguous_like, promoted
 from ..launch import launch
 
 __all__ = ["CASTINGS", "as_rows", "check_norm", "check_norm_options", "norm_backward", "norm_forward", "norm_reference",
-           "shifted", "sum_of_partials"]  # fmt: skip
+           "normed_tile", "shifted", "sum_of_partials"]  # fmt: skip
 
 CASTINGS = ("llama", "gemma", "none")
 
@@ -157,7 +157,7 @@ def _from_kept(w, offset, ROUND: tl.constexpr):
 
 
 @jit
-def _normed_tile(s, rstd, w, x, ROUND_SUM: tl.constexpr, HAS_WEIGHT: tl.constexpr, CASTING: tl.constexpr):
+def normed_tile(s, rstd, w, x, ROUND_SUM: tl.constexpr, HAS_WEIGHT: tl.constexpr, CASTING: tl.constexpr):
     n = s * rounded(rstd[:, None], x, ROUND_SUM and CASTING == "none")
     if HAS_WEIGHT:
         n = rounded(n, x, ROUND_SUM and CASTING != "gemma") * w
@@ -184,7 +184,7 @@ def _forward_tile(x, residual, w, s_out, y, rstd_out, row, n_rows, width, x_stri
     else:
         rstd = load_per_row(rstd_out, row, n_rows, ROWS, FOLD, TAIL)
     if APPLY:
-        n = _normed_tile(s, rstd, w, x, ROUND_SUM, HAS_WEIGHT, CASTING)
+        n = normed_tile(s, rstd, w, x, ROUND_SUM, HAS_WEIGHT, CASTING)
         store(tile_of(y, row, HIDDEN, ROWS, COLS, FOLD), n, mask, MASKED)
 
 
@@ -210,11 +210,11 @@ def _forward_halves(x, residual, w, w_right, offset, s_out, y, rstd_out, row, n_
     store_per_row(rstd_out, rstd, row, n_rows, 1, FOLD, False)
     if HAS_WEIGHT:
         w = _from_kept(w, offset, CASTING != "gemma")
-    n = _normed_tile(left.to(tl.float32), rstd, w, x, True, HAS_WEIGHT, CASTING)
+    n = normed_tile(left.to(tl.float32), rstd, w, x, True, HAS_WEIGHT, CASTING)
     tl.store(tile_of(y, row, HIDDEN, 1, COLS, FOLD), n.to(y.dtype.element_ty))
     if HAS_WEIGHT:
         w_right = _from_kept(w_right, offset, CASTING != "gemma")
-    n = _normed_tile(right.to(tl.float32), rstd, w_right, x, True, HAS_WEIGHT, CASTING)
+    n = normed_tile(right.to(tl.float32), rstd, w_right, x, True, HAS_WEIGHT, CASTING)
     tl.store(tile_of(y + COLS, row, HIDDEN, 1, COLS, FOLD), n.to(y.dtype.element_ty))
 
 

@@ -9,18 +9,24 @@ For each kind of module one file has the patch (`recognise`, `declines`, `run` o
 5. `experts.py`: the experts of a mixture, with the same gates.
 6. `rotations.py`: the rotation of queries and keys. `rotation_forms.py` finds the formula of a rotating function.
 
+`cached_rotations.py` is no patch: it finds the attentions in which generation may compute the norms of queries and
+keys, their rotation and the update of the cache at once.
+
 `PATCHES` has them in the order in which they are applied.
 """
 
+from .cached_rotations import NAME as CACHED_ROTATION
+from .cached_rotations import CachedRotation, cached_rotation
 from .embeddings import EmbeddingPatch
 from .experts import ExpertsPatch
 from .mlps import GatedMlpPatch
 from .norms import GatedRmsNormPatch, LayerNormPatch, RmsNormPatch
 from .residuals import AddRmsNormPatch
-from .rotation_forms import rotations_of
+from .rotation_forms import rotation_call, rotations_of
 from .rotations import RopePatch
 
-__all__ = ["PATCHES", "GatedMlpPatch", "rotations_of"]
+__all__ = ["CACHED_ROTATION", "PATCHES", "CachedRotation", "GatedMlpPatch", "cached_rotation", "rotation_call",
+           "rotations_of"]  # fmt: skip
 
 PATCHES = (
     RmsNormPatch(), GatedRmsNormPatch(), LayerNormPatch(), AddRmsNormPatch(), EmbeddingPatch(), GatedMlpPatch(),

@@ -42,7 +42,7 @@ from .mlps import is_bare_linear, parameter_of
 from .norm_forms import NormForm, exchanged, forms_of, norms_of
 from .rotation_forms import RopeForm, form_of_call, rope_form, rotate, rotates, rotation_call
 
-__all__ = ["RopePatch"]
+__all__ = ["RopePatch", "helper_of"]
 
 _PROJECT = "_npu_kernels_linear_rms_norm"
 _DTYPES = frozenset((*FLOATS, torch.complex64))
@@ -64,7 +64,8 @@ class AttentionForm:
         return "; ".join(parts)
 
 
-def _helper(name: str) -> str:
+def helper_of(name: str) -> str:
+    """Returns the name of the attribute by which a patched attention calls the rotating function of this name."""
     return f"_npu_kernels_{name}"
 
 
@@ -75,7 +76,7 @@ class _OtherRotation(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id in self.names:
-            node.func = ast.copy_location(self_attribute(_helper(node.func.id)), node.func)
+            node.func = ast.copy_location(self_attribute(helper_of(node.func.id)), node.func)
         return node
 
 
@@ -208,7 +209,7 @@ class RopePatch(Patch):
         for name, form in attention.rotations:
             guard, run = bind(self.declines, site, form), bind(self.run, site, form)
             served = guarded(site, guard, run, attention.forward.__globals__[name], self.tokens)
-            helpers.append((_helper(name), _while_named(name, attention.forward.__globals__, served)))
+            helpers.append((helper_of(name), _while_named(name, attention.forward.__globals__, served)))
         rotation = _OtherRotation({name for name, _ in attention.rotations})
         projection = _NormedProjection({name for name, *_ in attention.norms})
         forward = while_recognised(site, rewritten(attention.forward, rotation, projection))
