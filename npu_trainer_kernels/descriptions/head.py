@@ -28,7 +28,7 @@ from .base import (
     run_backward,
 )
 
-__all__ = ["DIVERGENCE_BETA", "FORMS", "GATE", "GRPO_BETA", "GRPO_EPSILON", "grpo_lengths", "grpo_terms"]
+__all__ = ["DIVERGENCE_BETAS", "FORMS", "GATE", "GRPO_BETA", "GRPO_EPSILON", "grpo_lengths", "grpo_terms"]
 
 
 GRPO_BETA, GRPO_EPSILON = 0.04, 0.2
@@ -134,8 +134,8 @@ def _grpo(backend: str | None) -> Function:
 
 
 DIVERGENCE_BETAS = {"linear_divergence": 0.5, "linear_divergence_kl": 1.0}
-"""The betas of the forms: the mixture in equal parts, whose formula has most to compute, and KL(student || teacher), the
-default of TRL's DistillationTrainer."""
+"""The betas of the forms: the mixture in equal parts, whose formula has most to compute, and KL(student || teacher),
+which is the default of TRL's DistillationTrainer."""
 
 
 def _build_divergence(work: Workload, device: torch.device) -> Inputs:
