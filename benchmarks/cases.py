@@ -140,7 +140,8 @@ def _accelerator_cases() -> list[OpCase]:
     rows += [OpCase("linear_logprob", {"BT": 8192, "H": 4096, "V": 128256})]
     # The second row has a student of 1.7B and a teacher of 8B, both Qwen3.
     rows += [OpCase("linear_divergence", {"BT": 8192, "H": 4096, "V": 128256})]
-    rows += [OpCase("linear_divergence", {"BT": 8192, "H": 2048, "H2": 4096, "V": 151936})]
+    both = {"BT": 8192, "H": 2048, "H2": 4096, "V": 151936}
+    rows += [OpCase(op, both) for op in ("linear_divergence", "linear_divergence_kl")]
     # Qwen3-0.6B's heads: completions of which 37% and 78% of the positions are live, and a prompt that all rows share.
     heads = {"Q": 16, "K": 8, "D": 128}
     rows += [OpCase("varlen_attention", {"B": 8, "T": 4224, "live": live, "shared": 0, **heads}) for live in (37, 78)]
@@ -178,6 +179,7 @@ def _cpu_cases() -> list[OpCase]:
         OpCase("rope_by_turns", {"S": 2048, "Q": 5, "K": 5, "D": 32}),
         OpCase("linear_logprob", {"BT": 2048, "H": 160, "V": 8009}),
         OpCase("linear_divergence", {"BT": 2048, "H": 160, "V": 8009}),
+        OpCase("linear_divergence_kl", {"BT": 2048, "H": 160, "H2": 320, "V": 8009}),
         *(
             OpCase("varlen_attention", {"B": 8, "T": 256, "live": live, "shared": shared, "Q": 5, "K": 5, "D": 32})
             for live, shared in ((37, 0), (78, 0), (37, 128))

@@ -6,6 +6,7 @@ first use or not), there are two providers.
 """
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from npu_trainer_kernels import backends, ops
 from npu_trainer_kernels.descriptions import (
-    DIVERGENCE_BETA,
+    DIVERGENCE_BETAS,
     EPS,
     GRPO_BETA,
     GRPO_EPSILON,
@@ -41,7 +42,7 @@ Make = Callable[[OpCase, torch.device], Function]
 LOW_MEMORY_ROWS = 2048
 # Memory of Liger's logits / memory of x: 0.5 and 1 GiB for 8192 and 16384 rows of 4096 columns, less than ours need.
 LIGER_WIDE = 8
-# The maximum number of rows that Liger's chunked GRPO loss computes at once.
+# The maximum number of rows that Liger's chunked losses compute at once.
 LIGER_ROWS = 2048
 # torch.compile chooses tiles and matrix products by timing them. CUDA graphs are off, as they would keep outputs alive.
 TUNED_MODE = "max-autotune-no-cudagraphs"
@@ -233,12 +234,39 @@ def _liger_fp32(case: OpCase, device: torch.device) -> Function:
     return _liger_cross_entropy(accum_dtype=torch.float32)
 
 
-@_peer("linear_divergence", "liger", "liger-kernel")
-def _liger_divergence(case: OpCase, device: torch.device) -> Function:
+def _liger_jsd(case: OpCase, **settings: Any) -> Function:
     from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 
-    loss = LigerFusedLinearJSD(jsd_beta=DIVERGENCE_BETA)
-    return lambda t: loss(t["x"], t["weight"], t["teacher_x"], t["teacher_weight"])
+    if unknown := settings.keys() - inspect.signature(LigerFusedLinearJSD).parameters.keys():
+        raise Absent(f"this Liger's fused divergence has no {', '.join(sorted(unknown))}")
+    loss = LigerFusedLinearJSD(jsd_beta=DIVERGENCE_BETAS[case.op], **settings)
+    return lambda t: loss(t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], None)
+
+
+@_peer("linear_divergence", "liger", "liger-kernel")
+@_peer("linear_divergence_kl", "liger", "liger-kernel")
+def _liger_divergence(case: OpCase, device: torch.device) -> Function:
+    return _liger_jsd(case)
+
+
+@_peer("linear_divergence", "liger-fp32-accum", "liger-kernel")
+@_peer("linear_divergence_kl", "liger-fp32-accum", "liger-kernel")
+def _liger_divergence_fp32(case: OpCase, device: torch.device) -> Function:
+    return _liger_jsd(case, accum_dtype=torch.float32)
+
+
+@_peer("linear_divergence", "liger-chunked", "liger-kernel")
+@_peer("linear_divergence_kl", "liger-chunked", "liger-kernel")
+def _liger_divergence_chunked(case: OpCase, device: torch.device) -> Function:
+    """Its distillation loss that torch.compile compiles chunk by chunk, without the part that needs targets."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    torch._dynamo.reset()
+    loss = LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=DIVERGENCE_BETAS[case.op], chunk_size=LIGER_ROWS
+    )
+    targets = torch.zeros(case.sizes["BT"], dtype=torch.int64, device=device)
+    return lambda t: loss(t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], targets)
 
 
 @_peer("rms_norm", "liger", "liger-kernel", in_scaling=True)
@@ -376,6 +404,7 @@ def _trl_logprob(case: OpCase, device: torch.device) -> Function:
 
 
 @_peer("linear_divergence", "trl", "trl")
+@_peer("linear_divergence_kl", "trl", "trl")
 def _trl_divergence(case: OpCase, device: torch.device) -> Function:
     from trl.trainer import distillation_trainer
 
@@ -386,7 +415,7 @@ def _trl_divergence(case: OpCase, device: torch.device) -> Function:
 
     def call(t: Tensors) -> Outputs:
         mask = torch.ones(t["x"].shape[:1], dtype=torch.bool, device=t["x"].device)
-        return loss(t["x"], t["teacher_x"], t["weight"], t["teacher_weight"], mask, DIVERGENCE_BETA)[0]
+        return loss(t["x"], t["teacher_x"], t["weight"], t["teacher_weight"], mask, DIVERGENCE_BETAS[case.op])[0]
 
     return call
 

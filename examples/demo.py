@@ -113,7 +113,7 @@ def table(results: dict[Run, dict[str, Any]]) -> Table:
     result = Table(title="The same runs, without and with --use_npu_kernels")
     for name in ("run", "device"):
         result.add_column(name)
-    for name in ("loss or reward", "held out", "peak memory", "seconds", "tokens/s"):
+    for name in ("loss or reward", "held out", "peak memory", "seconds", "generation + update", "tokens/s"):
         result.add_column(name, justify="right")
     for run, metrics in results.items():
         quality = "loss" if run.script == "sft" else "reward"
@@ -125,6 +125,7 @@ def table(results: dict[Run, dict[str, Any]]) -> Table:
             f"{held_out:.3f}",
             f"{metrics['peak_memory_bytes'] / MIB:,.0f} MiB",
             f"{metrics['seconds']:.1f}",
+            "-" if run.script == "sft" else f"{metrics['generation_seconds']:.1f} + {metrics['update_seconds']:.1f}",
             f"{metrics['tokens_per_second']:,.0f}",
             end_section=run.kernels,
         )

@@ -8,10 +8,13 @@
 Without a model the script creates a small Qwen3 that reads bytes, and warms it up with a few supervised steps, since a
 model that never answers correctly gets no reward to learn from. Without a data set the prompts are sums such as
 `12+7=`; a data set needs the columns `prompt` and `answer`. Every field of `trl.GRPOConfig` is an option.
-`metrics.json` in the output folder has rewards, seconds, peak memory, tokens per second and the kernels' report.
+`metrics.json` in the output folder has rewards, seconds, those of generation and of everything else (the update), peak
+memory, tokens per second and the kernels' report.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -232,6 +235,26 @@ def warm_up(
     print(f"warmed up with {trainer.state.global_step} supervised steps")
 
 
+@contextmanager
+def timed_generation(model: PreTrainedModel) -> Iterator[list[float]]:
+    """Inside the `with` block the seconds of each call of the model's `generate` are added to the list."""
+    seconds: list[float] = []
+    generate = model.generate
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - begun)
+
+    model.generate = timed
+    try:
+        yield seconds
+    finally:
+        del model.generate
+
+
 def make_trainer(kernels: NpuKernelsArguments, **kwargs: Any) -> PlainGRPOTrainer:
     """Returns TRL's trainer, or with the flag its drop-in replacement."""
     if kernels.use_npu_kernels:
@@ -264,7 +287,8 @@ def main() -> None:
     )
     before = trainer.evaluate()
     memory = PeakMemory(training.device)
-    result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    with timed_generation(model) as generation:
+        result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     peak = memory.bytes()
     after = trainer.evaluate()
     trainer.save_model()
@@ -284,6 +308,8 @@ def main() -> None:
             "held_out_exact": after["eval_rewards/exact_match/mean"],
             "steps": trainer.state.global_step,
             "seconds": seconds,
+            "generation_seconds": sum(generation),
+            "update_seconds": seconds - sum(generation),
             "tokens_per_second": trainer.state.num_input_tokens_seen / seconds,
             "peak_memory_bytes": peak,
             "device": str(training.device),

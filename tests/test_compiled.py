@@ -24,7 +24,9 @@ SHAPES = ModelShapes(
     hidden=16, intermediate=24, vocabulary=40, heads=2, kv_heads=1, head_dim=8, experts=4, slots=2, channels=20, taps=4
 )
 WORKLOADS = of_model(SHAPES, 8, "float32")
-HEADS = {"linear_cross_entropy", "linear_logprob", "linear_divergence", "fused_linear_grpo_loss"}
+HEADS = {
+    "linear_cross_entropy", "linear_logprob", "linear_divergence", "linear_divergence_kl", "fused_linear_grpo_loss",
+}  # fmt: skip
 # Called and not traced: where tokens go, and how many, is known on the device alone; and the attention of generation.
 OPAQUE = {"moe_experts", "decode_attention"}
 

@@ -7,7 +7,11 @@
 What is captured of a model, and when, is decided in `patching.layers`.
 """
 
-from .graph import Recorder, recorder_for
+from .graph import Graph, Recorder, recorder_for
 from .pieces import Pieces, Refused, capture, recording_now, seam, unwatched
+from .tape import Nothing, Watch
 
-__all__ = ["Pieces", "Recorder", "Refused", "capture", "recorder_for", "recording_now", "seam", "unwatched"]
+__all__ = [
+    "Graph", "Nothing", "Pieces", "Recorder", "Refused", "Watch", "capture", "recorder_for", "recording_now", "seam",
+    "unwatched",
+]  # fmt: skip

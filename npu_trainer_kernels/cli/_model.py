@@ -24,25 +24,26 @@ _IS_SIZE = re.compile(r"^n_|^num_|_size$|_dim$|_heads$")
 HELP = "folder with a config.json, the JSON file itself, or a hub id"
 
 
-def config_of(model: str) -> Any:
-    """Returns the config of a model. Raises `UsageError` if it cannot be loaded, or has a negative size."""
-    _check_path(model)
+def config_of(model: str, option: str = "--model") -> Any:
+    """Returns the config of a model, which an option names. Raises `UsageError` if it cannot be loaded, or has a
+    negative size."""
+    _check_path(model, option)
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model)
     except ZeroDivisionError as error:
-        raise UsageError(f"--model {model!r}: {zero_sizes(model)}") from error
+        raise UsageError(f"{option} {model!r}: {zero_sizes(model)}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         # The whole message, since the cause is often in its last line.
         kind = "" if isinstance(error, OSError | ValueError | StrictDataclassError) else f"{type(error).__name__}: "
         here = "" if Path(model).exists() else "there is no such folder here; "
-        raise UsageError(f"--model {model!r}: {here}{kind}{str(error).strip()}") from error
+        raise UsageError(f"{option} {model!r}: {here}{kind}{str(error).strip()}") from error
     text = config.get_text_config()
     for name in _SIZES:
         if type(size := getattr(text, name, 0)) is int and size < 0:
-            raise UsageError(f"--model {model!r}: {name} of its config must not be negative; got {size}")
+            raise UsageError(f"{option} {model!r}: {name} of its config must not be negative; got {size}")
     return config
 
 
@@ -59,14 +60,14 @@ def zero_sizes(model: str) -> str:
     )
 
 
-def _check_path(model: str) -> None:
+def _check_path(model: str, option: str) -> None:
     """Raises `UsageError` for a path of a missing file or folder, which `AutoConfig` would look up on the hub."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UsageError(f"--model: the folder {model!r} has no config.json; name a folder that has one")
+            raise UsageError(f"{option}: the folder {model!r} has no config.json; name a folder that has one")
     elif not path.is_file() and (path.suffix == ".json" or not _HUB_ID.fullmatch(model)):
-        raise UsageError(f"--model: there is no file or folder {model!r}, and it is not a hub id; name a {HELP}")
+        raise UsageError(f"{option}: there is no file or folder {model!r}, and it is not a hub id; name a {HELP}")
 
 
 def shapes_of(model: str) -> "ModelShapes":

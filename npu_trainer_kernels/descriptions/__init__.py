@@ -37,11 +37,11 @@ from .base import (
     as_tuple,
     attention_lengths,
 )  # fmt: skip
-from .head import DIVERGENCE_BETA, GRPO_BETA, GRPO_EPSILON, grpo_lengths, grpo_terms
+from .head import DIVERGENCE_BETAS, GRPO_BETA, GRPO_EPSILON, grpo_lengths, grpo_terms
 from .rotation import is_rotation, rope_of, rotation_entry
 
 __all__ = [
-    "DIVERGENCE_BETA", "DTYPES", "EPS", "FORMS", "GATE", "GATE_DTYPES", "GRPO_BETA", "GRPO_EPSILON", "HEAD_DIMS",
+    "DIVERGENCE_BETAS", "DTYPES", "EPS", "FORMS", "GATE", "GATE_DTYPES", "GRPO_BETA", "GRPO_EPSILON", "HEAD_DIMS",
     "HIDDEN", "ROWS", "VOCABULARIES", "Form", "GateEntry", "GateTensors", "Inputs", "ModelShapes", "Outputs", "Tensors",
     "Work", "Workload", "as_tuple", "attention_lengths", "grpo_lengths", "grpo_terms", "is_rotation", "of_model",
     "rope_of", "rotation_entry",

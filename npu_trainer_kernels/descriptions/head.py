@@ -28,7 +28,7 @@ from .base import (
     run_backward,
 )
 
-__all__ = ["DIVERGENCE_BETA", "FORMS", "GATE", "GRPO_BETA", "GRPO_EPSILON", "grpo_lengths", "grpo_terms"]
+__all__ = ["DIVERGENCE_BETAS", "FORMS", "GATE", "GRPO_BETA", "GRPO_EPSILON", "grpo_lengths", "grpo_terms"]
 
 
 GRPO_BETA, GRPO_EPSILON = 0.04, 0.2
@@ -133,8 +133,9 @@ def _grpo(backend: str | None) -> Function:
     return call
 
 
-# The mixture in equal parts, whose formula has most to compute.
-DIVERGENCE_BETA = 0.5
+DIVERGENCE_BETAS = {"linear_divergence": 0.5, "linear_divergence_kl": 1.0}
+"""The betas of the forms: the mixture in equal parts, whose formula has most to compute, and KL(student || teacher),
+which is the default of TRL's DistillationTrainer."""
 
 
 def _build_divergence(work: Workload, device: torch.device) -> Inputs:
@@ -149,19 +150,25 @@ def _build_divergence(work: Workload, device: torch.device) -> Inputs:
     return Inputs(tensors, ("x", "weight"))
 
 
-def _divergence_reference(t: Tensors) -> Outputs:
-    return ops.linear_divergence_reference(  # type: ignore[return-value]
-        t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], beta=DIVERGENCE_BETA
-    )
-
-
-def _divergence(backend: str | None) -> Function:
+def _divergence_reference(beta: float) -> Function:
     def call(t: Tensors) -> Outputs:
-        return ops.linear_divergence(  # type: ignore[return-value]
-            t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], beta=DIVERGENCE_BETA, backend=backend
+        return ops.linear_divergence_reference(  # type: ignore[return-value]
+            t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], beta=beta
         )
 
     return call
+
+
+def _divergence(beta: float) -> Callable[[str | None], Function]:
+    def ours(backend: str | None) -> Function:
+        def call(t: Tensors) -> Outputs:
+            return ops.linear_divergence(  # type: ignore[return-value]
+                t["x"], t["weight"], t["teacher_x"], t["teacher_weight"], beta=beta, backend=backend
+            )
+
+        return call
+
+    return ours
 
 
 def _divergence_work(case: Workload) -> dict[str, Work]:
@@ -209,15 +216,21 @@ def _grpo_rows(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor | N
     return None, (terms * t["mask"].flatten()[rows]).sum() / t["mask"].sum()
 
 
-def _divergence_rows(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-    t = inputs.tensors
-    with torch.no_grad():
-        log_q = F.linear(t["teacher_x"][rows].to(logits.dtype), t["teacher_weight"].to(logits.dtype)).log_softmax(-1)
-    log_p = logits.log_softmax(-1)
-    log_m = torch.log(DIVERGENCE_BETA * log_q.exp() + (1 - DIVERGENCE_BETA) * log_p.exp())
-    of_q = F.kl_div(log_m, log_q, reduction="sum", log_target=True)
-    of_p = F.kl_div(log_m, log_p, reduction="sum", log_target=True)
-    return None, (DIVERGENCE_BETA * of_q + (1 - DIVERGENCE_BETA) * of_p) / t["x"].shape[0]
+def _divergence_rows(beta: float) -> Callable[[Tensor, Inputs, Tensor], tuple[Tensor | None, Tensor]]:
+    def row_truth(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor | None, Tensor]:
+        t = inputs.tensors
+        with torch.no_grad():
+            x, weight = t["teacher_x"][rows].to(logits.dtype), t["teacher_weight"].to(logits.dtype)
+            log_q = F.linear(x, weight).log_softmax(-1)
+        log_p = logits.log_softmax(-1)
+        if beta == 1.0:
+            return None, F.kl_div(log_q, log_p, reduction="sum", log_target=True) / t["x"].shape[0]
+        log_m = torch.log(beta * log_q.exp() + (1 - beta) * log_p.exp())
+        of_q = F.kl_div(log_m, log_q, reduction="sum", log_target=True)
+        of_p = F.kl_div(log_m, log_p, reduction="sum", log_target=True)
+        return None, (beta * of_q + (1 - beta) * of_p) / t["x"].shape[0]
+
+    return row_truth
 
 
 FORMS = {
@@ -229,10 +242,12 @@ FORMS = {
         _build_logprob, _logprob_reference, _logprob, _head_sizes,
         _head_work(_head_products), _head_products, _logprob_rows,
     ),
-    "linear_divergence": Form(
-        _build_divergence, _divergence_reference, _divergence, _head_sizes, _divergence_work,
-        row_truth=_divergence_rows,
-    ),
+    **{
+        name: Form(
+            _build_divergence, _divergence_reference(beta), _divergence(beta), _head_sizes, _divergence_work,
+            row_truth=_divergence_rows(beta),
+        ) for name, beta in DIVERGENCE_BETAS.items()
+    },
     "fused_linear_grpo_loss": Form(
         _build_grpo, _grpo_reference, _grpo,
         lambda m, n: {"B": 8, "T": n // 8, "H": m.hidden, "V": m.vocabulary},

@@ -139,9 +139,10 @@ def standing_in(memory: int, kept: int) -> Iterator[None]:
         stack.enter_context(use_launcher(lambda kernel, grid, args, constexprs: None))
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
         # `valid_rows` needs values; the last token of a sequence has no target.
-        head = importlib.import_module("npu_trainer_kernels.ops.head.linear_cross_entropy")
         rows = torch.empty(kept, dtype=torch.int64, device="cpu")
-        stack.enter_context(mock.patch.object(head, "valid_rows", return_value=rows))
+        for name in ("linear_cross_entropy", "linear_divergence"):
+            head = importlib.import_module(f"npu_trainer_kernels.ops.head.{name}")
+            stack.enter_context(mock.patch.object(head, "valid_rows", return_value=rows))
         # Packed sequences are detected by values; here each row is one sequence.
         masking = importlib.import_module("transformers.masking_utils")
         stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
@@ -158,12 +159,19 @@ def fused_heads() -> list[type[torch.autograd.Function]]:
     found = [importlib.import_module("npu_trainer_kernels.ops.head.engine")._Head]
     if _trl_has_a_head():
         found.append(importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction)
+    if _trl_has_a_divergence():
+        found.append(importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction)
     return found
 
 
 def _trl_has_a_head() -> bool:
     """Whether TRL has a fused head, as 1.15 and later do."""
     return importlib.util.find_spec("trl") is not None and importlib.util.find_spec("trl.kernels") is not None
+
+
+def _trl_has_a_divergence() -> bool:
+    """Whether TRL computes the divergence of two heads by a fused function, as 1.16 and later do."""
+    return _trl_has_a_head() and importlib.util.find_spec("trl.kernels.chunked_divergence") is not None
 
 
 def _of_trl() -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -174,3 +182,7 @@ def _of_trl() -> Iterator[tuple[Any, dict[str, Any]]]:
     # `torch.addmm` with `out_dtype` adds in place without a temporary tensor.
     kernels["_addmm_fp32"] = lambda acc, a, b: None  # type: ignore[assignment]
     yield importlib.import_module("trl.kernels.chunked_logprob"), {**yes, **kernels}
+    if _trl_has_a_divergence():
+        yield importlib.import_module("trl.trainer.distillation_trainer"), yes
+        kernels |= {name: _NoKernel() for name in ("_stats_kernel", "_jsd_kernel")}
+        yield importlib.import_module("trl.kernels.chunked_divergence"), {**yes, **kernels}

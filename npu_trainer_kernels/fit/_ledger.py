@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["PARTS", "Ledger"]
 
-PARTS = ("weights", "gradients", "optimiser", "activations", "head", "attention", "other")
-"""The purposes of memory. `other`: memory of libraries, and the additional memory of several devices."""
+PARTS = ("weights", "gradients", "optimiser", "activations", "head", "attention", "rollouts", "graphs", "other")
+"""The purposes of memory. `rollouts`: caches, the state of rows and copies of weights while completions are generated;
+`graphs`: the pool of captured layers; `other`: memory of libraries, and the additional memory of several devices."""
 
 # The CUDA allocator allocates multiples of this; so does torch_npu's, which derives from it.
 _ROUNDED_TO = 512
@@ -38,7 +39,9 @@ class Ledger(TorchDispatchMode):
 
     Attributes:
         alive: the current bytes, by part.
+            Those of `graphs` are the most that its storages have had: a pool gives nothing back.
         total: the current bytes; counted separately, for a comparison with the sum of the parts.
+        pooled: the current bytes of the storages in the pool.
         peak: the bytes by part when their sum was largest.
     """
 
@@ -52,6 +55,7 @@ class Ledger(TorchDispatchMode):
         self._regions: list[tuple[str, float]] = []
         self.alive = dict.fromkeys(PARTS, 0)
         self.total = 0
+        self.pooled = 0
         self.peak = dict(self.alive)
 
     @property
@@ -111,6 +115,9 @@ class Ledger(TorchDispatchMode):
         self._add(part, size)
 
     def _add(self, part: str, size: int) -> None:
+        if part == "graphs":
+            self.pooled += size
+            size = max(0, self.pooled - self.alive["graphs"])
         self.alive[part] += size
         self.total += size
         if size > 0 and self.total > self.peak_bytes:

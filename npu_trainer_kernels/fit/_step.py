@@ -6,6 +6,8 @@ simplified, since they need little memory.
 """
 
 import contextlib
+import functools
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,13 +20,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from ..ops.head import GrpoOptions, GrpoPlan, GrpoTokens, planned
+from ..ops.head import GrpoOptions, GrpoPlan, GrpoTokens, linear_divergence, planned
 from ..patching import apply_npu_kernels
 from ..patching.call import use_plan
 from ..patching.classes import original_class
 from ..patching.learned_plan import LearnedPlan
 from ._card import LIBRARIES, NoValues, deciding, fused_heads, scratch, standing_in
+from ._graphs import capturing
 from ._ledger import Ledger
+from ._rollouts import generate
 from ._setup import VARIANTS, Prediction, Setup
 from ._sharding import FIRST_BUCKET, beside, shares_of, units_of
 
@@ -32,6 +36,9 @@ __all__ = ["predict"]
 
 # The name of the argument since transformers 4.56, and before.
 _DTYPE = "dtype" if Version("4.56") <= Version(transformers.__version__) else "torch_dtype"
+
+# A number of tokens is captured when it occurs for the second time.
+_STEPS_TO_REPLAY = 3
 
 # Exceptions of models whose config has inconsistent sizes, or that need a package which is missing.
 _NO_MODEL = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
@@ -44,18 +51,20 @@ _OUTPUTS = {
 }
 
 
-def _built(config: Any, setup: Setup) -> nn.Module:
-    """Creates the model on the meta device."""
+def _built(config: Any, setup: Setup, trained: bool = True) -> nn.Module:
+    """Creates a model on the meta device: the one that is trained, or one that is not."""
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = transformers.AutoModelForCausalLM.from_config(config, **{_DTYPE: setup.dtype})
     except _NO_MODEL as error:
         raise ValueError(f"no model can be made of it: {type(error).__name__}: {error}") from error
     model.config.use_cache = False
-    if setup.trainer != "trainer":
+    if setup.trainer in _OUTPUTS:
         from trl.trainer.utils import add_fused_lm_head
 
         add_fused_lm_head(model, outputs=_OUTPUTS[setup.trainer])
+    if not trained:
+        return model.eval().requires_grad_(False)
     with warnings.catch_warnings():
         # The names for checkpointing change with transformers 6; PEFT uses the old ones.
         warnings.simplefilter("ignore", FutureWarning)
@@ -147,9 +156,37 @@ def _when_backward_reaches(layer: nn.Module, call: Callable[[], object]) -> None
     layer.register_forward_hook(watch)
 
 
+def _divergence(student: Any, teacher: Any, ids: torch.Tensor, setup: Setup) -> torch.Tensor:
+    """Computes the loss of TRL's `DistillationTrainer` at its default beta: the bodies of both models, then the
+    divergence of their heads over the tokens of completions."""
+    kept = setup.length - max(setup.prompt, 1)
+    student, hidden = student.get_base_model() if setup.lora else student, []
+    for model, records in ((student, torch.enable_grad()), (teacher, torch.no_grad())):
+        with records:
+            out = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden.append(out[:, -kept - 1 : -1])
+    heads = [model.get_output_embeddings() for model in (student, teacher)]
+    weights, biases = [head.weight for head in heads], [head.bias for head in heads]
+    mask, count = torch.ones(hidden[0].shape[:2], dtype=torch.int64, device="cpu"), setup.scored
+    if VARIANTS[setup.variant] is None:
+        function = importlib.import_module("trl.trainer.distillation_trainer")._chunked_divergence_loss
+        loss: torch.Tensor = function(
+            *hidden, *weights, mask, beta=1.0, num_items_in_batch=count, student_lm_head_bias=biases[0],
+            teacher_lm_head_bias=biases[1],
+        )[0]  # fmt: skip
+        return loss
+    out = linear_divergence(
+        hidden[0], weights[0], hidden[1], weights[1], *biases, beta=1.0, mask=mask != 0, num_items=count,
+        outputs=("entropy",),
+    )  # fmt: skip
+    return out.divergence  # type: ignore[union-attr]
+
+
 def _loss(model: Any, reference: Any, ids: torch.Tensor, setup: Setup) -> torch.Tensor:
     if setup.trainer == "trainer":
         return model(input_ids=ids, labels=ids, num_items_in_batch=ids.numel()).loss
+    if setup.trainer == "distil":
+        return _divergence(model, reference, ids, setup)
     labels = ids
     if setup.prompt:
         labels = ids.clone()
@@ -193,6 +230,7 @@ def _applied(model: nn.Module, setup: Setup) -> Iterator[None]:
     if options is None:
         yield
         return
+    options = {**options, "capture": "on" if setup.capture else "off"}
     with apply_npu_kernels(model, **options) as handle, use_plan(_GrpoPlan() if setup.trainer == "grpo" else None):
         # The head learns in two backward passes that SFT's gradient is equal for all tokens, DPO's only within a row.
         handle.settings.learned = LearnedPlan.settled(setup.trainer == "sft")
@@ -216,7 +254,9 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
     model = _built(config, setup)
     reference = None
     if setup.trainer == "dpo" and not setup.lora:
-        reference = _built(config, setup).eval().requires_grad_(False)
+        reference = _built(config, setup, trained=False)
+    if setup.trainer == "distil":
+        reference = _built(setup.teacher, setup, trained=False)
     ledger = Ledger(config.get_text_config().vocab_size, scratch)
     with contextlib.ExitStack() as stack:
         with deciding(setup.memory):
@@ -230,20 +270,24 @@ def predict(config: Any, setup: Setup, libraries: int = LIBRARIES) -> Prediction
         stack.enter_context(_marking_head(ledger))
         stack.enter_context(ledger)
         stack.enter_context(ledger.holding("other", libraries))
+        if setup.capture:
+            stack.enter_context(capturing(ledger))
         try:
-            _step(model, reference, setup, ledger)
+            generation = _step(model, reference, setup, ledger)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(f"its code asks for values ({error.func}), and here are none") from error
-    return Prediction(dict(ledger.peak))
+    return Prediction(dict(ledger.peak), generation)
 
 
-def _step(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> None:
+def _step(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> dict[str, int]:
+    """Runs generation and the steps; returns the parts at the peak of generation."""
     trained = [p for p in model.parameters() if p.requires_grad]
     shares = shares_of(setup, trained[0].dtype)
     come, until_sent = 0, contextlib.ExitStack()
     for each in filter(None, (model, reference)):
         _materialise(each, ledger, shares.frozen, shares.trained)
-        _mark_attention(each, ledger)
+        if not setup.capture:  # a layer with such hooks is not captured
+            _mark_attention(each, ledger)
     trained, units = [p for p in model.parameters() if p.requires_grad], units_of(model)
     in_root = units.in_root  # a parameter's hook that referred to a module, as `units` does, would never be freed
 
@@ -266,22 +310,30 @@ def _step(model: Any, reference: Any, setup: Setup, ledger: Ledger) -> None:
         optimizer.step()
     optimizer.zero_grad()
     ledger.forget_peak()
-    added = beside(setup, units)
+    added, generation = beside(setup, units), {}
     ids = torch.empty(setup.rows, setup.length, dtype=torch.int64, device="cpu")
-    autocast = torch.autocast("cpu", torch.bfloat16) if setup.autocast else contextlib.nullcontext()
-    with ledger.holding("other", added.step), until_sent, contextlib.ExitStack() as in_layers:
-        until_sent.enter_context(ledger.holding("other", added.start))
-        _when_backward_reaches(units.last, lambda: in_layers.enter_context(ledger.holding("other", added.layers)))
-        with autocast:
-            loss = _loss(model, reference, ids, setup)
-        if setup.trainer != "trainer":
-            until_sent.close()
-        loss.backward()
-    del loss
-    for parameter in trained:
-        if parameter.grad is not None:  # the model may not use every parameter
-            ledger.belongs(parameter.grad, "gradients", shares.gradients)
-    nn.utils.clip_grad_norm_(trained, 1.0)
-    with ledger.within("optimiser", shares.optimiser):
-        optimizer.step()
-    optimizer.zero_grad()
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=setup.autocast)
+    if setup.rollouts:
+        with autocast():
+            generate(model, setup, ledger)
+        generation = dict(ledger.peak)
+    for _ in range(_STEPS_TO_REPLAY if setup.capture else 1):
+        with ledger.holding("other", added.step), until_sent, contextlib.ExitStack() as in_layers:
+            until_sent.enter_context(ledger.holding("other", added.start))
+            if setup.sharding != "none":
+                stay = functools.partial(ledger.holding, "other", added.layers)
+                _when_backward_reaches(units.last, lambda: in_layers.enter_context(stay()))  # noqa: B023
+            with autocast():
+                loss = _loss(model, reference, ids, setup)
+            if setup.trainer != "trainer":
+                until_sent.close()
+            loss.backward()
+        del loss
+        for parameter in trained:
+            if parameter.grad is not None:  # the model may not use every parameter
+                ledger.belongs(parameter.grad, "gradients", shares.gradients)
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        with ledger.within("optimiser", shares.optimiser):
+            optimizer.step()
+        optimizer.zero_grad()
+    return generation

@@ -36,9 +36,18 @@ from ..ops.rope import rotation
 from ..patching.body import PackedMask, Packing, Unserved, make_mask
 from ..patching.modules import CACHED_ROTATION, CachedRotation, cached_rotation, rotation_call
 
-__all__ = ["Decoding", "Places", "RolloutCache", "states_of"]
+__all__ = ["Decoding", "Places", "RolloutCache", "places_for", "states_of"]
 
 _NAME = "npu_kernels_decode"
+
+
+_ROOM = 256
+"""Caches have a multiple of so many places for a row, so that the next rollout's prompts fit into them as well."""
+
+
+def places_for(longest: int) -> int:
+    """Returns the places of a row of so many tokens."""
+    return -(-longest // _ROOM) * _ROOM
 
 
 class Decoding(Packing):
@@ -302,6 +311,10 @@ class RolloutCache(Cache):
         """Returns the bytes of a place of a row, of all layers, as the prompts that it was given need."""
         kept = (each[0] for pair in self._prompts.values() for each in pair)
         return max(1, sum(t.shape[1] * t.shape[3] * t.element_size() for t in kept))
+
+    def rows_in(self, length: int, free: int) -> int:
+        """Returns how many rows of so many places fit into so many bytes."""
+        return free // (self.bytes_per_place() * length)
 
     # What models ask a cache besides: no token was seen, since positions are given and masks stand for lengths.
 

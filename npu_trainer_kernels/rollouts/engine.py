@@ -33,17 +33,15 @@ from ..patching.body import Unserved, attend_by_segments, packed_row, packing_fo
 from ..patching.patch import PROBE_ERRORS
 from ..patching.undo import Undo
 from ..support.errors import one_line
-from .cache import Decoding, Places, RolloutCache
+from .cache import Decoding, Places, RolloutCache, places_for
 from .decode import Rows, Step, arguments_of, cache_name, logits_of
 from .sampling import Sampling
 from .trial import differs
 from .weights import Weights
 
-__all__ = ["Engine", "Rollout"]
+__all__ = ["AT_ONCE", "Engine", "Rollout"]
 
-_ROOM = 256
-"""Caches have a multiple of so many places for a row, so that the next rollout's prompts fit into them as well."""
-_AT_ONCE = 16384
+AT_ONCE = 16384
 """The most tokens of prompts that go through the model at once."""
 _LOOKS = 4
 """After so many steps the host asks which rows have ended; the answer is read as many steps later, without waiting."""
@@ -232,7 +230,7 @@ class Engine:
     ) -> Step:
         """Captures a step for the cache's first prompts, and keeps it."""
         begun = time.perf_counter()
-        length = -(-longest // _ROOM) * _ROOM
+        length = places_for(longest)
         rows = min(len(rollout.prompts), self._most_rows or len(rollout.prompts), _room(cache, length, where))
         cache.allocate(rows, length)
         state = Rows.make(rows, rollout.most, rollout.sampling, vocabulary, rollout.logprobs, where)
@@ -265,7 +263,7 @@ def _key(rollout: Rollout, where: torch.device) -> Any:
 def _room(cache: RolloutCache, length: int, where: torch.device) -> int:
     """Returns how many rows may be at once: their caches get half of the free memory at most."""
     free = _free_bytes(where, 2)
-    rows = 1 << 30 if free is None else free // (cache.bytes_per_place() * length)
+    rows = 1 << 30 if free is None else cache.rows_in(length, free)
     if rows < 1:
         raise torch.OutOfMemoryError(f"the cache of a row of {length} tokens does not fit into half of the free memory")
     return rows
@@ -342,7 +340,7 @@ class _Turns:
         prompts: set[tuple[int, ...]] = set()
         for place in places:
             prompt = self._rollout.prompts[self._waiting[0]]
-            if part and prompt not in prompts and sum(map(len, prompts)) + len(prompt) > _AT_ONCE:
+            if part and prompt not in prompts and sum(map(len, prompts)) + len(prompt) > AT_ONCE:
                 yield part
                 part, prompts = [], set()
             part.append((place, self._waiting.popleft()))

@@ -23,8 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Weights"]
 
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns where a tensor begins: its storage and the offset there, which tensors without memory have, too."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
 _VIEWS = frozenset(("aten::t", "aten::transpose", "aten::view", "aten::_unsafe_view", "aten::detach", "aten::alias",
-                    "aten::permute", "aten::slice", "aten::unsqueeze", "aten::select", "aten::expand"))  # fmt: skip
+                    "aten::permute", "aten::slice", "aten::unsqueeze", "aten::select", "aten::expand",
+                    "prim::device"))  # fmt: skip
+"""Operators that read no numbers. Tensors without memory are asked for their device by one."""
 
 
 class _Uses(TorchDispatchMode):
@@ -36,19 +44,21 @@ class _Uses(TorchDispatchMode):
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
-        self._known = {p.data_ptr() for p in parameters if p.dtype is torch.float32 and p.numel()}
-        self.cast: dict[int, torch.dtype] = {}
-        self.used: set[int] = set()
+        self._known = {_place(p) for p in parameters if p.dtype is torch.float32 and p.numel()}
+        self.cast: dict[tuple[int, int], torch.dtype] = {}
+        self.used: set[tuple[int, int]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for each in args:
-            if isinstance(each, torch.Tensor) and each.dtype is torch.float32 and each.data_ptr() in self._known:
+            if not isinstance(each, torch.Tensor) or each.dtype is not torch.float32:
+                continue
+            if (at := _place(each)) in self._known:
                 name, kind = func._schema.name, each.device.type
                 if name == "aten::_to_copy" and kwargs.get("dtype") is torch.get_autocast_dtype(kind):
-                    self.cast[each.data_ptr()] = kwargs["dtype"]
+                    self.cast[at] = kwargs["dtype"]
                 elif name not in _VIEWS:
-                    self.used.add(each.data_ptr())
+                    self.used.add(at)
         return func(*args, **kwargs)
 
 
@@ -147,7 +157,7 @@ class Weights:
         made: dict[int, nn.Parameter] = {}
 
         def dtype_of(p: nn.Parameter) -> torch.dtype:
-            at = p.data_ptr()
+            at = _place(p)
             return uses.cast[at] if at in uses.cast and (at not in uses.used or id(p) in tied) else p.dtype
 
         for group in products.groups():
@@ -180,7 +190,7 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """The memory of the copies."""
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors()}.values())
+        return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in self.tensors())}.values())
 
     def fill(self) -> None:
         """Copies the weights as they are now."""

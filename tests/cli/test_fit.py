@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks import fit_check, step_cases
 from benchmarks.models import MODELS
 from benchmarks.results import read
 from npu_trainer_kernels import device, fit
+from npu_trainer_kernels.capture import Nothing, Watch, graph
+from npu_trainer_kernels.capture.tape import Tape
 from npu_trainer_kernels.cli import _fit, main
 from npu_trainer_kernels.cli._fit import advice
 from npu_trainer_kernels.fit import (
@@ -26,12 +30,17 @@ from npu_trainer_kernels.fit import (
     VARIANTS,
     Prediction,
     Setup,
+    _rollouts,
+    _step,
     largest_batch,
     most_tried,
     predict,
 )
 from npu_trainer_kernels.fit._ledger import Ledger
-from npu_trainer_kernels.patching import PATCHES
+from npu_trainer_kernels.ops import linear_divergence
+from npu_trainer_kernels.patching import PATCHES, apply_npu_kernels
+from npu_trainer_kernels.patching.layers import layer_capture
+from npu_trainer_kernels.rollouts import completions, serve_rollouts
 
 RESULTS = Path(fit_check.__file__).parent / "results"
 MIB, GIB = 1 << 20, 1 << 30
@@ -322,12 +331,24 @@ def test_the_host_is_itself_again():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trainer": "ppo"}, "trainer must be one of trainer, sft, grpo, dpo; got 'ppo'"),
+        ({"trainer": "ppo"}, "trainer must be one of trainer, sft, grpo, dpo, distil; got 'ppo'"),
         ({"batch": 0}, "batch must be an integer of at least 1; got 0"),
         ({"prompt": 8}, "prompt=8 has no effect with trainer='trainer'"),
         ({"sharding": "fsdp2"}, "got 'fsdp2' with devices=1"),
         ({"variant": "liger"}, "variant must be one of plain, kernels"),
         ({"find_unused": True}, "find_unused=True has no effect with sharding='none'"),
+        ({"capture": True}, "capture=True and rollouts=0 need a variant with kernels; got 'plain'"),
+        (
+            {"capture": True, "variant": "kernels", "sharding": "ddp", "devices": 2},
+            "capture=True is modelled on one device alone; got sharding='ddp'",
+        ),
+        ({"rollouts": -1}, "rollouts must be an integer of at least 0; got -1"),
+        ({"rollouts": 1, "variant": "kernels"}, "rollouts=1 needs trainer='grpo' and a prompt of at least 1 token"),
+        (
+            {"rollouts": 1, "variant": "kernels", "trainer": "grpo", "prompt": 8, "sharding": "zero3", "devices": 2},
+            "rollouts=1 has no effect with sharding='zero3', where generate's own loop runs",
+        ),
+        ({"trainer": "distil"}, "teacher must be a config with trainer='distil', and None with others; got None"),
     ],
 )
 def test_a_setup_says_what_is_wrong(changes, message):
@@ -511,6 +532,34 @@ def test_json_and_figure(model, tmp_path, capsys):
     assert "<svg" in figure.read_text()
 
 
+def test_what_is_counted_is_shown(model, capsys, monkeypatch):
+    asked = []
+
+    def small(config, setup):
+        asked.append(setup)
+        kernels = VARIANTS[setup.variant] is not None
+        counted = {"rollouts": GIB * (kernels and setup.rollouts), "graphs": GIB * setup.capture}
+        parts = dict.fromkeys(PARTS, 0) | counted
+        return Prediction(parts, parts if setup.rollouts else {})
+
+    monkeypatch.setattr(fit, "predict", small)
+    monkeypatch.setenv("COLUMNS", "200")
+    arguments = ["fit", "--model", model, "--memory", "80", "--trainer", "grpo", "--prompt", "8"]
+    assert main([*arguments, "--rollouts", "3", "--capture", "on", "--json"]) == 0
+    # What has no kernels captures nothing, and generates by generate's own loop.
+    assert {(s.variant != "plain", s.rollouts, s.capture) for s in asked} == {(False, 0, False), (True, 3, True)}
+    found = json.loads(capsys.readouterr().out)
+    assert [row["generation"].get("rollouts") for row in found["rows"][:2]] == [None, 3 * GIB]
+    assert (found["rollouts"], found["capture"], found["teacher"]) == (3, "on", None)
+    for more, shown in (([], ()), (["--rollouts", "3"], ("rollouts",)), (["--capture", "on"], ("graphs",))):
+        assert main([*arguments, *more]) == 0
+        head = capsys.readouterr().out.split("checkpointing")[1].split("peak")[0]
+        assert tuple(part for part in ("rollouts", "graphs") if part in head) == shown
+    asked.clear()
+    assert main(["fit", "--model", model, "--memory", "80", "--trainer", "distil", "--teacher", model]) == 0
+    assert {s.teacher.hidden_size for s in asked} == {256}
+
+
 @pytest.mark.parametrize(("arguments", "most"), [([], 512), (["--batch", "600"], 600), (["--trainer", "dpo"], 256)])
 def test_a_small_model_on_a_large_card(model, capsys, monkeypatch, arguments, most):
     asked = []
@@ -562,6 +611,17 @@ def test_memory_has_no_unit(model, capsys):
         (["--figure", "fit.txt"], "--figure must end with .png, .svg, .pdf; got 'fit.txt'"),
         (["--figure", "nowhere/fit.png"], "--figure must be in a folder that is there; got 'nowhere/fit.png'"),
         (["--model", "nowhere/model"], "nowhere/model"),
+        (["--trainer", "distil"], "--trainer distil needs --teacher"),
+        (["--teacher", "x"], "--teacher x does nothing with --trainer sft; leave it out"),
+        (["--trainer", "distil", "--teacher", "nowhere/model"], "--teacher 'nowhere/model'"),
+        (["--rollouts", "-1"], "--rollouts must be at least 0; got -1"),
+        (["--rollouts", "2"], "--rollouts 2 does nothing with --trainer sft"),
+        (["--rollouts", "2", "--trainer", "grpo"], "--rollouts 2 needs --prompt"),
+        (
+            ["--rollouts", "2", "--trainer", "grpo", "--prompt", "8", "--devices", "2"],
+            "--rollouts 2 does nothing with --sharding fsdp2, where generate's own loop runs; name --sharding ddp",
+        ),
+        (["--capture", "on", "--devices", "2"], "--capture on is modelled on one device; got --devices 2"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(model, capsys, arguments, message):
@@ -596,3 +656,170 @@ def test_a_refusal_is_one_line_whatever_it_says(model, capsys, monkeypatch, said
     monkeypatch.setattr(fit, "predict", refuse)
     assert main(["fit", "--model", model, "--memory", "80"]) == 2
     assert " ".join(capsys.readouterr().err.split()).endswith(f": {shown}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Captured layers, rollouts, a teacher: held to the tensors that the code makes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def kept_in_a_pool(monkeypatch, checkpointing: bool) -> int:
+    """Trains a real model with captured layers on the CPU; returns the bytes of what was made while they were captured
+    and is still there."""
+    made, given = {}, []
+    knows, watch = Watch.knows, Watch.__init__
+
+    def watching(self, known, fixed):
+        given.extend(tensor.untyped_storage() for tensor in (*known, *fixed))
+        watch(self, known, fixed)
+
+    def noted(self, tensors):
+        tensors = list(tensors)
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        knows(self, tensors)
+
+    class Passing(graph.TapeRecorder):
+        """What is recorded lives no longer than a device's graph keeps it."""
+
+        def end(self):
+            self._watch.target = None
+            return Tape()
+
+        def begin(self, likes=()):
+            buffers = super().begin(likes)
+            self._watch.target = Nothing()
+            return buffers
+
+        def alias(self, tensor):
+            return torch.zeros_like(tensor)
+
+    monkeypatch.setattr(Watch, "__init__", watching)
+    monkeypatch.setattr(Watch, "knows", noted)
+    monkeypatch.setattr(layer_capture, "recorder_for", lambda device: Passing())
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).train()
+    model.config.use_cache = False
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(4096, (4, 256))
+    with apply_npu_kernels(model, ops=["linear_cross_entropy"], capture="on") as handle:
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+            model.zero_grad()
+        gc.collect()
+        assert handle.report().capture.replayed > 0
+        # Views of parameters and inputs are no memory of the pool.
+        others = {storage._cdata for storage in given}
+        return sum(size for at, (reference, size) in made.items() if at not in others and not reference.expired())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_pool_keeps_what_captured_layers_keep(monkeypatch, checkpointing):
+    ledgers = []
+    original = Ledger.__init__
+    monkeypatch.setattr(Ledger, "__init__", lambda self, *args: (original(self, *args), ledgers.append(self))[0])
+    monkeypatch.setitem(VARIANTS, "kernels", {"ops": ["linear_cross_entropy"]})
+    left = []
+    with monkeypatch.context() as patch:
+        step = _step._step
+        patch.setattr(_step, "_step", lambda *args: (step(*args), gc.collect(), left.append(args[-1].pooled))[0])
+        found = predict(config(), replace(SETUP, variant="kernels", checkpointing=checkpointing, capture=True))
+    real = kept_in_a_pool(monkeypatch, checkpointing)
+    assert left == [real]
+    # And a pool gives nothing back.
+    assert found.parts["graphs"] > real
+
+
+GRPO = Setup("grpo", 4, 320, 64, autocast=True, variant="kernels", rollouts=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_rollout_holds_what_the_engine_makes(monkeypatch, dtype):
+    made = []
+
+    class Kept(_rollouts.RolloutCache):
+        def __init__(self, model):
+            super().__init__(model)
+            made.append(self)
+
+    class Copies(_rollouts.Weights):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    class State(_rollouts.Rows):
+        @classmethod
+        def make(cls, *args):
+            made.append(super().make(*args))
+            return made[-1]
+
+    for name, kind in (("RolloutCache", Kept), ("Weights", Copies), ("Rows", State)):
+        monkeypatch.setattr(_rollouts, name, kind)
+    predicted = predict(config(), replace(GRPO, dtype=dtype))
+    cache, copies, rows = made
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config(), dtype=dtype).eval()
+    ask = transformers.GenerationConfig(max_new_tokens=256, do_sample=True, pad_token_id=0, eos_token_id=1)
+    with apply_npu_kernels(model) as handle, torch.autocast("cpu", torch.bfloat16):
+        engine = serve_rollouts(handle, keep=True).engine
+        completions(model, [[2 + i] * 64 for i in range(8)], ask)
+        real = [engine.step.cache.tensors(), engine.step.rows.tensors()]
+        assert [[(t.shape, t.dtype) for t in each] for each in real] == [
+            [(t.shape, t.dtype) for t in each] for each in (cache.tensors(), rows.tensors())
+        ]
+        of_engine = engine._copies.nbytes
+    assert copies.nbytes == of_engine > 0
+    held = sum(t.nbytes for each in real for t in each) + of_engine
+    logits = 4 * 8 * 4096
+    # Beside it two tensors of logits, and at most four more where a token is chosen.
+    assert held + 2 * logits <= predicted.generation["rollouts"] <= held + 6 * logits + 64 * 512
+
+
+def test_the_peak_is_that_of_the_larger_phase():
+    update = predict(config(), replace(GRPO, rollouts=0))
+    assert update.generation == {}
+    few, many = (predict(config(), replace(GRPO, rollouts=count)) for count in (1, 64))
+    # What a rollout holds is given back before the update.
+    assert few.parts == update.parts
+    assert sum(few.generation.values()) < few.peak_bytes
+    assert many.parts == many.generation
+    assert many.peak_bytes > update.peak_bytes
+    # Caches get half of the free memory at most; other rows wait.
+    little = predict(config(), replace(GRPO, rollouts=64, memory=update.peak_bytes))
+    assert little.generation["rollouts"] < few.generation["rollouts"] < many.generation["rollouts"]
+
+
+def test_a_teacher_is_counted():
+    teacher = config(hidden_size=512, num_hidden_layers=2)
+    setup = Setup("distil", 4, 256, 64, autocast=True, variant="kernels", teacher=teacher)
+    alone, both = predict(config(), Setup("trainer", 4, 256, autocast=True)), predict(config(), setup)
+    with torch.device("meta"):
+        weights = transformers.AutoModelForCausalLM.from_config(teacher).parameters()
+    of_teacher = 2 * sum(p.numel() for p in weights)
+    assert both.parts["weights"] - alone.parts["weights"] == pytest.approx(of_teacher, abs=8192)
+    assert both.parts["optimiser"] == alone.parts["optimiser"]
+    # Of its activations the last hidden states alone are kept: more layers of it take no more.
+    deeper = replace(setup, teacher=config(hidden_size=512, num_hidden_layers=4))
+    assert predict(config(), deeper).parts["activations"] == both.parts["activations"]
+
+
+def test_the_heads_of_student_and_teacher_hold_one_chunk_of_each():
+    """The same call on real tensors, under the same ledger."""
+
+    def peak(like) -> int:
+        x, teacher_x = like(768, 256), like(768, 512)
+        weight, teacher_weight = like(4096, 256).requires_grad_(), like(4096, 512)
+        with Ledger(4096) as ledger:
+            loss = linear_divergence(x, weight, teacher_x, teacher_weight, beta=1.0, backend="torch", chunk_rows=256)
+            loss.backward()
+        return ledger.peak_bytes
+
+    def real(*shape):
+        return torch.randn(*shape, dtype=torch.bfloat16)
+
+    with FakeTensorMode():
+        predicted = peak(lambda *shape: torch.empty(*shape, dtype=torch.bfloat16))
+    assert predicted == peak(real) > 2 * 2 * 256 * 4096

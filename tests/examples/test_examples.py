@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+import time
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -244,6 +245,9 @@ def test_grpo_runs_and_its_model_loads(flag: bool, tmp_path: Path) -> None:
     metrics = metrics_of("grpo.py", tmp_path, *options)
     assert (metrics["steps"], len(metrics["rewards"])) == (3, 3)
     assert 0 <= min(metrics["rewards"]) <= max(metrics["rewards"]) <= 1
+    parts = metrics["generation_seconds"], metrics["update_seconds"]
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(metrics["seconds"])
     assert (metrics["kernels"] is not None) is flag
     assert Qwen3ForCausalLM.from_pretrained(tmp_path).config.vocab_size == len(common.load_tokenizer(str(tmp_path)))
 
@@ -307,6 +311,7 @@ from pathlib import Path
 flag = "--use_npu_kernels" in sys.argv or os.environ["NPU_KERNELS_RUN"] != "0"
 quality = {"first_loss": 9.0, "final_loss": 5.25, "eval_loss": 5.5, "first_reward": 0.4, "final_reward": 0.75}
 common = {"held_out_reward": 0.7, "peak_memory_bytes": (10 if flag else 80) << 20, "seconds": 2.0, "device": "cpu"}
+common |= {"generation_seconds": 1.5, "update_seconds": 0.5} if "grpo" in sys.argv[0] else {}
 output = Path(sys.argv[sys.argv.index("--output_dir") + 1]) / "metrics.json"
 output.write_text(json.dumps({**quality, **common, "tokens_per_second": 5.0, "kernels": "norms: 9" if flag else None}))
 """
@@ -321,6 +326,7 @@ output.write_text(json.dumps({**quality, **common, "tokens_per_second": 5.0, "ke
     assert printed.count("loss 9.000 -> 5.250") == printed.count("reward 0.400 -> 0.750") == 2
     assert printed.count("80 MiB") == printed.count("10 MiB") == 2
     assert printed.count("norms: 9") == 2
+    assert printed.count("1.5 + 0.5") == 2
     assert "Why the two GRPO runs end at different rewards, from the same seed" in printed
 
 
@@ -337,3 +343,21 @@ output.write_text(json.dumps({**quality, **common, "tokens_per_second": 5.0, "ke
 )
 def test_demo_progress(line: str, expected: str | None) -> None:
     assert demo.shown(line) == expected
+
+
+def test_generation_is_timed() -> None:
+    class Model:
+        def generate(self, ids: int, *, fails: bool = False) -> int:
+            time.sleep(0.01)
+            if fails:
+                raise RuntimeError("no")
+            return ids + 1
+
+    model = Model()
+    with grpo.timed_generation(model) as seconds:
+        assert model.generate(4) == 5
+        with pytest.raises(RuntimeError, match="no"):
+            model.generate(4, fails=True)
+    assert "generate" not in vars(model)
+    assert len(seconds) == 2
+    assert all(0.01 <= each < 1 for each in seconds)

@@ -233,6 +233,34 @@ def test_without_gradients_there_are_two_products(device, backend, monkeypatch, 
     assert products["all"] == 2
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products below every function that may compute one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count += name.rstrip("_") in ("mm", "addmm", "bmm", "baddbmm")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("beta", "of_trl"), [(0.0, 6), (1.0, 6), (0.5, 8)])
+def test_trls_function_has_more_products(beta, of_trl):
+    """TRL computes the logits of both models a second time for a mixture, and once more in backward."""
+    pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL 1.16 and later have it")
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    def count(loss) -> int:
+        x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+        with Products() as products:
+            loss(x, weight, torch.randn(6, 12), torch.randn(11, 12)).backward()
+        return products.count
+
+    assert count(lambda *a: linear_divergence(*a, beta=beta, backend="torch")) == 4
+    mask = torch.ones(6)
+    assert count(lambda x, w, tx, tw: _chunked_divergence_loss(x, tx, w, tw, mask, beta)[0]) == of_trl
+
+
 class Largest(TorchDispatchMode):
     """The largest tensor that an operator has made, in bytes."""
 

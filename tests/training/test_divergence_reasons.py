@@ -1,5 +1,7 @@
 """Why a loss of two models' logits is left to TRL: each reason by the call or the trainer that it is about."""
 
+import inspect
+import re
 import types
 
 import pytest
@@ -93,3 +95,10 @@ def test_a_version_of_trl_with_another_function(monkeypatch):
     monkeypatch.setitem(distillation._OF_LOGITS, key, ("student_logits",))
     said = distillation._function_of_logits(made)
     assert "computes the divergence of GKDTrainer in another way: the op linear_divergence is not used" in said
+
+
+@pytest.mark.parametrize("name", ["cpo", "orpo", "tpo"])
+def test_trainers_that_read_whole_logits_anyway(name):
+    """docs/distillation.md: a promise of log-probabilities would save nothing where the mean of logits is logged."""
+    module = pytest.importorskip(f"trl.experimental.{name}.{name}_trainer", reason="TRL 1.16 has it")
+    assert re.search(r"_logits(\[.*\])?(\.detach\(\))?\.mean\(", inspect.getsource(module))

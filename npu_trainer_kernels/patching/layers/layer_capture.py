@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -89,7 +90,10 @@ class LayerCapture:
         reasons: why layers ran their own code, with the number of calls.
         seconds: the time spent on capturing.
         waited: the share of layers at which the device waited for the host, once `auto` has decided.
+        without_memory: whether tensors without memory are captured, too, as `npu-kernels fit` asks.
     """
+
+    without_memory = False
 
     def __init__(self, undo: Undo, sites: Callable[[], list[Site]], busy: Callable[[], bool]) -> None:
         self.on = False
@@ -277,7 +281,7 @@ class LayerCapture:
             return "it is given no tensor"
         hidden = flat.tensors[0][1]
         kind = hidden.device.type
-        if type(hidden) is not torch.Tensor or kind == "meta":
+        if kind == "meta" or not self._is_real(hidden):
             return ""  # a rehearsal
         if torch.is_inference_mode_enabled() or any(t.is_inference() for _, t in flat.tensors):
             return "inference mode is on"  # its tensors do not say whether they were written to
@@ -400,9 +404,13 @@ class LayerCapture:
         after = None if follower is None else follower()
         return after is None or has_foreign_hooks(after)
 
+    def _is_real(self, hidden: Any) -> bool:
+        """Whether this is a tensor with values, and not one of a rehearsal."""
+        return type(hidden) is torch.Tensor or (self.without_memory and isinstance(hidden, FakeTensor))
+
     def _is_static(self, hidden: Any) -> bool:
         """Whether a tensor is where a graph writes its results."""
-        if type(hidden) is not torch.Tensor or hidden.device.type == "meta" or is_transformed():
+        if not self._is_real(hidden) or hidden.device.type == "meta" or is_transformed():
             return False
         spots = (spot for mode in self._modes.values() if mode.keeps for spot in mode.buckets.values())
         results = [spot.results for spot in spots if spot.results]
