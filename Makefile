@@ -13,8 +13,8 @@ LOCKED  = pip install -q --no-deps --require-hashes -r
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-processors test-oldest test-latest test-trl-oldest test-zero3 test-frameworks test-families \
-	test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle \
+.PHONY: demo test test-processors test-oldest test-latest test-trl-oldest test-hub-kernels test-zero3 test-frameworks \
+	test-families test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle \
 	docs bench lock release clean
 
 $(BIN)/python:
@@ -83,6 +83,17 @@ $(ZERO3)/bin/deepspeed: $(STAMP)
 
 test-zero3: $(ZERO3)/bin/deepspeed  ## DeepSpeed's ZeRO-3, and rows spread over ranks, on two CPU ranks
 	$(ZERO3)/bin/python -m pytest $(QUICK) tests/zero3
+
+# With `kernels` transformers makes modules of its functions, for the whole process: it is laid over the environment, with
+# the latest transformers that takes a version of it that the index has.
+HUB_KERNELS = $(VENV)/hub-kernels
+
+$(HUB_KERNELS): $(STAMP)
+	$(BIN)/$(LOCKED) locks/hub-kernels.txt --upgrade --target $@
+
+test-hub-kernels: $(HUB_KERNELS)  ## transformers' use_kernels=True with the package kernels itself
+	PYTHONPATH=$(HUB_KERNELS) $(BIN)/python -c "from transformers.utils import is_kernels_available as there; assert there()"
+	PYTHONPATH=$(HUB_KERNELS) $(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) tests/hub_kernels
 
 # Frameworks that people train with, each with the versions that it asks for, in environments of their own.
 LLAMA_FACTORY = $(VENV)/llamafactory
@@ -161,6 +172,7 @@ lock: $(STAMP)  ## locks/ anew, from what the index has today; commit it with th
 	$(LOCK) pyproject.toml --extra cuda --extra test --resolution lowest-direct -c locks/oldest.in -o locks/oldest.txt
 	$(LOCK) pyproject.toml --extra test locks/trl-layers.in -o locks/trl-layers.txt
 	$(LOCK) pyproject.toml --extra test locks/trl-1.9.in -o locks/trl-1.9.txt
+	$(LOCK) locks/hub-kernels.in -o locks/hub-kernels.txt
 
 release: $(STAMP)  ## dist/: wheel, source and the convergence result; refuses without a full one of this commit that passed
 	$(BIN)/python -m convergence --check-release

@@ -17,10 +17,10 @@ from .experts import ExpertsPatch
 from .mlps import GatedMlpPatch
 from .norms import GatedRmsNormPatch, LayerNormPatch, RmsNormPatch
 from .residuals import AddRmsNormPatch
-from .rotation_forms import rotations_of
+from .rotation_forms import rope_form, rotations_of
 from .rotations import RopePatch
 
-__all__ = ["PATCHES", "GatedMlpPatch", "rotations_of"]
+__all__ = ["PATCHES", "GatedMlpPatch", "RopePatch", "rope_form", "rotations_of"]
 
 PATCHES = (
     RmsNormPatch(), GatedRmsNormPatch(), LayerNormPatch(), AddRmsNormPatch(), EmbeddingPatch(), GatedMlpPatch(),
