@@ -15,7 +15,7 @@ NPU_CONTRACT_TOOLS = gcc binutils
 
 .PHONY: demo test test-processors test-oldest test-latest test-trl-oldest test-hub-kernels test-zero3 test-frameworks \
 	test-families test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle \
-	docs bench lock release clean
+	docs test-site site-tools bench lock release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -155,6 +155,18 @@ checkstyle: $(STAMP)
 docs: $(STAMP)  ## site/; a broken link or a public name without docstring is an error
 	$(BIN)/python -m pytest -q tests/test_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Chromium without a window. Other systems than Debian: any Chromium that tests/site/browser.py finds.
+SITE_TOOLS = chromium-headless-shell
+
+test-site: $(STAMP)  ## every page of the site in Chromium, as wide as a phone and as a desktop
+	$(BIN)/python -m pytest tests/site
+
+site-tools:  ## installs what test-site needs beside Python packages, where it is absent and this is root
+	@for tool in chromium-headless-shell chromium chromium-browser google-chrome; do \
+		if command -v $$tool >/dev/null; then exit 0; fi; done; \
+	if test "$$(id -u)" = 0; then apt-get update -q && apt-get install -qy --no-install-recommends $(SITE_TOOLS); \
+	else echo "missing; as root: apt-get install $(SITE_TOOLS)" >&2; exit 1; fi
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
