@@ -227,13 +227,13 @@ def test_a_convolution_is_served(monkeypatch, backend, activation, biased):
     assert {each.backend for each in found.replaced} == {backend}
 
 
-@pytest.mark.parametrize(("reason", "differs"), {
+@pytest.mark.parametrize(("reason", "differs"), list({
     "packed sequences, or states before or after them": {"seq_idx": torch.zeros(2, 9)},
     "activation='tanh'": {"activation": "tanh"},
     "no plain tensors of floats": {"weight": torch.randn(7, 4, dtype=torch.float64)},
     "other shapes than [B, C, L] and [C, K], K up to 8": {"weight": torch.randn(7, 9)},
     "a bias of another dtype than the weight": {"bias": torch.randn(7).half(), "weight": torch.randn(7, 4).half()},
-}.items(), ids=lambda value: value.split()[0] if isinstance(value, str) else "")  # fmt: skip
+}.items()), ids=lambda value: value.split()[0] if isinstance(value, str) else "")  # fmt: skip
 def test_a_convolution_that_the_op_does_not_take(monkeypatch, reason, differs):
     given: dict[str, Any] = {"weight": torch.randn(7, 4), "bias": None, "activation": "silu", **differs}
     if reason.startswith("a bias"):
