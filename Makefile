@@ -13,9 +13,9 @@ LOCKED  = pip install -q --no-deps --require-hashes -r
 ASCEND_TOOLS = mlir-19-tools llvm-19 libmlir-19-dev gcc
 NPU_CONTRACT_TOOLS = gcc binutils
 
-.PHONY: demo test test-processors test-oldest test-latest test-trl-oldest test-zero3 test-frameworks test-families \
-	test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle \
-	docs bench lock release clean
+.PHONY: demo test test-processors test-oldest test-latest test-trl-oldest test-hub-kernels test-zero3 test-frameworks \
+	test-families test-convergence test-convergence-quick test-ascend ascend-tools test-npu-contract npu-contract-tools checkstyle \
+	docs test-site site-tools bench lock release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -84,6 +84,17 @@ $(ZERO3)/bin/deepspeed: $(STAMP)
 test-zero3: $(ZERO3)/bin/deepspeed  ## DeepSpeed's ZeRO-3, and rows spread over ranks, on two CPU ranks
 	$(ZERO3)/bin/python -m pytest $(QUICK) tests/zero3
 
+# With `kernels` transformers makes modules of its functions, for the whole process: it is laid over the environment, with
+# the latest transformers that takes a version of it that the index has.
+HUB_KERNELS = $(VENV)/hub-kernels
+
+$(HUB_KERNELS): $(STAMP)
+	$(BIN)/$(LOCKED) locks/hub-kernels.txt --upgrade --target $@
+
+test-hub-kernels: $(HUB_KERNELS)  ## transformers' use_kernels=True with the package kernels itself
+	PYTHONPATH=$(HUB_KERNELS) $(BIN)/python -c "from transformers.utils import is_kernels_available as there; assert there()"
+	PYTHONPATH=$(HUB_KERNELS) $(BIN)/python -m pytest -n 2 --dist worksteal $(QUICK) tests/hub_kernels
+
 # Frameworks that people train with, each with the versions that it asks for, in environments of their own.
 LLAMA_FACTORY = $(VENV)/llamafactory
 MS_SWIFT = $(VENV)/ms-swift
@@ -145,6 +156,18 @@ docs: $(STAMP)  ## site/; a broken link or a public name without docstring is an
 	$(BIN)/python -m pytest -q tests/test_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# Chromium without a window. Other systems than Debian: any Chromium that tests/site/browser.py finds.
+SITE_TOOLS = chromium-headless-shell
+
+test-site: $(STAMP)  ## every page of the site in Chromium, as wide as a phone and as a desktop
+	$(BIN)/python -m pytest tests/site
+
+site-tools:  ## installs what test-site needs beside Python packages, where it is absent and this is root
+	@for tool in chromium-headless-shell chromium chromium-browser google-chrome; do \
+		if command -v $$tool >/dev/null; then exit 0; fi; done; \
+	if test "$$(id -u)" = 0; then apt-get update -q && apt-get install -qy --no-install-recommends $(SITE_TOOLS); \
+	else echo "missing; as root: apt-get install $(SITE_TOOLS)" >&2; exit 1; fi
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
@@ -161,6 +184,7 @@ lock: $(STAMP)  ## locks/ anew, from what the index has today; commit it with th
 	$(LOCK) pyproject.toml --extra cuda --extra test --resolution lowest-direct -c locks/oldest.in -o locks/oldest.txt
 	$(LOCK) pyproject.toml --extra test locks/trl-layers.in -o locks/trl-layers.txt
 	$(LOCK) pyproject.toml --extra test locks/trl-1.9.in -o locks/trl-1.9.txt
+	$(LOCK) locks/hub-kernels.in -o locks/hub-kernels.txt
 
 release: $(STAMP)  ## dist/: wheel, source and the convergence result; refuses without a full one of this commit that passed
 	$(BIN)/python -m convergence --check-release

@@ -177,7 +177,7 @@ def trl_example(
         gradient_checkpointing=False,
         **defaults,
     )
-    kernels, training = parser.parse_args_and_config()
+    kernels, training = parsed(parser)
     set_seed(training.seed)
     tokenizer, start = byte_level_tokenizer(), str(Path(training.output_dir) / "start")
     AutoModelForCausalLM.from_config(small_qwen3(tokenizer)).save_pretrained(start)
@@ -189,6 +189,14 @@ def trl_example(
         start,
         [(f"{a}+{b}=", str(a + b)) for a, b in sum_pairs(512, 49, training.seed)],
     )
+
+
+def parsed(parser: Any) -> Any:
+    """Parses the command line and `--config file.yaml`. A wrong value ends the script: a message, exit code 2."""
+    try:
+        return parser.parse_args_and_config()
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 def train_and_save(trainer: Trainer) -> None:

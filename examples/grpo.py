@@ -29,6 +29,7 @@ from _common import (
     load_rows,
     load_tokenizer,
     parameters_in_millions,
+    parsed,
     refuse,
     require_columns,
     small_qwen3,
@@ -264,7 +265,7 @@ def make_trainer(kernels: NpuKernelsArguments, **kwargs: Any) -> PlainGRPOTraine
 
 def main() -> None:
     """Warms up, trains with rewards, evaluates on held-out prompts before and after, saves."""
-    args, kernels, training = make_parser().parse_args_and_config()
+    args, kernels, training = parsed(make_parser())
     set_seed(training.seed)
     train_dataset, eval_dataset = load_prompts(args, training.seed)
     tokenizer = byte_level_tokenizer() if args.model_name_or_path is None else load_tokenizer(args.model_name_or_path)

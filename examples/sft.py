@@ -26,6 +26,7 @@ from _common import (
     load_rows,
     load_tokenizer,
     parameters_in_millions,
+    parsed,
     refuse,
     require_columns,
     write_metrics,
@@ -168,7 +169,7 @@ def small_llama(tokenizer: PreTrainedTokenizerBase, length: int) -> LlamaConfig:
 
 def main() -> None:
     """Trains, evaluates on the held-out documents, saves."""
-    args, kernels, training = make_parser().parse_args_and_config()
+    args, kernels, training = parsed(make_parser())
     set_seed(training.seed)
     texts = load_texts(args, training.seed)
     if len(texts) < 2:

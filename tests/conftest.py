@@ -24,13 +24,14 @@ torch.set_num_threads(int(os.environ.get("NPU_KERNELS_TEST_THREADS", "1")))
 
 # Files of a copy of the repository (test_extending.py).
 collect_ignore = ["extending"]
-_APART = [Path(__file__).parent / name for name in ("ascend", "frameworks", "npu_contract", "oldest", "zero3")]
+_NAMES = ("ascend", "frameworks", "hub_kernels", "npu_contract", "oldest", "site", "zero3")
+_APART = [Path(__file__).parent / name for name in _NAMES]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves out tests that have a session and an environment of their own (`make test-ascend`,
-    `make test-frameworks`, `make test-npu-contract`, `make test-oldest`, `make test-zero3`), unless they are what was
-    asked for."""
+    `make test-frameworks`, `make test-hub-kernels`, `make test-npu-contract`, `make test-oldest`, `make test-site`,
+    `make test-zero3`), unless they are what was asked for."""
     if collection_path not in _APART:
         return None
     arguments = (Path(argument.partition("::")[0]).resolve() for argument in config.args)

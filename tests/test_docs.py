@@ -238,6 +238,18 @@ def test_the_first_table_of_the_readme_is_what_was_measured():
         assert peaks == [f"{of[name]['peak_bytes'] / 2**30:.1f}" for name in ("plain", "flag")], what
 
 
+def test_the_first_figures_of_the_site_are_those_of_the_readme():
+    begins = text(ROOT / "docs" / "index.md").split("\n\n")[1]
+    figures = re.findall(r"\d+\.\d+", begins)
+    assert figures == ["1.34", "23.6", "57.2"]
+    row = next(
+        line for line in text(ROOT / "README.md").splitlines() if line.startswith("| SFT, Llama of 1B, no padding")
+    )
+    assert "the same" in row
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", row), f"{figure} is not in {row}"
+
+
 def test_readme_names_every_op():
     assert {op for op in PATCHES if f"`{op}`" not in text(ROOT / "README.md")} == set()
 

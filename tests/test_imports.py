@@ -25,7 +25,7 @@ LAYERS = (
     ("rollouts",),
     ("callback", "fit"),
     ("arguments",),
-    ("grpo_trainer", "run", "verify"),
+    ("grpo_trainer", "hub_kernels", "run", "verify"),
     ("cli",),
     ("", "__main__", "on_path"),
 )

@@ -64,7 +64,9 @@ def _state_file(name: str, argument: str) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise UsageError(f"{argument}: there is no folder or file {name!r}")
+        raise UsageError(
+            f"{argument}: there is no folder or file {name!r}; name the output_dir of a run, or its {STATE}"
+        )
     if (path / STATE).is_file():
         return path / STATE
     found = [

@@ -22,6 +22,10 @@ PID = "NPU_KERNELS_RUN_PID"
 # The path of a file that a command's first Python process shares with its descendants: the file exists when one of them
 # has imported `transformers.trainer`, and is not empty when one of them has built a Trainer.
 SEEN = "NPU_KERNELS_RUN_SEEN"
+_NONE = (
+    "no Trainer of transformers was built, so that no kernels were used: if the command failed, its own message is "
+    "above; a training loop without a Trainer needs apply_npu_kernels(model)"
+)
 # The possible cause that is named if there was no Trainer, but there were other processes.
 _LOST = (
     "; if a process that it has started trained, the environment did not reach that process (PYTHONPATH, "
@@ -136,7 +140,7 @@ def _say_if_none(file: str, pid: int) -> None:
         # processes may be any tool in a shell script (`--print-env`).
         built = os.environ.get(PID) != str(pid)
     if not built:
-        _warn("no Trainer of transformers was built, so that no kernels were used" + (_LOST if _had_children() else ""))
+        _warn(_NONE + (_LOST if _had_children() else ""))
 
 
 def _had_children() -> bool:

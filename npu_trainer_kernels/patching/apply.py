@@ -16,6 +16,7 @@ from ..support.switch import check_switch
 from ..support.tested import newer_torch
 from .audit import Audit
 from .body import PaddingPatch, outermost_body
+from .bound_forwards import BoundForwards, kernel_of_package
 from .call import CallSettings, track_calls
 from .classes import leaves_out_hooks, original_class
 from .head import causal_lm
@@ -53,6 +54,7 @@ class NpuKernels:
         self.settings = CallSettings()
         self._tracked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._there: Counter[type[nn.Module]] = Counter()
+        self._bound = BoundForwards()
         self._entered = 0
         self._audit: Audit | None = None
         # Undoes changes outside the model (names in TRL) when the model is garbage-collected without `restore`.
@@ -146,6 +148,17 @@ class NpuKernels:
                     f"{self._there[site.cls] - there} {site.kind.__name__} that {site.op} served "
                     "is no longer in the model; what is in its place runs its own code until refresh() is called"
                 )
+        yield from self._hidden()
+
+    def _hidden(self) -> Iterator[str]:
+        """Yields a sentence for each kernel that the package `kernels` has set on replaced modules since."""
+        model, hidden = self._model(), Counter[tuple[str, str, str]]()
+        for module in () if model is None else model.modules():
+            if (whose := kernel_of_package(module)) is not None:
+                served = [site.op for site in self._report.sites if site.cls in type(module).__mro__]
+                hidden.update((original_class(module).__name__, op, whose) for op in served)
+        for (kind, op, whose), count in hidden.items():
+            yield f"{count} {kind} that {op} served now have another forward, {whose}"
 
     def _classes_now(self) -> "Counter[type[nn.Module]]":
         """Counts the model's modules by class, each under every class that it derives from."""
@@ -164,6 +177,8 @@ class NpuKernels:
         model = self._model()
         if model is not None and _handles.get(model) is self:
             del _handles[model]
+        if model is not None:
+            self._bound.take_out(model)  # what has come back since the last forward is bound to replaced classes
         self._tracked.clear()
         self._audit = None
         for site in self._sites.values():
@@ -213,11 +228,15 @@ class NpuKernels:
             site.paths.clear()
             if not self.active:
                 site.off = None
+        if not self.active:
+            self._undo.add(self._bound.put_back)
+        self._bound.take_out(model)
         try:
             for module in dict.fromkeys((model, causal_lm(model)[1] or model)):
                 # PEFT calls the inner model's `forward` directly, so the inner model's hooks alone would not run.
                 if module not in self._tracked:
                     track_calls(module, self.settings, self._undo)
+                    self._bound.watch(module, self._undo)
                     self._tracked.add(module)
             for patch in self._patches:
                 self._apply(patch, scene)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from .. import backends
 from ..ops.checks import FLOATS
 from ..tuned import Entry
+from .bound_forwards import has_other_forward, kernel_of_package
 from .call import CallSettings, generates
 from .classes import is_patched_class, original_class, subclass_with_forward
 from .undo import Undo
@@ -355,8 +356,10 @@ def set_on_instance(module: nn.Module) -> str | None:
     """Returns why calling a module does not run the model's own forward of its class, or None."""
     if (reason := others_forward(module)) is not None:
         return reason
-    if "forward" not in vars(module):
+    if not has_other_forward(module):
         return None
+    if (whose := kernel_of_package(module)) is not None:
+        return f"its forward is {whose}"
     found: Any = vars(module)["forward"]
     while isinstance(found, functools.partial):
         found = found.func

@@ -104,37 +104,6 @@ def test_what_a_trainer_writes(tmp_path, capsys):
     assert loss["largest_distance"] == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere", "{a}"], "RUN_A: there is no folder or file 'nowhere'"),
-        (["{a}", "{empty}"], "RUN_B: there is no trainer_state.json in"),
-        (["{a}", "{broken}"], "is no trainer_state.json of the Trainer (JSONDecodeError)"),
-        (["{a}", "{silent}"], "has no logged numbers; --logging_steps"),
-        (["{a}", "{later}"], "have logged no quantity at a common step"),
-        (["{a}", "{a}", "--noise", "{a}"], "--noise needs at least 2 runs; got 1"),
-        (["{a}", "{a}", "--noise", "{a}", "nowhere"], "--noise: there is no folder or file 'nowhere'"),
-        (["{a}", "{a}", "--figure", "x.txt"], "--figure must end with .png, .svg, .pdf; got 'x.txt'"),
-        (["{a}", "{a}", "--figure", "nowhere/x.png"], "--figure must be in a folder that is there"),
-        (["{a}"], "RUN_B"),
-    ],
-)  # fmt: skip
-def test_wrong_usage(runs, tmp_path, arguments, message, capsys):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken.json").write_text("{")
-    places = {
-        "a": runs["a"], "empty": str(tmp_path / "empty"), "broken": str(tmp_path / "broken.json"),
-        "silent": saved(tmp_path / "silent", [{"step": 1, "epoch": 1.0}]),
-        "later": saved(tmp_path / "later", [{"step": 100, "loss": 1.0}]),
-    }  # fmt: skip
-    try:
-        code = main(["compare", *(each.format(**places) for each in arguments)])
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_two_noisy_runs_at_least():
     with pytest.raises(ValueError, match="at least two noisy runs; got 2 runs"):
         judge_scalars("loss", [[1.0], [1.0]], [1.0], ["step 1"], None)

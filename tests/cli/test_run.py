@@ -20,7 +20,10 @@ FOLDER = str(ROOT / "npu_trainer_kernels" / "on_path")
 TRANSFORMERS = (
     "DEFAULT_CALLBACKS = []\nclass Trainer:\n    def __init__(self):\n        print('callbacks', DEFAULT_CALLBACKS)\n"
 )
-NONE = "npu-kernels run: no Trainer of transformers was built, so that no kernels were used\n"
+NONE = (
+    "npu-kernels run: no Trainer of transformers was built, so that no kernels were used: if the command failed, its "
+    "own message is above; a training loop without a Trainer needs apply_npu_kernels(model)\n"
+)
 LOST = (
     f"{NONE[:-1]}; if a process that it has started trained, the environment did not reach that process "
     "(PYTHONPATH, NPU_KERNELS_RUN): it was cleared, or Python had the option -I, -E or -S\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_trainer_kernels.cli import _compile, main
+from npu_trainer_kernels.cli import _compile, main, make_parser
 from tests.cli.test_fit import CONFIG
 
 # Of each command what it needs besides the wrong argument; {model} is a folder with a config, {folder} has the files of
@@ -21,6 +21,7 @@ NEEDS = {
     "bench": "--device cpu --output {folder}/results",
     "prove": "--output {folder}/out",
     "compile": "--model {model}",
+    "compare": "",
     "run": "",
 }
 # By command: (arguments, what the message says, each part of it).
@@ -113,6 +114,20 @@ WRONG: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("--model {folder}/nowhere", ("--model", "{folder}/nowhere")),
         ("--model {folder}/image", ("--model '{folder}/image'", "vocab_size")),
     ],
+    "compare": [
+        ("", ("the following arguments are required: RUN_A, RUN_B",)),
+        ("{folder}/run", ("the following arguments are required: RUN_B",)),
+        ("nowhere {folder}/run", ("RUN_A: there is no folder or file 'nowhere'; name the output_dir of a run",)),
+        ("{folder}/run {folder}/nowhere", ("RUN_B: there is no folder or file", "trainer_state.json")),
+        ("{folder}/run {folder}/empty", ("RUN_B: there is no trainer_state.json in", "--save_strategy steps")),
+        ("{folder}/run {folder}/rows.jsonl", ("RUN_B", "rows.jsonl' is no trainer_state.json of the Trainer")),
+        ("{folder}/run {folder}/silent", ("has no logged numbers; --logging_steps says how often they are",)),
+        ("{folder}/run {folder}/later", ("have logged no quantity at a common step",)),
+        ("{folder}/run {folder}/run --noise {folder}/run", ("--noise needs at least 2 runs; got 1",)),
+        ("{folder}/run {folder}/run --figure runs.txt", ("--figure must end with .png, .svg, .pdf; got 'runs.txt'",)),
+        ("{folder}/run {folder}/run --figure {folder}/no/runs.png", ("--figure must be in a folder that is there",)),
+        ("{folder}/run {folder}/run --nonsense", ("unrecognized arguments: --nonsense",)),
+    ],
     "run": [
         ("", ("what is to be run is missing", "npu-kernels run [options] [--] COMMAND")),
         ("--print-env trl", ("--print-env runs nothing; leave out 'trl'",)),
@@ -148,6 +163,10 @@ def files(tmp_path_factory) -> Path:
     for name, config in configs.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
+    logs = {"run": {"step": 1, "loss": 1.0}, "later": {"step": 9, "loss": 1.0}, "silent": {"step": 1, "epoch": 1.0}}
+    for name, entry in logs.items():
+        (folder / name).mkdir()
+        (folder / name / "trainer_state.json").write_text(json.dumps({"log_history": [entry]}))
     (folder / "damaged").mkdir()
     (folder / "damaged" / "config.json").write_text("{")
     return folder
@@ -176,7 +195,7 @@ def said_by(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[o
 def test_wrong_input_is_exit_code_2_and_a_message(files, capsys, command, arguments, said):
     names = {"folder": files, "model": files / "model"}
     # argparse takes the last of an option that is given twice.
-    needs = "" if command == "run" else f" {NEEDS[command]} "
+    needs = f" {NEEDS[command]} " if NEEDS[command] else ""
     given = shlex.split(f"{command} {needs}{arguments}".format(**names))
     code, out, message = said_by(capsys, given)
     assert code == 2, message
@@ -187,7 +206,8 @@ def test_wrong_input_is_exit_code_2_and_a_message(files, capsys, command, argume
 
 
 def test_every_command_is_here():
-    assert sorted(WRONG) == sorted(NEEDS) == ["bench", "compile", "doctor", "fit", "prove", "run", "tune", "verify"]
+    (commands,) = (action.choices for action in make_parser()._actions if action.dest == "command")
+    assert sorted(WRONG) == sorted(NEEDS) == sorted(commands)
     assert len(CASES) >= 60
 
 

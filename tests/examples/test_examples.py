@@ -188,6 +188,51 @@ def test_bad_arguments_are_named(script: ModuleType, options: list[str], message
         script.make_parser().parse_args_and_config(options)
 
 
+# By script: wrong flags, and what is said of each.
+WRONG_FLAGS = {
+    "sft": [
+        (["--vocab_size", "99"], "vocab_size must be at least 258; got 99"),
+        (["--use_npu_kernels", "--npu_kernels_ops", "rmsnorm"], "got ['rmsnorm']; did you mean 'rms_norm'?"),
+        (["--npu_kernels_report", "full"], "npu_kernels_report does nothing without --use_npu_kernels"),
+        (["--max_steps", "many"], "invalid int value: 'many'"),
+    ],
+    "grpo": [
+        (["--supervised_steps", "-1"], "supervised_steps must be at least 0; got -1"),
+        (["--nonsense", "3"], "['--nonsense', '3']"),
+        (["--use_npu_kernels", "--npu_kernels_capture", "maybe"], "must be one of auto, on, off; got 'maybe'"),
+    ],
+    "trl_sft": [
+        (["--use_npu_kernels", "--npu_kernels_backend", "tritn"], "got 'tritn'; did you mean 'triton'?"),
+        (["--npu_kernels_strict"], "npu_kernels_strict does nothing without --use_npu_kernels"),
+    ],
+    "trl_dpo": [(["--use_npu_kernels", "--npu_kernels_audit", "0"], "a positive number of steps; got '0'")],
+    "trl_kto": [(["--use_npu_kernels", "--npu_kernels_tiled_mlp", "-1"], "or 0 for all at once; got -1")],
+    "trl_rloo": [(["--use_npu_kernels", "--npu_kernels_rollouts", "no"], "must be one of auto, on, off; got 'no'")],
+    "trl_distill": [(["--nonsense"], "--nonsense")],
+}
+
+
+def test_every_script_has_a_wrong_flag_here() -> None:
+    assert sorted(WRONG_FLAGS) == sorted(
+        file.stem for file in EXAMPLES.glob("*.py") if file.stem not in ("_common", "demo")
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "said"),
+    [(script, options, said) for script, cases in WRONG_FLAGS.items() for options, said in cases],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_wrong_flag_ends_a_script_without_a_traceback(monkeypatch, capsys, tmp_path, script, options, said) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *options])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        example(script).main()
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
 def test_local_datasets(tmp_path: Path) -> None:
     texts = [f"document {i} " * 20 for i in range(12)]
     rows = Dataset.from_dict({"body": texts})

@@ -5,5 +5,6 @@ and their launches. `places.py` computes where segments lie.
 """
 
 from .causal_conv1d import causal_conv1d, causal_conv1d_reference
+from .kernels import MOST_TAPS
 
-__all__ = ["causal_conv1d", "causal_conv1d_reference"]
+__all__ = ["MOST_TAPS", "causal_conv1d", "causal_conv1d_reference"]

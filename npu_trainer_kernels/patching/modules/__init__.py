@@ -22,11 +22,11 @@ from .experts import ExpertsPatch
 from .mlps import GatedMlpPatch
 from .norms import GatedRmsNormPatch, LayerNormPatch, RmsNormPatch
 from .residuals import AddRmsNormPatch
-from .rotation_forms import rotation_call, rotations_of
+from .rotation_forms import rope_form, rotation_call, rotations_of
 from .rotations import RopePatch
 
-__all__ = ["CACHED_ROTATION", "PATCHES", "CachedRotation", "GatedMlpPatch", "cached_rotation", "rotation_call",
-           "rotations_of"]  # fmt: skip
+__all__ = ["CACHED_ROTATION", "PATCHES", "CachedRotation", "GatedMlpPatch", "RopePatch", "cached_rotation", "rope_form",
+           "rotation_call", "rotations_of"]  # fmt: skip
 
 PATCHES = (
     RmsNormPatch(), GatedRmsNormPatch(), LayerNormPatch(), AddRmsNormPatch(), EmbeddingPatch(), GatedMlpPatch(),

@@ -28,6 +28,7 @@ from ...ops.checks import FLOATS
 from ...ops.experts import moe_experts, unserved
 from ...ops.host import autocasts, compute_dtype
 from ...support.configs import SLOTS, setting
+from ..bound_forwards import has_other_forward
 from ..call import CallSettings
 from ..classes import has_hooks, original_class
 from ..parallel import plain_inside, serve_inside
@@ -392,6 +393,6 @@ def _exchanged(module: Any, form: ExpertsForm) -> str | None:
     leaf = _activation(module)
     if leaf is None:
         return changed(module, own) if form.activation is None else "its act_fn has been exchanged"
-    if original_class(leaf) is not form.activation or has_hooks(leaf) or "forward" in leaf.__dict__:
+    if original_class(leaf) is not form.activation or has_hooks(leaf) or has_other_forward(leaf):
         return "its act_fn has hooks, or has been exchanged"
     return changed(module, own) or changed(leaf, of_activation)

@@ -28,6 +28,7 @@ from ...ops.gates import JOINED
 from ...ops.host import autocasts
 from ...ops.slices import in_slices
 from ...ops.swiglu import swiglu, swiglu_linear, swiglu_reference, unserved
+from ..bound_forwards import has_other_forward
 from ..call import CallSettings
 from ..classes import has_hooks, original_class
 from ..patch import PLAIN, PROBE_ERRORS, LateRefusal, Patch, Scene, Site, no_float, set_on_instance
@@ -91,7 +92,7 @@ def is_bare_linear(module: nn.Module) -> bool:
     """Whether calling a module is `functional.linear` of its parameters and nothing else: no subclass (adapters,
     quantisation, FSDP units, parametrisations), no hooks, no forward set on the instance, no tensor subclass as a
     parameter except those in `PLAIN`."""
-    if type(module) is not nn.Linear or has_hooks(module) or "forward" in module.__dict__:
+    if type(module) is not nn.Linear or has_hooks(module) or has_other_forward(module):
         return False
     for parameter in module._parameters.values():
         if parameter is not None and type(parameter) not in PLAIN:
@@ -306,7 +307,7 @@ class GatedMlpPatch(Patch):
         form: MlpForm = site.form
         for name, cls, settings in form.leaves:
             leaf: Any = module._modules[name]
-            if type(leaf) is not cls or has_hooks(leaf) or "forward" in leaf.__dict__:
+            if type(leaf) is not cls or has_hooks(leaf) or has_other_forward(leaf):
                 return f"its {name} has hooks, or has been exchanged"
             if (reason := changed(leaf, settings)) is not None:
                 return f"{reason} in its {name}"

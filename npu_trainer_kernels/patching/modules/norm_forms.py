@@ -29,6 +29,7 @@ from ...ops.norms import (
     layer_norm_reference,
     rms_norm_reference,
 )
+from ..bound_forwards import has_other_forward
 from ..classes import has_hooks, original_class
 from ..patch import PROBE_ERRORS, no_plain
 from ..probe import MODES, Settings, agree, changed, repeatable, settings_of, unseen
@@ -214,7 +215,7 @@ def of_other_dtypes(module: nn.Module, form: Form, *given: torch.Tensor) -> str 
 
 def exchanged(norm: nn.Module, kind: Any, form: NormForm) -> str | None:
     """Returns why a norm inside another module's forward must be called as a module, or None."""
-    if has_hooks(norm) or "forward" in norm.__dict__ or original_class(norm) is not kind:
+    if has_hooks(norm) or has_other_forward(norm) or original_class(norm) is not kind:
         return "a norm has hooks, or has been exchanged"
     if kind.forward is not form.code:
         return "the class of a norm has been given another forward"

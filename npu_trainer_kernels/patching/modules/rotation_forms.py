@@ -17,7 +17,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ import torch
 
 from ...ops.checks import FLOATS
 from ...ops.rope import CASTINGS, PAIRS, TABLES, Rotation, rope_of_checked, rope_reference, rotation
+from ..bound_forwards import own_function
 from ..patch import PROBE_ERRORS
 
 __all__ = ["RopeForm", "RotationCall", "form_of_call", "rope_form", "rotate", "rotates", "rotation_call",
@@ -182,8 +182,8 @@ def rotations_of(config: Any) -> tuple[RopeForm, ...]:
         if type(part) in mapping:
             kind = mapping[type(part)]  # a tuple where a config has a model for each of its sizes
             space = vars(importlib.import_module((kind[0] if isinstance(kind, tuple) else kind).__module__))
-            named = [f for name, f in space.items() if rotates(name) and isinstance(f, types.FunctionType)]
-            found = tuple(form for f in named if "vision" not in f.__name__ and (form := rope_form(f)) is not None)
+            named = [own_function(f) for name, f in space.items() if rotates(name) and "vision" not in name]
+            found = tuple(form for f in named if f is not None and (form := rope_form(f)) is not None)
             if found:
                 return tuple(dict.fromkeys(found))
     return ()

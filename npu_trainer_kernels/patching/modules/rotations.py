@@ -23,6 +23,7 @@ from ...ops.checks import FLOATS
 from ...ops.norms import linear_rms_norm
 from ...ops.rope import unserved
 from ...support.configs import setting
+from ..bound_forwards import kernel_of_package, own_function
 from ..classes import original_class, subclass_with_forward
 from ..patch import (
     PLAIN,
@@ -114,13 +115,18 @@ def _normed_projections(
     return tuple((name, original_class(norms[name]), forms[name]) for name in dict.fromkeys(rewrite.found))
 
 
+def _kernel_instead(function: Any) -> str | None:
+    """Returns which kernel the package `kernels` runs instead of a model's function, or None."""
+    return kernel_of_package(function) if isinstance(function, nn.Module) else None
+
+
 def _while_named(name: str, names: dict[str, Any], served: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a rotation that calls `served` while the model's code has the recognised function under this name."""
     recognised = names[name]
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         now = names[name]
-        return (served if now is recognised else now)(*args, **kwargs)
+        return (served if now is recognised and _kernel_instead(now) is None else now)(*args, **kwargs)
 
     return rotate
 
@@ -157,14 +163,18 @@ class RopePatch(Patch):
         code = getattr(inspect.unwrap(cls.forward), "__code__", None)
         names = [name for name in getattr(code, "co_names", ()) if rotates(name)]
         space = getattr(inspect.unwrap(cls.forward), "__globals__", {})
-        functions = {name: space[name] for name in names if isinstance(space.get(name), types.FunctionType)}
+        functions = {name: own for name in names if (own := own_function(space.get(name))) is not None}
         if not functions:
             return None
         reason = set_on_instance(module)
         function = plain_forward(cls)
         if reason is not None or isinstance(function, str):
             return reason or str(function)
-        whose = {name: each for name, function in functions.items() if (each := others_kernel(function)) is not None}
+        whose = {
+            name: each
+            for name, function in functions.items()
+            if (each := others_kernel(function) or _kernel_instead(space[name])) is not None
+        }
         if whose:
             return "; ".join(f"its {name} is {each}" for name, each in whose.items())
         forms = {name: form for name, each in functions.items() if (form := rope_form(each)) is not None}
