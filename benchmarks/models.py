@@ -69,6 +69,17 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
+    # Of the size of the Qwen3.5 of 0.8B: three of four layers have a gated delta rule.
+    "qwen3.5-0.8b": (
+        "Qwen3_5Text",
+        {
+            "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+            "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 248320,
+            "tie_word_embeddings": True, "max_position_embeddings": 8192,
+        },
+        "bfloat16",
+    ),
     # The models of `examples/`.
     "demo-llama": (
         "Llama",
@@ -101,6 +112,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
             "hidden_size": 128, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4,
             "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 8009, "sliding_window": 64,
             "tie_word_embeddings": True, "max_position_embeddings": 512,
+        },
+        "float32",
+    ),
+    "demo-qwen3.5": (
+        "Qwen3_5Text",
+        {
+            "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32, "linear_value_head_dim": 32, "vocab_size": 258, "max_position_embeddings": 512,
         },
         "float32",
     ),
