@@ -44,7 +44,8 @@ class _Piece:
         forward: the graph of the piece.
         outputs: where its results are: those of the function, or what the next seam is given.
         differs: for each of them, whether gradients flow into it.
-        dims: for each of them, the dimension of its tokens, if the seam behind it takes live tokens alone.
+        dims: for each of them, the dimension of its tokens, if the seam behind it takes live tokens alone; None: it has
+            no such dimension.
         entry: what the seam ahead of it returned, a buffer to fill; None for the first piece.
         backward: the graph of its gradients; None: nothing of it has any.
         grads: for each output, the buffer of its gradient to fill, or None.
@@ -57,7 +58,7 @@ class _Piece:
     forward: Graph
     outputs: list[torch.Tensor]
     differs: list[bool]
-    dims: list[int] | None = None
+    dims: list[int | None] | None = None
     entry: torch.Tensor | None = None
     entry_dim: int | None = None
     backward: Graph | None = None
@@ -198,7 +199,8 @@ class Pieces:
         increment_version(piece.written)
         if tokens is None or piece.dims is None:
             return [o.detach() for o in piece.outputs]
-        return [o.detach().narrow(d, 0, tokens) for o, d in zip(piece.outputs, piece.dims, strict=True)]
+        found = zip(piece.outputs, piece.dims, strict=True)
+        return [o.detach() if d is None else o.detach().narrow(d, 0, tokens) for o, d in found]
 
     def run(
         self, inputs: Sequence[torch.Tensor], now: Any, turn: Any = None, tokens: int | None = None,
@@ -249,7 +251,7 @@ class _Recording:
 
     def __init__(self, watch: Watch, recorder: Recorder | None, layouts: list[_SeamLayout]) -> None:
         self.watch, self.recorder, self.layouts = watch, recorder, layouts
-        self.seams: list[tuple[Attend, list[int] | None, int | None]] = []
+        self.seams: list[tuple[Attend, list[int | None] | None, int | None]] = []
         self.pieces: list[_Piece] = []
         self.entries: list[torch.Tensor] = []
         self.back = 0  # the piece whose backward is running
@@ -259,7 +261,7 @@ class _Recording:
         self.layouts, self.seams, self.pieces, self.entries = [], [], [], []
 
     def seam(
-        self, attend: Attend, tensors: Sequence[torch.Tensor], now: Any, dims: list[int] | None, dim: int | None
+        self, attend: Attend, tensors: Sequence[torch.Tensor], now: Any, dims: list[int | None] | None, dim: int | None
     ) -> torch.Tensor:
         self.seams.append((attend, dims, dim))
         made: torch.Tensor = _Joint.apply(self, len(self.seams) - 1, now, *tensors)
@@ -342,15 +344,16 @@ def unwatched() -> Iterator[None]:
 
 
 def seam(
-    attend: Attend, tensors: Sequence[torch.Tensor], now: Any, dims: list[int] | None = None, dim: int | None = None
-) -> torch.Tensor:
+    attend: Attend, tensors: Sequence[torch.Tensor], now: Any, dims: list[int | None] | None = None,
+    dim: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Ends a piece of the function that is being captured, and begins the next one.
 
     Args:
         attend: computes the result, now and at every replay.
         tensors: what it is given.
         now: its second argument, this time.
-        dims: the dimension of tokens of each tensor, if it can do with live tokens alone.
+        dims: the dimension of tokens of each tensor (None: it has none), if live tokens alone will do.
         dim: the dimension of tokens of its result.
     """
     recording = _recording.get()

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..support.errors import one_line
 from ..support.rounding import Rounded
-from .body import draws_for_tokens, under_way
+from .body import draws_for_tokens, first_rows, under_way
 from .call import generates
 from .classes import is_patched_class, leaves_out_hooks
 from .head import is_partitioned
@@ -50,6 +50,7 @@ FACTOR = 8.0
 """The allowed multiple of the errors that rounding makes."""
 
 _QUANTILES = (0.5, 0.99)
+_ROWS = 3
 _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels")
 
 
@@ -237,17 +238,20 @@ class Audit:
             self._busy = False
 
     def _compare(self, module: Any, given: dict[str, Any], sites: list[Site]) -> None:
-        begun, rows, mask = time.perf_counter(), _rows(given), given.get("attention_mask")
+        begun = time.perf_counter()
+        # Some modules do not keep apart the rows that a collator has packed: the original code gets them padded.
+        given, apart = first_rows(given, _ROWS) or (given, given)
+        rows = _rows(apart)
         assert rows is not None
         found = Audited(rows.shape[0], rows.shape[1])
         self._seen.append(found)
         bodies = [site for site in sites if site.op == self._leaves_out]
         if "use_cache" in inspect.signature(module.forward).parameters:
-            given = {**given, "use_cache": False}
+            given, apart = {**given, "use_cache": False}, {**apart, "use_cache": False}
 
-        def forward() -> torch.Tensor:
+        def forward(given: dict[str, Any] = apart) -> torch.Tensor:
             with repeatable(rows.device):
-                return _live(module.forward(**given), mask)
+                return _live(module.forward(**given), given.get("attention_mask"))
 
         with _undisturbed(module, sites):
             with _set(bodies, "off", UNREPORTED), _set(sites, "look", functools.partial(self.look, found)):
@@ -255,7 +259,7 @@ class Audit:
             with _set(sites, "off", UNREPORTED):
                 rounded = _moved(found, forward)
             before = sum(site.ran for site in bodies)
-            served = forward()
+            served = forward(given).view(own.shape)
             packed = sum(site.ran for site in bodies) > before
         if packed and rounded is not None:
             far = distance(served, own, rounded)

@@ -25,6 +25,13 @@ FAMILIES = ("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba",
             "olmo_hybrid", "qwen3_5_text", "qwen3_next")  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def without_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are carried by segments where they can be (`test_states.py`): here nobody does."""
+    monkeypatch.setattr(proof, "_proofs", {})
+    monkeypatch.setattr(proof, "carry_by_segments", lambda *_: frozenset())
+
+
 def hybrid(kind: str, **options: Any) -> Any:
     torch.manual_seed(0)
     config = tiny_config("causal", kind)

@@ -14,6 +14,7 @@ from ..call import Scored
 from .layout import DEAD, PREDICTS, READ, Layout, layout
 from .mixers import Rows, live_tokens_alone
 from .packed import Unserved, packed_row, packing_for
+from .user_rows import ARGUMENTS, lengths_of_rows
 
 __all__ = ["Batch", "hidden_of", "routers_of"]
 
@@ -104,6 +105,18 @@ class Batch:
             scored.places = np.flatnonzero(marks[:, : scored.shape[1]])
         return found if isinstance(found, str) else cls(given, found, tuple(mask.shape))
 
+    @classmethod
+    def of_packed(cls, given: dict[str, Any]) -> Batch:
+        """Takes a batch that a collator has packed; the host waits for the device, once.
+
+        Args:
+            given: the arguments of the body, for which `may_be_packed` holds.
+        """
+        positions = given["position_ids"]
+        tokens = np.arange(positions.numel())
+        lengths = lengths_of_rows(positions)
+        return cls(given, Layout(tokens, lengths, lengths, None, tokens, len(tokens)), tuple(positions.shape))
+
     @property
     def computed(self) -> int:
         """The number of tokens that go through the body."""
@@ -127,17 +140,18 @@ class Batch:
             Unserved: a layer needs a feature that attention by segments lacks.
         """
         given, where, (rows, width) = self.given, self.layout, self.shape
-        mask = given["attention_mask"]
-        device, n = mask.device, len(where.places) if tokens is None else tokens
+        embedded = given.get("inputs_embeds")
+        device = (given["input_ids"] if embedded is None else embedded).device
+        n = len(where.places) if tokens is None else tokens
         live = len(where.places)
         # Labels are for the head; the proof would have shown a body that uses them.
-        new = {name: v for name, v in given.items() if name != "labels"}
-        new |= {"attention_mask": mask.new_ones(1, n), "use_cache": False}
-        if given.get("inputs_embeds") is None:
+        new = {name: v for name, v in given.items() if name != "labels" and name not in ARGUMENTS}
+        ones = torch.ones(1, n, dtype=torch.long, device=device)
+        new |= {"attention_mask": ones, "use_cache": False}
+        if embedded is None:
             places = uploaded(_filled(where.places, n), device)
             new["input_ids"] = given["input_ids"].reshape(-1).index_select(0, places).unsqueeze(0)
         else:
-            embedded = given["inputs_embeds"]
             packed_rows = Shared.make(_filled(where.places, n, -1), rows * width, embedded.device)
             new["inputs_embeds"] = take(embedded.reshape(rows * width, -1), packed_rows).unsqueeze(0)
         positions = given.get("position_ids")
@@ -150,6 +164,7 @@ class Batch:
         keys = None if where.keys is None else Shared.make(where.keys, live, device)
         segments = Segments.make(where.lengths, device, None if keys is None else where.key_lengths, keys)
         packing = packing_for(body, body.get_submodule(inner), segments, backend, n)
+        packing.carries = True
         with packed_row(packing):
             out = kind.forward(body, **new)
         known = ("last_hidden_state", "router_logits")
@@ -172,12 +187,14 @@ class Batch:
                 out.router_logits = tuple(_padded_logits(logits, places_of, self.shape) for logits in routed)
         return out, packing
 
-    def beside_mixers(self, kind: Any, body: Any) -> Any:
+    def beside_mixers(self, kind: Any, body: Any, packed: tuple[int, int] | None = None) -> Any:
         """Returns the body's output in the batch's shape, and its `Rows`; only its mixers compute padding.
 
         Args:
             kind: the class whose forward is called.
             body: the module that it is called with.
+            packed: the shape of the batch of live tokens that a collator has made of this one, which the output gets in
+                the place of the batch's.
 
         Raises:
             Unserved: its layers do not work on each token by itself.
@@ -188,11 +205,11 @@ class Batch:
         hidden = hidden_of(out)
         if not rows.are(hidden):
             raise Unserved(f"its layers give hidden states of shape {list(hidden.shape)} for {rows.tokens} tokens")
-        padded = rows.pad(hidden)
+        padded = rows.pad(hidden) if packed is None else hidden.view(*packed, -1)
         if isinstance(out, tuple):
             return (padded, *out[1:]), rows
         out.last_hidden_state = padded
-        if routed := routers_of(out):
+        if packed is None and (routed := routers_of(out)):
             out.router_logits = tuple(_padded_logits(logits, rows.padded, self.shape) for logits in routed)
         return out, rows
 

@@ -34,6 +34,7 @@ from ...ops.attention import Segments, trial, unserved, varlen_attention
 from ..classes import derived, original_class
 from ..parallel import serve_inside
 from ..undo import Undo
+from .state_row import StateRow
 
 __all__ = [
     "NAME",
@@ -43,10 +44,12 @@ __all__ = [
     "Recorded",
     "Unserved",
     "attend_by_segments",
+    "between_pieces",
     "foreign_attention",
     "make_mask",
     "packed_row",
     "packing_for",
+    "row_under_way",
     "under_way",
     "why_not",
     "window_of",
@@ -91,6 +94,8 @@ class Packing:
         attended: the classes of the modules that have attended.
         asked: the features that they used.
         configs: by id, each configuration that was read, and its copy that names the functions of this module.
+        carried: the classes of the modules that have carried a state by segments.
+        carries: whether modules that can do so shall.
     """
 
     segments: Segments
@@ -101,7 +106,14 @@ class Packing:
     attended: set[type[nn.Module]] = field(default_factory=set)
     asked: set[Asked] = field(default_factory=set)
     configs: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    carried: set[type[nn.Module]] = field(default_factory=set)
+    carries: bool = False
     name: ClassVar[str] = NAME
+
+    @functools.cached_property
+    def states(self) -> StateRow:
+        """The segments as modules with a state need them."""
+        return StateRow(self.segments)
 
     @property
     def live(self) -> int:
@@ -338,8 +350,32 @@ def _between_pieces(
         result: torch.Tensor = out
         return result
 
-    dims = [2] * len(tensors) if by_segments else None
+    dims: list[int | None] | None = [2] * len(tensors) if by_segments else None
     return seam(attend, tensors, recorded.now, dims, None if dims is None else 1), None
+
+
+def between_pieces(
+    compute: Callable[[dict[str, Any], Packing], torch.Tensor], named: dict[str, Any], dims: dict[str, int], dim: int
+) -> torch.Tensor:
+    """Ends a piece at a function that goes by the segments of a packed row, and is called with the row of each replay.
+
+    Args:
+        compute: computes the function of its arguments and the row.
+        named: the arguments, now.
+        dims: the dimension of tokens of those that have one.
+        dim: the dimension of tokens of the result.
+    """
+    recorded = _recorded.get()
+    assert recorded is not None
+    if type(recorded.now.mask) is not PackedMask:
+        raise Refused("its layer is not given the mask of a packed row")
+    constants = {name: recorded.parameters.get(id(value), value) for name, value in named.items()}
+    made = [n for n, v in named.items() if isinstance(v, torch.Tensor) and id(v) not in recorded.parameters]
+
+    def attend(tensors: Sequence[torch.Tensor], now: Any) -> torch.Tensor:
+        return compute({**constants, **dict(zip(made, tensors, strict=True))}, now.mask.packing)
+
+    return seam(attend, [named[name] for name in made], recorded.now, [dims.get(name) for name in made], dim)
 
 
 _one_at_a_time = threading.RLock()
@@ -394,6 +430,12 @@ def foreign_attention(name: str) -> str | None:
 def under_way() -> bool:
     """Whether a packed row is going through a body on this thread."""
     return _packing.get() is not None
+
+
+def row_under_way() -> Packing | None:
+    """Returns the packed row on its way on this thread whose segments modules with a state carry theirs by, or None."""
+    packing = _packing.get()
+    return packing if packing is not None and packing.carries else None
 
 
 def packing_for(body: Any, text: Any, segments: Segments, backend: str | None, tokens: int) -> Packing:

@@ -39,6 +39,8 @@ from .layout import Layout
 from .mixers import leave_padding_to_mixers, mixers_under_way
 from .packed import Unserved, attend_by_segments, foreign_attention, under_way
 from .proof import OUTPUTS, ROUTED, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
+from .states import carry_by_segments
+from .user_rows import ARGUMENTS, may_be_packed, rows_apart
 
 __all__ = ["PaddingPatch", "draws_for_tokens", "outermost_body"]
 
@@ -104,7 +106,10 @@ class BodyForm:
     def __str__(self) -> str:
         if self.proof.mixes:
             return f"padding is computed by {', '.join(sorted(each.__name__ for each in self.proof.attention))}"
-        return f"positions count {'columns' if self.proof.by_columns else 'live tokens'}"
+        parts = [f"positions count {'columns' if self.proof.by_columns else 'live tokens'}"]
+        if self.proof.carried:
+            parts.append(f"states by segments in {', '.join(sorted(each.__name__ for each in self.proof.carried))}")
+        return "; ".join(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,6 +215,8 @@ class PaddingPatch(Patch):
             leave_padding_to_mixers(module.get_submodule(site.form.inner), undo)
         else:
             attend_by_segments(module, site.form.inner, undo)
+            if site.form.proof.carried:
+                carry_by_segments(module.get_submodule(site.form.inner), undo)
 
     def own(self, site: Site) -> Callable[..., Any]:
         # In a compiled model the forward around a body is no part of its graphs (`head.graphs`), and the body is one.
@@ -227,9 +234,10 @@ class PaddingPatch(Patch):
             return str(site.progress.read)
         given = dict(zip(form.names, args, strict=False), **kwargs)
         mask, config = given.get("attention_mask"), module.config.get_text_config()
+        packed = mask is None
         if paused():
             return "it is compiled"
-        if mask is None or under_way() or mixers_under_way() or generates():
+        if under_way() or mixers_under_way() or generates() or (mask is None and not may_be_packed(given)):
             return UNREPORTED
         if (reason := foreign_attention(config._attn_implementation)) is not None:
             return reason
@@ -237,7 +245,9 @@ class PaddingPatch(Patch):
             return "it is given keys and values (past_key_values)" if torch.is_grad_enabled() else UNREPORTED
         ids = given.get("input_ids")
         rows = ids if given.get("inputs_embeds") is None else given["inputs_embeds"]
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        if mask is None:
+            mask = given["position_ids"]  # of the shape that a mask would have
+        elif not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return "its mask is none of tokens" if torch.is_grad_enabled() else UNREPORTED
         if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
             return "its mask is not of the shape of its tokens"
@@ -261,7 +271,7 @@ class PaddingPatch(Patch):
             return "it is given positions in several dimensions"
         for name, value in given.items():
             numbers = value.dim() > 0 if isinstance(value, torch.Tensor) else isinstance(value, dict | list | tuple)
-            if numbers and name not in _BATCH:
+            if numbers and name not in _BATCH and not (packed and name in ARGUMENTS):
                 # The text-only body inside gets no images, and decides for itself.
                 return UNREPORTED if form.inner else f"it is given {name}"
         if getattr(module, "_is_replica", False):
@@ -295,15 +305,25 @@ class PaddingPatch(Patch):
         padding = config.pad_token_id if form.classifies else None
         scored = None if call is None else call.scored
         share = not drops and not form.proof.mixes
-        batch = Batch.of(given, labels, share=share, padding=padding, label_shift=form.label_shift, scored=scored)
+        packed = given.get("attention_mask") is None
+        batch: Any
+        if packed:
+            batch = Batch.of_packed(given)
+        else:
+            batch = Batch.of(given, labels, share=share, padding=padding, label_shift=form.label_shift, scored=scored)
         if isinstance(batch, str):
             return LateRefusal(batch)
         positions = batch.shape[0] * batch.shape[1]
         saved = positions - batch.computed
-        if not saved or (form.proof.mixes and saved < _WORTH * positions):
+        worth = saved > 0 if not form.proof.mixes else saved >= _WORTH * positions
+        # The model's own code may not keep apart rows that a collator has packed.
+        if not worth and not (packed and len(batch.layout.lengths) > batch.shape[0]):
             return LateRefusal(UNREPORTED)
         try:
-            if form.proof.mixes:
+            if form.proof.mixes and packed:
+                _, apart = rows_apart(given, batch.layout.lengths)
+                out, _ = Batch.of(apart, None, share=False).beside_mixers(site.kind, module, batch.shape)
+            elif form.proof.mixes:
                 out, _ = batch.beside_mixers(site.kind, module)
             else:
                 layers = None if call is None else call.settings.layers
@@ -326,7 +346,7 @@ class PaddingPatch(Patch):
         savings.positions += positions
         savings.live += batch.layout.live
         savings.computed += batch.computed
-        if hidden_of(out).requires_grad:
+        if saved and hidden_of(out).requires_grad:
             savings.trained += 1
             if savings.trained <= _FIRST or savings.trained % _EVERY == 0:
                 return _watched(out, batch.layout)

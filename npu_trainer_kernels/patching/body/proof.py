@@ -34,6 +34,7 @@ from .batch import Batch, hidden_of, routers_of
 from .caches import cache_of
 from .mixers import leave_padding_to_mixers
 from .packed import Asked, Unserved, attend_by_segments, foreign_attention, why_not
+from .states import carry_by_segments
 
 __all__ = ["OUTPUTS", "ROUTED", "Proof", "in_the_way", "parts_of", "proof_of", "unproven", "unserved_layers"]
 
@@ -58,6 +59,7 @@ class Proof:
         routed: whether it can also return its routers' logits, for an auxiliary loss.
         cache: the class of the KV cache that it returns on request, or None.
         mixes: whether it is called with the padded batch, and the modules of `attention` compute padding (`mixers`).
+        carried: the classes of the modules that carry a state by segments (`states`).
     """
 
     by_columns: bool
@@ -67,6 +69,7 @@ class Proof:
     routed: bool = False
     cache: type[Cache] | None = None
     mixes: bool = False
+    carried: frozenset[type[nn.Module]] = frozenset()
 
 
 def _probe() -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,8 +100,7 @@ def proof_of(body: Any, inner: str) -> Proof | str:
     # Some libraries exchange the forwards of classes.
     key = (kind, kind.forward, _as_key(small) + small._attn_implementation)
     if key not in _proofs:
-        stateful = getattr(original_class(text), "_is_stateful", False)
-        found = "state runs along its rows" if stateful else _shown(body, inner, small, mixes=False)
+        found = _shown(body, inner, small, mixes=False)
         if isinstance(found, str):
             beside = _shown(body, inner, small, mixes=True)
             found = found if isinstance(beside, str) else beside
@@ -124,9 +126,12 @@ def _shown(real: Any, inner: str, small: Any, *, mixes: bool) -> Proof | str:
     for module in body.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # a packed row draws other numbers
+    text = body.get_submodule(inner)
     if not mixes:
         attend_by_segments(body, inner, Undo())
-    elif (reason := leave_padding_to_mixers(body.get_submodule(inner), Undo())) is not None:
+        if not carry_by_segments(text, Undo()) and getattr(original_class(text), "_is_stateful", False):
+            return "state runs along its rows"
+    elif (reason := leave_padding_to_mixers(text, Undo())) is not None:
         return reason
     found = _in_all_modes(body, original_class(real), inner, routed=False, mixes=mixes)
     if isinstance(found, str) or ROUTED not in vars(small):
@@ -188,7 +193,8 @@ def _compared(body: Any, kind: Any, inner: str, routed: bool, mixes: bool) -> Pr
             return f"its code takes no packed row: {one_line(error, 120)}"
         out, packing = got
         attended = frozenset(packing.mixers if mixes else packing.attended)
-        if not attended:
+        carried = frozenset(() if mixes else packing.carried)
+        if not attended and not carried:
             return "its attention is not transformers' own"
         pairs = zip(_of_tokens(out, live), wanted, strict=True)
         far = torch.stack([(got - want).abs().max() / want.abs().max() for got, want in pairs]).max()
@@ -198,7 +204,7 @@ def _compared(body: Any, kind: Any, inner: str, routed: bool, mixes: bool) -> Pr
             asked = frozenset(() if mixes else packing.asked)
             # Mixers fill the model's own cache.
             cache = None if mixes else _cache(body, given)
-            return Proof(by_columns, attended, classes, asked, routed, cache, mixes)
+            return Proof(by_columns, attended, classes, asked, routed, cache, mixes, carried)
         reason = f"tokens of a packed row are not what they are in their own (differs by {far:.0e})"
     return reason
 

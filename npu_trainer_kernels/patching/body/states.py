@@ -1,0 +1,204 @@
+"""Lets modules that carry a state along a row take a packed row: the state ends where a segment ends.
+
+A *state module* is a child of a decoder layer whose forward calls functions that `state_forms` recognises (a short
+convolution, a gated delta rule, the scan of Mamba 2). Its forward is rewritten (`probe.source`): each of these calls
+asks first whether a packed row is on its way, and is then computed by the row's segments. All else in the module, its
+projections and norms, works on each token by itself, and stays as it is.
+
+A mask brings the row, as it does for attention (`packed.py`), so that a layer which a checkpoint repeats finds it
+again: these layers are called without a mask (transformers makes none for a batch without padding), and get the row's
+in its place.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers.integrations import accelerate
+
+from ...capture import recording_now
+from ..classes import derived, original_class
+from ..parallel import serve_inside
+from ..probe import plain_forward, rewritten, self_attribute
+from ..undo import Undo
+from .packed import PackedMask, Packing, Unserved, between_pieces, packed_row, row_under_way
+from .state_forms import OtherCall, StateForm, arguments_of, compute, state_form
+
+__all__ = ["carry_by_segments"]
+
+_CARRIED = "_npu_kernels_carried"
+_BY = "_npu_kernels_carries_by"
+
+
+def carry_by_segments(body: nn.Module, undo: Undo) -> frozenset[type[nn.Module]]:
+    """Prepares the state modules of a text-only body, and their layers, for packed rows.
+
+    Args:
+        body: the body.
+        undo: records the changes; modules that it has changed already are skipped.
+
+    Returns:
+        the classes of the state modules.
+    """
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    found: set[type[nn.Module]] = set()
+
+    def prepare(module: nn.Module, own: Callable[[Any], dict[str, Any]]) -> None:
+        kind: Any = type(module)
+        if getattr(kind, _BY, None) is undo:
+            return
+        if kind not in classes:
+            classes[kind] = derived(kind, {_BY: undo, **own(kind)})
+        undo.set_class(module, classes[kind])
+        serve_inside(module, classes[kind], undo)
+
+    layers = [layer for child in body.children() if isinstance(child, nn.ModuleList) for layer in child]
+    for layer in layers:
+        mixers = [child for child in layer.children() if _carries(child)]
+        for mixer in mixers:
+            found.add(original_class(mixer))
+            prepare(mixer, _of_mixer)
+        if mixers:
+            prepare(layer, _of_layer)
+    return frozenset(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A state module
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _own_forward(kind: Any) -> tuple[types.FunctionType | None, Callable[[Any], Any]]:
+    """Returns a class's forward below transformers' decorator for accelerate's hooks, and this decorator."""
+    function, decorate = kind.forward, lambda new: new
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_filename == accelerate.__file__ and hasattr(function, "__wrapped__"):
+        cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
+        decorate = accelerate.force_accelerate_hooks(cells["child_module_names"].cell_contents)
+        function = function.__wrapped__
+    plain = plain_forward(types.SimpleNamespace(forward=function))
+    return (None if isinstance(plain, str) else plain), decorate
+
+
+@functools.cache
+def _forms_of(kind: Any) -> dict[str, StateForm]:
+    """Returns the functions that a class's forward calls and that are recognised, by name."""
+    function, _ = _own_forward(kind)
+    if function is None:
+        return {}
+    named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    functions = {name: each for name, each in named.items() if isinstance(each, types.FunctionType)}
+    forms = {name: form for name, each in functions.items() if (form := state_form(each)) is not None}
+    return forms if any(form.name != "shortcut" for form in forms.values()) else {}
+
+
+def _carries(module: nn.Module) -> bool:
+    """Whether a module's class calls such functions, and calling it runs the class's forward, which no other patch has
+    rewritten."""
+    kind: Any = original_class(module)
+    ours = (vars(cls).get("forward") for cls in type(module).__mro__ if _BY in vars(cls))
+    return "forward" not in vars(module) and type(module).forward in (kind.forward, *ours) and bool(_forms_of(kind))
+
+
+class _Calls(ast.NodeTransformer):
+    """Rewrites `name(...)` to `self._npu_kernels_carried("name", name)(...)`."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in self.names:
+            arguments: list[ast.expr] = [ast.Constant(node.func.id), node.func]
+            node.func = ast.copy_location(ast.Call(self_attribute(_CARRIED), arguments, []), node.func)
+        return node
+
+
+def _of_mixer(kind: Any) -> dict[str, Any]:
+    """Returns what a state module's class has of its own."""
+    original = getattr(kind, "_npu_kernels_original", kind)
+    forms = _forms_of(original)
+    function, decorate = _own_forward(original)
+    assert function is not None
+    recognised = {name: function.__globals__[name] for name in forms}
+    by_segments = decorate(rewritten(function, _Calls(set(forms))))
+
+    def carried(name: str, now: Callable[..., Any]) -> Callable[..., Any]:
+        row = row_under_way()
+        if row is None:
+            return now
+        if now is not recognised[name]:
+            raise Unserved(f"its {name} has been exchanged")
+        return functools.partial(_by_segments, name, forms[name], now, row)
+
+    @functools.wraps(kind.forward)
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        mask = next((each for each in given if type(each) is PackedMask and each.packing.carries), None)
+        if mask is None:
+            if row_under_way() is not None:
+                raise Unserved(f"its {original.__name__} is not given its layer's mask")
+            return kind.forward(module, *args, **kwargs)
+        if original.forward is not recognised_forward:
+            raise Unserved(f"its {original.__name__} has been given another forward")
+        args = tuple(None if type(each) is PackedMask else each for each in args)
+        kwargs = {name: None if type(each) is PackedMask else each for name, each in kwargs.items()}
+        mask.packing.carried.add(original)
+        with packed_row(mask.packing) if row_under_way() is None else contextlib.nullcontext():
+            return by_segments(module, *args, **kwargs)
+
+    recognised_forward = original.forward
+    return {"forward": forward, _CARRIED: staticmethod(carried)}
+
+
+def _by_segments(
+    name: str, form: StateForm, function: Callable[..., Any], row: Packing, *args: Any, **kwargs: Any
+) -> Any:
+    """Computes a call of a recognised function by the segments of a row."""
+    if form.name == "shortcut":
+        return None
+    try:
+        given = arguments_of(function, args, kwargs)
+        if recording_now():
+            dims = form.dims
+            out = between_pieces(functools.partial(_of_row, form), given, dims, next(iter(dims.values())))
+        else:
+            out = _of_row(form, given, row)
+    except OtherCall as error:
+        raise Unserved(f"its {name} is given {error}") from None
+    return (out, None) if form.returns_state else out
+
+
+def _of_row(form: StateForm, given: dict[str, Any], row: Packing) -> Any:
+    return compute(form, given, row.states, row.backend)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Its layer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _of_layer(kind: Any) -> dict[str, Any]:
+    """Returns what the class of a state module's layer has of its own: its missing mask is the packed row's."""
+    original = getattr(kind, "_npu_kernels_original", kind)
+    parameters = inspect.signature(original.forward).parameters
+    masks = [name for name in parameters if name.endswith("attention_mask")]
+
+    @functools.wraps(kind.__call__)
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        row = row_under_way()
+        if row is not None:
+            # A captured layer has one mask.
+            given = (each for each in kwargs.values() if type(each) is PackedMask and each.window is None)
+            mask = next(given, None) or PackedMask(row, None)
+            kwargs = {**kwargs, **{name: mask for name in masks if kwargs.get(name) is None}}
+        return kind.__call__(layer, *args, **kwargs)
+
+    return {"__call__": call}
