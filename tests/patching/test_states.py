@@ -19,7 +19,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.ops.attention import Segments, Shared
-from npu_trainer_kernels.patching.body import proof, state_forms, state_row, states
+from npu_trainer_kernels.patching.body import padding, proof, state_forms, state_row, states
 from npu_trainer_kernels.patching.body.layout import layout
 from npu_trainer_kernels.patching.body.state_row import StateRow
 from npu_trainer_kernels.patching.undo import Undo
@@ -75,6 +75,18 @@ def test_a_padded_batch_is_the_models_own(kind: str, side: str) -> None:
 def test_with_every_op(kind: str) -> None:
     model = hybrid(kind)
     assert progress(compare(model, batch(model, "both"), None, kind)).trained == 1
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_batch_without_padding(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator it is packed as well where transformers has no kernels for the state."""
+    monkeypatch.setattr(padding, "_device_of", lambda given: torch.device(device))
+    model = hybrid(kind)
+    inputs = {name: value[:2, 8:20] for name, value in batch(model, "both", shared=False).items()}
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    saved = progress(compare(model, inputs, OPS, kind))
+    assert saved.computed == (24 if (kind, device) == ("qwen3_5_text", "cuda") else 0)
 
 
 def held(model: Any, step: Callable[[Any], Values], prepare: Callable[[Any], object] = lambda model: None,

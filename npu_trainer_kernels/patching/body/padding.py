@@ -39,7 +39,7 @@ from .layout import Layout
 from .mixers import leave_padding_to_mixers, mixers_under_way
 from .packed import Unserved, attend_by_segments, foreign_attention, under_way
 from .proof import OUTPUTS, ROUTED, Proof, in_the_way, parts_of, proof_of, unproven, unserved_layers
-from .states import carry_by_segments
+from .states import carry_by_segments, has_own_state_code
 from .user_rows import ARGUMENTS, may_be_packed, rows_apart
 
 __all__ = ["PaddingPatch", "draws_for_tokens", "outermost_body"]
@@ -91,6 +91,7 @@ class BodyForm:
             class.
         drops: whether training draws random numbers for each token (dropout).
         longest: the number of columns beyond which its rotation depends on the largest position; None: no limit.
+        slow: whether its modules carry states by transformers' own operators.
         refused: by the circumstances of a call, the reason that a first call has shown, or None.
     """
 
@@ -101,6 +102,7 @@ class BodyForm:
     label_shift: int
     drops: bool
     longest: int | None
+    slow: bool = False
     refused: dict[Any, str | None] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
@@ -203,7 +205,8 @@ class PaddingPatch(Patch):
         if answers:
             return "its head compares all places of a row, padding among them"
         drops = draws_for_tokens(body.config, body.modules())
-        return BodyForm(proof, names, inner, classifies, int(not tokens), drops, _longest(body.config))
+        slow = bool(proof.carried) and has_own_state_code(body)
+        return BodyForm(proof, names, inner, classifies, int(not tokens), drops, _longest(body.config), slow)
 
     def install(self, site: Site, module: nn.Module, undo: Undo, settings: CallSettings) -> None:
         super().install(site, module, undo, settings)
@@ -316,6 +319,8 @@ class PaddingPatch(Patch):
         positions = batch.shape[0] * batch.shape[1]
         saved = positions - batch.computed
         worth = saved > 0 if not form.proof.mixes else saved >= _WORTH * positions
+        # Without padding, too, transformers' own operators of a state keep 15 times the memory, and take longer.
+        worth = worth or (form.slow and _device_of(given).type != "cpu")
         # The model's own code may not keep apart rows that a collator has packed.
         if not worth and not (packed and len(batch.layout.lengths) > batch.shape[0]):
             return LateRefusal(UNREPORTED)
@@ -393,6 +398,11 @@ def _arrived(empty: torch.Tensor, gradient: torch.Tensor) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def _device_of(given: dict[str, Any]) -> torch.device:
+    rows: torch.Tensor = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    return rows.device
 
 
 def _caches(module: nn.Module, config: Any, asked: bool | None) -> bool:

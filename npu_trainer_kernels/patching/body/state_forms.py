@@ -63,6 +63,7 @@ _DIMS = {
     "convolution": {"hidden_states": 2},
     "delta rule": dict.fromkeys(("query", "key", "value", "g", "beta"), 1),
     "scan": dict.fromkeys(("hidden_states", "dt", "B", "C"), 1),
+    "shortcut": {},
 }
 
 

@@ -31,7 +31,7 @@ from ..undo import Undo
 from .packed import PackedMask, Packing, Unserved, between_pieces, packed_row, row_under_way
 from .state_forms import OtherCall, StateForm, arguments_of, compute, state_form
 
-__all__ = ["carry_by_segments"]
+__all__ = ["carry_by_segments", "has_own_state_code"]
 
 _CARRIED = "_npu_kernels_carried"
 _BY = "_npu_kernels_carries_by"
@@ -68,6 +68,21 @@ def carry_by_segments(body: nn.Module, undo: Undo) -> frozenset[type[nn.Module]]
         if mixers:
             prepare(layer, _of_layer)
     return frozenset(found)
+
+
+def has_own_state_code(body: nn.Module) -> bool:
+    """Whether a body carries its states by transformers' own operators, since no package with kernels is installed."""
+    layers = [layer for child in body.children() if isinstance(child, nn.ModuleList) for layer in child]
+    kinds: set[Any] = {original_class(module) for layer in layers for module in layer.children()}
+    return any(_is_fallback(kind, name) for kind in kinds for name, form in _forms_of(kind).items() if form.dims)
+
+
+def _is_fallback(kind: Any, name: str) -> bool:
+    """Whether transformers' decorator of a function calls the function itself, not another package's."""
+    function, _ = _own_forward(kind)
+    assert function is not None
+    chosen = inspect.getclosurevars(function.__globals__[name]).nonlocals
+    return chosen.get("is_new_implementation") is False and _forms_of(kind)[name].name != "convolution"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
