@@ -379,6 +379,7 @@ def capture(
     *,
     joined: Sequence[torch.Tensor] = (),
     keeps: bool = True,
+    known: bool = False,
 ) -> Pieces:
     """Captures a function, with its gradients if gradients are enabled.
 
@@ -397,6 +398,8 @@ def capture(
             adds no more than one gradient.
         keeps: whether several such functions run forward before the backward of the first one; otherwise (each is
             repeated by a checkpoint right before its backward) they may share the memory of what they save.
+        known: whether the same function, without a seam, was captured before, with inputs of the same shapes; then it
+            runs once, since its operators were checked.
 
     Raises:
         Refused: the function cannot be captured.
@@ -415,7 +418,8 @@ def capture(
     unpacked = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
     try:
         with unpacked, values_unread():
-            _look(function, inputs, wanted, fixed, recorder, layouts, joined)
+            if not known:
+                _look(function, inputs, wanted, fixed, recorder, layouts, joined)
             return _record(function, inputs, leaves, wanted, fixed, recorder, layouts, keeps)
     finally:
         torch.set_autocast_cache_enabled(cached)

@@ -141,6 +141,11 @@ class Step:
         decoding: what its attention reads.
         copies: the copies that stand for parameters during the step.
         length: the number of places of a row.
+        known: the signature of the last step that was captured for as many rows and places and such a rollout, or None;
+            if nothing of the model has changed since, its operators are not checked again.
+
+    Attributes:
+        signature: the signature of this one.
 
     Raises:
         Refused, Unserved: the step cannot be captured.
@@ -148,11 +153,12 @@ class Step:
 
     def __init__(
         self, model: Any, cache: RolloutCache, rows: Rows, sampling: Sampling, decoding: Decoding,
-        copies: Weights, length: int,
+        copies: Weights, length: int, known: int | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.rows, self.sampling, self.length = cache, rows, sampling, length
         self._states = [LayerState(part, tables=False) for part in model.children()]
         self._kind = type(model)
+        self.signature = hash((id(self._kind), *(state.signature() for state in self._states)))
         names = arguments_of(model)
 
         def step(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -173,7 +179,10 @@ class Step:
         parameters = {p: p for p in (*model.parameters(), *copies.tensors())}
         inputs = [*rows.tensors(), *cache.tensors()]
         with torch.no_grad(), copies.on(), cache.at(decoding), cache.rotating(model):
-            self._pieces: Pieces = capture(step, inputs, parameters, [*model.buffers(), *sampling.tensors], recorder)
+            self._pieces: Pieces = capture(
+                step, inputs, parameters, [*model.buffers(), *sampling.tensors], recorder,
+                known=known == self.signature,
+            )  # fmt: skip
         self._recorder = recorder
 
     def holds(self, model: nn.Module) -> bool:

@@ -106,6 +106,7 @@ class Engine:
         self._undo, self._backend, self._most_rows, self._keep = undo, backend, most_rows, keep
         self._step: Step | None = None
         self._step_key: Any = None
+        self._known: tuple[Any, int] | None = None  # what the last step was captured for, and its signature
         self._copies = Weights()
         self._tried: set[Any] = set()
         self._refused: str | None = None
@@ -236,8 +237,12 @@ class Engine:
         state = Rows.make(rows, rollout.most, rollout.sampling, vocabulary, rollout.logprobs, where)
         packing = packing_for(model, model, Segments.make([1], where), self._backend, 1)
         decoding = Decoding(packing.by, packing.named, length, self._backend)
-        self._step = Step(model, cache, state, rollout.sampling, decoding, self._copies, length)
         self._step_key = _key(rollout, where)
+        kind = self._step_key, rows, length, rollout.most
+        known = self._known[1] if self._known is not None and self._known[0] == kind else None
+        self._known = None
+        self._step = Step(model, cache, state, rollout.sampling, decoding, self._copies, length, known)
+        self._known = kind, self._step.signature
         self.capturing += time.perf_counter() - begun
         return self._step
 

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
+from npu_trainer_kernels.capture import pieces
 from npu_trainer_kernels.rollouts import cache as cache_module
 from npu_trainer_kernels.rollouts import decode, engine
 from tests.closeness import assert_as_close, rounded
@@ -164,6 +165,36 @@ def test_nothing_is_kept_unless_it_is_asked_for():
     assert rollouts.engine.step is None
     with pytest.raises(ValueError, match="keep must be true or false"):
         serve_rollouts(apply_npu_kernels(small_model("llama"), backend="torch"), keep="yes")
+
+
+def test_a_step_that_is_captured_again_is_not_looked_at_again(monkeypatch):
+    torch.manual_seed(0)
+    base = small_model("llama").eval()
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    plain = copy.deepcopy(model.eval())
+    rollouts = serve_rollouts(apply_npu_kernels(model, backend="torch"))
+    looks, own = [], pieces._look
+    monkeypatch.setattr(pieces, "_look", lambda *args: (looks.append(1), own(*args))[1])
+
+    def looked(config):
+        before = len(looks)
+        assert completions(model, prompts(), config)[0] == alone(plain, prompts(), config)
+        return len(looks) - before
+
+    assert [looked(greedy(8)) for _ in range(3)] == [1, 0, 0]
+    with model.disable_adapter(), plain.disable_adapter():
+        assert [looked(greedy(8)) for _ in range(2)] == [1, 0]
+    assert [looked(greedy(8)) for _ in range(2)] == [1, 0]
+    with torch.no_grad():
+        for each in (model, plain):  # in place, as an optimizer does
+            for p in each.parameters():
+                p.mul_(0.9)
+    assert looked(greedy(8)) == 0
+    assert looked(greedy(9)) == 1
+    for each in (model, plain):
+        each.to(torch.float64).to(torch.float32)
+    assert looked(greedy(9)) == 1
+    assert rollouts.engine.step is None
 
 
 def test_adapters():

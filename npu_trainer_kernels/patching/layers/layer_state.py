@@ -62,6 +62,17 @@ class LayerState:
         return all(where.get(name) is b and (b is None or b.data_ptr() == at) for where, name, b, at in self._buffers)
 
 
+    def signature(self) -> int:
+        """Returns a number that another state of the same layer has if nothing has changed in between. It keeps nothing
+        of the layer alive."""
+        objects = tuple(
+            (id(each), id(cls), size, repr(values), tuple(map(id, same)))
+            for each, cls, _, size, _, values, _, same in self._objects
+        )
+        parameters = tuple((name, id(p), known) for _, name, p, known in self._parameters)
+        return hash((objects, parameters, tuple((name, id(b), at) for _, name, b, at in self._buffers)))
+
+
 def is_checkpointed(layer: Any) -> bool:
     """Whether a checkpoint repeats the calls of a layer."""
     return torch.is_grad_enabled() and bool(layer.training and getattr(layer, "gradient_checkpointing", False))
