@@ -23,7 +23,7 @@ ERROR, WARNING = "error", "warning"
 
 PACKAGES = (
     "npu_trainer_kernels", "torch", "torch_npu", "triton", "triton-ascend", "ascendnpu-ir", "transformers", "trl",
-    "accelerate", "datasets", "peft", "numpy",
+    "accelerate", "datasets", "peft", "numpy", "fla-core",
 )  # fmt: skip
 
 # The code that tests whether a package can be imported; for Triton it includes names that a damaged one lacks.
@@ -259,6 +259,22 @@ def _torch_npu_findings(installed: Mapping[str, str | None], broken: Mapping[str
     return found
 
 
+FLA_TRITON_ASCEND = "3.6.0"
+"""The triton-ascend that the extra `npu` of fla-core 0.6.0 asks for."""
+
+
+def _fla_findings(installed: Mapping[str, str | None]) -> list[Finding]:
+    fla, triton_ascend = installed.get("fla-core"), installed.get("triton-ascend")
+    if not fla or not triton_ascend or triton_ascend == FLA_TRITON_ASCEND:
+        return []
+    return [Finding(
+        WARNING, "fla-triton-ascend",
+        f"fla-core {fla} is made for triton-ascend {FLA_TRITON_ASCEND} on an NPU; here is triton-ascend "
+        f"{triton_ascend}. Its first call is compared with this package's own operators, which take over if it fails",
+        "nothing; or pip uninstall fla-core, which saves the comparison",
+    )]  # fmt: skip
+
+
 def _is_older(version: str, than: str) -> bool:
     """Whether a version of CANN is older; False if it cannot be parsed."""
     try:
@@ -346,6 +362,7 @@ def findings(installed: Mapping[str, str | None], broken: Mapping[str, str]) -> 
     return [
         *_requirement_findings(installed),
         *_newer_findings(installed),
+        *_fla_findings(installed),
         *_torch_npu_findings(installed, broken),
         *_platform_findings(installed),
         *_triton_findings(installed, broken),

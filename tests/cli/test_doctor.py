@@ -15,6 +15,7 @@ from npu_trainer_kernels import descriptions
 from npu_trainer_kernels.cli import _doctor, _environment, _selfcheck, main
 from npu_trainer_kernels.cli._environment import broken_imports, findings, versions
 
+PAGE = Path(__file__).parents[2] / "docs" / "ascend.md"
 HERE = {"torch": "2.7.1+cpu", "Ascend driver": "25.0"}
 
 
@@ -295,8 +296,26 @@ def test_a_cann_that_is_too_old_is_named(installed, cann, made_for):
     assert platform(CANN=cann, **installed) == [("cann", f"{who}; here is CANN {cann}") for who in made_for]
 
 
+@pytest.mark.parametrize(
+    ("installed", "found"),
+    [
+        ({}, False),
+        ({"fla-core": "0.6.0"}, False),
+        ({"fla-core": "0.6.0", "triton": "3.6.0"}, False),
+        ({"fla-core": "0.6.0", "triton-ascend": "3.6.0"}, False),
+        ({"triton-ascend": "3.2.0"}, False),
+        ({"fla-core": "0.6.0", "triton-ascend": "3.2.0"}, True),
+    ],
+)
+def test_an_fla_for_another_triton_ascend_is_named(installed, found):
+    findings = _environment._fla_findings(installed)
+    assert [finding.code for finding in findings] == ["fla-triton-ascend"] * found
+    assert all("triton-ascend 3.6.0" in finding.what and "3.2.0" in finding.what for finding in findings)
+    assert f"{_environment.FLA_TRITON_ASCEND} | fla-core" in PAGE.read_text(encoding="utf-8")
+
+
 def test_the_documentation_says_the_same():
-    page = (Path(__file__).parents[2] / "docs" / "ascend.md").read_text()
+    page = PAGE.read_text(encoding="utf-8")
     rows = page.partition("## Versions that belong together")[2].partition("## ")[0].splitlines()
     for name, made_for in _environment.TRITON_ASCEND.items():
         assert any(f"| CANN | {made_for.cann} | triton-ascend {name}" in row for row in rows)

@@ -61,7 +61,6 @@ class LayerState:
                 return False
         return all(where.get(name) is b and (b is None or b.data_ptr() == at) for where, name, b, at in self._buffers)
 
-
     def signature(self) -> int:
         """Returns a number that another state of the same layer has if nothing has changed in between. It keeps nothing
         of the layer alive."""
