@@ -31,8 +31,9 @@ __all__ = [
 
 OPS = tuple(TABLE)
 # Losses that belong to trainers, and the attention of generation: no module of a model that is trained computes them.
-# Modules that mix tokens by a state call `causal_conv1d` inside of their forward, which no patch replaces.
-_OF_NO_MODULE = ("grpo_loss", "linear_divergence", "decode_attention", "causal_conv1d")
+# Modules that mix tokens by a state call `causal_conv1d` and `gated_delta_rule` inside of their forward, which no patch
+# replaces.
+_OF_NO_MODULE = ("grpo_loss", "linear_divergence", "decode_attention", "causal_conv1d", "gated_delta_rule")
 MODEL_OPS = tuple(op for op in OPS if op not in _OF_NO_MODULE)
 """The ops that can be put into a model, which are the keys of `patching.PATCHES`."""
 BACKENDS = ("triton", "torch", "vendor", "ascend-lowering")

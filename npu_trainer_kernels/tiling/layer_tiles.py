@@ -1,4 +1,4 @@
-"""Tiles of gated MLPs, rotary and token embedding, convolutions and the attention of generation."""
+"""Tiles of gated MLPs, rotary and token embedding, convolutions, linear attention and the attention of generation."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ __all__ = [
     "CacheTile",
     "DecodeTile",
     "HeadsTile",
+    "StateTile",
     "TokenTile",
     "TokensTile",
     "block_of_rows",
@@ -24,6 +25,7 @@ __all__ = [
     "rope_pair_tile",
     "rope_tile",
     "rope_unserved",
+    "state_tile",
     "swiglu_block",
     "swiglu_unserved",
     "token_tile",
@@ -280,6 +282,38 @@ def convolution_tile(channels: int, taps: int, backward: bool, spec: DeviceSpec)
         cols = cdiv(cdiv(channels, fewest), 64) * 64
         return RowTile(_TOKENS_OF_A_CHUNK, cols, cdiv(channels, cols))
     return RowTile(8, 16, cdiv(channels, 16))
+
+
+@dataclass(frozen=True)
+class StateTile:
+    """Tile of the kernels of linear attention: a program keeps `keys` rows of the state and `cols` of its columns, of
+    which there are `blocks`."""
+
+    keys: int
+    cols: int
+    blocks: int
+    options: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+# Numbers of a state that a program keeps: 32 for each thread of four warps on CUDA. Not timed.
+_NUMBERS_OF_A_STATE = 4096
+
+
+@cache
+def state_tile(key: int, value: int, spec: DeviceSpec) -> StateTile:
+    """Returns the tile of the kernels that walk from chunk to chunk of linear attention, on a device without a buffer.
+
+    Args:
+        key: elements of a key, the rows of a state.
+        value: elements of a value, the columns of a state.
+        spec: the device.
+    """
+    keys = next_power_of_2(key)
+    if not spec.has_warps:
+        return StateTile(keys, 8, cdiv(value, 8))
+    keys = max(keys, _DOT_ROWS)
+    cols = max(_DOT_ROWS, min(next_power_of_2(value), _NUMBERS_OF_A_STATE // keys))
+    return StateTile(keys, cols, cdiv(value, cols), launch_options(spec, 4))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The state of linear-attention and state-space layers: the gated delta rule.
 
-`gated_delta_rule.py` has the formulas, the reference and the public function. `chunks.py` computes the op in chunks of
-tokens in torch, `slices.py` runs it over slices of heads, forward and backward, and `fla.py` calls
-flash-linear-attention.
+`gated_delta_rule.py` has the formulas, the reference and the public function. `grid.py` cuts rows and segments into
+chunks, `chunks.py` computes the op in them, `states.py` the states between them, in torch or by the kernels of
+`kernels.py`. `slices.py` runs it over slices of heads, forward and backward, and `fla.py` calls flash-linear-attention.
 """
 
 from .fla import Form, unserved_by_fla

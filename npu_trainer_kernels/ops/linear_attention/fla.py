@@ -27,25 +27,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from ... import backends
 from ... import device as devices
 from ...support.errors import one_line
-from ...support.switch import variable
 from ..attention import Segments, once_for_segments, uploaded
-from ..checks import check_choice
 from ..trial import differs
 from .chunks import normalized
-from .slices import in_torch
+from .slices import in_chunks
 
 __all__ = ["Form", "by_fla", "choose", "unserved_by_fla"]
 
+_OP = "gated_delta_rule"
 _FUNCTIONS = {
     (True, False): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     (True, True): ("fla.ops.kda", "chunk_kda"),
     (False, False): ("fla.ops.simple_gla", "chunk_simple_gla"),
     (False, True): ("fla.ops.gla", "chunk_gla"),
 }
-_BACKENDS = ("torch", "fla")
-_ENVIRONMENT = "NPU_KERNELS_BACKEND"
 
 
 @dataclass(frozen=True)
@@ -119,6 +117,10 @@ def unserved_by_fla(device: torch.device, dtype: torch.dtype, form: Form) -> str
     return _trial(device, dtype, form)
 
 
+def _in_torch(*args: Any) -> Any:
+    return in_chunks(*args, "torch")
+
+
 @functools.cache
 def _trial(device: torch.device, dtype: torch.dtype, form: Form) -> str | None:
     """Compares fla with our form in torch: segments with states before them, and rows without."""
@@ -150,7 +152,7 @@ def _trial(device: torch.device, dtype: torch.dtype, form: Form) -> str | None:
                 tensors = given(2, 20, 0) if lengths is None else given(1, sum(lengths), len(lengths))
                 tensors = [t if t is None else t.detach().requires_grad_() for t in tensors]
                 wide = [t if t is None else t.detach().float().requires_grad_() for t in tensors]
-                reason = differs(name, outcome(by_fla, tensors, segments), outcome(in_torch, wide, segments), dtype)
+                reason = differs(name, outcome(by_fla, tensors, segments), outcome(_in_torch, wide, segments), dtype)
                 if reason is not None:
                     return reason
     except Exception as error:
@@ -165,27 +167,40 @@ def choose(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None, normalize: bool,
     backend: str | None,
 ) -> str:  # fmt: skip
-    """Returns the backend of a call, "fla" or "torch". The table of ops has kernels of this package and their
-    measurements; here are neither, and fla's kernels are what transformers uses, too, where they are installed.
+    """Returns the backend of a call: "fla", or one of the table of ops. The table has kernels of this package and their
+    measurements; fla's kernels are what transformers uses, too, where they are installed.
 
     Args:
         q, k, v, g, beta, normalize, backend: see `gated_delta_rule`.
 
     Raises:
-        ValueError: an unknown backend, or fla where it does not serve the call.
+        ValueError: an unknown backend, or one that cannot run there or does not serve the call.
     """
-    if backend is not None:
-        check_choice("backend", backend, _BACKENDS)
-    if backend == "torch" or torch.compiler.is_compiling() or not v.numel():
-        return "torch"
-    if backend is None and "torch" in (part.strip() for part in variable(_ENVIRONMENT).split(",")):
-        return "torch"
-    if q.dtype == k.dtype == v.dtype:
-        group = v.shape[2] // k.shape[2]
-        form = Form(beta is not None, g.dim() == 4, normalize, group, k.shape[3], v.shape[3])
-        reason = unserved_by_fla(v.device, v.dtype, form)
-    else:
-        reason = f"fla takes q, k and v of one dtype; got {q.dtype}, {k.dtype} and {v.dtype}"
-    if backend == "fla" and reason is not None:
-        raise ValueError(f"backend must be 'torch' or None for this call; got 'fla': {reason}")
-    return "torch" if reason is not None else "fla"
+    # Dynamo need not trace the lookup.
+    traced = torch.compiler.is_compiling()
+    if backend == "fla" or (backend is None and not traced and not backends.asked_for(_OP)):
+        reason = _unserved(q, k, v, g, beta, normalize)
+        if reason is None:
+            return "fla"
+        if backend == "fla":
+            raise ValueError(f"backend must be another one or None for this call; got 'fla': {reason}")
+
+    def at() -> backends.Shape:
+        return v.dtype, v.shape[0] * v.shape[1], (k.shape[2], v.shape[2], k.shape[3], v.shape[3])
+
+    return backends.choose(_OP, v.device, backend, at=at)
+
+
+def _unserved(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None, normalize: bool
+) -> str | None:
+    """Returns why fla does not serve a call, or None."""
+    if torch.compiler.is_compiling():
+        return "a compiler traces the call"
+    if not v.numel():
+        return "the call has no tokens"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"fla takes q, k and v of one dtype; got {q.dtype}, {k.dtype} and {v.dtype}"
+    group = v.shape[2] // k.shape[2]
+    form = Form(beta is not None, g.dim() == 4, normalize, group, k.shape[3], v.shape[3])
+    return unserved_by_fla(v.device, v.dtype, form)

@@ -10,7 +10,8 @@ key head serves Hv / Hk neighbouring value heads. With `normalize`, q and k are 
 x rsqrt(sum of x^2 + 1e-6). For Mamba 2, k is B, q is C, v is dt x, g is dt A and scale is 1. All of it is computed in
 fp32, also under autocast, and o is rounded once.
 
-In torch the op runs in chunks of tokens (`chunks.py`), one slice of heads after another (`slices.py`).
+The op runs in chunks of tokens (`chunks.py`), one slice of heads after another (`slices.py`). All of it is in torch but
+for the states that enter the chunks (`states.py`), for which backend "triton" has a kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..attention import Segments
 from ..checks import check_float, check_same_device, is_number
 from .chunks import normalized
 from .fla import by_fla, choose
-from .slices import in_torch
+from .slices import in_chunks
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_reference"]
 
@@ -149,8 +150,9 @@ def gated_delta_rule(
         state: `[B, Hv, Dk, Dv]`, or with segments one for each, `[n, Hv, Dk, Dv]`, fp32: the state before each row or
             segment; None for zeros.
         return_state: whether to return the state after each row or segment, too.
-        backend: `"torch"`, `"fla"` (flash-linear-attention, on an accelerator where it is installed and computes the
-            same, see `unserved_by_fla`), or None for fla if it serves the call, and else torch.
+        backend: `"fla"` (flash-linear-attention, on an accelerator where it is installed and computes the same, see
+            `unserved_by_fla`), or overrides the choice of `backends.choose`; None for fla if it serves the call and no
+            backend is named in the environment, and else that choice.
 
     Returns:
         o `[B, L, Hv, Dv]` in v's dtype; with return_state, (o, the state, with the shape and dtype of `state`).
@@ -162,5 +164,6 @@ def gated_delta_rule(
     """
     _check(q, k, v, g, beta, scale, segments, state)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    run = by_fla if choose(q, k, v, g, beta, bool(normalize), backend) == "fla" else in_torch
-    return run(q, k, v, g, beta, state, segments, scale, bool(normalize), bool(return_state))
+    chosen = choose(q, k, v, g, beta, bool(normalize), backend)
+    given = q, k, v, g, beta, state, segments, scale, bool(normalize), bool(return_state)
+    return by_fla(*given) if chosen == "fla" else in_chunks(*given, chosen)

@@ -13,16 +13,24 @@ from typing import Any
 
 import torch
 
+from ... import device
 from ...support.opaque import opaque
 from ..attention import Segments
 from ..host import autocasts, once_differentiable
-from .chunks import Grid, chunked, numbers_of_a_chunk
+from .chunks import chunked, numbers_of_a_chunk
+from .grid import Grid
 
-__all__ = ["in_torch"]
+__all__ = ["in_chunks"]
 
-# What a slice may take in backward, for a moment: a layer of Qwen3-Next with 2,048 tokens is one slice. Each slice has
-# about 120 operators forward and 290 backward, whose number grows with the logarithm of its tokens.
-_SLICE_BYTES = 1 << 30
+# What a slice may take in backward, for a moment: with the least a layer of Qwen3-Next with 2,048 tokens is one slice.
+# Each slice has about 120 operators forward and 290 backward, whose number in torch grows with the logarithm of its
+# tokens. On a card with more memory slices are larger, and there are fewer of them.
+_LEAST_SLICE_BYTES = device.GIB
+_SLICES_OF_A_DEVICE = 16
+
+
+def _slice_bytes(spec: device.DeviceSpec) -> int:
+    return max(_LEAST_SLICE_BYTES, spec.memory_bytes // _SLICES_OF_A_DEVICE)
 
 
 class _Slices:
@@ -30,21 +38,22 @@ class _Slices:
 
     Args:
         q, v, g, beta, segments, scale, normalize: see `gated_delta_rule`.
+        backend: `"torch"` or `"triton"`.
     """
 
     def __init__(
         self, q: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None, segments: Segments | None,
-        scale: float, normalize: bool,
+        scale: float, normalize: bool, backend: str,
     ) -> None:  # fmt: skip
         def numbers(length: int) -> int:
             return numbers_of_a_chunk(length, q.shape[3], v.shape[3], beta is not None, g.dim() == 4)
 
         self.tokens, self.heads = q.shape[1:3]
         self.group = v.shape[2] // self.heads
-        self.options = scale, normalize
+        self.options = scale, normalize, backend
         self.grid = Grid.of(v, segments, numbers)
         whole = 4 * v.shape[2] * self.grid.count * numbers(self.grid.length)
-        self.number = min(self.heads, -(-whole // _SLICE_BYTES))
+        self.number = min(self.heads, -(-whole // _slice_bytes(device.spec(v.device))))
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """The key heads and the value heads of each slice."""
@@ -91,7 +100,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
                 beta: torch.Tensor | None, state: torch.Tensor | None, segments: Segments | None, scale: float,
-                normalize: bool, return_state: bool) -> Any:  # fmt: skip
+                normalize: bool, return_state: bool, backend: str) -> Any:  # fmt: skip
         given = q, k, v, g, beta, state
         ctx.save_for_backward(*given)
         ctx.set_materialize_grads(False)
@@ -99,7 +108,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         if return_state:
             rows = v.shape[0] if segments is None else len(segments)
             last = v.new_zeros(rows, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
-        ctx.slices = _Slices(q, v, g, beta, segments, scale, normalize) if v.numel() else ()
+        ctx.slices = _Slices(q, v, g, beta, segments, scale, normalize, backend) if v.numel() else ()
         if not v.numel() and last is not None and state is not None:
             last.copy_(state)
         with _in_fp32(v):
@@ -121,7 +130,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         with _in_fp32(given[2]):
             for keys, values in ctx.slices:
                 _differentiate(ctx.slices, given, grads, do, dlast, keys, values)
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 def _differentiate(
@@ -160,9 +169,10 @@ def _differentiate(
 def _traced(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None,
     state: torch.Tensor | None, segments: Segments | None, scale: float, normalize: bool, return_state: bool,
+    backend: str,
 ) -> Any:  # fmt: skip
     """Computes all heads at once in operators that a compiler differentiates, for a graph that must not break."""
-    slices = _Slices(q, v, g, beta, segments, scale, normalize)
+    slices = _Slices(q, v, g, beta, segments, scale, normalize, backend)
     every = slice(None)
     with torch.autocast(v.device.type, enabled=False):
         o, last = slices.run(*slices.inputs((q, k, v, g, beta, state), every, every))
@@ -174,4 +184,4 @@ def _apply(*args: Any) -> Any:
     return _GatedDeltaRule.apply(*args)
 
 
-in_torch = opaque(_apply, in_full_graphs=_traced)
+in_chunks = opaque(_apply, in_full_graphs=_traced)
