@@ -17,7 +17,6 @@ __all__ = ["Grid"]
 _LENGTHS = (64, 32, 16)
 
 
-
 @dataclass(frozen=True, eq=False)
 class Grid:
     """The chunks of rows of one length, or of the segments of a packed row. A chunk belongs to one of them; the last

@@ -6,8 +6,9 @@ the same bits every time. Of the products of a layer only the two that need the 
 states of all chunks, which are known then, are batched products outside, where the matrix library is faster than a
 kernel that has to keep a state.
 
-Products are those of fp32 (`input_precision="ieee"`). Three products of TF32 for one ("tf32x3") may round a sum
-towards zero in the tensor cores, which the accuracy rule does not allow for; nobody has measured them here.
+Each product of fp32 is three of TF32 ("tf32x3"): with the halves of the numbers that TF32 cuts off it leaves out only
+the product of two of these, about 2^-22 of the result. In fp32 itself ("ieee"), which tensor cores do not have, the
+compiler keeps so many operands in registers that it spills kilobytes of them for each thread (Triton 3.9 for sm_90).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ..blocks import load, store
 from ..launch import launch
 
 __all__ = ["launch_backward", "launch_forward"]
+
+_PRECISION = "tf32x3"
 
 
 @jit
@@ -72,6 +75,7 @@ def _forward_kernel(
     HAS_STATE: tl.constexpr,
     KEYS: tl.constexpr,
     COLS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (VALUE + COLS - 1) // COLS
     MASKED: tl.constexpr = KEY != KEYS or VALUE % COLS != 0
@@ -93,10 +97,10 @@ def _forward_kernel(
         store(entering + at * (KEY * VALUE) + of_state, e, found, MASKED)
         x = load(u + at * (LENGTH * VALUE) + of_tokens, cols < VALUE, VALUE % COLS != 0)
         if DELTA:
-            x -= tl.dot(_chunk_of(read, at, KEY, LENGTH, KEYS), e, input_precision="ieee")
+            x -= tl.dot(_chunk_of(read, at, KEY, LENGTH, KEYS), e, input_precision=PRECISION)
             store(corrected + at * (LENGTH * VALUE) + of_tokens, x, cols < VALUE, VALUE % COLS != 0)
         e = e * _decay_of(decay, at, KEY, KEYS, BY_CHANNEL)
-        e += tl.dot(_transposed_chunk_of(written, at, KEY, LENGTH, KEYS), x, input_precision="ieee")
+        e += tl.dot(_transposed_chunk_of(written, at, KEY, LENGTH, KEYS), x, input_precision=PRECISION)
     store(left + at_row + of_state, e, found, MASKED)
 
 
@@ -126,6 +130,7 @@ def _backward_kernel(
     HAS_LEFT: tl.constexpr,
     KEYS: tl.constexpr,
     COLS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (VALUE + COLS - 1) // COLS
     MASKED: tl.constexpr = KEY != KEYS or VALUE % COLS != 0
@@ -150,12 +155,12 @@ def _backward_kernel(
         e = load(entering + at * (KEY * VALUE) + of_state, found, MASKED)
         store(of_sums + at * KEY, tl.sum(e * d, axis=1), tl.arange(0, KEYS) < KEY, KEY != KEYS)
         x = load(d_corrected + at * (LENGTH * VALUE) + of_tokens, cols < VALUE, VALUE % COLS != 0)
-        x += tl.dot(_chunk_of(written, at, KEY, LENGTH, KEYS), d, input_precision="ieee")
+        x += tl.dot(_chunk_of(written, at, KEY, LENGTH, KEYS), d, input_precision=PRECISION)
         store(du + at * (LENGTH * VALUE) + of_tokens, x, cols < VALUE, VALUE % COLS != 0)
         d = d * _decay_of(decay, at, KEY, KEYS, BY_CHANNEL)
         d += load(d_entering + at * (KEY * VALUE) + of_state, found, MASKED)
         if DELTA:
-            d -= tl.dot(_transposed_chunk_of(read, at, KEY, LENGTH, KEYS), x, input_precision="ieee")
+            d -= tl.dot(_transposed_chunk_of(read, at, KEY, LENGTH, KEYS), x, input_precision=PRECISION)
     store(d_state + at_row + of_state, d, found, MASKED)
 
 
@@ -167,7 +172,8 @@ def _constants(
     tile = tiling.state_tile(key, value, device.spec(u.device))
     return tile.blocks, {
         "KEY": key, "VALUE": value, "LENGTH": u.shape[-2], "DELTA": read is not None,
-        "BY_CHANNEL": decay.shape[-1] > 1, "KEYS": tile.keys, "COLS": tile.cols, **tile.options,
+        "BY_CHANNEL": decay.shape[-1] > 1, "KEYS": tile.keys, "COLS": tile.cols, "PRECISION": _PRECISION,
+        **tile.options,
     }  # fmt: skip
 
 

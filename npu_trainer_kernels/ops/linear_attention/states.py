@@ -66,7 +66,6 @@ def _cleared(t: torch.Tensor, where: torch.Tensor | None) -> torch.Tensor:
     return t if where is None else t.masked_fill(where.view(-1, 1, 1), 0)
 
 
-
 def _in_torch(
     u: torch.Tensor, read: torch.Tensor | None, written: torch.Tensor, decay: torch.Tensor, state: torch.Tensor | None,
     grid: Grid,
@@ -155,8 +154,8 @@ def states(
     u: torch.Tensor, read: torch.Tensor | None, written: torch.Tensor, decay: torch.Tensor, state: torch.Tensor | None,
     grid: Grid, backend: str,
 ) -> States:  # fmt: skip
-    """Returns the states E that enter the chunks, `[h, n, count, Dk, Dv]`, U' of u's shape, and the states that the rows
-    or segments leave, `[h, n, rows, Dk, Dv]`; all are differentiable.
+    """Returns the states E that enter the chunks, `[h, n, count, Dk, Dv]`, U' of u's shape, and the states that rows or
+    segments leave, `[h, n, rows, Dk, Dv]`; all are differentiable.
 
     Args:
         u: `[h, n, count, C, Dv]` fp32.
