@@ -330,13 +330,15 @@ def _backward_kernel(
             x5 = _before(at, x_token, of_state, s_place, place, found, COLS, MASKED, HAS_STATE, 5, TAPS)
             x6 = _before(at, x_token, of_state, s_place, place, found, COLS, MASKED, HAS_STATE, 6, TAPS)
             x7 = _before(at, x_token, of_state, s_place, place, found, COLS, MASKED, HAS_STATE, 7, TAPS)
-        g1 = zeros
-        g2 = zeros
-        g3 = zeros
-        g4 = zeros
-        g5 = zeros
-        g6 = zeros
-        g7 = zeros
+        # Each has a value of its own: where two variables have one value before a loop, Triton 3.6 takes `g2 = g1` inside
+        # of it for no change, and does not carry g2 from one token to the next.
+        g1 = tl.zeros([COLS], tl.float32)
+        g2 = tl.zeros([COLS], tl.float32)
+        g3 = tl.zeros([COLS], tl.float32)
+        g4 = tl.zeros([COLS], tl.float32)
+        g5 = tl.zeros([COLS], tl.float32)
+        g6 = tl.zeros([COLS], tl.float32)
+        g7 = tl.zeros([COLS], tl.float32)
         # The outputs of the K - 1 tokens behind the chunk also depend on its inputs, if those tokens exist.
         stop = end
         if STORE_DX or STORE_DSTATE:
