@@ -533,6 +533,7 @@ _ABSENT = {
     "_LogitsStatistics": _in_no_model("grpo_loss"),
     "_CausalConv1d": _in_no_model("causal_conv1d"),
     "_GatedDeltaRule": _in_no_model("gated_delta_rule"),
+    "_States": _in_no_model("gated_delta_rule"),
 }
 
 

@@ -56,6 +56,10 @@ def unavailable(backend: str, kind: str, op: str | None = None) -> str | None:
     """Returns why `backend` cannot run (`op`) on this kind of device, or None if it can."""
     if backend in KERNEL_BACKENDS and op is not None and not has_kernels(op):
         return "there is no kernel of ours for it"
+    if op is not None and ((backend == "triton" and kind == "npu") or backend == "ascend-lowering"):
+        order = TABLE[op].order["npu"]
+        if all(choice.backend != "triton" for choice in order):
+            return f"its kernels are not for NPUs: {order[-1].evidence}"
     if backend == "triton":
         if triton.IMPORT_ERROR is not None:
             return (

@@ -77,7 +77,22 @@ def test_bad_overrides(text, message):
 @pytest.mark.parametrize("value", [["torch"], [], {}, 3], ids=repr)
 @pytest.mark.parametrize("op", descriptions.FORMS)
 def test_an_op_refuses_a_backend_that_is_no_text(op, value):
-    shapes = descriptions.ModelShapes(16, 32, 67, 2, 1, head_dim=8, experts=4, slots=2, channels=16, taps=4)
+    shapes = descriptions.ModelShapes(
+        16,
+        32,
+        67,
+        2,
+        1,
+        head_dim=8,
+        experts=4,
+        slots=2,
+        channels=16,
+        taps=4,
+        state_keys=1,
+        state_values=2,
+        key_size=6,
+        value_size=4,
+    )
     (work,) = (work for work in descriptions.of_model(shapes, 8, "float32") if work.op == op)
     with pytest.raises(ValueError, match=rf"backend must be 'torch' or 'op=backend,...'; got {re.escape(repr(value))}"):
         work.ours(value)(work.inputs(CPU).tensors)
@@ -242,6 +257,13 @@ def test_an_unknown_kind_of_device_gets_torch(interpreted):
         backends.choose("rms_norm", other, "triton")
     assert backends.keeps_plain("rms_norm", other) is not None
     assert backends.keeps_plain("linear_logprob", other) is None
+
+
+def test_kernels_that_the_table_does_not_have_for_an_npu_cannot_be_asked_for_there():
+    with pytest.raises(ValueError, match="cannot run on cpu: its kernels are not for NPUs: compiled for a 910B4"):
+        backends.choose("gated_delta_rule", CPU, "ascend-lowering")
+    assert "its kernels are not for NPUs" in backends.unavailable("triton", "npu", "gated_delta_rule")
+    assert backends.unavailable("triton", "cuda", "gated_delta_rule") is None
 
 
 def test_the_vendor_needs_an_npu():

@@ -21,7 +21,20 @@ from tests.conftest import DEVICE
 from tests.models import SMALL, batch, small_model
 
 SHAPES = ModelShapes(
-    hidden=16, intermediate=24, vocabulary=40, heads=2, kv_heads=1, head_dim=8, experts=4, slots=2, channels=20, taps=4
+    hidden=16,
+    intermediate=24,
+    vocabulary=40,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    experts=4,
+    slots=2,
+    channels=20,
+    taps=4,
+    state_keys=1,
+    state_values=2,
+    key_size=6,
+    value_size=4,
 )
 WORKLOADS = of_model(SHAPES, 8, "float32")
 HEADS = {

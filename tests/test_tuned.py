@@ -208,6 +208,10 @@ def test_every_op_says_its_shape(monkeypatch):
         slots=2,
         channels=20,
         taps=3,
+        state_keys=1,
+        state_values=2,
+        key_size=6,
+        value_size=4,
     )
     for work in descriptions.of_model(shapes, 16, "float32"):
         told.clear()

@@ -186,6 +186,8 @@ class ModelShapes:
         experts, slots: the number of experts of a layer, and the number of experts per token.
         rotated: the fraction of a head that rotates.
         channels, taps: sizes of the short convolution of layers with a state.
+        state_keys, state_values: heads of keys and of values of linear attention.
+        key_size, value_size: sizes of these heads.
     """
 
     hidden: int
@@ -199,6 +201,10 @@ class ModelShapes:
     rotated: float = 1.0
     channels: int = 0
     taps: int = 0
+    state_keys: int = 0
+    state_values: int = 0
+    key_size: int = 0
+    value_size: int = 0
 
     @classmethod
     def of_config(cls, config: Any) -> "ModelShapes":
@@ -233,6 +239,10 @@ class ModelShapes:
             rotated=rotated_share(text),
             channels=channels,
             taps=taps,
+            state_keys=size("linear_num_key_heads"),
+            state_values=size("linear_num_value_heads"),
+            key_size=size("linear_key_head_dim"),
+            value_size=size("linear_value_head_dim"),
         )
 
 

@@ -21,7 +21,20 @@ from tests import warm
 CPU = torch.device("cpu")
 FAST = measure.Settings(seconds=0.0, least=2, most=2, warmup=1)
 SHAPES = ModelShapes(
-    hidden=8, intermediate=16, vocabulary=31, heads=4, kv_heads=2, head_dim=8, experts=4, slots=2, channels=12, taps=4
+    hidden=8,
+    intermediate=16,
+    vocabulary=31,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    experts=4,
+    slots=2,
+    channels=12,
+    taps=4,
+    state_keys=1,
+    state_values=2,
+    key_size=6,
+    value_size=4,
 )
 TINY = {work.op: work.sizes for work in of_model(SHAPES, 16, "float32")}
 

@@ -20,6 +20,8 @@ CONFIG = {
 }  # fmt: skip
 CPU = torch.device("cpu")
 CPU_SPEC = spec(CPU)
+# The forms of layers with a state.
+OF_STATES = {"causal_conv1d", "gated_delta_rule"}
 NPU = ASCEND_CHIPS["Ascend910B4"]
 H200 = DeviceSpec("cuda", "NVIDIA H200", 132, 256 << 10, 141 << 30)
 
@@ -72,10 +74,10 @@ def stored(op):
 def test_winners_are_stored_for_the_models_shapes(model, times, capsys):
     code, found = run(model, capsys)
     assert code == 0
-    assert set(found["ops"]) == set(descriptions.FORMS) - {"causal_conv1d"}  # it has no convolution
+    assert set(found["ops"]) == set(descriptions.FORMS) - OF_STATES  # it has none
     assert [at["shape"] for at in found["ops"]["swiglu"]] == ["N=128 I=176", "N=16 I=176"]
     assert set(map(tuple, winners(found).values())) == {("torch", "torch")}
-    assert set(tuned.machines()["cpu"].ops) == set(backends.OPS) - {"causal_conv1d"}
+    assert set(tuned.machines()["cpu"].ops) == set(backends.OPS) - OF_STATES
     (entry,) = stored("linear_cross_entropy")
     assert (entry.tokens, entry.sizes, entry.dtype) == ((16, 128), (("H", 64), ("V", 331)), "float32")
     assert found["results"]["linear_cross_entropy"] == [entry.as_json()]
@@ -86,7 +88,7 @@ def test_winners_are_stored_for_the_models_shapes(model, times, capsys):
     [
         (
             {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "vocab_size": 97},
-            {"swiglu", "swiglu_linear", "geglu", "moe_experts", "causal_conv1d"},
+            {"swiglu", "swiglu_linear", "geglu", "moe_experts", *OF_STATES},
         ),
         (
             {"model_type": "mamba", "hidden_size": 32, "vocab_size": 97},
@@ -97,7 +99,7 @@ def test_winners_are_stored_for_the_models_shapes(model, times, capsys):
                 "rope_by_turns",
                 "varlen_attention",
                 "decode_attention",
-                "causal_conv1d",
+                *OF_STATES,
             },
         ),
     ],

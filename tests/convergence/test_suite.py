@@ -157,6 +157,7 @@ def test_a_fault_that_a_device_has_no_place_for_says_so_and_others_have_to_be_re
     apart = {m.name.split(":")[0] for m in mutations.MUTATIONS if m.absent("cpu")}
     assert apart == {
         "segment_kernels.ByKernel", "engine._LogitsStatistics", "causal_conv1d._CausalConv1d", "slices._GatedDeltaRule",
+        "states._States",
     }  # fmt: skip
     unreached = mutations.Mutation("y", (), mutations._seen_neighbour)
     result = mutations.plant(unreached, Workshop(tmp_path, "cpu"), lambda case: [])

@@ -16,11 +16,26 @@ from npu_trainer_kernels import ops
 from npu_trainer_kernels.descriptions import FORMS, Inputs, ModelShapes, Workload, as_tuple, of_model
 from npu_trainer_kernels.ops import fused_linear_cross_entropy, grpo_loss, linear_logprob
 from npu_trainer_kernels.ops.head import chunks
+from npu_trainer_kernels.ops.linear_attention.grid import Grid
+from npu_trainer_kernels.ops.linear_attention.states import states
 from npu_trainer_kernels.ops.slices import in_slices
 from tests.closeness import assert_op_close
 
 SHAPES = ModelShapes(
-    hidden=24, intermediate=40, vocabulary=67, heads=2, kv_heads=1, head_dim=12, experts=4, slots=2, channels=20, taps=4
+    hidden=24,
+    intermediate=40,
+    vocabulary=67,
+    heads=2,
+    kv_heads=1,
+    head_dim=12,
+    experts=4,
+    slots=2,
+    channels=20,
+    taps=4,
+    state_keys=1,
+    state_values=2,
+    key_size=6,
+    value_size=4,
 )
 WORKLOADS = {work.op: work for work in of_model(SHAPES, tokens=16, dtype="float32")}
 # The attention of generation has no gradient.
@@ -107,6 +122,16 @@ def state_of_linear_attention(device):
     return (o * torch.linspace(-1, 1, o.numel(), device=device).view(o.shape)).sum(), [*given.values()]
 
 
+def states_of_chunks(device):
+    """The function inside of the one above, whose graph no other one contains."""
+    grid = Grid.of(torch.zeros(1, 20, 1, 4, device=device), None, lambda length: length)
+    shapes = [(1, 1, grid.count, grid.length, size) for size in (4, 6, 6)]
+    given = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    decay = torch.rand(1, 1, grid.count, 1, device=device, requires_grad=True)
+    entering, _, left = states(*given, decay, None, grid, "triton")
+    return entering.square().sum() + left.square().sum(), [*given, decay]
+
+
 def check_refuses(loss: torch.Tensor, wanted: list[torch.Tensor]) -> None:
     found = torch.autograd.grad(loss, wanted, create_graph=True)
     # A penalty beside something that can be differentiated: as a constant, it would pass unnoticed.
@@ -144,11 +169,16 @@ def test_second_derivatives_raise_of_the_gated_delta_rule(device):
     check_refuses(*state_of_linear_attention(device))
 
 
+def test_second_derivatives_raise_of_states(device):
+    check_refuses(*states_of_chunks(device))
+
+
 def test_second_derivatives_were_asked_of_every_function(device):
     asked = reached(loss_on_logits(device, "torch")[0])
     asked |= reached(experts_with_a_gate_of_their_own(device, "torch")[0])
     asked |= reached(rows_in_slices(device)[0])
     asked |= reached(state_of_linear_attention(device)[0])
+    asked |= reached(states_of_chunks(device)[0])
     for op in DIFFERENTIABLE:
         asked |= reached(call(WORKLOADS[op], "torch", device)[0])
     # The one for operators without an autograd of their own is asked where they have stand-ins (test_segment_kernels);
