@@ -283,7 +283,7 @@ def test_it_measures_for_real(model, capsys):
     captured = capsys.readouterr()
     assert "from now on" in captured.out
     assert "nothing was stored" in captured.out
-    assert f"[1/{2 * (len(descriptions.FORMS) - 1)}] tuning rms_norm, 16 tokens\n" in captured.err
+    assert f"[1/{2 * (len(descriptions.FORMS) - len(OF_STATES))}] tuning rms_norm, 16 tokens\n" in captured.err
 
 
 def test_tiles_are_tried_one_by_one_and_the_faster_kept(device):
@@ -420,5 +420,5 @@ def test_an_earlier_measurement_has_no_part_in_a_new_one(model, times, capsys, m
     seen = []
     monkeypatch.setattr(_tune, "tune_op", lambda work, *args: seen.append(tuned.machines()) or _tune.Outcome(work))
     assert main(["tune", "--model", model]) == 0
-    assert seen == [{}] * 2 * (len(descriptions.FORMS) - 1)  # it has no convolution
+    assert seen == [{}] * 2 * (len(descriptions.FORMS) - len(OF_STATES))
     assert "rms_norm" in tuned.machines()["cpu"].ops

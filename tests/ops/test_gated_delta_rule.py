@@ -14,9 +14,11 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from npu_trainer_kernels import backends
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.ops import Segments, gated_delta_rule, gated_delta_rule_reference
-from npu_trainer_kernels.ops.linear_attention import Form, fla, grid, slices, unserved_by_fla
+from npu_trainer_kernels.ops.launch import KernelError
+from npu_trainer_kernels.ops.linear_attention import Form, fla, grid, kernels, slices, unserved_by_fla
 from npu_trainer_kernels.ops.trial import differs
 from tests.closeness import assert_op_close
 from tests.ops.test_shared_rows import Waits
@@ -349,7 +351,7 @@ def test_slices_of_heads_are_the_whole(device, backend, monkeypatch, where, numb
 
 
 def test_a_slice_fits_its_bytes(device):
-    """Two slices for a layer of 4,096 tokens, and never less than a key head."""
+    """Two slices for a layer of 4,096 tokens, one on a card of 80 GiB, and never less than a key head."""
     with torch.device("meta"):
 
         def number(tokens, channel=False):
@@ -358,6 +360,8 @@ def test_a_slice_fits_its_bytes(device):
             return slices._Slices(q, v, g, g, None, 1.0, False, "torch").number
 
         assert [number(1024), number(4096), number(4096, True), number(1 << 20)] == [1, 2, 4, 16]
+        with devices.use_spec(CARD):
+            assert [number(4096), number(4096, True), number(16384), number(1 << 20)] == [1, 1, 2, 16]
 
 
 def operators(tokens):
@@ -425,6 +429,30 @@ def test_nothing(device, shape):
     assert not any(grad.any() for grad in found)
     assert torch.equal(last, state)
     assert torch.equal(of_state, torch.full_like(state, 2))
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_kernel_that_fails_hands_over_to_torch(device, monkeypatch, delta):
+    """In forward, or in backward alone."""
+    monkeypatch.setenv("NPU_KERNELS_STRICT", "0")
+    given, segments = make(device, delta=delta), segments_of("segments", device)
+    launch = kernels.launch
+
+    def run(failing):
+        def failed(kernel, *args):
+            if kernel in failing:
+                raise KernelError("planted")
+            launch(kernel, *args)
+
+        monkeypatch.setattr(kernels, "launch", failed)
+        backends.forget_failures()
+        with pytest.warns(RuntimeWarning, match="gated_delta_rule: torch takes over .* planted"):
+            check(given, "triton", segments=segments, return_state=True)
+        assert backends.failures() == {"gated_delta_rule": "planted"}
+        backends.forget_failures()
+
+    run([kernels._forward_kernel])
+    run([kernels._backward_kernel])
 
 
 def test_checkpointed(device, backend):

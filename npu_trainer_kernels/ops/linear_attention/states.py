@@ -113,9 +113,11 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Returns the gradients of u, read, written, decay and state."""
     if backend == "torch":
-        given = [None if t is None else t.detach().requires_grad_() for t in (u, read, written, decay, state)]
+        given: list[Any] = [
+            None if t is None else t.detach().requires_grad_() for t in (u, read, written, decay, state)
+        ]
         with torch.enable_grad():
-            outputs = _in_torch(*given, grid)  # type: ignore[arg-type]
+            outputs = _in_torch(given[0], given[1], given[2], given[3], given[4], grid)
         upstream = (d_entering, d_corrected, torch.zeros_like(outputs[2]) if d_left is None else d_left)
         found = iter(torch.autograd.grad(outputs, [t for t in given if t is not None], upstream))
         return tuple(None if t is None else next(found) for t in given)
