@@ -101,6 +101,8 @@ class Case:
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 # Triton's interpreter runs the grid as a Python loop, so these cases have few steps on few rows.
 FEW = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+# The eight rows of a step are completions of one prompt, which is computed once.
+_ONE_PROMPT = {"loss_type": "dapo", "per_device_train_batch_size": 8, "max_completion_length": 40}
 
 CASES: tuple[Case, ...] = (
     Case("llama-lm", "llama", "lm", quick=True, model=UNTIED),
@@ -132,6 +134,10 @@ CASES: tuple[Case, ...] = (
     Case("gemma3-lm", "gemma3", "lm"),
     Case("cohere-lm", "cohere", "lm"),
     Case("mamba2-lm", "mamba2", "lm", model={"num_heads": 8}),
+    # Rows of the three are packed, and a module with a state carries its own by their segments.
+    Case("qwen3.5-sft-ragged", "qwen3.5", "sft", quick=True, ragged=True),
+    Case("qwen3-next-sft-ragged", "qwen3-next", "sft", ragged=True),
+    Case("granite4-sft-ragged", "granite4", "sft", ragged=True),
     Case("llama-sft-packing", "llama", "sft", options={"packing": True}),
     Case("qwen3-sft-padding-free", "qwen3", "sft", options={"padding_free": True, "max_length": None}),
     Case("qwen2-sft-autocast", "qwen2", "sft", "bf16-autocast"),
@@ -168,6 +174,8 @@ CASES: tuple[Case, ...] = (
             "max_completion_length": 40,
         },
     ),
+    Case("qwen3.5-grpo-ragged", "qwen3.5", "grpo", ragged=True, options=_ONE_PROMPT),
+    Case("granite4-grpo-ragged", "granite4", "grpo", ragged=True, options=_ONE_PROMPT),
     Case("qwen3-grpo-free", "qwen3", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
     Case("llama-grpo-free", "llama", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),
     Case("gemma3-grpo-free", "gemma3", "grpo", steps=40, options={"loss_type": "dapo"}, seeds=6),

@@ -27,6 +27,7 @@ from npu_trainer_kernels.ops.attention.shared_rows import Shared
 from npu_trainer_kernels.ops.experts.row_kernels import Routing
 from npu_trainer_kernels.ops.head.options import HeadOptions
 from npu_trainer_kernels.patching.body.layout import Layout
+from npu_trainer_kernels.patching.body.state_row import StateRow
 from npu_trainer_kernels.patching.probe import agreement
 from npu_trainer_kernels.training.grpo_plan import Planner
 from npu_trainer_kernels.verify import Curves
@@ -58,6 +59,9 @@ CASES = {
     "sft-ragged": replace(find("mistral-sft-ragged"), name="fault-mistral-sft-ragged", steps=6),
     "sft-autocast": replace(find("qwen2-sft-autocast"), name="fault-qwen2-sft-autocast"),
     "grpo-ragged": replace(find("qwen3-grpo-ragged"), name="fault-qwen3-grpo-ragged", steps=6),
+    "sft-states": replace(find("qwen3.5-sft-ragged"), name="fault-qwen3.5-sft", steps=6),
+    "sft-scan": replace(find("granite4-sft-ragged"), name="fault-granite4-sft", steps=6),
+    "grpo-states": replace(find("qwen3.5-grpo-ragged"), name="fault-qwen3.5-grpo", steps=6),
     # With adapters a gated MLP's projection is not part of its op.
     "grpo-lora": replace(find("qwen3-grpo-lora"), name="fault-qwen3-grpo-lora", steps=6),
     "distillation": replace(find("qwen3-distil-jsd"), name="fault-qwen3-distil-jsd", steps=6),
@@ -413,6 +417,34 @@ def _counted_once(fired: "Fired") -> AbstractContextManager[Any]:
     return mock.patch.object(Shared, "gradient", gradient)
 
 
+def _state_runs_on(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """All segments are one; not where other segments need the states that they end with."""
+    segments, state = kwargs["segments"], kwargs["state"]
+    if segments is None or kwargs["return_state"]:
+        return original(*args, **kwargs)
+    one = Segments.make([segments.q_ends[-1]], args[0].device)
+    return original(*args, **{**kwargs, "segments": one, "state": None if state is None else state[:1]})
+
+
+def _taps_reach_over(fired: "Fired") -> AbstractContextManager[Any]:
+    """A convolution sees the inputs right before a segment in the packed row, which are another row's."""
+    original = StateRow.inputs_before
+
+    def inputs_before(self: StateRow, x: torch.Tensor, count: int) -> torch.Tensor | None:
+        if fired.aside():
+            return original(self, x, count)
+        fired()
+        before = torch.nn.functional.pad(x[0], (count, 0))
+        return torch.stack([before[:, begin : begin + count] for begin in self._begins])
+
+    return mock.patch.object(StateRow, "inputs_before", inputs_before)
+
+
+def _state_detached(original: Any, x: torch.Tensor, rows: Shared) -> torch.Tensor:
+    taken: torch.Tensor = original(x, rows)
+    return taken.detach() if taken.dim() == 4 else taken  # tokens have fewer dimensions than states
+
+
 def _advantages_left_behind(original: Any, value: Any, order: list[int]) -> Any:
     is_number_each = isinstance(value, torch.Tensor) and value.dim() == 1 and value.is_floating_point()
     return value if is_number_each else original(value, order)
@@ -503,6 +535,8 @@ _NORM = "ops.norms.rms_kernels:norm_forward"
 _POSITIONS = "patching.body.batch:_positions"
 _LAYOUT = "patching.body.layout:layout"
 _SEGMENTS = "ops.attention.varlen_attention:varlen_attention"
+_RULE = "ops.linear_attention.gated_delta_rule:gated_delta_rule"
+_TAKE = "ops.attention.shared_rows:take"
 _EXPERTS = "ops.experts.moe_experts:moe_experts"
 _TO_ROWS = "ops.experts.row_kernels:to_rows"
 _CLEARED = "ops.experts.grouped:_cleared"
@@ -511,6 +545,7 @@ _DIVERGENCE = "ops.head.linear_divergence:linear_divergence"
 _OF_DIVERGENCE = "ops.head.divergence:_divergence_step"
 _IN_TRAINING = "npu_trainer_kernels.training"
 _IN_PATCHING = "npu_trainer_kernels.patching"
+_OF_STATES = "npu_trainer_kernels.patching.body.state_row"
 
 
 def _without_kernel(device: str) -> str:
@@ -522,6 +557,12 @@ def _without_kernel(device: str) -> str:
     return "no kernel of attention"
 
 
+def _without_kernel_of_states(device: str) -> str:
+    """Returns why a device does not have the kernel that walks from chunk to chunk, or ""."""
+    runs = backends.explain("gated_delta_rule", torch.device(device))[0] == "triton"
+    return "" if runs else "no kernel of states"
+
+
 def _in_no_model(op: str) -> Absent:
     """Returns the reason for an op that is not applied to models: no training calls it; only its tests check it."""
     return lambda device: "" if op in patching.PATCHES else f"{op} is put into no model"
@@ -531,9 +572,7 @@ def _in_no_model(op: str) -> Absent:
 _ABSENT = {
     "ByKernel": _without_kernel,
     "_LogitsStatistics": _in_no_model("grpo_loss"),
-    "_CausalConv1d": _in_no_model("causal_conv1d"),
-    "_GatedDeltaRule": _in_no_model("gated_delta_rule"),
-    "_States": _in_no_model("gated_delta_rule"),
+    "_States": _without_kernel_of_states,
 }
 
 
@@ -562,6 +601,10 @@ def _mutations() -> tuple[Mutation, ...]:
         Mutation("gradient of a shared prompt counted once", ("grpo-ragged",), _counted_once),
         Mutation("state of a prompt's last token from another row", ("grpo-ragged",),
                  _around(_LAYOUT, _another_rows_state, _IN_PATCHING)),
+        Mutation("a state runs into the next row", ("sft-states",), _around(_RULE, _state_runs_on, _IN_PATCHING)),
+        Mutation("a scan's state runs into the next row", ("sft-scan",), _around(_RULE, _state_runs_on, _IN_PATCHING)),
+        Mutation("a convolution reaches into the row before", ("sft-states",), _taps_reach_over),
+        Mutation("a prompt's state without gradient", ("grpo-states",), _around(_TAKE, _state_detached, _OF_STATES)),
         Mutation("advantages left behind by their rows", ("grpo-ragged",),
                  _around(_REORDER, _advantages_left_behind)),
         Mutation("routing weight applied twice", ("lm-experts",), _around(_EXPERTS, _weighted_twice, _IN_PATCHING)),
@@ -588,9 +631,11 @@ def _mutations() -> tuple[Mutation, ...]:
             only = {"moe_experts": of_experts, "steps": of_experts, "slices": ("lm-tiled",),
                     "segment_kernels": ("sft-autocast",)}  # fmt: skip
             scale = 1.1 if op == "segment_kernels" else SCALE
+            with_state = function.__name__ in ("_CausalConv1d", "_GatedDeltaRule")
+            found_in = ("sft-states",) if with_state else only.get(op, cases)
             name = f"{op}.{function.__name__}: {'last' if last else 'first'} gradient x {scale}"
             absent = _ABSENT.get(function.__name__, _nowhere)
-            found.append(Mutation(name, only.get(op, cases), _scaled_gradient(function, last, scale), absent))
+            found.append(Mutation(name, found_in, _scaled_gradient(function, last, scale), absent))
     return tuple(found)
 
 

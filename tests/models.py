@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
@@ -85,6 +86,50 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 16},
     ),
 }
+# A module with a state, then attention.
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA_RULE = {
+    **_HYBRID,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+# Bodies whose state runs along a row, with the functions that are recognised.
+HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_DELTA_RULE, "tie_word_embeddings": True}),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **_DELTA_RULE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+            "experts_implementation": "eager",
+        },
+    ),
+    "granite4": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_HYBRID,
+            # No experts, and no loss of theirs: TRL 1.16 would read the configuration's number of them by another name.
+            "num_local_experts": 0,
+            "router_aux_loss_coef": 0.0,
+            "shared_intermediate_size": 80,
+            "mamba_n_heads": 8,
+            "mamba_d_head": "auto",
+            "mamba_n_groups": 2,
+            "mamba_d_state": 10,
+            "mamba_chunk_size": 16,
+            "logits_scaling": 8.0,
+        },
+    ),
+}
+if all(hasattr(transformers, config) for config, _, _ in HYBRIDS.values()):
+    FAMILIES |= HYBRIDS
 
 
 @functools.cache
@@ -95,9 +140,22 @@ def _classes(name: str) -> tuple[Any, Any]:
 
 def small_model(name: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
     """A new model of a family, the same weights for the same seed, in training mode."""
-    config, model = _classes(name)
+    config, kind = _classes(name)
     torch.manual_seed(seed)
-    return model(config(**{**SMALL, **FAMILIES[name][2], **overrides})).train()
+    model = kind(config(**{**SMALL, **FAMILIES[name][2], **overrides})).train()
+    if name in HYBRIDS:
+        _remember(model)
+    return model
+
+
+def _remember(model: torch.nn.Module) -> None:
+    """Draws the steps of modules with a state from 0.001 to 0.1, as Mamba does. transformers begins with ones: a state
+    is then forgotten within tokens, and transformers' formula loses the gradient of its gate in differences of sums."""
+    for name, bias in model.named_parameters():
+        if name.endswith("dt_bias"):
+            step = torch.empty_like(bias).uniform_(math.log(0.001), math.log(0.1)).exp()
+            with torch.no_grad():
+                bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
 
 def since(version: str, family: str, name: str) -> list[Any]:
