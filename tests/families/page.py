@@ -103,7 +103,8 @@ def _left(results: Sequence[Result]) -> str:
         if entry.kind and entry.kind not in kinds:
             kinds.append(entry.kind)
     lines = [f"{op}: {', '.join(kinds) or 'everywhere'}: {reason}" for (op, reason), kinds in reasons.items()]
-    bodies = (site for site in report.sites if site.op == "varlen_attention" and site.form.proof.mixes)
+    shown = (site for site in report.sites if site.op == "varlen_attention")
+    bodies = (site for site in shown if site.form.proof.mixes or site.form.proof.carried)
     lines += [f"varlen_attention: {site.kind.__name__}: {site.form}" for site in bodies]
     # Without the place in the source.
     stages = {stage: raised.rpartition(" [")[0] for stage, raised in results[-1].left_out.items()}

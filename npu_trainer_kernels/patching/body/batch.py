@@ -123,7 +123,7 @@ class Batch:
         return len(self.layout.places)
 
     def through(
-        self, kind: Any, body: Any, inner: str, by_columns: bool, backend: str | None, tokens: int | None = None
+        self, kind: Any, body: Any, inner: str, by_columns: bool | None, backend: str | None, tokens: int | None = None
     ) -> Any:  # fmt: skip
         """Returns the body's output with its hidden states in the batch's shape, and the `Packing` of the packed row.
 
@@ -131,7 +131,7 @@ class Batch:
             kind: the class whose forward is called.
             body: the module that it is called with.
             inner: the path of the text-only body.
-            by_columns: whether position ids count columns, padding included.
+            by_columns: whether position ids count columns, padding included; None: the body takes none.
             backend: the override for the op.
             tokens: the number of tokens that the row is filled up to; None: it is not. What is added is in no segment,
                 and nothing of it is returned.
@@ -155,7 +155,9 @@ class Batch:
             packed_rows = Shared.make(_filled(where.places, n, -1), rows * width, embedded.device)
             new["inputs_embeds"] = take(embedded.reshape(rows * width, -1), packed_rows).unsqueeze(0)
         positions = given.get("position_ids")
-        if positions is None:
+        if by_columns is None:
+            new.pop("position_ids", None)
+        elif positions is None:
             counted = _positions(where, self.shape, by_columns)
             new["position_ids"] = uploaded(_filled(counted, n), device).unsqueeze(0)
         else:

@@ -108,7 +108,9 @@ class BodyForm:
     def __str__(self) -> str:
         if self.proof.mixes:
             return f"padding is computed by {', '.join(sorted(each.__name__ for each in self.proof.attention))}"
-        parts = [f"positions count {'columns' if self.proof.by_columns else 'live tokens'}"]
+        parts = []
+        if self.proof.by_columns is not None:
+            parts.append(f"positions count {'columns' if self.proof.by_columns else 'live tokens'}")
         if self.proof.carried:
             parts.append(f"states by segments in {', '.join(sorted(each.__name__ for each in self.proof.carried))}")
         return "; ".join(parts)
@@ -183,8 +185,10 @@ class PaddingPatch(Patch):
         if not isinstance(module, PreTrainedModel):
             return HarmlessReason("no body of a transformers model found")
         names = tuple(inspect.signature(kind.forward).parameters)[1:]
-        if not {"input_ids", "attention_mask", "position_ids"} <= set(names):
-            return "its forward takes no ids, mask and positions"
+        # A body of states alone may need no positions.
+        needed = {"input_ids", "attention_mask", *(() if getattr(kind, "_is_stateful", False) else ("position_ids",))}
+        if not needed <= set(names):
+            return _NO_BATCH
         if getattr(module.config, "is_encoder_decoder", False):
             return "it has an encoder"
         if (reason := set_on_instance(module)) is not None:
@@ -192,6 +196,8 @@ class PaddingPatch(Patch):
         body: Any = body_of(scene.model)
         inner = next(path for path, part in module.named_modules() if part is body)
         proof = proof_of(module, inner)
+        if "position_ids" not in names and (isinstance(proof, str) or not proof.carried):
+            return _NO_BATCH
         if not isinstance(proof, str):
             proof = unproven(body, proof) or proof
         if isinstance(proof, str):
@@ -244,7 +250,7 @@ class PaddingPatch(Patch):
             return UNREPORTED
         if (reason := foreign_attention(config._attn_implementation)) is not None:
             return reason
-        if given.get("past_key_values") is not None:
+        if given.get("past_key_values") is not None or given.get("cache_params") is not None:
             return "it is given keys and values (past_key_values)" if torch.is_grad_enabled() else UNREPORTED
         ids = given.get("input_ids")
         rows = ids if given.get("inputs_embeds") is None else given["inputs_embeds"]
@@ -358,6 +364,7 @@ class PaddingPatch(Patch):
         return out
 
 
+_NO_BATCH = "its forward takes no ids, mask and positions"
 _WORTH = 0.1
 """The fraction of positions that must be padding for mixers to be called apart. Around a mixer the
 hidden states are copied twice, which must cost less than what is saved. The fraction is a guess, and not measured."""

@@ -52,7 +52,7 @@ class Proof:
     """The result of a verification.
 
     Attributes:
-        by_columns: whether position ids count columns, padding included; else live tokens.
+        by_columns: whether position ids count columns, padding included; else live tokens. None: it takes none.
         attention: the classes of the modules that attend.
         classes: the classes of all its modules, each with its forward at that time.
         asked: the features that its attention uses.
@@ -62,7 +62,7 @@ class Proof:
         carried: the classes of the modules that carry a state by segments (`states`).
     """
 
-    by_columns: bool
+    by_columns: bool | None
     attention: frozenset[type[nn.Module]] = frozenset()
     classes: frozenset[tuple[type[nn.Module], Any]] = frozenset()
     asked: frozenset[Asked] = frozenset()
@@ -180,7 +180,8 @@ def _compared(body: Any, kind: Any, inner: str, routed: bool, mixes: bool) -> Pr
     if not all(values.isfinite().all() for values in wanted):
         return "a miniature of it gives no hidden state for each token"
     reason = ""
-    for by_columns in (True,) if mixes else (True, False):
+    ways: tuple[bool | None, ...] = (True, False) if "position_ids" in names else (None,)
+    for by_columns in ways[:1] if mixes else ways:
         try:
             with torch.no_grad(), torch.device("cpu"):
                 batch = Batch.of(given, None, share=not mixes)

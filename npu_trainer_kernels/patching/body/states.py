@@ -1,9 +1,9 @@
 """Lets modules that carry a state along a row take a packed row: the state ends where a segment ends.
 
-A *state module* is a child of a decoder layer whose forward calls functions that `state_forms` recognises (a short
-convolution, a gated delta rule, the scan of Mamba 2). Its forward is rewritten (`probe.source`): each of these calls
-asks first whether a packed row is on its way, and is then computed by the row's segments. All else in the module, its
-projections and norms, works on each token by itself, and stays as it is.
+A *state module* is a child of a decoder layer, or of a layer inside of one, whose forward calls functions that
+`state_forms` recognises (a short convolution, a gated delta rule, the scan of Mamba 2). Its forward is rewritten
+(`probe.source`): each of these calls asks first whether a packed row is on its way, and is then computed by the row's
+segments. All else in the module, its projections and norms, works on each token by itself, and stays as it is.
 
 A mask brings the row, as it does for attention (`packed.py`), so that a layer which a checkpoint repeats finds it
 again: these layers are called without a mask (transformers makes none for a batch without padding), and get the row's
@@ -60,7 +60,8 @@ def carry_by_segments(body: nn.Module, undo: Undo) -> frozenset[type[nn.Module]]
         serve_inside(module, classes[kind], undo)
 
     layers = [layer for child in body.children() if isinstance(child, nn.ModuleList) for layer in child]
-    for layer in layers:
+    # Zamba 2 has a layer with a state inside of another layer.
+    for layer in [part for layer in layers for part in layer.modules()]:
         mixers = [child for child in layer.children() if _carries(child)]
         for mixer in mixers:
             found.add(original_class(mixer))
@@ -204,7 +205,7 @@ def _of_layer(kind: Any) -> dict[str, Any]:
     """Returns what the class of a state module's layer has of its own: its missing mask is the packed row's."""
     original = getattr(kind, "_npu_kernels_original", kind)
     parameters = inspect.signature(original.forward).parameters
-    masks = [name for name in parameters if name.endswith("attention_mask")]
+    masks = {name: i for i, name in enumerate(parameters, -1) if name.endswith("attention_mask")}
 
     @functools.wraps(kind.__call__)
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +214,9 @@ def _of_layer(kind: Any) -> dict[str, Any]:
             # A captured layer has one mask.
             given = (each for each in kwargs.values() if type(each) is PackedMask and each.window is None)
             mask = next(given, None) or PackedMask(row, None)
-            kwargs = {**kwargs, **{name: mask for name in masks if kwargs.get(name) is None}}
+            named = {name for name, i in masks.items() if i >= len(args)}
+            args = tuple(mask if each is None and i in masks.values() else each for i, each in enumerate(args))
+            kwargs = {**kwargs, **{name: mask for name in named if kwargs.get(name) is None}}
         return kind.__call__(layer, *args, **kwargs)
 
     return {"__call__": call}

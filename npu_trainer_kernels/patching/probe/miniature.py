@@ -43,7 +43,12 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
 _CAP, _CAPPED = re.compile(r"softcap|logit_cap"), 0.5  # reached by scores
 _SHARED = re.compile(r"shared_layers$")  # how many of the last layers use the keys of earlier ones
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
-_STATES = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"))  # number and size of a state's heads
+# The number and the size of a state's heads, which are the hidden size times a factor.
+_STATES = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+    ("num_heads", "head_dim", "expand"),
+)
 _DROPPED = re.compile(r"drop|jitter")
 _TOKEN = re.compile(r"_token_id$")
 _MOST_LAYERS = 8
@@ -129,9 +134,13 @@ def small_config(config: Any) -> Any:
     heads, kv = (vars(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads == kv and heads is not None:
         vars(small)["num_key_value_heads"] = vars(small)["num_attention_heads"]
-    for heads_of_state, size_of_head in _STATES:
-        if type(vars(config).get(heads_of_state)) is int and type(vars(config).get(size_of_head)) is int:
-            inner = small.mamba_expand * small.hidden_size
+    # Zamba 2's attention reads hidden states beside embeddings.
+    if {"attention_hidden_size", "attention_head_dim"} <= set(vars(config)):
+        small.attention_hidden_size = config.attention_hidden_size * small.hidden_size // config.hidden_size
+        small.attention_head_dim = small.attention_hidden_size // small.num_attention_heads
+    for heads_of_state, size_of_head, factor in _STATES:
+        if all(type(vars(config).get(name)) is int for name in (heads_of_state, size_of_head, factor)):
+            inner = vars(small)[factor] * small.hidden_size
             vars(small)[heads_of_state] = inner // vars(small)[size_of_head]
             if vars(config).get("mamba_d_ssm") is not None:
                 small.mamba_d_ssm = inner
