@@ -5,6 +5,7 @@ the real Trainer trains a real model.
 """
 
 import gc
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks import fit_check, step_cases
 from benchmarks.models import MODELS
@@ -37,10 +39,11 @@ from npu_trainer_kernels.fit import (
     predict,
 )
 from npu_trainer_kernels.fit._ledger import Ledger
-from npu_trainer_kernels.ops import linear_divergence
+from npu_trainer_kernels.ops import gated_delta_rule, linear_divergence
 from npu_trainer_kernels.patching import PATCHES, apply_npu_kernels
 from npu_trainer_kernels.patching.layers import layer_capture
 from npu_trainer_kernels.rollouts import completions, serve_rollouts
+from tests.models import HYBRIDS, SMALL
 
 RESULTS = Path(fit_check.__file__).parent / "results"
 MIB, GIB = 1 << 20, 1 << 30
@@ -790,6 +793,62 @@ def test_the_peak_is_that_of_the_larger_phase():
     # Caches get half of the free memory at most; other rows wait.
     little = predict(config(), replace(GRPO, rollouts=64, memory=update.peak_bytes))
     assert little.generation["rollouts"] < few.generation["rollouts"] < many.generation["rollouts"]
+
+
+def a_rule(tokens: int) -> list[torch.Tensor]:
+    """The arguments of a gated delta rule in bf16, with gates in fp32, as Qwen3.5 has them."""
+    shapes = [(1, tokens, 2, 16), (1, tokens, 2, 16), (1, tokens, 4, 16), (1, tokens, 4), (1, tokens, 4)]
+    made = [torch.randn(shape).to(torch.bfloat16 if i < 3 else torch.float32) for i, shape in enumerate(shapes)]
+    gate, beta = -made[3].abs(), made[4].sigmoid()
+    return [each.requires_grad_() for each in (*made[:3], gate, beta)]
+
+
+def of_transformers(*given):
+    return inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)(*given, use_qk_l2norm_in_kernel=True)[0]
+
+
+def of_the_op(*given):
+    return gated_delta_rule(*given, normalize=True, backend="torch")
+
+
+@pytest.mark.parametrize("rule", [of_transformers, of_the_op])
+def test_a_delta_rule_keeps_what_it_saves(rule):
+    """To the byte, beside its inputs: transformers' fallback every matrix of every chunk, the op some indices."""
+    with FakeTensorMode(allow_non_fake_inputs=True), Ledger(vocabulary=7) as ledger:
+        given = a_rule(160)
+        gc.collect()
+        before = ledger.total
+        out = rule(*given)
+        gc.collect()
+        kept = ledger.total - before
+    given, saved = a_rule(160), {}
+    inputs = {each.untyped_storage()._cdata for each in given}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = rule(*given)
+    grid = vars(out.grad_fn.slices.grid).values() if rule is of_the_op else ()
+    indices = [each for each in grid if isinstance(each, torch.Tensor)]
+    saved |= {each.untyped_storage()._cdata: each.untyped_storage() for each in (out, *indices)}
+    sizes = [-(-each.nbytes() // 512) * 512 for at, each in saved.items() if at not in inputs]
+    assert kept == sum(sizes)
+    if rule is of_the_op:
+        assert len(sizes) == 1 + len(indices)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_bodies_with_a_state(family, checkpointing):
+    """Rows without padding run transformers' own code of the state: the kernels save what they save elsewhere."""
+    kind, _, sizes = HYBRIDS[family]
+    made = getattr(transformers, kind)(**{**SMALL, **sizes, "vocab_size": 8192})
+    setup = Setup("trainer", 4, 256, checkpointing=checkpointing)
+    before, after = (predict(made, replace(setup, variant=variant)) for variant in ("plain", "kernels"))
+    assert before.parts["weights"] == after.parts["weights"] > 0
+    assert after.peak_bytes < before.peak_bytes
 
 
 def test_a_teacher_is_counted():

@@ -74,7 +74,9 @@ makes a small model with random weights on the CPU, gives it text, and compares 
 gradient, also with padding, under gradient checkpointing and through the head that TRL adds, logits, generated tokens,
 and the model after `restore`. *Served* counts the modules in which an op ran; on a CPU `embedding`, `swiglu` and `rope`
 are put in only when they are asked for by name. Towers for images and sound, which text does not reach, are not
-counted. *Not compared* is what the family's own code cannot do, with what it raises unpatched.
+counted. Of a body whose state runs along its rows the last column names the modules that carry it by segments of packed
+rows, or else those that compute padding. *Not compared* is what the family's own code cannot do, with what it raises
+unpatched.
 
 The ops are {ops}.
 

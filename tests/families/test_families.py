@@ -3,6 +3,7 @@
 
 import functools
 import json
+import types
 
 import pytest
 import transformers
@@ -108,6 +109,22 @@ def test_gains_are_the_least_and_the_most_of_what_was_measured(monkeypatch, tmp_
     monkeypatch.setattr(page, "MEASURED", ("f.json",))
     assert page._gain(["m"]) == "SFT 2.00 to 3.00 x, DPO 1.50 x"
     assert page._gain(["n"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("mixes", "carried", "said"),
+    [(False, False, "nothing"), (True, False, "varlen_attention: LlamaModel: as it is"),
+     (False, True, "varlen_attention: LlamaModel: as it is")],
+)  # fmt: skip
+def test_the_page_says_what_becomes_of_states(mixes, carried, said):
+    class Form(types.SimpleNamespace):
+        def __str__(self):
+            return "as it is"
+
+    form = Form(proof=types.SimpleNamespace(mixes=mixes, carried=carried))
+    site = types.SimpleNamespace(op="varlen_attention", form=form, kind=transformers.LlamaModel)
+    result = Result("causal", "llama", "all", report=types.SimpleNamespace(sites=[site], left_alone=[]))
+    assert page.row([result]).endswith(f"| {said} |")
 
 
 def test_the_page_says_what_was_not_compared():
