@@ -223,6 +223,7 @@ def lengths_again() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "again"),
     [("qwen3_next", True), ("bamba", False), ("bamba", True), ("lfm2", False), ("minimax", False), ("llama", True),
+     ("zamba2", False),
      *(pytest.param(kind, False, marks=pytest.mark.full) for kind in ("kimi_linear", "jamba"))],
 )  # fmt: skip
 def test_packed_rows_are_kept_apart(kind: str, again: bool) -> None:
@@ -231,6 +232,25 @@ def test_packed_rows_are_kept_apart(kind: str, again: bool) -> None:
     given = {**packed, **(lengths_again() if again else {})}
     report = held(model, lambda model: values(model, given), plain=lambda model: values(model, apart))
     assert report.ran["varlen_attention"] == 1
+
+
+def test_a_body_of_states_is_given_a_cache() -> None:
+    """Mamba 2's is no cache of keys, and has another name."""
+    model = hybrid("mamba2").eval()
+    inputs = batch(model, "left", shared=False)
+    cache = model(input_ids=inputs["input_ids"], use_cache=True).cache_params
+    with apply_npu_kernels(model, ops=OPS) as kernels:
+        model.backbone(inputs["input_ids"], cache_params=cache, attention_mask=inputs["attention_mask"])
+        report = kernels.report()
+    assert [left.reason for left in report.declined] == ["it is given keys and values (past_key_values)"]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "rwkv"])
+def test_a_body_of_unknown_states_without_positions(kind: str) -> None:
+    with apply_npu_kernels(hybrid(kind), ops=OPS) as kernels:
+        report = kernels.report()
+    assert not report.sites
+    assert [left.reason for left in report.left_alone] == ["its forward takes no ids, mask and positions"]
 
 
 def test_several_packed_rows_in_a_batch() -> None:

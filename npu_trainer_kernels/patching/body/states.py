@@ -61,7 +61,8 @@ def carry_by_segments(body: nn.Module, undo: Undo) -> frozenset[type[nn.Module]]
 
     layers = [layer for child in body.children() if isinstance(child, nn.ModuleList) for layer in child]
     # Zamba 2 has a layer with a state inside of another layer.
-    for layer in [part for layer in layers for part in layer.modules()]:
+    parts = [part for layer in layers for part in layer.modules()]
+    for layer in parts:
         mixers = [child for child in layer.children() if _carries(child)]
         for mixer in mixers:
             found.add(original_class(mixer))
