@@ -31,6 +31,8 @@ from .head import (
     linear_divergence_reference,
     linear_logprob,
     linear_logprob_reference,
+    linear_topk_divergence,
+    linear_topk_divergence_reference,
 )
 from .linear_attention import gated_delta_rule, gated_delta_rule_reference
 from .norms import (
@@ -84,6 +86,8 @@ __all__ = [
     "linear_logprob_reference",
     "linear_rms_norm",
     "linear_rms_norm_reference",
+    "linear_topk_divergence",
+    "linear_topk_divergence_reference",
     "moe_experts",
     "moe_experts_reference",
     "qk_norm_rope_append",

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from npu_trainer_kernels import ops
 from npu_trainer_kernels.ops.head import chunks as chunks_module
-from npu_trainer_kernels.ops.head import divergence, engine, statistics
+from npu_trainer_kernels.ops.head import divergence, engine, gradient, statistics
 from npu_trainer_kernels.ops.head import options as options_module
 from npu_trainer_kernels.ops.head.linear_logprob import OUTPUTS
 from npu_trainer_kernels.ops.head.options import HeadOptions
@@ -22,14 +22,21 @@ from tests.ops import (
     test_linear_cross_entropy,
     test_linear_divergence,
     test_linear_logprob,
+    test_linear_topk_divergence,
     test_rms_norm,
     test_rope,
 )
 
 # The package's names for these are the functions.
-cross_entropy, linear_divergence, rms_norm, rope = (
+cross_entropy, linear_divergence, topk, rms_norm, rope = (
     import_module(f"npu_trainer_kernels.ops.{name}")
-    for name in ("head.linear_cross_entropy", "head.linear_divergence", "norms.rms_norm", "rope")
+    for name in (
+        "head.linear_cross_entropy",
+        "head.linear_divergence",
+        "head.linear_topk_divergence",
+        "norms.rms_norm",
+        "rope",
+    )
 )
 USUAL_SIZE = 128
 
@@ -164,16 +171,61 @@ def masked_tokens_counted(monkeypatch):
 
 
 def masked_tokens_in_the_mean(monkeypatch):
-    original = linear_divergence._Reduction.scale
-    monkeypatch.setattr(
-        linear_divergence._Reduction, "scale", lambda self, rows, *others: original(self, None, *others)
-    )
+    original = linear_divergence.Reduction.scale
+    monkeypatch.setattr(linear_divergence.Reduction, "scale", lambda self, rows, *others: original(self, None, *others))
 
 
 def mixture_of_one_side(monkeypatch):
     """log m = log((1 - beta) p), without the teacher's side."""
     original = divergence.Mixture.logs.fget
     monkeypatch.setattr(divergence.Mixture, "logs", property(lambda self: (-1e4, original(self)[1])))
+
+
+def on_support(change):
+    """Changes the arguments of the divergence on a support: log p, log q, the members, beta, and the tail."""
+
+    def plant(monkeypatch):
+        original = topk._on_support
+        monkeypatch.setattr(topk, "_on_support", lambda *args: original(*change(*args)))
+
+    return plant
+
+
+def tail_forgotten(log_p, log_q, member, beta, add_tail):
+    return log_p, log_q, member, beta, False
+
+
+def padding_counted(log_p, log_q, member, *others):
+    return log_p, log_q.clamp(min=-20.0), torch.ones_like(member), *others
+
+
+def tail_without_its_gradient(monkeypatch):
+    original = topk._rest
+    monkeypatch.setattr(topk, "_rest", lambda total: original(total).detach())
+
+
+def duplicates_counted_twice(monkeypatch):
+    monkeypatch.setattr(topk, "first_places", lambda ids: torch.arange(ids.shape[1]).expand_as(ids))
+
+
+def padding_before_its_id(monkeypatch):
+    """The first id of its kind is one that is left out."""
+    original = topk.first_places
+    monkeypatch.setattr(topk, "first_places", lambda ids: original(ids.clamp(min=0)))
+
+
+def duplicates_overwritten(monkeypatch):
+    monkeypatch.setattr(gradient, "_added_up", lambda b, columns: b)
+
+
+def topk_gradient_without_temperature(monkeypatch):
+    original = engine.gradient_in_place
+
+    def gradient_in_place(logits, ids, weights, softmax, k, options, *others):
+        original(logits, ids, weights, softmax, k, options, *others)
+        logits.mul_(options.temperature)
+
+    monkeypatch.setattr(engine, "gradient_in_place", gradient_in_place)
 
 
 def epsilon_in_bf16(factor):
@@ -266,6 +318,15 @@ def diverged(beta, mask="none", reduction="mean", **options):
     return test
 
 
+def of_support(beta, kind="distinct", tail=True, mask="none", reduction="mean", **options):
+    def test(device, backend, monkeypatch):
+        test_linear_topk_divergence.test_matches_reference(
+            device, backend, beta, tail, kind, options, torch.float32, reduction, mask
+        )
+
+    return test
+
+
 def small_rows(device, backend, monkeypatch):
     test_rms_norm.test_rows_in_which_epsilon_counts(device, backend, torch.bfloat16, {"casting": "llama"}, 1e-6)
 
@@ -313,6 +374,24 @@ FAULTS = {
             ("masked tokens in the mean", masked_tokens_in_the_mean, {"mask": "some"}),
         )
     },
+    **{
+        f"{name}, beta {beta}": (plant, of_support(beta, **options), BOTH)
+        for beta in (0, 0.3, 1)
+        for name, plant, options in (
+            ("tail forgotten", on_support(tail_forgotten), {}),
+            ("tail without its gradient", tail_without_its_gradient, {}),
+            ("duplicates counted twice", duplicates_counted_twice, {"kind": "duplicates"}),
+            ("duplicates overwritten", duplicates_overwritten, {"kind": "duplicates", "tail": False}),
+            ("padding counted", on_support(padding_counted), {"kind": "padded"}),
+            ("padding counted, no tail", on_support(padding_counted), {"kind": "padded", "tail": False}),
+            ("padding before its id", padding_before_its_id, {"kind": "padded with id 0 before it"}),
+            ("support without its temperature", topk_gradient_without_temperature, {"temperature": 0.6}),
+            (
+                "support without its temperature, of each token", topk_gradient_without_temperature,
+                {"temperature": 0.6, "reduction": "none"},
+            ),
+        )
+    },
     "beta on the wrong side": (beta_on_the_wrong_side, diverged(0.3), BOTH),
     "beta on the wrong side, of one end": (beta_on_the_wrong_side, diverged(1), BOTH),
     "mixture of one side": (mixture_of_one_side, diverged(0.3), BOTH),
@@ -351,6 +430,8 @@ def test_references_of_the_head_share_nothing_with_it(monkeypatch):
     transform = {"softcap": 2.0, "logit_scale": 0.5}
     ops.linear_logprob_reference(x, weight, ids, temperature=0.7, outputs=OUTPUTS, **transform)
     ops.linear_divergence_reference(x, weight, 2 * x, weight, beta=0.5, temperature=0.7, **transform)
+    taught = ids.unsqueeze(1), torch.full((5, 1), -1.0)
+    ops.linear_topk_divergence_reference(x, weight, *taught, beta=0.5, temperature=0.7, **transform)
     ops.linear_cross_entropy_reference(x, weight, ids, label_smoothing=0.1, z_loss=0.1, **transform)
     one = torch.ones(1)
     ops.fused_linear_grpo_loss_reference(

@@ -5,8 +5,8 @@
    student and a teacher; `chunks.py`: the matrix products and sums of a chunk.
 3. `options.py`: the transform of logits; `objective.py`: the losses whose gradient forward computes;
    `vocabulary_slices.py`: a vocabulary that is sharded over ranks; `reference.py`: plain PyTorch.
-4. `linear_cross_entropy.py`, `linear_logprob.py`, `linear_divergence.py`, `grpo_loss.py` (with the kernel of
-   `grpo_formula.py`): the losses.
+4. `linear_cross_entropy.py`, `linear_logprob.py`, `linear_divergence.py`, `linear_topk_divergence.py`, `grpo_loss.py`
+   (with the kernel of `grpo_formula.py`): the losses.
 """
 
 from .grpo_formula import GrpoOptions, GrpoTokens, batch_tokens, token_losses
@@ -29,6 +29,7 @@ from .linear_logprob import (
     logprob_options,
     planned_linear_logprob,
 )
+from .linear_topk_divergence import linear_topk_divergence, linear_topk_divergence_reference, top_log_probs
 from .objective import GIVE_UP, LogProbObjective, Objective
 from .options import HeadOptions, transformed
 from .vocabulary_slices import unshared
@@ -57,10 +58,13 @@ __all__ = [
     "linear_divergence_reference",
     "linear_logprob",
     "linear_logprob_reference",
+    "linear_topk_divergence",
+    "linear_topk_divergence_reference",
     "logprob_options",
     "planned",
     "planned_linear_logprob",
     "token_losses",
+    "top_log_probs",
     "transformed",
     "unshared",
 ]

@@ -26,6 +26,13 @@ so the gradient of any scalar L of the statistics is, with four numbers per row,
 One kernel reads a chunk of logits once and writes the statistics; another overwrites the chunk with its gradient. The
 loss is computed between the two.
 
+A row may have k ids (`several_ids`). Then its log_prob has k numbers, and so has b; a is dL/dlse minus their sum:
+
+    dL/dz_ij = a_i p_ij + sum_k b_ik [j = id_ik] + ...
+
+An id that a row has twice counts twice, as two statistics of equal value do. Such a head has neither a teacher nor a
+sharded vocabulary.
+
 A head may have a teacher, another head on other hidden states with the same ids. Then each chunk of logits has the
 teacher's beside it, in a second buffer, and one statistic more, the divergence of the two distributions. Its gradient
 with respect to the logits needs the teacher's, so another kernel writes it (`ops/head/divergence.py`). The teacher
@@ -101,6 +108,7 @@ class _Call:
     on_mismatch: Callable[[float], None] | None
     low_memory: bool
     part: VocabSlice | None
+    several_ids: bool = False
 
     def uniform(self, weight: torch.Tensor, class_weights: torch.Tensor | None) -> float | None:
         """Returns u if it is the same for every column, else None."""
@@ -165,7 +173,9 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
           class_weights: torch.Tensor | None, teacher: Teacher | None, call: _Call,
           needs: tuple[bool, ...]) -> _Formed:  # fmt: skip
     """Computes forward. `needs` says whether x, weight and bias need a gradient."""
-    objective, frozen = call.objective, needs == (True, False, False) and call.objective is None
+    objective = call.objective
+    # The gradients of k log-probabilities of a row are no multiple of one row.
+    frozen = needs == (True, False, False) and objective is None and not call.several_ids
     forms = any(needs) and (objective is not None or frozen)
     tile = None
     # The gradient of a slice of the vocabulary needs the statistics of the other slices first.
@@ -173,6 +183,7 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
         forms
         and call.part is None
         and teacher is None
+        and not call.several_ids
         and may_fuse(objective, bias, call.dtype, call.options, call.backend)
     )
     if fused and call.backend != "vendor":
@@ -241,7 +252,7 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
                     call.backend,
                 )  # fmt: skip
             grads.add(blocks, x_chunk, chunks.weight, chunk, chunks.rows, needs[1])
-    merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, teacher, x.device)))
+    merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, teacher, chunks.ids)))
     if fused and isinstance(objective, LinearObjective):
         total = objective(merged, slice(None))
     if objective is not None and total is None:
@@ -322,7 +333,7 @@ def _backward(ctx: Any, d_total: torch.Tensor | None, d_rows: list[torch.Tensor 
     if plan is not None and d_total is not None and not of_rows:
         return plan.gradients.scaled(d_total, ctx.call.backend)
     saved = _Saved(*ctx.saved_tensors)
-    if plan is not None and d_total is None and of_rows:
+    if plan is not None and d_total is None and of_rows and not ctx.call.several_ids:
         grads = _from_plan(ctx, saved, plan, d_rows)
         if grads is not None:
             return grads
@@ -394,14 +405,15 @@ def _compare(
     return scale, torch.nonzero(~((r - scale * p).abs() <= limit).all(0)).squeeze(1)
 
 
-def _empty_statistics(options: HeadOptions, teacher: Teacher | None, where: torch.device) -> HeadStatistics:
+def _empty_statistics(options: HeadOptions, teacher: Teacher | None, ids: torch.Tensor) -> HeadStatistics:
     def empty(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
-        return torch.empty(0, dtype=dtype, device=where) if wanted else None
+        return torch.empty(0, dtype=dtype, device=ids.device) if wanted else None
 
     taught = teacher is not None
     return HeadStatistics(
-        empty(True), empty(True), empty(options.entropy), empty(options.mean), empty(taught), empty(options.log_sum_sq),
-        empty(options.argmax, torch.int64), empty(taught), empty(teacher is not None and teacher.options.entropy),
+        torch.empty_like(ids, dtype=torch.float32), empty(True), empty(options.entropy), empty(options.mean),
+        empty(taught), empty(options.log_sum_sq), empty(options.argmax, torch.int64),
+        empty(taught), empty(teacher is not None and teacher.options.entropy),
     )  # fmt: skip
 
 
@@ -488,6 +500,7 @@ def head_statistics(
     low_memory: bool = False,
     part: VocabSlice | None = None,
     teacher: Teacher | None = None,
+    several_ids: bool = False,
 ) -> tuple[torch.Tensor | None, HeadStatistics]:
     """Computes the statistics of the head for chosen rows, and the sum of an objective over their chunks.
     `torch.compile` does not trace it, because it contains a host loop of unknown length.
@@ -511,6 +524,8 @@ def head_statistics(
             vocabulary, and x is the same on all ranks. All ranks must make the same calls, forward and backward.
         teacher: adds the statistics `divergence`, `teacher_log_prob` and `teacher_entropy`. It needs plain tensors
             (no `part`) and none of the statistics mean, log_sum_sq and argmax, and its tensors get no gradient.
+        several_ids: whether ids are `[n, k]`, and log_prob is, too; without `part` and `teacher`, and for the backends
+            other than `"vendor"`. The only plan is then that of the objective.
 
     Returns:
         The objective summed over chunks (None without one) and the `[n]` statistics, of which log_sum_sq and argmax are
@@ -521,7 +536,7 @@ def head_statistics(
         class_weights = part.of_columns(class_weights)
     # The products run in this dtype and everything else in fp32, so switch autocast off.
     with torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext():
-        call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch, low_memory, part)
+        call = _Call(options, objective, backend, chunk_rows, dtype, on_mismatch, low_memory, part, several_ids)
         # Check the grad mode here: `needs_input_grad` of an autograd function is true for a parameter under `no_grad`.
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if recorded and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):

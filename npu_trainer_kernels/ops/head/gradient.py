@@ -16,11 +16,11 @@ from .options import HeadOptions, guarded, kernel_flags, twice_sigmoid
 from .statistics import Softmax
 from .vocabulary_slices import VocabSlice
 
-__all__ = ["Coefficients", "coefficients", "gradient_in_place", "gradient_of_logits"]
+__all__ = ["Coefficients", "coefficients", "first_places", "gradient_in_place", "gradient_of_logits"]
 
 
 class Coefficients(NamedTuple):
-    """The four numbers per row of `ops/head/engine.py`; None means zeros."""
+    """The four numbers per row of `ops/head/engine.py`; None means zeros. For k ids per row, b is `[n, k]`."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -33,7 +33,8 @@ def coefficients(d: Sequence[torch.Tensor | None], like: torch.Tensor, uniform: 
     u, which becomes a factor of c."""
     d_log_prob, d_lse, d_entropy, d_mean = (None if t is None else t.float() for t in d[:4])
     b = torch.zeros_like(like) if d_log_prob is None else d_log_prob.contiguous()
-    a = -b if d_lse is None else d_lse - b
+    sum_b = b if b.dim() == 1 else b.sum(-1)
+    a = -sum_b if d_lse is None else d_lse - sum_b
     c = d_mean if d_mean is None or uniform is None else d_mean * uniform
     return Coefficients(a, b, None if c is None else c.contiguous(), None if d_entropy is None else -d_entropy)
 
@@ -126,6 +127,21 @@ def _logit_gradient(x, u, z_max, a, c, e, shift, inner, outer, HAS_CAP: tl.const
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def first_places(ids: torch.Tensor) -> torch.Tensor:
+    """Returns the place of the first equal id in its row, for each of the ids `[n, k]`."""
+    ordered, order = ids.sort(dim=-1, stable=True)
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    start = (torch.arange(ids.shape[1], device=ids.device) * begins).cummax(-1).values
+    return torch.empty_like(order).scatter_(-1, order, order.gather(-1, start))
+
+
+def _added_up(b: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Adds the b of equal columns of a row; each of them gets the sum, so that all write the same number."""
+    first = first_places(columns)
+    return torch.zeros_like(b).scatter_add_(-1, first, b).gather(-1, first)
+
+
 def gradient_in_place(
     logits: torch.Tensor,
     ids: torch.Tensor,
@@ -154,8 +170,9 @@ def gradient_of_logits(
     """Writes dL/dl of a chunk of logits to `grads`, which may be the logits themselves. With `part` the logits are the
     columns of that slice; softmax and k still belong to whole rows.
 
-    The b term changes one element of each row. This function computes that element from `[n]` numbers in fp32 and
-    writes it: comparing every column with the id would cost the kernel as much as the rest of its arithmetic.
+    The b term changes one element of each row, or k for ids `[n, k]`. This function computes those from `[n]` numbers
+    in fp32 and writes them: comparing every column with the id would cost the kernel as much as the rest of its
+    arithmetic.
     """
     if backend == "vendor":
         # The vendor's operator covers losses of log_prob alone, which b determines.
@@ -167,8 +184,11 @@ def gradient_of_logits(
         # Another rank adds the b term of an id in its slice; this rank rewrites column 0 without a b term.
         column, mine = part.own(ids)
         b = b.masked_fill(~mine, 0.0)
-    u = None if class_weights is None else class_weights[column].unsqueeze(1)
-    column = column.unsqueeze(1)
+    column = column.view(len(column), -1)
+    b = b.view(len(column), -1).expand_as(column)
+    if column.shape[1] > 1:
+        b = _added_up(b, column)
+    u = None if class_weights is None else class_weights[column]
     at_id = logits.gather(1, column)
     at_id = _gradient_torch(at_id.float(), u, softmax, k, options, b).to(logits.dtype)
     _gradient_without_id(grads, logits, class_weights, softmax, k, options, backend)
@@ -216,7 +236,7 @@ def _gradient_torch(
     options: HeadOptions,
     b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes dL/dl of fp32 logits, which it may overwrite; adds the b term if `b` is not None."""
+    """Computes dL/dl of fp32 logits, which it may overwrite; adds the b term, in every column, if `b` is not None."""
     inner, outer = options.factors
     t = None
     if options.softcap is not None:
@@ -232,7 +252,7 @@ def _gradient_torch(
         e = (k.e * softmax.inverse_s).unsqueeze(-1)
         g = torch.exp(d).mul_(d.sub_(softmax.shift.unsqueeze(-1)).mul_(e).add_(a))
     if b is not None:
-        g.add_(b.unsqueeze(-1))
+        g.add_(b)
     if k.c is not None:
         # `coefficients` has multiplied c by a uniform u = 1/V.
         g.add_(k.c.unsqueeze(-1) if u is None else k.c.unsqueeze(-1) * u)

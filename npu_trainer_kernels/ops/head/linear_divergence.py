@@ -50,7 +50,15 @@ from .options import HeadOptions
 from .reference import transformed_logits
 from .statistics import HeadStatistics
 
-__all__ = ["LinearDivergenceOutput", "linear_divergence", "linear_divergence_reference"]
+__all__ = [
+    "REDUCTIONS",
+    "LinearDivergenceOutput",
+    "Reduction",
+    "Selected",
+    "check_mask",
+    "linear_divergence",
+    "linear_divergence_reference",
+]
 
 REDUCTIONS = ("mean", "sum", "none")
 OUTPUTS = ("log_prob", "entropy", "teacher_log_prob", "teacher_entropy")
@@ -173,15 +181,21 @@ def _check(
         raise ValueError(
             f"teacher_x must have x's leading shape {list(x.shape[:-1])}; got {list(teacher_x.shape[:-1])}"
         )
-    if mask is not None:
-        if not isinstance(mask, torch.Tensor):
-            raise TypeError(f"mask must be a tensor; got {type(mask).__name__}")
-        if mask.dtype not in _MASKS:
-            raise TypeError(f"mask must be bool or an integer dtype; got {mask.dtype}")
-        check_plain("mask", mask)
-        if mask.shape != x.shape[:-1]:
-            raise ValueError(f"mask must have x's leading shape {list(x.shape[:-1])}; got {list(mask.shape)}")
+    check_mask(mask, x)
     check_same_device(x=x, teacher_x=teacher_x, mask=mask)
+
+
+def check_mask(mask: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Raises unless `mask` is None, or bool or integers of x's leading shape."""
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"mask must be a tensor; got {type(mask).__name__}")
+    if mask.dtype not in _MASKS:
+        raise TypeError(f"mask must be bool or an integer dtype; got {mask.dtype}")
+    check_plain("mask", mask)
+    if mask.shape != x.shape[:-1]:
+        raise ValueError(f"mask must have x's leading shape {list(x.shape[:-1])}; got {list(mask.shape)}")
 
 
 def _teacher_options(**options: object) -> HeadOptions:
@@ -193,7 +207,7 @@ def _teacher_options(**options: object) -> HeadOptions:
 
 
 @dataclass(frozen=True)
-class _Reduction:
+class Reduction:
     """The reduction of a call. `early`: the objective contains the division of a mean; else the caller divides."""
 
     name: str
@@ -211,7 +225,7 @@ class _Reduction:
         return 1.0 / max(1, tokens if rows is None else rows.shape[0])
 
 
-class _Selected:
+class Selected:
     """The selected tokens of a call. `rows` waits for the device at its first use, and finds them once."""
 
     def __init__(self, mask: torch.Tensor | None, ids: torch.Tensor | None, x: torch.Tensor) -> None:
@@ -337,14 +351,14 @@ def linear_divergence(
         logit_scale=teacher_logit_scale, entropy="teacher_entropy" in outputs,
     )  # fmt: skip
     vocab = min(weight.shape[0], teacher_weight.shape[0])
-    selected = _Selected(mask, ids if wanted else None, x)
+    selected = Selected(mask, ids if wanted else None, x)
     if wanted:
         check_range("ids", lambda: selected.ids, x.device, vocab)
     weight, teacher_weight = _first(weight, vocab), _first(teacher_weight, vocab)
     bias = None if bias is None else _first(bias, vocab)
     teacher_bias = None if teacher_bias is None else _first(teacher_bias, vocab)
     # fp16 gradients of a mean over many tokens would underflow, so divide after the products there.
-    how = _Reduction(reduction, num_items, torch.float16 not in (x.dtype, compute_dtype(x)))
+    how = Reduction(reduction, num_items, torch.float16 not in (x.dtype, compute_dtype(x)))
 
     def scale() -> torch.Tensor | float:
         return how.scale(selected.rows, selected.tokens, x.device)
@@ -375,6 +389,6 @@ def _backend(x: torch.Tensor, weight: torch.Tensor, override: str | None) -> str
 
 
 def _outputs(
-    s: HeadStatistics, selected: _Selected, shape: torch.Size, outputs: Sequence[str]
+    s: HeadStatistics, selected: Selected, shape: torch.Size, outputs: Sequence[str]
 ) -> list[torch.Tensor | None]:
     return [selected.spread(getattr(s, name), shape) if name in outputs else None for name in OUTPUTS]

@@ -210,17 +210,23 @@ def _raw_statistics_torch(
     )
 
 
+def _like(number: torch.Tensor, of_ids: torch.Tensor) -> torch.Tensor:
+    """Returns a number per row with the dimensions of a number per id."""
+    return number if of_ids.dim() == 1 else number.unsqueeze(-1)
+
+
 def row_statistics(
     logits: torch.Tensor, ids: torch.Tensor, class_weights: torch.Tensor | None, options: HeadOptions, backend: str,
     part: VocabSlice | None = None,
 ) -> tuple[HeadStatistics, Softmax]:  # fmt: skip
     """Computes the statistics of one chunk of logits. With `part`, logits and class_weights are the columns of that
-    slice; the statistics still cover whole rows."""
+    slice; the statistics still cover whole rows. For ids `[n, k]`, log_prob is `[n, k]`; then without `part`, and for
+    other backends than the vendor's."""
     if backend == "vendor":
         return vendor_statistics(vendor.cross_entropy(logits, ids)[0], logits, ids)
     row_max, s, ds, us, sq, best = _raw_statistics(logits, class_weights, options, backend)
     column, mine = (ids.long(), None) if part is None else part.own(ids)
-    z_id = transform(logits.gather(1, column.unsqueeze(1)).squeeze(1).float(), options)
+    z_id = transform(logits.gather(1, column.view(len(column), -1)).view(column.shape).float(), options)
     vocab = logits.shape[1]
     if part is not None and mine is not None:
         sums = RowSums(
@@ -234,7 +240,7 @@ def row_statistics(
     shift = ds / s if options.entropy else None
     statistics = HeadStatistics(
         # Not z_id - lse, because the difference to the maximum is exact if the id is likely.
-        log_prob=(z_id - row_max) - log_s,
+        log_prob=(z_id - _like(row_max, z_id)) - _like(log_s, z_id),
         lse=lse,
         entropy=None if shift is None else log_s - shift,
         mean=(us / vocab if class_weights is None else us) if options.mean else None,
