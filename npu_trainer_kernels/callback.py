@@ -352,7 +352,6 @@ class NpuKernelsCallback(TrainerCallback):
         # `train` is running already: if it was called without the guard, the methods that it calls are guarded.
         for method in ("train",) if guards_train else ("training_step", "_maybe_log_save_evaluate"):
             self._guard(trainer, method)
-        self._show_labels(trainer)
         if self._handle is not None:
             # A Trainer reads no cache in training. Newer ones say so in the model's configuration, but not in those of
             # its parts.
@@ -362,6 +361,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._plan(trainer)
         self._apply_to_held(trainer, report)
         self._distil(trainer, report)
+        self._show_labels(trainer)  # after what reads the trainer's own `compute_loss`
         if self._handle is not None and hasattr(trainer, "generation_config"):  # TRL's trainers that generate
             serve_rollouts(self._handle, self._rollouts)
         self._add_to_logs(trainer)

@@ -6,7 +6,8 @@ own: the same code, in which the name of that function is this package's.
 
 GKD, GOLD and IW-OPD: TRL's `compute_loss` calls both models, and then `self.generalized_jsd_loss` on their logits. In
 these trainers the teacher's head promises its logits, too (`patching/head`), and the trainer has a function of its own
-of that name, which computes the divergence of two promises. Logits that are no promises go to TRL's function.
+of that name, which computes the divergence of two promises. Logits that are no promises go to TRL's function. IW-OPD's
+losses on some tokens of the vocabulary are in `top_tokens`.
 
 TRL's modules and classes stay as they are.
 """
@@ -29,6 +30,7 @@ from ..ops.host import autocasts
 from ..patching.head import PromisedLogits, promised_by_teachers
 from ..patching.patch import Site
 from ..patching.undo import Undo
+from .top_tokens import ROWS, Support, differs, loss_on_support, serve_methods, unserved
 
 __all__ = ["serve_divergence"]
 
@@ -48,10 +50,10 @@ _OF_LOGITS = {
     ("trl.experimental.iw_opd.iw_opd_trainer", "IWOPDTrainer"): (*_LOGITS, "top_k", "add_tail", "num_items_in_batch"),
 }
 """The trainers whose loss is a function of both models' logits, and its parameters."""
+_SOME_TOKENS = "IWOPDTrainer"
+"""The trainer that has losses on some tokens of the vocabulary."""
 _REDUCTIONS = {"batchmean": "mean", "sum": "sum"}
 """TRL's reductions, and those of the op."""
-_ROWS = 64
-"""The rows that are compared with TRL's own function, once."""
 
 
 def _whole(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
@@ -78,18 +80,14 @@ def _differs(site: Site, some: Sequence[torch.Tensor], call: Callable[..., Any],
 
         return call(loss)
 
-    if site.look is not None:
-        site.look(
-            site, lambda: each(linear_divergence_reference), lambda: each(linear_divergence, backend=site.backend)
-        )
-    if site.off is not None:
-        site.declined[site.off] += 1
-    return site.off is not None
+    return differs(
+        site, lambda: each(linear_divergence_reference), lambda: each(linear_divergence, backend=site.backend)
+    )
 
 
 def _some(mask: torch.Tensor, *hidden: torch.Tensor) -> list[torch.Tensor]:
     """Returns the first selected rows of hidden states."""
-    rows = torch.nonzero(mask.reshape(-1)).squeeze(1)[:_ROWS]
+    rows = torch.nonzero(mask.reshape(-1)).squeeze(1)[:ROWS]
     return [each.detach().reshape(-1, each.shape[-1])[rows] for each in hidden]
 
 
@@ -147,8 +145,8 @@ def _original(trainer: Any) -> Any:
 def _no_divergence(a: Any) -> str | None:
     """Returns why the op cannot compute a divergence of logits, or None."""
     student, teacher = a.student_logits, a.teacher_logits
-    if getattr(a, "logits_are_probs", False) or getattr(a, "top_k", 0):
-        return "probabilities, or those of some ids alone"
+    if getattr(a, "logits_are_probs", False):
+        return "probabilities"
     if a.labels is None or a.reduction not in _REDUCTIONS:
         return "all positions, or a mean over the vocabulary"
     if not all(isinstance(t, PromisedLogits) and not t.settled for t in (student, teacher)):
@@ -168,14 +166,27 @@ def _loss_of_logits(site: Site, original: Callable[..., Any], *args: Any, **kwar
         site.declined[reason] += 1
         return original(*args, **kwargs)
     student, teacher = a.student_logits.place, a.teacher_logits.place
+    reduction = {"reduction": "mean" if a.num_items_in_batch is not None else _REDUCTIONS[a.reduction],
+                 "num_items": a.num_items_in_batch}  # fmt: skip
+
+    def again(logits: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = original(
+            **{**given.arguments, "student_logits": logits, "teacher_logits": teacher.values()}
+        )
+        return found
+
+    if 0 < getattr(a, "top_k", 0) < a.student_logits.shape[-1]:
+        support = Support(0 if a.beta == 1 else a.top_k, 0 if a.beta == 0 else a.top_k)
+        some = {"beta": float(a.beta), "add_tail": a.add_tail, "temperature": a.temperature}
+        of_some = loss_on_support(site, a.student_logits, a.teacher_logits, a.labels, support, some, reduction, again)
+        return original(*args, **kwargs) if of_some is None else of_some
     of_teacher = {f"teacher_{name}": value for name, value in teacher.transform.options.items()}
     options = {"beta": float(a.beta), "temperature": a.temperature, **student.transform.options, **of_teacher}
     mask = a.labels != -100
     both = functools.partial(student.call.with_teacher, teacher.call)
     if site.look is not None and _differs(site, _some(mask, student.hidden, teacher.hidden), both, **options):
         return original(*args, **kwargs)
-    options |= {"reduction": "mean" if a.num_items_in_batch is not None else _REDUCTIONS[a.reduction],
-                "num_items": a.num_items_in_batch}  # fmt: skip
+    options |= reduction
 
     def fused() -> torch.Tensor:
         def loss(w: Any, b: Any, teacher_w: Any, teacher_b: Any) -> Any:
@@ -184,12 +195,6 @@ def _loss_of_logits(site: Site, original: Callable[..., Any], *args: Any, **kwar
             )
 
         found: torch.Tensor = both(loss)
-        return found
-
-    def again(logits: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = original(
-            **{**given.arguments, "student_logits": logits, "teacher_logits": teacher.values()}
-        )
         return found
 
     site.ran += 1
@@ -202,12 +207,8 @@ def _other_loss(trainer: Any) -> str | None:
     given = vars(trainer)
     if given.get("use_uld_loss") and given.get("teacher_tokenizer") is not None:
         return "probabilities of two tokenizers, sorted by size (ULD)"
-    if given.get("use_teacher_server"):
-        return "a server's log-probabilities"
     if given.get("distillation_objective") == "iw_opd":
         return "log-probabilities of the sampled tokens, by importance weights"
-    if given.get("loss_top_k"):
-        return f"the {given['loss_top_k']} most probable tokens"
     return None
 
 
@@ -227,6 +228,8 @@ def _function_of_logits(trainer: Any) -> Any:
             )
         if (other := _other_loss(trainer)) is not None:
             return f"the loss of {cls} compares {other}: the op linear_divergence is not used"
+        if cls == _SOME_TOKENS and (reason := unserved(trainer, base, cls)) is not None:
+            return f"{reason}: the op linear_divergence is not used"
         return function.__func__
     return None
 
@@ -236,6 +239,7 @@ def _serve_logits(trainer: Any, undo: Undo, backend: str | None) -> Site | str |
     if function is None or isinstance(function, str):
         return function
     site = _site(trainer, backend, _JSD)
+    serve_methods(trainer, undo, site)
     compute_loss = trainer.compute_loss
 
     @functools.wraps(compute_loss)

@@ -179,6 +179,16 @@ class HeadCall:
         with self._as_called():
             return self._with_parameters(lambda: teacher._with_parameters(lambda: loss(*mine, *its)))
 
+    def with_head(self, loss: Callable[..., _T]) -> _T:
+        """Calls a function with the weight and bias of this call, while they are in memory."""
+        with self._as_called():
+            return self._with_parameters(lambda: loss(*self.leaves[1:]))
+
+    @property
+    def sharded(self) -> str | None:
+        """Why no op can take this head's weight, or None."""
+        return "a head is sharded" if any(isinstance(p, DTensor) for p in self._parameters) else None
+
     def unlike(self, teacher: HeadCall) -> str | None:
         """Returns why no loss can be computed of this call and a teacher's together, or None."""
         if any(isinstance(p, DTensor) for p in (*self._parameters, *teacher._parameters)):
