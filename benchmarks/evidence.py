@@ -15,6 +15,7 @@ from typing import Any
 
 from npu_trainer_kernels.table import FILE
 
+from .measure import verdict
 from .results import Row, read
 
 __all__ = ["write"]
@@ -79,7 +80,7 @@ def write(results: Path, table: Path = FILE) -> list[str]:
 
     Raises:
         ValueError: the file is in another folder, has no row of the table, has a row without our time or that of plain
-            PyTorch, or its figures contradict the table.
+            PyTorch, has wrong numbers of ours, or its figures contradict the table.
     """
     folder = Path(__file__).parent / "results"
     if results.resolve().parent != folder:
@@ -99,6 +100,8 @@ def write(results: Path, table: Path = FILE) -> list[str]:
                 continue
             row = " ".join(figures[name] for name in _KEYS)
             ms, plain_ms = _median(times, ours, row), _median(times, plain, row)
+            if verdict(times[ours].get("errors", {}), None, figures["dtype"]) == "wrong":
+                raise ValueError(f"{row}: {ours} gives wrong numbers there: {times[ours]['errors']}")
             if (ms < plain_ms) != used:
                 raise ValueError(
                     f"{row}: {ms:g} ms against {plain_ms:g} ms of plain PyTorch, but by the table "

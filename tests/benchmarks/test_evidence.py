@@ -15,6 +15,7 @@ CPU_ATTENTION = RESULTS / "2026-11-22-cpu-attention.json"
 # The same device's, for the ops that the newer file lacks.
 OLDER_GPU = RESULTS / "2026-11-21-nvidia-h200-fourth-round.json"
 DECODE = RESULTS / "2026-11-26-nvidia-h100-thirteenth-round-decode.json"
+DIVERGENCE = RESULTS / "2026-11-26-nvidia-h200-fourteenth-round-divergence.json"
 EXPERTS = RESULTS / "2026-11-22-nvidia-h200-sixth-round-experts.json"
 
 
@@ -33,14 +34,8 @@ def test_the_committed_table_is_what_the_committed_files_make(table):
         for figures in (place["because"] for place in places if isinstance(place["because"], dict)):
             figures.update(file="", ms=0.0, plain_ms=0.0, on="")
     table.write_text(json.dumps(whole))
-    assert [len(evidence.write(file, table)) for file in (OLDER_GPU, GPU, EXPERTS, DECODE, CPU, CPU_ATTENTION)] == [
-        8,
-        7,
-        1,
-        1,
-        3,
-        1,
-    ]
+    files = (OLDER_GPU, GPU, EXPERTS, DECODE, DIVERGENCE, CPU, CPU_ATTENTION)
+    assert [len(evidence.write(file, table)) for file in files] == [8, 7, 1, 1, 1, 3, 1]
     assert table.read_text() == FILE.read_text()
 
 
@@ -52,6 +47,18 @@ def changed(monkeypatch, file: Path, **medians: float) -> None:
         if (row["group"], row["op"], row.get("mode")) == ("ops", "swiglu", "both") and row["provider"] in medians:
             row["ms"]["median"] = medians[row["provider"]]
     monkeypatch.setattr(evidence, "read", lambda _: (meta, rows))
+
+
+def test_wrong_numbers_are_no_evidence(monkeypatch, table):
+    meta, rows = evidence.read(GPU)
+    rows = copy.deepcopy(rows)
+    for row in rows:
+        if (row["op"], row.get("mode"), row["provider"]) == ("swiglu", "both", "ours-triton"):
+            row["errors"] = {**row["errors"], next(iter(row["errors"])): 0.7}
+    monkeypatch.setattr(evidence, "read", lambda _: (meta, rows))
+    with pytest.raises(ValueError, match="ours-triton gives wrong numbers there"):
+        evidence.write(GPU, table)
+    assert table.read_text() == FILE.read_text()
 
 
 def test_other_figures_are_written_and_nothing_else(monkeypatch, table):

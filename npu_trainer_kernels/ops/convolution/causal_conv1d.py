@@ -23,6 +23,7 @@ transposed `[B, L, C]`; an NPU would move one number at a time otherwise, so ten
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from ..attention import Segments
 from ..checks import check_float, check_same_device
 from ..fallback import falls_back
 from ..host import once_differentiable
+from ..launch import KernelError
+from ..trial import differs
 from .kernels import MOST_TAPS, Form, Gradients, launch_backward, launch_forward
 from .places import add_gradient_of_last, extended_places, last_inputs
 
@@ -197,6 +200,36 @@ def _of_segments_outside_of_graphs(*args: Any) -> Any:
     return _CausalConv1d.apply(*args)
 
 
+@functools.cache
+def _trial(
+    where: torch.device, dtype: torch.dtype, of_weight: torch.dtype, taps: int, silu: bool, biased: bool, backend: str
+) -> str | None:
+    """Returns why the kernels must not compute calls of a form on a device, or None. They are tried once, on two
+    segments with states before them: the compiler of Triton 3.6 and 3.9 has dropped a part of a gradient without an
+    error, where its interpreter has not."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    channels, lengths = 48, (3, 40)
+    shapes = [(1, channels, sum(lengths)), (channels, taps), (channels,), (len(lengths), channels, taps - 1)]
+    drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+    upstream = torch.randn(shapes[0], generator=generator, device="cpu").to(where, dtype)
+    segments = Segments.make(lengths, where)
+
+    def outcome(by: str, wide: bool) -> list[torch.Tensor]:
+        rounded = [t.to(where, dtype if i in (0, 3) else of_weight) for i, t in enumerate(drawn)]
+        x, weight, bias, state = ((t.float() if wide else t).requires_grad_() for t in rounded)
+        given = [x, weight, *([bias] if biased else []), *([state] if taps > 1 else [])]
+        y = _CausalConv1d.apply(
+            x, weight, bias if biased else None, state if taps > 1 else None, Form(taps, silu, segments), False, by
+        )
+        return [y, *torch.autograd.grad(y, given, upstream.to(y.dtype))]
+
+    # Outer hooks, such as those of a checkpoint around the layer, must not see what these gradients save.
+    own = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(where.type, enabled=False), own:
+        least = min(dtype, of_weight, key=lambda each: -torch.finfo(each).eps)
+        return differs("its kernel", outcome(backend, False), outcome("torch", True), least)
+
+
 def _check(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None,
     segments: Segments | None, state: torch.Tensor | None,
@@ -283,6 +316,13 @@ def causal_conv1d(
         return x.dtype, x.shape[0] * x.shape[2], (x.shape[1], taps)
 
     chosen = backends.choose("causal_conv1d", x.device, backend, at=at)
+    if chosen != "torch" and x.device.type != "cpu":
+        reason = _trial(x.device, x.dtype, weight.dtype, form.taps, form.silu, bias is not None, chosen)
+        if reason is not None and backends.is_strict(chosen):
+            raise KernelError(f"causal_conv1d: {reason}")
+        if reason is not None:
+            backends.record_failure(("causal_conv1d",), x.device, reason)
+            chosen = "torch"
     if torch.compiler.is_compiling() and segments is None:
         y = _in_torch(x, weight, bias, state, form)
         return (y, last_inputs(x, state, None, taps)) if return_state else y

@@ -312,14 +312,16 @@ def _backward_kernel(
         of_dx = dx + _row_offset(row, dx_row, ALIGNED)
         of_state = state + tl.cast(row, tl.int64) * s_row + channels * s_channel
         of_dstate = dstate + tl.cast(row, tl.int64) * ((TAPS - 1) * CHANNELS) + channels
-        x0 = zeros
-        x1 = zeros
-        x2 = zeros
-        x3 = zeros
-        x4 = zeros
-        x5 = zeros
-        x6 = zeros
-        x7 = zeros
+        # Each has a value of its own: where two variables have one value before a loop, Triton (3.6, 3.9) takes `x2 = x1`
+        # inside of it for no change, and does not carry x2 from one token to the next.
+        x0 = tl.zeros([COLS], tl.float32)
+        x1 = tl.zeros([COLS], tl.float32)
+        x2 = tl.zeros([COLS], tl.float32)
+        x3 = tl.zeros([COLS], tl.float32)
+        x4 = tl.zeros([COLS], tl.float32)
+        x5 = tl.zeros([COLS], tl.float32)
+        x6 = tl.zeros([COLS], tl.float32)
+        x7 = tl.zeros([COLS], tl.float32)
         if LOAD_X:
             at = of_x + tl.cast(begin, tl.int64) * x_token
             place = begin - first
@@ -330,8 +332,6 @@ def _backward_kernel(
             x5 = _before(at, x_token, of_state, s_place, place, found, COLS, MASKED, HAS_STATE, 5, TAPS)
             x6 = _before(at, x_token, of_state, s_place, place, found, COLS, MASKED, HAS_STATE, 6, TAPS)
             x7 = _before(at, x_token, of_state, s_place, place, found, COLS, MASKED, HAS_STATE, 7, TAPS)
-        # Each has a value of its own: where two variables have one value before a loop, Triton 3.6 takes `g2 = g1` inside
-        # of it for no change, and does not carry g2 from one token to the next.
         g1 = tl.zeros([COLS], tl.float32)
         g2 = tl.zeros([COLS], tl.float32)
         g3 = tl.zeros([COLS], tl.float32)
