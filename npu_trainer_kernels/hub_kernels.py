@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEVICES", "kernel_config", "kernel_mapping", "report"]
 
-DEVICES = ("npu", "cuda", "cpu")
+DEVICES = tuple(kind for kind in device.KINDS if kind != "other")
 """The kinds of device for which the layers are registered, by the names that `kernels` has for them."""
 
 

@@ -57,11 +57,12 @@ OP = Extension(
             '    "rope_reference",\n': '    "rope_reference",\n    "scaled_tanh",\n    "scaled_tanh_reference",\n',
         },
         "npu_trainer_kernels/tiling/layer_tiles.py": {
-            '"""Tiles of gated MLPs, rotary and token embedding, convolutions and the attention of generation."""': (
+            '"""Tiles of gated MLPs, rotary and token embedding, convolutions, linear attention and the attention of '
+            'generation."""': (
                 '"""Tiles of gated MLPs, embeddings, convolutions, attention of generation, scaled tanh."""'
             ),
-            '    "rope_unserved",\n    "swiglu_block",': (
-                '    "rope_unserved",\n    "scaled_tanh_block",\n    "swiglu_block",'
+            '    "rope_unserved",\n    "state_tile",': (
+                '    "rope_unserved",\n    "scaled_tanh_block",\n    "state_tile",'
             ),
             "# The kernel by its number of tensors.\n": '''@tunable
 def scaled_tanh_block(spec: DeviceSpec) -> Block:

@@ -1,4 +1,4 @@
-"""What the sources of kernels must not have, because a compiler makes something else of it than the interpreter does."""
+"""What sources of kernels must not have, because a compiler makes something else of it than the interpreter does."""
 
 import ast
 import importlib

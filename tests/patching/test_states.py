@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional
 from transformers.models.bamba import modeling_bamba as bamba
@@ -19,7 +18,16 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.ops.attention import Segments, Shared
-from npu_trainer_kernels.patching.body import padding, proof, state_forms, state_row, states
+from npu_trainer_kernels.patching.body import (
+    Unserved,
+    packed_row,
+    packing_for,
+    padding,
+    proof,
+    state_forms,
+    state_row,
+    states,
+)
 from npu_trainer_kernels.patching.body.layout import layout
 from npu_trainer_kernels.patching.body.state_row import StateRow
 from npu_trainer_kernels.patching.undo import Undo
@@ -517,32 +525,23 @@ def test_arguments_that_are_not_covered() -> None:
         state_forms.arguments_of(qwen3_next.torch_chunk_gated_delta_rule, (), {**given, "cu_seqlens": gate})
 
 
-class NoMask(transformers.modeling_layers.GradientCheckpointingLayer):
-    """A layer that does not hand its mask on."""
-
-    def __init__(self, mixer: nn.Module) -> None:
-        super().__init__()
-        self.mixer = mixer
-
-    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:
-        out: torch.Tensor = self.mixer(hidden_states)
-        return out
-
-
-def test_a_layer_that_hands_on_no_mask() -> None:
+def test_a_module_that_is_not_given_its_layers_mask() -> None:
     model = hybrid("lfm2")
-    layers = model.model.layers
-    at = next(i for i, layer in enumerate(layers) if hasattr(layer, "conv"))
-    inputs = batch(model, "both")
-    with apply_npu_kernels(model, ops=OPS) as kernels:
-        prepared = type(layers[at].conv)
-        layers[at].forward = NoMask(layers[at].conv).forward
-        assert prepared is type(layers[at].conv)
-        values(model, inputs)
-        reasons = [left.reason for left in kernels.report().declined]
-    assert reasons
-    with apply_npu_kernels(hybrid("lfm2"), ops=OPS):
-        pass
+    with apply_npu_kernels(model, ops=OPS):
+        mixer = next(layer.conv for layer in model.model.layers if hasattr(layer, "conv"))
+        row = packing_for(model.model, model.model, Segments.make([2, 3], "cpu"), None, 5)
+        row.carries = True
+        hidden = torch.randn(1, 5, model.config.hidden_size)
+        with packed_row(row), pytest.raises(Unserved, match=r"^its Lfm2ShortConv is not given its layer's mask$"):
+            mixer(hidden)
+        mixer(hidden)
+
+
+@pytest.mark.parametrize("kind", ["recurrent_gemma", "deepseek_v4"])
+def test_a_state_of_another_kind_is_left_alone(kind: str) -> None:
+    with apply_npu_kernels(hybrid(kind), ops=OPS) as kernels:
+        (left,) = kernels.report().left_alone
+    assert left.reason == "state runs along its rows"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

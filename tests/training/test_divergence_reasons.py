@@ -3,13 +3,14 @@
 import inspect
 import re
 import types
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
 from npu_trainer_kernels.patching.head import head_call
-from npu_trainer_kernels.training import distillation
+from npu_trainer_kernels.training import distillation, top_tokens
 
 
 class _Promise:
@@ -30,8 +31,8 @@ def call(**changes):
     ("changes", "reason"),
     [
         ({}, None),
-        ({"logits_are_probs": True}, "probabilities, or those of some ids alone"),
-        ({"top_k": 5}, "probabilities, or those of some ids alone"),
+        ({"logits_are_probs": True}, "probabilities"),
+        ({"top_k": 5}, None),
         ({"labels": None}, "all positions, or a mean over the vocabulary"),
         ({"reduction": "mean"}, "all positions, or a mean over the vocabulary"),
         ({"teacher_logits": torch.zeros(2, 3, 7)}, "logits that exist already"),
@@ -47,6 +48,17 @@ def test_a_call(monkeypatch, changes, reason):
     assert distillation._no_divergence(call(**changes)) == reason
 
 
+def test_logits_of_some_tokens_that_exist_already():
+    site = types.SimpleNamespace(declined=Counter(), off=None)
+    logits = torch.zeros(2, 3, 7)
+
+    def original(student_logits, teacher_logits, labels):
+        return student_logits
+
+    assert top_tokens._local(site, None, original, logits, logits, torch.zeros(2, 3)) is logits
+    assert site.declined == {"logits that exist already": 1}
+
+
 class _Sharded(nn.Parameter):
     pass
 
@@ -59,10 +71,12 @@ def head(parameter=None, dtype=None, device="cpu"):
 
 
 def test_two_heads(monkeypatch):
-    unlike = head_call.HeadCall.unlike
+    unlike, sharded = head_call.HeadCall.unlike, head_call.HeadCall.sharded.fget
+    assert sharded(head()) is None
     assert unlike(head(), head()) is None
     with monkeypatch.context() as patch:
         patch.setattr(head_call, "DTensor", _Sharded)
+        assert sharded(head(_Sharded(torch.zeros(2)))) == "a head is sharded"
         for pair in ((head(_Sharded(torch.zeros(2))), head()), (head(), head(_Sharded(torch.zeros(2))))):
             assert unlike(*pair) == "a head is sharded"
     other = "the two heads run under another autocast, or on other devices"
@@ -77,8 +91,8 @@ def test_two_heads(monkeypatch):
     [
         ({}, None),
         ({"distillation_objective": "iw_opd"}, "log-probabilities of the sampled tokens, by importance weights"),
-        ({"use_teacher_server": True}, "a server's log-probabilities"),
-        ({"loss_top_k": 3}, "the 3 most probable tokens"),
+        ({"use_teacher_server": True}, None),
+        ({"loss_top_k": 3}, None),
     ],
     ids=str,
 )

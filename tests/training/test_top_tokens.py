@@ -6,7 +6,6 @@ The logits of the student, and of a local teacher, are promised and never formed
 
 import pytest
 import torch
-from torch import nn
 from trl.experimental.iw_opd import IWOPDTrainer
 
 from npu_trainer_kernels import NpuKernelsCallback
@@ -41,7 +40,8 @@ class Served(IWOPDTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.teacher_client, self.teacher_model, self.use_teacher_server = Answers(self.teacher_model.eval()), None, True
+        self.teacher_client, self.teacher_model = Answers(self.teacher_model.eval()), None
+        self.use_teacher_server = True
 
 
 OF_MODELS = {
@@ -151,9 +151,7 @@ def test_the_first_batch_is_compared(tmp_path, monkeypatch, trainer, case):
     assert served(fine).ran["linear_divergence"] == 2
     assert "linear_divergence  torch: " in str(served(fine))
     original = top_tokens.linear_topk_divergence
-    monkeypatch.setattr(
-        top_tokens, "linear_topk_divergence", lambda *args, **kwargs: 1.1 * original(*args, **kwargs)
-    )
+    monkeypatch.setattr(top_tokens, "linear_topk_divergence", lambda *args, **kwargs: 1.1 * original(*args, **kwargs))
     with pytest.warns(UserWarning, match="linear_divergence in .* differs"):
         stock, ours = both(tmp_path / "off", case, NpuKernelsCallback(), trainer=trainer)
     assert served(ours).ran["linear_divergence"] == 0
@@ -172,3 +170,36 @@ def test_the_gradient_of_promised_logits_is_what_it_would_have_been(tmp_path):
     both(tmp_path, {"beta": 0.25, "loss_top_k": 1}, trainer=Looks, steps=1)
     assert grads[0].abs().max() > 1e-5
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-8)
+
+
+def test_methods_that_are_not_trls(tmp_path, monkeypatch):
+    class Own(IWOPDTrainer):
+        def _compute_local_sparse_top_1_divergence_loss(self, *args, **kwargs):
+            return 2 * super()._compute_local_sparse_top_1_divergence_loss(*args, **kwargs)
+
+    stock, ours = both(tmp_path, {"beta": 0.25, "loss_top_k": 1}, trainer=Own)
+    compare(stock, ours)
+    name = "_compute_local_sparse_top_1_divergence_loss"
+    assert f"Own has a {name} of its own: the op linear_divergence is not used" in str(served(ours))
+    made = object.__new__(IWOPDTrainer)
+    made.beta, made.loss_top_k = 0.5, 1
+    assert callable(distillation._function_of_logits(made))
+    monkeypatch.setitem(top_tokens._PARAMETERS, name, ("self",))
+    said = distillation._function_of_logits(made)
+    assert f"TRL computes the loss of IWOPDTrainer in another way, in {name}" in said
+
+
+def test_a_server_that_sends_too_little(tmp_path):
+    """TRL's error, and not a loss of fewer tokens."""
+
+    class Silent(Served):
+        def _get_teacher_token_logprobs_from_server(self, *args):
+            found = super()._get_teacher_token_logprobs_from_server(*args)
+            found["actual_logprobs"][:] = -torch.inf
+            return found
+
+    callback = NpuKernelsCallback(audit="off")
+    with pytest.raises(ValueError, match="Teacher server is missing actual-token logprobs"):
+        trained(tmp_path, [callback], "iw-opd", trainer=Silent, distillation_objective="jsd", beta=1.0, loss_top_k=1)
+    declined = {each.reason for each in callback.report().declined if each.op == "linear_divergence"}
+    assert declined == {"log-probabilities that the server has not sent"}

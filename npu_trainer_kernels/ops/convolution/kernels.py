@@ -312,8 +312,8 @@ def _backward_kernel(
         of_dx = dx + _row_offset(row, dx_row, ALIGNED)
         of_state = state + tl.cast(row, tl.int64) * s_row + channels * s_channel
         of_dstate = dstate + tl.cast(row, tl.int64) * ((TAPS - 1) * CHANNELS) + channels
-        # Each has a value of its own: where two variables have one value before a loop, Triton (3.6, 3.9) takes `x2 = x1`
-        # inside of it for no change, and does not carry x2 from one token to the next.
+        # Each has a value of its own: where two variables have one value before a loop, Triton (3.6, 3.9) takes
+        # `x2 = x1` inside of it for no change, and does not carry x2 from one token to the next.
         x0 = tl.zeros([COLS], tl.float32)
         x1 = tl.zeros([COLS], tl.float32)
         x2 = tl.zeros([COLS], tl.float32)
