@@ -1,5 +1,6 @@
 """causal_conv1d against its reference: taps, segments, states, layouts, what is frozen, what a launch depends on."""
 
+import importlib
 import math
 from collections.abc import Iterator
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from npu_trainer_kernels import backends
 from npu_trainer_kernels.ops import Segments, causal_conv1d, causal_conv1d_reference, launch
 from npu_trainer_kernels.ops.convolution import kernels, places
 from tests.closeness import assert_op_close
@@ -425,3 +427,64 @@ def test_bad_input_names_argument_value_and_what_is_allowed(change, error, messa
     given = {"x": torch.zeros(1, 5, 7), "weight": torch.zeros(5, 3), **change}
     with pytest.raises(error, match=message):
         causal_conv1d(**given)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The trial on a device
+# ---------------------------------------------------------------------------------------------------------------------
+
+MODULE = importlib.import_module("npu_trainer_kernels.ops.convolution.causal_conv1d")
+
+
+def tried(device, backend, taps=4, silu=True, biased=True, dtype=torch.float32, of_weight=torch.float32):
+    return MODULE._trial.__wrapped__(torch.device(device), dtype, of_weight, taps, silu, biased, backend)
+
+
+@pytest.mark.parametrize(
+    ("taps", "silu", "biased"), [(1, True, False), (2, False, True), (4, True, True), (8, True, False)]
+)
+def test_right_kernels_pass_their_trial(device, backend, taps, silu, biased):
+    assert tried(device, backend, taps, silu, biased) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_they_pass_it_too(device, backend, dtype):
+    assert tried(device, backend, dtype=dtype, of_weight=dtype) is None
+    assert tried(device, backend, dtype=dtype) is None
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_wrong_gradient_fails_it(device, backend, which, monkeypatch):
+    """As if the compiler had dropped a part of one of the four."""
+    own = MODULE._backward
+
+    def planted(*args):
+        found = list(own(*args))
+        if args[-1] == backend and args[0].dtype == torch.bfloat16:
+            found[which] = found[which] * 0.9
+        return tuple(found)
+
+    monkeypatch.setattr(MODULE, "_backward", planted)
+    reason = tried(device, backend, dtype=torch.bfloat16, of_weight=torch.bfloat16)
+    assert reason is not None
+    assert reason.startswith("its kernel gives other numbers there")
+
+
+def test_torch_takes_over_from_kernels_that_fail_it(monkeypatch):
+    monkeypatch.delenv("NPU_KERNELS_STRICT", raising=False)
+    card, seen = torch.device("cuda"), []
+    monkeypatch.setattr(MODULE, "_trial", lambda where, *form: seen.append(form) or "planted")
+    try:
+        with pytest.warns(RuntimeWarning, match="causal_conv1d: torch takes over .* planted"):
+            assert MODULE._after_trial("triton", card, torch.float32, 4) == "torch"
+        assert seen == [(torch.float32, 4, "triton")]
+        assert backends.has_failed("causal_conv1d", card)
+        strict = backends._strictly("triton")
+        with pytest.raises(launch.KernelError, match=r"^causal_conv1d: planted$"):
+            MODULE._after_trial(strict, card, torch.float32, 4)
+    finally:
+        backends.forget_failures()
+    assert MODULE._after_trial("torch", card) == "torch"
+    assert MODULE._after_trial("triton", torch.device("cpu")) == "triton"
+    monkeypatch.setattr(MODULE, "_trial", lambda *_: None)
+    assert MODULE._after_trial("triton", card) == "triton"

@@ -200,6 +200,19 @@ def _of_segments_outside_of_graphs(*args: Any) -> Any:
     return _CausalConv1d.apply(*args)
 
 
+def _after_trial(backend: str, where: torch.device, *form: Any) -> str:
+    """Returns the backend, or "torch" on a device where its kernels have failed their trial."""
+    if backend == "torch" or where.type == "cpu":
+        return backend
+    reason = _trial(where, *form, backend)
+    if reason is None:
+        return backend
+    if backends.is_strict(backend):
+        raise KernelError(f"causal_conv1d: {reason}")
+    backends.record_failure(("causal_conv1d",), where, reason)
+    return "torch"
+
+
 @functools.cache
 def _trial(
     where: torch.device, dtype: torch.dtype, of_weight: torch.dtype, taps: int, silu: bool, biased: bool, backend: str
@@ -307,6 +320,7 @@ def causal_conv1d(
         TypeError: a dtype that is not allowed, segments of another type.
         ValueError: shapes or dtypes that do not match, more than 8 taps, an unknown activation or backend, segments
             that share keys, tensors on several devices.
+        KernelError: with `strict`, kernels that give other numbers on this device than torch does.
     """
     _check(x, weight, bias, activation, segments, state)
     taps = weight.shape[1]
@@ -316,13 +330,7 @@ def causal_conv1d(
         return x.dtype, x.shape[0] * x.shape[2], (x.shape[1], taps)
 
     chosen = backends.choose("causal_conv1d", x.device, backend, at=at)
-    if chosen != "torch" and x.device.type != "cpu":
-        reason = _trial(x.device, x.dtype, weight.dtype, form.taps, form.silu, bias is not None, chosen)
-        if reason is not None and backends.is_strict(chosen):
-            raise KernelError(f"causal_conv1d: {reason}")
-        if reason is not None:
-            backends.record_failure(("causal_conv1d",), x.device, reason)
-            chosen = "torch"
+    chosen = _after_trial(chosen, x.device, x.dtype, weight.dtype, taps, form.silu, bias is not None)
     if torch.compiler.is_compiling() and segments is None:
         y = _in_torch(x, weight, bias, state, form)
         return (y, last_inputs(x, state, None, taps)) if return_state else y
