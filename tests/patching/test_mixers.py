@@ -94,9 +94,8 @@ def test_recomputed(kind: str, reentrant: bool) -> None:
     held(model, lambda model: values(model, inputs), reentrant=reentrant)
 
 
-def test_two_forwards_before_their_backwards() -> None:
-    model = hybrid("qwen3_next")
-    one, other = batch(model, "left"), batch(model, "right")
+def two_forwards(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> Callable[[Any], Values]:
+    """The gradients of two batches whose forwards both run before a backward."""
 
     def both(model: Any) -> Values:
         model.zero_grad(set_to_none=True)
@@ -104,7 +103,12 @@ def test_two_forwards_before_their_backwards() -> None:
         sum(losses[1:], losses[0]).backward()
         return {name: p.grad for name, p in model.named_parameters()}
 
-    held(model, both)
+    return both
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    model = hybrid("qwen3_next")
+    held(model, two_forwards(batch(model, "left"), batch(model, "right")))
 
 
 def test_who_gets_what(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,21 +201,27 @@ def test_compiled_it_is_its_own() -> None:
     assert torch.equal(found, expected)
 
 
-def test_the_models_classes_come_back() -> None:
-    model = hybrid("bamba")
+def classes_come_back(model: Any) -> None:
     before = [type(module) for module in model.modules()]
     with apply_npu_kernels(model, ops=OPS):
         assert [type(module) for module in model.modules()] != before
     assert [type(module) for module in model.modules()] == before
 
 
-def test_generation_is_its_own() -> None:
-    model = hybrid("qwen3_next").eval()
-    inputs = batch(model, "left")
+def test_the_models_classes_come_back() -> None:
+    classes_come_back(hybrid("bamba"))
+
+
+def generates_as_before(model: Any, inputs: dict[str, torch.Tensor]) -> None:
     ids, mask = inputs["input_ids"][:2], inputs["attention_mask"][:2]
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
     with apply_npu_kernels(model, ops=OPS):
         assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_generation_is_its_own() -> None:
+    model = hybrid("qwen3_next").eval()
+    generates_as_before(model, batch(model, "left"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from npu_trainer_kernels.patching.undo import Undo
 from tests.closeness import assert_as_close, rounded
 from tests.families.tiny import model_class, tiny_config
 from tests.models import in_double
-from tests.patching.test_mixers import Values, hybrid
+from tests.patching.test_mixers import Values, classes_come_back, generates_as_before, hybrid, two_forwards
 from tests.patching.test_padding import compare, live_and_distinct, padded, progress, values
 
 OPS = ("varlen_attention",)
@@ -156,15 +156,7 @@ def test_under_autocast(kind: str) -> None:
 
 def test_two_forwards_before_their_backwards() -> None:
     model = hybrid("qwen3_next")
-    one, other = batch(model, "left"), batch(model, "right")
-
-    def both(model: Any) -> Values:
-        model.zero_grad(set_to_none=True)
-        losses = [model(**inputs, use_cache=False).loss for inputs in (one, other)]
-        sum(losses[1:], losses[0]).backward()
-        return {name: p.grad for name, p in model.named_parameters()}
-
-    held(model, both)
+    held(model, two_forwards(batch(model, "left"), batch(model, "right")))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm2", "bamba"])
@@ -185,20 +177,12 @@ def test_captured_layers(kind: str) -> None:
 
 
 def test_the_models_classes_come_back() -> None:
-    model = hybrid("falcon_h1")
-    before = [type(module) for module in model.modules()]
-    with apply_npu_kernels(model, ops=OPS):
-        assert [type(module) for module in model.modules()] != before
-    assert [type(module) for module in model.modules()] == before
+    classes_come_back(hybrid("falcon_h1"))
 
 
 def test_generation_is_its_own() -> None:
     model = hybrid("qwen3_next").eval()
-    inputs = batch(model, "left")
-    ids, mask = inputs["input_ids"][:2], inputs["attention_mask"][:2]
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    with apply_npu_kernels(model, ops=OPS):
-        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False), expected)
+    generates_as_before(model, batch(model, "left"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
