@@ -74,7 +74,8 @@ class _Operators(TorchDispatchMode):
 
 def _ours(**options: Any) -> Callable[[Tensors], torch.Tensor]:
     def run(given: Tensors) -> torch.Tensor:
-        o = gated_delta_rule(**given, **options, backend="torch")
+        q, k, v, g, beta = (given.get(name) for name in ("q", "k", "v", "g", "beta"))
+        o = gated_delta_rule(q, k, v, g, beta, **options, backend="torch")  # type: ignore[arg-type]
         assert isinstance(o, torch.Tensor)
         return o
 
