@@ -112,7 +112,7 @@ def test_a_path_that_does_not_exist_is_not_looked_for_on_a_hub(model):
 
 @pytest.mark.parametrize("model", ["gpt2", "Qwen/Qwen3-0.6B", "a-b_c/d.e"])
 def test_a_hub_id_may_be_one(model):
-    _model._check_path(model)
+    _model._check_path(model, "--model")
 
 
 def test_what_transformers_refuses_is_said_in_its_own_words_and_in_full(tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -474,6 +475,7 @@ def test_torch_takes_over_from_kernels_that_fail_it(monkeypatch):
     monkeypatch.delenv("NPU_KERNELS_STRICT", raising=False)
     card, seen = torch.device("cuda"), []
     monkeypatch.setattr(MODULE, "_trial", lambda where, *form: seen.append(form) or "planted")
+    monkeypatch.setattr(MODULE.device, "spec", lambda where: types.SimpleNamespace(has_warps=where.type == "cuda"))
     try:
         with pytest.warns(RuntimeWarning, match="causal_conv1d: torch takes over .* planted"):
             assert MODULE._after_trial("triton", card, torch.float32, 4) == "torch"
@@ -486,5 +488,6 @@ def test_torch_takes_over_from_kernels_that_fail_it(monkeypatch):
         backends.forget_failures()
     assert MODULE._after_trial("torch", card) == "torch"
     assert MODULE._after_trial("triton", torch.device("cpu")) == "triton"
+    assert MODULE._after_trial("triton", torch.device("meta")) == "triton"
     monkeypatch.setattr(MODULE, "_trial", lambda *_: None)
     assert MODULE._after_trial("triton", card) == "triton"

@@ -85,7 +85,7 @@ def test_nothing_is_left_of_it(monkeypatch):
 
     assert same()
 
-    def stops(*args):
+    def stops(*args, **kwargs):
         assert not same()
         raise KeyboardInterrupt
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ... import backends
+from ... import backends, device
 from ...support.opaque import opaque
 from ..attention import Segments
 from ..checks import check_float, check_same_device
@@ -201,8 +201,9 @@ def _of_segments_outside_of_graphs(*args: Any) -> Any:
 
 
 def _after_trial(backend: str, where: torch.device, *form: Any) -> str:
-    """Returns the backend, or "torch" on a device where its kernels have failed their trial."""
-    if backend == "torch" or where.type == "cpu":
+    """Returns the backend, or "torch" on a device where its kernels have failed their trial. The Ascend compiler's output
+    is executed by the gate; the other compilers are tried on the user's own device."""
+    if backend == "torch" or where.type == "cpu" or not device.spec(where).has_warps:
         return backend
     reason = _trial(where, *form, backend)
     if reason is None:

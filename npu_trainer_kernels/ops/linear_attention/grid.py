@@ -52,9 +52,11 @@ class Grid:
         def chunks(length: int) -> int:
             return rows * -(-tokens // length) if lengths is None else int((-(-lengths // length)).sum())
 
-        # `min` with a key is no function that Dynamo traces in torch 2.11.
-        needed = [chunks(each) * numbers(each) for each in _LENGTHS]
-        length = _LENGTHS[needed.index(min(needed))]
+        # A loop, since Dynamo traces neither `min` with a key nor `index` in torch 2.11.
+        length = _LENGTHS[0]
+        for each in _LENGTHS[1:]:
+            if chunks(each) * numbers(each) < chunks(length) * numbers(length):
+                length = each
         if segments is None:
             of_row, count = -(-tokens // length), chunks(length)
             first = torch.arange(0, count, of_row, device=v.device)

@@ -53,7 +53,9 @@ class _Slices:
         self.options = scale, normalize, backend
         self.grid = Grid.of(v, segments, numbers)
         whole = 4 * v.shape[2] * self.grid.count * numbers(self.grid.length)
-        self.number = min(self.heads, -(-whole // _slice_bytes(device.spec(v.device))))
+        # A graph has all heads at once, and none of the lookup in it.
+        slices = 1 if torch.compiler.is_compiling() else -(-whole // _slice_bytes(device.spec(v.device)))
+        self.number = min(self.heads, slices)
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """The key heads and the value heads of each slice."""
