@@ -156,11 +156,11 @@ docs: $(STAMP)  ## site/; a broken link or a public name without docstring is an
 	$(BIN)/python -m pytest -q tests/test_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Chromium without a window. Other systems than Debian: any Chromium that tests/site/browser.py finds.
+# Chromium without a window. Other systems than Debian: any Chromium that tests/browser/browser.py finds.
 SITE_TOOLS = chromium-headless-shell
 
 test-site: $(STAMP)  ## every page of the site in Chromium, as wide as a phone and as a desktop
-	$(BIN)/python -m pytest tests/site
+	$(BIN)/python -m pytest tests/browser
 
 site-tools:  ## installs what test-site needs beside Python packages, where it is absent and this is root
 	@for tool in chromium-headless-shell chromium chromium-browser google-chrome; do \
