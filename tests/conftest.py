@@ -24,7 +24,7 @@ torch.set_num_threads(int(os.environ.get("NPU_KERNELS_TEST_THREADS", "1")))
 
 # Files of a copy of the repository (test_extending.py).
 collect_ignore = ["extending"]
-_NAMES = ("ascend", "frameworks", "hub_kernels", "npu_contract", "oldest", "site", "zero3")
+_NAMES = ("ascend", "browser", "frameworks", "hub_kernels", "npu_contract", "oldest", "zero3")
 _APART = [Path(__file__).parent / name for name in _NAMES]
 
 

@@ -201,8 +201,8 @@ def _of_segments_outside_of_graphs(*args: Any) -> Any:
 
 
 def _after_trial(backend: str, where: torch.device, *form: Any) -> str:
-    """Returns the backend, or "torch" on a device where its kernels have failed their trial. The Ascend compiler's output
-    is executed by the gate; the other compilers are tried on the user's own device."""
+    """Returns the backend, or "torch" on a device where its kernels have failed their trial. The gate executes what the
+    Ascend compiler makes; what other compilers make is tried on the user's own device."""
     if backend == "torch" or where.type == "cpu" or not device.spec(where).has_warps:
         return backend
     reason = _trial(where, *form, backend)
