@@ -73,7 +73,7 @@ def test_a_padded_batch_is_the_models_own(kind: str, side: str) -> None:
     report = compare(model, inputs, OPS, f"{kind} {side}")
     saved = progress(report)
     live, distinct = live_and_distinct(inputs)
-    assert (saved.live, saved.computed) == (live, distinct if side != "right" else saved.computed)
+    assert (saved.live, saved.computed) == (live, distinct)
     assert saved.computed < saved.positions
     (site,) = (site for site in report.sites if site.op == "varlen_attention")
     positions = "" if kind == "mamba2" else "positions count columns; "  # it takes none
@@ -274,7 +274,7 @@ def test_one_row_by_positions_is_the_models_own() -> None:
     with apply_npu_kernels(model, ops=OPS) as kernels:
         assert torch.equal(values(model, inputs)["loss"], expected)
         report = kernels.report()
-    assert (report.ran, report.declined) == ({"varlen_attention": 0}, []) or not report.declined
+    assert (report.ran, report.declined) == ({"varlen_attention": 0}, [])
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "jamba"])

@@ -325,7 +325,7 @@ class PaddingPatch(Patch):
         positions = batch.shape[0] * batch.shape[1]
         saved = positions - batch.computed
         worth = saved > 0 if not form.proof.mixes else saved >= _WORTH * positions
-        # Without padding, too, transformers' own operators of a state keep 15 times the memory, and take longer.
+        # Without padding, too, transformers' own operators of a state keep 15 times the memory (docs/padding.md).
         worth = worth or (form.slow and _device_of(given).type != "cpu")
         # The model's own code may not keep apart rows that a collator has packed.
         if not worth and not (packed and len(batch.layout.lengths) > batch.shape[0]):
