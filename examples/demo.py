@@ -111,8 +111,7 @@ def execute(run: Run, output_dir: Path, seed: int, progress: Progress) -> dict[s
 def table(results: dict[Run, dict[str, Any]]) -> Table:
     """Returns a table with one row per run, which shows what the flag changed."""
     result = Table(title="The same runs, without and with --use_npu_kernels")
-    for name in ("run", "device"):
-        result.add_column(name)
+    result.add_column("run")
     for name in ("loss or reward", "held out", "peak memory", "seconds", "generation + update", "tokens/s"):
         result.add_column(name, justify="right")
     for run, metrics in results.items():
@@ -120,7 +119,6 @@ def table(results: dict[Run, dict[str, Any]]) -> Table:
         held_out = metrics["eval_loss" if run.script == "sft" else "held_out_reward"]
         result.add_row(
             run.title,
-            metrics["device"],
             f"{quality} {metrics[f'first_{quality}']:.3f} -> {metrics[f'final_{quality}']:.3f}",
             f"{held_out:.3f}",
             f"{metrics['peak_memory_bytes'] / MIB:,.0f} MiB",
