@@ -196,6 +196,8 @@ def workloads(kind: str) -> list[StepWorkload]:
         StepWorkload("grpo-trl", "qwen3.5-0.8b", 8, 4096, 128, lengths="exponential", group=2),
         StepWorkload("grpo-trl", "qwen3.5-0.8b", 8, 1024, 2048, lengths="exponential"),
         StepWorkload("sft-trainer", "qwen3.5-0.8b", 8, 2048, lengths="exponential"),
+        # Without checkpointing plain needs more than 80 GiB for the row above.
+        StepWorkload("sft-trainer", "qwen3.5-0.8b", 8, 2048, lengths="exponential", checkpointing=True),
         StepWorkload("sft-trainer", "qwen3.5-0.8b", 4, 2048),
         StepWorkload("sft-trainer", "llama-1b", 8, 2048, lengths="exponential"),
         StepWorkload("sft-trainer", "llama-1b", 4, 2048, lengths="exponential"),

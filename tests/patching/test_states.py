@@ -90,12 +90,15 @@ def test_with_every_op(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_batch_without_padding(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_batch_without_padding(kind: str, device: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator it is packed as well where transformers has no kernels for the state."""
-    monkeypatch.setattr(padding, "_device_of", lambda given: torch.device(device))
+    monkeypatch.setattr(padding, "_device_of", lambda rows: torch.device(device))
     model = hybrid(kind)
     inputs = {name: value[:2, 8:20] for name, value in batch(model, "both", shared=False).items()}
-    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    mask = inputs.pop("attention_mask")
+    if masked:
+        inputs["attention_mask"] = torch.ones_like(mask)
     saved = progress(compare(model, inputs, OPS, kind))
     assert saved.computed == (24 if (kind, device) == ("qwen3_5_text", "cuda") else 0)
 

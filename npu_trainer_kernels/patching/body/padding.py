@@ -241,7 +241,7 @@ class PaddingPatch(Patch):
         form: BodyForm = site.form
         if site.progress.read:
             return str(site.progress.read)
-        given = dict(zip(form.names, args, strict=False), **kwargs)
+        given = _masked(form, dict(zip(form.names, args, strict=False), **kwargs))
         mask, config = given.get("attention_mask"), module.config.get_text_config()
         packed = mask is None
         if paused():
@@ -252,8 +252,7 @@ class PaddingPatch(Patch):
             return reason
         if given.get("past_key_values") is not None or given.get("cache_params") is not None:
             return "it is given keys and values (past_key_values)" if torch.is_grad_enabled() else UNREPORTED
-        ids = given.get("input_ids")
-        rows = ids if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        ids, rows = given.get("input_ids"), _rows_of(given)
         if mask is None:
             mask = given["position_ids"]  # of the shape that a mask would have
         elif not isinstance(mask, torch.Tensor) or mask.dim() != 2:
@@ -303,7 +302,7 @@ class PaddingPatch(Patch):
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: BodyForm = site.form
-        given = dict(zip(form.names, args, strict=False), **kwargs)
+        given = _masked(form, dict(zip(form.names, args, strict=False), **kwargs))
         call = current_call()
         labels = None if call is None else call.labels
         # Adapters with a dropout of their own may have been added since.
@@ -325,8 +324,7 @@ class PaddingPatch(Patch):
         positions = batch.shape[0] * batch.shape[1]
         saved = positions - batch.computed
         worth = saved > 0 if not form.proof.mixes else saved >= _WORTH * positions
-        # Without padding, too, transformers' own operators of a state keep 15 times the memory (docs/padding.md).
-        worth = worth or (form.slow and _device_of(given).type != "cpu")
+        worth = worth or _is_slow(form, _rows_of(given))
         # The model's own code may not keep apart rows that a collator has packed.
         if not worth and not (packed and len(batch.layout.lengths) > batch.shape[0]):
             return LateRefusal(UNREPORTED)
@@ -407,9 +405,28 @@ def _arrived(empty: torch.Tensor, gradient: torch.Tensor) -> None:
     )
 
 
-def _device_of(given: dict[str, Any]) -> torch.device:
-    rows: torch.Tensor = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
+def _rows_of(given: dict[str, Any]) -> Any:
+    return given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+
+
+def _is_slow(form: BodyForm, rows: Any) -> bool:
+    """Whether rows without padding are worth packing, too: transformers' own operators of a state keep 15 times the
+    memory on an accelerator (docs/padding.md)."""
+    return form.slow and isinstance(rows, torch.Tensor) and _device_of(rows).type != "cpu"
+
+
+def _device_of(rows: torch.Tensor) -> torch.device:
     return rows.device
+
+
+def _masked(form: BodyForm, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a body, with a mask of all tokens where neither a mask nor positions are given and rows
+    without padding are worth packing."""
+    rows = _rows_of(given)
+    named = given.get("attention_mask") is not None or given.get("position_ids") is not None
+    if named or not _is_slow(form, rows) or not torch.is_grad_enabled():
+        return given
+    return {**given, "attention_mask": torch.ones(rows.shape[:2], dtype=torch.long, device=rows.device)}
 
 
 def _caches(module: nn.Module, config: Any, asked: bool | None) -> bool:
