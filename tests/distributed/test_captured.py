@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.test_distributed import on_two_ranks
 
-TAKEN = "code around it takes what it saves for backward (a checkpoint that is not the layer's, offloading)"
+TAKEN = "code around it takes what it saves for backward (a checkpoint around it, or offloading)"
 
 
 @pytest.mark.full

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from npu_trainer_kernels.patching.layers import layer_capture
+from npu_trainer_kernels.patching.layers.device_waits import DeviceWaits
 from npu_trainer_kernels.patching.layers.weight_slots import WeightSlots
-from tests.patching.captured import FULL, PADDED, Twins, llama_twins
+from tests.patching.captured import FULL, PADDED, Events, Twins, llama_twins
 from tests.patching.padded import Batch, of_transformers
 
 Load = Callable[..., None]
@@ -80,6 +82,34 @@ def test_checkpointed_layers(batches: tuple[Batch, ...], reentrant: bool) -> Non
             for parameter in model.parameters():
                 parameter.mul_(1.5)
     twins.steps(batches, step)
+
+
+@pytest.mark.parametrize("waits", [8, 7])
+@pytest.mark.parametrize("how", ["kept", "checkpointed"])
+def test_auto_copies_parameters_where_the_device_waits(how: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock that decides for parameters that stay decides for those that move, too."""
+    twins: Twins = llama_twins(of_transformers(False) if how == "checkpointed" else None)
+    events = Events(lambda asked: asked % 10 < waits)
+    with FakeTensorMode():
+        on_device = torch.empty(1, device="cuda")
+
+    class Waits(DeviceWaits):
+        _CALLS = 20
+
+        def seen(self, layer: int, hidden: object) -> bool:
+            return super().seen(layer, on_device)
+
+    twins.layers.on, twins.layers.waits = False, Waits()
+    with monkeypatch.context() as clock:
+        clock.setattr(torch, "get_device_module", lambda where: events)
+        while twins.layers.waited is None:
+            assert events.asked < 1000
+            step(twins.model, FULL[0]).backward()
+    assert twins.layers.waited == waits / 10
+    assert twins.layers.on == (waits == 8)
+    twins.steps(FULL, step)
+    assert bool(twins.replayed) == (waits == 8)
+    assert not twins.reasons
 
 
 FAULTS = [

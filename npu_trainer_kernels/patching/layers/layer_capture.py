@@ -494,7 +494,7 @@ class LayerCapture:
         found.state = LayerState(layer, moves)
         reason = self._why_not(layer) or mode.recorder.no_room()
         if reason is None and mode.keeps and _is_saved_elsewhere():
-            reason = "code around it takes what it saves for backward (a checkpoint that is not the layer's, offloading)"
+            reason = "code around it takes what it saves for backward (a checkpoint around it, or offloading)"
         if reason is not None:
             found.reason = reason
             return
