@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,6 +285,59 @@ def test_it_measures_for_real(model, capsys):
     assert "from now on" in captured.out
     assert "nothing was stored" in captured.out
     assert f"[1/{2 * (len(descriptions.FORMS) - len(OF_STATES))}] tuning rms_norm, 16 tokens\n" in captured.err
+
+
+class Queue:
+    """A GPU that does one thing after another. The host's clock and the time when all is done are in milliseconds."""
+
+    def __init__(self):
+        self.host = self.done = 0.0
+
+    def ask(self, host, device):
+        self.host += host
+        self.done = max(self.done, self.host) + device
+
+    def Event(self, enable_timing):
+        return Moment(self)
+
+
+class Moment:
+    def __init__(self, queue):
+        self.queue = queue
+
+    def record(self):
+        self.at = max(self.queue.host, self.queue.done)
+
+    def synchronize(self):
+        self.queue.host = max(self.queue.host, self.at)
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+class FakeWork:
+    """An op that is quick on the device and slow to ask for, beside plain PyTorch, of which the opposite holds."""
+
+    def __init__(self, queue):
+        self.queue = queue
+
+    def ours(self, backend):
+        return lambda tensors: self.queue.ask(host=0.4, device=0.01)
+
+    def reference(self, tensors):
+        self.queue.ask(host=0.02, device=0.1)
+
+    def inputs(self, where):
+        return SimpleNamespace(tensors={}, bytes=lambda: 1 << 20, drop_grads=lambda: None, backward=lambda out: None)
+
+
+def test_a_backend_wins_by_the_devices_time_which_is_all_that_a_captured_layer_takes(monkeypatch):
+    queue = Queue()
+    monkeypatch.setattr(torch, "get_device_module", lambda where: queue)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: queue.ask(host=0.01, device=cycles / 2e6))
+    time = _tune._timer(FakeWork(queue), torch.device("cuda"), timing.QUICK)
+    assert time("torch").median == pytest.approx(0.01)
+    assert time("plain").median == pytest.approx(0.1)
 
 
 def test_tiles_are_tried_one_by_one_and_the_faster_kept(device):

@@ -6,7 +6,6 @@ import io
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.patching.layers import layer_capture
 from npu_trainer_kernels.patching.layers.device_waits import DeviceWaits
 from tests.models import small_model
-from tests.patching.captured import FULL, PADDED, Twins, assert_same, llama_twins, rows
+from tests.patching.captured import FULL, PADDED, Events, Twins, assert_same, llama_twins, rows
 from tests.patching.padded import Batch, loss_of, of_transformers, values
 from tests.test_callback import make_trainer
 
@@ -359,7 +358,8 @@ def test_fault_router_logits(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
         clone = torch.Tensor.clone
         monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **options: clone(tensor.detach(), **options))
     else:
-        monkeypatch.setattr(layer_capture, "_First", lambda *_: None)
+        # What was collected is not remembered for the repetition of the call.
+        monkeypatch.setattr(layer_capture._Repeated, "collects", property(lambda _: (), lambda *_: None))
     with pytest.raises((AssertionError, CheckpointError)):
         compare()
 
@@ -546,26 +546,6 @@ def test_logs_the_share_of_replayed_layers_where_they_are_captured(tmp_path: Pat
     trainer = make_trainer(tmp_path, callbacks=[NpuKernelsCallback(backend="torch")])
     trainer.train()
     assert not any("layers_replayed" in entry for entry in trainer.state.log_history)
-
-
-class Events:
-    """Events of a device that begins what it is asked for at once (`waits`), or later."""
-
-    def __init__(self, waits: Callable[[int], bool]) -> None:
-        self.asked, self._waits = 0, waits
-
-    def Event(self) -> Any:
-        return self
-
-    def current_stream(self, where: torch.device) -> None:
-        assert where.type == "cuda"
-
-    def record(self, stream: None) -> None:
-        pass
-
-    def query(self) -> bool:
-        self.asked += 1
-        return self._waits(self.asked)
 
 
 @pytest.mark.parametrize(("waits", "for_host"), [(10, True), (8, True), (7, False), (0, False)])

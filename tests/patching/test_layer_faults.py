@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,7 +23,7 @@ from npu_trainer_kernels.patching.undo import Undo
 from tests.closeness import assert_as_close, rounded
 from tests.models import small_model
 from tests.patching.captured import FULL, PADDED, Outcome, Twins, assert_same, llama_twins, lora_twins, rows
-from tests.patching.padded import Batch, loss_of, values
+from tests.patching.padded import Batch, loss_of, of_torch, values
 
 MORE_LIVE, FEW_LIVE = rows(30, 10, 15, 9), rows(12, 12, 13, 12, seed=4)
 
@@ -169,6 +171,58 @@ def test_a_layer_whose_state_changes_at_each_call() -> None:
         "a call of it changes its modules or parameters",
         "its modules or parameters change: 4 states of it are captured",
     }
+
+
+def test_a_forward_that_a_checkpoint_repeats_without_the_call_of_it() -> None:
+    layer = Layer(attends, lambda *_: {})
+    layer.gradient_checkpointing = True
+    layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+    made = LayerCapture(Undo(), list, lambda: False)
+    made.install(nn.ModuleList([layer]), "on")
+    for call in (layer.forward, layer):
+        made.reasons.clear()
+        for _ in range(3):
+            call(torch.randn(2, 6, 4, requires_grad=True)).sum().backward()
+        if call is layer:
+            assert made.replayed == 2 * 2
+            assert not made.reasons
+        else:
+            assert made.replayed == 0
+            assert set(made.reasons) == {"a checkpoint repeats its forward, and not the call of it"}
+
+
+TAKEN = "code around it takes what it saves for backward (a checkpoint around it, or offloading)"
+
+
+@pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
+@pytest.mark.parametrize("kind", CheckpointImpl)
+def test_layers_inside_of_torchs_checkpoint_wrapper(kind: CheckpointImpl, batches: tuple[Batch, ...]) -> None:
+    def prepare(model: Any) -> None:
+        model.enable_input_require_grads()
+        of_torch(kind, "DecoderLayer")(model)
+
+    twins = llama_twins(prepare)
+    twins.steps(batches)
+    with torch.no_grad():
+        for _ in range(3):
+            twins.model(**batches[0])
+    if kind is CheckpointImpl.NO_REENTRANT:
+        assert twins.replayed == 2 * 2  # of the calls without gradients
+        assert twins.reasons == {TAKEN}
+    else:
+        assert twins.replayed > 2 * 2
+        assert not twins.reasons
+
+
+def test_what_is_offloaded_is_not_kept_by_graphs() -> None:
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return loss_of(model, batch)
+
+    twins = llama_twins()
+    twins.steps(PADDED, step)
+    assert twins.replayed == 0
+    assert twins.reasons == {TAKEN}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from npu_trainer_kernels.patching.layers import layer_capture
+from npu_trainer_kernels.patching.layers.device_waits import DeviceWaits
 from npu_trainer_kernels.patching.layers.weight_slots import WeightSlots
-from tests.patching.captured import FULL, PADDED, Twins, llama_twins
+from tests.patching.captured import FULL, PADDED, Events, Twins, llama_twins
 from tests.patching.padded import Batch, of_transformers
 
 Load = Callable[..., None]
@@ -66,31 +68,80 @@ def step_of(model: Any, batch: Batch) -> torch.Tensor:
     return model(**batch).logits  # type: ignore[no-any-return]
 
 
-def test_checkpointed_layers_are_declined() -> None:
-    twins = llama_twins(of_transformers(False))
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])
+def test_checkpointed_layers(batches: tuple[Batch, ...], reentrant: bool) -> None:
+    twins = llama_twins(of_transformers(reentrant))
+    twins.steps(batches, step)
+    # The first forward and its repetition run the layers' code.
+    assert twins.replayed == 2 * 2 * 3, str(twins.layers)
+    assert not twins.reasons
+    assert len(twins.layers._slots) == 1  # both layers share it
+    with torch.no_grad():
+        for model in twins.both:
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+    twins.steps(batches, step)
+
+
+@pytest.mark.parametrize("waits", [8, 7])
+@pytest.mark.parametrize("how", ["kept", "checkpointed"])
+def test_auto_copies_parameters_where_the_device_waits(how: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock that decides for parameters that stay decides for those that move, too."""
+    twins: Twins = llama_twins(of_transformers(False) if how == "checkpointed" else None)
+    events = Events(lambda asked: asked % 10 < waits)
+    with FakeTensorMode():
+        on_device = torch.empty(1, device="cuda")
+
+    class Waits(DeviceWaits):
+        _CALLS = 20
+
+        def seen(self, layer: int, hidden: object) -> bool:
+            return super().seen(layer, on_device)
+
+    twins.layers.on, twins.layers.waits = False, Waits()
+    with monkeypatch.context() as clock:
+        clock.setattr(torch, "get_device_module", lambda where: events)
+        while twins.layers.waited is None:
+            assert events.asked < 1000
+            step(twins.model, FULL[0]).backward()
+    assert twins.layers.waited == waits / 10
+    assert twins.layers.on == (waits == 8)
     twins.steps(FULL, step)
-    assert twins.replayed == 0
-    assert twins.reasons == {"its parameters move (FSDP), and a checkpoint repeats it"}
+    assert bool(twins.replayed) == (waits == 8)
+    assert not twins.reasons
 
 
-def test_they_are_captured_only_where_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = llama_twins()
-    twins.layers._asked = False
-    twins.steps(FULL, step)
-    assert twins.replayed == 0
-    (reason,) = twins.reasons
-    assert reason == "its parameters move (FSDP), and only capture='on' copies them to where graphs read"
+FAULTS = [
+    ("kept", "not loaded"),
+    ("kept", "not loaded for backward"),
+    ("kept", "of another layer"),
+    ("checkpointed", "not loaded"),
+    ("checkpointed", "not loaded while it is repeated"),
+    ("checkpointed", "of another layer"),
+    ("checkpointed", "overwritten before the backward"),
+]
 
 
-@pytest.mark.parametrize("fault", ["not loaded", "not loaded for backward"])
-def test_fault_weights_of_another_layer(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    twins: Twins = llama_twins()
+@pytest.mark.parametrize(("how", "fault"), FAULTS)
+def test_fault_weights_of_another_layer(how: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins: Twins = llama_twins(of_transformers(False) if how == "checkpointed" else None)
     twins.steps(FULL, step)
     load: Load = WeightSlots.load
+    first = list(twins.model.model.layers[0].parameters())
 
     def faulty(slots: WeightSlots, owner: object, parameters: Any, again: bool) -> None:
-        if fault == "not loaded for backward" and not again:
+        repeats = torch._C._current_graph_task_id() != -1 and not again  # a forward during a backward
+        if fault == "not loaded for backward" and again:
+            return
+        if fault == "not loaded while it is repeated" and repeats:
+            slots._owner = owner
+        elif fault == "of another layer":
+            load(slots, owner, first, again)
+        elif fault != "not loaded":
             load(slots, owner, parameters, again)
+        if fault == "overwritten before the backward" and repeats:
+            torch._foreach_mul_(slots.buffers, 2.0)
 
     monkeypatch.setattr(WeightSlots, "load", faulty)
     for made in (each for mode in twins.layers._modes.values() for spot in mode.buckets.values()

@@ -65,20 +65,37 @@ def _exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[No
             where[name] = p
 
 
-@dataclass(frozen=True)
-class _First:
-    """How a call of a layer ran that a checkpoint repeats.
+def _is_saved_elsewhere() -> bool:
+    """Whether hooks take what is saved for backward. A checkpoint around a layer calls it again, without a sign of it;
+    what is to be offloaded would stay in the memory of graphs."""
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("there are some"):  # which raises an error
+            return False
+    except RuntimeError:
+        return True
+
+
+@dataclass
+class _Repeated:
+    """A call of a layer that a checkpoint makes, and repeats before its backward: the repetition must do the same.
+
+    The repetition is not recognised by what the layer is given: before transformers 5.23 a checkpoint repeats the hooks
+    of FSDP2, too, which give the layer other tensors the second time.
 
     Attributes:
-        replayed: whether it was a replay; otherwise it was the layer's own code.
+        layer: the layer.
+        replayed: whether the call was a replay; False: it was the layer's own code; None: it was not made yet.
         collects: what transformers' hooks collected in it.
     """
 
-    replayed: bool
+    layer: nn.Module
+    replayed: bool | None = None
     collects: tuple[str, ...] = ()
 
 
 _BY = "_npu_kernels_captures_by"
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""The attribute of a layer with what transformers calls as `checkpoint(function, *args)`."""
 
 
 class LayerCapture:
@@ -113,9 +130,8 @@ class LayerCapture:
         self._lists: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._places: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._first = WeakIdKeyDictionary()
+        self._repeated: _Repeated | None = None
         self._slots: dict[Any, WeightSlots] = {}
-        self._asked = False
         self._asked_at = 0, 0
 
     def __deepcopy__(self, memo: object) -> LayerCapture:
@@ -167,7 +183,7 @@ class LayerCapture:
             mode: `"on"`, or `"auto"`: once the device was seen to wait for the host.
         """
         if mode == "on":
-            self.on = self._asked = True
+            self.on = True
         elif not self.on and self.waits is None and self.waited is None:
             self.waits = DeviceWaits()
         inside: set[nn.Module] = set()
@@ -196,7 +212,8 @@ class LayerCapture:
             if getattr(kind, _BY, None) is self:
                 continue
             if kind not in classes:
-                classes[kind] = derived(kind, {"forward": self._forward(kind), _BY: self})
+                namespace = {"forward": self._forward(kind), "__call__": self._named(kind), _BY: self}
+                classes[kind] = derived(kind, namespace)
             self._undo.set_class(layer, classes[kind])
 
     def _forget(self) -> None:
@@ -204,6 +221,36 @@ class LayerCapture:
         self._modes.clear()
         self._layers.clear()
         self._slots.clear()
+
+    def _named(self, base: Any) -> Callable[..., Any]:
+        """Returns the `__call__` of a layer's class, which tells what a checkpoint repeats from new calls."""
+        original: Any = base.__call__
+
+        @functools.wraps(original)
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            own = layer.__dict__
+            if torch.compiler.is_compiling() or _CHECKPOINT not in own or not is_checkpointed(layer):
+                return original(layer, *args, **kwargs)
+            checkpoint, repeated = own[_CHECKPOINT], _Repeated(layer)
+
+            def named(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+                return checkpoint(functools.partial(self._repeatable, repeated, function), *given, **options)
+
+            own[_CHECKPOINT] = named
+            try:
+                return original(layer, *args, **kwargs)
+            finally:
+                own[_CHECKPOINT] = checkpoint
+
+        return call
+
+    def _repeatable(self, repeated: _Repeated, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls what a checkpoint calls, the first time and again."""
+        before, self._repeated = self._repeated, repeated
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._repeated = before
 
     def _forward(self, base: Any) -> Callable[..., Any]:
         original: Any = base.forward
@@ -215,7 +262,7 @@ class LayerCapture:
             if not self.on:
                 if self.waits is not None and args and torch.is_grad_enabled() and self.waits.seen(id(layer), args[0]):
                     self.on, self.waited, self.waits = self.waits.for_host, self.waits.share, None
-                self._runs_own(layer, args[0] if args else None)
+                self._runs_own(layer)
                 return original(layer, *args, **kwargs)
             return self.call(layer, original, args, kwargs)
 
@@ -226,36 +273,40 @@ class LayerCapture:
     def call(self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replays a layer, or runs its own code."""
         hidden = next(iter((*args, *kwargs.values())), None)
-        repeats = is_checkpointed(layer) and isinstance(hidden, torch.Tensor)
         ready: Callable[[], Any] | str = ""
-        # Where a checkpoint repeats a call, it must do the same; transformers' hooks collect nothing then.
-        first = self._first.get(hidden, {}).get(id(layer)) if repeats else None
-        if first is None or first.replayed:
-            names = tuple(collected_outputs() or ())
+        repeats = is_checkpointed(layer)
+        first = self._repeated if repeats else None
+        names = tuple(collected_outputs() or ())
+        if first is not None and first.replayed is not None and not names:
+            names = first.collects  # transformers' hooks collect nothing while a call is repeated
+        if repeats and (first is None or first.layer is not layer):
+            ready = "a checkpoint repeats its forward, and not the call of it"
+        elif first is None or first.replayed is not False:
             try:
-                ready = self._ready(layer, original, args, kwargs, names if first is None or names else first.collects)
+                ready = self._ready(layer, original, args, kwargs, names)
             except Refused as error:
                 ready = str(error)
         if isinstance(ready, str):
             self.eager += 1
             if ready:
                 self.reasons[ready] += 1
-            if repeats:
-                self._runs_own(layer, hidden)
-            elif self._is_static(hidden):
+            self._runs_own(layer)
+            if not repeats and self._is_static(hidden):
                 # Its code (a hook) may keep what it is given beyond the next replay of the layer before.
                 own = cast("torch.Tensor", hidden).clone()
                 args, kwargs = ((own, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): own})
             return original(layer, *args, **kwargs)
         self.replayed += 1
-        if repeats and names:
-            self._first.setdefault(hidden, {})[id(layer)] = _First(True, names)
+        if first is not None:
+            first.replayed, first.collects = True, names
         return ready()
 
-    def _runs_own(self, layer: Any, hidden: Any) -> None:
-        """Notes that a layer runs its own code: where a checkpoint repeats this call, it must do the same."""
-        if is_checkpointed(layer) and isinstance(hidden, torch.Tensor):
-            self._first.setdefault(hidden, {})[id(layer)] = _First(False)
+    def _runs_own(self, layer: nn.Module) -> None:
+        """Notes that a layer runs its own code: where a checkpoint repeats this call, it must do the same. (The first
+        call of a reentrant checkpoint has no gradients, and binds nobody.)"""
+        repeated = self._repeated
+        if repeated is not None and repeated.layer is layer and repeated.replayed is None and is_checkpointed(layer):
+            repeated.replayed = False
 
     def _ready(
         self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -422,12 +473,6 @@ class LayerCapture:
         """Returns why a layer is not captured, or None."""
         if any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer):
             return "parameters of a module of it move (FSDP)"
-        if isinstance(layer, FSDPModule):
-            # A checkpoint repeats FSDP's hooks as well, so what repeats a call is not recognised by its argument.
-            if is_checkpointed(layer):
-                return "its parameters move (FSDP), and a checkpoint repeats it"
-            if not self._asked:
-                return "its parameters move (FSDP), and only capture='on' copies them to where graphs read"
         if hooked(layer):
             return "other code has hooked it or a module of it"
         if any("forward" in vars(module) for module in layer.modules()):
@@ -448,6 +493,8 @@ class LayerCapture:
         moves = isinstance(layer, FSDPModule)
         found.state = LayerState(layer, moves)
         reason = self._why_not(layer) or mode.recorder.no_room()
+        if reason is None and mode.keeps and _is_saved_elsewhere():
+            reason = "code around it takes what it saves for backward (a checkpoint around it, or offloading)"
         if reason is not None:
             found.reason = reason
             return
