@@ -23,7 +23,7 @@ from npu_trainer_kernels.rollouts import serve_rollouts
 
 from .captured import _OPS, _own_experts
 from .compare import raised
-from .tiny import VOCABULARY, families, tiny_model
+from .tiny import VOCABULARY, families, model_class, tiny_config, tiny_model
 
 __all__ = ["LENGTHS", "TOKENS", "Outcome", "generated"]
 
@@ -54,6 +54,17 @@ class Outcome:
         return "served" if self.served else f"left to generate: {'; '.join(self.reasons)}"
 
 
+def _decoder(kind: str) -> torch.nn.Module | None:
+    """The model as a decoder, if it is an encoder unless its configuration says `is_decoder`; else None."""
+    config = tiny_config("causal", kind)
+    if getattr(config, "is_decoder", True) or getattr(config, "is_encoder_decoder", False):
+        return None
+    config.is_decoder = True
+    model = model_class("causal", kind)(config)
+    model.load_state_dict(tiny_model("causal", kind).state_dict())
+    return model
+
+
 def generated(kind: str) -> Outcome:
     """Compares a family's greedy tokens."""
     outcome = Outcome()
@@ -62,7 +73,7 @@ def generated(kind: str) -> Outcome:
     prompts = [torch.randint(3, VOCABULARY // 2, (1, n), generator=generator) for n in LENGTHS]
     prompts[3] = prompts[0]
     try:
-        model = tiny_model("causal", kind).eval().to(_WHERE)
+        model = (_decoder(kind) or tiny_model("causal", kind)).eval().to(_WHERE)
         _own_experts(model)
         plain = copy.deepcopy(model)
         expected = [
