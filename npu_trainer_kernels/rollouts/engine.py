@@ -65,6 +65,10 @@ class Rollout:
     logprobs: bool = False
 
 
+class _Differs(Refused):
+    """A rollout's logits are not those of the model's own forward."""
+
+
 class _Ended:
     """Asks the device which rows go on, and reads the answer to the question before."""
 
@@ -174,7 +178,8 @@ class Engine:
                 if device.is_out_of_memory(error):  # a shorter rollout may fit
                     raise Refused("its caches do not fit into the device's memory") from error
                 if isinstance(error, Refused) or self._masked:
-                    self._refused = self._unserved or _reason(error)
+                    kept = None if isinstance(error, _Differs) else self._unserved
+                    self._refused = kept or _reason(error)
                     raise Refused(self._refused) from error
                 # Its own code may attend with a mask of each row, if it takes no packed one.
                 self._masked, self._known = True, None
@@ -487,7 +492,7 @@ class _Turns:
             [each[uploaded(np.asarray(at), self._where)] for each in seen], ends,
         )  # fmt: skip
         if why is not None:
-            raise Refused(why)
+            raise _Differs(why)
 
 
 def _random_state(where: torch.device) -> torch.Tensor:
