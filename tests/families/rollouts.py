@@ -38,12 +38,14 @@ class Outcome:
 
     Attributes:
         served: whether captured steps generated.
+        own: whether the model's own code attended in them.
         reasons: why `generate` did.
         wrong: how the tokens differ, or empty.
         unfit: why `generate` itself does not run, or empty.
     """
 
     served: bool = False
+    own: bool = False
     reasons: list[str] = field(default_factory=list)
     wrong: str = ""
     unfit: str = ""
@@ -100,6 +102,7 @@ def generated(kind: str) -> Outcome:
     finally:
         kernels.restore()
     outcome.served = rollouts.engine.rollouts == 1
+    outcome.own = rollouts.engine.masked
     outcome.reasons = list(rollouts.engine.reasons)
     if outcome.served:
         # A family's own end, where its configuration has one, is followed by padding.
@@ -127,17 +130,20 @@ def main() -> int:
     warnings.simplefilter("ignore")
     started = time.monotonic()
     table: Counter[str] = Counter()
-    wrong = 0
+    wrong = own = 0
     for task, kind in families():
         if task != "causal" or (options.only and kind not in options.only):
             continue
         outcome = generated(kind)
-        print(f"{kind}: {outcome}", flush=True)
+        by = " (its own code attends)" if outcome.served and outcome.own else ""
+        print(f"{kind}: {outcome}{by}", flush=True)
+        own += bool(by)
         wrong += bool(outcome.wrong)
         table[
             "wrong" if outcome.wrong else "not compared" if outcome.unfit else "served" if outcome.served else "left"
         ] += 1
     print(", ".join(f"{count} {what}" for what, count in table.items()), f"{time.monotonic() - started:.0f} s")
+    print(f"of those that are served {own} attend by their own code")
     return 1 if wrong else 0
 
 
