@@ -11,8 +11,8 @@ A rollout is, in this order:
 At the first rollout the logits of the prompts and of two replays are compared with the model's own forward over the
 same tokens (`trial.py`). What differs by more than rounding, or cannot be captured, is left to `generate`.
 
-A model whose attention takes no packed row attends by its own code, with a mask of each row (`masked.py`): its prompts go
-through it one by one. Its last logits are compared, too, since its code may do something else with longer rows.
+A model whose attention takes no packed row attends by its own code, with a mask of each row (`masked.py`): its prompts
+go through it one by one. Its last logits are compared, too, since its code may do something else with longer rows.
 """
 
 from __future__ import annotations
