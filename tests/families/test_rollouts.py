@@ -41,7 +41,6 @@ def test_tokens_of_each_prompt_alone(kind):
         ("jetmoe", "it reads numbers of the device on the host (tolist)"),
         ("deepseek_v32", "it cuts its mask"),
         ("doge", "it selects among its keys"),
-        ("bart", "its mask is neither causal nor a sliding window"),
         ("openai-gpt", "it writes nothing to its cache"),
     ],
 )
@@ -49,7 +48,7 @@ def test_what_is_left_to_generate_says_why(kind, reason):
     assert str(generated(kind)) == f"left to generate: {reason}"
 
 
-@pytest.mark.parametrize("kind", ["roberta", "gpt_neo", "inkling_text"])
+@pytest.mark.parametrize("kind", ["bart", "roberta", "gpt_neo", "inkling_text"])
 def test_what_differs_is_left_to_generate(kind):
-    """Positions after the padding id's; a window that begins where the host counts; biases by the host's distances."""
+    """Positions that the host counts, or from the padding id's on; a window that begins where the host counts; biases by the host's distances."""
     assert "left to generate: its logits differ from those of its own forward" in str(generated(kind))
