@@ -50,5 +50,5 @@ def test_what_is_left_to_generate_says_why(kind, reason):
 
 @pytest.mark.parametrize("kind", ["bart", "roberta", "gpt_neo", "inkling_text"])
 def test_what_differs_is_left_to_generate(kind):
-    """Positions that the host counts, or from the padding id's on; a window that begins where the host counts; biases by the host's distances."""
+    """Positions of the host, or from the padding id on; windows and biases by the host's distances."""
     assert "left to generate: its logits differ from those of its own forward" in str(generated(kind))
