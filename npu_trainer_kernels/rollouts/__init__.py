@@ -2,7 +2,8 @@
 
 - `engine`: one rollout, from prompts to tokens.
 - `cache`: keys and values at fixed places, and attention to them.
-- `decode`: the captured step.
+- `masked`: masks of rows, for models whose own code attends.
+- `decode`: the captured step; `on_device`: what its code would make on the host.
 - `sampling`: transformers' logits processors as a part of it.
 - `weights`: copies in the dtype that autocast casts to.
 - `trial`: the comparison with the model's own forward.

@@ -70,6 +70,14 @@ class Decoding(Packing):
     def longest(self) -> int:
         return self._longest
 
+    def seen(self) -> int:
+        """Returns how many tokens came before, for code that asks the cache: none, since positions are given."""
+        return 0
+
+    def masked_places(self) -> int | None:
+        """Returns how many places of the cache a mask is about; None: masks are no tensors."""
+        return None
+
 
 def _attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
@@ -319,12 +327,14 @@ class RolloutCache(Cache):
     # What models ask a cache besides: no token was seen, since positions are given and masks stand for lengths.
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        return 0
+        return 0 if self.decoding is None else self.decoding.seen()
 
     def get_query_offset(self, *args: Any, **kwargs: Any) -> int:
         return 0
 
     def get_mask_sizes(self, query_length: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        if self.decoding is not None and (places := self.decoding.masked_places()) is not None:
+            return places, 0
         return (query_length if isinstance(query_length, int) else len(query_length)), 0
 
     def get_max_cache_shape(self, *args: Any, **kwargs: Any) -> int:

@@ -13,10 +13,12 @@ from ..capture import Pieces, capture, recorder_for
 from ..patching.body import packed_row
 from ..patching.layers import LayerState
 from .cache import Decoding, RolloutCache
+from .masked import MaskedDecoding, masks_of_rows
+from .on_device import OnDevice
 from .sampling import Sampling
 from .weights import Weights
 
-__all__ = ["Rows", "Step", "arguments_of", "cache_name", "logits_of"]
+__all__ = ["Rows", "Step", "arguments_of", "cache_name", "logits_of", "of_own_code"]
 
 
 @dataclass
@@ -111,7 +113,7 @@ class Rows:
         self.token.copy_(torch.where(active, token, self.token[:, 0])[:, None])
 
 
-_ASKED = ("cache_position", "logits_to_keep", "num_logits_to_keep", "cache_params")
+_ASKED = ("cache_position", "logits_to_keep", "num_logits_to_keep", "cache_params", "position_ids", "attention_mask")
 
 
 def arguments_of(model: Any) -> frozenset[str]:
@@ -122,6 +124,18 @@ def arguments_of(model: Any) -> frozenset[str]:
 def cache_name(names: frozenset[str]) -> str:
     """Returns the name of the argument that takes a model's cache, given those of `arguments_of`."""
     return "cache_params" if "cache_params" in names else "past_key_values"
+
+
+def of_own_code(given: dict[str, Any], mask: torch.Tensor, names: frozenset[str]) -> dict[str, Any]:
+    """Returns the arguments that a model takes whose own code attends: with the mask of `generate`, which biases by
+    position are made from, and without those that it does not have.
+
+    Args:
+        given: the arguments, `input_ids` among them.
+        mask: which keys there are, [B, L] of zeros and ones.
+        names: the names of `arguments_of`.
+    """
+    return {n: v for n, v in {**given, "attention_mask": mask}.items() if n in names or n == "input_ids"}
 
 
 def logits_of(out: Any) -> torch.Tensor:
@@ -168,7 +182,11 @@ class Step:
             given: dict[str, Any] = {"input_ids": rows.token, "position_ids": written.long()[:, None]}
             if "cache_position" in names:
                 given["cache_position"] = written[:1].long()
-            with packed_row(decoding):
+            on_its_way: Any = packed_row(decoding)
+            if isinstance(decoding, MaskedDecoding):
+                decoding.written = written
+                given, on_its_way = of_own_code(given, decoding.mask(), names), masks_of_rows(decoding)
+            with on_its_way, OnDevice(decoding.masked_places()):
                 out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
             logits = logits_of(out)[:, -1].float()
             written += alive

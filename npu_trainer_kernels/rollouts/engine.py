@@ -10,6 +10,9 @@ A rollout is, in this order:
 
 At the first rollout the logits of the prompts and of two replays are compared with the model's own forward over the
 same tokens (`trial.py`). What differs by more than rounding, or cannot be captured, is left to `generate`.
+
+A model whose attention takes no packed row attends by its own code, with a mask of each row (`masked.py`): its prompts
+go through it one by one. Its last logits are compared, too, since its code may do something else with longer rows.
 """
 
 from __future__ import annotations
@@ -29,12 +32,13 @@ from torch import nn
 from .. import device
 from ..capture import Refused
 from ..ops.attention import Segments, uploaded
-from ..patching.body import Unserved, attend_by_segments, packed_row, packing_for
+from ..patching.body import Packing, Unserved, attend_by_segments, packed_row, packing_for
 from ..patching.patch import PROBE_ERRORS
 from ..patching.undo import Undo
 from ..support.errors import one_line
 from .cache import Decoding, Places, RolloutCache, places_for
-from .decode import Rows, Step, arguments_of, cache_name, logits_of
+from .decode import Rows, Step, arguments_of, cache_name, logits_of, of_own_code
+from .masked import MaskedDecoding
 from .sampling import Sampling
 from .trial import differs
 from .weights import Weights
@@ -62,6 +66,10 @@ class Rollout:
     most: int
     sampling: Sampling
     logprobs: bool = False
+
+
+class _Differs(Refused):
+    """A rollout's logits are not those of the model's own forward."""
 
 
 class _Ended:
@@ -110,6 +118,8 @@ class Engine:
         self._copies = Weights()
         self._tried: set[Any] = set()
         self._refused: str | None = None
+        self._masked = False  # whether the model's own code attends
+        self._unserved: str | None = None  # why it has to
         self.rollouts = self.tokens = 0
         self.seconds = self.capturing = 0.0
         self.reasons: Counter[str] = Counter()
@@ -159,20 +169,24 @@ class Engine:
         begun = time.perf_counter()
         where = next(model.parameters()).device
         random = _random_state(where)
-        try:
-            with torch.no_grad():
-                found = self._run(model, rollout, where)
-        except (Unserved, Refused, *PROBE_ERRORS) as error:
-            self._tried.clear()  # the comparison may not have come to its end
-            self.forget()
-            _set_random_state(where, random)
-            if device.is_out_of_memory(error):  # a shorter rollout may fit
-                raise Refused("its caches do not fit into the device's memory") from error
-            own = isinstance(error, Unserved | Refused)
-            self._refused = (
-                str(error) if own else f"its decode step raises {type(error).__name__}: {one_line(error, 120)}"
-            )
-            raise Refused(self._refused) from error
+        while True:
+            try:
+                with torch.no_grad():
+                    found = self._run(model, rollout, where)
+                break
+            except (Unserved, Refused, *PROBE_ERRORS) as error:
+                self._tried.clear()  # the comparison may not have come to its end
+                self.forget()
+                _set_random_state(where, random)
+                if device.is_out_of_memory(error):  # a shorter rollout may fit
+                    raise Refused("its caches do not fit into the device's memory") from error
+                if isinstance(error, Refused) or self._masked:
+                    kept = None if isinstance(error, _Differs) else self._unserved
+                    self._refused = kept or _reason(error)
+                    raise Refused(self._refused) from error
+                # Its own code may attend with a mask of each row, if it takes no packed one.
+                self._masked, self._known = True, None
+                self._unserved = str(error) if isinstance(error, Unserved) else None
         self.seconds += time.perf_counter() - begun
         self.rollouts += 1
         self._give_back()
@@ -197,16 +211,15 @@ class Engine:
     def prefill(
         self, model: Any, cache: RolloutCache, prompts: Sequence[tuple[int, ...]], where: torch.device
     ) -> torch.Tensor:
-        """Computes different prompts as one packed row (one by one where layers have states), whose keys and values the
-        cache gets; returns the logits after each."""
-        if cache.has_states and len(prompts) > 1:
+        """Computes different prompts as one packed row (one by one where layers have states, or the model's own code
+        attends), whose keys and values the cache gets; returns the logits after each."""
+        if (cache.has_states or self._masked) and len(prompts) > 1:
             return torch.cat([self.prefill(model, cache, [prompt], where) for prompt in prompts])
         lengths = [len(prompt) for prompt in prompts]
         ids = np.concatenate([np.asarray(prompt) for prompt in prompts])
         positions = np.concatenate([np.arange(n) for n in lengths])
         last = uploaded(np.cumsum(lengths) - 1, where)
-        attend_by_segments(model, "", self._undo)
-        packing = packing_for(model, model, Segments.make(lengths, where), self._backend, len(ids))
+        packing = None if self._masked else self._packing(model, Segments.make(lengths, where), len(ids))
         given: dict[str, Any] = {
             "input_ids": uploaded(ids, where).unsqueeze(0), "position_ids": uploaded(positions, where).unsqueeze(0),
         }  # fmt: skip
@@ -214,9 +227,12 @@ class Engine:
         given.update((name, last) for name in names if name.endswith("logits_to_keep"))
         if "cache_position" in names:
             given["cache_position"] = given["position_ids"][0]
+        if packing is None:
+            given = of_own_code(given, torch.ones_like(given["input_ids"]), names)
+        row = contextlib.nullcontext() if packing is None else packed_row(packing)
         room = _free_bytes(where, 4)
         looking = None if self._copies.found else self._copies.looking(model, room)
-        with packed_row(packing), self._copies.on(), looking or contextlib.nullcontext():
+        with row, self._copies.on(), looking or contextlib.nullcontext():
             out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
         if looking is not None:
             self._copies.fill()
@@ -225,6 +241,10 @@ class Engine:
         if logits.shape[0] != len(lengths):
             logits = logits[last]
         return logits.float()
+
+    def _packing(self, model: Any, segments: Segments, tokens: int) -> Packing:
+        attend_by_segments(model, "", self._undo)
+        return packing_for(model, model, segments, self._backend, tokens)
 
     def capture(
         self, model: Any, cache: RolloutCache, rollout: Rollout, longest: int, vocabulary: int, where: torch.device
@@ -235,8 +255,9 @@ class Engine:
         rows = min(len(rollout.prompts), self._most_rows or len(rollout.prompts), _room(cache, length, where))
         cache.allocate(rows, length)
         state = Rows.make(rows, rollout.most, rollout.sampling, vocabulary, rollout.logprobs, where)
-        packing = packing_for(model, model, Segments.make([1], where), self._backend, 1)
-        decoding = Decoding(packing.by, packing.named, length, self._backend)
+        kind_of = MaskedDecoding if self._masked else Decoding
+        packing = self._packing(model, Segments.make([1], where), 1)
+        decoding = kind_of(packing.by, packing.named, length, self._backend)
         self._step_key = _key(rollout, where)
         kind = self._step_key, rows, length, rollout.most
         known = self._known[1] if self._known is not None and self._known[0] == kind else None
@@ -247,16 +268,31 @@ class Engine:
         return self._step
 
     def tried(self, model: Any, rollout: Rollout) -> bool:
-        """Whether such a rollout was compared with the model's own forward; if not, it counts as compared now."""
-        key = type(model), rollout.sampling.draws
+        """Whether such a rollout was compared with the model's own forward; if not, it counts as compared now.
+
+        Code of the model's own that attends may go by the number of places, so each number is compared."""
+        places = self._step.length if self._masked and self._step is not None else None
+        key = type(model), rollout.sampling.draws, places
         known = key in self._tried
         self._tried.add(key)
         return known
 
     @property
+    def masked(self) -> bool:
+        """Whether the model's own code attends."""
+        return self._masked
+
+    @property
     def step(self) -> Step | None:
         """The captured step, if there is one."""
         return self._step
+
+
+def _reason(error: BaseException) -> str:
+    """Returns why a rollout has failed."""
+    if isinstance(error, Unserved | Refused):
+        return str(error)
+    return f"its decode step raises {type(error).__name__}: {one_line(error, 120)}"
 
 
 def _key(rollout: Rollout, where: torch.device) -> Any:
@@ -302,10 +338,15 @@ class _Turns:
         state = step.rows
         tried = engine.tried(self._model, rollout)
         seen = [] if tried else [first]
+        # Of the model's own code the last logits of each row are compared, too: it may change with a row's length.
+        last = first if engine.masked and not tried else None
         ended, left, turn = _Ended(self._where), rollout.most - 1, 0
         while True:
             if left > 0:
+                goes_on = None if last is None else state.alive.clone()
                 logits = step.replay()
+                if last is not None and goes_on is not None:
+                    last = torch.where(goes_on[:, None], logits, last)
                 left -= 1
                 turn += 1
             if not tried:
@@ -318,12 +359,17 @@ class _Turns:
                 free = [] if alive is None else np.flatnonzero(~alive).tolist()
                 if free:
                     self._leave(free)
-                    self._admit(free[: len(self._waiting)])
+                    free = free[: len(self._waiting)]
+                    begun = self._admit(free)
+                    if last is not None:
+                        last[free] = begun[free]
                     ended, left = _Ended(self._where), rollout.most - 1
             elif left == 0 or (
                 turn % _LOOKS == 0 and (alive := ended.ask(state.alive)) is not None and not alive.any()
             ):
                 break
+        if last is not None:
+            self._try(state, [last], ends=True)
         self._leave(range(len(self._row_at)))
         assert self._out is not None
         made = self._made.cpu().numpy()
@@ -439,12 +485,17 @@ class _Turns:
         for place, _ in pairs:
             self._row_at[place] = -1
 
-    def _try(self, state: Rows, seen: list[torch.Tensor]) -> None:
-        """Compares the first logits of some rows with the model's own, over the same tokens."""
-        prompts = [self._rollout.prompts[row] for row in self._row_at if row >= 0]
-        why = differs(self._model, prompts, state.out[:, :2].tolist(), state.made.tolist(), seen)
+    def _try(self, state: Rows, seen: list[torch.Tensor], ends: bool = False) -> None:
+        """Compares the first logits of some rows with the model's own, over the same tokens; or the last ones."""
+        at = [place for place, row in enumerate(self._row_at) if row >= 0]
+        prompts = [self._rollout.prompts[self._row_at[place]] for place in at]
+        out, made = (state.out if ends else state.out[:, :2]).tolist(), state.made.tolist()
+        why = differs(
+            self._model, prompts, [out[place] for place in at], [made[place] for place in at],
+            [each[uploaded(np.asarray(at), self._where)] for each in seen], ends,
+        )  # fmt: skip
         if why is not None:
-            raise Refused(why)
+            raise _Differs(why)
 
 
 def _random_state(where: torch.device) -> torch.Tensor:

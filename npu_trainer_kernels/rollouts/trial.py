@@ -19,8 +19,9 @@ _ROWS = 3
 
 
 def differs(
-    model: Any, prompts: Sequence[tuple[int, ...]], out: list[list[int]], made: list[int], seen: list[torch.Tensor]
-) -> str | None:
+    model: Any, prompts: Sequence[tuple[int, ...]], out: list[list[int]], made: list[int], seen: list[torch.Tensor],
+    ends: bool = False,
+) -> str | None:  # fmt: skip
     """Returns how a rollout's logits differ from those of the model's own forward over the same tokens, or None.
 
     The model's forward is called for one row at a time without a cache, as always and with every operator's result
@@ -31,21 +32,24 @@ def differs(
     Args:
         model: the causal model.
         prompts: the tokens of each row's prompt.
-        out: the first tokens that each row has made.
+        out: the first tokens that each row has made, or all of them.
         made: the number of them.
-        seen: the logits [B, V] that the first tokens were chosen from, and the next ones.
+        seen: the logits [B, V] that the first tokens were chosen from, and the next ones; or with `ends` alone those
+            that the last ones were chosen from.
+        ends: whether the logits of the last tokens are compared, not those of the first.
     """
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     rows = sorted({order[0], order[len(order) // 2], order[-1]})[:_ROWS]
     steps = [min(len(seen), made[row]) for row in rows]
-    given = [[*prompts[row], *out[row][: n - 1]] for row, n in zip(rows, steps, strict=True)]
+    known = [(made[row] if ends else n) - 1 for row, n in zip(rows, steps, strict=True)]
+    given = [[*prompts[row], *out[row][:n]] for row, n in zip(rows, known, strict=True)]
     own = _logits(model, given, steps, seen[0].device)
     with Rounded(0, in_place=False):
         rounded = _logits(model, given, steps, seen[0].device)
     found = torch.cat([torch.stack([each[row] for each in seen[:n]]) for row, n in zip(rows, steps, strict=True)])
     far = distance(found, own, rounded)
     if far > 1:
-        cached = _logits(model, given, steps, seen[0].device, cached=True)
+        cached = _logits(model, given, steps, seen[0].device, [len(prompts[row]) for row in rows])
         if distance(found, cached, cached + (rounded - own)) <= 1:
             return None
     return (
@@ -54,19 +58,20 @@ def differs(
 
 
 def _logits(
-    model: Any, given: list[list[int]], steps: list[int], where: torch.device, cached: bool = False
+    model: Any, given: list[list[int]], steps: list[int], where: torch.device, cached: list[int] | None = None
 ) -> torch.Tensor:
     """Returns the last logits of rows, as many as there are steps, by forwards of the model's own: of all tokens, or of
-    the first ones with a cache and then of one token each."""
+    the first ones (`cached` of them) with a cache and then of one token each."""
     found, name = [], cache_name(arguments_of(model))
     with torch.no_grad():
-        for row, n in zip(given, steps, strict=True):
+        for at, (row, n) in enumerate(zip(given, steps, strict=True)):
             ids = torch.tensor([row], device=where)
-            if not cached:
+            if cached is None:
                 found.append(model(input_ids=ids, use_cache=False, return_dict=True).logits[0, -n:].float())
                 continue
-            begin, cache = len(row) - n + 1, DynamicCache(config=model.config.get_text_config(decoder=True))
+            begin, cache, parts = cached[at], DynamicCache(config=model.config.get_text_config(decoder=True)), []
             for part in (ids[:, :begin], *ids[:, begin:].split(1, 1)):
                 logits = model(input_ids=part, **{name: cache}, use_cache=True, return_dict=True).logits
-                found.append(logits[0, -1:].float())
+                parts.append(logits[0, -1:].float())
+            found += parts[-n:]
     return torch.cat(found)

@@ -23,7 +23,7 @@ from npu_trainer_kernels.rollouts import serve_rollouts
 
 from .captured import _OPS, _own_experts
 from .compare import raised
-from .tiny import VOCABULARY, families, tiny_model
+from .tiny import VOCABULARY, families, model_class, tiny_config, tiny_model
 
 __all__ = ["LENGTHS", "TOKENS", "Outcome", "generated"]
 
@@ -38,12 +38,14 @@ class Outcome:
 
     Attributes:
         served: whether captured steps generated.
+        own: whether the model's own code attended in them.
         reasons: why `generate` did.
         wrong: how the tokens differ, or empty.
         unfit: why `generate` itself does not run, or empty.
     """
 
     served: bool = False
+    own: bool = False
     reasons: list[str] = field(default_factory=list)
     wrong: str = ""
     unfit: str = ""
@@ -54,6 +56,17 @@ class Outcome:
         return "served" if self.served else f"left to generate: {'; '.join(self.reasons)}"
 
 
+def _decoder(kind: str) -> torch.nn.Module | None:
+    """The model as a decoder, if it is an encoder unless its configuration says `is_decoder`; else None."""
+    config = tiny_config("causal", kind)
+    if getattr(config, "is_decoder", True) or getattr(config, "is_encoder_decoder", False):
+        return None
+    config.is_decoder = True
+    model = model_class("causal", kind)(config)
+    model.load_state_dict(tiny_model("causal", kind).state_dict())
+    return model
+
+
 def generated(kind: str) -> Outcome:
     """Compares a family's greedy tokens."""
     outcome = Outcome()
@@ -62,7 +75,7 @@ def generated(kind: str) -> Outcome:
     prompts = [torch.randint(3, VOCABULARY // 2, (1, n), generator=generator) for n in LENGTHS]
     prompts[3] = prompts[0]
     try:
-        model = tiny_model("causal", kind).eval().to(_WHERE)
+        model = (_decoder(kind) or tiny_model("causal", kind)).eval().to(_WHERE)
         _own_experts(model)
         plain = copy.deepcopy(model)
         expected = [
@@ -89,6 +102,7 @@ def generated(kind: str) -> Outcome:
     finally:
         kernels.restore()
     outcome.served = rollouts.engine.rollouts == 1
+    outcome.own = rollouts.engine.masked
     outcome.reasons = list(rollouts.engine.reasons)
     if outcome.served:
         # A family's own end, where its configuration has one, is followed by padding.
@@ -116,17 +130,20 @@ def main() -> int:
     warnings.simplefilter("ignore")
     started = time.monotonic()
     table: Counter[str] = Counter()
-    wrong = 0
+    wrong = own = 0
     for task, kind in families():
         if task != "causal" or (options.only and kind not in options.only):
             continue
         outcome = generated(kind)
-        print(f"{kind}: {outcome}", flush=True)
+        by = " (its own code attends)" if outcome.served and outcome.own else ""
+        print(f"{kind}: {outcome}{by}", flush=True)
+        own += bool(by)
         wrong += bool(outcome.wrong)
         table[
             "wrong" if outcome.wrong else "not compared" if outcome.unfit else "served" if outcome.served else "left"
         ] += 1
     print(", ".join(f"{count} {what}" for what, count in table.items()), f"{time.monotonic() - started:.0f} s")
+    print(f"of those that are served {own} attend by their own code")
     return 1 if wrong else 0
 
 

@@ -1,0 +1,72 @@
+"""Computes on the device what the code of a model's step would make on the host, or ask the host about.
+
+A graph of the device has no copies from the host and no questions of it. Some code has one at each token whose result
+is a constant: a scalar of a number, the entry of a list of one index, whether the parameters of a distribution are
+valid. These calls are made in another way, with the same result.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch.distributions import Distribution
+from torch.overrides import TorchFunctionMode
+
+from ..patching.body import Unserved
+
+__all__ = ["OnDevice"]
+
+_TOPK = (torch.topk, torch.Tensor.topk)
+
+
+def _sliced(index: Any) -> Any:
+    """Returns an index with a slice in the place of a list of one number, which selects the same entry."""
+    if type(index) is tuple:
+        return tuple(map(_sliced, index))
+    if type(index) is list and len(index) == 1 and type(index[0]) is int:
+        return slice(index[0], index[0] + 1 or None)
+    return index
+
+
+class OnDevice(TorchFunctionMode):
+    """Inside the `with` block a step's code is computed.
+
+    Args:
+        places: the number of places of a row's cache, if the code attends to all of them; None: it does not. Code that
+            selects some of its keys would select among all places: what it then attends to is no matter of rounding,
+            and no comparison can tell.
+
+    Raises:
+        Unserved: the code selects among its keys.
+    """
+
+    def __init__(self, places: int | None) -> None:
+        super().__init__()
+        self._places = places
+
+    def __enter__(self) -> OnDevice:
+        self._validates = Distribution._validate_args
+        Distribution.set_default_validate_args(False)
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: types.TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, where)
+        Distribution.set_default_validate_args(self._validates)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and len(args) == 1 and type(args[0]) in (bool, int, float):
+            return torch.full((), args[0], **kwargs)
+        if func is torch.Tensor.__getitem__:
+            # Several lists select along one dimension together, which slices do not.
+            index = args[1] if type(args[1]) is tuple else (args[1],)
+            if sum(isinstance(part, list | torch.Tensor) for part in index) == 1:
+                args = (args[0], _sliced(args[1]))
+        elif func in _TOPK and args[0].dim() > 2 and self._places in args[0].shape:
+            raise Unserved("it selects among its keys")
+        return func(*args, **kwargs)
