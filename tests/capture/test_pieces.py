@@ -1,24 +1,19 @@
 """Functions as captured pieces with eager code between them: forward and backward have the same bits as without."""
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from npu_trainer_kernels.capture import Pieces, Refused, capture, recorder_for, recording_now
 from npu_trainer_kernels.capture import pieces as pieces_module
-from npu_trainer_kernels.capture.graph import TapeRecorder
-from npu_trainer_kernels.capture.tape import Tape, Watch
+from tests.capture.graphs import Graphs
 
 Seam = Callable[..., torch.Tensor]
 Function = Callable[..., Any]
@@ -293,39 +288,6 @@ def test_a_seam_that_fails_in_a_replay() -> None:
     made.assert_same(torch.randn(6, 4), 3.0)
 
 
-class _Made(TorchDispatchMode):
-    """Notes the storages of all results."""
-
-    def __init__(self, seen: list[StorageWeakRef]) -> None:
-        super().__init__()
-        self._seen = seen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        self._seen += [StorageWeakRef(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        return out
-
-
-class _Graphs(TapeRecorder):
-    """Holds no tensor, as a device's graphs do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[StorageWeakRef] = []
-
-    @contextlib.contextmanager
-    def recording(self, watch: Watch, *, look: bool) -> Iterator[None]:
-        with super().recording(watch, look=look), _Made(self.seen):
-            yield
-
-    def end(self) -> Any:
-        super().end()
-        return Tape()
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor)
-
-
 @pytest.mark.parametrize("keeps", [False, True], ids=["repeated", "kept"])
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_capturing_leaves_no_tensor_to_pythons_collector(function: Function, keeps: bool) -> None:
@@ -333,7 +295,7 @@ def test_capturing_leaves_no_tensor_to_pythons_collector(function: Function, kee
     gc.collect()
     gc.disable()
     try:
-        recorder = _Graphs()
+        recorder = Graphs()
         made = captured(function, recorder=recorder, keeps=keeps)
         assert len(recorder.seen) > 20
         if keeps:

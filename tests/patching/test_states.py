@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -30,7 +31,9 @@ from npu_trainer_kernels.patching.body import (
 )
 from npu_trainer_kernels.patching.body.layout import layout
 from npu_trainer_kernels.patching.body.state_row import StateRow
+from npu_trainer_kernels.patching.layers import layer_capture
 from npu_trainer_kernels.patching.undo import Undo
+from tests.capture.graphs import Graphs
 from tests.closeness import assert_as_close, rounded
 from tests.families.tiny import model_class, tiny_config
 from tests.models import in_double
@@ -177,6 +180,25 @@ def test_captured_layers(kind: str) -> None:
     captured = held(model, step, capture="on").capture
     assert not captured.reasons, captured.reasons
     assert captured.replayed >= captured.eager
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
+def test_capturing_keeps_nothing_of_a_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the graphs of each layer take memory of their own, although graphs share a pool."""
+    model = hybrid(kind)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs, graphs = batch(model, "both"), Graphs()
+    monkeypatch.setattr(layer_capture, "recorder_for", lambda device: graphs)
+    with apply_npu_kernels(model, ops=OPS, capture="on") as kernels:
+        for _ in range(3):
+            values(model, inputs)
+        spots = [spot for mode in kernels.settings.layers._modes.values() for spot in mode.buckets.values()]
+        stay = [*model.parameters(), *(place.buffer for spot in spots for place in spot.inputs)]
+        known = {t.untyped_storage()._cdata for t in stay}
+        assert kernels.report().capture.replayed
+        assert len(graphs.seen) > 100
+        gc.collect()
+        assert all(each.expired() or each.cdata in known for each in graphs.seen)
 
 
 def test_the_models_classes_come_back() -> None:

@@ -340,6 +340,8 @@ def _between_pieces(
                 tensors = (*tensors, value)
         elif not isinstance(value, torch.Tensor) and any(isinstance(t, torch.Tensor) for t in tree_leaves(value)):
             raise Refused(f"its attention is given {name} of type {type(value).__name__}")
+    # `attend` lives as long as the graphs, and tensors of this call must not.
+    constants = {name: value for name, value in constants.items() if name not in made and name not in places}
 
     def attend(qkv: Sequence[torch.Tensor], now: Any) -> torch.Tensor:
         given = {"attention_mask": now.mask, **constants, **{name: now.tensors[at] for name, at in places.items()}}
@@ -369,8 +371,9 @@ def between_pieces(
     assert recorded is not None
     if type(recorded.now.mask) is not PackedMask:
         raise Refused("its layer is not given the mask of a packed row")
-    constants = {name: recorded.parameters.get(id(value), value) for name, value in named.items()}
     made = [n for n, v in named.items() if isinstance(v, torch.Tensor) and id(v) not in recorded.parameters]
+    # `attend` lives as long as the graphs. What the piece has made must not, nor what autograd saves for it.
+    constants = {name: recorded.parameters.get(id(v), v) for name, v in named.items() if name not in made}
 
     def attend(tensors: Sequence[torch.Tensor], now: Any) -> torch.Tensor:
         return compute({**constants, **dict(zip(made, tensors, strict=True))}, now.mask.packing)
