@@ -31,7 +31,7 @@ from ..ops.host import autocasts
 from ..patching.head import PromisedLogits, promised_by_teachers
 from ..patching.patch import Site
 from ..patching.undo import Undo
-from .top_tokens import ROWS, Support, differs, loss_on_support, serve_methods, unserved
+from .top_tokens import ROWS, Support, differs, loss_on_support, of_whole_heads, serve_methods, unserved
 
 __all__ = ["serve_divergence"]
 
@@ -168,7 +168,13 @@ def _no_divergence(a: Any) -> str | None:
         return "logits that exist already"
     if student.shape != teacher.shape or a.labels.shape != student.shape[:-1]:
         return "logits of two shapes"
-    return student.place.call.unlike(teacher.place.call)
+    mine, its = student.place.call, teacher.place.call
+    return (of_whole_heads(mine, its) if _is_of_some(a) else None) or mine.unlike(its)
+
+
+def _is_of_some(a: Any) -> bool:
+    """Whether a divergence of logits is one on some tokens of the vocabulary."""
+    return bool(0 < getattr(a, "top_k", 0) < a.student_logits.shape[-1])
 
 
 def _loss_of_logits(site: Site, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +196,7 @@ def _loss_of_logits(site: Site, original: Callable[..., Any], *args: Any, **kwar
         )
         return found
 
-    if 0 < getattr(a, "top_k", 0) < a.student_logits.shape[-1]:
+    if _is_of_some(a):
         support = Support(0 if a.beta == 1 else a.top_k, 0 if a.beta == 0 else a.top_k)
         some = {"beta": float(a.beta), "add_tail": a.add_tail, "temperature": a.temperature}
         of_some = loss_on_support(site, a.student_logits, a.teacher_logits, a.labels, support, some, reduction, again)
@@ -199,7 +205,9 @@ def _loss_of_logits(site: Site, original: Callable[..., Any], *args: Any, **kwar
     options = {"beta": float(a.beta), "temperature": a.temperature, **student.transform.options, **of_teacher}
     mask = a.labels != -100
     both = functools.partial(student.call.with_teacher, teacher.call)
-    if site.look is not None and _differs(site, _some(mask, student.hidden, teacher.hidden), both, **options):
+    # The reference takes whole weights.
+    looks = site.look is not None and of_whole_heads(student.call, teacher.call) is None
+    if looks and _differs(site, _some(mask, student.hidden, teacher.hidden), both, **options):
         return original(*args, **kwargs)
     options |= reduction
 

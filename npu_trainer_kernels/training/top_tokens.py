@@ -22,7 +22,7 @@ from ..patching.head import PromisedLogits
 from ..patching.patch import Site
 from ..patching.undo import Undo
 
-__all__ = ["ROWS", "Support", "differs", "loss_on_support", "serve_methods", "unserved"]
+__all__ = ["ROWS", "Support", "differs", "loss_on_support", "of_whole_heads", "serve_methods", "unserved"]
 
 ROWS = 64
 """The rows that are compared with TRL's own function, once."""
@@ -56,6 +56,11 @@ def differs(site: Site, own: Callable[[], Any], ours: Callable[[], Any]) -> bool
     if site.off is not None:
         site.declined[site.off] += 1
     return site.off is not None
+
+
+def of_whole_heads(*calls: Any) -> str | None:
+    """Returns why no op that takes whole weights can take those of calls of heads, or None."""
+    return next((call.sharded for call in calls if call.sharded is not None), None)
 
 
 def _selected(labels: torch.Tensor) -> torch.Tensor:
@@ -175,7 +180,8 @@ def _local(site: Site, trainer: Any, original: Callable[..., Any], *args: Any, *
     if not (_promised(student) and _promised(teacher)):
         reason: str | None = "logits that exist already"
     else:
-        reason = site.off or student.place.call.unlike(teacher.place.call)
+        mine, its = student.place.call, teacher.place.call
+        reason = site.off or of_whole_heads(mine, its) or mine.unlike(its)
     if reason is not None:
         site.declined[reason] += 1
         return original(*args, **kwargs)
