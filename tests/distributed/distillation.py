@@ -50,6 +50,14 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+class Uneven(Given):
+    """Its rollouts are of other lengths on each rank."""
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        rank = distributed.get_rank()
+        return [[4 + (i * 7 + j * 3) % 12 for j in range(1 + (i + 2 * rank) % 4)] for i in range(len(prompt_ids))]
+
+
 def loaded(folder: Path, shared: bool) -> Any:
     config = {"distributed_config": DistributedConfig(tp_size=distributed.get_world_size())} if shared else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **config)
@@ -61,7 +69,7 @@ def trained(folder: Path, kind: str, shared: tuple[str, ...], options: dict[str,
         "save_strategy": "no", "optim": "sgd", "learning_rate": 1.0, "disable_tqdm": True, "seed": 3,
         "max_grad_norm": 0.0, "gradient_checkpointing": False, **options,
     }  # fmt: skip
-    cls, config = (Given, DistillationConfig) if kind == "distillation" else KINDS[kind]
+    cls, config = (Uneven, DistillationConfig) if kind == "distillation" else KINDS[kind]
     if kind == "distillation":
         common |= {"max_completion_length": 6}
         words, data = tokenizer(), Dataset.from_dict({"prompt": ["12", "345", "6", "78901"] * 8})
