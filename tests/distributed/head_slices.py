@@ -28,8 +28,8 @@ from npu_trainer_kernels.ops import (
     linear_logprob,
     linear_logprob_reference,
 )
-from npu_trainer_kernels.ops.head.engine import _Call
 from npu_trainer_kernels.ops.head import engine
+from npu_trainer_kernels.ops.head.engine import _Call
 from npu_trainer_kernels.ops.head.grpo_loss import fused_linear_grpo_loss_reference
 from npu_trainer_kernels.ops.head.linear_logprob import OUTPUTS
 from npu_trainer_kernels.ops.head.vocabulary_slices import VocabSlice
@@ -321,6 +321,7 @@ def refused() -> None:
     def every(t: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(t, mesh(), [Replicate()], run_check=False)
 
+    reversed_mesh = DeviceMesh("cpu", [1, 0])
     plain = "must be a plain tensor, the same on all ranks; got a DTensor"
     cases: list[tuple[str, Callable[[], Any]]] = [
         (f"x {plain}", lambda: fused_linear_cross_entropy(every(x), ours, target)),
@@ -336,6 +337,9 @@ def refused() -> None:
             x, weight, x, ours, beta=0.5)),
         ("teacher_weight must have the rows of a weight that ranks share, 101; got 100", lambda: linear_divergence(
             x, ours, x, weight[1:], beta=0.5)),
+        ("teacher_weight must be on the mesh of weight", lambda: linear_divergence(
+            x, ours, x, DTensor.from_local(weight[mine()], reversed_mesh, [Shard(0)], run_check=False,
+                                           shape=weight.shape, stride=weight.stride()), beta=0.5)),
         ("must be sharded by rows", lambda: linear_divergence(x, ours, x, every(weight), beta=0.5)),
         ("teacher_bias must be a plain tensor where teacher_weight is one", lambda: linear_divergence(
             x, ours, x, weight, None, shared(bias[mine()]), beta=0.5)),

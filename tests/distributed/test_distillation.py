@@ -1,4 +1,4 @@
-"""Distillation on two gloo ranks on the CPU: labels that each rank counts, and heads whose vocabulary they share out."""
+"""Distillation on two gloo ranks on the CPU: labels that ranks count, and heads whose vocabulary they share out."""
 
 import pytest
 

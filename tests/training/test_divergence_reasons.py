@@ -16,7 +16,9 @@ from npu_trainer_kernels.training import distillation, top_tokens
 class _Promise:
     """Stands for promised logits: a shape, and whether they were formed."""
 
-    def __init__(self, *shape: int, settled: bool = False, reason: str | None = None, sharded: str | None = None) -> None:
+    def __init__(
+        self, *shape: int, settled: bool = False, reason: str | None = None, sharded: str | None = None
+    ) -> None:
         self.shape, self.settled = torch.Size(shape), settled
         self.place = types.SimpleNamespace(call=types.SimpleNamespace(unlike=lambda other: reason, sharded=sharded))
 

@@ -261,7 +261,7 @@ def _own_parts(
 ) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None], VocabSlice | None]:
     """Returns the parameters of both heads as plain tensors, and the slice if they are this rank's rows."""
     mine, mine_bias, part = own_part(weight, bias)
-    if part is None:
+    if part is None or not isinstance(weight, DTensor):
         for name, tensor in (("teacher_weight", teacher_weight), ("teacher_bias", teacher_bias)):
             if tensor is not None and isinstance(tensor, DTensor):
                 raise ValueError(f"{name} must be a plain tensor where weight is one; got a DTensor")
@@ -280,8 +280,8 @@ def _own_parts(
         return (mine, mine_bias, its, its_bias), part
     if isinstance(teacher_bias, DTensor):
         raise ValueError("teacher_bias must be a plain tensor where teacher_weight is one; got a DTensor")
-    rows = slice(part.start, part.start + part.width)
-    return (mine, mine_bias, teacher_weight[rows], None if teacher_bias is None else part.of_columns(teacher_bias)), part
+    its, its_bias = teacher_weight[part.start : part.start + part.width], teacher_bias
+    return (mine, mine_bias, its, None if its_bias is None else part.of_columns(its_bias)), part
 
 
 def _first(t: torch.Tensor, rows: int) -> torch.Tensor:
