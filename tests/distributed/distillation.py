@@ -1,5 +1,6 @@
-"""Distillation on the ranks that torchrun has started, without and with the kernels: under DDP, where each rank counts
-labels of its own, and with heads whose vocabulary ranks share out by transformers' tensor-parallel plans.
+"""Distillation on the ranks that torchrun has started, without and with the kernels: under DDP and FSDP2, where
+each rank counts labels of its own, and with heads whose vocabulary ranks share out by transformers' tensor-parallel
+plans.
 
 Usage: torchrun --nproc_per_node 2 -m tests.distributed.distillation FILE
 
@@ -29,7 +30,7 @@ from trl.trainer import distillation_trainer
 from npu_trainer_kernels import NpuKernelsCallback
 from npu_trainer_kernels.training import distillation
 from tests.distributed.ranks import by_rank, end_ranks
-from tests.distributed.run import apart, whole
+from tests.distributed.run import apart, on_ranks, whole
 from tests.models import small_model
 from tests.training.test_distillation import Given
 from tests.training.test_gkd import KINDS, MESSAGES, tokens
@@ -37,11 +38,15 @@ from tests.training.test_grpo import tokenizer
 
 # Of the models, whose head's vocabulary ranks share.
 BOTH, STUDENT = ("student", "teacher"), ("student",)
+# The student's parameters are sharded, and ranks have other tokens.
+FSDP2 = ("fsdp2",)
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "distillation, DDP": ("distillation", (), {"beta": 0.25, "temperature": 1.5}),
     "distillation, DDP, micro-batches": ("distillation", (), {"beta": 1.0, "gradient_accumulation_steps": 2}),
     "gkd, DDP": ("gkd", (), {"beta": 0.5, "gradient_accumulation_steps": 2}),
     "iw-opd, DDP, some tokens": ("iw-opd", (), {"distillation_objective": "jsd", "beta": 0.25, "loss_top_k": 3}),
+    "distillation, FSDP2": ("distillation", FSDP2, {"beta": 0.25}),
+    "gkd, FSDP2": ("gkd", FSDP2, {"beta": 0.5}),
     "gkd, both shared": ("gkd", BOTH, {"beta": 0.25}),
     "gkd, forward KL, both shared": ("gkd", BOTH, {"beta": 0.0}),
     "gkd, the student's shared": ("gkd", STUDENT, {"beta": 1.0}),
@@ -77,7 +82,7 @@ def trained(folder: Path, kind: str, shared: tuple[str, ...], options: dict[str,
         common |= {"lmbda": 0.0, "max_length": 32} | ({} if kind == "gkd" else {"max_completion_length": 16})
         words, data = tokens(), Dataset.from_dict({"messages": MESSAGES})
     args = config(str(folder / f"out{distributed.get_rank()}"), **common)
-    _ = args.device  # which sets the state up
+    on_ranks(args, "fsdp2" if shared == FSDP2 else "ddp")
     if shared:
         # accelerate knows of tensor parallelism on accelerators alone; everything else stays on the CPU.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
@@ -88,8 +93,9 @@ def trained(folder: Path, kind: str, shared: tuple[str, ...], options: dict[str,
     )
     set_seed(3)
     trainer.train()
+    assert type(trainer.model_wrapped).__name__.startswith("FSDP") == (shared == FSDP2)
     report = callback.report() if kernels else None
-    return whole(trainer.model), report
+    return whole(trainer.model_wrapped if shared == FSDP2 else trainer.model), report
 
 
 def of_shared_weights() -> None:

@@ -17,6 +17,8 @@ def test_same_parameters_as_trls(tmp_path):
         "distillation, DDP, micro-batches": 4,
         "gkd, DDP": 4,
         "iw-opd, DDP, some tokens": 2,
+        "distillation, FSDP2": 2,
+        "gkd, FSDP2": 2,
         "gkd, both shared": 2,
         "gkd, forward KL, both shared": 2,
         "gkd, the student's shared": 2,
