@@ -268,7 +268,7 @@ class NpuKernelsCallback(TrainerCallback):
         elif served is not None:
             report.sites.append(served)
             report.unused = dict.fromkeys(
-                ("linear_logprob", "linear_cross_entropy"), "its loss is the divergence of two heads, linear_divergence"
+                ("linear_logprob", "linear_cross_entropy"), "its loss is a divergence, linear_divergence"
             )
 
     def _wrap(self, trainer: Trainer, method: str, make: Callable[[Any], Callable[..., Any]]) -> None:

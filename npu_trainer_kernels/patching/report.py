@@ -53,6 +53,27 @@ class Declined:
     calls: int
 
 
+_LOG_PROBS = 'torch.nn.functional.cross_entropy(rows, ids, reduction="none"), which is -log p'
+_DIVERGENCE = "ops.linear_divergence of two heads"
+# What is fused and has what losses take from whole logits, by the function that was given them.
+_FUSED_INSTEAD = {
+    "gather": [_LOG_PROBS],
+    "log_softmax": [_LOG_PROBS, _DIVERGENCE],
+    "softmax": [_LOG_PROBS, _DIVERGENCE],
+    "logsumexp": [_LOG_PROBS, "ops.fused_linear_cross_entropy(z_loss=...)", _DIVERGENCE],
+    "cross_entropy (with targets that are no ids)": [_DIVERGENCE, "ops.linear_topk_divergence"],
+}
+_GIVEN = "logits that were given to "
+
+
+def _instead(reason: str) -> str:
+    """Returns what would have been fused where a reason names a function that losses of logits begin with."""
+    name, _, why = reason.removeprefix(_GIVEN).partition(" ")
+    name = f"{name.rpartition('.')[2]} {why}".rstrip()
+    options = _FUSED_INSTEAD.get(name, []) if reason.startswith(_GIVEN) else []
+    return f"; what is fused: {', or '.join(options)}" if options else ""
+
+
 def _named(names: list[str]) -> str:
     if len(names) == 1:
         return names[0] or "the model itself"
@@ -209,7 +230,7 @@ class Report:
         left_out = "; where padding was left out they are those of zeros" if self.ran.get("varlen_attention") else ""
         for each in self.declined:
             of_padding = left_out if each.reason.startswith("logits that were") else ""
-            yield f"  {each.op}, {each.calls} calls of {each.kind}: {each.reason}{of_padding}"
+            yield f"  {each.op}, {each.calls} calls of {each.kind}: {each.reason}{of_padding}{_instead(each.reason)}"
 
     def _counting_lines(self) -> Iterable[str]:
         groups: dict[tuple[str, str], list[str]] = {}

@@ -7,7 +7,8 @@ own: the same code, in which the name of that function is this package's.
 GKD, GOLD and IW-OPD: TRL's `compute_loss` calls both models, and then `self.generalized_jsd_loss` on their logits. In
 these trainers the teacher's head promises its logits, too (`patching/head`), and the trainer has a function of its own
 of that name, which computes the divergence of two promises. Logits that are no promises go to TRL's function. IW-OPD's
-losses on some tokens of the vocabulary are in `top_tokens`.
+losses on some tokens of the vocabulary are in `top_tokens`, and so are those of `ServerDistillationTrainer`, which has
+no other.
 
 TRL's modules and classes stay as they are.
 """
@@ -30,7 +31,7 @@ from ..ops.host import autocasts
 from ..patching.head import PromisedLogits, promised_by_teachers
 from ..patching.patch import Site
 from ..patching.undo import Undo
-from .top_tokens import ROWS, Support, differs, loss_on_support, serve_methods, unserved
+from .top_tokens import ROWS, Support, differs, loss_on_support, of_whole_heads, serve_methods, unserved
 
 __all__ = ["serve_divergence"]
 
@@ -51,7 +52,15 @@ _OF_LOGITS = {
 }
 """The trainers whose loss is a function of both models' logits, and its parameters."""
 _SOME_TOKENS = "IWOPDTrainer"
-"""The trainer that has losses on some tokens of the vocabulary."""
+"""The trainer of these that has losses on some tokens of the vocabulary as well."""
+_OF_SERVERS = "trl.experimental.server_distillation.server_distillation_trainer", "ServerDistillationTrainer"
+"""The trainer that has those losses alone: a `DistillationTrainer` that calls neither `_compute_loss` nor a teacher."""
+_ASYNC = "trl.experimental.async_distillation.async_distillation_trainer", "AsyncDistillationTrainer"
+_ASYNC_OWN = (
+    "the loss of AsyncDistillationTrainer logs the entropy of whole distributions beside a divergence on some tokens, "
+    "from chunks of fp32 logits: the op linear_divergence is not used"
+)
+"""Why the loss of that trainer is left to TRL: the op for some tokens has no entropies."""
 _REDUCTIONS = {"batchmean": "mean", "sum": "sum"}
 """TRL's reductions, and those of the op."""
 
@@ -126,12 +135,18 @@ def _divergence_loss(site: Site, original: Callable[..., Any], *args: Any, **kwa
     return out.divergence, out.entropy.detach().sum(), mask.sum()
 
 
+def _is(trainer: Any, module: str, name: str) -> bool:
+    """Whether a trainer is of a class of TRL's, in a module that is imported if it is."""
+    cls = getattr(sys.modules.get(module), name, None)
+    return cls is not None and isinstance(trainer, cls)
+
+
 def _original(trainer: Any) -> Any:
     """Returns TRL's method that computes the loss, None for another trainer, or why it is not served."""
-    module = sys.modules.get(_MODULE)
-    base = None if module is None else getattr(module, _CLASS, None)
-    if base is None or not isinstance(trainer, base):
+    if not _is(trainer, _MODULE, _CLASS) or _is(trainer, *_OF_SERVERS):
         return None
+    module = sys.modules[_MODULE]
+    base = getattr(module, _CLASS)
     function = getattr(module, _FUNCTION, None)
     if function is None or tuple(inspect.signature(function).parameters) != _PARAMETERS:
         version = importlib.metadata.version("trl")
@@ -153,7 +168,13 @@ def _no_divergence(a: Any) -> str | None:
         return "logits that exist already"
     if student.shape != teacher.shape or a.labels.shape != student.shape[:-1]:
         return "logits of two shapes"
-    return student.place.call.unlike(teacher.place.call)
+    mine, its = student.place.call, teacher.place.call
+    return (of_whole_heads(mine, its) if _is_of_some(a) else None) or mine.unlike(its)
+
+
+def _is_of_some(a: Any) -> bool:
+    """Whether a divergence of logits is one on some tokens of the vocabulary."""
+    return bool(0 < getattr(a, "top_k", 0) < a.student_logits.shape[-1])
 
 
 def _loss_of_logits(site: Site, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +196,7 @@ def _loss_of_logits(site: Site, original: Callable[..., Any], *args: Any, **kwar
         )
         return found
 
-    if 0 < getattr(a, "top_k", 0) < a.student_logits.shape[-1]:
+    if _is_of_some(a):
         support = Support(0 if a.beta == 1 else a.top_k, 0 if a.beta == 0 else a.top_k)
         some = {"beta": float(a.beta), "add_tail": a.add_tail, "temperature": a.temperature}
         of_some = loss_on_support(site, a.student_logits, a.teacher_logits, a.labels, support, some, reduction, again)
@@ -184,7 +205,9 @@ def _loss_of_logits(site: Site, original: Callable[..., Any], *args: Any, **kwar
     options = {"beta": float(a.beta), "temperature": a.temperature, **student.transform.options, **of_teacher}
     mask = a.labels != -100
     both = functools.partial(student.call.with_teacher, teacher.call)
-    if site.look is not None and _differs(site, _some(mask, student.hidden, teacher.hidden), both, **options):
+    # The reference takes whole weights.
+    looks = site.look is not None and of_whole_heads(student.call, teacher.call) is None
+    if looks and _differs(site, _some(mask, student.hidden, teacher.hidden), both, **options):
         return original(*args, **kwargs)
     options |= reduction
 
@@ -215,9 +238,9 @@ def _other_loss(trainer: Any) -> str | None:
 def _function_of_logits(trainer: Any) -> Any:
     """Returns TRL's function of two models' logits, None for another trainer, or why it is not served."""
     for (name, cls), parameters in _OF_LOGITS.items():
-        base = getattr(sys.modules.get(name), cls, None)
-        if base is None or not isinstance(trainer, base):
+        if not _is(trainer, name, cls):
             continue
+        base = getattr(sys.modules[name], cls)
         function = inspect.getattr_static(type(trainer), _JSD, None)
         if function is not vars(base).get(_JSD) or _JSD in vars(trainer):
             return f"{type(trainer).__name__} has a {_JSD} of its own: the op linear_divergence is not used"
@@ -252,6 +275,16 @@ def _serve_logits(trainer: Any, undo: Undo, backend: str | None) -> Site | str |
     return site
 
 
+def _serve_server(trainer: Any, undo: Undo, backend: str | None) -> Site | str:
+    module, name = _OF_SERVERS
+    reason = unserved(trainer, getattr(sys.modules[module], name), name)
+    if reason is not None:
+        return f"{reason}: the op linear_divergence is not used"
+    site = _site(trainer, backend, "compute_loss")
+    serve_methods(trainer, undo, site)
+    return site
+
+
 def _site(trainer: Any, backend: str | None, path: str) -> Site:
     where = next(trainer.model.parameters()).device
     served = backends.explain("linear_divergence", where, backend)[0]
@@ -271,9 +304,12 @@ def serve_divergence(trainer: Any, undo: Undo, backend: str | None, ops: Sequenc
     Returns:
         the site that counts the calls, None for another trainer, or why this one is not served.
     """
+    if _is(trainer, *_ASYNC):
+        return _ASYNC_OWN
     method = _original(trainer) if ops is None or "linear_logprob" in ops else None
     if method is None and (ops is None or "linear_cross_entropy" in ops):
-        return _serve_logits(trainer, undo, backend)
+        serve = _serve_server if _is(trainer, *_OF_SERVERS) else _serve_logits
+        return serve(trainer, undo, backend)
     if method is None or isinstance(method, str):
         return method
     site = _site(trainer, backend, _METHOD)

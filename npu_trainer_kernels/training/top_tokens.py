@@ -1,5 +1,5 @@
 """Serves TRL's losses on some tokens of the vocabulary by `ops.linear_topk_divergence`: IW-OPD with `loss_top_k`, and
-IW-OPD with a server for the teacher.
+IW-OPD and `ServerDistillationTrainer` with a server for the teacher.
 
 Of two models, the support is the most probable tokens of one or of both (`top_log_probs`), and the logits of both are
 promises. A server sends ids and log-probabilities. TRL's `compute_loss` then calls `log_softmax` on the student's
@@ -22,7 +22,7 @@ from ..patching.head import PromisedLogits
 from ..patching.patch import Site
 from ..patching.undo import Undo
 
-__all__ = ["ROWS", "Support", "differs", "loss_on_support", "serve_methods", "unserved"]
+__all__ = ["ROWS", "Support", "differs", "loss_on_support", "of_whole_heads", "serve_methods", "unserved"]
 
 ROWS = 64
 """The rows that are compared with TRL's own function, once."""
@@ -35,6 +35,8 @@ _PARAMETERS = {
     _COMPUTE: ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
 }
 """The methods that a trainer gets in place of TRL's, and their parameters."""
+_CALLED = ("_compute_sparse_top_1_divergence_loss", "_get_reverse_kl_top_1_tokens", "_reduce_divergence_loss")
+"""The methods that those call."""
 _Heads = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -54,6 +56,11 @@ def differs(site: Site, own: Callable[[], Any], ours: Callable[[], Any]) -> bool
     if site.off is not None:
         site.declined[site.off] += 1
     return site.off is not None
+
+
+def of_whole_heads(*calls: Any) -> str | None:
+    """Returns why no op that takes whole weights can take those of calls of heads, or None."""
+    return next((call.sharded for call in calls if call.sharded is not None), None)
 
 
 def _selected(labels: torch.Tensor) -> torch.Tensor:
@@ -134,14 +141,14 @@ def loss_on_support(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Methods of IW-OPD's trainer
+# Methods of the trainers
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def _methods_of(trainer: Any) -> list[str]:
     """Returns the names of the methods, beside `generalized_jsd_loss`, that compute the loss of this trainer."""
     given = vars(trainer)
-    if given.get("use_teacher_server"):
+    if given.get("teacher_client") is not None:
         return [_COMPUTE, _SERVER_TOP_1 if given["beta"] > 0 else _SERVER_FORWARD]
     return [_LOCAL] if given.get("loss_top_k") == 1 and given["beta"] > 0 else []
 
@@ -154,6 +161,9 @@ def unserved(trainer: Any, base: type, name: str) -> str | None:
             return f"{type(trainer).__name__} has a {method} of its own"
         if found is None or tuple(inspect.signature(found).parameters) != _PARAMETERS[method]:
             return f"TRL computes the loss of {name} in another way, in {method}"
+    for method in _CALLED if _methods_of(trainer) else ():
+        if inspect.getattr_static(trainer, method, None) is not vars(base).get(method):
+            return f"{type(trainer).__name__} has a {method} of its own"
     return None
 
 
@@ -170,7 +180,8 @@ def _local(site: Site, trainer: Any, original: Callable[..., Any], *args: Any, *
     if not (_promised(student) and _promised(teacher)):
         reason: str | None = "logits that exist already"
     else:
-        reason = site.off or student.place.call.unlike(teacher.place.call)
+        mine, its = student.place.call, teacher.place.call
+        reason = site.off or of_whole_heads(mine, its) or mine.unlike(its)
     if reason is not None:
         site.declined[reason] += 1
         return original(*args, **kwargs)
@@ -232,17 +243,25 @@ def _log_softmax(input: Any, dim: int | None = None, **others: Any) -> Any:
     return functional.log_softmax(input, dim, **others)
 
 
+def _with_promises(method: Any) -> Any:
+    """Returns the same function with this `log_softmax`; a decorator around it, which TRL's profiling is, stays."""
+    inside = getattr(method, "__wrapped__", None)
+    if inside is None:
+        names = {**method.__globals__, "F": types.SimpleNamespace(**vars(functional) | {"log_softmax": _log_softmax})}
+        code, cells = method.__code__, method.__closure__
+    else:
+        names, code = method.__globals__, method.__code__
+        ours = _with_promises(inside)
+        cells = tuple(types.CellType(ours) if c.cell_contents is inside else c for c in method.__closure__)
+    return functools.wraps(method)(types.FunctionType(code, names, method.__name__, method.__defaults__, cells))
+
+
 def serve_methods(trainer: Any, undo: Undo, site: Site) -> None:
-    """Gives a trainer methods of its own in place of `methods_of`."""
+    """Gives a trainer methods of its own in place of `_methods_of`."""
     for name in _methods_of(trainer):
         method = getattr(type(trainer), name)
         if name == _COMPUTE:
-            names = {
-                **method.__globals__,
-                "F": types.SimpleNamespace(**vars(functional) | {"log_softmax": _log_softmax}),
-            }
-            ours = types.FunctionType(method.__code__, names, name, method.__defaults__, method.__closure__)
-            made: Any = types.MethodType(functools.wraps(method)(ours), trainer)
+            made: Any = types.MethodType(_with_promises(method), trainer)
         else:
             loss = _local if name == _LOCAL else _served
             made = functools.partial(loss, site, trainer, functools.partial(method, trainer))

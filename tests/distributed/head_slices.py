@@ -4,6 +4,7 @@ see it. `tensor_parallel.py` runs it.
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,12 @@ from npu_trainer_kernels.ops import (
     fused_linear_cross_entropy,
     fused_linear_grpo_loss,
     linear_cross_entropy_reference,
+    linear_divergence,
+    linear_divergence_reference,
     linear_logprob,
     linear_logprob_reference,
 )
+from npu_trainer_kernels.ops.head import engine
 from npu_trainer_kernels.ops.head.engine import _Call
 from npu_trainer_kernels.ops.head.grpo_loss import fused_linear_grpo_loss_reference
 from npu_trainer_kernels.ops.head.linear_logprob import OUTPUTS
@@ -196,6 +200,44 @@ def grpo(backend: str | None) -> Case:
     return op, reference
 
 
+BOTH = ("log_prob", "entropy", "teacher_log_prob", "teacher_entropy")
+
+
+def divergence(backend: str | None, beta: float, whole: bool = False, outputs: Any = BOTH, taught: bool = True,
+               **options: Any) -> Case:  # fmt: skip
+    """Of two heads; `whole`: each rank has all of the teacher's rows."""
+    drawn = torch.Generator().manual_seed(5)
+    teacher = {"x": torch.randn(ROWS, 8, generator=drawn), "weight": 0.6 * torch.randn(VOCAB, 8, generator=drawn),
+               "bias": 0.1 * torch.randn(VOCAB, generator=drawn)}  # fmt: skip
+    if not taught:
+        teacher.pop("bias")
+
+    def values(out: Any) -> Any:
+        return out if outputs else (out,)
+
+    def of_teacher(like: torch.Tensor) -> list[torch.Tensor]:
+        return [t.to(like.dtype) for t in teacher.values()]
+
+    def arguments(target: torch.Tensor) -> dict[str, Any]:
+        return {"mask": target >= 0, "ids": target.clamp(min=0) if outputs else None, "outputs": outputs, "beta": beta,
+                "teacher_temperature": 0.8, **options}  # fmt: skip
+
+    def op(x: Any, weight: Any, bias: Any, target: Any, _: Any) -> Any:
+        its_x, *its = of_teacher(x)
+        its_weight, its_bias, *_ = *(its if whole else (shared(t[mine()]) for t in its)), None
+        return values(linear_divergence(
+            x, weight, its_x, its_weight, bias, its_bias, backend=backend, **arguments(target)
+        ))  # fmt: skip
+
+    def reference(x: Any, weight: Any, bias: Any, target: Any, _: Any) -> Any:
+        its_x, its_weight, its_bias, *_ = *of_teacher(x), None
+        return values(linear_divergence_reference(
+            x, weight, its_x, its_weight, bias, its_bias, **arguments(target)
+        ))  # fmt: skip
+
+    return op, reference
+
+
 SMOOTH = {"label_smoothing": 0.1, "weigh": True, "softcap": 6.0, "logit_scale": 0.7, "z_loss": 1e-2, "reduction": "sum"}
 
 
@@ -215,6 +257,21 @@ def ops() -> None:
     agree(*log_probabilities(None, ()), "mixed", torch.float32, biased=False, frozen=True)
     for case in (cross_entropy("triton", **SMOOTH), log_probabilities("triton"), grpo("triton")):
         agree(*case, "mixed", torch.float32)
+
+
+def divergences() -> None:
+    """Of two heads: planned, planned with gradients of other statistics, computed again, and with a frozen head."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for beta in (0.0, 0.3, 1.0):
+            agree(*divergence(None, beta, temperature=0.7), "mixed", dtype)
+            agree(*divergence(None, beta, outputs=()), "mixed", dtype, biased=False)
+    for beta in (0.0, 0.3, 1.0):
+        agree(*divergence(None, beta, whole=True, softcap=6.0), "first", torch.float32)
+        agree(*divergence(None, beta, outputs=(), reduction="none", logit_scale=0.7), "last", torch.float32)
+        agree(*divergence(None, beta, outputs=(), reduction="none"), "mixed", torch.float32, biased=False, frozen=True)
+        agree(*divergence("triton", beta), "mixed", torch.float32)
+    agree(*divergence(None, 0.3, whole=True, outputs=(), taught=False), "mixed", torch.float32)
+    agree(*divergence(None, 0.3, num_items=5), "ignored", torch.float32)
 
 
 def predictions() -> None:
@@ -241,10 +298,17 @@ def nothing_else_is_said(dtype: torch.dtype) -> None:
     with Said() as said:
         loss = fused_linear_cross_entropy(given["x"], weight, given["target"])
         loss.backward()  # type: ignore[union-attr]
-    rows = int((given["target"] != -100).sum())
+    rows, columns = int((given["target"] != -100).sum()), mine().stop - mine().start
     chunks = [min(CHUNK, rows - start) for start in range(0, rows, CHUNK)]
     assert said.calls == [*(("allgather", 3 * n) for n in chunks), ("allreduce", ROWS * HIDDEN)]
-    assert said.products == 3 * rows * HIDDEN * (mine().stop - mine().start)
+    assert said.products == 3 * rows * HIDDEN * columns
+    # Of two heads: these numbers of both, and two sums of each row.
+    op, _ = divergence(None, 0.3, outputs=(), taught=False)
+    with Said() as said:
+        op(given["x"], weight, None, given["target"], None)[0].backward()
+    each = [[("allgather", 3 * n), ("allgather", 3 * n), ("allreduce", 2 * n)] for n in chunks]
+    assert said.calls == [*itertools.chain(*each), ("allreduce", ROWS * HIDDEN)]
+    assert said.products == rows * (3 * HIDDEN + 8) * columns
 
 
 def refused() -> None:
@@ -257,6 +321,7 @@ def refused() -> None:
     def every(t: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(t, mesh(), [Replicate()], run_check=False)
 
+    reversed_mesh = DeviceMesh("cpu", [1, 0])
     plain = "must be a plain tensor, the same on all ranks; got a DTensor"
     cases: list[tuple[str, Callable[[], Any]]] = [
         (f"x {plain}", lambda: fused_linear_cross_entropy(every(x), ours, target)),
@@ -268,6 +333,17 @@ def refused() -> None:
         ("bias must be a plain tensor", lambda: fused_linear_cross_entropy(x, weight, target, shared(bias[mine()]))),
         ("ranks have none of the weight's 1 rows", lambda: fused_linear_cross_entropy(
             x, distribute_tensor(weight[:1], mesh(), [Shard(0)]), target * 0)),
+        ("teacher_weight must be a plain tensor where weight is one", lambda: linear_divergence(
+            x, weight, x, ours, beta=0.5)),
+        ("teacher_weight must have the rows of a weight that ranks share, 101; got 100", lambda: linear_divergence(
+            x, ours, x, weight[1:], beta=0.5)),
+        ("teacher_weight must be on the mesh of weight", lambda: linear_divergence(
+            x, ours, x, DTensor.from_local(weight[mine()], reversed_mesh, [Shard(0)], run_check=False,
+                                           shape=weight.shape, stride=weight.stride()), beta=0.5)),
+        ("must be sharded by rows", lambda: linear_divergence(x, ours, x, every(weight), beta=0.5)),
+        ("teacher_bias must be a plain tensor where teacher_weight is one", lambda: linear_divergence(
+            x, ours, x, weight, None, shared(bias[mine()]), beta=0.5)),
+        (f"teacher_x {plain}", lambda: linear_divergence(x, ours, every(x), ours, beta=0.5)),
     ]  # fmt: skip
     for expected, call in cases:
         with pytest.raises(ValueError, match=re.escape(expected)):
@@ -279,6 +355,7 @@ def refused() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 own, merged, total = VocabSlice.own, VocabSlice.merged, VocabSlice.total
+both = engine.divergence_and_gradient
 
 
 def counts_every_id(self: Any, ids: Any) -> Any:
@@ -308,12 +385,31 @@ def of_the_first_columns(self: Any, values: Any) -> Any:
     return values[: self.width]
 
 
+def written_at_once(*args: Any) -> Any:
+    """The gradient of a divergence with the P of a slice."""
+    *given, p_sum, d, options, teacher, backend, part = args
+    if part is not None and p_sum is not None and d is not None:
+        p_sum = 0.5 * p_sum
+    return both(*given, p_sum, d, options, teacher, backend, part)
+
+
+def id_of_another_rank(*args: Any) -> Any:
+    with mock.patch.object(VocabSlice, "own", counts_every_id):
+        return both(*args)
+
+
+def not_added_up(*args: Any) -> Any:
+    with mock.patch.object(VocabSlice, "total", lambda self, parts: parts):
+        return both(*args)
+
+
 def uniform_over_a_slice(self: Any, weight: Any, class_weights: Any) -> Any:
     return None if class_weights is not None else 1.0 / weight.shape[0]
 
 
 EVERYTHING = functools.partial(agree, *log_probabilities(None), "mixed", torch.float32)
 LOSS = functools.partial(agree, *cross_entropy(None), "mixed", torch.float32)
+DIVERGENCE = functools.partial(agree, *divergence(None, 0.3), "mixed", torch.float32)
 FAULTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     "an id of another rank counts": (VocabSlice, "own", counts_every_id, LOSS),
     "the greatest is not merged": (VocabSlice, "merged", greatest_not_merged, LOSS),
@@ -328,6 +424,11 @@ FAULTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     "dx is added up twice": (VocabSlice, "total", lambda self, d: total(self, total(self, d)), LOSS),
     "class weights of other ids": (VocabSlice, "of_columns", of_the_first_columns, functools.partial(
         agree, *cross_entropy(None, weigh=True, label_smoothing=0.1), "mixed", torch.float32)),
+    "a divergence is not added up": (engine, "divergence_and_gradient", not_added_up, DIVERGENCE),
+    "a divergence's gradient with a part of P": (engine, "divergence_and_gradient", written_at_once, DIVERGENCE),
+    "an id of another rank counts in a divergence": (
+        engine, "divergence_and_gradient", id_of_another_rank, DIVERGENCE),
+    "a teacher's sum is not merged": (VocabSlice, "merged", keeps("s"), DIVERGENCE),
     "smoothing over a slice": (_Call, "uniform", uniform_over_a_slice, functools.partial(
         agree, *cross_entropy(None, label_smoothing=0.1), "mixed", torch.float32)),
 }  # fmt: skip
@@ -352,6 +453,7 @@ def checked() -> list[str]:
     """Raises where something is wrong; returns the faults that no rank has seen."""
     with mock.patch.object(tiling, "head_chunk", lambda n, *args, **kwargs: min(max(n, 1), CHUNK)):
         ops()
+        divergences()
         predictions()
         refused()
         for dtype in (torch.float32, torch.bfloat16):

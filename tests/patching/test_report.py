@@ -3,7 +3,10 @@
 import json
 
 import pytest
+import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
+from trl.trainer.utils import selective_log_softmax
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import LeftAlone, Report
@@ -92,6 +95,40 @@ def test_who_reads_logits_of_padding_that_was_left_out_is_told():
         outputs.logits.mean()
         assert "logits that were given to torch.Tensor.mean" in str(kernels.report())
         assert "left out" not in str(kernels.report())
+
+
+LOG_PROBS = 'torch.nn.functional.cross_entropy(rows, ids, reduction="none"), which is -log p'
+BOTH = "ops.linear_divergence of two heads"
+LOSSES = {
+    "log-probabilities": (lambda z, ids: -z.log_softmax(-1).gather(-1, ids).mean(), f"{LOG_PROBS}, or {BOTH}"),
+    "by TRL's function": (lambda z, ids: selective_log_softmax(z, ids.squeeze(-1)).mean(), LOG_PROBS),
+    "focal": (lambda z, ids: ((1 - z.softmax(-1).gather(-1, ids)) ** 2).mean(), f"{LOG_PROBS}, or {BOTH}"),
+    "z-loss": (
+        lambda z, ids: torch.logsumexp(z, -1).square().mean(),
+        f"{LOG_PROBS}, or ops.fused_linear_cross_entropy(z_loss=...), or {BOTH}",
+    ),
+    "soft targets": (
+        lambda z, ids: cross_entropy(z.flatten(0, 1), torch.ones_like(z).flatten(0, 1) / z.shape[-1]),
+        f"{BOTH}, or ops.linear_topk_divergence",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_what_would_have_been_fused(case):
+    """Losses that are written on whole logits: they are formed, and the report says what is not."""
+    loss, instead = LOSSES[case]
+    model = small_model("llama")
+    ids = torch.arange(10).view(2, 5)
+    with apply_npu_kernels(model, ops=["linear_cross_entropy"]) as kernels:
+        loss(model(input_ids=ids).logits, ids.unsqueeze(-1)).backward()
+        (line,) = (each for each in str(kernels.report()).splitlines() if "logits that were given to" in each)
+        assert line.endswith(f"; what is fused: {instead}")
+        assert kernels.report().ran["linear_cross_entropy"] == 0
+        # So it is.
+        rows = model(input_ids=ids).logits.flatten(0, 1)
+        cross_entropy(rows, ids.flatten(), reduction="none").mean().backward()
+        assert kernels.report().ran["linear_cross_entropy"] == 1
 
 
 def test_nothing_at_all():

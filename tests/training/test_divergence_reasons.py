@@ -16,9 +16,11 @@ from npu_trainer_kernels.training import distillation, top_tokens
 class _Promise:
     """Stands for promised logits: a shape, and whether they were formed."""
 
-    def __init__(self, *shape: int, settled: bool = False, reason: str | None = None) -> None:
+    def __init__(
+        self, *shape: int, settled: bool = False, reason: str | None = None, sharded: str | None = None
+    ) -> None:
         self.shape, self.settled = torch.Size(shape), settled
-        self.place = types.SimpleNamespace(call=types.SimpleNamespace(unlike=lambda other: reason))
+        self.place = types.SimpleNamespace(call=types.SimpleNamespace(unlike=lambda other: reason, sharded=sharded))
 
 
 def call(**changes):
@@ -33,6 +35,8 @@ def call(**changes):
         ({}, None),
         ({"logits_are_probs": True}, "probabilities"),
         ({"top_k": 5}, None),
+        ({"top_k": 5, "student_logits": _Promise(2, 3, 7, sharded="planted")}, "planted"),
+        ({"student_logits": _Promise(2, 3, 7, sharded="planted")}, None),
         ({"labels": None}, "all positions, or a mean over the vocabulary"),
         ({"reduction": "mean"}, "all positions, or a mean over the vocabulary"),
         ({"teacher_logits": torch.zeros(2, 3, 7)}, "logits that exist already"),
@@ -60,25 +64,37 @@ def test_logits_of_some_tokens_that_exist_already():
 
 
 class _Sharded(nn.Parameter):
-    pass
+    """Stands for a DTensor."""
+
+    device_mesh = "the ranks"
+
+
+class _ShardedElsewhere(_Sharded):
+    device_mesh = "other ranks"
 
 
 def head(parameter=None, dtype=None, device="cpu"):
-    return types.SimpleNamespace(
-        _parameters=[nn.Parameter(torch.zeros(2)) if parameter is None else parameter], _autocast=(None, dtype),
-        device=torch.device(device),
-    )  # fmt: skip
+    made = object.__new__(head_call.HeadCall)
+    made._parameters = [nn.Parameter(torch.zeros(2)) if parameter is None else parameter]
+    made._autocast, made.hidden = (None, dtype), torch.zeros(1, device=device)
+    return made
 
 
 def test_two_heads(monkeypatch):
-    unlike, sharded = head_call.HeadCall.unlike, head_call.HeadCall.sharded.fget
-    assert sharded(head()) is None
+    unlike = head_call.HeadCall.unlike
+    assert head().sharded is None
+    assert top_tokens.of_whole_heads(head(), head()) is None
     assert unlike(head(), head()) is None
     with monkeypatch.context() as patch:
         patch.setattr(head_call, "DTensor", _Sharded)
-        assert sharded(head(_Sharded(torch.zeros(2)))) == "a head is sharded"
-        for pair in ((head(_Sharded(torch.zeros(2))), head()), (head(), head(_Sharded(torch.zeros(2))))):
-            assert unlike(*pair) == "a head is sharded"
+        patch.setattr(head_call, "_released", lambda p: False)
+        shared, elsewhere = head(_Sharded(torch.zeros(2))), head(_ShardedElsewhere(torch.zeros(2)))
+        for pair in ((shared, head()), (head(), shared), (shared, shared)):
+            assert top_tokens.of_whole_heads(*pair) == "a head is sharded"
+        assert unlike(shared, shared) is None
+        assert unlike(shared, head()) is None
+        assert unlike(head(), shared) == "the teacher's head is sharded, and the student's is not"
+        assert unlike(shared, elsewhere) == "the two heads are sharded over other ranks"
     other = "the two heads run under another autocast, or on other devices"
     assert unlike(head(dtype=torch.bfloat16), head()) == other
     assert unlike(head(), head(device="meta")) == other
@@ -116,3 +132,14 @@ def test_trainers_that_read_whole_logits_anyway(name):
     """docs/distillation.md: a promise of log-probabilities would save nothing where the mean of logits is logged."""
     module = pytest.importorskip(f"trl.experimental.{name}.{name}_trainer", reason="TRL 1.16 has it")
     assert re.search(r"_logits(\[.*\])?(\.detach\(\))?\.mean\(", inspect.getsource(module))
+
+
+def test_an_asynchronous_trainer():
+    """The loss of AsyncDistillationTrainer is left to TRL, and the report says why."""
+    module = pytest.importorskip("trl.experimental.async_distillation.async_distillation_trainer")
+    made = object.__new__(module.AsyncDistillationTrainer)
+    said = distillation.serve_divergence(made, None, None, None)
+    assert said == (
+        "the loss of AsyncDistillationTrainer logs the entropy of whole distributions beside a divergence on some "
+        "tokens, from chunks of fp32 logits: the op linear_divergence is not used"
+    )

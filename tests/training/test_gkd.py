@@ -38,7 +38,7 @@ def tokens():
 
 
 def trained(folder, callbacks, kind="gkd", *, student="qwen3", teacher="llama", steps=2, trainer=None, **options):
-    """A trained trainer, off-policy: its completions are given."""
+    """A trained trainer, off-policy unless `lmbda` says otherwise: its completions are given."""
     lora = options.pop("lora", None)
     cls, config = KINDS[kind]
     longest = {} if kind == "gkd" else {"max_completion_length": 16}
@@ -52,8 +52,9 @@ def trained(folder, callbacks, kind="gkd", *, student="qwen3", teacher="llama", 
         model.config._name_or_path = str(folder / "tokenizer")  # IW-OPD loads the teacher's by its name
     arguments = config(
         str(folder), per_device_train_batch_size=4, max_steps=steps, report_to="none", logging_steps=1, use_cpu=True,
-        bf16=options.pop("bf16", False), save_strategy="no", optim="sgd", lmbda=0.0, max_length=32,
-        learning_rate=options.pop("learning_rate", 1.0), disable_tqdm=True, **longest, **options,
+        bf16=options.pop("bf16", False), save_strategy="no", optim="sgd", max_length=32,
+        lmbda=options.pop("lmbda", 0.0), learning_rate=options.pop("learning_rate", 1.0), disable_tqdm=True,
+        **longest, **options,
     )  # fmt: skip
     made = (trainer or cls)(
         *models, args=arguments, train_dataset=Dataset.from_dict({"messages": MESSAGES}), processing_class=tokenizer,
@@ -76,6 +77,7 @@ CASES = {
     "a softcap": {"beta": 0.5, "teacher": "gemma2"},
     "scaled logits": {"beta": 0.5, "student": "cohere", "teacher": "cohere"},
     "checkpointed": {"beta": 0.5, "gradient_checkpointing": True},
+    "on-policy": {"beta": 0.5, "lmbda": 1.0, "max_new_tokens": 6},
     "an adapter": {"beta": 0.5, "lora": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)},
     "GOLD": {"kind": "gold", "beta": 0.25, "temperature": 1.5},
     "IW-OPD": {"kind": "iw-opd", "beta": 0.25, "temperature": 1.5, "distillation_objective": "jsd", "loss_top_k": 0},

@@ -1,17 +1,25 @@
-"""IW-OPD's losses on some tokens of the vocabulary, option by option, with TRL's own functions and with
-`ops.linear_topk_divergence`: of two models, and of a model and a server, which a model answers for here.
+"""TRL's losses on some tokens of the vocabulary (IW-OPD, ServerDistillation), option by option, with TRL's own
+functions and with `ops.linear_topk_divergence`: of two models, and of a model and a server, which a model answers for.
 
 The logits of the student, and of a local teacher, are promised and never formed; the losses and parameters agree.
 """
 
+import copy
+
 import pytest
 import torch
+import trl.generation.vllm_client
+from datasets import Dataset
+from peft import LoraConfig
 from trl.experimental.iw_opd import IWOPDTrainer
+from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
 
 from npu_trainer_kernels import NpuKernelsCallback
 from npu_trainer_kernels.training import distillation, top_tokens
-from tests.training.test_distillation import compare, served
+from tests.models import small_model
+from tests.training.test_distillation import Given, compare, served
 from tests.training.test_gkd import formed, trained
+from tests.training.test_grpo import tokenizer
 
 
 class Answers:
@@ -203,3 +211,121 @@ def test_a_server_that_sends_too_little(tmp_path):
         trained(tmp_path, [callback], "iw-opd", trainer=Silent, distillation_objective="jsd", beta=1.0, loss_top_k=1)
     declined = {each.reason for each in callback.report().declined if each.op == "linear_divergence"}
     assert declined == {"log-probabilities that the server has not sent"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ServerDistillationTrainer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Distilled(ServerDistillationTrainer):
+    """Its rollouts are given: completions of different lengths."""
+
+    _generate_single_turn = Given._generate_single_turn
+
+
+def distilled(monkeypatch, folder, callbacks, *, student="qwen3", trainer=Distilled, answers=Answers, **options):
+    """A trained ServerDistillationTrainer, whose server is a model."""
+    lora = options.pop("lora", None)
+    models = small_model(student), small_model("llama", hidden_size=48, intermediate_size=40)
+    with torch.no_grad():
+        for model in models:
+            model.get_output_embeddings().weight.mul_(20)  # distributions that differ
+    monkeypatch.setattr(
+        trl.generation.vllm_client, "VLLMClient", lambda base_url, connection_timeout: answers(models[1].eval())
+    )
+    arguments = ServerDistillationConfig(
+        str(folder), teacher_model_server_url="http://localhost:8000", per_device_train_batch_size=4, max_steps=2,
+        max_completion_length=6, report_to="none", logging_steps=1, use_cpu=True, bf16=options.pop("bf16", False),
+        save_strategy="no", learning_rate=1.0, optim="sgd", disable_tqdm=True, **options,
+    )  # fmt: skip
+    made = trainer(
+        models[0], args=arguments, train_dataset=Dataset.from_dict({"prompt": ["12", "345", "6", "78901"] * 4}),
+        processing_class=tokenizer(), callbacks=callbacks, peft_config=lora,
+    )  # fmt: skip
+    made.train()
+    assert not {name for name in vars(made) if name.startswith("_compute_") or name == "compute_loss"}
+    return made
+
+
+DISTILLED = {
+    "the teacher's": {"beta": 0.0, "loss_top_k": 3},
+    "the teacher's, renormalised": {"beta": 0.0, "loss_top_k": 3, "loss_add_tail": False},
+    "the teacher's first, a temperature": {"beta": 0.0, "loss_top_k": 1, "temperature": 2.5},
+    "the sampled": {"beta": 1.0},
+    "the sampled and the teacher's first": {"beta": 0.25, "temperature": 1.5},
+    "renormalised": {"beta": 0.5, "loss_add_tail": False},
+    "scaled logits": {"beta": 0.0, "loss_top_k": 4, "student": "cohere"},
+    "a softcap and tied heads": {"beta": 0.5, "student": "gemma2"},
+    "micro-batches": {"beta": 0.25, "gradient_accumulation_steps": 2},
+    "checkpointed": {"beta": 0.5, "gradient_checkpointing": True},
+    "an adapter": {"beta": 0.5, "lora": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)},
+}
+
+
+@pytest.mark.parametrize("case", DISTILLED)
+def test_a_server_of_another_trainer(tmp_path, monkeypatch, case):
+    options = DISTILLED[case]
+    stock = distilled(monkeypatch, tmp_path / "stock", [], **copy.deepcopy(options))
+    ours = distilled(monkeypatch, tmp_path / "ours", [NpuKernelsCallback(audit="off")], **copy.deepcopy(options))
+    assert stock.state.log_history[0]["grad_norm"] > 1e-4
+    compare(stock, ours)
+    calls = 2 * options.get("gradient_accumulation_steps", 1)
+    assert served(ours).ran["linear_divergence"] == ours.teacher_client.asked == calls
+    assert not formed(served(ours))
+
+
+def test_the_report_of_a_server(tmp_path, monkeypatch):
+    ours = distilled(monkeypatch, tmp_path, [NpuKernelsCallback()], beta=0.5)
+    text = str(served(ours))
+    assert "linear_divergence  torch: Distilled; 2 calls" in text
+    assert "0 calls" not in text
+    assert served(ours).unused.keys() == {"linear_logprob", "linear_cross_entropy"}
+
+
+def test_a_server_under_autocast(tmp_path, monkeypatch):
+    stock = distilled(monkeypatch, tmp_path / "stock", [], beta=0.5, bf16=True)
+    ours = distilled(monkeypatch, tmp_path / "ours", [NpuKernelsCallback(audit="off")], beta=0.5, bf16=True)
+    assert served(ours).ran["linear_divergence"] == 2
+    for before, after in zip(stock.state.log_history[:2], ours.state.log_history[:2], strict=True):
+        assert after["loss"] == pytest.approx(before["loss"], rel=2e-2)
+
+
+@pytest.mark.parametrize("fault", [*(f for f in FAULTS if "mean" not in f), "the teacher shifted by one",
+                                   "padding counted"])  # fmt: skip
+def test_faults_with_a_server(tmp_path, monkeypatch, fault):
+    original, rows = top_tokens.linear_topk_divergence, torch.nonzero
+
+    def faulty(x, weight, ids, log_probs, *args, **kwargs):
+        if fault == "the teacher shifted by one":
+            ids, log_probs = ids.roll(1, 0), log_probs.roll(1, 0)
+        if fault == "a temperature without its factor":
+            kwargs["logit_scale"] = 1.0  # the promise was divided by the temperature
+        else:
+            FAULTS.get(fault, lambda given: None)(kwargs)
+        return original(x, weight, ids, log_probs, *args, **kwargs)
+
+    options = {"beta": 0.25, "temperature": 1.5}
+    stock = distilled(monkeypatch, tmp_path / "stock", [], **options)
+    monkeypatch.setattr(top_tokens, "linear_topk_divergence", faulty)
+    if fault == "padding counted":
+        monkeypatch.setattr(
+            top_tokens, "_selected", lambda labels: rows(torch.ones_like(labels.reshape(-1))).squeeze(1)
+        )
+    ours = distilled(monkeypatch, tmp_path / "ours", [NpuKernelsCallback(audit="off")], **options)
+    with pytest.raises(AssertionError):
+        compare(stock, ours)
+
+
+@pytest.mark.parametrize("name", [*top_tokens._CALLED, "_compute_server_sparse_top_1_divergence_loss", "compute_loss"])
+def test_methods_of_a_subclass(tmp_path, monkeypatch, name):
+    """A loss of one's own is not ours, whichever method it is in."""
+    own = {name: lambda self, *args, **kwargs: getattr(ServerDistillationTrainer, name)(self, *args, **kwargs)}
+    if name == "_reduce_divergence_loss":
+        own = {name: staticmethod(lambda *args, **kwargs: 2 * Distilled._reduce_divergence_loss(*args, **kwargs))}
+    kind = type("Own", (Distilled,), own)
+    stock = distilled(monkeypatch, tmp_path / "stock", [], beta=0.5, trainer=kind)
+    ours = distilled(monkeypatch, tmp_path / "ours", [NpuKernelsCallback()], beta=0.5, trainer=kind)
+    compare(stock, ours)
+    assert f"note: Own has a {name} of its own: the op linear_divergence is not used" in str(served(ours))
+    assert "linear_divergence" not in served(ours).ran

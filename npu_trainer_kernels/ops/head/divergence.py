@@ -29,6 +29,10 @@ A loss may also depend on the student's log-probabilities and entropies. Then, w
 entropy H, and f = dL/dD,
 
     dL/dz_j = f dD/dz_j + a p_j + b [j = id] + e p_j (log p_j + H)
+
+If ranks have slices of the vocabulary, Q and P are sums over the slices, too, and the gradient of a slice needs the
+whole P: then the sums are computed and added up first, and the gradient after that (with beta = 0, which needs no P,
+at once). Beside the statistics of the two softmaxes, ranks exchange these two numbers for each row.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ from .chunks import Chunks
 from .gradient import coefficients
 from .options import HeadOptions, guarded, kernel_flags, slope, transform, transformed
 from .statistics import HeadStatistics, Softmax, row_statistics
+from .vocabulary_slices import VocabSlice
 
 __all__ = ["Teacher", "divergence_and_gradient", "teacher_rows"]
 
@@ -413,7 +418,7 @@ def _factors(d: Sequence[torch.Tensor | None], softmax: Softmax) -> tuple[Factor
 def divergence_and_gradient(
     logits: torch.Tensor, beside: torch.Tensor, ids: torch.Tensor, statistics: HeadStatistics | None, softmax: Softmax,
     teacher_softmax: Softmax | None, p_sum: torch.Tensor | None, d: Sequence[torch.Tensor | None] | None,
-    options: HeadOptions, teacher: Teacher, backend: str,
+    options: HeadOptions, teacher: Teacher, backend: str, part: VocabSlice | None = None,
 ) -> tuple[HeadStatistics | None, Softmax, torch.Tensor]:  # fmt: skip
     """Computes the divergences of one chunk, or overwrites its logits with dL/dl, or both.
 
@@ -428,6 +433,8 @@ def divergence_and_gradient(
         options: the transform of the student's logits.
         teacher: the teacher.
         backend: as for `head_statistics`.
+        part: the slice of a sharded vocabulary that both chunks of logits cover. Then a call with `d` needs `p_sum`,
+            unless beta is 0; and a call without `p_sum` is one that all ranks must make.
 
     Returns:
         The statistics, the teacher's softmax, and P.
@@ -435,19 +442,22 @@ def divergence_and_gradient(
     mixture = Mixture(options, teacher.options, teacher.beta)
     if teacher_softmax is None:
         assert statistics is not None
-        of_teacher, teacher_softmax = row_statistics(beside, ids, None, teacher.options, backend)
+        of_teacher, teacher_softmax = row_statistics(beside, ids, None, teacher.options, backend, part)
         statistics = statistics._replace(teacher_log_prob=of_teacher.log_prob, teacher_entropy=of_teacher.entropy)
     factors, b, at_id = None, None, None
     if d is not None:
         factors, b = _factors(d, softmax)
-    column = ids.long().unsqueeze(1)
+    own, mine = (ids.long(), None) if part is None else part.own(ids)
+    column = own.unsqueeze(1)
     if b is not None:
+        # The element of an id of another rank is one like any other of its row.
+        b = b if mine is None else b.masked_fill(~mine, 0.0)
         # The b term changes one element of each row, which is computed apart, from `[n]` numbers.
         at_id = transform(logits.gather(1, column).float(), options)
         at_id_beside = transform(beside.gather(1, column).float(), teacher.options)
     found = _divergence_step(logits, beside, softmax, teacher_softmax, p_sum, factors, mixture, backend)
     if found is not None:
-        q_sum, p_sum = found
+        q_sum, p_sum = found if part is None else part.total(torch.stack(found)).unbind()
         if statistics is not None:
             to_teacher, to_student = ((1.0, 0.0), (0.0, 1.0), (teacher.beta, 1.0 - teacher.beta))[mixture.kind]
             statistics = statistics._replace(divergence=to_teacher * q_sum + to_student * p_sum)

@@ -228,9 +228,11 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
                 d = _only(_DIVERGENCE, objective.factor(statistics.lse))
             # One kernel computes the divergence and writes its gradient if the gradient is known before.
             written = grads is not None and (objective is None or isinstance(objective, DivergenceObjective))
+            # The gradient of a slice of the vocabulary needs the sums over the other slices first.
+            written = written and (call.part is None or teacher.beta == 0)
             made, teacher_softmax, p_sum = divergence_and_gradient(
                 logits, of_teacher, ids_chunk, statistics, softmax, None, None, d if written else None, call.options,
-                teacher, call.backend,
+                teacher, call.backend, call.part,
             )  # fmt: skip
             assert made is not None
             statistics = made
@@ -249,7 +251,7 @@ def _form(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ids:
             elif not written:
                 divergence_and_gradient(
                     logits, of_teacher, ids_chunk, None, softmax, teacher_softmax, p_sum, d, call.options, teacher,
-                    call.backend,
+                    call.backend, call.part,
                 )  # fmt: skip
             grads.add(blocks, x_chunk, chunks.weight, chunk, chunks.rows, needs[1])
     merged = HeadStatistics._make(_concatenated(collected, _empty_statistics(call.options, teacher, chunks.ids)))
@@ -459,7 +461,7 @@ def _recomputed(
         else:
             divergence_and_gradient(
                 logits, next(beside), ids_chunk, None, softmax, Softmax(*of_teacher, None), p_sum, d,  # type: ignore
-                call.options, teacher, call.backend,
+                call.options, teacher, call.backend, call.part,
             )  # fmt: skip
         grads.add((logits,), x_chunk, chunks.weight, chunk, rows, needs[1])
     return grads.cast(weight, bias)
@@ -522,8 +524,9 @@ def head_statistics(
         low_memory: sum the chunks' weight gradients in weight's dtype instead of fp32.
         part: the slice of a sharded vocabulary that weight and bias cover. ids and class_weights cover the whole
             vocabulary, and x is the same on all ranks. All ranks must make the same calls, forward and backward.
-        teacher: adds the statistics `divergence`, `teacher_log_prob` and `teacher_entropy`. It needs plain tensors
-            (no `part`) and none of the statistics mean, log_sum_sq and argmax, and its tensors get no gradient.
+        teacher: adds the statistics `divergence`, `teacher_log_prob` and `teacher_entropy`. Its weight and bias are
+            plain tensors, with `part` those of the same slice. It needs none of the statistics mean, log_sum_sq and
+            argmax, and its tensors get no gradient.
         several_ids: whether ids are `[n, k]`, and log_prob is, too; without `part` and `teacher`, and for the backends
             other than `"vendor"`. The only plan is then that of the objective.
 

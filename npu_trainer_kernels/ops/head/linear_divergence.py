@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ... import backends, device, tiling
 from ...support.opaque import opaque
@@ -49,6 +50,7 @@ from .objective import DivergenceObjective
 from .options import HeadOptions
 from .reference import transformed_logits
 from .statistics import HeadStatistics
+from .vocabulary_slices import VocabSlice, own_part
 
 __all__ = [
     "REDUCTIONS",
@@ -173,10 +175,6 @@ def _check(
     else:
         check_head(x, weight, "ids", ids, bias)
     check_projection(teacher_x, teacher_weight, teacher_bias, prefix="teacher_")
-    given = {"weight": weight, "bias": bias, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
-    for name, tensor in given.items():
-        if tensor is not None:
-            check_plain(name, tensor)
     if teacher_x.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"teacher_x must have x's leading shape {list(x.shape[:-1])}; got {list(teacher_x.shape[:-1])}"
@@ -258,6 +256,34 @@ class Selected:
         return values.view(shape)
 
 
+def _own_parts(
+    weight: torch.Tensor, bias: torch.Tensor | None, teacher_weight: torch.Tensor, teacher_bias: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None], VocabSlice | None]:
+    """Returns the parameters of both heads as plain tensors, and the slice if they are this rank's rows."""
+    mine, mine_bias, part = own_part(weight, bias)
+    if part is None or not isinstance(weight, DTensor):
+        for name, tensor in (("teacher_weight", teacher_weight), ("teacher_bias", teacher_bias)):
+            if tensor is not None and isinstance(tensor, DTensor):
+                raise ValueError(f"{name} must be a plain tensor where weight is one; got a DTensor")
+        return (weight, bias, teacher_weight, teacher_bias), None
+    if teacher_weight.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"teacher_weight must have the rows of a weight that ranks share, {weight.shape[0]}; got "
+            f"{teacher_weight.shape[0]}"
+        )
+    if isinstance(teacher_weight, DTensor):
+        its, its_bias, _ = own_part(teacher_weight, teacher_bias)
+        if teacher_weight.device_mesh != weight.device_mesh:
+            raise ValueError(
+                f"teacher_weight must be on the mesh of weight, {weight.device_mesh}; got {teacher_weight.device_mesh}"
+            )
+        return (mine, mine_bias, its, its_bias), part
+    if isinstance(teacher_bias, DTensor):
+        raise ValueError("teacher_bias must be a plain tensor where teacher_weight is one; got a DTensor")
+    its, its_bias = teacher_weight[part.start : part.start + part.width], teacher_bias
+    return (mine, mine_bias, its, None if its_bias is None else part.of_columns(its_bias)), part
+
+
 def _first(t: torch.Tensor, rows: int) -> torch.Tensor:
     """Returns the first rows. If these are all, it is the tensor itself: a saved parameter whose shards are released
     and gathered again between forward and backward is read where it is then."""
@@ -296,13 +322,15 @@ def linear_divergence(
         x: the student's hidden states `[..., H]`, fp32, bf16 or fp16, any strides. Products run in this dtype, or in
             autocast's, and logits are rounded to it, as a model's are.
         weight: `[V, H]`; cast to that dtype when it differs. Its gradient is accumulated in fp32 and returned in
-            weight's dtype. A plain tensor.
+            weight's dtype. A DTensor sharded by rows over ranks which all have the same x is computed as slices: see
+            `ops/head/vocabulary_slices.py`.
         teacher_x: the teacher's hidden states `[..., H']` of the same tokens, with x's leading shape. They may have
             another dtype. The teacher's tensors get no gradient, whether they require one or not.
         teacher_weight: `[V', H']`. If V and V' differ, the distributions are those over the first min(V, V') ids, as
             for vocabularies that were padded to different sizes: the softmaxes leave out the other ids, and their rows
-            of the weight get gradient zero.
-        bias: `[V]` or None.
+            of the weight get gradient zero. If weight is sharded, V' is V, and this one is sharded as weight is, or is
+            whole on all ranks, each of which reads its rows of it.
+        bias: `[V]` or None; sharded as weight is.
         teacher_bias: `[V']` or None.
         beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between for the generalised Jensen-Shannon
             divergence with the mixture beta q + (1 - beta) p; see the module's formula.
@@ -331,8 +359,8 @@ def linear_divergence(
 
     Raises:
         TypeError: a dtype that is not supported.
-        ValueError: shapes that do not match, tensors on several devices, DTensors, options or ids out of range, a
-            log-probability without ids.
+        ValueError: shapes that do not match, tensors on several devices, DTensors placed otherwise, options or ids out
+            of range, a log-probability without ids.
     """
     _check(x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, ids)
     check_choice("reduction", reduction, REDUCTIONS)
@@ -354,9 +382,10 @@ def linear_divergence(
     selected = Selected(mask, ids if wanted else None, x)
     if wanted:
         check_range("ids", lambda: selected.ids, x.device, vocab)
-    weight, teacher_weight = _first(weight, vocab), _first(teacher_weight, vocab)
-    bias = None if bias is None else _first(bias, vocab)
-    teacher_bias = None if teacher_bias is None else _first(teacher_bias, vocab)
+    parameters, part = _own_parts(weight, bias, teacher_weight, teacher_bias)
+    if part is None:
+        parameters = tuple(None if t is None else _first(t, vocab) for t in parameters)  # type: ignore[assignment]
+    weight, bias, teacher_weight, teacher_bias = parameters
     # fp16 gradients of a mean over many tokens would underflow, so divide after the products there.
     how = Reduction(reduction, num_items, torch.float16 not in (x.dtype, compute_dtype(x)))
 
@@ -368,7 +397,7 @@ def linear_divergence(
         rows=lambda: selected.rows,
         objective=None if reduction == "none" else DivergenceObjective(scale if how.early else lambda: 1.0),
         chunk_rows=chunk_rows, low_memory=low_memory,
-        backend=_backend(x, weight, backend),
+        backend=_backend(x, weight, backend), part=part,
         teacher=Teacher(
             teacher_x.detach().reshape(-1, teacher_x.shape[-1]), teacher_weight, teacher_bias, teacher_options,
             float(beta), compute_dtype(teacher_x),

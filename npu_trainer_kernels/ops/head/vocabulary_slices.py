@@ -104,11 +104,11 @@ class VocabSlice:
             z_id.sum(0),
         )
 
-    def total(self, d_x: torch.Tensor) -> torch.Tensor:
-        """Sums the ranks' parts of the gradient of x, in place if it is contiguous."""
-        d_x = d_x.contiguous()
-        distributed.all_reduce(d_x, group=self.group)
-        return d_x
+    def total(self, parts: torch.Tensor) -> torch.Tensor:
+        """Sums the ranks' parts of the gradient of x, or of a divergence, in place if they are contiguous."""
+        parts = parts.contiguous()
+        distributed.all_reduce(parts, group=self.group)
+        return parts
 
 
 def unshared(weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:

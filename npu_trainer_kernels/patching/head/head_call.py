@@ -186,13 +186,16 @@ class HeadCall:
 
     @property
     def sharded(self) -> str | None:
-        """Why no op can take this head's weight, or None."""
+        """Why an op that takes whole weights cannot take this head's, or None."""
         return "a head is sharded" if any(isinstance(p, DTensor) for p in self._parameters) else None
 
     def unlike(self, teacher: HeadCall) -> str | None:
         """Returns why no loss can be computed of this call and a teacher's together, or None."""
-        if any(isinstance(p, DTensor) for p in (*self._parameters, *teacher._parameters)):
-            return "a head is sharded"
+        if teacher.sharded is not None:
+            if self.sharded is None:
+                return "the teacher's head is sharded, and the student's is not"
+            if self._parameters[0].device_mesh != teacher._parameters[0].device_mesh:  # type: ignore[attr-defined]
+                return "the two heads are sharded over other ranks"
         if any(is_partitioned(p) or _released(p) for p in teacher._parameters):
             return "the teacher's head is sharded"
         if self._autocast[1] != teacher._autocast[1] or self.device != teacher.device:
