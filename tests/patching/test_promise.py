@@ -337,3 +337,23 @@ def test_a_sum_is_one_whatever_is_done_with_it(name, counted):
         return model
 
     assert check(make, lambda model: own_loss(model, num_items_in_batch=items), counted, 1) == []
+
+
+def test_logits_that_are_formed_beside_each_fused_loss_are_promised_no_more() -> None:
+    """Both cost six products of the vocabulary's size, plain PyTorch three. One call without such a use counts anew."""
+    model, inputs = small_model("llama"), {"input_ids": torch.randint(3, 90, (2, 9))}
+
+    def call(reads: bool) -> None:
+        out = model(**inputs, labels=inputs["input_ids"])
+        more = out.logits.log_softmax(-1).mean() if reads else 0.0
+        (out.loss + more).backward()
+
+    with apply_npu_kernels(model, ops=("linear_cross_entropy",)) as kernels:
+        (site,) = kernels.report().sites
+        for reads in (True, True, True, False, True, True, True, True):
+            call(reads)
+        assert site.ran == 8
+        for _ in range(3):
+            call(True)
+        assert site.ran == 8
+        assert site.declined["the last 4 calls formed their logits beside the fused loss, which costs twice as much"] == 3

@@ -7,7 +7,7 @@ import contextvars
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,6 +55,31 @@ def promised_by_teachers() -> Iterator[None]:
         _of_teachers.reset(token)
 
 
+# So many calls in a row that need their logits whole beside the fused loss: then the head keeps its own code.
+_DOUBLED = 4
+
+
+@dataclass
+class Uses:
+    """What becomes of the logits of a head's calls. A loss that is fused and logits that are formed all the same take six
+    products of the vocabulary's size, where plain PyTorch takes three.
+
+    Attributes:
+        fused, real: whether the last call's loss was fused, and whether its logits were formed.
+        doubled: the number of the last calls in a row that had both.
+    """
+
+    fused: bool = False
+    real: bool = False
+    doubled: int = 0
+
+    def next_call(self) -> None:
+        """Counts the last call."""
+        if self.fused:
+            self.doubled = self.doubled + 1 if self.real else 0
+        self.fused = self.real = False
+
+
 @dataclass(frozen=True)
 class HeadForm:
     """A head whose logits may be promised.
@@ -62,10 +87,12 @@ class HeadForm:
     Attributes:
         within: the whole model, whose sharding wrapper may have to gather the head's parameters for a later use.
         mesh: the mesh of the ranks that hold slices of its vocabulary (`tp_plan`), or None.
+        uses: what becomes of its logits.
     """
 
     within: weakref.ref[nn.Module]
     mesh: DeviceMesh | None = None
+    uses: Uses = field(default_factory=Uses, compare=False)
 
     def __str__(self) -> str:
         return "" if self.mesh is None else f"{self.mesh.size()} ranks share its vocabulary out"
@@ -102,6 +129,9 @@ class LmHeadPatch(Patch):
     def declines(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> str | None:
         if is_asked(module):
             return None
+        site.form.uses.next_call()
+        if site.form.uses.doubled >= _DOUBLED:
+            return f"the last {_DOUBLED} calls formed their logits beside the fused loss, which costs twice as much"
         if len(args) != 1 or kwargs:
             return "it is given more than hidden states"
         if is_parametrized(module):
@@ -131,11 +161,14 @@ class LmHeadPatch(Patch):
         if answered is not None:
             return answered
         (hidden,) = args
+        uses: Uses = site.form.uses
 
         def on_real(reason: str) -> None:
+            uses.real = True
             site.declined[f"logits that were {reason}"] += 1
 
         def on_fused() -> None:
+            uses.fused = True
             site.ran += 1
 
         def compare(own: Callable[[], Any], served: Callable[[], Any]) -> str | None:
