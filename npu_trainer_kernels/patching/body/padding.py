@@ -107,7 +107,8 @@ class BodyForm:
 
     def __str__(self) -> str:
         if self.proof.mixes:
-            return f"padding is computed by {', '.join(sorted(each.__name__ for each in self.proof.attention))}"
+            before = "; what is before a row's tokens by all modules" if self.proof.leading else ""
+            return f"padding is computed by {', '.join(sorted(each.__name__ for each in self.proof.attention))}{before}"
         parts = []
         if self.proof.by_columns is not None:
             parts.append(f"positions count {'columns' if self.proof.by_columns else 'live tokens'}")
@@ -185,9 +186,7 @@ class PaddingPatch(Patch):
         if not isinstance(module, PreTrainedModel):
             return HarmlessReason("no body of a transformers model found")
         names = tuple(inspect.signature(kind.forward).parameters)[1:]
-        # A body of states alone may need no positions.
-        needed = {"input_ids", "attention_mask", *(() if getattr(kind, "_is_stateful", False) else ("position_ids",))}
-        if not needed <= set(names):
+        if not {"input_ids", "attention_mask"} <= {*names, *_passed_on(kind)}:
             return _NO_BATCH
         if getattr(module.config, "is_encoder_decoder", False):
             return "it has an encoder"
@@ -196,8 +195,6 @@ class PaddingPatch(Patch):
         body: Any = body_of(scene.model)
         inner = next(path for path, part in module.named_modules() if part is body)
         proof = proof_of(module, inner)
-        if "position_ids" not in names and (isinstance(proof, str) or not proof.carried):
-            return _NO_BATCH
         if not isinstance(proof, str):
             proof = unproven(body, proof) or proof
         if isinstance(proof, str):
@@ -319,7 +316,10 @@ class PaddingPatch(Patch):
         if packed:
             batch = Batch.of_packed(given)
         else:
-            batch = Batch.of(given, labels, share=share, padding=padding, label_shift=form.label_shift, scored=scored)
+            batch = Batch.of(
+                given, labels, share=share, padding=padding, label_shift=form.label_shift, scored=scored,
+                leading=form.proof.leading,
+            )  # fmt: skip
         if isinstance(batch, str):
             return LateRefusal(batch)
         positions = batch.shape[0] * batch.shape[1]
@@ -364,7 +364,13 @@ class PaddingPatch(Patch):
         return out
 
 
-_NO_BATCH = "its forward takes no ids, mask and positions"
+def _passed_on(kind: Any) -> tuple[str, ...]:
+    """Returns what the forward of a body of states is given by its model without naming it: xLSTM reads no mask."""
+    takes_any = inspect.Parameter.VAR_KEYWORD in (p.kind for p in inspect.signature(kind.forward).parameters.values())
+    return ("attention_mask",) if takes_any and getattr(kind, "_is_stateful", False) else ()
+
+
+_NO_BATCH = "its forward takes no ids and mask"
 _WORTH = 0.1
 """The fraction of positions that must be padding for mixers to be called apart. Around a mixer the
 hidden states are copied twice, which must cost less than what is saved. The fraction is a guess, and not measured."""
