@@ -121,6 +121,7 @@ class Call:
         generates: whether the forward has one token of each row and no gradients, and is not being captured.
         scored: the positions that TRL's head scores, where the model was called with labels.
         collects: whether the hidden states of all layers are asked for.
+        positions: the position ids that the model was called with by name, which it may keep from its body (Mamba 2).
     """
 
     settings: CallSettings
@@ -131,6 +132,7 @@ class Call:
     generates: bool = False
     scored: Scored | None = None
     collects: bool = False
+    positions: torch.Tensor | None = None
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
@@ -234,7 +236,8 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     if collects is None:
         collects = getattr(getattr(module, "config", None), "output_hidden_states", False)
     divisor = kwargs.get("num_items_in_batch")
-    _current.set(Call(settings, module, outer, labels, divisor, one, scored, bool(collects)))
+    positions = kwargs.get("position_ids")
+    _current.set(Call(settings, module, outer, labels, divisor, one, scored, bool(collects), positions))
 
 
 @functools.partial(opaque, in_full_graphs=_untracked)

@@ -124,8 +124,8 @@ def leave_padding_to_mixers(body: nn.Module, undo: Undo) -> str | None:
         return "its layers are not transformers' own"
     by_layer = [_parts(layer) for layer in layers]
     mixing = [part for parts in by_layer for part, is_layer in parts if not is_layer]
-    inside = {id(p) for mixer in mixing for p in mixer.parameters()}
-    if mixing and not any(p.dim() > 1 and id(p) not in inside for layer in layers for p in layer.parameters()):
+    matrices = {id(p) for layer in layers for p in layer.parameters() if p.dim() > 1}
+    if matrices and matrices <= {id(p) for mixer in mixing for p in mixer.parameters()}:
         names = ", ".join(sorted({original_class(mixer).__name__ for mixer in mixing}))
         return f"all matrices of its layers are in modules that mix tokens: {names}"
     classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}

@@ -238,7 +238,7 @@ class PaddingPatch(Patch):
         form: BodyForm = site.form
         if site.progress.read:
             return str(site.progress.read)
-        given = dict(zip(form.names, args, strict=False), **kwargs)
+        given = _given(form, args, kwargs)
         mask, config = given.get("attention_mask"), module.config.get_text_config()
         packed = mask is None
         if paused():
@@ -300,7 +300,7 @@ class PaddingPatch(Patch):
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: BodyForm = site.form
-        given = dict(zip(form.names, args, strict=False), **kwargs)
+        given = _given(form, args, kwargs)
         call = current_call()
         labels = None if call is None else call.labels
         # Adapters with a dropout of their own may have been added since.
@@ -333,6 +333,8 @@ class PaddingPatch(Patch):
         try:
             if form.proof.mixes and packed:
                 _, apart = rows_apart(given, batch.layout.lengths)
+                if "position_ids" not in {*form.names, *kwargs}:
+                    del apart["position_ids"]
                 out, _ = Batch.of(apart, None, share=False).beside_mixers(site.kind, module, batch.shape)
             elif form.proof.mixes:
                 out, _ = batch.beside_mixers(site.kind, module)
@@ -362,6 +364,17 @@ class PaddingPatch(Patch):
             if savings.trained <= _FIRST or savings.trained % _EVERY == 0:
                 return _watched(out, batch.layout)
         return out
+
+
+def _given(form: BodyForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a body's call by name. Position ids that its model was given, and has kept for itself,
+    are among them where there is no mask: they may tell rows apart."""
+    given = dict(zip(form.names, args, strict=False), **kwargs)
+    call = current_call()
+    kept = None if call is None or "position_ids" in form.names else call.positions
+    if kept is not None and given.get("attention_mask") is None:
+        given.setdefault("position_ids", kept)
+    return given
 
 
 def _passed_on(kind: Any) -> tuple[str, ...]:
