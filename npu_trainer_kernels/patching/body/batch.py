@@ -120,6 +120,13 @@ class Batch:
         lengths = lengths_of_rows(positions)
         return cls(given, Layout(tokens, lengths, lengths, None, tokens, len(tokens)), tuple(positions.shape))
 
+    @classmethod
+    def full(cls, given: dict[str, Any]) -> Batch:
+        """Takes a batch of rows without padding, whose ids `[B, L]` nobody reads."""
+        rows, width = given["input_ids"].shape
+        tokens, lengths = np.arange(rows * width), [width] * rows
+        return cls(given, Layout(tokens, lengths, lengths, None, tokens, len(tokens)), (rows, width))
+
     @property
     def computed(self) -> int:
         """The number of tokens that go through the body."""

@@ -240,19 +240,20 @@ class PaddingPatch(Patch):
             return str(site.progress.read)
         given = _given(form, args, kwargs)
         mask, config = given.get("attention_mask"), module.config.get_text_config()
-        packed = mask is None
+        packed, full = mask is None, _taken_for_full(form, given)
         if paused():
             return "it is compiled"
-        if under_way() or mixers_under_way() or generates() or (mask is None and not may_be_packed(given)):
+        if under_way() or mixers_under_way() or generates() or (packed and not full and not may_be_packed(given)):
             return UNREPORTED
-        if (reason := foreign_attention(config._attn_implementation)) is not None:
+        # Under fit another function counts what PyTorch's allocates.
+        if not full and (reason := foreign_attention(config._attn_implementation)) is not None:
             return reason
         if given.get("past_key_values") is not None or given.get("cache_params") is not None:
             return "it is given keys and values (past_key_values)" if torch.is_grad_enabled() else UNREPORTED
         ids = given.get("input_ids")
         rows = ids if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if mask is None:
-            mask = given["position_ids"]  # of the shape that a mask would have
+            mask = given["input_ids" if full else "position_ids"]  # of the shape that a mask would have
         elif not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return "its mask is none of tokens" if torch.is_grad_enabled() else UNREPORTED
         if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
@@ -313,7 +314,9 @@ class PaddingPatch(Patch):
         share = not drops and not form.proof.mixes
         packed = given.get("attention_mask") is None
         batch: Any
-        if packed:
+        if full := _taken_for_full(form, given):
+            batch = Batch.full(given)
+        elif packed:
             batch = Batch.of_packed(given)
         else:
             batch = Batch.of(
@@ -326,7 +329,7 @@ class PaddingPatch(Patch):
         saved = positions - batch.computed
         worth = saved > 0 if not form.proof.mixes else saved >= _WORTH * positions
         # Without padding, too, transformers' own operators of a state keep 15 times the memory (docs/padding.md).
-        worth = worth or (form.slow and _device_of(given).type != "cpu")
+        worth = worth or full or (form.slow and _device_of(given).type != "cpu")
         # The model's own code may not keep apart rows that a collator has packed.
         if not worth and not (packed and len(batch.layout.lengths) > batch.shape[0]):
             return LateRefusal(UNREPORTED)
@@ -375,6 +378,13 @@ def _given(form: BodyForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
     if kept is not None and given.get("attention_mask") is None:
         given.setdefault("position_ids", kept)
     return given
+
+
+def _taken_for_full(form: BodyForm, given: dict[str, Any]) -> bool:
+    """Whether ids without numbers are to be computed as an accelerator computes rows without padding (`fit`)."""
+    call = current_call()
+    unmasked = given.get("attention_mask") is None and isinstance(given.get("input_ids"), FakeTensor)
+    return form.slow and unmasked and call is not None and call.settings.full
 
 
 def _passed_on(kind: Any) -> tuple[str, ...]:
