@@ -98,6 +98,16 @@ def test_padding_before_a_rows_tokens_is_no_token_of_such_a_state(monkeypatch: p
     assert left.reason.startswith("tokens of a packed row are not what they are in their own (differs by ")
 
 
+def test_a_module_without_positions_around_a_body() -> None:
+    """It must not leave to mixers what the body inside computes by segments."""
+    model = hybrid("moss_transcribe_diarize")
+    with apply_npu_kernels(model, ops=OPS) as kernels:
+        report = kernels.report()
+    (site,), (left,) = report.sites, report.left_alone
+    assert not site.form.proof.mixes
+    assert left.reason == "its forward takes no positions: the text-only body inside decides for itself"
+
+
 def test_what_a_body_makes_of_its_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pooler would read the first tokens of other rows."""
     model = hybrid("jamba")

@@ -147,7 +147,7 @@ _BY = "_npu_kernels_mixes_by"
 def _parts(layer: nn.Module) -> list[tuple[nn.Module, bool]]:
     """Returns a layer and those of its parts that are called otherwise, each with whether it is a layer, and not a
     mixer. Zamba has decoder layers inside of others."""
-    found = [(layer, True)] if isinstance(layer, GradientCheckpointingLayer) else []
+    found: list[tuple[nn.Module, bool]] = [(layer, True)] if isinstance(layer, GradientCheckpointingLayer) else []
     for child in filter(_mixes_tokens, layer.children()):
         found += _parts(child) if original_class(child).__name__.endswith("DecoderLayer") else [(child, False)]
     return found

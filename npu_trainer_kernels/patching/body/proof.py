@@ -105,7 +105,8 @@ def proof_of(body: Any, inner: str) -> Proof | str:
         found = _shown(body, inner, small, mixes=False)
         if isinstance(found, str):
             beside = _shown(body, inner, small, mixes=True)
-            if isinstance(beside, str) and beside.startswith(_OTHER_NUMBERS):
+            # A module around a body must not take over what the body inside may do better.
+            if isinstance(beside, str) and not inner and beside.startswith(_OTHER_NUMBERS):
                 beside = _shown(body, inner, small, mixes=True, leading=True)
             # Of a body of states the reason is what is in the way of leaving padding to its mixers.
             states = getattr(original_class(text), "_is_stateful", False)
