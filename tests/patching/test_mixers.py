@@ -98,6 +98,12 @@ def test_padding_before_a_rows_tokens_is_no_token_of_such_a_state(monkeypatch: p
     assert left.reason.startswith("tokens of a packed row are not what they are in their own (differs by ")
 
 
+def test_a_body_without_a_mask() -> None:
+    with apply_npu_kernels(hybrid("cpmant"), ops=OPS) as kernels:
+        (left,) = kernels.report().left_alone
+    assert left.reason == "its forward takes no ids and mask"
+
+
 def test_a_module_without_positions_around_a_body() -> None:
     """It must not leave to mixers what the body inside computes by segments."""
     model = hybrid("moss_transcribe_diarize")
