@@ -233,6 +233,7 @@ def _applied(model: nn.Module, setup: Setup) -> Iterator[None]:
     options = {**options, "capture": "on" if setup.capture else "off"}
     with apply_npu_kernels(model, **options) as handle, use_plan(_GrpoPlan() if setup.trainer == "grpo" else None):
         # The head learns in two backward passes that SFT's gradient is equal for all tokens, DPO's only within a row.
+        handle.settings.full = True
         handle.settings.learned = LearnedPlan.settled(setup.trainer == "sft")
         yield
 

@@ -62,6 +62,7 @@ class CallSettings:
         caches: whether a training forward without `use_cache` returns the KV cache that its configuration requests.
         eval_caches: whether a forward in evaluation mode without `use_cache` does.
         layers: what captures the decoder layers (`layers.LayerCapture`), or None.
+        full: whether ids without numbers and without a mask (those of fit) are taken for rows without padding.
         learned: the plan that is learned from the gradients of TRL's loss, where no trainer provides one.
     """
 
@@ -73,6 +74,7 @@ class CallSettings:
     caches: bool = True
     eval_caches: bool = True
     layers: Any = None
+    full: bool = False
     learned: LearnedPlan = field(default_factory=LearnedPlan)
 
 
@@ -121,6 +123,7 @@ class Call:
         generates: whether the forward has one token of each row and no gradients, and is not being captured.
         scored: the positions that TRL's head scores, where the model was called with labels.
         collects: whether the hidden states of all layers are asked for.
+        positions: the position ids that the model was called with by name, which it may keep from its body (Mamba 2).
     """
 
     settings: CallSettings
@@ -131,6 +134,7 @@ class Call:
     generates: bool = False
     scored: Scored | None = None
     collects: bool = False
+    positions: torch.Tensor | None = None
 
 
 _current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("npu_kernels_call", default=None)
@@ -234,7 +238,8 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     if collects is None:
         collects = getattr(getattr(module, "config", None), "output_hidden_states", False)
     divisor = kwargs.get("num_items_in_batch")
-    _current.set(Call(settings, module, outer, labels, divisor, one, scored, bool(collects)))
+    positions = kwargs.get("position_ids")
+    _current.set(Call(settings, module, outer, labels, divisor, one, scored, bool(collects), positions))
 
 
 @functools.partial(opaque, in_full_graphs=_untracked)

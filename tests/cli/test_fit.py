@@ -41,6 +41,7 @@ from npu_trainer_kernels.fit import (
 from npu_trainer_kernels.fit._ledger import Ledger
 from npu_trainer_kernels.ops import gated_delta_rule, linear_divergence
 from npu_trainer_kernels.patching import PATCHES, apply_npu_kernels
+from npu_trainer_kernels.patching.body import padding
 from npu_trainer_kernels.patching.layers import layer_capture
 from npu_trainer_kernels.rollouts import completions, serve_rollouts
 from tests.models import HYBRIDS, SMALL
@@ -841,14 +842,19 @@ def test_a_delta_rule_keeps_what_it_saves(rule):
 
 @pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_bodies_with_a_state(family, checkpointing):
-    """Rows without padding run transformers' own code of the state: the kernels save what they save elsewhere."""
+def test_bodies_with_a_state(monkeypatch, family, checkpointing):
+    """As on an accelerator, the kernels carry the states of rows without padding by the op, which keeps its inputs."""
     kind, _, sizes = HYBRIDS[family]
     made = getattr(transformers, kind)(**{**SMALL, **sizes, "vocab_size": 8192})
     setup = Setup("trainer", 4, 256, checkpointing=checkpointing)
     before, after = (predict(made, replace(setup, variant=variant)) for variant in ("plain", "kernels"))
     assert before.parts["weights"] == after.parts["weights"] > 0
     assert after.peak_bytes < before.peak_bytes
+    if not checkpointing:  # else the states of one layer are kept
+        monkeypatch.setattr(padding, "_taken_for_full", lambda form, given: False)
+        by_transformers = predict(made, replace(setup, variant="kernels"))
+        assert after.parts["activations"] < by_transformers.parts["activations"]
+        assert after.peak_bytes < by_transformers.peak_bytes
 
 
 def test_a_teacher_is_counted():

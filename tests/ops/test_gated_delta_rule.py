@@ -481,6 +481,18 @@ def test_torch_compile(device, where, full):
     assert_op_close(compiled, model(gated_delta_rule_reference), given, upstream)
 
 
+def test_the_length_of_chunks_is_a_constant_of_a_graph(monkeypatch):
+    """Without it torch 2.11 cannot trace the op: the length would depend on data."""
+    segments = Segments.make([3, 70, 1, 40], "cpu")
+    v = torch.zeros(1, 114, 4, 6, device="cpu")
+    monkeypatch.setattr(grid, "once_for_segments", lambda segments, key, make: key[1])
+
+    def length(v):
+        return v + grid.Grid.of(v, segments, lambda length: 4 * length**2 + 6400)
+
+    assert torch.equal(torch.compile(length, backend="aot_eager", fullgraph=True)(v), length(v))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels.patching.body import batch as batches
 from npu_trainer_kernels.patching.body import mixers, proof
 from npu_trainer_kernels.patching.body.layout import layout
 from npu_trainer_kernels.patching.probe import small_config
@@ -21,8 +22,8 @@ from tests.models import in_double, small_model
 from tests.patching.test_padding import compare, live_and_distinct, padded, progress, values
 
 OPS = ("varlen_attention",)
-FAMILIES = ("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "nemotron_h",
-            "olmo_hybrid", "qwen3_5_text", "qwen3_next")  # fmt: skip
+FAMILIES = ("bailing_hybrid", "bamba", "bart", "bloom", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+            "mpt", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next", "zamba")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,77 @@ def test_a_padded_batch_is_the_models_own(kind: str, side: str) -> None:
     saved = progress(report)
     live = live_and_distinct(inputs)[0]
     assert (saved.live, saved.computed, saved.positions) == (live, live, inputs["input_ids"].numel())
+
+
+BEFORE_ROWS = {
+    "deepseek_v4": "padding is computed by DeepseekV4Attention",
+    "recurrent_gemma": "padding is computed by RecurrentGemmaAttention, RecurrentGemmaRecurrentBlock",
+    "xlstm": "padding is computed by xLSTMLayer",
+}
+
+
+@pytest.mark.parametrize("kind", BEFORE_ROWS)
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_a_state_that_reads_no_mask(kind: str, side: str) -> None:
+    """Padding before a row's tokens runs into its state: it is computed as in the model's own forward."""
+    model = hybrid(kind)
+    inputs = batch(model, side)
+    if kind == "xlstm":  # takes rows of whole chunks
+        missing = -inputs["input_ids"].shape[1] % model.config.chunk_size
+        inputs = {n: nn.functional.pad(v, (0, missing), value=-100 * (n == "labels")) for n, v in inputs.items()}
+    mask = inputs["attention_mask"]
+    upto = sum(max(row.nonzero().flatten().tolist(), default=-1) + 1 for row in mask)
+    with apply_npu_kernels(copy.deepcopy(model), ops=OPS) as kernels:
+        (site,) = kernels.report().sites
+        assert str(site.form) == f"{BEFORE_ROWS[kind]}; what is before a row's tokens by all modules"
+    if mask.numel() - upto < 0.1 * mask.numel():
+        assert side == "left"  # nothing to be left out
+        return
+    saved = progress(compare(model, inputs, OPS, f"{kind} {side}"))
+    assert (saved.computed, saved.positions) == (upto, mask.numel())
+
+
+def test_padding_before_a_rows_tokens_is_no_token_of_such_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: without it the proof fails, and nothing is served."""
+    of = batches.Batch.of
+    monkeypatch.setattr(batches.Batch, "of", lambda *args, leading=False, **options: of(*args, **options))
+    with apply_npu_kernels(hybrid("recurrent_gemma"), ops=OPS) as kernels:
+        (left,) = kernels.report().left_alone
+    assert left.reason.startswith("tokens of a packed row are not what they are in their own (differs by ")
+
+
+def test_a_body_without_a_mask() -> None:
+    with apply_npu_kernels(hybrid("cpmant"), ops=OPS) as kernels:
+        (left,) = kernels.report().left_alone
+    assert left.reason == "its forward takes no ids and mask"
+
+
+def test_a_module_without_positions_around_a_body() -> None:
+    """It must not leave to mixers what the body inside computes by segments."""
+    model = hybrid("moss_transcribe_diarize")
+    with apply_npu_kernels(model, ops=OPS) as kernels:
+        report = kernels.report()
+    (site,), (left,) = report.sites, report.left_alone
+    assert not site.form.proof.mixes
+    assert left.reason == "its forward takes no positions: the text-only body inside decides for itself"
+
+
+def test_what_a_body_makes_of_its_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pooler would read the first tokens of other rows."""
+    model = hybrid("jamba")
+    kind = type(model.model)
+    own = kind.forward
+
+    @functools.wraps(own)
+    def forward(body: Any, *args: Any, **kwargs: Any) -> Any:
+        out = own(body, *args, **kwargs)
+        out["pooler_output"] = out.last_hidden_state[:, 0]
+        return out
+
+    monkeypatch.setattr(kind, "forward", forward)
+    body = model.model
+    why = proof._shown(body, "", small_config(body.config), mixes=True)
+    assert why == "it returns pooler_output"
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid"])

@@ -356,4 +356,5 @@ def test_logits_that_are_formed_beside_each_fused_loss_are_promised_no_more() ->
         for _ in range(3):
             call(True)
         assert site.ran == 8
-        assert site.declined["the last 4 calls formed their logits beside the fused loss, which costs twice as much"] == 3
+        reason = "the last 4 calls formed their logits beside the fused loss, which costs twice as much"
+        assert site.declined[reason] == 3

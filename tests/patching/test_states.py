@@ -32,6 +32,7 @@ from npu_trainer_kernels.patching.body import (
 from npu_trainer_kernels.patching.body.layout import layout
 from npu_trainer_kernels.patching.body.state_row import StateRow
 from npu_trainer_kernels.patching.layers import layer_capture
+from npu_trainer_kernels.patching.probe import small_config
 from npu_trainer_kernels.patching.undo import Undo
 from tests.capture.graphs import Graphs
 from tests.closeness import assert_as_close, rounded
@@ -240,7 +241,7 @@ def lengths_again() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "again"),
     [("qwen3_next", True), ("bamba", False), ("bamba", True), ("lfm2", False), ("minimax", False), ("llama", True),
-     ("zamba2", False),
+     ("zamba2", False), ("mamba2", False), ("bloom", False),
      *(pytest.param(kind, False, marks=pytest.mark.full) for kind in ("kimi_linear", "jamba"))],
 )  # fmt: skip
 def test_packed_rows_are_kept_apart(kind: str, again: bool) -> None:
@@ -262,12 +263,13 @@ def test_a_body_of_states_is_given_a_cache() -> None:
     assert [left.reason for left in report.declined] == ["it is given keys and values (past_key_values)"]
 
 
-@pytest.mark.parametrize("kind", ["mamba", "rwkv"])
-def test_a_body_of_unknown_states_without_positions(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "mixers"), [("mamba", "MambaMixer"), ("rwkv", "RwkvFeedForward, RwkvSelfAttention")])
+def test_a_body_of_mixers_alone(kind: str, mixers: str) -> None:
     with apply_npu_kernels(hybrid(kind), ops=OPS) as kernels:
         report = kernels.report()
     assert not report.sites
-    assert [left.reason for left in report.left_alone] == ["its forward takes no ids, mask and positions"]
+    (left,) = report.left_alone
+    assert left.reason == f"all matrices of its layers are in modules that mix tokens: {mixers}"
 
 
 def test_several_packed_rows_in_a_batch() -> None:
@@ -546,11 +548,9 @@ def test_a_module_that_is_not_given_its_layers_mask() -> None:
         mixer(hidden)
 
 
-@pytest.mark.parametrize("kind", ["recurrent_gemma", "deepseek_v4"])
-def test_a_state_of_another_kind_is_left_alone(kind: str) -> None:
-    with apply_npu_kernels(hybrid(kind), ops=OPS) as kernels:
-        (left,) = kernels.report().left_alone
-    assert left.reason == "state runs along its rows"
+def test_a_state_of_another_kind_takes_no_packed_row() -> None:
+    body = hybrid("recurrent_gemma").model
+    assert proof._shown(body, "", small_config(body.config), mixes=False) == "state runs along its rows"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

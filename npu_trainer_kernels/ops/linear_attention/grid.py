@@ -47,10 +47,11 @@ class Grid:
         chunk by its length. The indexes of segments are made once for all layers that share them."""
 
         rows, tokens = v.shape[:2]
-        lengths = None if segments is None else np.diff((0, *segments.q_ends))
+        # Python's numbers: Dynamo in torch 2.11 knows no values of those that NumPy makes.
+        lengths = None if segments is None else [queries for queries, _ in segments.lengths]
 
         def chunks(length: int) -> int:
-            return rows * -(-tokens // length) if lengths is None else int((-(-lengths // length)).sum())
+            return rows * -(-tokens // length) if lengths is None else sum([-(-each // length) for each in lengths])
 
         # A loop, since Dynamo traces neither `min` with a key nor `index` in torch 2.11.
         length = _LENGTHS[0]

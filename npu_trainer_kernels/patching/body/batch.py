@@ -59,7 +59,7 @@ class Batch:
     @classmethod
     def of(
         cls, given: dict[str, Any], labels: torch.Tensor | None, *, share: bool, padding: int | None = None,
-        label_shift: int = 1, scored: Scored | None = None,
+        label_shift: int = 1, scored: Scored | None = None, leading: bool = False,
     ) -> Any:  # fmt: skip
         """Packs a batch, or returns why it cannot, as a sentence; the host waits for the device, once for a forward.
 
@@ -70,9 +70,12 @@ class Batch:
             padding: the only id that a position without a token may have; None: any.
             label_shift: the number of positions between a label and the position that predicts it.
             scored: the positions that TRL's head scores, which are read with the layout; None: they are not needed.
+            leading: whether padding before a row's last token is taken for tokens.
         """
         mask, ids = given["attention_mask"], given.get("input_ids")
         alive = mask.bool()
+        if leading:
+            alive = alive.flip(1).cummax(1).values.flip(1)
         if ids is None:
             seen = alive.long() - 1
         else:
@@ -116,6 +119,14 @@ class Batch:
         tokens = np.arange(positions.numel())
         lengths = lengths_of_rows(positions)
         return cls(given, Layout(tokens, lengths, lengths, None, tokens, len(tokens)), tuple(positions.shape))
+
+    @classmethod
+    def full(cls, given: dict[str, Any]) -> Batch:
+        """Takes a batch of rows without padding, whose ids or embeddings nobody reads."""
+        embeddings = given.get("inputs_embeds")
+        rows, width = (given["input_ids"] if embeddings is None else embeddings).shape[:2]
+        tokens, lengths = np.arange(rows * width), [width] * rows
+        return cls(given, Layout(tokens, lengths, lengths, None, tokens, len(tokens)), (rows, width))
 
     @property
     def computed(self) -> int:
@@ -205,6 +216,11 @@ class Batch:
         with live_tokens_alone(rows):
             out = kind.forward(body, **{name: v for name, v in self.given.items() if name != "labels"})
         hidden = hidden_of(out)
+        # What a body makes of its hidden states (BERT's pooler) has other rows.
+        others = enumerate(out) if isinstance(out, tuple) else out.items()
+        named = (name for name, v in others if isinstance(v, torch.Tensor) and v is not hidden)
+        if (name := next(named, None)) is not None:
+            raise Unserved(f"it returns {'more than hidden states' if isinstance(out, tuple) else name}")
         if not rows.are(hidden):
             raise Unserved(f"its layers give hidden states of shape {list(hidden.shape)} for {rows.tokens} tokens")
         padded = rows.pad(hidden) if packed is None else hidden.view(*packed, -1)

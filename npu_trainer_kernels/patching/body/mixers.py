@@ -4,8 +4,8 @@ Some bodies cannot be called with one packed row: a state runs along their rows 
 attention is code of their own. Between those modules a decoder layer works on each token by itself, though. So the body
 is called with the padded batch, and makes its masks and positions as always; the first layer takes the live tokens out
 of the hidden states, `[B, L, H]` to `[1, n, H]`, and each *mixer* is called with the padded batch again, zeros at
-padding, by its own code. A mixer is a child of a decoder layer whose forward takes a mask, positions or a cache.
-Nothing else is known of it.
+padding, by its own code. A mixer is a child of a decoder layer whose forward takes a mask, positions, a cache or a
+state. Nothing else is known of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Rows", "leave_padding_to_mixers", "live_tokens_alone", "mixers_under
 
 _GIVEN = frozenset((
     "attention_mask", "cache_params", "cache_position", "mask", "past_key_value", "past_key_values",
-    "position_embeddings", "position_ids",
+    "position_embeddings", "position_ids", "state",
 ))  # fmt: skip
 """Parameters of modules that mix tokens."""
 
@@ -72,12 +72,17 @@ class Rows:
         """Returns the batch with zeros at padding, `[1, n, ...]` to `[B, L, ...]`."""
         return take(values.reshape(self.tokens, -1), self.padded).view(*self.shape, *values.shape[2:])
 
+    def packed(self, values: Any) -> Any:
+        """Returns `pack` of a tensor with the rows and positions of the padded batch, and another value as it is."""
+        of_batch = isinstance(values, torch.Tensor) and values.shape[:2] == self.shape
+        return self.pack(values) if of_batch and not self.are(values) else values
+
     def are(self, values: Any) -> bool:
         """Whether a value is a tensor of the live tokens."""
         return isinstance(values, torch.Tensor) and values.dim() > 2 and values.shape[:2] == (1, self.tokens)
 
     def have(self, values: Any) -> bool:
-        """Whether a value is a tensor of the padded batch."""
+        """Whether a value is a tensor of the padded batch, with a vector for each position."""
         return isinstance(values, torch.Tensor) and values.dim() > 2 and values.shape[:2] == self.shape
 
 
@@ -117,10 +122,15 @@ def leave_padding_to_mixers(body: nn.Module, undo: Undo) -> str | None:
     layers = [layer for child in body.children() if isinstance(child, nn.ModuleList) for layer in child]
     if not layers or not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         return "its layers are not transformers' own"
+    by_layer = [_parts(layer) for layer in layers]
+    mixing = [part for parts in by_layer for part, is_layer in parts if not is_layer]
+    matrices = {id(p) for layer in layers for p in layer.parameters() if p.dim() > 1}
+    if matrices and matrices <= {id(p) for mixer in mixing for p in mixer.parameters()}:
+        names = ", ".join(sorted({original_class(mixer).__name__ for mixer in mixing}))
+        return f"all matrices of its layers are in modules that mix tokens: {names}"
     classes: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
-    for layer in layers:
-        mixers = [child for child in layer.children() if _mixes_tokens(child)]
-        for module, is_layer in ((layer, True), *((mixer, False) for mixer in mixers)):
+    for parts in by_layer:
+        for module, is_layer in parts:
             kind: Any = type(module)
             if getattr(kind, _BY, None) is undo:
                 continue
@@ -134,6 +144,15 @@ def leave_padding_to_mixers(body: nn.Module, undo: Undo) -> str | None:
 _BY = "_npu_kernels_mixes_by"
 
 
+def _parts(layer: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Returns a layer and those of its parts that are called otherwise, each with whether it is a layer, and not a
+    mixer. Zamba has decoder layers inside of others."""
+    found: list[tuple[nn.Module, bool]] = [(layer, True)] if isinstance(layer, GradientCheckpointingLayer) else []
+    for child in filter(_mixes_tokens, layer.children()):
+        found += _parts(child) if original_class(child).__name__.endswith("DecoderLayer") else [(child, False)]
+    return found
+
+
 def _mixes_tokens(module: nn.Module) -> bool:
     return not _GIVEN.isdisjoint(inspect.signature(original_class(module).forward).parameters)
 
@@ -143,6 +162,8 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 
 def _of_layer(kind: Any) -> dict[str, Any]:
     """Returns what a layer's class has of its own. What a checkpoint repeats finds the rows again, on any thread."""
+    parameters = inspect.signature(kind.forward).parameters
+    others = {name: i for i, name in enumerate(parameters, -1) if name == "input_ids" or name.endswith("hidden_states")}
 
     @functools.wraps(kind.__call__)
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +176,10 @@ def _of_layer(kind: Any) -> dict[str, Any]:
                 raise Unserved("its layers are not given the hidden states of its batch")
             packed = rows.pack(hidden)
             args, kwargs = ((packed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": packed})
+        # Beside them it may be given the embeddings or the ids of all positions (Zamba, DeepSeek V4).
+        places = set(others.values())
+        args = tuple(rows.packed(each) if i in places else each for i, each in enumerate(args))
+        kwargs = {name: rows.packed(each) if name in others else each for name, each in kwargs.items()}
         return kind.__call__(layer, *args, **kwargs)
 
     def get(layer: Any) -> Any:

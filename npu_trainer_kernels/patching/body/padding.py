@@ -107,7 +107,8 @@ class BodyForm:
 
     def __str__(self) -> str:
         if self.proof.mixes:
-            return f"padding is computed by {', '.join(sorted(each.__name__ for each in self.proof.attention))}"
+            before = "; what is before a row's tokens by all modules" if self.proof.leading else ""
+            return f"padding is computed by {', '.join(sorted(each.__name__ for each in self.proof.attention))}{before}"
         parts = []
         if self.proof.by_columns is not None:
             parts.append(f"positions count {'columns' if self.proof.by_columns else 'live tokens'}")
@@ -185,9 +186,7 @@ class PaddingPatch(Patch):
         if not isinstance(module, PreTrainedModel):
             return HarmlessReason("no body of a transformers model found")
         names = tuple(inspect.signature(kind.forward).parameters)[1:]
-        # A body of states alone may need no positions.
-        needed = {"input_ids", "attention_mask", *(() if getattr(kind, "_is_stateful", False) else ("position_ids",))}
-        if not needed <= set(names):
+        if not {"input_ids", "attention_mask"} <= {*names, *_passed_on(kind)}:
             return _NO_BATCH
         if getattr(module.config, "is_encoder_decoder", False):
             return "it has an encoder"
@@ -195,9 +194,9 @@ class PaddingPatch(Patch):
             return reason
         body: Any = body_of(scene.model)
         inner = next(path for path, part in module.named_modules() if part is body)
+        if inner and "position_ids" not in names:
+            return HarmlessReason("its forward takes no positions: the text-only body inside decides for itself")
         proof = proof_of(module, inner)
-        if "position_ids" not in names and (isinstance(proof, str) or not proof.carried):
-            return _NO_BATCH
         if not isinstance(proof, str):
             proof = unproven(body, proof) or proof
         if isinstance(proof, str):
@@ -241,20 +240,23 @@ class PaddingPatch(Patch):
         form: BodyForm = site.form
         if site.progress.read:
             return str(site.progress.read)
-        given = _masked(form, dict(zip(form.names, args, strict=False), **kwargs))
+        given = _given(form, args, kwargs)
         mask, config = given.get("attention_mask"), module.config.get_text_config()
-        packed = mask is None
+        packed, full = mask is None, _taken_for_full(form, given)
         if paused():
             return "it is compiled"
-        if under_way() or mixers_under_way() or generates() or (mask is None and not may_be_packed(given)):
+        if under_way() or mixers_under_way() or generates() or (packed and not full and not may_be_packed(given)):
             return UNREPORTED
-        if (reason := foreign_attention(config._attn_implementation)) is not None:
+        ids, rows = given.get("input_ids"), _rows_of(given)
+        # Under fit another function counts what PyTorch's allocates.
+        counted = full and isinstance(rows, FakeTensor)
+        if not counted and (reason := foreign_attention(config._attn_implementation)) is not None:
             return reason
         if given.get("past_key_values") is not None or given.get("cache_params") is not None:
             return "it is given keys and values (past_key_values)" if torch.is_grad_enabled() else UNREPORTED
-        ids, rows = given.get("input_ids"), _rows_of(given)
         if mask is None:
-            mask = given["position_ids"]  # of the shape that a mask would have
+            # Of the shape that a mask would have.
+            mask = given["position_ids"] if not full else rows if rows.dim() == 2 else rows[..., 0]
         elif not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return "its mask is none of tokens" if torch.is_grad_enabled() else UNREPORTED
         if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
@@ -302,7 +304,7 @@ class PaddingPatch(Patch):
 
     def run(self, site: Site, module: Any, *args: Any, **kwargs: Any) -> Any:
         form: BodyForm = site.form
-        given = _masked(form, dict(zip(form.names, args, strict=False), **kwargs))
+        given = _given(form, args, kwargs)
         call = current_call()
         labels = None if call is None else call.labels
         # Adapters with a dropout of their own may have been added since.
@@ -315,22 +317,29 @@ class PaddingPatch(Patch):
         share = not drops and not form.proof.mixes
         packed = given.get("attention_mask") is None
         batch: Any
-        if packed:
+        if full := _taken_for_full(form, given):
+            batch = Batch.full(given)
+        elif packed:
             batch = Batch.of_packed(given)
         else:
-            batch = Batch.of(given, labels, share=share, padding=padding, label_shift=form.label_shift, scored=scored)
+            batch = Batch.of(
+                given, labels, share=share, padding=padding, label_shift=form.label_shift, scored=scored,
+                leading=form.proof.leading,
+            )  # fmt: skip
         if isinstance(batch, str):
             return LateRefusal(batch)
         positions = batch.shape[0] * batch.shape[1]
         saved = positions - batch.computed
         worth = saved > 0 if not form.proof.mixes else saved >= _WORTH * positions
-        worth = worth or _is_slow(form, _rows_of(given))
+        worth = worth or full or _is_slow(form, _rows_of(given))
         # The model's own code may not keep apart rows that a collator has packed.
         if not worth and not (packed and len(batch.layout.lengths) > batch.shape[0]):
             return LateRefusal(UNREPORTED)
         try:
             if form.proof.mixes and packed:
                 _, apart = rows_apart(given, batch.layout.lengths)
+                if "position_ids" not in {*form.names, *kwargs}:
+                    del apart["position_ids"]
                 out, _ = Batch.of(apart, None, share=False).beside_mixers(site.kind, module, batch.shape)
             elif form.proof.mixes:
                 out, _ = batch.beside_mixers(site.kind, module)
@@ -362,7 +371,35 @@ class PaddingPatch(Patch):
         return out
 
 
-_NO_BATCH = "its forward takes no ids, mask and positions"
+def _given(form: BodyForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a body's call by name. Position ids that its model was given, and has kept for itself,
+    are among them where there is no mask: they may tell rows apart."""
+    given = dict(zip(form.names, args, strict=False), **kwargs)
+    call = current_call()
+    kept = None if call is None or "position_ids" in form.names else call.positions
+    if kept is not None and given.get("attention_mask") is None:
+        given.setdefault("position_ids", kept)
+    return given
+
+
+def _taken_for_full(form: BodyForm, given: dict[str, Any]) -> bool:
+    """Whether rows with neither a mask nor position ids are packed, since none of them has padding. `fit`, whose ids
+    have no numbers and no device, asks for what an accelerator computes."""
+    rows, call = _rows_of(given), current_call()
+    if given.get("attention_mask") is not None or form.proof.mixes:
+        return False
+    if isinstance(rows, FakeTensor):
+        return form.slow and call is not None and call.settings.full
+    return _is_slow(form, rows) and given.get("position_ids") is None and torch.is_grad_enabled()
+
+
+def _passed_on(kind: Any) -> tuple[str, ...]:
+    """Returns what the forward of a body of states is given by its model without naming it: xLSTM reads no mask."""
+    takes_any = inspect.Parameter.VAR_KEYWORD in (p.kind for p in inspect.signature(kind.forward).parameters.values())
+    return ("attention_mask",) if takes_any and getattr(kind, "_is_stateful", False) else ()
+
+
+_NO_BATCH = "its forward takes no ids and mask"
 _WORTH = 0.1
 """The fraction of positions that must be padding for mixers to be called apart. Around a mixer the
 hidden states are copied twice, which must cost less than what is saved. The fraction is a guess, and not measured."""
@@ -417,16 +454,6 @@ def _is_slow(form: BodyForm, rows: Any) -> bool:
 
 def _device_of(rows: torch.Tensor) -> torch.device:
     return rows.device
-
-
-def _masked(form: BodyForm, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a body, with a mask of all tokens where neither a mask nor positions are given and rows
-    without padding are worth packing."""
-    rows = _rows_of(given)
-    named = given.get("attention_mask") is not None or given.get("position_ids") is not None
-    if named or not _is_slow(form, rows) or not torch.is_grad_enabled():
-        return given
-    return {**given, "attention_mask": torch.ones(rows.shape[:2], dtype=torch.long, device=rows.device)}
 
 
 def _caches(module: nn.Module, config: Any, asked: bool | None) -> bool:

@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.integrations import accelerate
 
@@ -216,8 +217,13 @@ def _of_layer(kind: Any) -> dict[str, Any]:
             given = (each for each in kwargs.values() if type(each) is PackedMask and each.window is None)
             mask = next(given, None) or PackedMask(row, None)
             named = {name for name, i in masks.items() if i >= len(args)}
-            args = tuple(mask if each is None and i in masks.values() else each for i, each in enumerate(args))
-            kwargs = {**kwargs, **{name: mask for name in named if kwargs.get(name) is None}}
+            args = tuple(mask if i in masks.values() and _of_ones(each, row) else each for i, each in enumerate(args))
+            kwargs = {**kwargs, **{name: mask for name in named if _of_ones(kwargs.get(name), row)}}
         return kind.__call__(layer, *args, **kwargs)
 
     return {"__call__": call}
+
+
+def _of_ones(mask: Any, row: Packing) -> bool:
+    """Whether a mask is none, or the packed row's of ones, which transformers hands on where it has no numbers."""
+    return mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (1, row.tokens))

@@ -61,8 +61,8 @@ _DOUBLED = 4
 
 @dataclass
 class Uses:
-    """What becomes of the logits of a head's calls. A loss that is fused and logits that are formed all the same take six
-    products of the vocabulary's size, where plain PyTorch takes three.
+    """What becomes of the logits of a head's calls. A loss that is fused and logits that are formed all the same take
+    six products of the vocabulary's size, where plain PyTorch takes three.
 
     Attributes:
         fused, real: whether the last call's loss was fused, and whether its logits were formed.

@@ -134,6 +134,8 @@ def small_config(config: Any) -> Any:
     heads, kv = (vars(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads == kv and heads is not None:
         vars(small)["num_key_value_heads"] = vars(small)["num_attention_heads"]
+    # A body has no head, and a miniature of Zamba has none of the layers that share their weights twice.
+    small.tie_word_embeddings = False
     # Zamba 2's attention reads hidden states beside embeddings.
     if {"attention_hidden_size", "attention_head_dim"} <= set(vars(config)):
         small.attention_hidden_size = config.attention_hidden_size * small.hidden_size // config.hidden_size
