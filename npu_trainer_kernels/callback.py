@@ -120,9 +120,10 @@ class NpuKernelsCallback(TrainerCallback):
     are filtered as the Trainer does, but on the device (`training.loss_filter`). What the Trainer repeats for each
     micro-batch on the host is made short (`training.repeats`). It prints the report once, on the main process, and adds
     `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second` (without padding),
-    `peak_memory_gib` and, where decoder layers are captured, `layers_replayed` (the share of their calls since the
-    last log) and, where the model generates, `generation_seconds` (the time since the last log that it took) to the
-    Trainer's logs.
+    `peak_memory_gib`, where padding is left out `padding_left_out` (the share of the positions since the last log) and
+    `beginnings_left_out` (the share of their tokens that shared beginnings saved), where decoder layers are captured
+    `layers_replayed` (the share of their calls since the last log), and where the model generates `generation_seconds`
+    (the time since the last log that it took) to the Trainer's logs.
 
     Pass it in `callbacks=[...]`. On an existing Trainer, use `trainer.add_callback(callback)` followed by
     `callback.attach(trainer)`.
@@ -190,6 +191,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._in_trainer = Undo()
         self._printed = ""
         self._since: tuple[float, int, int] = (0.0, 0, 0)
+        self._positions_before = (0, 0, 0)
 
     @property
     def handle(self) -> NpuKernels | None:
@@ -332,6 +334,7 @@ class NpuKernelsCallback(TrainerCallback):
             print(text, flush=True)
         assert self._handle is not None
         self._since = (time.perf_counter(), self._handle.tokens, self._handle.live_tokens)
+        self._positions_before = self._handle.positions
 
     def _compare(self, args: TrainingArguments) -> None:
         """Has the ops compared with the models' original code, on the batches that come next."""
@@ -452,6 +455,13 @@ class NpuKernelsCallback(TrainerCallback):
                     for name, new, old in zip(names, tokens, seen, strict=True):
                         logs[name] = round((new - old) / max(now - before, 1e-9), 1)
                     logs["peak_memory_gib"] = round(_peak_memory_gib(trainer.args.device), 3)
+                    before_them, self._positions_before = self._positions_before, self._handle.positions
+                    positions, live, computed = (
+                        new - old for new, old in zip(self._positions_before, before_them, strict=True)
+                    )
+                    if positions:
+                        logs["padding_left_out"] = round(1 - live / positions, 3)
+                        logs["beginnings_left_out"] = round(1 - computed / live, 3)
                     layers = self._handle.settings.layers
                     if layers is not None and layers.on:
                         logs["layers_replayed"] = round(layers.share_since(), 3)

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, apply_npu_kernels, device
@@ -119,6 +120,30 @@ def test_logs_tokens_per_second_and_peak_memory_everywhere(tmp_path, monkeypatch
     assert entry["tokens_per_second"] > 0
     assert entry["peak_memory_gib"] > 0
     assert "log" not in vars(trainer)
+
+
+def test_logs_what_was_left_out_since_the_last_entry(tmp_path):
+    """Two rows of 20 positions a step: with 20 and 12 tokens that begin alike, then with 15 each that do not."""
+    ids = torch.arange(3, 50)
+    rows = [(ids[:20], 20), (ids[:20], 12), (ids[10:30], 15), (ids[20:40], 15)]
+    data = [
+        {"input_ids": row, "attention_mask": live.long(), "labels": row.masked_fill(~live, -100)}
+        for row, live in ((row, torch.arange(20) < n) for row, n in rows)
+    ]
+    trainer = make_trainer(tmp_path, callbacks=[NpuKernelsCallback()], max_steps=2)
+    trainer.train_dataset, trainer._get_train_sampler = data, lambda *_: SequentialSampler(data)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [(e["padding_left_out"], e["beginnings_left_out"]) for e in entries] == [(0.2, 12 / 32), (0.25, 0.0)]
+
+
+def test_logs_nothing_of_padding_where_none_is_left_out(tmp_path):
+    for callback in (NpuKernelsCallback(), NpuKernelsCallback(ops=["rms_norm"])):
+        trainer = make_trainer(tmp_path, callbacks=[callback], max_steps=1)
+        trainer.train()
+        entry = next(e for e in trainer.state.log_history if "loss" in e)
+        assert "tokens_per_second" in entry
+        assert not {"padding_left_out", "beginnings_left_out"} & entry.keys()
 
 
 def test_tokens_are_counted_once_also_under_a_peft_wrapper(tmp_path):

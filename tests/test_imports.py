@@ -5,10 +5,14 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from npu_trainer_kernels import device, ops
 
 PACKAGE = Path(__file__).parents[1] / "npu_trainer_kernels"
 # From below to above: what imports what, also inside functions and for types alone. A module imports from its own line
@@ -31,8 +35,9 @@ LAYERS = (
 )
 # Folders of which other folders import what the folder's own `__init__` hands out, and nothing else.
 FACES = (
-    "capture", "descriptions", "fit", "ops.attention", "ops.experts", "ops.head", "ops.linear_attention",
-    "ops.norms", "patching.body", "patching.head", "patching.modules", "patching.probe",
+    "capture", "descriptions", "fit", "ops.attention", "ops.convolution", "ops.experts", "ops.head",
+    "ops.linear_attention", "ops.norms", "patching.body", "patching.head", "patching.layers", "patching.modules",
+    "patching.probe", "rollouts",
 )  # fmt: skip
 
 # A finder that makes one top-level module fail in a given way.
@@ -183,6 +188,56 @@ def test_other_folders_import_the_face(face):
         if not f"{module}.".startswith(f"{face}."):
             deep = {source for source, _ in imported_from(module) if source.startswith(f"{face}.")}
             assert not deep, f"{module} imports {deep}"
+
+
+def test_a_large_folder_is_one_of_those():
+    """What others import of a folder with more than fifteen files is its face, or nothing."""
+    for folder in {file.parent for file in PACKAGE.rglob("*.py")} - {PACKAGE}:
+        name = ".".join(folder.relative_to(PACKAGE).parts)
+        assert len(list(folder.glob("*.py"))) <= 15 or name in (*FACES, "cli"), name
+
+
+# Calls of an op, forward and backward, that go from a line of `LAYERS` to one above: `opaque` calls what it was given.
+CLIMBS = {"rms_norm": 0, "fused_linear_cross_entropy": 2}
+
+
+def climbs(call: Callable[[], Any]) -> list[str]:
+    """Those of a call whose arguments are known already."""
+    found, name = [], PACKAGE.name
+
+    def of(frame: Any) -> str | None:
+        module = frame.f_globals.get("__name__", "")
+        return module.removeprefix(f"{name}.") if module.startswith(f"{name}.") else None
+
+    def look(frame: Any, event: str, arg: Any) -> None:
+        if event != "call" or (to := of(frame)) is None:
+            return
+        caller = frame.f_back
+        while caller is not None and of(caller) is None:
+            caller = caller.f_back
+        if caller is not None and layer(to) > layer(str(of(caller))):
+            found.append(f"{of(caller)} calls {to}.{frame.f_code.co_name}")
+
+    call()
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("op", CLIMBS)
+def test_a_call_goes_down(op):
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    given = (x, weight[0]) if op == "rms_norm" else (x, weight, torch.arange(4))
+    called = climbs(lambda: getattr(ops, op)(*given).sum().backward())
+    assert len(called) == CLIMBS[op], called
+
+
+def test_a_climb_is_seen():
+    below = {"__name__": device.__name__, "op": ops.rms_norm, "x": torch.ones(2, 8), "weight": torch.ones(8)}
+    assert climbs(lambda: exec("op(x, weight)", below)) == ["device calls ops.norms.rms_norm.rms_norm"]
 
 
 def test_no_module_that_others_import_has_an_underscore():

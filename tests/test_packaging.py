@@ -1,4 +1,4 @@
-"""What a wheel and the source distribution have. The wheel itself is built and installed by `make release` alone."""
+"""What a wheel and the source distribution have."""
 
 import importlib.util
 import re
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ FILES = (
     "README.md",
     "mkdocs.yml",
     "pyproject.toml",
+    "setup.py",
     "tox.ini",
 )
 MADE = ("__pycache__", "*.pyc", "*.egg-info", "runs")
@@ -57,19 +59,42 @@ def test_every_file_of_data_is_in_the_wheel():
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory) -> set[str]:
-    """The files of a source distribution, which is built of a copy: building writes beside the sources."""
+def sources(tmp_path_factory) -> Path:
+    """A copy of the sources: building writes beside them."""
     copy = tmp_path_factory.mktemp("sources") / "copy"
     copy.mkdir()
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns(*MADE))
     for file in (*FILES, "MANIFEST.in", ".gitignore"):
         shutil.copy(ROOT / file, copy / file)
-    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(copy)], cwd=copy, capture_output=True, check=True)
-    (archive,) = copy.glob("*.tar.gz")
-    with tarfile.open(archive) as packed:
+    return copy
+
+
+def built(sources: Path, what: str) -> Path:
+    """A distribution of the sources."""
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{what}(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(sources / what)], cwd=sources, capture_output=True, check=True)
+    (archive,) = [file for file in (sources / what).iterdir() if file.name.endswith((".whl", ".tar.gz"))]
+    return archive
+
+
+@pytest.fixture(scope="module")
+def sdist(sources) -> set[str]:
+    """The files of a source distribution."""
+    with tarfile.open(built(sources, "sdist")) as packed:
         return {str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in packed.getnames()}
+
+
+def test_the_wheel_has_the_code_with_its_data_and_nothing_else(sources):
+    """What the source distribution has besides (results of benchmarks, pictures) would make it five times as large."""
+    wheel = built(sources, "wheel")
+    assert wheel.stat().st_size < 1_000_000
+    with zipfile.ZipFile(wheel) as packed:
+        found = {name for name in packed.namelist() if ".dist-info/" not in name}
+    code = {file.relative_to(ROOT).as_posix() for file in (ROOT / "npu_trainer_kernels").rglob("*.py")}
+    code |= {f"npu_trainer_kernels/{file.relative_to(ROOT).as_posix()}" for file in (ROOT / "benchmarks").glob("*.py")}
+    data = {f"{name.replace('.', '/')}/{file}" for name, given in TOOL["package-data"].items() for file in given}
+    assert found == code | data
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -126,6 +151,29 @@ def test_the_site_links_to_the_address_once_there_is_one(tmp_path, monkeypatch, 
     (tmp_path / "pyproject.toml").write_text(f'[project.urls]\nRepository = "{line}"\n')
     monkeypatch.setattr(hook, "PROJECT", tmp_path / "pyproject.toml")
     assert hook.on_config(SimpleNamespace(repo_url="")).repo_url == link
+
+
+def test_an_index_shows_the_readme_with_absolute_links(sources):
+    text, address = (ROOT / "README.md").read_text(encoding="utf-8"), "https://somewhere.example/us"
+    absolute = repository_hook().absolute
+    shown = absolute(text, address)
+    links = re.findall(r"\]\(([^)]+)\)", shown)
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", text)) > 30
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    for kind, link in re.findall(rf"(!?)\[[^\]]*\]\({address}/((?:raw|blob)/main/[^)#]+)", shown):
+        form, _, path = link.partition("/main/")
+        assert (form, (ROOT / path).exists()) == ("raw" if kind else "blob", True), link
+    assert absolute(text, None) == text
+    # What is built has it by the address of that line.
+    made = sources.parent / "addressed"
+    shutil.copytree(sources, made, ignore=shutil.ignore_patterns("sdist", "wheel", "build", "results", "figures"))
+    line = (made / "pyproject.toml").read_text().replace(REPOSITORY, address)
+    (made / "pyproject.toml").write_text(line)
+    with zipfile.ZipFile(built(made, "wheel")) as packed:
+        (name,) = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
+        meta = packed.read(name).decode()
+    assert meta.partition("\n\n")[2].strip() == shown.strip()
+    assert "Description-Content-Type: text/markdown" in meta
 
 
 def test_the_hook_reads_this_project():

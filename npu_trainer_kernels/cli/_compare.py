@@ -33,7 +33,10 @@ STATE = "trainer_state.json"
 FIGURES = (".png", ".svg", ".pdf")
 # What training computes, and what it takes.
 _JUDGED = ("loss", "eval_loss", "grad_norm", "reward", "reward_std", "entropy", "kl", "completions/mean_length")
-_COSTS = ("tokens_per_second", "live_tokens_per_second", "step_time", "peak_memory_gib", "layers_replayed")
+_COSTS = (
+    "tokens_per_second", "live_tokens_per_second", "step_time", "generation_seconds", "peak_memory_gib",
+    "padding_left_out", "beginnings_left_out", "layers_replayed",
+)  # fmt: skip
 _DECIMALS = 6
 _LEAST_NOISE_RUNS = 2
 

@@ -8,11 +8,17 @@ from typing import Any
 import torch
 
 from ..patching.head import causal_lm
-from ..rollouts.cache import RolloutCache, places_for
-from ..rollouts.decode import Rows, arguments_of, cache_name, logits_of
-from ..rollouts.engine import AT_ONCE
-from ..rollouts.sampling import Sampling
-from ..rollouts.weights import Weights
+from ..rollouts import (
+    AT_ONCE,
+    RolloutCache,
+    Rows,
+    Sampling,
+    Weights,
+    arguments_of,
+    cache_name,
+    logits_of,
+    places_for,
+)
 from ._ledger import Ledger
 from ._setup import Setup
 

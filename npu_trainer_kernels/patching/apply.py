@@ -100,6 +100,13 @@ class NpuKernels:
         """The number of `tokens` that masks do not mark as padding. The host waits for the device."""
         return int(self.settings.live)
 
+    @property
+    def positions(self) -> tuple[int, int, int]:
+        """The numbers of positions, of positions with a token, and of tokens that the body computed, of all batches
+        that `varlen_attention` served. The second is smaller by padding, the third also by shared beginnings."""
+        served = [site.progress for site in self._report.sites if site.op == PaddingPatch.op]
+        return sum(s.positions for s in served), sum(s.live for s in served), sum(s.computed for s in served)
+
     def report(self) -> Report:
         """Returns the report: which modules were replaced, how often each op has run, and which kernels have failed. It
         stays available after `restore`."""

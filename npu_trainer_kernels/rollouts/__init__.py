@@ -10,6 +10,24 @@
 - `serve`: puts the engine in the place of `generate`'s loop.
 """
 
+from .cache import RolloutCache, places_for
+from .decode import Rows, arguments_of, cache_name, logits_of
+from .engine import AT_ONCE
+from .sampling import Sampling
 from .serve import Rollouts, completions, serve_rollouts
+from .weights import Weights
 
-__all__ = ["Rollouts", "completions", "serve_rollouts"]
+__all__ = [
+    "AT_ONCE",
+    "RolloutCache",
+    "Rollouts",
+    "Rows",
+    "Sampling",
+    "Weights",
+    "arguments_of",
+    "cache_name",
+    "completions",
+    "logits_of",
+    "places_for",
+    "serve_rollouts",
+]

@@ -17,7 +17,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 # What TRL's command is given besides: logs for `npu-kernels compare`, and numbers that do not depend on a run.
 LOGGED = ["--save_strategy", "steps", "--save_steps", "3", "--logging_steps", "1", "--seed", "7"]
-PATHS = ("npu_trainer_kernels", "benchmarks", "examples", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+PATHS = (
+    "npu_trainer_kernels", "benchmarks", "docs", "examples", "pyproject.toml", "setup.py", "README.md", "LICENSE",
+    "MANIFEST.in",
+)  # fmt: skip
 pytestmark = pytest.mark.full
 
 

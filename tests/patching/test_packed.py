@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
+    LlamaMLP,
     LlamaModel,
     apply_rotary_pos_emb,
     eager_attention_forward,
@@ -169,6 +170,36 @@ def test_what_looks_along_the_row_is_found_out(body):
     assert "tokens of a packed row are not what they are in their own" in left_alone(with_body(body))
 
 
+def largest(out: torch.Tensor, count: int) -> torch.Tensor:
+    """Doubles so many tokens of a row, the largest ones."""
+    size = out.norm(dim=-1)
+    chosen = size.topk(min(count, out.shape[1]), dim=1).indices
+    return out * (1 + torch.zeros_like(size).scatter(1, chosen, 1.0)).unsqueeze(-1)
+
+
+LATE = {
+    "a slice": lambda out: torch.cat((out[..., :120, :], 1.5 * out[..., 120:, :]), -2),
+    "so many of a row": lambda out: largest(out, 150),
+    "a clamp": lambda out: out * max(out.shape[1], 120) / 120,
+    "from a place on": lambda out: torch.where(torch.arange(out.shape[1])[:, None] >= 120, 2 * out, out),
+}
+
+
+@pytest.mark.parametrize("rule", LATE)
+def test_rules_that_begin_late_in_a_row_are_found_out(rule):
+    class Late(LlamaMLP):
+        def forward(self, x):
+            return LATE[rule](super().forward(x))
+
+    class OfLate(LlamaModel):
+        def __init__(self, config):
+            super().__init__(config)
+            for layer in self.layers:
+                layer.mlp = Late(config)
+
+    assert "tokens of a packed row are not what they are in their own" in left_alone(with_body(OfLate))
+
+
 class Pairs(LlamaModel):
     """Wants as many rows as there were."""
 
@@ -257,7 +288,8 @@ def test_routers_that_are_none():
     vars(small).update(output_router_logits=False)
     body = miniature(LlamaModel, small)
     attend_by_segments(body, "", Undo())
-    assert _compared(body, LlamaModel, "", routed=True, mixes=False) == "a miniature of it gives no router_logits"
+    why = _compared(body, LlamaModel, "", routed=True, mixes=False, probe=proofs._probe())
+    assert why == "a miniature of it gives no router_logits"
     inputs = padded("both", True)
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         expected, found = (each(**inputs, use_cache=False).loss for each in (small_model("llama"), model))

@@ -45,6 +45,9 @@ OUTPUTS = ("output_hidden_states", "output_attentions", ROUTED)
 _TOLERANCE = 1e-4
 """The allowed difference between a miniature's two results in fp32, relative to the largest value. Rounding makes about
 1e-6, and a token that attends to a wrong one more than 1e-2, for which the weights are made large enough."""
+_LONG = 160
+"""The length of the longest row that is compared. Longer ones would show more rules and take more time; what begins
+beyond it is seen on the first batch (`patching.audit`)."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,15 @@ def _probe() -> tuple[torch.Tensor, torch.Tensor]:
     for row, (begin, end) in enumerate(((5, 24), (5, 20), (5, 23), (0, 13), (3, 20), (0, 24))):
         mask[row, :begin] = mask[row, end:] = 0
     ids[1, :14], ids[2, :18] = ids[0, :14], ids[0, :18]
+    return ids, mask
+
+
+def _long_probe() -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ids and mask of two long rows, each padded on one side: rules that begin at a place, or choose so many of
+    a row, are seen up to its length."""
+    ids = torch.randint(3, VOCABULARY, (2, _LONG), generator=torch.Generator("cpu").manual_seed(4), device="cpu")
+    mask = torch.ones_like(ids)
+    mask[0, :7] = mask[1, _LONG // 3 :] = 0
     return ids, mask
 
 
@@ -155,10 +167,12 @@ def _in_all_modes(body: Any, kind: Any, inner: str, *, routed: bool, mixes: bool
     found: Proof | str = ""
     for training in MODES:
         with repeatable():
-            found = _compared(body.train(training), kind, inner, routed, mixes, leading)
+            found = _compared(body.train(training), kind, inner, routed, mixes, leading, _probe())
         if isinstance(found, str):
             return found
-    return found
+    with repeatable():
+        long = _compared(body, kind, inner, routed, mixes, leading, _long_probe())
+    return long if isinstance(long, str) else found
 
 
 def _of_tokens(out: Any, live: torch.Tensor) -> list[torch.Tensor]:
@@ -166,10 +180,13 @@ def _of_tokens(out: Any, live: torch.Tensor) -> list[torch.Tensor]:
     return [values.flatten(0, -2)[live.flatten()] for values in (hidden_of(out), *routers_of(out))]
 
 
-def _compared(body: Any, kind: Any, inner: str, routed: bool, mixes: bool, leading: bool) -> Proof | str:
-    """Compares both ways in one mode, with or without routers' logits."""
+def _compared(
+    body: Any, kind: Any, inner: str, routed: bool, mixes: bool, leading: bool,
+    probe: tuple[torch.Tensor, torch.Tensor],
+) -> Proof | str:  # fmt: skip
+    """Compares both ways in one mode on one batch, with or without routers' logits."""
     names = tuple(inspect.signature(kind.forward).parameters)[1:]
-    ids, mask = _probe()
+    ids, mask = probe
     live = mask.bool()
     given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     if "labels" in names:

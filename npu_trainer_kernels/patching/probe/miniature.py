@@ -22,11 +22,8 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
     (re.compile(pattern), size)
     for pattern, size in (
         (r"vocab_size", VOCABULARY),
-        (
-            r"(max_position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len|hidden_size|d_model|n_embd"
-            r"|embedding_dim|hidden_size_per_layer_input|word_embed_proj_dim)$",
-            64,
-        ),
+        (r"(max_position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len)$", 192),
+        (r"(hidden_size|d_model|n_embd|embedding_dim|hidden_size_per_layer_input|word_embed_proj_dim)$", 64),
         (r"(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_size_mlp)$", 48),
         (r"(head_dim|headdim|head_size|d_head|d_kv|kv_channels|rotary_dim|v_dim)$|(^|_)rank$", _HEAD),
         (r"(sliding_window|window_size|attention_chunk_size|chunk_size|state_size|d_state)$", 8),
