@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -65,15 +66,20 @@ class Grid:
             return cls(rows, length, count, None, first, first + (of_row - 1), begins, _levels(length, v.device))
 
         def make(begins: np.ndarray, ends: np.ndarray, where: torch.device) -> Grid:
-            number = -(-(ends - begins) // length)
-            last = np.cumsum(number) - 1
-            first = last - number + 1
-            is_first = np.zeros(last[-1] + 1, np.bool_)
+            assert lengths is not None
+            number = [-(-each // length) for each in lengths]
+            last = np.array(list(accumulate(number)), np.int64) - 1
+            first = last - np.array(number, np.int64) + 1
+            is_first = np.zeros(sum(number), np.bool_)
             is_first[first] = True
-            places = np.arange(ends[-1]) + np.repeat(first * length - begins, ends - begins)
+            # How far the tokens of a segment move. All sizes here are Python's numbers, as above.
+            moved = first * length - begins
+            steps = np.zeros(sum(lengths), np.int64)
+            steps[begins] = np.concatenate((moved[:1], moved[1:] - moved[:-1]))
+            places = np.arange(sum(lengths)) + np.cumsum(steps)
             return cls(
-                len(ends), length, len(is_first), uploaded(places, where), uploaded(first, where),
-                uploaded(last, where), uploaded(is_first, where) if len(ends) > 1 else None, _levels(length, where),
+                len(number), length, sum(number), uploaded(places, where), uploaded(first, where),
+                uploaded(last, where), uploaded(is_first, where) if len(number) > 1 else None, _levels(length, where),
             )  # fmt: skip
 
         return once_for_segments(segments, ("delta rule", length), make)
