@@ -288,7 +288,7 @@ def test_routers_that_are_none():
     vars(small).update(output_router_logits=False)
     body = miniature(LlamaModel, small)
     attend_by_segments(body, "", Undo())
-    why = _compared(body, LlamaModel, "", routed=True, mixes=False, probe=proofs._probe())
+    why = _compared(body, LlamaModel, "", routed=True, mixes=False, leading=False, probe=proofs._probe())
     assert why == "a miniature of it gives no router_logits"
     inputs = padded("both", True)
     with apply_npu_kernels(model, ops=[OP]) as kernels:

@@ -25,7 +25,7 @@ __all__ = ["Shared", "take", "uploaded"]
 def uploaded(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copies values to a device from pinned memory. From pageable memory the host would wait for the device's queue."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type in ("cpu", "meta"):
+    if device.type in ("cpu", "meta") or torch.compiler.is_compiling():  # Dynamo has no pinned memory
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
