@@ -34,6 +34,7 @@ _RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = (
     "2026-11-22-nvidia-h200-sixth-round-steps.json", "2026-11-22-nvidia-h200-seventh-round-steps.json",
     "2026-11-23-nvidia-h200-eighth-round-steps.json", "2026-11-25-nvidia-h100-twelfth-round-flash.json",
+    "2026-11-26-nvidia-h100-fifteenth-round-hybrids.json", "2026-11-26-nvidia-h100-fifteenth-round-hybrids-plain.json",
 )  # fmt: skip
 _TASKS = {"sft-trainer": "SFT", "sft-trl": "SFT", "dpo-trl": "DPO", "grpo-trl": "GRPO"}
 # By the name that people know: families of the page, which must be alike, and models of the benchmarks.
@@ -46,7 +47,7 @@ _KNOWN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Phi-3, Phi-4": (("phi3",), ()),
     "Qwen3-MoE": (("qwen3_moe",), ("qwen3-moe",)),
     "GPT-OSS, Mixtral, DeepSeek-V3, GLM-4.5": (("gpt_oss", "mixtral", "deepseek_v3", "glm4_moe"), ()),
-    "Qwen3-Next, Qwen3.5": (("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ()),
+    "Qwen3-Next, Qwen3.5": (("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("qwen3.5-0.8b",)),
     "Granite 4, Kimi-Linear": (("granitemoehybrid", "kimi_linear"), ()),
     "Llama 4": (("llama4_text",), ()),
     "Qwen3-VL, images and text": (("qwen3_vl (image-text)",), ()),
