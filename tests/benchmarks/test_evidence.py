@@ -16,6 +16,7 @@ CPU_ATTENTION = RESULTS / "2026-11-22-cpu-attention.json"
 OLDER_GPU = RESULTS / "2026-11-21-nvidia-h200-fourth-round.json"
 DECODE = RESULTS / "2026-11-26-nvidia-h100-thirteenth-round-decode.json"
 DIVERGENCE = RESULTS / "2026-11-26-nvidia-h200-fourteenth-round-divergence.json"
+CONVOLUTION = RESULTS / "2026-11-26-nvidia-h100-fifteenth-round-conv.json"
 EXPERTS = RESULTS / "2026-11-22-nvidia-h200-sixth-round-experts.json"
 
 
@@ -34,8 +35,8 @@ def test_the_committed_table_is_what_the_committed_files_make(table):
         for figures in (place["because"] for place in places if isinstance(place["because"], dict)):
             figures.update(file="", ms=0.0, plain_ms=0.0, on="")
     table.write_text(json.dumps(whole))
-    files = (OLDER_GPU, GPU, EXPERTS, DECODE, DIVERGENCE, CPU, CPU_ATTENTION)
-    assert [len(evidence.write(file, table)) for file in files] == [8, 7, 1, 1, 1, 3, 1]
+    files = (OLDER_GPU, GPU, EXPERTS, DECODE, DIVERGENCE, CONVOLUTION, CPU, CPU_ATTENTION)
+    assert [len(evidence.write(file, table)) for file in files] == [8, 7, 1, 1, 1, 1, 3, 1]
     assert table.read_text() == FILE.read_text()
 
 
