@@ -360,11 +360,12 @@ def test_a_handle_that_was_restored():
 # What no probe shows, by the first batch alone: what else would have told is switched off
 # ---------------------------------------------------------------------------------------------------------------------
 
-ROWS = ((0, 170), (0, 40), (3, 61))
+# A body's proof has rows of up to 160 tokens.
+ROWS = ((0, 330), (0, 40), (3, 61))
 
 
 class Blind(LlamaAttention):
-    """Sees 32 keys back, by a mask of its own where that is read, and else by an argument that says so."""
+    """Sees 164 keys back, by a mask of its own where that is read, and else by an argument that says so."""
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -373,7 +374,7 @@ class Blind(LlamaAttention):
         more = {}
         if self.config._attn_implementation == "eager":
             places = torch.arange(q.shape[2])
-            attention_mask = attention_mask.masked_fill(places[:, None] - places >= 32, -1e9)
+            attention_mask = attention_mask.masked_fill(places[:, None] - places >= 164, -1e9)
         else:
             more = {"block_indices": torch.zeros(1)}
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -382,11 +383,11 @@ class Blind(LlamaAttention):
 
 
 class SlicedNorm(LlamaRMSNorm):
-    """Of another size from place 150 on."""
+    """Of another size from place 240 on."""
 
     def forward(self, hidden_states):
         out = super().forward(hidden_states)
-        return torch.cat((out[:, :150], 1.5 * out[:, 150:]), 1)
+        return torch.cat((out[:, :240], 1.5 * out[:, 240:]), 1)
 
 
 class Sided(LlamaDecoderLayer):
@@ -432,7 +433,7 @@ def test_what_begins_beyond_a_probe(monkeypatch, kind):
     model = LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="eager"))
     model.model = kind(model.config)
     model.train()
-    inputs = padded(rows=ROWS, length=170)
+    inputs = padded(rows=ROWS, length=330)
     if kind is OfSides:
         model.model.layers[-1].side = torch.randn(3, 1, SMALL["hidden_size"])
     expected = gradients(copy.deepcopy(model), inputs)
