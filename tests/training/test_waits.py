@@ -120,8 +120,8 @@ def waits(
     return len(own) / count, len(found) / count, Counter(found)
 
 
-# Forwards of a step, and whether the gradient that arrives is compared with a planned one, which waits, too. RLOO has one
-# for the log-probabilities of its completions and one of the reference besides the one that is trained.
+# Forwards of a step, and whether the gradient that arrives is compared with a planned one, which waits, too. RLOO has
+# one for the log-probabilities of its completions and one of the reference besides the one that is trained.
 CASES = {
     "sft": (1, True, SFTTrainer, SFTConfig, {"text": SUMS}, {}),
     "dpo": (2, False, DPOTrainer, DPOConfig, {"prompt": PROMPTS, "chosen": ANSWERS, "rejected": WRONG}, {}),
