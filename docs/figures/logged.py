@@ -99,7 +99,7 @@ def main() -> None:
     shares.set_title("GRPO: shares left out", fontsize=10)
     line(memory, sft, "peak_memory_gib", "SFT: peak_memory_gib", color="#4c72b0")
     line(memory, grpo, "peak_memory_gib", "GRPO: peak_memory_gib", color="#c44e52")
-    memory.set_ylim(bottom=0)
+    memory.set_ylim(0, 1.2 * max(entry["peak_memory_gib"] for entry in sft + grpo))
     memory.set_title("Peak of the process's resident memory [GiB]", fontsize=10)
     for each in axes.flat:
         each.set_xlabel("step")
