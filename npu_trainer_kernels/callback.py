@@ -28,6 +28,7 @@ from .training.held_models import held_models
 from .training.loss_filter import LossFilter
 from .training.repeats import Repeats
 from .training.seeds import differing_seeds
+from .training.step_times import StepTimes
 
 __all__ = ["NpuKernelsCallback", "calling_trainer"]
 
@@ -122,8 +123,9 @@ class NpuKernelsCallback(TrainerCallback):
     `tokens_per_second` (input tokens of this process since the last log), `live_tokens_per_second` (without padding),
     `peak_memory_gib`, where padding is left out `padding_left_out` (the share of the positions since the last log) and
     `beginnings_left_out` (the share of their tokens that shared beginnings saved), where decoder layers are captured
-    `layers_replayed` (the share of their calls since the last log), and where the model generates `generation_seconds`
-    (the time since the last log that it took) to the Trainer's logs.
+    `layers_replayed` (the share of their calls since the last log), where the model generates `generation_seconds`
+    (the time since the last log that it took), and `update_seconds` and `waiting_seconds` (of a step and between two
+    steps, on average since the last log, `training.step_times`) to the Trainer's logs.
 
     Pass it in `callbacks=[...]`. On an existing Trainer, use `trainer.add_callback(callback)` followed by
     `callback.attach(trainer)`.
@@ -192,6 +194,7 @@ class NpuKernelsCallback(TrainerCallback):
         self._printed = ""
         self._since: tuple[float, int, int] = (0.0, 0, 0)
         self._positions_before = (0, 0, 0)
+        self._times = StepTimes()
 
     @property
     def handle(self) -> NpuKernels | None:
@@ -335,6 +338,7 @@ class NpuKernelsCallback(TrainerCallback):
         assert self._handle is not None
         self._since = (time.perf_counter(), self._handle.tokens, self._handle.live_tokens)
         self._positions_before = self._handle.positions
+        self._times.start()
 
     def _compare(self, args: TrainingArguments) -> None:
         """Has the ops compared with the models' original code, on the batches that come next."""
@@ -468,11 +472,17 @@ class NpuKernelsCallback(TrainerCallback):
                     rollouts = self._handle.report().rollouts
                     if rollouts is not None and (seconds := rollouts.seconds_since()):
                         logs["generation_seconds"] = round(seconds, 3)
+                    logs.update({name: round(seconds, 4) for name, seconds in self._times.columns().items()})
                 original(logs, *args, **kwargs)
 
             return log
 
         self._wrap(trainer, "log", make)
+
+    def _generated(self) -> float:
+        """The seconds that the trained model's completions have taken so far."""
+        rollouts = None if self._handle is None else self._handle.report().rollouts
+        return 0.0 if rollouts is None else rollouts.seconds
 
     def _loss_is_added(self) -> None:
         if self._loss_filter is not None:
@@ -481,6 +491,7 @@ class NpuKernelsCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._times.step_began(self._generated())
         if self._audit_steps and state.global_step and state.global_step % self._audit_steps == 0:
             self._compare(args)
 
@@ -496,6 +507,7 @@ class NpuKernelsCallback(TrainerCallback):
             self._repeats.optimizer_stepped()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._times.step_ended(self._generated())
         if self._repeats is not None:
             self._repeats.step_ended()
 

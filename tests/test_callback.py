@@ -1,6 +1,7 @@
 """NpuKernelsCallback in a real Trainer: when it patches, when it restores, what it logs."""
 
 import inspect
+import time
 from unittest import mock
 
 import pytest
@@ -144,6 +145,67 @@ def test_logs_nothing_of_padding_where_none_is_left_out(tmp_path):
         entry = next(e for e in trainer.state.log_history if "loss" in e)
         assert "tokens_per_second" in entry
         assert not {"padding_left_out", "beginnings_left_out"} & entry.keys()
+
+
+class Clock(TrainerCallback):
+    """A clock that stands still, but for what some events and each row of data take."""
+
+    def __init__(self, monkeypatch, row=0.0):
+        self.now, self.row = 1000.0, row
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def on_epoch_begin(self, *args, **kwargs):
+        self.now += 5.0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.now += state.global_step + 1
+
+    def on_substep_end(self, *args, **kwargs):
+        self.now += 0.5
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.now += 10.0 * state.global_step
+
+
+class SlowRows(Rows):
+    """Two rows, so that each step is an epoch of its own, and nothing is loaded ahead of the step before."""
+
+    def __init__(self, clock):
+        super().__init__(rows=2)
+        self.clock = clock
+
+    def __getitem__(self, i):
+        self.clock.now += self.clock.row
+        return super().__getitem__(i)
+
+
+def step_times(trainer):
+    found = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [(entry["update_seconds"], entry["waiting_seconds"]) for entry in found]
+
+
+def test_logs_the_time_of_updates_and_between_them(tmp_path, monkeypatch):
+    """The averages of two steps each: of the first, and of those since the last entry. Events after this callback's own
+    spend the time, so what `on_step_begin` takes is a step's, and what `on_step_end` takes is the wait for the next."""
+    clock = Clock(monkeypatch)
+    callbacks = [NpuKernelsCallback(), clock]
+    trainer = make_trainer(tmp_path, None, callbacks, max_steps=4, logging_steps=2, gradient_accumulation_steps=2)
+    trainer.train_dataset = Rows(rows=16)
+    trainer.train()
+    between = ((0 + 5) + 10) / 2, (20 + 30) / 2
+    assert step_times(trainer) == [((1 + 2) / 2 + 0.5, between[0]), ((3 + 4) / 2 + 0.5, between[1])]
+    # A second training begins anew: what has passed since the first is no wait.
+    clock.now += 1e6
+    trainer.train()
+    assert step_times(trainer)[0] == (2.0, between[0])
+
+
+def test_data_is_waited_for(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, row=0.25)
+    trainer = make_trainer(tmp_path, callbacks=[NpuKernelsCallback(), clock])
+    trainer.train_dataset = SlowRows(clock)
+    trainer.train()
+    assert step_times(trainer) == [(1 + i, 2 * 0.25 + 5 + 10 * i) for i in range(3)]
 
 
 def test_tokens_are_counted_once_also_under_a_peft_wrapper(tmp_path):

@@ -9,6 +9,7 @@ result that a later replay overwrites, shows on a CPU as it would on a device.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,10 +66,13 @@ class _OnTheHost(TorchFunctionMode):
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self._watch = watch
+        # Weak: a cycle would keep the watch's weak references to storages until Python's collector runs, and the C
+        # library's heap would meanwhile grow by what each recording frees below them.
+        self._watch = weakref.ref(watch)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WITHOUT_OPERATOR and self._watch.target is not None:
+        watch = self._watch()
+        if func in _WITHOUT_OPERATOR and watch is not None and watch.target is not None:
             raise Refused(f"it reads numbers of the device on the host ({_WITHOUT_OPERATOR[func]})")
         return func(*args, **kwargs or {})
 

@@ -34,8 +34,8 @@ FIGURES = (".png", ".svg", ".pdf")
 # What training computes, and what it takes.
 _JUDGED = ("loss", "eval_loss", "grad_norm", "reward", "reward_std", "entropy", "kl", "completions/mean_length")
 _COSTS = (
-    "tokens_per_second", "live_tokens_per_second", "step_time", "generation_seconds", "peak_memory_gib",
-    "padding_left_out", "beginnings_left_out", "layers_replayed",
+    "tokens_per_second", "live_tokens_per_second", "step_time", "generation_seconds", "update_seconds",
+    "waiting_seconds", "peak_memory_gib", "padding_left_out", "beginnings_left_out", "layers_replayed",
 )  # fmt: skip
 _DECIMALS = 6
 _LEAST_NOISE_RUNS = 2

@@ -1,5 +1,7 @@
 """What a graph may hold: operators that are refused by name, and tapes that replay into the same memory."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -123,3 +125,19 @@ def test_a_tape_keeps_no_graph_of_autograd() -> None:
     tape = taped(lambda w: (w * 2).sum(), weight)
     assert all(not t.requires_grad for _, args, _, results in tape.steps for t in (*args, *results)
                if isinstance(t, torch.Tensor))  # fmt: skip
+
+
+def test_a_watch_is_gone_with_its_last_use():
+    """In a cycle it would keep weak references to storages, and the heap below them, until Python's collector runs."""
+    begun = gc.isenabled()
+    gc.disable()
+    try:
+        watch = Watch([], [])
+        seen = weakref.ref(watch)
+        with watch:
+            watch.knows([torch.ones(3)])
+        del watch
+        assert seen() is None
+    finally:
+        if begun:
+            gc.enable()

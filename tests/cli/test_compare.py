@@ -16,7 +16,8 @@ def log(seed: int, scale: float = 1.0, steps: int = 20, noise: float = 1e-6) -> 
     drawn = random.Random(seed)
     return [
         {"step": step, "epoch": step / 10, "loss": scale * 2.0 / step * (1 + noise * drawn.gauss(0, 1)),
-         "grad_norm": 1.0 + noise * drawn.gauss(0, 1), "tokens_per_second": 100.0 * scale}
+         "grad_norm": 1.0 + noise * drawn.gauss(0, 1), "tokens_per_second": 100.0 * scale,
+         "update_seconds": 0.5 / scale, "waiting_seconds": 0.1}
         for step in range(1, steps + 1)
     ]  # fmt: skip
 
@@ -42,8 +43,9 @@ def test_two_runs_side_by_side(runs, tmp_path, capsys):
     assert found["passed"] is None
     assert "not decided" in shown.err
     by_name = {row["quantity"]: row for row in found["rows"]}
-    assert list(by_name) == ["loss", "grad_norm", "tokens_per_second"]
+    assert list(by_name) == ["loss", "grad_norm", "tokens_per_second", "update_seconds", "waiting_seconds"]
     assert by_name["tokens_per_second"]["ratio"] == pytest.approx(1.01)
+    assert by_name["update_seconds"]["ratio"] == pytest.approx(1 / 1.01)
     assert by_name["loss"]["at_step"] == 1
     assert by_name["loss"]["largest_distance"] == pytest.approx(0.02, rel=0.01)
     assert figure.read_bytes().startswith(b"\x89PNG")

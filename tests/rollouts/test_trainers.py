@@ -3,6 +3,10 @@
 Prompts have one length, so that `generate` draws the same noise for the same probabilities.
 """
 
+import functools
+import sys
+import time
+
 import pytest
 import torch
 from datasets import Dataset
@@ -13,6 +17,7 @@ from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 import npu_trainer_kernels
 from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback
+from npu_trainer_kernels.rollouts.engine import Engine
 from tests.models import small_model
 from tests.training.test_grpo import difference, tokenizer
 
@@ -94,6 +99,29 @@ def test_the_same_training(tmp_path, name, option):
         assert difference(trainer.model, other.model) < 1e-4
     assert trainer.state.log_history[0]["generation_seconds"] > 0
     assert "_sample" not in vars(type(trainer.model))  # restored
+
+
+def test_generation_is_no_part_of_the_update(tmp_path, monkeypatch):
+    """On a clock that stands still, but for 7 s in which completions are generated and 5 s of their rewards."""
+    now = 1000.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    def takes(seconds, function):
+        def slow(*args, **kwargs):
+            nonlocal now
+            now += seconds
+            return function(*args, **kwargs)
+
+        return functools.wraps(function)(slow)
+
+    monkeypatch.setattr(Engine, "run", takes(7.0, Engine.run))
+    monkeypatch.setattr(sys.modules[__name__], "reward", takes(5.0, reward))
+    trainer, _ = _trained(tmp_path, _grpo, "on", num_iterations=2)
+    entries = trainer.state.log_history[:-1]
+    # Every second step trains on the completions of the step before.
+    assert [entry.get("generation_seconds") for entry in entries] == [7.0, None, 7.0]
+    assert [entry["update_seconds"] for entry in entries] == [5.0, 0.0, 5.0]
+    assert [entry["waiting_seconds"] for entry in entries] == [0.0] * 3
 
 
 def test_gkd(tmp_path):

@@ -14,8 +14,21 @@ import torch
 from datasets import Dataset
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3ForCausalLM, TrainerCallback
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from transformers import Qwen3ForCausalLM, Qwen3ForSequenceClassification, TrainerCallback
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 import npu_trainer_kernels
 from npu_trainer_kernels import NpuKernelsCallback
@@ -87,12 +100,16 @@ def waits(
     seen: list[str] = []
     steps = _Steps(seen)
     torch.manual_seed(0)
+    model = (
+        Qwen3ForSequenceClassification.from_pretrained(folder / "model", num_labels=1) if trainer is RewardTrainer
+        else Qwen3ForCausalLM.from_pretrained(folder / "model")
+    )  # fmt: skip
     made = trainer(
-        Qwen3ForCausalLM.from_pretrained(folder / "model"),
+        model,
         args=config(output_dir=str(folder), **{**COMMON, "max_steps": 6, "logging_steps": 100}, **extra),
         train_dataset=Dataset.from_dict(data), processing_class=tokenizer(),
         callbacks=[NpuKernelsCallback(warm_up=False)] * ours + [steps],
-        **({"reward_funcs": reward} if trainer is GRPOTrainer else {}),
+        **({"reward_funcs": reward} if trainer in (GRPOTrainer, RLOOTrainer) else {}),
     )  # fmt: skip
     with _Numbers(seen), _Copies(seen):
         made.train()
@@ -103,7 +120,8 @@ def waits(
     return len(own) / count, len(found) / count, Counter(found)
 
 
-# Forwards of a step, and whether the gradient that arrives is compared with a planned one, which waits, too.
+# Forwards of a step, and whether the gradient that arrives is compared with a planned one, which waits, too. RLOO has
+# one for the log-probabilities of its completions and one of the reference besides the one that is trained.
 CASES = {
     "sft": (1, True, SFTTrainer, SFTConfig, {"text": SUMS}, {}),
     "dpo": (2, False, DPOTrainer, DPOConfig, {"prompt": PROMPTS, "chosen": ANSWERS, "rejected": WRONG}, {}),
@@ -111,6 +129,9 @@ CASES = {
             {"prompt": PROMPTS * 2, "completion": ANSWERS + WRONG, "label": [True] * 8 + [False] * 8}, {}),
     "grpo": (1, True, GRPOTrainer, GRPOConfig, {"prompt": PROMPTS},
              {"num_generations": 2, "max_completion_length": 6}),
+    "rloo": (3, False, RLOOTrainer, RLOOConfig, {"prompt": PROMPTS},
+             {"num_generations": 2, "max_completion_length": 6}),
+    "reward": (1, False, RewardTrainer, RewardConfig, {"prompt": PROMPTS, "chosen": ANSWERS, "rejected": WRONG}, {}),
 }  # fmt: skip
 
 
@@ -122,5 +143,5 @@ def test_waits(tmp_path, monkeypatch, name):
     _, plain, _ = waits(tmp_path, *case, ours=False)
     own, total, found = waits(tmp_path, *case, ours=True)
     assert own == forwards + planned, found
-    assert own <= 2 or name == "kto"
+    assert own <= 2 or name in ("kto", "rloo")
     assert total < plain, found
