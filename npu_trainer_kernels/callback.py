@@ -20,7 +20,7 @@ from .patching.call import use_labels
 from .patching.undo import Undo
 from .rollouts import serve_rollouts
 from .support.switch import audit_steps, check_switch
-from .training.distillation import serve_divergence
+from .training.distillation import rehearsal, serve_divergence
 from .training.exchange import agreed
 from .training.grpo_groups import Arranger, stays_on_rank, stays_shuffled
 from .training.grpo_plan import Planner, is_grpo
@@ -433,6 +433,10 @@ class NpuKernelsCallback(TrainerCallback):
         )
         context = contextlib.nullcontext if trainer is None else trainer.compute_loss_context_manager
         plan = None if self._planner is None else self._planner.rehearsal()
+        site = next((each for each in self.report().sites if each.op == "linear_divergence"), None)
+        distilled = None if site is None else rehearsal(trainer, site, model)
+        if distilled is not None and warmup.unsupported(distilled) is None:
+            model, trl = distilled, False
         recorded = warmup.record(
             self._handle, model, warmup.ROWS, trl=trl, context=context, plan=plan, beside=self._served_beside
         )

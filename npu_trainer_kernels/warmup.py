@@ -113,7 +113,8 @@ def record(
 
     Args:
         handle: the handle of the model.
-        model: the model that the Trainer trains, without wrappers for data parallelism.
+        model: the model that the Trainer trains, without wrappers for data parallelism; or a loss of several models, as
+            a model of ids (`training.distillation.Rehearsal`).
         rows, length: the shape of the batch of ids.
         trl: whether one of TRL's trainers trains it, through the head that TRL gave it.
         context: returns the context in which the Trainer computes a loss, for example autocast.

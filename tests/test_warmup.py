@@ -476,6 +476,47 @@ def test_the_head_of_a_grpo_run_is_recorded_with_the_runs_own_loss(tmp_path, mon
     assert {name for name, *_ in real - variants(found)} <= {"_scale_kernel"}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"beta": 0.5}, {"beta": 1.0, "temperature": 2.0, "teacher": "gemma2"}, {"beta": 0.0, "bf16": True},
+     {"beta": 0.5, "gradient_checkpointing": True}],
+    ids=str,
+)  # fmt: skip
+def test_a_divergence_is_recorded_with_the_runs_own_loss(tmp_path, monkeypatch, options):
+    from tests.training.test_distillation import served, trained
+
+    ahead = Ahead(monkeypatch)
+    kernels = NpuKernelsCallback(ops=["linear_logprob", "rms_norm"], backend="triton", audit="off")
+    with launched() as real:
+        report = served(trained(tmp_path, [kernels], steps=1, **options))
+    (found,) = ahead.found
+    assert "_row_divergence_kernel" in {name for name, *_ in real}
+    assert not real - variants(found)
+    assert report.ran["linear_divergence"] == 1
+    assert not report.declined
+
+
+def test_rehearsing_a_divergence_touches_nothing_of_the_run(tmp_path, monkeypatch):
+    """No divergence is counted before the first batch, which is compared; and padding is left out of that one."""
+    from tests.training.test_distillation import compare, served, trained
+
+    def run(folder, warm_up):
+        return trained(tmp_path / folder, [NpuKernelsCallback(warm_up=warm_up)], steps=2, beta=0.5)
+
+    plain = run("plain", False)
+    ahead = Ahead(monkeypatch)
+    ours = run("ahead", True)
+    assert len(ahead.found) == 1
+    compare(plain, ours)
+    for report in (served(plain), served(ours)):
+        assert (report.ran["linear_divergence"], report.ran["varlen_attention"]) == (2, 2)
+        assert len(report.audits) == 1
+        (teacher,) = report.beside.values()
+        assert teacher.ran["varlen_attention"] == 2
+        assert not [*report.declined, *teacher.declined]
+    assert "_get_last_hidden_state" not in vars(ours)
+
+
 def test_it_is_left_out_where_it_cannot_work(monkeypatch):
     model = small_model("llama")  # on the CPU, wherever the tests run
     assert warmup.unsupported(model) == "on a CPU nothing is compiled"

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import backends
@@ -33,10 +34,11 @@ from ..patching.patch import Site
 from ..patching.undo import Undo
 from .top_tokens import ROWS, Support, differs, loss_on_support, of_whole_heads, serve_methods, unserved
 
-__all__ = ["serve_divergence"]
+__all__ = ["Rehearsal", "rehearsal", "serve_divergence"]
 
 _MODULE, _CLASS = "trl.trainer.distillation_trainer", "DistillationTrainer"
 _METHOD, _FUNCTION = "_compute_loss", "_chunked_divergence_loss"
+_BODY = "_get_last_hidden_state"
 _PARAMETERS = (
     "student_hidden_states", "teacher_hidden_states", "student_lm_head_weight", "teacher_lm_head_weight",
     "completion_mask", "beta", "num_items_in_batch", "student_lm_head_bias", "teacher_lm_head_bias",
@@ -318,3 +320,46 @@ def serve_divergence(trainer: Any, undo: Undo, backend: str | None, ops: Sequenc
     ours.__kwdefaults__ = method.__kwdefaults__
     undo.set_attribute(trainer, _METHOD, types.MethodType(functools.wraps(method)(ours), trainer))
     return site
+
+
+class Rehearsal(nn.Module):
+    """The loss of a `DistillationTrainer` on a batch of ids, as a model of it: with ids that are fake tensors, the
+    kernels of a step can be compiled before the first batch (`warmup`).
+
+    Attributes:
+        student, teacher: the trainer's models, whose parameters this module has.
+    """
+
+    def __init__(self, trainer: Any, site: Site, student: nn.Module) -> None:
+        super().__init__()
+        self.student, self.teacher = student, trainer.teacher_model
+        self._trainer, self._site = trainer, site
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        """Returns an object with the loss; the second half of each row is its completion. The site counts no call, and
+        compares none. The bodies are given no mask, which would have no numbers: all rows are full."""
+        prompts, completions = input_ids.chunk(2, 1)
+        inputs = {
+            "prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts), "completion_ids": completions,
+            "completion_mask": torch.ones_like(completions),
+        }  # fmt: skip
+        site, undo = self._site, Undo()
+        body, ran = getattr(self._trainer, _BODY), site.ran
+
+        def of_full_rows(model: Any, ids: torch.Tensor, mask: torch.Tensor, *args: Any) -> torch.Tensor:
+            hidden: torch.Tensor = body(model, ids, None, *args)
+            return hidden
+
+        try:
+            undo.set_attribute(self._trainer, _BODY, of_full_rows)
+            undo.set_attribute(site, "look", None)
+            loss = getattr(self._trainer, _METHOD)(self.student, inputs, completions.numel())[0]
+        finally:
+            undo.restore()
+            site.ran = ran
+        return types.SimpleNamespace(loss=loss)
+
+
+def rehearsal(trainer: Any, site: Site, student: nn.Module) -> Rehearsal | None:
+    """Returns what rehearses a trainer's loss; None for a trainer of `experimental`, whose loss is made of logits."""
+    return Rehearsal(trainer, site, student) if site.paths == [_METHOD] else None

@@ -18,7 +18,7 @@ from npu_trainer_kernels import backends
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.ops import Segments, gated_delta_rule, gated_delta_rule_reference
 from npu_trainer_kernels.ops.launch import KernelError
-from npu_trainer_kernels.ops.linear_attention import Form, fla, grid, kernels, slices, unserved_by_fla
+from npu_trainer_kernels.ops.linear_attention import Form, chunks, fla, grid, kernels, slices, unserved_by_fla
 from npu_trainer_kernels.ops.trial import differs
 from tests.closeness import assert_op_close
 from tests.ops.test_shared_rows import Waits
@@ -282,6 +282,33 @@ def test_no_segment_sees_another(device, backend, where, bad, state, delta, chan
         where_bad = rows if of_row else own
         assert ours[where_bad].isnan().all()
         assert torch.equal(ours[~where_bad], clean[~where_bad])
+
+
+def states_that_leak(of_given, where=1):
+    """The states between chunks, where the first chunk of one segment takes the state that the chunk before it leaves:
+    in calls that are given states, or in calls that are given none."""
+    own = chunks.states
+
+    def states(u, read, written, decay, state, cut, backend):
+        if cut.rows > where and (state is not None) == of_given:
+            left = own(u, read, written, decay, state, cut, backend)[2]
+            begin = torch.zeros_like(left) if state is None else state
+            state = torch.cat((begin[:, :, :where], left[:, :, where - 1 : where], begin[:, :, where + 1 :]), 2)
+        return own(u, read, written, decay, state, cut, backend)
+
+    return states
+
+
+@pytest.mark.parametrize(
+    ("where", "row", "state", "delta", "channel"),
+    pairs(["short segments", "segments"], [1, 2, 4], [True, False], [True, False], [False, True]),
+    ids=str,
+)
+def test_a_leak_of_one_chunk_is_seen(device, backend, monkeypatch, where, row, state, delta, channel):
+    given = make(device, where=where, gate="weak", channel=channel, delta=delta, state=state)
+    monkeypatch.setattr(chunks, "states", states_that_leak(state, row))
+    with pytest.raises(AssertionError):
+        check(given, backend, segments=segments_of(where, device))
 
 
 def test_one_index_for_all_layers(device, backend, monkeypatch):

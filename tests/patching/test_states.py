@@ -19,6 +19,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.ops.attention import Segments, Shared
+from npu_trainer_kernels.ops.linear_attention import chunks
 from npu_trainer_kernels.patching.body import (
     Unserved,
     packed_row,
@@ -38,6 +39,7 @@ from tests.capture.graphs import Graphs
 from tests.closeness import assert_as_close, rounded
 from tests.families.tiny import model_class, tiny_config
 from tests.models import in_double
+from tests.ops.test_gated_delta_rule import states_that_leak
 from tests.patching.test_mixers import Values, classes_come_back, generates_as_before, hybrid, two_forwards
 from tests.patching.test_padding import compare, live_and_distinct, padded, progress, values
 
@@ -361,6 +363,13 @@ def one_segment(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def one_chunk(patch: pytest.MonkeyPatch, of_given: bool = False) -> Iterator[None]:
+    """The chunks of one segment, the second of those that are computed at once, go on from the chunk before them."""
+    patch.setattr(chunks, "states", states_that_leak(of_given))
+    yield
+
+
+@contextlib.contextmanager
 def of_states(patch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """What prefixes hand on is changed."""
     own = state_row.take
@@ -379,6 +388,8 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "a prompt's taps have no gradient": lambda p: p.setattr(
         StateRow, "inputs_before", lambda row, x, n: own_inputs(row, x.detach(), n)
     ),
+    "a prompt's first chunk takes the state of the chunk before": lambda p: one_chunk(p, of_given=False),
+    "a row's first chunk takes the state of the chunk before": lambda p: one_chunk(p, of_given=True),
     "rows continue other prompts": lambda p: of_states(p, lambda state: state.roll(1, 0)),
     "a prompt's state is forgotten": lambda p: of_states(p, torch.zeros_like),
     "a prompt's state has no gradient": lambda p: of_states(p, torch.Tensor.detach),
@@ -415,13 +426,16 @@ def test_a_fault_is_seen(fault: str, kind: str, monkeypatch: pytest.MonkeyPatch)
         compare(model, inputs, OPS, "planted")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "bamba"])
-def test_a_state_that_runs_on_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_next", "bamba", pytest.param("kimi_linear", marks=pytest.mark.full)])
+@pytest.mark.parametrize("fault", [one_segment, one_chunk])
+def test_a_state_that_runs_on_is_seen(
+    fault: Callable[[pytest.MonkeyPatch], Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = hybrid(kind)
     inputs = batch(model, "both", shared=False)
     with apply_npu_kernels(model, ops=OPS):
         pass
-    with one_segment(monkeypatch), pytest.raises(AssertionError):
+    with fault(monkeypatch), pytest.raises(AssertionError):
         compare(model, inputs, OPS, "planted")
 
 

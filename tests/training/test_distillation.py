@@ -20,6 +20,7 @@ from trl.trainer import distillation_trainer
 from npu_trainer_kernels import NpuKernelsCallback, callback
 from npu_trainer_kernels.training import distillation
 from tests.models import small_model
+from tests.patching.test_padding import live_and_distinct, progress
 from tests.training.test_grpo import difference, tokenizer
 
 NOT_COMPARED = ("time", "runtime", "per_second", "peak_memory", "num_tokens")
@@ -34,7 +35,8 @@ class Given(DistillationTrainer):
         return [[4 + (i * 7 + j * 3) % 12 for j in range(1 + i % 4)] for i in range(len(prompt_ids))]
 
 
-def trained(folder, callbacks, *, student="qwen3", teacher="llama", steps=2, trainer=Given, **options):
+def trained(folder, callbacks, *, student="qwen3", teacher="llama", steps=2, trainer=Given,
+            prompts=("12", "345", "6", "78901"), **options):  # fmt: skip
     """A trained DistillationTrainer."""
     lora = options.pop("lora", None)
     models = small_model(student), small_model(teacher, **TEACHERS.get(teacher, {}))
@@ -49,7 +51,7 @@ def trained(folder, callbacks, *, student="qwen3", teacher="llama", steps=2, tra
     )  # fmt: skip
     made = trainer(
         *models, args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": ["12", "345", "6", "78901"] * 4}), processing_class=tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": [*prompts] * 4}), processing_class=tokenizer(),
         callbacks=callbacks, peft_config=lora,
     )  # fmt: skip
     made.train()
@@ -105,6 +107,41 @@ def test_the_report_speaks_of_what_runs(tmp_path):
     # The teacher's body is served as well, and leaves padding out.
     assert "teacher_model (LlamaForCausalLM)" in text
     assert served(ours).ran["varlen_attention"] == 2
+
+
+BEGUN = [f"3456789+{i}=" for i in range(4)]
+ALIKE = {
+    "a prompt that is there again": (["3456789+12", "12", "3456789+12", "3456789+12"], 1),
+    "prompts that begin alike": ([*BEGUN[:3], "9876543+12"], 1),
+    "micro-batches": ([*BEGUN, *(f"9876543={i}" for i in range(4))], 2),
+    "nothing in common": (["1", "23", "456", "7890"], 1),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_what_prompts_have_in_common_is_computed_once_in_both(tmp_path, case):
+    """TRL generates one completion for a prompt, but prompts of a batch may begin alike, and one may be there again."""
+    prompts, micro = ALIKE[case]
+    seen = {}
+
+    class Seen(Given):
+        def _get_last_hidden_state(self, model, ids, mask, *args, **kwargs):
+            seen.setdefault(model, []).append({"input_ids": ids, "attention_mask": mask})
+            return super()._get_last_hidden_state(model, ids, mask, *args, **kwargs)
+
+    options = {"beta": 0.5, "prompts": prompts, "gradient_accumulation_steps": micro, "shuffle_dataset": False}
+    stock = trained(tmp_path / "stock", [], **options)
+    ours = trained(tmp_path / "ours", [NpuKernelsCallback(audit="off")], trainer=Seen, **options)
+    compare(stock, ours)
+    (teacher,) = served(ours).beside.values()
+    assert seen.keys() == {ours.model, ours.teacher_model}
+    for model, report in ((ours.model, served(ours)), (ours.teacher_model, teacher)):
+        counts = [live_and_distinct(batch) for batch in seen[model]]
+        assert len(counts) == 2 * micro
+        live, distinct = map(sum, zip(*counts, strict=True))
+        saved = progress(report)
+        assert (saved.live, saved.computed) == (live, distinct)
+        assert (distinct < live) == (case != "nothing in common")
 
 
 def test_the_first_batch_is_compared(tmp_path, monkeypatch):
