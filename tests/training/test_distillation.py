@@ -23,7 +23,7 @@ from tests.models import small_model
 from tests.patching.test_padding import live_and_distinct, progress
 from tests.training.test_grpo import difference, tokenizer
 
-NOT_COMPARED = ("time", "runtime", "per_second", "peak_memory", "num_tokens")
+NOT_COMPARED = ("_seconds", "time", "runtime", "per_second", "peak_memory", "num_tokens")
 TEACHERS = {"llama": {"hidden_size": 48, "intermediate_size": 40}, "gemma2": {"final_logit_softcapping": 5.0},
             "cohere": {"logit_scale": 0.25}}  # fmt: skip
 
