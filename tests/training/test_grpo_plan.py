@@ -16,7 +16,7 @@ from tests.training.test_grpo import difference, train
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 # What differs between two runs for other reasons than the loss.
-NOT_COMPARED = ("step_time", "runtime", "per_second", "peak_memory", "tokens_per_second")
+NOT_COMPARED = ("_seconds", "step_time", "runtime", "per_second", "peak_memory", "tokens_per_second")
 
 
 def both(tmp_path, mixin=None, **options):
