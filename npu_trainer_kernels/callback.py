@@ -467,7 +467,7 @@ class NpuKernelsCallback(TrainerCallback):
                     positions, live, computed = (
                         new - old for new, old in zip(self._positions_before, before_them, strict=True)
                     )
-                    if positions:
+                    if live:
                         logs["padding_left_out"] = round(1 - live / positions, 3)
                         logs["beginnings_left_out"] = round(1 - computed / live, 3)
                     layers = self._handle.settings.layers
