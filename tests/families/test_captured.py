@@ -18,6 +18,8 @@ _FAMILIES = {
     ("causal", "deepseek_v32"): "the layer makes its mask, and asks for the name of its attention",
     ("causal", "gemma4_text num_kv_shared_layers"): "layers write keys and values to a dict that others read",
     ("causal", "zaya"): "a dict of masks",
+    ("causal", "mamba2"): "seams that are no attention, one of which has sums over tokens of its own",
+    ("image-text", "idefics"): "a module whose `config` is a number",
     ("image-text", "blip-2"): "several bodies with other numbers of tokens in one forward",
 }
 
@@ -27,6 +29,10 @@ def test_captured_is_its_own_code_to_the_bit(task, kind):
     outcome = captured(task, kind)
     assert outcome.wrong == outcome.unfit == "", str(outcome)
     assert outcome.share > 0, str(outcome)
+
+
+def test_a_body_that_reads_the_input_of_a_layer_adds_its_gradient_in_another_order():
+    assert str(captured("causal", "inkling2_text")).startswith("captured, within rounding: ")
 
 
 @pytest.mark.parametrize(

@@ -163,12 +163,15 @@ def _scan(
 ) -> torch.Tensor:  # fmt: skip
     if initial_states is not None or return_final_states:
         raise OtherCall("a state of its own")
+    # First of all: sums over tokens (the gradients of D and dt_bias) are then the same however long the row is.
+    (hidden_states, dt, B, C), behind = _cut((hidden_states, dt, B, C), row)
     x = hidden_states.float()
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     step = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
     out = _rule(row, backend, (C.float(), B.float(), x * step[..., None], A.float() * step), scale=1.0)
-    return out if D is None else out + D[:, None] * x
+    out = out if D is None else out + D[:, None] * x
+    return functional.pad(out, (0, 0, 0, 0, 0, behind)) if behind else out
 
 
 _COMPUTE: dict[str, Callable[..., Any]] = {"convolution": _convolution, "delta rule": _delta_rule, "scan": _scan}

@@ -34,7 +34,8 @@ class LayerState:
 
     def __init__(self, layer: nn.Module, moves: bool = False, tables: bool = True) -> None:
         self._moves = moves
-        configs = {id(c): c for m in layer.modules() if (c := vars(m).get("config")) is not None}
+        found = (vars(module).get("config") for module in layer.modules())
+        configs = {id(config): config for config in found if hasattr(config, "__dict__")}
         self._objects = [
             _attributes(each, hooks=tables or not isinstance(each, nn.Embedding))
             for each in (*layer.modules(), *configs.values())
