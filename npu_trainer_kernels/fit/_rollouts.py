@@ -56,8 +56,10 @@ def _rollout(model: Any, setup: Setup, ledger: Ledger, rows: int, completion: in
         "position_ids": torch.empty(1, tokens, dtype=torch.long),
     }
     given.update((name, torch.empty(at_once, dtype=torch.long)) for name in names if name.endswith("logits_to_keep"))
-    with copies.looking(model, (setup.memory - ledger.total) // 4), ledger.within("activations"):
+    with copies.looking(model), ledger.within("activations"):
         out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
+    assert copies.uses is not None
+    copies.make(model, copies.uses, (setup.memory - ledger.total) // 4)
     logits = logits_of(out)[0, -at_once:]
     vocabulary, dtype = logits.shape[-1], logits.dtype
     found = logits.float()

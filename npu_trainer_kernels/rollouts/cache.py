@@ -258,11 +258,10 @@ class RolloutCache(Cache):
         return keys.dtype is (compute_dtype(q) if autocasts(q) else rotated)
 
     @contextlib.contextmanager
-    def rotating(self, model: nn.Module) -> Iterator[None]:
+    def rotating(self, model: nn.Module, norms: dict[Any, Any]) -> Iterator[None]:
         """Inside the `with` block the attentions of a model whose forward allows it call `rotate_and_update`, which is
-        one launch, for their norms, rotation and update of the cache."""
-        known: dict[Any, Any] = {}
-        found = [(module, each) for module in model.modules() if (each := cached_rotation(module, known)) is not None]
+        one launch, for their norms, rotation and update of the cache. `norms` is a cache of the forms of norms."""
+        found = [(module, each) for module in model.modules() if (each := cached_rotation(module, norms)) is not None]
         for module, attention in found:
             vars(module)["forward"] = types.MethodType(attention.forward, module)
             vars(module)[CACHED_ROTATION] = functools.partial(self.rotate_and_update, attention)

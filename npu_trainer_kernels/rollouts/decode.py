@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,7 +19,7 @@ from .on_device import OnDevice
 from .sampling import Sampling
 from .weights import Weights
 
-__all__ = ["Rows", "Step", "arguments_of", "cache_name", "logits_of", "of_own_code"]
+__all__ = ["ModelState", "Rows", "Step", "arguments_of", "cache_name", "logits_of", "of_own_code"]
 
 
 @dataclass
@@ -144,6 +145,26 @@ def logits_of(out: Any) -> torch.Tensor:
     return logits
 
 
+class ModelState:
+    """What decides how a model's code runs (`LayerState`), as it was when a step was captured.
+
+    Args:
+        model: the causal model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kind = type(model)
+        self._parts = [LayerState(part, tables=False) for part in model.children()]
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the model is still in this state."""
+        return type(model) is self._kind and all(part.holds() for part in self._parts)
+
+    def signature(self) -> int:
+        """Returns a number that another state of the same model has if nothing has changed in between."""
+        return hash((id(self._kind), *(part.signature() for part in self._parts)))
+
+
 class Step:
     """A captured decode step.
 
@@ -155,11 +176,12 @@ class Step:
         decoding: what its attention reads.
         copies: the copies that stand for parameters during the step.
         length: the number of places of a row.
-        known: the signature of the last step that was captured for as many rows and places and such a rollout, or None;
-            if nothing of the model has changed since, its operators are not checked again.
+        changed: of a step like it that was captured before for a model in this state, whose operators are not checked
+            again: whether `OnDevice` has changed any of its calls; None: there was none.
+        norms: a cache of the forms of norms.
 
     Attributes:
-        signature: the signature of this one.
+        changed: whether `OnDevice` has changed any call of this one.
 
     Raises:
         Refused, Unserved: the step cannot be captured.
@@ -167,13 +189,10 @@ class Step:
 
     def __init__(
         self, model: Any, cache: RolloutCache, rows: Rows, sampling: Sampling, decoding: Decoding,
-        copies: Weights, length: int, known: int | None = None,
+        copies: Weights, length: int, *, changed: bool | None = None, norms: dict[Any, Any],
     ) -> None:  # fmt: skip
         self.cache, self.rows, self.sampling, self.length = cache, rows, sampling, length
-        self._states = [LayerState(part, tables=False) for part in model.children()]
-        self._kind = type(model)
-        self.signature = hash((id(self._kind), *(state.signature() for state in self._states)))
-        names = arguments_of(model)
+        names, on_device = arguments_of(model), OnDevice(decoding.masked_places())
 
         def step(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
             alive, written = rows.alive, rows.written
@@ -186,7 +205,7 @@ class Step:
             if isinstance(decoding, MaskedDecoding):
                 decoding.written = written
                 given, on_its_way = of_own_code(given, decoding.mask(), names), masks_of_rows(decoding)
-            with on_its_way, OnDevice(decoding.masked_places()):
+            with on_its_way, contextlib.nullcontext() if changed is False else on_device:
                 out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
             logits = logits_of(out)[:, -1].float()
             written += alive
@@ -196,16 +215,13 @@ class Step:
         recorder = recorder_for(rows.token.device)
         parameters = {p: p for p in (*model.parameters(), *copies.tensors())}
         inputs = [*rows.tensors(), *cache.tensors()]
-        with torch.no_grad(), copies.on(), cache.at(decoding), cache.rotating(model):
+        with torch.no_grad(), copies.on(), cache.at(decoding), cache.rotating(model, norms):
             self._pieces: Pieces = capture(
                 step, inputs, parameters, [*model.buffers(), *sampling.tensors], recorder,
-                known=known == self.signature,
+                known=changed is not None,
             )  # fmt: skip
+        self.changed = on_device.changed
         self._recorder = recorder
-
-    def holds(self, model: nn.Module) -> bool:
-        """Whether the model is as it was when the step was captured."""
-        return type(model) is self._kind and all(state.holds() for state in self._states)
 
     def no_room(self) -> str | None:
         """Returns why there is too little memory to keep it, or None."""

@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,11 @@ from ..patching.patch import PROBE_ERRORS
 from ..patching.undo import Undo
 from ..support.errors import one_line
 from .cache import Decoding, Places, RolloutCache, places_for
-from .decode import Rows, Step, arguments_of, cache_name, logits_of, of_own_code
+from .decode import ModelState, Rows, Step, arguments_of, cache_name, logits_of, of_own_code
 from .masked import MaskedDecoding
 from .sampling import Sampling
 from .trial import differs
-from .weights import Weights
+from .weights import Weights, WeightUses
 
 __all__ = ["AT_ONCE", "Engine", "Rollout"]
 
@@ -70,6 +70,24 @@ class Rollout:
 
 class _Differs(Refused):
     """A rollout's logits are not those of the model's own forward."""
+
+
+@dataclass
+class Known:
+    """What is known of a model as long as nothing of it changes, so that the next rollout need not find it out again.
+
+    Attributes:
+        signature: the signature of the model's state.
+        uses: how it uses its weights; None: not seen yet.
+        norms: the forms of its norms (`cached_rotation`).
+        steps: what steps were captured for, whose operators are not checked again; and whether `OnDevice` has changed
+            any call of theirs.
+    """
+
+    signature: int = 0
+    uses: WeightUses | None = None
+    norms: dict[Any, Any] = field(default_factory=dict)
+    steps: dict[Any, bool] = field(default_factory=dict)
 
 
 class _Ended:
@@ -114,7 +132,8 @@ class Engine:
         self._undo, self._backend, self._most_rows, self._keep = undo, backend, most_rows, keep
         self._step: Step | None = None
         self._step_key: Any = None
-        self._known: tuple[Any, int] | None = None  # what the last step was captured for, and its signature
+        self._state: ModelState | None = None  # the model's when the step was captured, or is to be
+        self._known = Known()
         self._copies = Weights()
         self._tried: set[Any] = set()
         self._refused: str | None = None
@@ -150,7 +169,7 @@ class Engine:
 
     def forget(self) -> None:
         """Lets go of the captured step and of all memory."""
-        self._step = self._step_key = None
+        self._step = self._step_key = self._state = None
         self._copies = Weights()
 
     # -- one rollout -------------------------------------------------------------------------------------------------
@@ -185,7 +204,7 @@ class Engine:
                     self._refused = kept or _reason(error)
                     raise Refused(self._refused) from error
                 # Its own code may attend with a mask of each row, if it takes no packed one.
-                self._masked, self._known = True, None
+                self._masked, self._known = True, Known()
                 self._unserved = str(error) if isinstance(error, Unserved) else None
         self.seconds += time.perf_counter() - begun
         self.rollouts += 1
@@ -203,9 +222,20 @@ class Engine:
         step = self._step
         if step is not None:
             fits = step.length >= longest and step.rows.out.shape[1] >= rollout.most
-            if self._step_key != _key(rollout, where) or not (fits and step.holds(model)):
+            same = self._state is not None and self._state.holds(model)
+            if not (fits and same and self._step_key == _key(rollout, where)):
                 self.forget()
-        self._copies.fill()
+        if self._step is None:
+            if not self._masked:
+                attend_by_segments(model, "", self._undo)
+            self._state = ModelState(model)
+            signature = hash((self._state.signature(), _autocasts_to(where)))
+            if self._known.signature != signature:
+                self._known = Known(signature)
+            if self._known.uses is not None:
+                self._copies.make(model, self._known.uses, _free_bytes(where, 4))
+        else:
+            self._copies.fill()
         return _Turns(self, model, rollout, where, longest).all()
 
     def prefill(
@@ -230,12 +260,13 @@ class Engine:
         if packing is None:
             given = of_own_code(given, torch.ones_like(given["input_ids"]), names)
         row = contextlib.nullcontext() if packing is None else packed_row(packing)
-        room = _free_bytes(where, 4)
-        looking = None if self._copies.found else self._copies.looking(model, room)
+        looking = None if self._copies.uses is not None else self._copies.looking(model)
         with row, self._copies.on(), looking or contextlib.nullcontext():
             out = model(**given, **{cache_name(names): cache}, use_cache=True, return_dict=True)
         if looking is not None:
-            self._copies.fill()
+            self._known.uses = self._copies.uses
+            assert self._known.uses is not None
+            self._copies.make(model, self._known.uses, _free_bytes(where, 4))
         cache.next_prompt()
         logits = logits_of(out)[0]
         if logits.shape[0] != len(lengths):
@@ -243,7 +274,6 @@ class Engine:
         return logits.float()
 
     def _packing(self, model: Any, segments: Segments, tokens: int) -> Packing:
-        attend_by_segments(model, "", self._undo)
         return packing_for(model, model, segments, self._backend, tokens)
 
     def capture(
@@ -260,10 +290,12 @@ class Engine:
         decoding = kind_of(packing.by, packing.named, length, self._backend)
         self._step_key = _key(rollout, where)
         kind = self._step_key, rows, length, rollout.most
-        known = self._known[1] if self._known is not None and self._known[0] == kind else None
-        self._known = None
-        self._step = Step(model, cache, state, rollout.sampling, decoding, self._copies, length, known)
-        self._known = kind, self._step.signature
+        changed = self._known.steps.pop(kind, None)
+        self._step = Step(
+            model, cache, state, rollout.sampling, decoding, self._copies, length,
+            changed=changed, norms=self._known.norms,
+        )  # fmt: skip
+        self._known.steps[kind] = self._step.changed
         self.capturing += time.perf_counter() - begun
         return self._step
 
@@ -296,9 +328,12 @@ def _reason(error: BaseException) -> str:
 
 
 def _key(rollout: Rollout, where: torch.device) -> Any:
-    s, kind = rollout.sampling, where.type
-    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    s, cast = rollout.sampling, _autocasts_to(where)
     return len(rollout.prompts), s.draws, tuple(s.key), s.eos, s.pad, s.tail, s.ids, rollout.logprobs, cast
+
+
+def _autocasts_to(where: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(where.type) if torch.is_autocast_enabled(where.type) else None
 
 
 def _room(cache: RolloutCache, length: int, where: torch.device) -> int:

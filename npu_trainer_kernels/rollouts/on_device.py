@@ -21,13 +21,24 @@ __all__ = ["OnDevice"]
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
-def _sliced(index: Any) -> Any:
-    """Returns an index with a slice in the place of a list of one number, which selects the same entry."""
-    if type(index) is tuple:
-        return tuple(map(_sliced, index))
-    if type(index) is list and len(index) == 1 and type(index[0]) is int:
-        return slice(index[0], index[0] + 1 or None)
-    return index
+def _is_one(part: Any) -> bool:
+    return type(part) is list and len(part) == 1 and type(part[0]) is int
+
+
+def _sliced(part: Any) -> Any:
+    """Returns a part of an index, with a slice in the place of a list of one number, which selects the same entry."""
+    return slice(part[0], part[0] + 1 or None) if _is_one(part) else part
+
+
+class _Validates:
+    """False; it notes that a distribution has asked whether its parameters are to be validated."""
+
+    def __init__(self, mode: OnDevice) -> None:
+        self._mode = mode
+
+    def __bool__(self) -> bool:
+        self._mode.changed = True
+        return False
 
 
 class OnDevice(TorchFunctionMode):
@@ -38,6 +49,9 @@ class OnDevice(TorchFunctionMode):
             selects some of its keys would select among all places: what it then attends to is no matter of rounding,
             and no comparison can tell.
 
+    Attributes:
+        changed: whether it has changed any call, or would have; if not, the same code needs no such block.
+
     Raises:
         Unserved: the code selects among its keys.
     """
@@ -45,10 +59,11 @@ class OnDevice(TorchFunctionMode):
     def __init__(self, places: int | None) -> None:
         super().__init__()
         self._places = places
+        self.changed = False
 
     def __enter__(self) -> OnDevice:
         self._validates = Distribution._validate_args
-        Distribution.set_default_validate_args(False)
+        Distribution._validate_args = _Validates(self)  # type: ignore[assignment]
         super().__enter__()
         return self
 
@@ -56,17 +71,20 @@ class OnDevice(TorchFunctionMode):
         self, kind: type[BaseException] | None, error: BaseException | None, where: types.TracebackType | None
     ) -> None:
         super().__exit__(kind, error, where)
-        Distribution.set_default_validate_args(self._validates)
+        Distribution._validate_args = self._validates
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.tensor and len(args) == 1 and type(args[0]) in (bool, int, float):
+            self.changed = True
             return torch.full((), args[0], **kwargs)
         if func is torch.Tensor.__getitem__:
             # Several lists select along one dimension together, which slices do not.
             index = args[1] if type(args[1]) is tuple else (args[1],)
-            if sum(isinstance(part, list | torch.Tensor) for part in index) == 1:
-                args = (args[0], _sliced(args[1]))
+            lists = sum(isinstance(part, list | torch.Tensor) for part in index)
+            if lists == 1 and any(map(_is_one, index)):
+                self.changed = True
+                args = (args[0], tuple(map(_sliced, index)) if type(args[1]) is tuple else _sliced(args[1]))
         elif func in _TOPK and args[0].dim() > 2 and self._places in args[0].shape:
             raise Unserved("it selects among its keys")
         return func(*args, **kwargs)

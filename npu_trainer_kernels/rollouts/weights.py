@@ -5,7 +5,8 @@ a weight, writes two and reads them again, for one token; so such weights are ca
 same tensor (those of queries, keys and values; of a gate and its values) are put side by side, since the product of few
 rows takes as long as its launch: they become one product, whose columns are taken apart.
 
-Which weights these are is seen in one forward of the model, whatever its modules are.
+Which weights these are is seen in one forward of the model, whatever its modules are. It is known from then on, until
+something of the model changes.
 """
 
 from __future__ import annotations
@@ -122,26 +123,36 @@ class _Joined(TorchFunctionMode):
         return known[2][place]
 
 
+@dataclass(frozen=True)
+class WeightUses:
+    """How a forward uses a model's weights, which are named by their `id`.
+
+    Attributes:
+        casts: the dtype that autocast casts a weight to, for weights whose own numbers nothing but the cast reads.
+        also_read: weights that are cast, and whose own numbers something else reads, too.
+        groups: weights that multiply the same tensor, two at least, each of which does so once.
+    """
+
+    casts: dict[int, torch.dtype]
+    also_read: frozenset[int]
+    groups: list[list[int]]
+
+
 class Weights:
     """The copies for one model.
 
     Attributes:
-        found: whether a forward was looked at.
+        uses: what a forward has shown; None: nothing yet.
     """
 
     def __init__(self) -> None:
-        self.found = False
+        self.uses: WeightUses | None = None
         self._copies: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self._sides: dict[int, tuple[_Side, int]] = {}
 
     @contextlib.contextmanager
-    def looking(self, model: nn.Module, room: int | None) -> Iterator[None]:
-        """Inside the `with` block a forward of the model shows what is done with its weights.
-
-        Args:
-            model: the model.
-            room: the number of bytes that copies may have which only put weights side by side; None: any number.
-        """
+    def looking(self, model: nn.Module) -> Iterator[None]:
+        """Inside the `with` block a forward of the model shows how it uses its weights."""
         cached = torch.is_autocast_cache_enabled()
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(False)
@@ -150,17 +161,33 @@ class Weights:
                 yield
         finally:
             torch.set_autocast_cache_enabled(cached)
-        self.found = True
+        cast = {id(p): (uses.cast[at], at in uses.used) for p in model.parameters() if (at := _place(p)) in uses.cast}
+        self.uses = WeightUses(
+            {known: dtype for known, (dtype, _) in cast.items()},
+            frozenset(known for known, (_, read) in cast.items() if read),
+            [[id(p) for p in group] for group in products.groups()],
+        )
+
+    def make(self, model: nn.Module, uses: WeightUses, room: int | None) -> None:
+        """Allocates the copies, and fills them.
+
+        Args:
+            model: the model.
+            uses: how it uses its weights.
+            room: the number of bytes that copies may have which only put weights side by side; None: any number.
+        """
+        self.uses = uses
         # A table whose rows are looked up may be tied to the head; the table stays as it is.
         tables = {module for module in model.modules() if isinstance(module, nn.Embedding)}
         tied = {id(module.weight) for module in tables}
+        weights = {id(p): p for p in model.parameters()}
         made: dict[int, nn.Parameter] = {}
 
         def dtype_of(p: nn.Parameter) -> torch.dtype:
-            at = _place(p)
-            return uses.cast[at] if at in uses.cast and (at not in uses.used or id(p) in tied) else p.dtype
+            read = id(p) in uses.also_read and id(p) not in tied
+            return p.dtype if read else uses.casts.get(id(p), p.dtype)
 
-        for group in products.groups():
+        for group in ([weights[known] for known in each] for each in uses.groups):
             dtypes = {(dtype_of(p), p.device) for p in group}
             if len(dtypes) == 1 and not any(id(p) in tied for p in group):
                 if room is not None and all(dtype_of(p) is p.dtype for p in group):
@@ -174,12 +201,14 @@ class Weights:
                     made[id(p)] = nn.Parameter(part, requires_grad=False)
                     self._sides[id(made[id(p)])] = side, place
         for module in model.modules():
-            for name, p in {} if module in tables else module._parameters.items():
-                if p is None or (id(p) not in made and dtype_of(p) is p.dtype):
+            for name, weight in {} if module in tables else module._parameters.items():
+                if weight is None or (id(weight) not in made and dtype_of(weight) is weight.dtype):
                     continue
-                if id(p) not in made:
-                    made[id(p)] = nn.Parameter(torch.empty_like(p, dtype=dtype_of(p)), requires_grad=False)
-                self._copies.append((module._parameters, name, p, made[id(p)]))
+                if id(weight) not in made:
+                    copied = torch.empty_like(weight, dtype=dtype_of(weight))
+                    made[id(weight)] = nn.Parameter(copied, requires_grad=False)
+                self._copies.append((module._parameters, name, weight, made[id(weight)]))
+        self.fill()
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the copies."""

@@ -180,6 +180,18 @@ def test_attention_without_a_tensor_for_a_mask_is_left_to_generate():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def test_code_that_needs_nothing_changed_is_known():
+    """A step like it is then captured without the mode; other code says that it was changed."""
+    t = torch.arange(6).view(2, 3)
+    with OnDevice(None) as mode:
+        assert (t[0] + torch.full((3,), 2)[[0, 1, 2]] + torch.tensor([1, 2, 3])).sum() == 15
+    assert not mode.changed
+    for change in (lambda: torch.tensor(1.0), lambda: t[[0]], lambda: t[:, [1]], lambda: Normal(0, 1)):
+        with OnDevice(None) as mode:
+            change()
+        assert mode.changed
+
+
 @pytest.mark.parametrize("number", [True, 3, -0.5])
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}], ids=str)
 def test_scalars_are_filled(number, options):
@@ -262,9 +274,9 @@ def test_places_of_a_row_before_are_seen(monkeypatch):
     """A mask that is not cleared shows a row the keys of the one that had its places, beyond its own."""
     own = decode.Step.__init__
 
-    def step(self, model, cache, rows, sampling, decoding, *args):
+    def step(self, model, cache, rows, sampling, decoding, *args, **kwargs):
         decoding.cache = cache
-        own(self, model, cache, rows, sampling, decoding, *args)
+        own(self, model, cache, rows, sampling, decoding, *args, **kwargs)
 
     monkeypatch.setattr(decode.Step, "__init__", step)
     monkeypatch.setattr(

@@ -10,8 +10,10 @@ from peft import LoraConfig, get_peft_model
 
 from npu_trainer_kernels import apply_npu_kernels, completions, serve_rollouts
 from npu_trainer_kernels.capture import pieces
+from npu_trainer_kernels.patching.modules import norm_forms
 from npu_trainer_kernels.rollouts import cache as cache_module
 from npu_trainer_kernels.rollouts import decode, engine
+from npu_trainer_kernels.rollouts.weights import Weights
 from tests.closeness import assert_as_close, rounded
 from tests.models import small_model
 
@@ -157,6 +159,69 @@ def test_autocast_casts_once_a_rollout():
     assert copied == {"weight"}
     assert len(rollouts.engine._copies._copies) == 15  # seven linear layers in each of two, and the head
     assert model.model.layers[0].mlp.down_proj.weight.dtype is torch.float32
+
+
+def _looks(monkeypatch):
+    """Returns a list with an entry for each time that uses of weights, or the form of a norm, are found out."""
+    found = []
+    looking, recognise = Weights.looking, norm_forms._recognise
+    monkeypatch.setattr(Weights, "looking", lambda self, model: (found.append("weights"), looking(self, model))[1])
+    monkeypatch.setattr(norm_forms, "_recognise", lambda module: (found.append("norms"), recognise(module))[1])
+    return found
+
+
+def test_what_a_rollout_finds_out_is_known_to_the_next_ones(monkeypatch):
+    found = _looks(monkeypatch)
+    model, _, _ = served("qwen3")
+    plain, config = small_model("qwen3").eval(), greedy(8)
+    found.clear()
+    assert completions(model, prompts(), config)[0] == alone(plain, prompts(), config)
+    assert sorted(set(found)) == ["norms", "weights"]
+    found.clear()
+    for seed in (7, 8):
+        with torch.no_grad():
+            for each in (model, plain):
+                each.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+        given = prompts(seed=seed)
+        assert completions(model, given, config)[0] == alone(plain, given, config)
+    assert not found
+
+
+def _tied(model):
+    model.model.layers[1].self_attn.k_proj.weight = model.model.layers[0].self_attn.k_proj.weight
+
+
+def _scaled(model):
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, out: 0.5 * out)
+
+
+def _other_weights(model):
+    layer = model.model.layers[0].mlp
+    layer.up_proj.weight = torch.nn.Parameter(2 * layer.up_proj.weight.detach())
+
+
+@pytest.mark.parametrize("change", [_tied, _scaled, _other_weights])
+def test_a_changed_model_is_looked_at_again(monkeypatch, change):
+    found = _looks(monkeypatch)
+    model, _, _ = served("qwen3")
+    plain, config = small_model("qwen3").eval(), greedy(8)
+    completions(model, prompts(), config)
+    found.clear()
+    for each in (model, plain):
+        change(each)
+    assert completions(model, prompts(), config)[0] == alone(plain, prompts(), config)
+    assert "weights" in found
+
+
+def test_autocast_is_looked_at_again(monkeypatch):
+    found = _looks(monkeypatch)
+    model, _, _ = served("qwen3")
+    plain, config = small_model("qwen3").eval(), greedy(8)
+    for cast in (False, True, False):
+        found.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            assert completions(model, prompts(), config)[0] == alone(plain, prompts(), config)
+        assert "weights" in found
 
 
 def test_nothing_is_kept_unless_it_is_asked_for():
@@ -386,7 +451,7 @@ def _reason_of(model):
 def test_a_wrong_position_is_seen(monkeypatch):
     original = decode.Step.__init__
 
-    def shifted(self, model, *args):
+    def shifted(self, model, *args, **options):
         forward = model.forward
 
         def call(*positional, position_ids, **kwargs):
@@ -395,7 +460,7 @@ def test_a_wrong_position_is_seen(monkeypatch):
 
         model.forward = call
         try:
-            original(self, model, *args)
+            original(self, model, *args, **options)
         finally:
             del model.forward
 

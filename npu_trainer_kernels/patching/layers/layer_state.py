@@ -111,7 +111,8 @@ def _attributes(each: Any, hooks: bool) -> tuple[Any, ...]:
     equal = [name for name in names if name in _DICTS or _is_plain(own[name])]
     plain, others = _getter(equal), _getter([name for name in names if name not in equal])
     values = tuple(
-        value.copy() if name in _DICTS else copy.deepcopy(value) for name, value in zip(equal, plain(own), strict=True)
+        value if isinstance(value, SIMPLE) else value.copy() if name in _DICTS else copy.deepcopy(value)
+        for name, value in zip(equal, plain(own), strict=True)
     )
     return each, each.__class__, own, len(own), plain, values, others, others(own)
 
