@@ -431,8 +431,9 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 def _uses(outputs: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
     """Returns the number of gradients that are summed for each leaf that results depend on."""
-    uses: Counter[torch.Tensor] = Counter()
-    nodes: list[Any] = [o.grad_fn for o in outputs]
+    # A result may be a leaf itself, which the function was given.
+    uses: Counter[torch.Tensor] = Counter(o for o in outputs if o.grad_fn is None)
+    nodes: list[Any] = [o.grad_fn for o in outputs if o.grad_fn is not None]
     seen = set(nodes)
     for node in nodes:
         for other, _ in node.next_functions:

@@ -359,3 +359,8 @@ def test_fault_gradients_are_handed_out_as_static_buffers(monkeypatch: pytest.Mo
     monkeypatch.setattr(pieces_module, "_copies", lambda tensors: tensors)
     with pytest.raises(AssertionError):
         test_gradients_are_nobody_elses_memory()
+
+
+def test_gradients_of_a_leaf_that_is_a_result_itself_are_counted():
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    assert pieces_module._uses([x, x * y, x + 1]) == {x: 3, y: 1}

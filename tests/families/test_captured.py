@@ -53,6 +53,13 @@ def test_layers_that_a_checkpoint_repeats_are_captured_to_the_bit(kind):
     assert outcome.share > 0, str(outcome)
 
 
+def test_a_layer_with_a_checkpointed_layer_inside_of_it_is_not_captured():
+    outcome = captured("causal", "zamba2", checkpointed=True)
+    assert outcome.wrong == outcome.unfit == "", str(outcome)
+    assert outcome.share > 0, str(outcome)
+    assert "a checkpoint repeats a module of it" in outcome.reasons
+
+
 def test_layers_that_share_a_dict_are_not_captured_where_a_checkpoint_repeats_them():
     reason = "a checkpoint repeats it, by when other layers may have written to the dict that it is given"
     assert str(captured("causal", "zaya", checkpointed=True)) == f"declined: {reason}"

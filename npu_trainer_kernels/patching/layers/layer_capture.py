@@ -477,6 +477,8 @@ class LayerCapture:
             return "other code has hooked it or a module of it"
         if any("forward" in vars(module) for module in layer.modules()):
             return "a forward was set on a module of it"
+        if any(is_checkpointed(module) for module in layer.modules() if module is not layer):
+            return "a checkpoint repeats a module of it"
         for parameter in layer.parameters():
             if type(parameter) not in PLAIN:
                 return f"a parameter of it is a {type(parameter).__name__}"
