@@ -3,7 +3,9 @@
     python -m benchmarks.rollouts --output benchmarks/results/NAME.json
 
 Prompts of several lengths (half of `--prompt` to all of it) get `--tokens` tokens each, drawn with temperature 1.
-Weights are random and in bf16. The ways, one after the other in one process:
+With `--ends MEAN` so
+many ids end a row that it makes MEAN tokens on average, and lengths differ as those of completions do. Weights are
+random and in bf16. The ways, one after the other in one process:
 
 - `generate`: transformers' loop, as TRL calls it by default;
 - `steps`: this package's captured steps (`npu_trainer_kernels.rollouts`);
@@ -81,14 +83,22 @@ def _bytes_of_a_token(model: Any, given: list[list[int]], tokens: int) -> float:
     return float(sum(p.nbytes for p in model.parameters()) + cache)
 
 
-def _ways(model: Any, given: list[list[int]], tokens: int, device: torch.device) -> dict[str, Callable[[], Any]]:
+def _ends(vocabulary: int, mean: int | None) -> list[int]:
+    """Returns the ids that end a row. Logits of random weights are nearly uniform, so lengths are geometric."""
+    return list(range(1, 2 + (0 if mean is None else vocabulary // mean)))
+
+
+def _ways(
+    model: Any, given: list[list[int]], tokens: int, mean: int | None, device: torch.device
+) -> dict[str, Callable[[], Any]]:
     width = max(map(len, given))
     ids, mask = (torch.zeros(len(given), width, dtype=torch.long) for _ in range(2))
     for row, prompt in enumerate(given):
         ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = torch.tensor(prompt), 1
     padded = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": True, "top_k": 0, "pad_token_id": 0,
-               "eos_token_id": 1}  # fmt: skip
+    ends = _ends(model.config.get_text_config().vocab_size, mean)
+    options = {"max_new_tokens": tokens, "do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": ends,
+               **({"min_new_tokens": tokens} if mean is None else {})}  # fmt: skip
     config = GenerationConfig(**options, disable_compile=True)
 
     def continuous() -> int:
@@ -96,7 +106,9 @@ def _ways(model: Any, given: list[list[int]], tokens: int, device: torch.device)
         return sum(len(output.generated_tokens) for output in found.values())
 
     def made(sequences: torch.Tensor) -> int:
-        return (sequences.shape[1] - width) * len(sequences)
+        ended = torch.isin(sequences[:, width:], torch.tensor(ends, device=device)).cumsum(1)
+        # A row's end counts as a token, and what follows it does not.
+        return int(((ended == 0).sum(1) + (ended[:, -1] > 0)).sum())
 
     return {
         "generate": lambda: made(model.generate(**padded, generation_config=config)),
@@ -108,7 +120,7 @@ def _ways(model: Any, given: list[list[int]], tokens: int, device: torch.device)
     }
 
 
-def measure(size: str, rows: int, way: str, length: int, tokens: int, repetitions: int) -> Row:
+def measure(size: str, rows: int, way: str, length: int, tokens: int, mean: int | None, repetitions: int) -> Row:
     """Returns the fields of a row beyond its key."""
     device = torch.device(devices.accelerator())
     model = build_model(size, length=length + tokens).eval()
@@ -116,12 +128,12 @@ def measure(size: str, rows: int, way: str, length: int, tokens: int, repetition
     bandwidth, needed = _bandwidth(device), _bytes_of_a_token(model, given, tokens)
     kernels = apply_npu_kernels(model) if way == "steps" else None
     served = None if kernels is None else serve_rollouts(kernels)
-    run = _ways(model, given, tokens, device)[way]
+    run = _ways(model, given, tokens, mean, device)[way]
     on_card = device.type != "cpu"
     if on_card:
         torch.get_device_module(device).reset_peak_memory_stats()
     each: list[float] = []
-    count = 0
+    counts: list[int] = []
     # The second warm-up keeps what the first has captured.
     for turn in range(-2 if way == "steps" else -1, repetitions):
         devices.synchronize(device)
@@ -131,10 +143,11 @@ def measure(size: str, rows: int, way: str, length: int, tokens: int, repetition
         devices.synchronize(device)
         if turn >= 0:
             each.append((time.perf_counter() - begun) * 1e3)
-    summary = summarise(each)
+            counts.append(count)
+    summary, count = summarise(each), sum(counts) / len(counts)
     bytes_ms = needed / bandwidth * 1e3
     row: Row = {
-        "ms": as_json(summary), "each_ms": each, "tokens": count, "tokens_per_second": count / summary.median * 1e3,
+        "ms": as_json(summary), "each_ms": each, "tokens": count, "tokens_per_second": sum(counts) / sum(each) * 1e3,
         "token_ms": summary.median / tokens, "bytes": needed, "bandwidth": bandwidth, "bytes_ms": bytes_ms,
         "peak_bytes": torch.get_device_module(device).max_memory_allocated() if on_card else 0,
     }  # fmt: skip
@@ -158,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the longest prompt (%(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="that are generated (%(default)s)")
+    parser.add_argument("--ends", type=int, metavar="MEAN", help="tokens of a row, on average; default: all of them")
     parser.add_argument("--repetitions", type=int, default=3, help="of each way (%(default)s)")
     parser.add_argument("--commit", default=None, help="of the sources, where they are a copy without their history")
     args = parser.parse_args(arguments)
@@ -167,13 +181,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if size not in MODELS or not rows.isdecimal() or int(rows) < 1:
             parser.error(f"--cases must be of the form SIZE:ROWS, SIZE one of {', '.join(MODELS)}; got {case!r}")
         chosen.append((size, int(rows)))
+    if args.ends is not None and args.ends < 1:
+        parser.error(f"--ends must be at least 1; got {args.ends}")
     if args.repetitions < 1:
         parser.error(f"--repetitions must be at least 1; got {args.repetitions}")
     results = Results(args.output, environment(device, arguments, args.commit, "benchmarks.rollouts"))
     console, failed = Console(highlight=False, soft_wrap=True), 0
     for size, rows in chosen:
         for way in args.ways:
-            shape = f"{size} {rows}x({args.prompt // 2}..{args.prompt}+{args.tokens})"
+            made = args.tokens if args.ends is None else f"1..{args.tokens}, {args.ends} on average"
+            shape = f"{size} {rows}x({args.prompt // 2}..{args.prompt}+{made})"
             row: Row = {
                 "group": "rollouts", "op": "completions", "shape": shape, "dtype": MODELS[size][2], "provider": way,
                 "mode": "generate", "status": "ok", "version": package_version(WAYS[way]),
@@ -181,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if results.has(key_of(row), row["version"]):
                 continue
             try:
-                found = measure(size, rows, way, args.prompt, args.tokens, args.repetitions)
+                found = measure(size, rows, way, args.prompt, args.tokens, args.ends, args.repetitions)
             except Exception as error:  # noqa: BLE001  another package's way may fail in any manner; the others go on
                 failed, found = 1, {"status": "error", "reason": f"{type(error).__name__}: {error}"[:400]}
                 console.print(f"{row['shape']} {way}: {found['reason']}")

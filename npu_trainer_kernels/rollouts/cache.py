@@ -14,7 +14,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -121,12 +121,12 @@ def states_of(layer: Any) -> list[tuple[Any, Any, torch.Tensor]]:
     return found
 
 
-def _with_rows(layer: Any, rows: int) -> Any:
-    """Returns a copy of a cache layer that has seen one prompt, with room for the states of so many rows."""
+def _with_states(layer: Any, states: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns a copy of a cache layer with other tensors in the place of its states."""
     made = copy.copy(layer)
     vars(made).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
     for where, name, state in states_of(made):
-        where[name] = state.new_zeros(rows, *state.shape[1:])
+        where[name] = states(state)
     return made
 
 
@@ -280,7 +280,16 @@ class RolloutCache(Cache):
                 made[layer] = like.new_zeros(rows, like.shape[1], length, like.shape[3])
 
         if self.has_states:
-            self._rows_of_states = [_with_rows(layer, rows) for layer in self._seen]
+            self._rows_of_states = [
+                _with_states(layer, lambda state: state.new_zeros(rows, *state.shape[1:])) for layer in self._seen
+            ]
+
+    def first(self, rows: int) -> RolloutCache:
+        """Returns a cache of the first rows, which has the same memory."""
+        made = copy.copy(self)
+        made.keys, made.values = ({layer: t[:rows] for layer, t in each.items()} for each in (self.keys, self.values))
+        made._rows_of_states = [_with_states(layer, lambda state: state[:rows]) for layer in self._rows_of_states]
+        return made
 
     def put(self, places: Places) -> None:
         """Copies the prompts that it was given to their rows."""
@@ -292,11 +301,12 @@ class RolloutCache(Cache):
                 to.transpose(1, 2)[places.row, places.place] = states.transpose(0, 1)[places.source].to(to.dtype)
         self._prompts = {}
         for of_prompt, rows in zip(self._states, places.rows, strict=True) if self.has_states else ():
-            for to, state in zip(self._states_of_rows(), of_prompt, strict=True):
+            for to, state in zip(self.states(), of_prompt, strict=True):
                 to[rows] = state.to(to.dtype)
         self._states = []
 
-    def _states_of_rows(self) -> list[torch.Tensor]:
+    def states(self) -> list[torch.Tensor]:
+        """Returns the states of all rows, [rows, ...], of all layers."""
         return [state for layer in self._rows_of_states for *_, state in states_of(layer)]
 
     @contextlib.contextmanager
@@ -312,7 +322,7 @@ class RolloutCache(Cache):
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the tensors of all layers."""
-        return [*self.keys.values(), *self.values.values(), *self._states_of_rows()]
+        return [*self.keys.values(), *self.values.values(), *self.states()]
 
     def bytes_per_place(self) -> int:
         """Returns the bytes of a place of a row, of all layers, as the prompts that it was given need."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,17 @@ class Rows:
     def tensors(self) -> list[torch.Tensor]:
         """Returns those that there are."""
         return [t for f in fields(self) if (t := getattr(self, f.name)) is not None]
+
+    def of_rows(self) -> list[torch.Tensor]:
+        """Returns those that have an entry for each row, except for the noise, which is new for each step."""
+        shared = (self.noise, self.least, self.eos, self.pad)
+        return [t for t in self.tensors() if not any(t is each for each in shared)]
+
+    def first(self, rows: int) -> Rows:
+        """Returns the state of the first rows, which has the same memory, with noise of its own."""
+        own = {id(t) for t in self.of_rows()}
+        parts = {f.name: t[:rows] for f in fields(self) if id(t := getattr(self, f.name)) in own}
+        return replace(self, **parts, noise=None if self.noise is None else torch.ones_like(self.noise[:rows]))
 
     @property
     def nbytes(self) -> int:
@@ -227,9 +238,17 @@ class Step:
         """Returns why there is too little memory to keep it, or None."""
         return self._recorder.no_room()
 
-    def replay(self) -> torch.Tensor:
-        """Computes the step; returns the logits [B, V], which the next step overwrites."""
+    def replay(self, noise: torch.Tensor | None = None, order: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes the step; returns the logits [B, V], which the next step overwrites.
+
+        Args:
+            noise, order: of a step of the first rows, the noise of all rows and the places in it of these rows': noise
+                is drawn for all of them, so that a row draws the same tokens in whatever step.
+        """
         if self.rows.noise is not None:
-            self.rows.noise.exponential_()
+            drawn = self.rows.noise if noise is None else noise
+            drawn.exponential_()
+            if noise is not None and order is not None:
+                torch.index_select(noise, 0, order, out=self.rows.noise)
         piece = self._pieces.pieces[0]
         return self._pieces.replay(piece, None, None)[0]

@@ -6,7 +6,8 @@ A rollout is, in this order:
 2. The prompts go through the model as one packed row without padding, each different prompt once; their keys and values
    go to the rows that begin with them (`cache.py`), and each row's first token is chosen.
 3. `decode.py`: one captured step is replayed until all rows have ended. Rows beyond the cache's room wait, and take the
-   places of rows that have ended.
+   places of rows that have ended. When no row waits and at most half of them go on, these are moved to the first
+   places, and a step of as many rows is captured for the rest, if it is expected to save more time than that takes.
 
 At the first rollout the logits of the prompts and of two replays are compared with the model's own forward over the
 same tokens (`trial.py`). What differs by more than rounding, or cannot be captured, is left to `generate`.
@@ -47,6 +48,10 @@ __all__ = ["AT_ONCE", "Engine", "Rollout"]
 
 AT_ONCE = 16384
 """The most tokens of prompts that go through the model at once."""
+_FEWEST = 8
+"""A step of fewer rows takes as long as one of these: it reads the same weights."""
+_CAPTURE = 0.3
+"""The seconds that the capture of a step is expected to take, until one was measured."""
 _LOOKS = 4
 """After so many steps the host asks which rows have ended; the answer is read as many steps later, without waiting."""
 
@@ -82,12 +87,16 @@ class Known:
         norms: the forms of its norms (`cached_rotation`).
         steps: what steps were captured for, whose operators are not checked again; and whether `OnDevice` has changed
             any call of theirs.
+        paces: by the number of rows of a step, the seconds of a token.
+        capturing: the seconds that the last capture of a step in `steps` took.
     """
 
     signature: int = 0
     uses: WeightUses | None = None
     norms: dict[Any, Any] = field(default_factory=dict)
     steps: dict[Any, bool] = field(default_factory=dict)
+    paces: dict[int, float] = field(default_factory=dict)
+    capturing: float = _CAPTURE
 
 
 class _Ended:
@@ -115,6 +124,23 @@ class _Ended:
         return answer.numpy()
 
 
+class _Pace:
+    """The seconds of a token, by the host's clock while it waits for answers of `_Ended`."""
+
+    def __init__(self) -> None:
+        self._since: tuple[float, int] | None = None
+
+    def of(self, turn: int) -> float | None:
+        """Returns them, if enough steps were made since the first call. The host runs ahead at first, so only the
+        answers count."""
+        now = time.perf_counter()
+        if self._since is None:
+            self._since = now, turn
+            return None
+        begun, first = self._since
+        return (now - begun) / (turn - first) if turn - first >= 4 * _LOOKS else None
+
+
 class Engine:
     """Generates for one model.
 
@@ -131,6 +157,7 @@ class Engine:
         self._model = weakref.ref(model)
         self._undo, self._backend, self._most_rows, self._keep = undo, backend, most_rows, keep
         self._step: Step | None = None
+        self._fewer: dict[int, Step] = {}  # steps of the first rows
         self._step_key: Any = None
         self._state: ModelState | None = None  # the model's when the step was captured, or is to be
         self._known = Known()
@@ -170,6 +197,7 @@ class Engine:
     def forget(self) -> None:
         """Lets go of the captured step and of all memory."""
         self._step = self._step_key = self._state = None
+        self._fewer = {}
         self._copies = Weights()
 
     # -- one rollout -------------------------------------------------------------------------------------------------
@@ -280,31 +308,82 @@ class Engine:
         self, model: Any, cache: RolloutCache, rollout: Rollout, longest: int, vocabulary: int, where: torch.device
     ) -> Step:
         """Captures a step for the cache's first prompts, and keeps it."""
-        begun = time.perf_counter()
         length = places_for(longest)
         rows = min(len(rollout.prompts), self._most_rows or len(rollout.prompts), _room(cache, length, where))
         cache.allocate(rows, length)
         state = Rows.make(rows, rollout.most, rollout.sampling, vocabulary, rollout.logprobs, where)
+        self._step_key = _key(rollout, where)
+        self._step = self._captured(model, cache, state, rollout, length)
+        return self._step
+
+    def _captured(self, model: Any, cache: RolloutCache, state: Rows, rollout: Rollout, length: int) -> Step:
+        begun = time.perf_counter()
+        where, known = state.token.device, self._known
         kind_of = MaskedDecoding if self._masked else Decoding
         packing = self._packing(model, Segments.make([1], where), 1)
         decoding = kind_of(packing.by, packing.named, length, self._backend)
-        self._step_key = _key(rollout, where)
-        kind = self._step_key, rows, length, rollout.most
-        changed = self._known.steps.pop(kind, None)
-        self._step = Step(
-            model, cache, state, rollout.sampling, decoding, self._copies, length,
-            changed=changed, norms=self._known.norms,
-        )  # fmt: skip
-        self._known.steps[kind] = self._step.changed
-        self.capturing += time.perf_counter() - begun
-        return self._step
+        kind = self._step_key, len(state.alive), length, rollout.most
+        changed = known.steps.pop(kind, None)
+        step = Step(
+            model, cache, state, rollout.sampling, decoding, self._copies, length, changed=changed, norms=known.norms
+        )
+        known.steps[kind] = step.changed
+        seconds = time.perf_counter() - begun
+        if changed is not None:
+            known.capturing = seconds
+        self.capturing += seconds
+        return step
 
-    def tried(self, model: Any, rollout: Rollout) -> bool:
+    def fewer_rows(self, rows: int, going_on: int, made: int, left: int) -> int | None:
+        """Returns of how many rows the step should be that goes on after one of `rows`, or None: it stays.
+
+        A row that has made some tokens is expected to make as many again, but no more than it may. So much time is
+        saved as the smaller step was faster before; of one that was not seen yet, half of its rows' share is expected.
+
+        Args:
+            rows: the number of rows of the step.
+            going_on: the number of them that have not ended.
+            made: the number of tokens that they have made.
+            left: the number that they may make.
+        """
+        fewer = max(_FEWEST, 1 << max(going_on - 1, 0).bit_length())
+        if self._masked or 2 * fewer > rows:
+            return None
+        if fewer in self._fewer:
+            return fewer
+        known = self._known
+        pace = known.paces.get(rows)
+        if pace is None:
+            return None
+        saved = pace - known.paces.get(fewer, pace * (1 + fewer / rows) / 2)
+        return fewer if saved * min(made, left) > known.capturing else None
+
+    def step_of_fewer(self, model: Any, rollout: Rollout, rows: int) -> Step:
+        """Returns the step of the first rows, which are those of the whole step and stay as they are."""
+        step = self._step
+        assert step is not None
+        if rows not in self._fewer:
+            cache, state = step.cache.first(rows), step.rows.first(rows)
+            # What is captured may be computed as well. Rows that have ended change nothing but the states of layers.
+            changed = [state.alive, *cache.states()]
+            before = [t.clone() for t in changed]
+            state.alive.zero_()
+            self._fewer[rows] = self._captured(model, cache, state, rollout, step.length)
+            for t, value in zip(changed, before, strict=True):
+                t.copy_(value)
+        return self._fewer[rows]
+
+    def paced(self, rows: int, seconds: float) -> None:
+        """Notes the seconds of a token of so many rows."""
+        self._known.paces[rows] = seconds
+
+    def tried(self, model: Any, rollout: Rollout, fewer: int | None = None) -> bool:
         """Whether such a rollout was compared with the model's own forward; if not, it counts as compared now.
 
-        Code of the model's own that attends may go by the number of places, so each number is compared."""
+        Code of the model's own that attends may go by the number of places, so each number is compared; and so is each
+        step of `fewer` rows."""
         places = self._step.length if self._masked and self._step is not None else None
-        key = type(model), rollout.sampling.draws, places
+        key = type(model), rollout.sampling.draws, places, fewer
         known = key in self._tried
         self._tried.add(key)
         return known
@@ -362,6 +441,9 @@ class _Turns:
         self._longest = longest
         self._waiting = deque(range(len(rollout.prompts)))
         self._row_at: list[int] = []  # the row at each place, -1: none
+        self._fewer: Step | None = None  # the step of the first places that goes on
+        self._order = np.zeros(0, dtype=np.int64)  # for each place, which noise is its row's
+        self._ordered: torch.Tensor | None = None
         self._out: torch.Tensor | None = None
 
     def all(self) -> Any:
@@ -376,12 +458,16 @@ class _Turns:
         # Of the model's own code the last logits of each row are compared, too: it may change with a row's length.
         last = first if engine.masked and not tried else None
         ended, left, turn = _Ended(self._where), rollout.most - 1, 0
+        pace, compared = _Pace(), True
         while True:
             if left > 0:
-                goes_on = None if last is None else state.alive.clone()
-                logits = step.replay()
+                goes_on = None if last is None and compared else state.alive.clone()
+                logits = self._replay()
                 if last is not None and goes_on is not None:
                     last = torch.where(goes_on[:, None], logits, last)
+                if not compared and goes_on is not None:
+                    self._try(state, [logits], ends=True, among=goes_on.tolist())
+                    compared, pace = True, _Pace()
                 left -= 1
                 turn += 1
             if not tried:
@@ -398,11 +484,20 @@ class _Turns:
                     begun = self._admit(free)
                     if last is not None:
                         last[free] = begun[free]
-                    ended, left = _Ended(self._where), rollout.most - 1
-            elif left == 0 or (
-                turn % _LOOKS == 0 and (alive := ended.ask(state.alive)) is not None and not alive.any()
-            ):
+                    ended, left, pace = _Ended(self._where), rollout.most - 1, _Pace()
+            elif left == 0:
                 break
+            elif turn % _LOOKS == 0 and (alive := ended.ask(state.alive)) is not None:
+                if not alive.any():
+                    break
+                rows, seconds = len(alive), pace.of(turn)
+                if seconds is not None:
+                    engine.paced(rows, seconds)
+                fewer = engine.fewer_rows(rows, int(alive.sum()), rollout.most - left, left) if tried else None
+                if fewer is not None:
+                    state = self._go_on_with(fewer, alive)
+                    compared = engine.tried(self._model, rollout, fewer)
+                    ended, pace = _Ended(self._where), _Pace()
         if last is not None:
             self._try(state, [last], ends=True)
         self._leave(range(len(self._row_at)))
@@ -414,6 +509,36 @@ class _Turns:
             torch.arange(width, device=self._where) < self._made[:, None], self._out[:, :width], sampling.pad
         )
         return out, self._made, None if self._logprobs is None else self._logprobs[:, :width]
+
+    def _replay(self) -> torch.Tensor:
+        """Makes one token of each row; returns the logits."""
+        step = self._engine.step
+        assert step is not None
+        return step.replay() if self._fewer is None else self._fewer.replay(step.rows.noise, self._ordered)
+
+    def _go_on_with(self, fewer: int, alive: np.ndarray) -> Rows:
+        """Moves the rows that go on to the first places; returns the state of these, of which the step is then made.
+
+        Args:
+            fewer: the number of places.
+            alive: for each place of the step until now, whether its row goes on. It may have ended since.
+        """
+        step = self._engine.step
+        assert step is not None
+        self._leave(np.flatnonzero(~alive).tolist())
+        going_on = np.flatnonzero(alive)
+        sources = going_on[going_on >= fewer]
+        places = np.flatnonzero(~alive[:fewer])[: len(sources)]
+        if len(sources):
+            source, place = uploaded(sources, self._where), uploaded(places, self._where)
+            for t in (*step.cache.tensors(), *step.rows.of_rows()):
+                t[place] = t[source]
+        for source, place in zip(sources.tolist(), places.tolist(), strict=True):
+            self._row_at[place], self._row_at[source] = self._row_at[source], -1
+            self._order[place] = self._order[source]
+        self._ordered = uploaded(self._order[:fewer], self._where)
+        self._fewer = self._engine.step_of_fewer(self._model, self._rollout, fewer)
+        return self._fewer.rows
 
     def _free(self) -> list[int]:
         """Returns the places of the first rows."""
@@ -480,6 +605,7 @@ class _Turns:
         state.alive.zero_()
         state.least.fill_(rollout.sampling.least)
         self._row_at = [-1] * len(state.alive)
+        self._order = np.arange(len(state.alive))
         self._out = torch.zeros(rows, rollout.most, dtype=torch.long, device=where)
         self._made = torch.zeros(rows, dtype=torch.int32, device=where)
         self._logprobs = torch.zeros(rows, rollout.most, device=where) if rollout.logprobs else None
@@ -520,9 +646,14 @@ class _Turns:
         for place, _ in pairs:
             self._row_at[place] = -1
 
-    def _try(self, state: Rows, seen: list[torch.Tensor], ends: bool = False) -> None:
-        """Compares the first logits of some rows with the model's own, over the same tokens; or the last ones."""
-        at = [place for place, row in enumerate(self._row_at) if row >= 0]
+    def _try(
+        self, state: Rows, seen: list[torch.Tensor], ends: bool = False, among: Sequence[bool] | None = None
+    ) -> None:
+        """Compares the first logits of some rows with the model's own, over the same tokens; or the last ones. `among`
+        says of each place whether its row is compared; None: all are."""
+        at = [place for place, row in enumerate(self._row_at) if row >= 0 and (among is None or among[place])]
+        if not at:
+            return
         prompts = [self._rollout.prompts[self._row_at[place]] for place in at]
         out, made = (state.out if ends else state.out[:, :2]).tolist(), state.made.tolist()
         why = differs(
