@@ -16,7 +16,6 @@ import signal
 import socket
 import struct
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -82,7 +81,8 @@ class Hardware:
 
 
 class Steps:
-    """Counts the instructions of the calling thread by single steps of it, by a process forked for each count.
+    """Counts the instructions of the main thread, which must be the caller, by single steps of it, by a process forked
+    for each count.
 
     Other threads run on uncounted. A backward of CPU tensors is counted whole, since autograd runs it on the thread
     that asks for it. Signals reach the thread as ever, and the instructions of their handlers are counted.
@@ -100,9 +100,11 @@ class Steps:
 
     def count(self, function: Callable[[], Any]) -> tuple[Any, int]:
         """Returns the function's result and the number of its instructions."""
-        thread, phase = threading.get_native_id(), mmap.mmap(-1, 1)
+        thread, phase = os.getpid(), mmap.mmap(-1, 1)
         ours, theirs = socket.socketpair()
         cpus, collects = os.sched_getaffinity(0), gc.isenabled()
+        # A tracer that is killed leaves its last step behind, a trap that would end this process.
+        trapped = signal.signal(signal.SIGTRAP, lambda number, frame: None)
         # The two processes run by turns. On two CPUs each turn would wait for the other CPU to wake up.
         os.sched_setaffinity(0, {min(cpus)})
         gc.disable()
@@ -130,6 +132,7 @@ class Steps:
             os.waitpid(tracer, 0)
             ours.close()
             os.sched_setaffinity(0, cpus)
+            signal.signal(signal.SIGTRAP, trapped)
             if collects:
                 gc.enable()
 
