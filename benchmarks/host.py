@@ -7,9 +7,9 @@
 A small model's step waits for Python. Its times differ by a factor of two between hosts and between runs; instruction
 counts are reproducible within a hundredth. Triton compiles for a GPU with a driver that launches nothing, so the count
 has all work before a launch; the grouped matrix product of experts and the replay of a graph compute nothing either.
-Tensors are on the CPU and tiny: the computations of PyTorch's other operators are included, and small. The other cases
-are a transformers decoder layer, plain, with the kernels, and captured, and a model of two layers that gets one token
-of each row, as in generation, plain and with the kernels.
+Tensors are on the CPU and tiny: the computations of PyTorch's other operators are included, and small, but for those of
+attention, which are counted alone as well. The other cases are a transformers decoder layer, plain, with the kernels,
+and captured, and a model of two layers that gets one token of each row, as in generation, plain and with the kernels.
 The benchmark needs Linux. It counts by hardware counters (`perf_event_open`), over 200 calls; where there are none, as
 in most virtual machines and containers, by single steps (`ptrace`), of one call. A step takes 20 microseconds, all
 cases a quarter of an hour. No garbage is collected while steps are counted; the mean by hardware has its share of that.
@@ -83,14 +83,23 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.T
     return a.new_empty(a.shape[0], b.shape[2]) if b.dim() == 3 else a.new_empty(len(offs), a.shape[0], b.shape[1])
 
 
+# Functions, since a call of a Mock takes some twelve calls of Python.
+def _keeps_compiled(device: torch.device) -> bool:
+    return True
+
+
+def _replay(tape: Tape) -> None:
+    pass
+
+
 @contextmanager
 def gpu_that_does_nothing() -> Iterator[None]:
     """Inside the `with` block ops treat CPU tensors as tensors on an H200, up to a kernel's launch."""
     with (
         mock.patch.object(triton.runtime.driver, "_active", Driver()),
-        mock.patch.object(devices, "keeps_compiled", return_value=True),
+        mock.patch.object(devices, "keeps_compiled", _keeps_compiled),
         mock.patch.object(F, "grouped_mm", _grouped_mm, create=True),
-        mock.patch.object(Tape, "replay", return_value=None),
+        mock.patch.object(Tape, "replay", _replay),
         devices.stand_in(_H200),
     ):
         yield
@@ -168,6 +177,15 @@ def _layer(patched: bool, capture: str = "off") -> Callable[[], Any]:
     return call
 
 
+def _attention() -> Callable[[], Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attention = _model(False).model.layers[0].self_attn
+    q, k, v = (_tensor(2, heads, 16, _SIZE) for heads in (_HEADS, _KEYS, _KEYS))
+    attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+    return lambda: attend(attention, q, k, v, None, scaling=attention.scaling)
+
+
 def _token(patched: bool) -> Callable[[], Any]:
     model, ids = _model(patched), torch.zeros(8, 1, dtype=torch.long)
 
@@ -189,6 +207,7 @@ CASES: dict[str, Case] = {
     "decoder layer, plain": lambda: _layer(False),
     "decoder layer, patched": lambda: _layer(True),
     "decoder layer, captured": lambda: _layer(True, "on"),
+    "attention of the layer, alone": _attention,
     "a token through two layers, plain": lambda: _token(False),
     "a token through two layers, patched": lambda: _token(True),
 }

@@ -17,7 +17,6 @@ import pytest
 from benchmarks import instructions
 from benchmarks.instructions import Steps, counter_of
 
-
 CPUS = os.sched_getaffinity(0)
 
 
