@@ -72,11 +72,12 @@ def test_machine_code_is_counted_by_instructions(steps):
 
 
 def test_what_a_function_returns_and_raises_comes_through(steps):
-    assert steps.count(lambda: "result")[0] == "result"
-    collects = gc.isenabled()
+    gc.enable()
+    assert steps.count(gc.isenabled)[0] is False
     with pytest.raises(KeyError, match="from inside"):
         steps.count(lambda: {}["from inside"])
-    assert (gc.isenabled(), os.sched_getaffinity(0)) == (collects, CPUS)
+    assert gc.isenabled()
+    assert os.sched_getaffinity(0) == CPUS
     assert steps.count(lambda: 1)[0] == 1, "the next count works"
 
 
