@@ -25,7 +25,7 @@ def steps():
     return Steps()
 
 
-# Python takes a page for its objects now and then, or gives it back: some 300 instructions that are in a count or not.
+# Two counts of one function differ by some 300 instructions, probably when Python takes or returns a page of objects.
 _PAGE = 500
 
 
