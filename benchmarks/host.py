@@ -2,22 +2,22 @@
 
     python -m benchmarks.host --output benchmarks/results/NAME.json
     python -m benchmarks.host --compare OLD.json
+    python -m benchmarks.host --counter steps --calls 1 --only "a token*"
 
 A small model's step waits for Python. Its times differ by a factor of two between hosts and between runs; instruction
 counts are reproducible within a hundredth. Triton compiles for a GPU with a driver that launches nothing, so the count
 has all work before a launch; the grouped matrix product of experts and the replay of a graph compute nothing either.
-Tensors are on the CPU and tiny: the computations of PyTorch's other operators are included, and small. The other cases
-are a transformers decoder layer, plain, with the kernels, and captured, and a model of two layers that gets one token
-of each row, as in generation, plain and with the kernels.
-The benchmark needs Linux and its hardware counters (`perf_event_open`).
+Tensors are on the CPU and tiny: the computations of PyTorch's other operators are included, and small, but for those of
+attention, which are counted alone as well. The other cases are a transformers decoder layer, plain, with the kernels,
+and captured, and a model of two layers that gets one token of each row, as in generation, plain and with the kernels.
+The benchmark needs Linux. It counts by hardware counters (`perf_event_open`), over 200 calls; where there are none, as
+in most virtual machines and containers, by single steps (`ptrace`), of one call. A step takes 20 microseconds, all
+cases a quarter of an hour. No garbage is collected while steps are counted; the mean by hardware has its share of that.
 """
 
 import argparse
-import ctypes
+import fnmatch
 import json
-import os
-import platform
-import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,9 +36,10 @@ from npu_trainer_kernels import apply_npu_kernels, ops
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.capture.tape import Tape
 
+from .instructions import COUNTERS, Counter, counter_of
 from .results import environment
 
-__all__ = ["CASES", "WARM_UP", "Counter", "Driver", "gpu_that_does_nothing", "main", "measure"]
+__all__ = ["CASES", "WARM_UP", "Driver", "gpu_that_does_nothing", "main", "measure"]
 
 PROGRAM = "python -m benchmarks.host"
 _H200 = devices.DeviceSpec("cuda", "NVIDIA H200", 132, 256 << 10, 140 << 30)
@@ -46,39 +47,9 @@ _DTYPE = torch.bfloat16
 _HIDDEN, _HEADS, _KEYS, _SIZE, _MLP, _EXPERTS = 64, 4, 2, 16, 128, 4
 _TOKENS = (2, 16)
 WARM_UP = 10
-_SYSCALL = {"x86_64": 298, "aarch64": 241}
 
 Case = Callable[[], Callable[[], Any]]
 """A function that prepares a call and returns it."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Counting
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Counter:
-    """Counts the user-mode instructions of this process, including threads that start later.
-
-    Raises:
-        OSError: this machine does not count them.
-    """
-
-    def __init__(self) -> None:
-        number = _SYSCALL.get(platform.machine()) if sys.platform == "linux" else None
-        if number is None:
-            raise OSError(f"no hardware counters are known on {sys.platform} {platform.machine()}")
-        # perf_event_attr: hardware counter 1 (instructions), with children, without the kernel and the hypervisor.
-        attributes = struct.pack("=IIQQQQQ", 0, 112, 1, 0, 0, 0, 1 << 1 | 1 << 5 | 1 << 6).ljust(112, b"\0")
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._file = libc.syscall(number, attributes, 0, -1, -1, 0)
-        if self._file < 0:
-            raise OSError(ctypes.get_errno(), "perf_event_open counts no instructions here")
-
-    def now(self) -> int:
-        """Returns the count."""
-        found: int = struct.unpack("q", os.read(self._file, 8))[0]
-        return found
 
 
 class Driver:
@@ -112,14 +83,23 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.T
     return a.new_empty(a.shape[0], b.shape[2]) if b.dim() == 3 else a.new_empty(len(offs), a.shape[0], b.shape[1])
 
 
+# Functions, since a call of a Mock takes some twelve calls of Python.
+def _keeps_compiled(device: torch.device) -> bool:
+    return True
+
+
+def _replay(tape: Tape) -> None:
+    pass
+
+
 @contextmanager
 def gpu_that_does_nothing() -> Iterator[None]:
     """Inside the `with` block ops treat CPU tensors as tensors on an H200, up to a kernel's launch."""
     with (
         mock.patch.object(triton.runtime.driver, "_active", Driver()),
-        mock.patch.object(devices, "keeps_compiled", return_value=True),
+        mock.patch.object(devices, "keeps_compiled", _keeps_compiled),
         mock.patch.object(F, "grouped_mm", _grouped_mm, create=True),
-        mock.patch.object(Tape, "replay", return_value=None),
+        mock.patch.object(Tape, "replay", _replay),
         devices.stand_in(_H200),
     ):
         yield
@@ -197,6 +177,15 @@ def _layer(patched: bool, capture: str = "off") -> Callable[[], Any]:
     return call
 
 
+def _attention() -> Callable[[], Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attention = _model(False).model.layers[0].self_attn
+    q, k, v = (_tensor(2, heads, 16, _SIZE) for heads in (_HEADS, _KEYS, _KEYS))
+    attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+    return lambda: attend(attention, q, k, v, None, scaling=attention.scaling)
+
+
 def _token(patched: bool) -> Callable[[], Any]:
     model, ids = _model(patched), torch.zeros(8, 1, dtype=torch.long)
 
@@ -218,13 +207,14 @@ CASES: dict[str, Case] = {
     "decoder layer, plain": lambda: _layer(False),
     "decoder layer, patched": lambda: _layer(True),
     "decoder layer, captured": lambda: _layer(True, "on"),
+    "attention of the layer, alone": _attention,
     "a token through two layers, plain": lambda: _token(False),
     "a token through two layers, patched": lambda: _token(True),
 }
 
 
-def measure(case: Case, counter: Counter, calls: int = 200) -> dict[str, float]:
-    """Returns thousands of instructions of a call's forward and of its backward."""
+def measure(case: Case, counter: Counter, calls: int) -> dict[str, float]:
+    """Returns thousands of instructions of a call's forward and of its backward, the mean of so many calls."""
     call = case()
 
     def outputs() -> list[torch.Tensor]:
@@ -232,19 +222,17 @@ def measure(case: Case, counter: Counter, calls: int = 200) -> dict[str, float]:
         found = result if isinstance(result, tuple) else (result,)
         return [t for t in found if isinstance(t, torch.Tensor) and t.requires_grad]
 
-    # A captured layer waits for its backward before its next forward, so they take turns.
-    forward = backward = 0
-    for number in range(WARM_UP + calls):
-        begun = counter.now()
-        found = outputs()
-        done = counter.now()
+    def step(count: Callable[[Callable[[], Any]], tuple[Any, int]]) -> tuple[int, int]:
+        # A captured layer waits for its backward before its next forward, so they take turns.
+        found, forward = count(outputs)
         upstream = [torch.zeros_like(t) for t in found]
-        resumed = counter.now()
-        torch.autograd.backward(found, upstream)
-        ended = counter.now()
-        if number >= WARM_UP:
-            forward, backward = forward + done - begun, backward + ended - resumed
-    return {"forward": round(forward / calls / 1e3, 1), "backward": round(backward / calls / 1e3, 1)}
+        _, backward = count(lambda: torch.autograd.backward(found, upstream))
+        return forward, backward
+
+    for _ in range(WARM_UP):
+        step(lambda function: (function(), 0))
+    forward, backward = zip(*(step(counter.count) for _ in range(calls)), strict=True)
+    return {"forward": round(sum(forward) / calls / 1e3, 1), "backward": round(sum(backward) / calls / 1e3, 1)}
 
 
 def _table(rows: dict[str, dict[str, float]], old: dict[str, dict[str, float]]) -> Table:
@@ -268,20 +256,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help="a JSON file for the figures")
     parser.add_argument("--compare", type=Path, metavar="OLD", help="an earlier one, whose figures stand beside these")
+    parser.add_argument(
+        "--counter", choices=("auto", *COUNTERS), default="auto", help="auto: hardware counters, or else single steps"
+    )
+    parser.add_argument("--calls", type=int, help="the number of counted calls (200 by hardware, 1 by steps)")
+    parser.add_argument("--only", action="append", metavar="PATTERN", help="cases to count; may be repeated")
     args = parser.parse_args(arguments)
     old = json.loads(args.compare.read_text(encoding="utf-8"))["rows"] if args.compare else {}
+    cases = {n: c for n, c in CASES.items() if not args.only or any(fnmatch.fnmatch(n, p) for p in args.only)}
+    if not cases:
+        parser.error(f"--only {' '.join(args.only)} matches none of: {', '.join(CASES)}")
+    if args.calls is not None and args.calls < 1:
+        parser.error(f"--calls {args.calls} is not at least 1")
     torch.set_num_threads(1)
     try:
-        counter = Counter()
+        counter = counter_of(args.counter)
     except OSError as error:
-        parser.error(str(error))
+        parser.error(f"no instructions can be counted here: {error.strerror}")
+    calls = args.calls or counter.calls
+    console = Console()
+    console.print(f"counted by {counter.name}, calls per case: {calls}")
     with gpu_that_does_nothing():
-        rows = {name: measure(case, counter) for name, case in CASES.items()}
+        rows = {name: measure(case, counter, calls) for name, case in cases.items()}
     if args.output:
         meta = environment(torch.device("cpu"), list(arguments or sys.argv[1:]), module=__spec__.name)
+        meta |= {"counter": counter.name, "calls": calls}
         content = {"meta": meta, "unit": "thousand instructions per call", "rows": rows}
         args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    Console().print(_table(rows, old))
+    console.print(_table(rows, old))
     return 0
 
 

@@ -60,6 +60,11 @@ PROBE_ERRORS = (
 PLAIN = frozenset((torch.Tensor, nn.Parameter, FakeTensor))
 _FLOATS = frozenset(FLOATS)
 
+# The backend whose ops serve a forward of one token of each row; all others stand aside. The host is the bottleneck
+# there, and next to an H200 an op with its Triton launch took longer than all that it replaces. A vendor's operator is
+# launched as PyTorch's are, and replaces several of those; it keeps serving, unmeasured.
+_SERVES_TOKENS = "vendor"
+
 UNREPORTED = ""
 """The reason of a declined call that the report omits: the original code is as good (generation on a CPU, say)."""
 
@@ -155,12 +160,6 @@ class Site:
                 return entry.plain_wins
         return self.otherwise_own
 
-    def stands_aside(self) -> bool:
-        """Whether the running forward generates, one token of each row, by an op that loses time there: the host is the
-        bottleneck, and next to an H200 an op with its Triton launch took longer than all that it replaces. A vendor's
-        operator is launched as PyTorch's are, and replaces several of those; it keeps serving, unmeasured."""
-        return self.served != "vendor" and generates()
-
 
 def is_transformed() -> bool:
     """Whether a call is part of a torch.func transform, a forward-mode derivative or a torch.jit trace, which the ops'
@@ -187,8 +186,9 @@ def guarded(
     def forward(*args: Any, **kwargs: Any) -> Any:
         # Looked up at the call, since other code may replace the class's forward after the patch.
         own = instead or site.kind.forward
-        # Kernels are no part of compiled graphs. A guard on a count would cause a recompilation at every call.
-        if site.stands_aside() or torch.compiler.is_compiling():
+        # Every module asks this for every token, so here is no call that could be left out. Kernels are no part of
+        # compiled graphs: a guard on a count would cause a recompilation at every call.
+        if (generates() and site.served != _SERVES_TOKENS) or torch.compiler.is_compiling():
             return own(*args, **kwargs)
         if site.look is None and site.switches and site.prefers_own(tokens(*args, **kwargs)):
             return own(*args, **kwargs)
@@ -310,7 +310,7 @@ def while_recognised(site: Site, rewritten: Callable[..., Any]) -> Callable[...,
 
     @functools.wraps(rewritten)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = kind.forward is not recognised or site.stands_aside()
+        own = kind.forward is not recognised or (generates() and site.served != _SERVES_TOKENS)
         return (kind.forward if own else rewritten)(*args, **kwargs)
 
     return forward

@@ -1,20 +1,22 @@
 """Instructions per call: what is counted is the way to a GPU's kernel, and a machine that cannot count says so."""
 
-import itertools
+import json
 from collections import Counter
 
 import pytest
 
-from benchmarks import host
+from benchmarks import host, instructions
 from npu_trainer_kernels.ops.launch import use_launcher
 from npu_trainer_kernels.patching import handle_of
 
 
 class Calls:
-    """In the place of instructions, which not every machine counts: how often it was asked."""
+    """In the place of instructions, which take long to count: one for each call."""
 
-    def __init__(self) -> None:
-        self.now = itertools.count().__next__
+    name, calls = "calls", 3
+
+    def count(self, function):
+        return function(), 1000
 
 
 def test_every_call_launches_what_a_gpu_would_be_given():
@@ -38,8 +40,34 @@ def test_a_captured_layer_is_replayed():
     assert handle_of(host._model(True)).report().capture is None
 
 
+def test_figures_say_what_counted_and_how_many_calls(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(instructions.COUNTERS, "steps", Calls)
+    file = tmp_path / "host.json"
+    chosen = ["--only", "rms_norm", "--only", "swi*", "--counter", "steps", "--output", str(file)]
+    with use_launcher(lambda *_: None):
+        assert host.main(chosen) == 0
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["rows"] == {name: {"forward": 1.0, "backward": 1.0} for name in ("rms_norm", "swiglu")}
+    assert (content["meta"]["counter"], content["meta"]["calls"]) == ("calls", 3)
+    assert "counted by calls, calls per case: 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--only", "softmax"], "--only softmax matches none of: rms_norm, "),
+        (["--calls", "0"], "--calls 0 is not at least 1"),
+    ],
+)
+def test_a_wrong_value_is_named(given, said, capsys):
+    with pytest.raises(SystemExit):
+        host.main(given)
+    assert said in capsys.readouterr().err
+
+
 def test_a_machine_that_counts_nothing_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(host.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(instructions.platform, "machine", lambda: "riscv64")
     with pytest.raises(SystemExit):
         host.main([])
-    assert f"no hardware counters are known on {host.sys.platform} riscv64" in capsys.readouterr().err
+    where = f"are known on {instructions.sys.platform} riscv64"
+    assert f"no hardware counters {where}; no single steps {where}" in capsys.readouterr().err

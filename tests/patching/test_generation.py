@@ -1,12 +1,15 @@
 """A forward of one token of each row, without gradients, is the model's own; every other one is served."""
 
 import copy
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import CompileConfig
 
-from npu_trainer_kernels import apply_npu_kernels
+from npu_trainer_kernels import apply_npu_kernels, patching
 from npu_trainer_kernels.patching import PATCHES
 from tests.models import batch, small_model
 
@@ -15,6 +18,8 @@ SERVED = {
     "qwen3-moe": {"rms_norm", "add_rms_norm", "rope", "moe_experts", "embedding"},
     "mamba2": {"rms_norm", "gated_rms_norm", "embedding"},
 }
+
+PATCHING = Path(patching.__file__).parent
 
 
 def ran(kernels) -> set[str]:
@@ -38,6 +43,29 @@ def test_with_one_token_of_each_row_every_op_stands_aside(family, embedded):
     assert ops_of(1, gradients=False) == set()
     assert ops_of(2, gradients=False) == served  # it scores
     assert ops_of(1, gradients=True) == served  # it trains
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_patched_module_asks_one_question_for_a_token(family):
+    """A model has hundreds of patched modules, and the host, which limits generation, runs these calls of Python."""
+    model, ids, calls = small_model(family), batch()["input_ids"][:, :1], Counter()
+
+    def called(frame, event, _):
+        where = Path(frame.f_code.co_filename)
+        if event == "call" and where.is_relative_to(PATCHING):
+            calls[where.name, frame.f_code.co_name] += 1
+
+    with apply_npu_kernels(model, ops=PATCHES, backend="triton"), torch.no_grad():
+        model(input_ids=ids)
+        sys.setprofile(called)
+        try:
+            model(input_ids=ids)
+        finally:
+            sys.setprofile(None)
+    forwards = calls["patch.py", "forward"]
+    assert forwards > 2 * len(SERVED[family])
+    assert {name for file, name in calls if file == "patch.py"} == {"forward"}
+    assert calls["call.py", "generates"] == forwards
 
 
 def test_after_such_a_forward_ops_serve_again():

@@ -480,7 +480,7 @@ def _config_of_call(by: Undo) -> property:
     nothing is written to a configuration, which other threads and models use too."""
 
     def get(module: Any) -> Any:
-        if torch.compiler.is_compiling():  # no packed row goes through a graph
+        if torch.compiler.is_dynamo_compiling():  # no packed row goes through a graph
             return module._npu_kernels_config if _RECURSES else module.__dict__["config"]
         config = module.__dict__["config"]
         packing = _packing.get()
