@@ -7,6 +7,7 @@
 - `sampling`: transformers' logits processors as a part of it.
 - `weights`: copies in the dtype that autocast casts to.
 - `trial`: the comparison with the model's own forward.
+- `ranks`: weights that ranks hold parts of, whole for the length of a rollout.
 - `serve`: puts the engine in the place of `generate`'s loop.
 """
 

@@ -161,11 +161,12 @@ class ModelState:
 
     Args:
         model: the causal model.
+        moves: whether its parameters are at other addresses in each rollout, which is then no change.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, moves: bool) -> None:
         self._kind = type(model)
-        self._parts = [LayerState(part, tables=False) for part in model.children()]
+        self._parts = [LayerState(part, moves, tables=False) for part in model.children()]
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the model is still in this state."""

@@ -44,7 +44,7 @@ from .sampling import Sampling
 from .trial import differs
 from .weights import Weights, WeightUses
 
-__all__ = ["AT_ONCE", "Engine", "Rollout"]
+__all__ = ["AT_ONCE", "Engine", "Rollout", "free_bytes", "random_state", "set_random_state"]
 
 AT_ONCE = 16384
 """The most tokens of prompts that go through the model at once."""
@@ -164,6 +164,7 @@ class Engine:
         self._copies = Weights()
         self._tried: set[Any] = set()
         self._refused: str | None = None
+        self._moves = False  # whether the weights are at other addresses in each rollout
         self._masked = False  # whether the model's own code attends
         self._unserved: str | None = None  # why it has to
         self.rollouts = self.tokens = 0
@@ -202,8 +203,15 @@ class Engine:
 
     # -- one rollout -------------------------------------------------------------------------------------------------
 
-    def run(self, model: Any, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def run(
+        self, model: Any, rollout: Rollout, moves: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Generates, without gradients.
+
+        Args:
+            model: the model.
+            rollout: what is generated.
+            moves: whether the weights are at other addresses in each rollout, so that no step can be kept.
 
         Returns:
             tokens [B, N], their number in each row [B], and their log-probabilities [B, N] or None.
@@ -215,7 +223,8 @@ class Engine:
             raise Refused(self._refused)
         begun = time.perf_counter()
         where = next(model.parameters()).device
-        random = _random_state(where)
+        self._moves = moves
+        random = random_state(where)
         while True:
             try:
                 with torch.no_grad():
@@ -224,7 +233,7 @@ class Engine:
             except (Unserved, Refused, *PROBE_ERRORS) as error:
                 self._tried.clear()  # the comparison may not have come to its end
                 self.forget()
-                _set_random_state(where, random)
+                set_random_state(where, random)
                 if device.is_out_of_memory(error):  # a shorter rollout may fit
                     raise Refused("its caches do not fit into the device's memory") from error
                 if isinstance(error, Refused) or self._masked:
@@ -242,7 +251,7 @@ class Engine:
     def _give_back(self) -> None:
         """Keeps the step only if that is asked for, and memory has room for it."""
         step = self._step
-        if step is not None and (not self._keep or step.no_room() is not None):
+        if step is not None and (not self._keep or self._moves or step.no_room() is not None):
             self.forget()
 
     def _run(self, model: Any, rollout: Rollout, where: torch.device) -> Any:
@@ -256,12 +265,12 @@ class Engine:
         if self._step is None:
             if not self._masked:
                 attend_by_segments(model, "", self._undo)
-            self._state = ModelState(model)
+            self._state = ModelState(model, self._moves)
             signature = hash((self._state.signature(), _autocasts_to(where)))
             if self._known.signature != signature:
                 self._known = Known(signature)
             if self._known.uses is not None:
-                self._copies.make(model, self._known.uses, _free_bytes(where, 4))
+                self._copies.make(model, self._known.uses, free_bytes(where, 4))
         else:
             self._copies.fill()
         return _Turns(self, model, rollout, where, longest).all()
@@ -294,7 +303,7 @@ class Engine:
         if looking is not None:
             self._known.uses = self._copies.uses
             assert self._known.uses is not None
-            self._copies.make(model, self._known.uses, _free_bytes(where, 4))
+            self._copies.make(model, self._known.uses, free_bytes(where, 4))
         cache.next_prompt()
         logits = logits_of(out)[0]
         if logits.shape[0] != len(lengths):
@@ -389,6 +398,11 @@ class Engine:
         return known
 
     @property
+    def refused(self) -> str | None:
+        """Why it makes no rollout of this model any more, or None."""
+        return self._refused
+
+    @property
     def masked(self) -> bool:
         """Whether the model's own code attends."""
         return self._masked
@@ -417,14 +431,14 @@ def _autocasts_to(where: torch.device) -> torch.dtype | None:
 
 def _room(cache: RolloutCache, length: int, where: torch.device) -> int:
     """Returns how many rows may be at once: their caches get half of the free memory at most."""
-    free = _free_bytes(where, 2)
+    free = free_bytes(where, 2)
     rows = 1 << 30 if free is None else cache.rows_in(length, free)
     if rows < 1:
         raise torch.OutOfMemoryError(f"the cache of a row of {length} tokens does not fit into half of the free memory")
     return rows
 
 
-def _free_bytes(where: torch.device, parts: int) -> int | None:
+def free_bytes(where: torch.device, parts: int) -> int | None:
     """Returns one of so many equal parts of the device's free memory; None on a CPU."""
     if where.type == "cpu":
         return None
@@ -664,11 +678,11 @@ class _Turns:
             raise _Differs(why)
 
 
-def _random_state(where: torch.device) -> torch.Tensor:
+def random_state(where: torch.device) -> torch.Tensor:
     return torch.get_rng_state() if where.type == "cpu" else torch.get_device_module(where).get_rng_state(where)
 
 
-def _set_random_state(where: torch.device, state: torch.Tensor) -> None:
+def set_random_state(where: torch.device, state: torch.Tensor) -> None:
     if where.type == "cpu":
         torch.set_rng_state(state)
     else:

@@ -8,12 +8,12 @@ assisted decoding and whatever else has a loop of its own are not touched.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -23,10 +23,11 @@ from ..capture import Refused, recording_now
 from ..options import check_rollouts
 from ..patching import NpuKernels
 from ..patching.classes import GLOBAL_HOOKS, derived
-from ..patching.head import causal_lm, is_partitioned
+from ..patching.head import causal_lm
 from ..support.switch import check_switch
 from .cache import states_of
-from .engine import Engine, Rollout
+from .engine import Engine, Rollout, random_state, set_random_state
+from .ranks import all_agree, gathered, is_shared, why_not_gathered
 from .sampling import sampling_of
 
 __all__ = ["Rollouts", "completions", "serve_rollouts"]
@@ -137,32 +138,38 @@ def _serve(
     undo = kernels.undo
     rollouts = Rollouts(Engine(inner, undo, kernels.backend, most_rows, keep), mode == "on")
     undo.add(rollouts.engine.forget)
-    undo.set_class(inner, derived(type(inner), {"_sample": _loop(loop, rollouts), _BY: rollouts}))
+    undo.set_class(inner, derived(type(inner), {"_sample": _loop(loop, rollouts, weakref.ref(model)), _BY: rollouts}))
     return rollouts
 
 
-def _loop(original: Callable[..., Any], rollouts: Rollouts) -> Callable[..., Any]:
+def _loop(original: Callable[..., Any], rollouts: Rollouts, outer: weakref.ref[nn.Module]) -> Callable[..., Any]:
     def sample(
         self: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
         synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
     ) -> Any:  # fmt: skip
         begun = time.perf_counter()
         engine = rollouts.engine
+        outermost = outer() or self
+
+        def asked() -> Rollout:
+            reason = _aside(self, outermost, input_ids, generation_config, synced_gpus, streamer, model_kwargs)
+            if reason is not None:
+                raise Refused(reason)
+            prompts = _prompts(input_ids, model_kwargs)
+            vocabulary = self.get_output_embeddings().weight.shape[0]
+            sampling, most = sampling_of(
+                logits_processor, stopping_criteria, generation_config, input_ids.shape[1],
+                [len(prompt) for prompt in prompts], vocabulary, next(self.parameters()).device,
+            )  # fmt: skip
+            if not rollouts.always and most < _LEAST:
+                raise Refused(f"fewer than {_LEAST} tokens are asked for")
+            return Rollout(prompts, most, sampling, rollouts.logprobs)
+
         try:
             if engine.serves(self) and not recording_now() and not torch.compiler.is_compiling():
                 try:
-                    reason = _aside(self, input_ids, generation_config, synced_gpus, streamer, model_kwargs)
-                    if reason is not None:
-                        raise Refused(reason)
-                    prompts = _prompts(input_ids, model_kwargs)
-                    vocabulary = self.get_output_embeddings().weight.shape[0]
-                    sampling, most = sampling_of(
-                        logits_processor, stopping_criteria, generation_config, input_ids.shape[1],
-                        [len(prompt) for prompt in prompts], vocabulary, next(self.parameters()).device,
-                    )  # fmt: skip
-                    if not rollouts.always and most < _LEAST:
-                        raise Refused(f"fewer than {_LEAST} tokens are asked for")
-                    tokens, *rollouts.last = engine.run(self, Rollout(prompts, most, sampling, rollouts.logprobs))
+                    run = _of_all_ranks if is_shared(outermost) else _of_this_process
+                    tokens, *rollouts.last = run(self, outermost, engine, asked)
                     sequences = torch.cat((input_ids, tokens.to(input_ids.device)), 1)
                     if generation_config.return_dict_in_generate:
                         return GenerateDecoderOnlyOutput(sequences=cast("torch.LongTensor", sequences))
@@ -179,11 +186,44 @@ def _loop(original: Callable[..., Any], rollouts: Rollouts) -> Callable[..., Any
     return sample
 
 
+def _of_this_process(model: Any, outer: nn.Module, engine: Engine, asked: Callable[[], Rollout]) -> Any:
+    return engine.run(model, asked())
+
+
+def _of_all_ranks(model: Any, outer: nn.Module, engine: Engine, asked: Callable[[], Rollout]) -> Any:
+    """Makes a rollout if all ranks can, of weights that ranks hold parts of.
+
+    Raises:
+        Refused: this rank or another one cannot; then every rank raises it.
+    """
+    where = next(model.parameters()).device
+    random = random_state(where)
+    found, refused = None, None
+    try:
+        rollout = asked()
+        if (reason := engine.refused or why_not_gathered(outer, where)) is not None:
+            raise Refused(reason)
+    except Refused as error:
+        refused = error
+    if not all_agree(refused is None, where):
+        raise refused or Refused("another rank cannot")
+    with gathered(outer):
+        try:
+            found = engine.run(model, rollout, moves=True)
+        except Refused as error:
+            refused = error
+    if not all_agree(refused is None, where):
+        set_random_state(where, random)
+        raise refused or Refused("another rank cannot")
+    return found
+
+
 def _aside(
-    model: Any, ids: torch.Tensor, config: Any, synced: bool, streamer: Any, given: dict[str, Any]
+    model: Any, outer: nn.Module, ids: torch.Tensor, config: Any, synced: bool, streamer: Any, given: dict[str, Any]
 ) -> str | None:
     """Returns why a call of the sampling loop is not served, or None."""
-    if synced:
+    shared = is_shared(outer)
+    if synced and not shared:
         return "all ranks have to generate in step"
     if streamer is not None:
         return "its tokens are streamed"
@@ -200,9 +240,7 @@ def _aside(
         return "other code has hooked every module"
     if torch.is_inference_mode_enabled():
         return "inference mode is on"
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return "FSDP gathers its parameters anew for each token"
-    if any(isinstance(p, DTensor) or is_partitioned(p) for p in model.parameters()):
+    if not shared and any(isinstance(p, DTensor) for p in model.parameters()):
         return "its parameters are spread over ranks"
     if len({p.device for p in model.parameters()}) > 1:
         return "its parameters are on several devices"

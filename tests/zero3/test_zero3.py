@@ -21,6 +21,14 @@ def test_ranks_with_other_numbers_of_live_tokens(tmp_path, monkeypatch):
     assert len(pack_and_compare(tmp_path / "found.json", "zero3", "zero3, experts")) == 4 + 4
 
 
+def test_completions_while_trl_has_gathered_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    found = on_two_ranks("rollouts", tmp_path / "found.json", "zero3")
+    assert found["zero3, gathered"]["ranks"] == [[1, {}, True, True]] * 2
+    reason = "its parameters are spread over ranks, and nobody has gathered them (ds3_gather_for_generation)"
+    assert found["zero3, not gathered"]["ranks"] == [[0, {reason: 2}, True, True]] * 2
+
+
 @pytest.mark.full
 def test_rows_change_ranks_and_steps_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
