@@ -1,5 +1,6 @@
 """`apply_npu_kernels` replaces computations in a model and returns a handle that restores them."""
 
+import functools
 import warnings
 import weakref
 from collections import Counter
@@ -22,9 +23,10 @@ from .classes import leaves_out_hooks, original_class
 from .head import causal_lm
 from .layers import LayerCapture
 from .modules import GatedMlpPatch
-from .patch import HarmlessReason, Patch, Scene, Site, others_forward
+from .patch import HarmlessReason, Patch, Scene, Site, others_forward, serves_tokens
 from .patches import PATCHES
 from .report import LeftAlone, Report
+from .stand_aside import STAYS, StandAside
 from .undo import Undo
 
 __all__ = ["NpuKernels", "apply_npu_kernels", "handle_of"]
@@ -49,6 +51,7 @@ class NpuKernels:
         self._by_name = by_name
         self._backend = backends.strict_override(backend) if strict else backend
         self._undo = Undo()
+        self._aside = StandAside(self._undo)
         self._sites: dict[tuple[Any, ...], Site] = {}
         self._report = Report()
         self.settings = CallSettings()
@@ -184,6 +187,7 @@ class NpuKernels:
         model = self._model()
         if model is not None and _handles.get(model) is self:
             del _handles[model]
+        self._aside.end()
         if model is not None:
             self._bound.take_out(model)  # what has come back since the last forward is bound to replaced classes
         self._tracked.clear()
@@ -242,7 +246,7 @@ class NpuKernels:
             for module in dict.fromkeys((model, causal_lm(model)[1] or model)):
                 # PEFT calls the inner model's `forward` directly, so the inner model's hooks alone would not run.
                 if module not in self._tracked:
-                    track_calls(module, self.settings, self._undo)
+                    track_calls(module, self.settings, self._aside, self._undo)
                     self._bound.watch(module, self._undo)
                     self._tracked.add(module)
             for patch in self._patches:
@@ -330,6 +334,7 @@ class NpuKernels:
                 patch.op, kind, form, self._backend, entries, plain is not None, late=patch.compared_later
             )  # fmt: skip
             site.cls = patch.patched_class(site)
+            setattr(site.cls, STAYS, staticmethod(functools.partial(serves_tokens, site)))
         site.served, why = patch.served_by(site, scene)
         site.detail = patch.detail(site)
         if site.served != backends.explain(patch.op, scene.where, scene.backend)[0]:

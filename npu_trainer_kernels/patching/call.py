@@ -22,6 +22,7 @@ from ..ops.checks import has_values
 from ..ops.head import GrpoPlan
 from ..support.opaque import opaque
 from .learned_plan import LearnedPlan
+from .stand_aside import StandAside
 from .undo import Undo
 
 __all__ = [
@@ -220,7 +221,9 @@ def _untracked(*args: Any, **kwargs: Any) -> None:
 
 
 @functools.partial(opaque, in_full_graphs=_untracked)
-def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _enter(
+    settings: CallSettings, aside: StandAside, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     outer = _current.get()
     if outer is None and module.training and torch.is_grad_enabled() and (tokens := _tokens(args, kwargs)):
         mask = _given("attention_mask", args, kwargs)
@@ -240,10 +243,12 @@ def _enter(settings: CallSettings, module: nn.Module, args: tuple[Any, ...], kwa
     divisor = kwargs.get("num_items_in_batch")
     positions = kwargs.get("position_ids")
     _current.set(Call(settings, module, outer, labels, divisor, one, scored, bool(collects), positions))
+    if outer is None:
+        aside.begins(module, one)
 
 
 @functools.partial(opaque, in_full_graphs=_untracked)
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
+def _leave(aside: StandAside, module: nn.Module, args: Any, output: Any) -> None:
     # This hook also runs if another hook has raised before `_enter`. Then there is no call of this module to leave, and
     # the running call is another model's.
     call = _current.get()
@@ -251,11 +256,16 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         call = call.previous
     if call is not None:
         _current.set(call.previous)
+        if call.previous is None:
+            aside.ends()
 
 
-def track_calls(module: nn.Module, settings: CallSettings, undo: Undo) -> None:
-    """Makes `current_call` return a call of `module` while its forward runs; also an exception ends the call."""
-    before = module.register_forward_pre_hook(functools.partial(_enter, settings), with_kwargs=True, prepend=True)
-    after = module.register_forward_hook(_leave, always_call=True)
+def track_calls(module: nn.Module, settings: CallSettings, aside: StandAside, undo: Undo) -> None:
+    """Makes `current_call` return a call of `module` while its forward runs, and the patched modules stand aside if it
+    generates; also an exception ends the call."""
+    before = module.register_forward_pre_hook(
+        functools.partial(_enter, settings, aside), with_kwargs=True, prepend=True
+    )  # fmt: skip
+    after = module.register_forward_hook(functools.partial(_leave, aside), always_call=True)
     undo.add(before.remove)
     undo.add(after.remove)

@@ -47,6 +47,7 @@ __all__ = [
     "no_plain",
     "others_forward",
     "others_kernel",
+    "serves_tokens",
     "set_on_instance",
     "while_recognised",
 ]
@@ -169,6 +170,11 @@ def is_transformed() -> bool:
 
 _TRANSFORM = "a transform of torch.func, a derivative in forward mode, or torch.jit.trace"
 _EXCHANGED = "its class has been given another forward"
+
+
+def serves_tokens(site: Site) -> bool:
+    """Whether a site's op serves single tokens of generation, too."""
+    return site.served == _SERVES_TOKENS
 
 
 def guarded(

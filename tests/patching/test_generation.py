@@ -45,23 +45,41 @@ def test_with_one_token_of_each_row_every_op_stands_aside(family, embedded):
     assert ops_of(1, gradients=True) == served  # it trains
 
 
-@pytest.mark.parametrize("family", SERVED)
-def test_a_patched_module_asks_one_question_for_a_token(family):
-    """A model has hundreds of patched modules, and the host, which limits generation, runs these calls of Python."""
-    model, ids, calls = small_model(family), batch()["input_ids"][:, :1], Counter()
+def _calls_of_a_token(model) -> Counter:
+    """The package's calls of Python below a model's own forward, by file and function."""
+    ids, calls = batch()["input_ids"][:, :1], Counter()
 
     def called(frame, event, _):
         where = Path(frame.f_code.co_filename)
         if event == "call" and where.is_relative_to(PATCHING):
             calls[where.name, frame.f_code.co_name] += 1
 
-    with apply_npu_kernels(model, ops=PATCHES, backend="triton"), torch.no_grad():
+    model(input_ids=ids)
+    sys.setprofile(called)
+    try:
         model(input_ids=ids)
-        sys.setprofile(called)
-        try:
-            model(input_ids=ids)
-        finally:
-            sys.setprofile(None)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_patched_modules_are_not_called_for_a_token(family):
+    """A model has hundreds of patched modules, and the host, which limits generation, runs these calls of Python."""
+    model = small_model(family)
+    with apply_npu_kernels(model, ops=PATCHES, backend="triton"), torch.no_grad():
+        calls = _calls_of_a_token(model)
+    assert not [name for name in calls if name[0] == "patch.py"], calls
+    assert sum(calls.values()) < 40, calls
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_patched_module_asks_one_question_for_a_token(family, monkeypatch):
+    """Where modules cannot stand aside, since another forward is under way."""
+    model = small_model(family)
+    with apply_npu_kernels(model, ops=PATCHES, backend="triton") as kernels, torch.no_grad():
+        monkeypatch.setattr(kernels._aside, "_running", 1)
+        calls = _calls_of_a_token(model)
     forwards = calls["patch.py", "forward"]
     assert forwards > 2 * len(SERVED[family])
     assert {name for file, name in calls if file == "patch.py"} == {"forward"}
