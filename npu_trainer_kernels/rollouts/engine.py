@@ -365,7 +365,7 @@ class Engine:
         if pace is None:
             return None
         saved = pace - known.paces.get(fewer, pace * (1 + fewer / rows) / 2)
-        return fewer if saved * min(made, left) > known.capturing else None
+        return fewer if saved * min(made, left) > 2 * known.capturing else None
 
     def step_of_fewer(self, model: Any, rollout: Rollout, rows: int) -> Step:
         """Returns the step of the first rows, which are those of the whole step and stay as they are."""

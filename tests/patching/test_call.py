@@ -11,6 +11,7 @@ from npu_trainer_kernels.ops.head.engine import head_statistics
 from npu_trainer_kernels.ops.head.options import HeadOptions
 from npu_trainer_kernels.patching.call import CallSettings, current_call, track_calls
 from npu_trainer_kernels.patching.learned_plan import LearnedPlan
+from npu_trainer_kernels.patching.stand_aside import StandAside
 from npu_trainer_kernels.patching.undo import Undo
 
 
@@ -48,7 +49,7 @@ def test_a_hook_that_raises_ends_its_own_call_alone(name):
     inner, undo = nn.Identity(), Undo()
     outer = Outer(inner)
     for module in (outer, inner):
-        track_calls(module, CallSettings(), undo)
+        track_calls(module, CallSettings(), StandAside(undo), undo)
     HOOKS[name](inner)
     outer(torch.ones(1))
     assert outer.seen == [outer]
