@@ -23,11 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel, Trainer
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, apply_npu_kernels, device, tiling, warmup
+from npu_trainer_kernels import NpuKernelsArguments, NpuKernelsCallback, apply_npu_kernels, device, tiling
 from npu_trainer_kernels.ops import launch as launch_module
 from npu_trainer_kernels.ops import swiglu
 from npu_trainer_kernels.ops.experts import grouped
 from npu_trainer_kernels.support import triton
+from npu_trainer_kernels.training import warmup
 from tests.conftest import DEVICE
 from tests.models import FAMILIES, small_model
 from tests.test_callback import make_trainer

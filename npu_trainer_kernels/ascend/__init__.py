@@ -10,6 +10,9 @@
     write_report, report_is_current                     its page in the documentation           (report.py)
     python -m npu_trainer_kernels.ascend.sweep          compares the tiles of a kernel          (sweep.py)
 
+`npu-kernels compile` imports `cases`, `gate` and `toolchain` from here, each when it is needed: only `toolchain` can be
+imported without the compiler, and it says which part is missing.
+
 The package needs the extra `ascend`; executing needs LLVM 19 and a C compiler too. It cannot show races between cores,
 missing synchronisation, the accuracy of the chip's own exp and log, or times.
 """

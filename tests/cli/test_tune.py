@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from npu_trainer_kernels import apply_npu_kernels, backends, descriptions, tiling, timing, tuned
+from npu_trainer_kernels import apply_npu_kernels, backends, descriptions, tiling, timing
 from npu_trainer_kernels.cli import _tune, main
 from npu_trainer_kernels.device import ASCEND_CHIPS, DeviceSpec, spec, use_spec
+from npu_trainer_kernels.evidence import tuned
+from npu_trainer_kernels.evidence.tuned import Variation
 from npu_trainer_kernels.ops.launch import KernelError
 from npu_trainer_kernels.timing import Summary
-from npu_trainer_kernels.tuned import Variation
 
 CONFIG = {
     "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64,

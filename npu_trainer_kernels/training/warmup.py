@@ -27,14 +27,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from . import device
-from .ops.launch import KernelError, build_launcher, compile_only, use_launcher
-from .patching import NpuKernels
-from .patching.body import foreign_attention
-from .patching.call import HeadPlan, use_plan
-from .patching.learned_plan import LearnedPlan
-from .support import triton
-from .support.errors import one_line
+from .. import device
+from ..ops.launch import KernelError, build_launcher, compile_only, use_launcher
+from ..patching import NpuKernels
+from ..patching.body import foreign_attention
+from ..patching.call import HeadPlan, use_plan
+from ..patching.learned_plan import LearnedPlan
+from ..support import triton
+from ..support.errors import one_line
 
 __all__ = ["Launch", "Recorded", "compile_all", "record", "unsupported"]
 
