@@ -265,6 +265,17 @@ def test_no_module_that_others_import_has_an_underscore():
             assert not private or source.rpartition(".")[0] in module, f"{module} imports {source}"
 
 
+def test_a_class_has_a_name_of_its_own():
+    """A reader who looks for a class finds one. A class with an underscore belongs to its file."""
+    made = [
+        node.name
+        for file in modules().values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert not {name for name in made if made.count(name) > 1}
+
+
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_private_names_stay_in_their_modules(module):
     taken = {name for _, name, _ in imports(module) if name.startswith("_")}

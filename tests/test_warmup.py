@@ -68,7 +68,7 @@ def model_there(family: str, **overrides: Any) -> PreTrainedModel:
     return small_model(family, **overrides).to(DEVICE)
 
 
-def record(family: str = "llama", ops: tuple[str, ...] = EVERY, **options: Any) -> warmup.Recorded:
+def record(family: str = "llama", ops: tuple[str, ...] = EVERY, **options: Any) -> warmup.RecordedLaunches:
     model = model_there(family)
     with apply_npu_kernels(model, ops=ops, backend="triton") as handle:
         return warmup.record(handle, model, rows=2, **options)
@@ -177,7 +177,7 @@ def launched() -> Iterator[set[Variant]]:
         yield found
 
 
-def variants(recorded: warmup.Recorded) -> set[Variant]:
+def variants(recorded: warmup.RecordedLaunches) -> set[Variant]:
     """The same of what was recorded."""
     return {
         (launch.kernel.__name__, tuple(a for a in launch.args if isinstance(a, torch.dtype)), launch.constexprs)
@@ -412,7 +412,7 @@ class Ahead:
         found = self.record(*args, **kwargs)
         assert found.problem is None
         self.found.append(found)
-        return warmup.Recorded([warmup.Launch(Kernel(), (1,), (torch.float32, n), ()) for n in range(2)])
+        return warmup.RecordedLaunches([warmup.Launch(Kernel(), (1,), (torch.float32, n), ()) for n in range(2)])
 
     def compile_all(self, launches, where):
         self.compiled.append(len(launches))

@@ -4,7 +4,7 @@
     lower(spec) -> MLIR                                 triton-ascend's own passes              (lower.py)
     plan(spec) -> MemoryPlan, violations(plan)          bishengir-compile's memory planner      (plan.py)
     execute(spec, grid, args, level) -> Traffic         the lowered kernel on CPU tensors       (execute.py)
-    Recorder, lowering_launcher                         launchers for `ops.launch.use_launcher` (launcher.py)
+    LaunchRecorder, lowering_launcher                   launchers for `ops.launch.use_launcher` (launcher.py)
     trace(spec, grid, args) -> events                   the instructions of one program         (trace.py)
     GateCase, collect, failures                         the Ascend gate                         (gate.py)
     write_report, report_is_current                     its page in the documentation           (report.py)

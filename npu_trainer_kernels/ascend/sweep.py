@@ -29,7 +29,7 @@ from ..ops.launch import use_launcher
 from ..support.triton import MissingDependencyError
 from ..tiling import limits
 from . import gate, toolchain
-from .launcher import RecordedLaunch, Recorder
+from .launcher import LaunchRecorder, RecordedLaunch
 from .lower import bind
 from .pipes import simulate
 from .plan import MemoryPlan, plan, violations
@@ -141,7 +141,7 @@ def _forget() -> None:
 
 def _launches(what: Sweep, size: int, value: int | None) -> list[RecordedLaunch]:
     """Returns the kernel's launches."""
-    recorder, entry = Recorder(), what.entry
+    recorder, entry = LaunchRecorder(), what.entry
     tensors = GateTensors(GATE_DTYPES[what.dtype], "cpu" if entry.reads_values or entry.follows_ids else "meta")
     with _with(what, value), device.use_chip(what.chip), use_launcher(recorder):
         entry.call(tensors, _rows(what) * device.chip_spec(what.chip).vector_cores, size)

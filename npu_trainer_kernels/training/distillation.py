@@ -34,7 +34,7 @@ from ..patching.patch import Site
 from ..patching.undo import Undo
 from .top_tokens import ROWS, Support, differs, loss_on_support, of_whole_heads, serve_methods, unserved
 
-__all__ = ["Rehearsal", "rehearsal", "serve_divergence"]
+__all__ = ["DistillationRehearsal", "rehearsal", "serve_divergence"]
 
 _MODULE, _CLASS = "trl.trainer.distillation_trainer", "DistillationTrainer"
 _METHOD, _FUNCTION = "_compute_loss", "_chunked_divergence_loss"
@@ -322,7 +322,7 @@ def serve_divergence(trainer: Any, undo: Undo, backend: str | None, ops: Sequenc
     return site
 
 
-class Rehearsal(nn.Module):
+class DistillationRehearsal(nn.Module):
     """The loss of a `DistillationTrainer` on a batch of ids, as a model of it: with ids that are fake tensors, the
     kernels of a step can be compiled before the first batch (`warmup`).
 
@@ -360,6 +360,6 @@ class Rehearsal(nn.Module):
         return types.SimpleNamespace(loss=loss)
 
 
-def rehearsal(trainer: Any, site: Site, student: nn.Module) -> Rehearsal | None:
+def rehearsal(trainer: Any, site: Site, student: nn.Module) -> DistillationRehearsal | None:
     """Returns what rehearses a trainer's loss; None for a trainer of `experimental`, whose loss is made of logits."""
-    return Rehearsal(trainer, site, student) if site.paths == [_METHOD] else None
+    return DistillationRehearsal(trainer, site, student) if site.paths == [_METHOD] else None

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ops.attention import Segments, Shared, take, uploaded
 from ..call import Scored
 from .layout import DEAD, PREDICTS, READ, Layout, layout
-from .mixers import Rows, live_tokens_alone
+from .mixers import LiveRows, live_tokens_alone
 from .packed import Unserved, packed_row, packing_for
 from .user_rows import ARGUMENTS, lengths_of_rows
 
@@ -201,7 +201,7 @@ class Batch:
         return out, packing
 
     def beside_mixers(self, kind: Any, body: Any, packed: tuple[int, int] | None = None) -> Any:
-        """Returns the body's output in the batch's shape, and its `Rows`; only its mixers compute padding.
+        """Returns the body's output in the batch's shape, and its `LiveRows`; only its mixers compute padding.
 
         Args:
             kind: the class whose forward is called.
@@ -212,7 +212,7 @@ class Batch:
         Raises:
             Unserved: its layers do not work on each token by itself.
         """
-        rows = Rows.of(self.layout, self.shape, self.given["attention_mask"].device)
+        rows = LiveRows.of(self.layout, self.shape, self.given["attention_mask"].device)
         with live_tokens_alone(rows):
             out = kind.forward(body, **{name: v for name, v in self.given.items() if name != "labels"})
         hidden = hidden_of(out)

@@ -41,7 +41,7 @@ __all__ = [
     "Asked",
     "PackedMask",
     "Packing",
-    "Recorded",
+    "RecordedCall",
     "Unserved",
     "attend_by_segments",
     "between_pieces",
@@ -286,7 +286,7 @@ def _attention(
 
 
 @dataclass
-class Recorded:
+class RecordedCall:
     """The arguments of a layer that is being captured.
 
     Attributes:
@@ -310,7 +310,7 @@ class Recorded:
             _recorded.reset(token)
 
 
-_recorded: contextvars.ContextVar[Recorded | None] = contextvars.ContextVar("npu_kernels_recorded", default=None)
+_recorded: contextvars.ContextVar[RecordedCall | None] = contextvars.ContextVar("npu_kernels_recorded", default=None)
 
 
 def _between_pieces(

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ... import device
 from ...capture import Refused, capture, recorder_for, recording_now
 from ...support.errors import one_line
-from ..body import PackedMask, Recorded
+from ..body import PackedMask, RecordedCall
 from ..call import current_call, generates
 from ..classes import GLOBAL_HOOKS, derived
 from ..patch import PLAIN, Site, is_transformed
@@ -521,7 +521,7 @@ class LayerCapture:
 
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             mask = flat.mask
-            recorded = Recorded(Now(mask, [t for _, t in flat.tensors]), tensors, originals)
+            recorded = RecordedCall(Now(mask, [t for _, t in flat.tensors]), tensors, originals)
             lists: dict[str, list[Any]] = {name: [] for name in collects}
             with recorded.on(), _exchanged(layer, stand_ins), collects_into(lists):
                 results, put = outputs_of(*flat.call(functools.partial(original, layer), tensors))
