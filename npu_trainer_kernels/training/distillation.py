@@ -7,8 +7,7 @@ own: the same code, in which the name of that function is this package's.
 GKD, GOLD and IW-OPD: TRL's `compute_loss` calls both models, and then `self.generalized_jsd_loss` on their logits. In
 these trainers the teacher's head promises its logits, too (`patching/head`), and the trainer has a function of its own
 of that name, which computes the divergence of two promises. Logits that are no promises go to TRL's function. IW-OPD's
-losses on some tokens of the vocabulary are in `top_tokens`, and so are those of `ServerDistillationTrainer`, which has
-no other.
+losses on some tokens of the vocabulary are in `top_tokens`, and so are all losses of `ServerDistillationTrainer`.
 
 TRL's modules and classes stay as they are.
 """
@@ -76,7 +75,7 @@ def _whole(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) 
 
 
 def _differs(site: Site, some: Sequence[torch.Tensor], call: Callable[..., Any], **options: Any) -> bool:
-    """Compares the op with its reference on some rows, if that is to be done, and returns whether it is off.
+    """Compares the op with its reference on some rows, if the site asks for it, and returns whether the op is off.
 
     Args:
         some: the hidden states of these rows, the student's and the teacher's.
@@ -361,5 +360,5 @@ class DistillationRehearsal(nn.Module):
 
 
 def rehearsal(trainer: Any, site: Site, student: nn.Module) -> DistillationRehearsal | None:
-    """Returns what rehearses a trainer's loss; None for a trainer of `experimental`, whose loss is made of logits."""
+    """Returns a model that rehearses a trainer's loss; None for a trainer of `experimental`, which computes logits."""
     return DistillationRehearsal(trainer, site, student) if site.paths == [_METHOD] else None

@@ -41,8 +41,8 @@ def _positions(where: Layout, shape: tuple[int, int], by_columns: bool) -> np.nd
 
 
 def _read(ids: torch.Tensor, padding: int) -> torch.Tensor:
-    """Returns for each position, in case it has no token, `READ` if a classifier may read it, else `DEAD`: it may read
-    those with another id than padding, and the first of a row without any."""
+    """Returns the code of each position for the case that it has no token: `READ` if a classifier may read it, else
+    `DEAD`. A classifier may read a position with another id than padding; in a row without one, the first position."""
     other = ids != padding
     other[:, 0] |= ~other.any(1)
     return torch.where(other, READ, DEAD)

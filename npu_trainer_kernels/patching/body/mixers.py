@@ -5,7 +5,7 @@ attention is code of their own. Between those modules a decoder layer works on e
 is called with the padded batch, and makes its masks and positions as always; the first layer takes the live tokens out
 of the hidden states, `[B, L, H]` to `[1, n, H]`, and each *mixer* is called with the padded batch again, zeros at
 padding, by its own code. A mixer is a child of a decoder layer whose forward takes a mask, positions, a cache or a
-state. Nothing else is known of it.
+state. The code needs to know nothing else about it.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _of_layer(kind: Any) -> dict[str, Any]:
                 raise Unserved("its layers are not given the hidden states of its batch")
             packed = rows.pack(hidden)
             args, kwargs = ((packed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": packed})
-        # Beside them it may be given the embeddings or the ids of all positions (Zamba, DeepSeek V4).
+        # Besides the hidden states, a layer may get the embeddings or the ids of all positions (Zamba, DeepSeek V4).
         places = set(others.values())
         args = tuple(rows.packed(each) if i in places else each for i, each in enumerate(args))
         kwargs = {name: rows.packed(each) if name in others else each for name, each in kwargs.items()}

@@ -372,8 +372,8 @@ class PaddingPatch(Patch):
 
 
 def _given(form: BodyForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a body's call by name. Position ids that its model was given, and has kept for itself,
-    are among them where there is no mask: they may tell rows apart."""
+    """Returns the arguments of a body's call by name. Without a mask, position ids that the model got and did not pass
+    on are among them, because they may separate rows."""
     given = dict(zip(form.names, args, strict=False), **kwargs)
     call = current_call()
     kept = None if call is None or "position_ids" in form.names else call.positions
@@ -394,7 +394,8 @@ def _taken_for_full(form: BodyForm, given: dict[str, Any]) -> bool:
 
 
 def _passed_on(kind: Any) -> tuple[str, ...]:
-    """Returns what the forward of a body of states is given by its model without naming it: xLSTM reads no mask."""
+    """Returns the arguments that a model passes to its body although the body's forward has no parameter of that name:
+    the mask of xLSTM, which reads none."""
     takes_any = inspect.Parameter.VAR_KEYWORD in (p.kind for p in inspect.signature(kind.forward).parameters.values())
     return ("attention_mask",) if takes_any and getattr(kind, "_is_stateful", False) else ()
 
