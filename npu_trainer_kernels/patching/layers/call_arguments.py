@@ -105,7 +105,7 @@ class CallArguments:
         args = [put(self._name(i), value) for i, value in enumerate(self.args)]
         out = function(*args, **{name: put(name, value) for name, value in self.kwargs.items()})
         if any(name not in made for made, known in given for name in known):
-            raise Refused("it takes entries out of what it is given")
+            raise Refused("it removes entries of a dict that it is given")
         return out, [{k: v for k, v in made.items() if k not in known or v is not known[k]} for made, known in given]
 
 

@@ -282,7 +282,7 @@ class LayerCapture:
         if first is not None and first.replayed is not None and not names:
             names = first.collects  # transformers' hooks collect nothing while a call is repeated
         if repeats and (first is None or first.layer is not layer):
-            ready = "a checkpoint repeats its forward, and not the call of it"
+            ready = "a checkpoint repeats its forward instead of its call"
         elif first is None or first.replayed is not False:
             try:
                 ready = self._ready(layer, original, args, kwargs, names)
@@ -425,7 +425,7 @@ class LayerCapture:
         tensors = [t for _, t in flat.tensors]
         late = [(i, t) for i, t in zip(found.inputs, tensors, strict=True) if not i.holds(t)]
         if turn is not None and any(i.turn() is turn for i, _ in late):
-            return "its arguments are others than those of the layers before it"
+            return "it gets other arguments than the layers before it"
         pieces, mask = found.pieces, flat.mask
         assert pieces is not None
 
@@ -484,7 +484,7 @@ class LayerCapture:
             if type(parameter) not in PLAIN:
                 return f"a parameter of it is a {type(parameter).__name__}"
             if id(parameter) in self._shared:
-                return "other modules have parameters of it, too"
+                return "other modules share parameters with it"
             if parameter._backward_hooks:
                 return "a parameter of it has a hook"
         return None
@@ -497,7 +497,7 @@ class LayerCapture:
         found.state = LayerState(layer, moves)
         reason = self._why_not(layer) or mode.recorder.no_room()
         if reason is None and mode.keeps and _is_saved_elsewhere():
-            reason = "code around it takes what it saves for backward (a checkpoint around it, or offloading)"
+            reason = "hooks around it take the tensors that it saves for backward (a checkpoint, or offloading)"
         if reason is not None:
             found.reason = reason
             return
@@ -531,10 +531,10 @@ class LayerCapture:
             found.collected = [name for name, each in lists.items() for _ in each]
             results += [each for every in lists.values() for each in every]
             if not all(isinstance(each, torch.Tensor) for each in results):
-                raise Refused("what is collected from its modules is no tensor")
+                raise Refused("an output that hooks collect from its modules is no tensor")
             given = {t.untyped_storage()._cdata for t in tensors}
             if any(t.untyped_storage()._cdata in given for t in results):
-                raise Refused("it returns what it is given")
+                raise Refused("it returns one of its arguments")
             outputs.append(put)
             return tuple(results)
 
