@@ -39,8 +39,8 @@ _LENGTHS = (
 )  # fmt: skip
 # The same for two rows of 12 columns of families that are given more than text.
 _SHORT = ((12, 9), (7, 12), (12, 5), (12, 10), (4, 12), (12, 1), (2, 12), (12, 11))
-# The body reads the input of some layer, too (it keeps it for later layers), so that one more gradient is added to those
-# of the layer, and in another order: held to what rounding does, as an op is.
+# The body reads the input of some layer, too (it keeps it for later layers), so that one more gradient is added to
+# those of the layer, and in another order: held to what rounding does, as an op is.
 _ADDED_IN_ANOTHER_ORDER = frozenset(("inkling2", "inkling2_text"))
 # The ops that are on by default, but for that of experts: its code for the CPU reads numbers on the host.
 _OPS = tuple(op for op in PATCHES if op != "moe_experts")

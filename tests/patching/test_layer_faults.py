@@ -144,7 +144,7 @@ def test_layers_that_are_left_alone(reason: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(layer_capture, "FSDPModule", Sharded)
     if reason == "its attention returns weights":
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", with_weights)
+        monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {"sdpa": with_weights})
         made = of_layer()
     else:
         made = of_layer(**LEFT_ALONE[reason])
