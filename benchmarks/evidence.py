@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from npu_trainer_kernels.table import FILE
+from npu_trainer_kernels.evidence.table import FILE
 
 from .measure import verdict
 from .results import Row, read

@@ -30,7 +30,7 @@ from npu_trainer_kernels.descriptions import (
     grpo_terms,
 )
 from npu_trainer_kernels.descriptions import FORMS as WORKLOADS
-from npu_trainer_kernels.table import TABLE
+from npu_trainer_kernels.evidence.table import TABLE
 
 from .cases import OPS, OpCase, grpo_tokens
 

@@ -21,11 +21,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import device as devices
-from . import tuned, vendor
+from . import vendor
+from .evidence import tuned
+from .evidence.table import TABLE
 from .options import BACKENDS, KERNEL_BACKENDS, OPS, STRICT, check_op, has_kernels, parse_override
 from .support import triton
 from .support.switch import switch, variable
-from .table import TABLE
 
 __all__ = [
     "BACKENDS",

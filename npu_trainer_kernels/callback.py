@@ -13,22 +13,29 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from . import device, warmup
+from . import device
 from .options import check_capture, check_ops, check_report, check_rollouts, check_tiled_mlp, parse_override
 from .patching import NpuKernels, Report, apply_npu_kernels, handle_of
 from .patching.call import use_labels
 from .patching.undo import Undo
 from .rollouts import serve_rollouts
 from .support.switch import audit_steps, check_switch
-from .training.distillation import rehearsal, serve_divergence
-from .training.exchange import agreed
-from .training.grpo_groups import Arranger, stays_on_rank, stays_shuffled
-from .training.grpo_plan import Planner, is_grpo
-from .training.held_models import held_models
-from .training.loss_filter import LossFilter
-from .training.repeats import Repeats
-from .training.seeds import differing_seeds
-from .training.step_times import StepTimes
+from .training import (
+    Arranger,
+    LossFilter,
+    Planner,
+    Repeats,
+    StepTimes,
+    agreed,
+    differing_seeds,
+    held_models,
+    is_grpo,
+    rehearsal,
+    serve_divergence,
+    stays_on_rank,
+    stays_shuffled,
+    warmup,
+)
 
 __all__ = ["NpuKernelsCallback", "calling_trainer"]
 

@@ -6,7 +6,7 @@ The module imports no torch, so that `npu-kernels run` can refuse a wrong value 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from .table import TABLE
+from .evidence.table import TABLE
 
 __all__ = [
     "BACKENDS",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import device
-from .table import TABLE, Vendor
+from .evidence.table import TABLE, Vendor
 
 __all__ = [
     "SERVED",

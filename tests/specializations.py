@@ -17,8 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, MockTensor, create_function_from_signature
 
-from npu_trainer_kernels import apply_npu_kernels, warmup
+from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.device import ASCEND_CHIPS, GIB, KIB, DeviceSpec, use_spec
+from npu_trainer_kernels.training import warmup
 from tests.models import small_model
 
 SPECS = {"cuda": DeviceSpec("cuda", "a GPU", 132, 256 * KIB, 80 * GIB), "npu": ASCEND_CHIPS["Ascend910B4"]}

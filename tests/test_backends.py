@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from npu_trainer_kernels import backends, descriptions, table
+from npu_trainer_kernels import backends, descriptions
 from npu_trainer_kernels import vendor as vendor_module
 from npu_trainer_kernels.device import KINDS
+from npu_trainer_kernels.evidence import table
+from npu_trainer_kernels.evidence.table import FORM_NAMES, TABLE, Choice, Measured
 from npu_trainer_kernels.support import triton
-from npu_trainer_kernels.table import FORM_NAMES, TABLE, Choice, Measured
 
 CPU = torch.device("cpu")
 

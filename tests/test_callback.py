@@ -361,7 +361,7 @@ def test_labels_that_the_model_is_not_given_are_looked_at(tmp_path, smoothing):
         assert "compute_loss" not in vars(trainer)
         report = callbacks[0].report() if callbacks else None
     assert runs[1] == runs[0]
-    assert {each.reason for each in report.declined} == {"labels are to be predicted at places that are padding"}
+    assert {each.reason for each in report.declined} == {"labels are predicted at positions of padding"}
 
 
 def test_methods_of_a_trainer_are_wrapped_once_and_keep_their_signatures(tmp_path):

@@ -79,7 +79,7 @@ def scaled_tanh_block(spec: DeviceSpec) -> Block:
 # The kernel by its number of tensors.
 ''',
         },
-        "npu_trainer_kernels/table.json": {
+        "npu_trainer_kernels/evidence/table.json": {
             '    "linear_cross_entropy": {\n': """    "scaled_tanh": {
       "forms": [
         "scaled_tanh"

@@ -12,12 +12,13 @@ import warnings
 import pytest
 import torch
 
-from npu_trainer_kernels import apply_npu_kernels, backends, descriptions, tiling, tuned
+from npu_trainer_kernels import apply_npu_kernels, backends, descriptions, tiling
 from npu_trainer_kernels.device import ASCEND_CHIPS, DeviceSpec
+from npu_trainer_kernels.evidence import tuned
+from npu_trainer_kernels.evidence.tuned import Entry, Variation
 from npu_trainer_kernels.ops import rms_norm
 from npu_trainer_kernels.patching.modules import mlps
 from npu_trainer_kernels.support import triton
-from npu_trainer_kernels.tuned import Entry, Variation
 from tests.models import assert_outcome_close, small_model
 
 CPU = torch.device("cpu")
@@ -278,7 +279,7 @@ def test_another_version_made_it_and_a_warning_says_so_once(monkeypatch):
 
 _STORES = """
 import sys
-from npu_trainer_kernels import tuned
+from npu_trainer_kernels.evidence import tuned
 for i in range(20):
     entry = tuned.Entry("torch", 1.0, 2.0, False, "float32", (("H", int(sys.argv[1]) + i),), (8, 64))
     tuned.store("cpu", {"rms_norm": [entry]})

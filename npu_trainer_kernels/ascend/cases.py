@@ -53,7 +53,7 @@ def _case(entry: GateEntry, size: int, name: str) -> GateCase:
     def run_few() -> None:
         entry.call(GateTensors(dtype, "cpu" if entry.reads_values or entry.follows_ids else "meta"), few, size)
 
-    # fp16 moves what bf16 moves.
+    # Kernels move the same bytes in fp16 as in bf16.
     measured = None if name == "fp16" else run_share
     minima = {kernel: Minimum(*minimum) for kernel, minimum in entry.minima.items()}
     unserved = None if entry.unserved is None else partial(entry.unserved, size, dtype.itemsize)
@@ -67,14 +67,14 @@ def cases() -> list[GateCase]:
 
 
 def model_cases(shapes: ModelShapes, dtype: str, rotations: Sequence[Mapping[str, str]] = ()) -> list[GateCase]:
-    """The table's cases at a model's shapes instead of its own, to be compiled; traffic is not counted. Not those of
-    sizes that it does not have, or that rotate another share of a head, or otherwise.
+    """Returns the table's cases at a model's shapes instead of its own, for compiling; their traffic is not counted.
+    Cases whose sizes the model lacks are left out, and so are rotations that the model does not use.
 
     Args:
         shapes: the model.
         dtype: a key of `descriptions.GATE_DTYPES`.
-        rotations: how its code rotates, each as options of `ops.rope` (`pairs`, `tables`, `casting`); none: nobody
-            knows, and every rotation of the table is looked at.
+        rotations: the rotations of the model's code, each as options of `ops.rope` (`pairs`, `tables`, `casting`);
+            empty: they are not known, and the result has every rotation of the table.
     """
     sizes = {
         "hidden": shapes.hidden,

@@ -20,7 +20,7 @@ from functools import partial
 
 from .. import device
 from ..ops.launch import use_launcher
-from .launcher import LoweringLauncher, Recorder
+from .launcher import LaunchRecorder, LoweringLauncher
 from .listed import Listed, listed
 from .lower import Specialization, bind, lower
 from .plan import MemoryPlan, delays, plan_lowered, target_facts, violations
@@ -241,7 +241,7 @@ def _plan(spec: Specialization, lowered: str) -> MemoryPlan | ToolchainError:
 def _launched(case: GateCase, chip: str) -> list[tuple[Specialization, bool]]:
     """Returns the distinct specializations that a case launches on a chip, each with whether its rows are computed in
     column blocks."""
-    recorder = Recorder()
+    recorder = LaunchRecorder()
     with device.use_chip(chip), use_launcher(recorder):
         case.run()
     if not recorder.launches:
@@ -265,7 +265,7 @@ def _traced(case: GateCase, chip: str) -> _Traces:
     cores only through the tiles."""
     if case.few is None or chip in SAMPLED_CHIPS:  # their plans have no loops, and there is no library for them
         return {}
-    recorder = Recorder()
+    recorder = LaunchRecorder()
     with device.use_spec(replace(device.chip_spec(chip), vector_cores=1)), use_launcher(recorder):
         case.few.run()
     launches = {launch.specialize(chip).content: launch for launch in recorder.launches}

@@ -1,4 +1,5 @@
-"""Launchers for `ops.launch.use_launcher`: `Recorder` records launches, `LoweringLauncher` executes lowered kernels."""
+"""Launchers for `ops.launch.use_launcher`: `LaunchRecorder` records launches,
+`LoweringLauncher` executes lowered kernels."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from ..ops.launch import execute_on_host
 from .execute import LEVELS, Traffic, execute
 from .lower import Specialization, bind
 
-__all__ = ["LoweringLauncher", "RecordedLaunch", "Recorder", "lowering_launcher"]
+__all__ = ["LaunchRecorder", "LoweringLauncher", "RecordedLaunch", "lowering_launcher"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RecordedLaunch:
 
 
 @dataclass
-class Recorder:
+class LaunchRecorder:
     """A launcher that runs nothing: `with use_launcher(recorder): op(...)`, then read `recorder.launches`."""
 
     launches: list[RecordedLaunch] = field(default_factory=list)

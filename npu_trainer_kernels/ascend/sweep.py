@@ -28,9 +28,8 @@ from ..descriptions import GATE, GATE_DTYPES, GateEntry, GateTensors
 from ..ops.launch import use_launcher
 from ..support.triton import MissingDependencyError
 from ..tiling import limits
-from ..tiling.limits import Evidence, Limit, Trial
 from . import gate, toolchain
-from .launcher import RecordedLaunch, Recorder
+from .launcher import LaunchRecorder, RecordedLaunch
 from .lower import bind
 from .pipes import simulate
 from .plan import MemoryPlan, plan, violations
@@ -98,7 +97,7 @@ class Found:
     value: int | None
     tile: str
     plans: tuple[MemoryPlan, ...]
-    trial: Trial | None
+    trial: limits.Trial | None
     instructions: float
 
     @property
@@ -142,7 +141,7 @@ def _forget() -> None:
 
 def _launches(what: Sweep, size: int, value: int | None) -> list[RecordedLaunch]:
     """Returns the kernel's launches."""
-    recorder, entry = Recorder(), what.entry
+    recorder, entry = LaunchRecorder(), what.entry
     tensors = GateTensors(GATE_DTYPES[what.dtype], "cpu" if entry.reads_values or entry.follows_ids else "meta")
     with _with(what, value), device.use_chip(what.chip), use_launcher(recorder):
         entry.call(tensors, _rows(what) * device.chip_spec(what.chip).vector_cores, size)
@@ -169,7 +168,7 @@ def _found(what: Sweep, size: int, value: int | None) -> Found:
     fixed = max(found.fixed_waits for found in plans)
     shape = f"{rows * device.chip_spec(what.chip).vector_cores} x {size} ({what.entry.label})"
     if what.chip in gate.SAMPLED_CHIPS:  # its plans cannot be traced
-        return Found(size, value, tile, plans, Trial(shape, value or 0, fixed, None, None), 0.0)
+        return Found(size, value, tile, plans, limits.Trial(shape, value or 0, fixed, None, None), 0.0)
     cycles = waits = repeats = loaded = 0.0
     for spec, launch in zip(specs, launches, strict=True):
         events = trace(spec, launch.grid, bind(launch.kernel, launch.args, launch.constexprs)[0])
@@ -178,7 +177,7 @@ def _found(what: Sweep, size: int, value: int | None) -> Found:
         cycles += simulate(events, what.chip).cycles
     # If loads depend on data, a trace of zeros may have no loads.
     per_kib = round(cycles / (loaded / 1024), 1) if loaded else None
-    trial = Trial(shape, value or 0, fixed, round(waits / rows, 2), per_kib)
+    trial = limits.Trial(shape, value or 0, fixed, round(waits / rows, 2), per_kib)
     return Found(size, value, tile, plans, trial, repeats / (rows * size))
 
 
@@ -221,11 +220,11 @@ def _line(one: Found, best: Found | None) -> str:
     )
 
 
-def _evidence(what: Sweep, found: Sequence[Found]) -> Evidence:
+def _evidence(what: Sweep, found: Sequence[Found]) -> limits.Evidence:
     """Returns the results in the format of `tiles.json`. The current tile has the value 0, as a formula computes it."""
     trials = tuple(one.trial for one in found if one.trial is not None)
     varied = what.tile if what.tile is not None else f"limit of {what.limit_of}"
-    return Evidence(what.case, what.dtype, what.chip, toolchain.versions(), str(varied), trials)
+    return limits.Evidence(what.case, what.dtype, what.chip, toolchain.versions(), str(varied), trials)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -281,7 +280,7 @@ def _write(given: argparse.Namespace, what: Sweep, found: list[Found], bests: se
         raise ValueError("--write needs --name, --unit, and --limit where the sizes' bests differ or are today's tile")
     itemsize = GATE_DTYPES[what.dtype].itemsize
     kib = device.chip_spec(what.chip).on_chip_bytes // device.KIB
-    new = Limit(name, itemsize, kib, chosen, given.unit, (_evidence(what, found),))
+    new = limits.Limit(name, itemsize, kib, chosen, given.unit, (_evidence(what, found),))
     known = [limit for limit in limits.limits() if limit.key == new.key]
     if given.add and known:
         new = replace(new, evidence=(*known[0].evidence, *new.evidence))

@@ -19,7 +19,7 @@ from ._model import HELP as MODEL_HELP
 from .output import FINE, FOUND, Output, UsageError, new_table
 
 if TYPE_CHECKING:
-    from ..ascend.gate import GateRow
+    from ..ascend import gate
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
@@ -58,14 +58,14 @@ def run(args: argparse.Namespace, output: Output) -> int:
         close = did_you_mean([args.target], list(ASCEND_CHIPS))
         raise UsageError(f"--target must be one of {', '.join(ASCEND_CHIPS)}; got {args.target!r}{close}")
     _ready()
+    from ..ascend import cases as ascend_cases
     from ..ascend import gate
-    from ..ascend.cases import model_cases
     from ..descriptions import GATE
     from ..patching.modules import rotations_of
 
     shapes = shapes_of(args.model)
     chips = gate.CHIPS if args.all_targets else (args.target,)
-    cases = model_cases(shapes, args.dtype, [form.options for form in rotations_of(config_of(args.model))])
+    cases = ascend_cases.model_cases(shapes, args.dtype, [form.options for form in rotations_of(config_of(args.model))])
     ops = {case.op for case in cases}
     left_out = [entry.op for entry in GATE if args.dtype in entry.dtypes and entry.op not in ops]
     specs = [chip_spec(chip) for chip in chips]
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return FOUND if broken else FINE
 
 
-def _as_json(row: "GateRow") -> dict[str, Any]:
+def _as_json(row: "gate.GateRow") -> dict[str, Any]:
     plan = row.plan
     return {
         "op": row.op,
@@ -118,7 +118,7 @@ def _as_json(row: "GateRow") -> dict[str, Any]:
     }
 
 
-def _table(rows: "list[GateRow]") -> Table:
+def _table(rows: "list[gate.GateRow]") -> Table:
     """Chips with the same plan share a line."""
     table = new_table()
     for column in (

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..table import FORM_NAMES
+from ..evidence.table import FORM_NAMES
 from . import _launcher
 from ._environment import ERROR, WARNING, Finding, broken_imports, findings, versions
 from ._process import ENDED, read

@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .. import tuned
-from ..table import FORM_NAMES, TABLE
+from ..evidence import tuned
+from ..evidence.table import FORM_NAMES, TABLE
 from .output import plain
 
 __all__ = ["SCHEMA", "Journal", "Scrubber", "document", "write"]

@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..evidence.table import TABLE
 from ..support.summary import Summary
-from ..table import TABLE
 
 __all__ = ["WIDTH", "losses", "text"]
 

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
-from .. import backends, device, tuned
+from .. import backends, device
 from ..descriptions import of_model
+from ..evidence import tuned
+from ..evidence.table import TABLE
 from ..ops.launch import KernelError
 from ..support.errors import one_line
 from ..support.optional import require
 from ..support.triton import MissingDependencyError
-from ..table import TABLE
 from ..timing import QUICK, Settings, is_accelerator
 from ..verify import Curves, Variant, judge_runs, record
 from . import _tune

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..descriptions import ModelShapes, Workload
+    from ..evidence.tuned import Entry, TileKey, Variation
     from ..timing import Settings, Summary
-    from ..tuned import Entry, TileKey, Variation
 
 __all__ = [
     "HELP",
@@ -92,7 +92,7 @@ class Outcome:
     @property
     def entry(self) -> "Entry | None":
         """The entry for the file; None: none of our backends could be timed."""
-        from ..tuned import Entry
+        from ..evidence.tuned import Entry
 
         ours = {name: time for name, time in self.times.items() if name != "plain"}
         if not ours:
@@ -224,8 +224,8 @@ def tune_tiles(
     import torch
 
     from .. import tiling
+    from ..evidence.tuned import Variation
     from ..ops.launch import KernelError
-    from ..tuned import Variation
 
     kept: dict[TileKey, Variation] = {}
     too_large: list[str] = []
@@ -273,7 +273,7 @@ def pairs(shapes: "ModelShapes", tokens: int, dtype: str) -> "list[Workload]":
 
 def _writable(dry_run: bool) -> None:
     """Raises `UsageError` if the results could not be stored."""
-    from .. import tuned
+    from ..evidence import tuned
 
     try:
         if not dry_run:
@@ -321,8 +321,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 def _measure(works: "list[Workload]", where: "torch.device", outcomes: list[Outcome], output: Output) -> None:
     """Measures each workload, and appends to `outcomes`."""
-    from .. import tuned
     from ..descriptions import of_model
+    from ..evidence import tuned
     from ._selfcheck import CHECKED, CHECKED_TOKENS
 
     checked = {work.op: work for work in of_model(CHECKED, CHECKED_TOKENS, works[0].dtype)}
@@ -337,7 +337,7 @@ def _finish(
     outcomes: list[Outcome], left_out: list[str], kind: str, chip: str, stopped: bool, dry_run: bool, output: Output
 ) -> int:
     """Shows and stores the results; returns the exit code."""
-    from .. import tuned
+    from ..evidence import tuned
 
     entries = results(outcomes)
     tiles = tiles_of(outcomes)
@@ -367,7 +367,7 @@ def _finish(
 
 
 def _show(outcomes: list[Outcome], tiles: "dict[TileKey, Variation]", output: Output) -> None:
-    from ..tuned import Variation
+    from ..evidence.tuned import Variation
 
     if outcomes:
         output.text("\nForward and backward, median milliseconds; * is used from now on")

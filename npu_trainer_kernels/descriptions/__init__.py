@@ -15,7 +15,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-from ..table import FORM_NAMES
+from ..evidence.table import FORM_NAMES
 from .base import (
     DTYPES,
     EPS,

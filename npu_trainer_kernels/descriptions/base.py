@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import device
+from ..evidence.table import op_of
 from ..support.configs import EXPERTS, SLOTS, rotated_share, setting, short_convolution
-from ..table import op_of
 
 __all__ = [
     "BACKEND",

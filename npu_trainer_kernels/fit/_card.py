@@ -34,7 +34,7 @@ _CUDNN_FIRST = Version(torch.__version__) >= Version("2.11")
 
 
 def _h200(memory: int) -> devices.DeviceSpec:
-    """Returns the card that predictions were compared with; of it the kernels use only its kind and its cores."""
+    """Returns the card that predictions were compared with; the kernels use only its kind and its cores."""
     return devices.DeviceSpec("cuda", "NVIDIA H200", 132, 256 * KIB, memory)
 
 

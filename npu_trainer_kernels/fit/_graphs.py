@@ -1,8 +1,8 @@
 """Captures layers on tensors without memory: the package's own code captures and replays, and its recorder only counts.
 
-On a device all that a graph allocates is in the pool of its recorder. A block that is free when a graph is captured may
-be used by it, and the pool gives nothing back. So the pool is as large as the most that was alive in it at one time,
-which the ledger counts as the part `graphs`.
+On a device everything that a graph allocates is in the pool of its recorder. A graph may use the blocks that are free
+while it is captured, and the pool returns no memory to the device. So the pool is as large as the most bytes that were
+alive in it at one time, which the ledger counts as the part `graphs`.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ __all__ = ["PoolRecorder", "capturing"]
 
 
 class _Counted:
-    """A graph that was counted."""
+    """A graph whose memory the ledger has counted."""
 
     def replay(self) -> None:
         """Computes nothing."""
@@ -71,7 +71,7 @@ class PoolRecorder:
             self.end()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A tensor of its own without bytes in the ledger: it must not keep the storage alive.
+        # A new tensor that has no bytes in the ledger, because it must not keep the storage alive.
         with self._ledger.within("graphs", 0.0):
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 

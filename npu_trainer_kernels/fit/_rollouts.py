@@ -66,8 +66,8 @@ def _rollout(model: Any, setup: Setup, ledger: Ledger, rows: int, completion: in
     del out, logits
     cache.next_prompt()
     length = places_for(setup.length)
-    # The caches get half of the free memory at most. One row is counted in any case: what has no room for it does not
-    # fit.
+    # The caches get half of the free memory at most. One row is counted in any case: a model without room for one row
+    # does not fit.
     rows = max(1, min(rows, cache.rows_in(length, (setup.memory - ledger.total) // 2)))
     cache.allocate(rows, length)
     state = Rows.make(rows, completion, Sampling(True, eos=(0,)), vocabulary, False, torch.device("cpu"))

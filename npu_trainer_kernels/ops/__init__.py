@@ -1,4 +1,16 @@
-"""The ops, as functions of tensors. The docstring of each op states its formulas, shapes, dtypes and errors."""
+"""The ops, as functions of tensors. The docstring of each op states its formulas, shapes, dtypes and errors.
+
+A call of an op, in this order:
+
+1. The op's file checks the arguments (`checks.py`) and asks `backends` which backend computes the call.
+2. Steps that may fail are guarded (`fallback.py`): PyTorch takes over for a kernel that cannot be compiled. `trial.py`
+   compares an operator of PyTorch or the vendor with its results before the first use.
+3. `launch.py` launches the kernels. `blocks.py` and `gates.py` have the parts that several kernels share, and `host.py`
+   the host's functions before a launch.
+
+`embedding.py`, `rope.py` and `swiglu.py` are ops of one file; the folders are those of several. `slices.py` runs a
+function of rows over slices of them.
+"""
 
 from .attention import (
     QkNorm,

@@ -24,8 +24,8 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 from .. import backends
+from ..evidence.tuned import Entry
 from ..ops.checks import FLOATS
-from ..tuned import Entry
 from .bound_forwards import has_other_forward, kernel_of_package
 from .call import CallSettings, generates
 from .classes import is_patched_class, original_class, subclass_with_forward

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ..tuned import Entry
+from ..evidence.tuned import Entry
 from .audit import Audited
 from .patch import Site
 

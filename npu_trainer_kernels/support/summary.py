@@ -16,10 +16,10 @@ class Summary:
     least: float
     samples: int
 
-    def slower_than(self, other: "Summary", tolerance: float = 1.02) -> bool:
+    def slower_than(self, other: "Summary") -> bool:
         """Whether these calls are slower by more than the spread of both: the first quartile is above the other's
         third, and the median is more than 2% above the other's."""
-        return self.q1 > other.q3 and self.median > tolerance * other.median
+        return self.q1 > other.q3 and self.median > 1.02 * other.median
 
 
 def _quantile(ordered: list[float], share: float) -> float:

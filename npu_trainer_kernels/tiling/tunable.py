@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import cache, wraps
 from typing import Any, TypeVar
 
-from .. import tuned
 from ..device import DeviceSpec
-from ..tuned import Variation
+from ..evidence import tuned
+from ..evidence.tuned import Variation
 from .common import ColumnsTile, RowTile
 
 __all__ = ["TUNABLE", "asked_tiles", "forget_tiles", "try_variation", "tunable", "tunable_on_npus", "varied"]

@@ -7,8 +7,7 @@ own: the same code, in which the name of that function is this package's.
 GKD, GOLD and IW-OPD: TRL's `compute_loss` calls both models, and then `self.generalized_jsd_loss` on their logits. In
 these trainers the teacher's head promises its logits, too (`patching/head`), and the trainer has a function of its own
 of that name, which computes the divergence of two promises. Logits that are no promises go to TRL's function. IW-OPD's
-losses on some tokens of the vocabulary are in `top_tokens`, and so are those of `ServerDistillationTrainer`, which has
-no other.
+losses on some tokens of the vocabulary are in `top_tokens`, and so are all losses of `ServerDistillationTrainer`.
 
 TRL's modules and classes stay as they are.
 """
@@ -34,7 +33,7 @@ from ..patching.patch import Site
 from ..patching.undo import Undo
 from .top_tokens import ROWS, Support, differs, loss_on_support, of_whole_heads, serve_methods, unserved
 
-__all__ = ["Rehearsal", "rehearsal", "serve_divergence"]
+__all__ = ["DistillationRehearsal", "rehearsal", "serve_divergence"]
 
 _MODULE, _CLASS = "trl.trainer.distillation_trainer", "DistillationTrainer"
 _METHOD, _FUNCTION = "_compute_loss", "_chunked_divergence_loss"
@@ -76,7 +75,7 @@ def _whole(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) 
 
 
 def _differs(site: Site, some: Sequence[torch.Tensor], call: Callable[..., Any], **options: Any) -> bool:
-    """Compares the op with its reference on some rows, if that is to be done, and returns whether it is off.
+    """Compares the op with its reference on some rows, if the site asks for it, and returns whether the op is off.
 
     Args:
         some: the hidden states of these rows, the student's and the teacher's.
@@ -322,7 +321,7 @@ def serve_divergence(trainer: Any, undo: Undo, backend: str | None, ops: Sequenc
     return site
 
 
-class Rehearsal(nn.Module):
+class DistillationRehearsal(nn.Module):
     """The loss of a `DistillationTrainer` on a batch of ids, as a model of it: with ids that are fake tensors, the
     kernels of a step can be compiled before the first batch (`warmup`).
 
@@ -360,6 +359,6 @@ class Rehearsal(nn.Module):
         return types.SimpleNamespace(loss=loss)
 
 
-def rehearsal(trainer: Any, site: Site, student: nn.Module) -> Rehearsal | None:
-    """Returns what rehearses a trainer's loss; None for a trainer of `experimental`, whose loss is made of logits."""
-    return Rehearsal(trainer, site, student) if site.paths == [_METHOD] else None
+def rehearsal(trainer: Any, site: Site, student: nn.Module) -> DistillationRehearsal | None:
+    """Returns a model that rehearses a trainer's loss; None for a trainer of `experimental`, which computes logits."""
+    return DistillationRehearsal(trainer, site, student) if site.paths == [_METHOD] else None

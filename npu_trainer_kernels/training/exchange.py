@@ -67,7 +67,7 @@ def _everyones(mine: Any) -> list[Any]:
 
 
 def agreed(reason: str | None) -> str | None:
-    """Returns the first reason of any rank, on all of them: they would wait forever for a rank that takes no part."""
+    """Returns the first reason that any rank has, on all ranks: they would wait forever for one that takes no part."""
     return next((each for each in _everyones(reason) if each is not None), None)
 
 

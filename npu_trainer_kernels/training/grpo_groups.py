@@ -189,7 +189,11 @@ class Arranger:
         return wanted
 
     def _log(self, every: list[Holding], wanted: list[list[tuple[int, int]]], slices: int) -> None:
-        """Logs the imbalance, and that of TRL's shuffling, as TRL logs: means over the generation batches since."""
+        """Logs the imbalance, and that of TRL's shuffling, as TRL logs: means over the generation batches since.
+
+        The names that end in `_shuffled` cost one more pass of the same loop; without them a user could not see what
+        the arrangement brings to a run.
+        """
         size = len(wanted[0]) // slices
         as_they_were = [[(rank, place) for place in range(len(h.rows))] for rank, h in enumerate(every)]
         for suffix, rows in (("", wanted), ("_shuffled", as_they_were)):

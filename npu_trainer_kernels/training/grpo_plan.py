@@ -18,7 +18,7 @@ from ..ops.head import GIVE_UP, GrpoOptions, GrpoPlan, GrpoTokens, batch_tokens,
 from ..patching.call import Scored, use_plan
 from ..patching.undo import Undo
 
-__all__ = ["TRL_MODULE", "BatchPlan", "Planner", "Rehearsal", "is_grpo"]
+__all__ = ["TRL_MODULE", "BatchPlan", "PlanRehearsal", "Planner", "is_grpo"]
 
 TRL_MODULE = "trl.trainer.grpo_trainer"
 
@@ -66,9 +66,9 @@ class Planner:
         with use_plan(plan):
             return loss(model, inputs)
 
-    def rehearsal(self) -> "Rehearsal | None":
+    def rehearsal(self) -> "PlanRehearsal | None":
         """Returns the plan for a batch of fake tensors, or None."""
-        return None if self.off is not None else Rehearsal(self, {})
+        return None if self.off is not None else PlanRehearsal(self, {})
 
     @property
     def corrects_sampler(self) -> bool:
@@ -192,7 +192,7 @@ class BatchPlan:
         )  # fmt: skip
 
 
-class Rehearsal(BatchPlan):
+class PlanRehearsal(BatchPlan):
     """The plan for a batch of fake tensors, with which its kernels can be compiled before the first batch."""
 
     def for_rows(self, rows: int, weight: torch.Tensor, itemsize: int, scored: Scored | None) -> GrpoPlan | None:

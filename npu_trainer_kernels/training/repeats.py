@@ -2,10 +2,10 @@
 micro-batch, and `model.zero_grad()` for each step of the optimizer.
 
 Each of them walks over all modules with nested generators, and `train` sets each flag through `nn.Module.__setattr__`.
-LoRA makes thousands of modules of a few hundred. Here the same modules are met in the same order by a plain walk over
-their dictionaries. Nothing about the model is remembered from one call to the next but the number of its parameters,
-with all that the number was made of, so that no change of the model can be missed. What a class or an instance does in
-its own way is called as it is.
+LoRA turns a few hundred modules into thousands. Here a plain walk over the modules' dictionaries visits the same
+modules in the same order. Between two calls this module remembers only the number of the model's parameters, together
+with all values from which it was counted, so it cannot miss a change of the model. A method that a class or an instance
+defines itself is called as it is.
 
 No module keeps an attribute: a method is lent to an instance just before the Trainer calls it, and the call itself
 takes it away. So no pickle and no copy of the model has one.
@@ -21,7 +21,7 @@ from ..patching.undo import Undo
 
 __all__ = ["Repeats"]
 
-# What `train` and the walks of torch read, to know them as the ones that are done here.
+# The names that torch's `train` and walks read. A version of torch in which they read other names is left alone.
 _TORCHS = {
     "train": {"isinstance", "bool", "ValueError", "training", "children", "train"},
     "children": {"named_children"},
@@ -34,7 +34,7 @@ _TORCHS = {
         "getattr", "warnings", "warn", "parameters", "grad", "grad_fn", "detach_", "requires_grad_", "zero_",
     },
 }  # fmt: skip
-# What transformers' count of parameters reads, in all of its versions: nothing that `_counted` does not have.
+# The names that transformers' count of parameters reads, in all of its versions. `_counted` covers each of them.
 _COUNTS = {
     "named_modules", "isinstance", "nn", "Embedding", "named_parameters", "parameters", "list", "getattr", "hasattr",
     "bitsandbytes", "is_bitsandbytes_available", "ValueError", "Params4bit", "requires_grad", "element_size",
@@ -45,7 +45,7 @@ _WALKS = ("parameters", "named_parameters", "_named_members", "named_modules")
 
 
 def _names(code: Any) -> set[str]:
-    """All that a function reads by name, also in the functions within it."""
+    """Returns the names that a function reads, and those that the functions within it read."""
     inner = (_names(each) for each in code.co_consts if hasattr(each, "co_names"))
     return set(code.co_names).union(*inner)
 
@@ -89,7 +89,7 @@ def _is_plain(cls: type) -> bool:
 
 
 def _set_training(module: Any, mode: bool, plain: dict[type, bool]) -> None:
-    """Does `module.train(mode)`. `plain` has what is known of the classes, which may change from call to call."""
+    """Does `module.train(mode)`. `plain` caches `_is_plain` by class, for one walk: calls may change classes."""
     cls = type(module)
     known = plain.get(cls)
     if known is None:
@@ -104,7 +104,7 @@ def _set_training(module: Any, mode: bool, plain: dict[type, bool]) -> None:
                     if child is not None:
                         _set_training(child, mode, plain)
             return
-    # Its own way is kept, and leads to the children sooner or later: theirs are the long walks.
+    # The module's own `train` runs, and reaches the children sooner or later, whose walks are the long ones.
     children = vars(module).get("_modules", {}).values() if isinstance(module, nn.Module) else ()
     lent = [_lend_train(child) for child in children if isinstance(child, nn.Module) and child._modules]
     try:
@@ -116,7 +116,7 @@ def _set_training(module: Any, mode: bool, plain: dict[type, bool]) -> None:
 
 
 def _lend_train(module: nn.Module) -> _Lent | None:
-    """Makes the next `module.train` the plain walk; not if the instance has its own."""
+    """Makes the next `module.train` the plain walk, unless the instance has a `train` of its own."""
     if "train" in vars(module):
         return None
 
@@ -130,7 +130,7 @@ def _lend_train(module: nn.Module) -> _Lent | None:
 
 
 def _all_modules(model: nn.Module) -> list[nn.Module] | None:
-    """Returns what `model.named_modules` has, in its order; None if a module may do that in its own way."""
+    """Returns the modules of `model.named_modules`, in its order; None if a module may define that method itself."""
     plain: dict[type, bool] = {}
     found: dict[nn.Module, None] = {}
 
@@ -154,8 +154,8 @@ def _all_modules(model: nn.Module) -> list[nn.Module] | None:
 
 
 def _counted(model: nn.Module) -> tuple[Any, ...] | None:
-    """Returns all that transformers' count of a model's parameters is made of, as values: what is equal has the same
-    count, whatever objects it is. None if a module has its own way to name modules or parameters.
+    """Returns the values from which transformers counts a model's parameters: equal values have the same count. None if
+    a module may define itself how modules or parameters are named.
 
     Which name a module has makes no difference: embeddings are told by their class, and no two modules share a name.
     """
@@ -182,7 +182,7 @@ class _Count:
 
     @staticmethod
     def applies_to(method: Any) -> bool:
-        """Whether a bound method is transformers' count, and reads nothing that is not looked at here."""
+        """Whether a bound method is transformers' count, and reads only what `_counted` covers."""
         function = getattr(method, "__func__", None)
         code = getattr(function, "__code__", None)
         return (

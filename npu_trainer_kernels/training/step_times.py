@@ -1,7 +1,7 @@
 """How a Trainer's time divides into updates and the waiting between them, by the clock of the host.
 
-Nothing waits for the device. So a step of which the device still computes a part when the host is through with it is
-short here, and the time goes to whatever waits for the device next: on average over many steps, little is misplaced.
+No call here waits for the device. If the device still computes a part of a step when the host has finished it, that
+part counts for the next code that waits for the device. On average over many steps this misplaces little time.
 """
 
 import time

@@ -25,7 +25,7 @@ from ..patching.undo import Undo
 __all__ = ["ROWS", "Support", "differs", "loss_on_support", "of_whole_heads", "serve_methods", "unserved"]
 
 ROWS = 64
-"""The rows that are compared with TRL's own function, once."""
+"""The number of rows on which the op is compared with TRL's own function, once."""
 _LOCAL, _SERVER_FORWARD = "_compute_local_sparse_top_1_divergence_loss", "_compute_server_forward_kl_loss"
 _SERVER_TOP_1, _COMPUTE = "_compute_server_sparse_top_1_divergence_loss", "compute_loss"
 _PARAMETERS = {
@@ -36,7 +36,7 @@ _PARAMETERS = {
 }
 """The methods that a trainer gets in place of TRL's, and their parameters."""
 _CALLED = ("_compute_sparse_top_1_divergence_loss", "_get_reverse_kl_top_1_tokens", "_reduce_divergence_loss")
-"""The methods that those call."""
+"""The methods that the methods of `_PARAMETERS` call."""
 _Heads = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -50,7 +50,7 @@ class Support(NamedTuple):
 
 
 def differs(site: Site, own: Callable[[], Any], ours: Callable[[], Any]) -> bool:
-    """Compares the op with its reference, if that is to be done, and returns whether it is off."""
+    """Compares the op with its reference, if the site asks for it, and returns whether the op is off."""
     if site.look is not None:
         site.look(site, own, ours)
     if site.off is not None:
@@ -59,7 +59,7 @@ def differs(site: Site, own: Callable[[], Any], ours: Callable[[], Any]) -> bool
 
 
 def of_whole_heads(*calls: Any) -> str | None:
-    """Returns why no op that takes whole weights can take those of calls of heads, or None."""
+    """Returns why the heads of some calls have no whole weights, which the ops here need, or None."""
     return next((call.sharded for call in calls if call.sharded is not None), None)
 
 
@@ -198,7 +198,7 @@ def _local(site: Site, trainer: Any, original: Callable[..., Any], *args: Any, *
 
 
 def _options(trainer: Any) -> dict[str, Any]:
-    """Returns the op's options that are the trainer's."""
+    """Returns the op's options that the trainer's attributes hold."""
     return {"beta": float(trainer.beta), "add_tail": trainer.loss_add_tail, "temperature": trainer.temperature}
 
 

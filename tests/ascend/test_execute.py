@@ -3,7 +3,7 @@ import torch
 
 from npu_trainer_kernels import device
 from npu_trainer_kernels.ascend.execute import LEVELS, Traffic, execute
-from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder, lowering_launcher
+from npu_trainer_kernels.ascend.launcher import LaunchRecorder, LoweringLauncher, lowering_launcher
 from npu_trainer_kernels.ascend.lower import Specialization, bind
 from npu_trainer_kernels.ascend.toolchain import ToolchainError
 from npu_trainer_kernels.ops.launch import launch, use_launcher
@@ -156,7 +156,7 @@ def test_the_launcher_serves_the_launch_seam_and_adds_up(level):
 
 def test_the_recorder_runs_nothing(level):
     x = torch.empty(ROWS, COLS, device="meta")
-    recorder = Recorder()
+    recorder = LaunchRecorder()
     with use_launcher(recorder):
         launch(toys.scaled_rows, (4,), (x, x, x, ROWS, COLS, 1.0), {"BLOCK": 1024})
     (recorded,) = recorder.launches

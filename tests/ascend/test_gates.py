@@ -3,7 +3,7 @@
 import pytest
 
 from npu_trainer_kernels import device, ops
-from npu_trainer_kernels.ascend.launcher import Recorder
+from npu_trainer_kernels.ascend.launcher import LaunchRecorder
 from npu_trainer_kernels.ascend.lower import bind
 from npu_trainer_kernels.ascend.plan import plan
 from npu_trainer_kernels.ascend.trace import counts, trace
@@ -25,7 +25,7 @@ MINIMA = {
 
 def launched(rows, width, dtype="bf16", **options):
     """Specialization and launch of forward and backward on gate and up that are halves of each row of one tensor."""
-    recorder = Recorder()
+    recorder = LaunchRecorder()
     gate, up = GateTensors(GATE_DTYPES[dtype], "meta").floats(rows, 2 * width).chunk(2, -1)
     with device.use_chip(CHIP), use_launcher(recorder):
         ops.swiglu(gate, up, backend="ascend-lowering", **options).sum().backward()
@@ -48,7 +48,7 @@ def test_no_more_instructions_than_counted_by_hand_and_no_waits(name):
 
 
 def test_backward_that_forms_the_product_takes_four_more():
-    recorder, tensors = Recorder(), GateTensors(GATE_DTYPES["bf16"], "meta")
+    recorder, tensors = LaunchRecorder(), GateTensors(GATE_DTYPES["bf16"], "meta")
     gate, up = tensors.floats(160, 2 * 2880).chunk(2, -1)
     with device.use_chip(CHIP), use_launcher(recorder):
         y = ops.swiglu_linear(gate, up, tensors.floats(16, 2880), backend="ascend-lowering")

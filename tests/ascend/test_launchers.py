@@ -14,7 +14,7 @@ from pathlib import Path
 import torch, torch_npu
 os.cpu_count = lambda: 4  # one builds ahead of the others on a machine of one core, too
 
-from npu_trainer_kernels import warmup
+from npu_trainer_kernels.training import warmup
 from npu_trainer_kernels.ops.launch import compile_only
 from tests.ascend import fake_cann, toys
 

@@ -12,7 +12,7 @@ import torch
 
 from npu_trainer_kernels import device, ops, tiling
 from npu_trainer_kernels.ascend.execute import LEVELS
-from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder
+from npu_trainer_kernels.ascend.launcher import LaunchRecorder, LoweringLauncher
 from npu_trainer_kernels.ascend.plan import plan, violations
 from npu_trainer_kernels.descriptions import GATE, GATE_DTYPES, GateTensors
 from npu_trainer_kernels.ops.gates import ACTIVATIONS
@@ -506,7 +506,7 @@ def test_every_op_of_the_gate_is_executed_here():
 def test_the_tile_of_the_statistics_fits_with_every_combination_of_flags(dtype, has_weights):
     logits = torch.empty(4096, 151936, dtype=dtype, device="meta")
     class_weights = torch.empty(151936, device="meta") if has_weights else None
-    recorder = Recorder()
+    recorder = LaunchRecorder()
     with device.use_chip(CHIP), use_launcher(recorder):
         for softcap, entropy, squares, argmax in itertools.product((None, 30.0), *[(False, True)] * 3):
             options = HeadOptions(softcap=softcap, entropy=entropy, mean=True, log_sum_sq=squares, argmax=argmax)

@@ -14,7 +14,7 @@ from npu_trainer_kernels.ascend.gate import (
     failures,
     no_longer_needed,
 )
-from npu_trainer_kernels.ascend.launcher import Recorder
+from npu_trainer_kernels.ascend.launcher import LaunchRecorder
 from npu_trainer_kernels.ascend.lower import lower
 from npu_trainer_kernels.ascend.plan import planned_code
 from npu_trainer_kernels.ascend.report import not_reported, report_is_current, write_report
@@ -57,7 +57,7 @@ def test_every_kernel_passes_on_every_chip_and_the_report_says_so(kept_cache):
 @pytest.mark.parametrize("entry", GATE, ids=lambda entry: entry.op)
 def test_the_number_of_cores_changes_no_plan(entry, kept_cache):
     case = next(iter(cases_of(entry)))
-    recorder = Recorder()
+    recorder = LaunchRecorder()
     with device.use_chip("Ascend910B1"), use_launcher(recorder):
         case.run()
     for launched in recorder.launches:

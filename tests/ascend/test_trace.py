@@ -7,7 +7,7 @@ import torch
 
 from npu_trainer_kernels import descriptions, device
 from npu_trainer_kernels.ascend.device_library import Event
-from npu_trainer_kernels.ascend.launcher import LoweringLauncher, Recorder
+from npu_trainer_kernels.ascend.launcher import LaunchRecorder, LoweringLauncher
 from npu_trainer_kernels.ascend.lower import Specialization, bind
 from npu_trainer_kernels.ascend.pipes import simulate
 from npu_trainer_kernels.ascend.plan import plan
@@ -67,7 +67,7 @@ def test_the_bytes_are_those_that_the_executed_lowering_moves(op, kept_cache):
     """The lowering is executed on another way, by other tools: transfers there are counted where they happen."""
     entry = next(entry for entry in descriptions.GATE if entry.op == op)
     size, rows = entry.sizes[0], 16
-    executed, recorder = LoweringLauncher(CHIP), Recorder()
+    executed, recorder = LoweringLauncher(CHIP), LaunchRecorder()
     with device.use_spec(replace(device.chip_spec(CHIP), vector_cores=1)):
         with use_launcher(executed):
             entry.call(descriptions.GateTensors(torch.bfloat16, "cpu"), rows, size)

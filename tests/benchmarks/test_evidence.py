@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cli, evidence
-from npu_trainer_kernels.table import FILE
+from npu_trainer_kernels.evidence.table import FILE
 
 RESULTS = Path(evidence.__file__).parent / "results"
 GPU, CPU = RESULTS / "2026-11-22-nvidia-h200-fifth-round-ops.json", RESULTS / "2026-11-21-cpu.json"

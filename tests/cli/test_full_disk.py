@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks import cli as runner
 from benchmarks.results import Results
-from npu_trainer_kernels import fit, tuned
+from npu_trainer_kernels import fit
 from npu_trainer_kernels.cli import _prove_archive, _tune, main
 from npu_trainer_kernels.cli.output import Output
+from npu_trainer_kernels.evidence import tuned
 from npu_trainer_kernels.fit import PARTS, Prediction
 from tests.cli.test_bench import ONE
 from tests.cli.test_fit import CONFIG

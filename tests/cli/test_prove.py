@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cases, results
-from npu_trainer_kernels import descriptions, tuned
+from npu_trainer_kernels import descriptions
 from npu_trainer_kernels.cli import _doctor, _process, _prove, _prove_archive, _prove_report, _prove_worker, _tune, main
 from npu_trainer_kernels.cli._environment import Finding
+from npu_trainer_kernels.evidence import tuned
 
 STUB = """
 import json, os, signal, sys, time

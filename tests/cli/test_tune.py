@@ -8,12 +8,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from npu_trainer_kernels import apply_npu_kernels, backends, descriptions, tiling, timing, tuned
+from npu_trainer_kernels import apply_npu_kernels, backends, descriptions, tiling, timing
 from npu_trainer_kernels.cli import _tune, main
+from npu_trainer_kernels.cli._selfcheck import CHECKED, CHECKED_TOKENS
 from npu_trainer_kernels.device import ASCEND_CHIPS, DeviceSpec, spec, use_spec
-from npu_trainer_kernels.ops.launch import KernelError
+from npu_trainer_kernels.evidence import tuned
+from npu_trainer_kernels.evidence.tuned import Variation
+from npu_trainer_kernels.ops.launch import KernelError, use_launcher
 from npu_trainer_kernels.timing import Summary
-from npu_trainer_kernels.tuned import Variation
 
 CONFIG = {
     "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64,
@@ -439,6 +441,21 @@ def test_on_an_npu_alone_tiles_of_head_rotation_embedding_and_experts_are_tried(
         assert _tune.tune_tiles(time(H200), lambda: time(H200), CPU)[0] == {}
     finally:
         tiling.try_variation(name, (*args, NPU), None)
+
+
+@pytest.mark.parametrize(
+    ("where", "asked"),
+    [(NPU, set(tiling.TUNABLE)), (H200, set(tiling.TUNABLE) - set(ON_NPUS))],
+    ids=["on an NPU", "on a GPU"],
+)
+def test_every_tile_that_may_be_varied_belongs_to_an_op_that_tune_times(where, asked):
+    """A variation that no workload asks for could be neither measured nor stored."""
+    tiling.forget_tiles()
+    with use_spec(where), use_launcher(lambda *launch: None):
+        for work in descriptions.of_model(CHECKED, CHECKED_TOKENS, "bfloat16"):
+            inputs = work.inputs(CPU)
+            inputs.backward(work.ours(backends.strict_override("triton"))(inputs.tensors))
+    assert {name for name, _ in tiling.asked_tiles()} == asked
 
 
 def test_what_was_kept_at_the_most_tokens_is_kept_at_the_least():

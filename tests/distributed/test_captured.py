@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.test_distributed import on_two_ranks
 
-TAKEN = "code around it takes what it saves for backward (a checkpoint around it, or offloading)"
+TAKEN = "hooks around it take the tensors that it saves for backward (a checkpoint, or offloading)"
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from npu_trainer_kernels import backends
 from npu_trainer_kernels import device as devices
 from npu_trainer_kernels.ops import Segments, gated_delta_rule, gated_delta_rule_reference
 from npu_trainer_kernels.ops.launch import KernelError
-from npu_trainer_kernels.ops.linear_attention import Form, chunks, fla, grid, kernels, slices, unserved_by_fla
+from npu_trainer_kernels.ops.linear_attention import DeltaRuleForm, chunks, fla, grid, kernels, slices, unserved_by_fla
 from npu_trainer_kernels.ops.trial import differs
 from tests.closeness import assert_op_close
 from tests.ops.test_shared_rows import Waits
@@ -569,7 +569,7 @@ FLA = {
     "simple_gla.chunk_simple_gla": (False, {}),
     "gla.chunk_gla": (False, {}),
 }
-FORMS = {name: Form(name.endswith(("rule", "kda")), name.endswith(("kda", ".chunk_gla"))) for name in FLA}
+FORMS = {name: DeltaRuleForm(name.endswith(("rule", "kda")), name.endswith(("kda", ".chunk_gla"))) for name in FLA}
 
 
 def stand_in_for(name, found):
@@ -669,7 +669,7 @@ def test_fla_is_left_alone_where_it_computes_something_else(fla_calls, monkeypat
     for planted, message in ((wrong, f"{function} gives other numbers there"), (broken, "LookupError: no such target")):
         fla._trial.cache_clear()
         monkeypatch.setattr(sys.modules[f"fla.ops.{module}"], function, planted)
-        form = Form(form.delta, form.by_channel, group=3, key=12, value=10)
+        form = DeltaRuleForm(form.delta, form.by_channel, group=3, key=12, value=10)
         reason = unserved_by_fla(torch.device("cpu"), torch.float32, form)
         assert message in reason
         assert reason == unserved_by_fla(torch.device("cpu"), torch.float32, form)
@@ -696,7 +696,7 @@ def test_when_fla_is_not_asked(fla_calls, monkeypatch):
     monkeypatch.setenv("NPU_KERNELS_BACKEND", "torch,strict")
     gated_delta_rule(q, k, v, g, beta)
     monkeypatch.delenv("NPU_KERNELS_BACKEND")
-    form = Form(False, False, normalize=True)
+    form = DeltaRuleForm(False, False, normalize=True)
     assert unserved_by_fla(torch.device("cpu"), q.dtype, form) == "fla has no norms of q and k without the delta rule"
     monkeypatch.delitem(sys.modules, "fla")
     assert unserved_by_fla(torch.device("cpu"), q.dtype, form) == "fla is not installed (the package fla-core)"

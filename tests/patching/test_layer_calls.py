@@ -99,7 +99,7 @@ def test_a_forward_after_a_part_of_a_backward(name: str) -> None:
     twins.steps(PADDED, step)
     expected = {"another forward awaits its backward"}
     if name == "self_attn.q_proj":
-        expected.add("its arguments are others than those of the layers before it")
+        expected.add("it gets other arguments than the layers before it")
     assert twins.reasons == expected
 
 

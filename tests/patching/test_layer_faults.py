@@ -128,7 +128,7 @@ LEFT_ALONE: dict[str, dict[str, Any]] = {
     "a parameter of it is a Strange": {"prepare": set_strange},
     "a forward was set on a module of it": {"prepare": set_forward},
     "it could not be captured: RuntimeError: no stream": {"own": failing},
-    "it returns what it is given": {"own": lambda layer, hidden, mask: hidden[:]},
+    "it returns one of its arguments": {"own": lambda layer, hidden, mask: hidden[:]},
     "it is given settings of type object": {
         "own": lambda layer, hidden, mask, settings: attends(layer, hidden, mask),
         "settings": object(),
@@ -144,7 +144,7 @@ def test_layers_that_are_left_alone(reason: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(layer_capture, "FSDPModule", Sharded)
     if reason == "its attention returns weights":
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", with_weights)
+        monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {"sdpa": with_weights})
         made = of_layer()
     else:
         made = of_layer(**LEFT_ALONE[reason])
@@ -188,10 +188,10 @@ def test_a_forward_that_a_checkpoint_repeats_without_the_call_of_it() -> None:
             assert not made.reasons
         else:
             assert made.replayed == 0
-            assert set(made.reasons) == {"a checkpoint repeats its forward, and not the call of it"}
+            assert set(made.reasons) == {"a checkpoint repeats its forward instead of its call"}
 
 
-TAKEN = "code around it takes what it saves for backward (a checkpoint around it, or offloading)"
+TAKEN = "hooks around it take the tensors that it saves for backward (a checkpoint, or offloading)"
 
 
 @pytest.mark.parametrize("batches", [PADDED, FULL], ids=["padded", "full"])

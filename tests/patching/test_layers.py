@@ -357,7 +357,7 @@ def test_tied_weights() -> None:
     twins = Twins(model)
     twins.steps(PADDED)
     assert twins.replayed == 0
-    assert twins.reasons == {"other modules have parameters of it, too"}
+    assert twins.reasons == {"other modules share parameters with it"}
 
 
 def test_gradient_hooks_on_parameters() -> None:

@@ -177,7 +177,7 @@ def test_what_has_no_layout(rows, why):
 def test_padding_whose_label_is_to_be_predicted_has_no_layout():
     ids = batch_of("..abc", "abc..")
     ids[0, 1] = PREDICTS
-    assert layout(ids, share=True) == "labels are to be predicted at places that are padding"
+    assert layout(ids, share=True) == "labels are predicted at positions of padding"
 
 
 @pytest.mark.parametrize("saved", [False, True])

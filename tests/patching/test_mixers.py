@@ -316,8 +316,8 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = batch(model, "both")
     with apply_npu_kernels(model, ops=OPS):
         pass  # the proof, which would see it
-    original = getattr(mixers.Rows, method)
-    monkeypatch.setattr(mixers.Rows, method, lambda rows, values: original(rows, change(values)))
+    original = getattr(mixers.LiveRows, method)
+    monkeypatch.setattr(mixers.LiveRows, method, lambda rows, values: original(rows, change(values)))
     with pytest.raises(AssertionError):
         compare(model, inputs, OPS, "planted")
 
@@ -349,10 +349,10 @@ class Mixer(nn.Module):
         return hidden
 
 
-def rows_of_two() -> mixers.Rows:
+def rows_of_two() -> mixers.LiveRows:
     found = layout(torch.tensor([[1, 2, -1], [-1, 3, 4]]).numpy(), share=False)
     assert not isinstance(found, str)
-    return mixers.Rows.of(found, (2, 3), torch.device("cpu"))
+    return mixers.LiveRows.of(found, (2, 3), torch.device("cpu"))
 
 
 def test_layers_of_other_code() -> None:
@@ -387,7 +387,7 @@ def test_hidden_states_of_other_shapes() -> None:
 def test_a_body_that_gives_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     body: Any = small_model("llama").model
     monkeypatch.setattr(mixers, "_mixes_tokens", lambda module: False)
-    monkeypatch.setattr(mixers.Rows, "pack", lambda rows, values: values)
+    monkeypatch.setattr(mixers.LiveRows, "pack", lambda rows, values: values)
     why = proof._shown(body, "", small_config(body.config), mixes=True)
     assert isinstance(why, str)
     assert why.startswith("its layers give hidden states of shape [6, 24, ")

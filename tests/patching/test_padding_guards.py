@@ -74,14 +74,14 @@ PLAIN = {"input_ids": IDS, "attention_mask": MASK, "use_cache": False}
 STAYS: dict[str, tuple[dict[str, Any], str | None]] = {
     "no mask": ({**PLAIN, "attention_mask": None}, None),
     "nothing to drop": ({**PLAIN, "attention_mask": torch.ones_like(MASK)}, None),
-    "a mask of scores": ({**PLAIN, "attention_mask": causal()}, "its mask is none of tokens"),
+    "a mask of scores": ({**PLAIN, "attention_mask": causal()}, "its mask does not mark tokens"),
     "a gap": ({**PLAIN, "attention_mask": gapped()}, "the mask of a row has a gap"),
     "no live token": ({**PLAIN, "attention_mask": torch.zeros_like(MASK)}, "no token is live"),
     "a cache is asked for": ({**PLAIN, "use_cache": True}, "a cache is asked for (use_cache)"),
     "hidden states are asked for": ({**PLAIN, "output_hidden_states": True}, "its hidden_states are asked for"),
     "attentions are asked for": ({**PLAIN, "output_attentions": True}, "its attentions are asked for"),
     "no routers": ({**PLAIN, "output_router_logits": True}, "its router_logits are asked for"),
-    "labels at padding": ({**PLAIN, "labels": IDS}, "labels are to be predicted at places that are padding"),
+    "labels at padding": ({**PLAIN, "labels": IDS}, "labels are predicted at positions of padding"),
 }
 
 
@@ -96,7 +96,7 @@ def test_the_first_token_of_a_row_is_predicted_by_padding():
     labels = INPUTS["labels"].clone()
     begin = int(MASK[0].argmax())
     labels[0, begin] = 7
-    stays(made("llama", torch.float32, "eager"), "labels are to be predicted at places that are padding",
+    stays(made("llama", torch.float32, "eager"), "labels are predicted at positions of padding",
           **PLAIN, labels=labels)  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_each_token_has_a_class():
     at_padding = classes.masked_fill(MASK == 0, -100)
     row = int((MASK[:, 0] == 1).int().argmax())
     at_padding[row, int(MASK[row].sum())] = 3  # the only one, right behind a row's last token
-    stays(model.train(), "labels are to be predicted at places that are padding", **PLAIN, labels=at_padding)
+    stays(model.train(), "labels are predicted at positions of padding", **PLAIN, labels=at_padding)
     expected = step(model, **PLAIN, labels=classes.masked_fill(MASK == 0, -100))
     with apply_npu_kernels(model, ops=[OP]) as kernels:
         found = step(model, **PLAIN, labels=classes.masked_fill(MASK == 0, -100))
@@ -203,10 +203,10 @@ def test_what_is_classified_is_not_found_without_ids():
     model: Any = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SMALL)).train()
     embedded = model.model.embed_tokens(IDS).detach()
     given = {"inputs_embeds": embedded, "attention_mask": MASK, "use_cache": False}
-    stays(model, "what is classified is found by ids, and here are none, or no padding", **given)
+    stays(model, "the classifier finds its token by ids, and this call has none, or no padding", **given)
     alone = {"input_ids": IDS[1:2], "attention_mask": MASK[1:2], "use_cache": False}
     model.config.pad_token_id = None
-    stays(model, "what is classified is found by ids, and here are none, or no padding", **alone)
+    stays(model, "the classifier finds its token by ids, and this call has none, or no padding", **alone)
 
 
 def test_keys_of_another_dtype_than_queries_raise_as_ever():

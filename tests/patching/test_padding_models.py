@@ -234,7 +234,7 @@ def test_classifiers_and_reward_models(name):
 
     batch = {**padded(), "labels": torch.tensor([0, 1, 1, 0])}
     assert ran(compared(make, batch=batch)) == 1
-    reason = "what is classified is found by ids, and may be a place that is padding"
+    reason = "the classifier finds its token by ids, and the token may be padding"
     # The classified token is the last one that is no padding by its id, whatever the mask says.
     kernels = compared(make, batch={**batch, "input_ids": batch["input_ids"] + 1})
     assert ran(kernels) == 0
@@ -273,7 +273,7 @@ def images_in(name: str) -> Batch:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gemma3", "its mask is none of tokens"),
+        ("gemma3", "its mask does not mark tokens"),
         ("qwen2-vl", "it is given positions in several dimensions"),
         ("llava", ""),
     ],

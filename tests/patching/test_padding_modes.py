@@ -294,13 +294,13 @@ def test_a_loss_that_reads_padding_has_it_computed_in_every_model():
     expected = values(copy.deepcopy(student), batch, lambda m, b: distilled(m, b, teacher))
     student_kernels, teacher_kernels = (apply_npu_kernels(m, ops=["varlen_attention"]) for m in (student, teacher))
     with student_kernels, teacher_kernels:
-        with pytest.warns(RuntimeWarning, match="the loss reads what becomes of padding"):
+        with pytest.warns(RuntimeWarning, match="the loss reads hidden states of padding"):
             distilled(student, batch, teacher).backward()
         assert (ran(student_kernels), ran(teacher_kernels)) == (1, 1)
         student.zero_grad()
         found = values(student, batch, lambda m, b: distilled(m, b, teacher))
         assert (ran(student_kernels), ran(teacher_kernels)) == (1, 1)
-        assert "the loss reads what becomes of padding" in declined(student_kernels)
+        assert "the loss reads hidden states of padding" in declined(student_kernels)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     # Of a model that is patched later nothing is known.
     later = small_model("llama")
@@ -314,7 +314,7 @@ def test_a_loss_that_begins_to_read_padding_is_found():
     with apply_npu_kernels(model, ops=["varlen_attention"]) as kernels:
         for _ in range(2):
             loss_of(model, batch).backward()
-        with pytest.warns(RuntimeWarning, match="the loss reads what becomes of padding"):
+        with pytest.warns(RuntimeWarning, match="the loss reads hidden states of padding"):
             [distilled(model, batch).backward() for _ in range(65)]
         assert 2 < ran(kernels) <= 64
 

@@ -37,7 +37,7 @@ from ..fallback import falls_back
 from ..host import once_differentiable
 from ..launch import KernelError
 from ..trial import differs
-from .kernels import MOST_TAPS, Form, Gradients, launch_backward, launch_forward
+from .kernels import MOST_TAPS, ConvolutionForm, Gradients, launch_backward, launch_forward
 from .places import add_gradient_of_last, extended_places, last_inputs
 
 __all__ = ["causal_conv1d", "causal_conv1d_reference"]
@@ -75,7 +75,7 @@ def causal_conv1d_reference(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _extended(x: torch.Tensor, state: torch.Tensor | None, form: Form) -> torch.Tensor:
+def _extended(x: torch.Tensor, state: torch.Tensor | None, form: ConvolutionForm) -> torch.Tensor:
     """Returns x with the K - 1 places before each row or segment."""
     keep = form.taps - 1
     if form.segments is None:
@@ -87,7 +87,9 @@ def _extended(x: torch.Tensor, state: torch.Tensor | None, form: Form) -> torch.
     return extended
 
 
-def _sums(extended: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: Form) -> torch.Tensor:
+def _sums(
+    extended: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: ConvolutionForm
+) -> torch.Tensor:
     """Returns p in fp32 at the ends of all windows of K places, also of those that end before a segment's begin."""
     wide = torch.promote_types(extended.dtype, torch.float32)
     length = extended.shape[2] - form.taps + 1
@@ -98,7 +100,7 @@ def _sums(extended: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _in_torch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, form: Form
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, form: ConvolutionForm
 ) -> torch.Tensor:
     p = _sums(_extended(x, state, form), weight, bias, form)
     if form.segments is not None:
@@ -108,7 +110,7 @@ def _in_torch(
 
 def _backward_in_torch(
     dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
-    state: torch.Tensor | None, form: Form, needs: tuple[bool, bool, bool],
+    state: torch.Tensor | None, form: ConvolutionForm, needs: tuple[bool, bool, bool],
 ) -> Gradients:  # fmt: skip
     needs_dx, needs_dw, needs_dstate = needs
     taps, keep = form.taps, form.taps - 1
@@ -153,7 +155,7 @@ def _backward_in_torch(
 
 @falls_back("causal_conv1d")
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, form: Form,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, form: ConvolutionForm,
     backend: str,
 ) -> torch.Tensor:  # fmt: skip
     return (_in_torch if backend == "torch" else launch_forward)(x, weight, bias, state, form)
@@ -162,7 +164,7 @@ def _forward(
 @falls_back("causal_conv1d")
 def _backward(
     dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
-    state: torch.Tensor | None, form: Form, needs: tuple[bool, bool, bool], backend: str,
+    state: torch.Tensor | None, form: ConvolutionForm, needs: tuple[bool, bool, bool], backend: str,
 ) -> Gradients:  # fmt: skip
     return (_backward_in_torch if backend == "torch" else launch_backward)(dy, x, weight, bias, state, form, needs)
 
@@ -170,7 +172,8 @@ def _backward(
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                state: torch.Tensor | None, form: Form, return_state: bool, backend: str) -> Any:  # fmt: skip
+                state: torch.Tensor | None,
+                form: ConvolutionForm, return_state: bool, backend: str) -> Any:  # fmt: skip
         # Without an activation x is for the gradient of the weight alone.
         keeps_x = form.silu or ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         ctx.save_for_backward(*((x, weight, bias, state) if keeps_x else (None, weight, None, None)))
@@ -226,15 +229,13 @@ def _trial(
     shapes = [(1, channels, sum(lengths)), (channels, taps), (channels,), (len(lengths), channels, taps - 1)]
     drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
     upstream = torch.randn(shapes[0], generator=generator, device="cpu").to(where, dtype)
-    segments = Segments.make(lengths, where)
+    form = ConvolutionForm(taps, silu, Segments.make(lengths, where))
 
     def outcome(by: str, wide: bool) -> list[torch.Tensor]:
         rounded = [t.to(where, dtype if i in (0, 3) else of_weight) for i, t in enumerate(drawn)]
         x, weight, bias, state = ((t.float() if wide else t).requires_grad_() for t in rounded)
         given = [x, weight, *([bias] if biased else []), *([state] if taps > 1 else [])]
-        y = _CausalConv1d.apply(
-            x, weight, bias if biased else None, state if taps > 1 else None, Form(taps, silu, segments), False, by
-        )
+        y = _CausalConv1d.apply(x, weight, bias if biased else None, state if taps > 1 else None, form, False, by)
         return [y, *torch.autograd.grad(y, given, upstream.to(y.dtype))]
 
     # Outer hooks, such as those of a checkpoint around the layer, must not see what these gradients save.
@@ -325,7 +326,7 @@ def causal_conv1d(
     """
     _check(x, weight, bias, activation, segments, state)
     taps = weight.shape[1]
-    form = Form(taps, activation is not None, segments)
+    form = ConvolutionForm(taps, activation is not None, segments)
 
     def at() -> backends.Shape:
         return x.dtype, x.shape[0] * x.shape[2], (x.shape[1], taps)

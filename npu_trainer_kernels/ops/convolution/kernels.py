@@ -21,7 +21,7 @@ from ..launch import launch
 from ..norms import sum_of_partials
 from .places import chunks_of
 
-__all__ = ["MOST_TAPS", "Form", "Gradients", "launch_backward", "launch_forward"]
+__all__ = ["MOST_TAPS", "ConvolutionForm", "Gradients", "launch_backward", "launch_forward"]
 
 MOST_TAPS = 8
 """The maximum number of taps: a kernel has a variable for each."""
@@ -30,7 +30,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
 
 
 @dataclass(frozen=True)
-class Form:
+class ConvolutionForm:
     """The options of a call, and the number of taps."""
 
     taps: int
@@ -447,7 +447,7 @@ def _empty_like(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return t.new_empty(t.shape, dtype=dtype)
 
 
-def _tasks(x: torch.Tensor, form: Form, tokens: int) -> tuple[torch.Tensor, int, int]:
+def _tasks(x: torch.Tensor, form: ConvolutionForm, tokens: int) -> tuple[torch.Tensor, int, int]:
     """Returns the chunks of segments (or anything), the number of chunks of a row, and that of all."""
     if form.segments is not None:
         chunks = chunks_of(form.segments, tokens)
@@ -476,7 +476,7 @@ def _taps_of(weight: torch.Tensor, spec: device.DeviceSpec) -> torch.Tensor:
 
 
 def launch_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, form: Form
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, form: ConvolutionForm
 ) -> torch.Tensor:
     """Returns y."""
     spec = device.spec(x.device)
@@ -504,7 +504,7 @@ def launch_forward(
 
 def launch_backward(
     dy: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
-    state: torch.Tensor | None, form: Form, needs: tuple[bool, bool, bool],
+    state: torch.Tensor | None, form: ConvolutionForm, needs: tuple[bool, bool, bool],
 ) -> Gradients:  # fmt: skip
     """Returns the gradients of x, weight, bias and state, or None. `needs` says whether those of x, of weight and bias
     and of the state are wanted; x is None if no wanted one depends on it."""

@@ -5,7 +5,7 @@ chunks, `chunks.py` computes the op in them, `states.py` the states between them
 `kernels.py`. `slices.py` runs it over slices of heads, forward and backward, and `fla.py` calls flash-linear-attention.
 """
 
-from .fla import Form, unserved_by_fla
+from .fla import DeltaRuleForm, unserved_by_fla
 from .gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
 
-__all__ = ["Form", "gated_delta_rule", "gated_delta_rule_reference", "unserved_by_fla"]
+__all__ = ["DeltaRuleForm", "gated_delta_rule", "gated_delta_rule_reference", "unserved_by_fla"]

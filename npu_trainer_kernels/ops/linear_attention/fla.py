@@ -35,7 +35,7 @@ from ..trial import differs
 from .chunks import normalized
 from .slices import in_chunks
 
-__all__ = ["Form", "by_fla", "choose", "unserved_by_fla"]
+__all__ = ["DeltaRuleForm", "by_fla", "choose", "unserved_by_fla"]
 
 _OP = "gated_delta_rule"
 _FUNCTIONS = {
@@ -47,7 +47,7 @@ _FUNCTIONS = {
 
 
 @dataclass(frozen=True)
-class Form:
+class DeltaRuleForm:
     """What a call asks of fla.
 
     Attributes:
@@ -66,7 +66,7 @@ class Form:
     value: int = 128
 
 
-def _function(form: Form) -> Callable[..., Any]:
+def _function(form: DeltaRuleForm) -> Callable[..., Any]:
     module, name = _FUNCTIONS[form.delta, form.by_channel]
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
@@ -77,7 +77,7 @@ def by_fla(
     state: torch.Tensor | None, segments: Segments | None, scale: float, normalize: bool, return_state: bool,
 ) -> Any:  # fmt: skip
     """Computes the op with fla. The arguments are those of `gated_delta_rule`."""
-    function = _function(Form(beta is not None, g.dim() == 4))
+    function = _function(DeltaRuleForm(beta is not None, g.dim() == 4))
     options: dict[str, Any] = {"scale": scale, "initial_state": state, "output_final_state": return_state}
     if segments is not None:
         # fla computes indexes on the host, once for each of these tensors. From the copy on the host it need not wait.
@@ -99,7 +99,7 @@ def _ends(begins: np.ndarray, ends: np.ndarray, where: torch.device) -> tuple[to
     return uploaded(both, where), torch.from_numpy(both)
 
 
-def unserved_by_fla(device: torch.device, dtype: torch.dtype, form: Form) -> str | None:
+def unserved_by_fla(device: torch.device, dtype: torch.dtype, form: DeltaRuleForm) -> str | None:
     """Returns why fla does not serve calls of this form, for a report, or None if it does. The first question for a
     form on a device that has fla tries it there, which compiles fla's kernels and waits for the device.
 
@@ -122,7 +122,7 @@ def _in_torch(*args: Any) -> Any:
 
 
 @functools.cache
-def _trial(device: torch.device, dtype: torch.dtype, form: Form) -> str | None:
+def _trial(device: torch.device, dtype: torch.dtype, form: DeltaRuleForm) -> str | None:
     """Compares fla with our form in torch: segments with states before them, and rows without."""
     name = _FUNCTIONS[form.delta, form.by_channel][1]
     generator = torch.Generator("cpu").manual_seed(0)
@@ -202,5 +202,5 @@ def _unserved(
     if not q.dtype == k.dtype == v.dtype:
         return f"fla takes q, k and v of one dtype; got {q.dtype}, {k.dtype} and {v.dtype}"
     group = v.shape[2] // k.shape[2]
-    form = Form(beta is not None, g.dim() == 4, normalize, group, k.shape[3], v.shape[3])
+    form = DeltaRuleForm(beta is not None, g.dim() == 4, normalize, group, k.shape[3], v.shape[3])
     return unserved_by_fla(v.device, v.dtype, form)

@@ -28,7 +28,7 @@ import torch
 from ... import backends
 from ..checks import check_choice, check_float, check_same_device
 from ..host import once_differentiable
-from .general_kernels import ACTIVATIONS, Form, general_backward, general_forward, general_reference
+from .general_kernels import ACTIVATIONS, GeneralNormForm, general_backward, general_forward, general_reference
 from .rms_kernels import check_norm
 
 __all__ = ["CASTINGS", "ORDERS", "gated_rms_norm", "gated_rms_norm_reference"]
@@ -39,9 +39,9 @@ CASTINGS = ("llama", "gemma")
 
 def _form(
     gate: torch.Tensor | None, eps: float, offset: float, order: str, activation: str, casting: str, groups: int
-) -> Form:
+) -> GeneralNormForm:
     where = "none" if gate is None else "after" if order == "norm_first" else "before"
-    return Form(eps, offset, False, casting, where, activation, groups)
+    return GeneralNormForm(eps, offset, False, casting, where, activation, groups)
 
 
 def gated_rms_norm_reference(
@@ -62,7 +62,7 @@ def gated_rms_norm_reference(
 
 class _GatedRmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor, form: Form,
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor, form: GeneralNormForm,
                 backend: str) -> torch.Tensor:  # fmt: skip
         y, _, rstd = general_forward(x, gate, weight, None, form, backend)
         ctx.save_for_backward(x, gate, weight, rstd)

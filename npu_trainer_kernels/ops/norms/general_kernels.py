@@ -48,13 +48,13 @@ from ..host import contiguous_like, promoted
 from ..launch import launch
 from .rms_kernels import as_rows, shifted, sum_of_partials
 
-__all__ = ["ACTIVATIONS", "Form", "general_backward", "general_forward", "general_reference"]
+__all__ = ["ACTIVATIONS", "GeneralNormForm", "general_backward", "general_forward", "general_reference"]
 
 ACTIVATIONS = ("silu", "sigmoid")
 
 
 @dataclass(frozen=True)
-class Form:
+class GeneralNormForm:
     """The checked options of a call.
 
     Attributes:
@@ -99,7 +99,11 @@ class Form:
 
 
 def general_reference(
-    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, form: Form
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    form: GeneralNormForm,
 ) -> torch.Tensor:
     """Computes the norm in plain PyTorch, operation for operation as transformers' modules do."""
     return _normed(x, gate, weight, bias, form)[0]
@@ -110,7 +114,11 @@ def _wide(t: torch.Tensor) -> torch.Tensor:
 
 
 def _normed(
-    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, form: Form
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    form: GeneralNormForm,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (y, mean, rstd); mean and rstd are `[..., G, 1]`."""
     s = _wide(x)
@@ -133,7 +141,7 @@ def _normed(
     return u.to(form.result_dtype(x.dtype, None if weight is None else weight.dtype)), mean, rstd
 
 
-def _weight(weight: torch.Tensor, form: Form, dtype: torch.dtype) -> torch.Tensor:
+def _weight(weight: torch.Tensor, form: GeneralNormForm, dtype: torch.dtype) -> torch.Tensor:
     """Returns w', which is fp32 with casting "gemma"."""
     if form.casting == "llama":
         return shifted(weight, form.offset)
@@ -467,7 +475,7 @@ def _grid(programs: int, columns: int) -> tuple[int, ...]:
 
 def _launch_forward(
     x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
-    y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, form: Form, tile: tiling.RowTile,
+    y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, form: GeneralNormForm, tile: tiling.RowTile,
     spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
 ) -> None:  # fmt: skip
     hidden = x.shape[-1]
@@ -490,7 +498,8 @@ def _launch_forward(
 
 @falls_back("layer_norm", "gated_rms_norm")
 def general_forward(
-    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, form: Form,
+    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    form: GeneralNormForm,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
     """Returns y `[..., H]`, mean and rstd, which are `[groups, N]` fp32; mean is None unless the form is centred."""
@@ -536,7 +545,7 @@ def _over_blocks(values: torch.Tensor, size: int, tile: tiling.RowTile) -> torch
     return (values[:, :-1].sum(1) * tile.cols).add_(values[:, -1], alpha=last)
 
 
-def _by_group(statistic: torch.Tensor, form: Form) -> torch.Tensor:
+def _by_group(statistic: torch.Tensor, form: GeneralNormForm) -> torch.Tensor:
     """Returns a statistic `[..., G, 1]` as `[G, N]`."""
     return statistic.reshape(-1, form.groups).t().contiguous()
 
@@ -544,7 +553,7 @@ def _by_group(statistic: torch.Tensor, form: Form) -> torch.Tensor:
 def _launch_backward(
     x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
     dy: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, dots: torch.Tensor, sums: torch.Tensor,
-    dx: torch.Tensor | None, dgate: torch.Tensor | None, needs_dw: bool, needs_db: bool, form: Form,
+    dx: torch.Tensor | None, dgate: torch.Tensor | None, needs_dw: bool, needs_db: bool, form: GeneralNormForm,
     tile: tiling.RowTile, spec: device.DeviceSpec, reduce: bool = True, apply: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Returns (dw, db) in the dtypes of their parameters; a gradient that is not needed is None."""
@@ -581,7 +590,8 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
 @falls_back("layer_norm", "gated_rms_norm")
 def general_backward(
     x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
-    mean: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor, form: Form, needs_dx: bool, needs_dw: bool,
+    mean: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor,
+    form: GeneralNormForm, needs_dx: bool, needs_dw: bool,
     needs_db: bool, backend: str,
 ) -> Gradients:  # fmt: skip
     """Returns (dx, dgate, dw, db), each in the dtype of its tensor. `needs_dx` asks for both dx and dgate."""
@@ -618,7 +628,8 @@ def general_backward(
 
 def _backward_torch(
     x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
-    mean: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor, form: Form, needs_dx: bool, needs_dw: bool,
+    mean: torch.Tensor | None, rstd: torch.Tensor, dy: torch.Tensor,
+    form: GeneralNormForm, needs_dx: bool, needs_dw: bool,
     needs_db: bool,
 ) -> Gradients:  # fmt: skip
     def per_row(statistic: torch.Tensor) -> torch.Tensor:

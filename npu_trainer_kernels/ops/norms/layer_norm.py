@@ -19,7 +19,7 @@ import torch
 from ... import backends
 from ..checks import check_float, check_same_device
 from ..host import once_differentiable
-from .general_kernels import Form, general_backward, general_forward, general_reference
+from .general_kernels import GeneralNormForm, general_backward, general_forward, general_reference
 from .rms_kernels import check_norm
 
 __all__ = ["layer_norm", "layer_norm_reference"]
@@ -34,12 +34,13 @@ def layer_norm_reference(
     offset: float = 0.0,
 ) -> torch.Tensor:
     """Computes the op in plain PyTorch, operation for operation as Cohere's modules do."""
-    return general_reference(x, None, weight, bias, Form(eps, offset, centred=True))
+    return general_reference(x, None, weight, bias, GeneralNormForm(eps, offset, centred=True))
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, form: Form,
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
+                form: GeneralNormForm,
                 backend: str) -> torch.Tensor:  # fmt: skip
         y, mean, rstd = general_forward(x, None, weight, bias, form, backend)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
@@ -96,4 +97,4 @@ def layer_norm(
     chosen = backends.choose("layer_norm", x.device, backend, at=lambda: backends.of_rows(x))
     if torch.compiler.is_compiling():
         return layer_norm_reference(x, weight, bias, eps, offset=offset)
-    return _LayerNorm.apply(x, weight, bias, Form(eps, offset, centred=True), chosen)
+    return _LayerNorm.apply(x, weight, bias, GeneralNormForm(eps, offset, centred=True), chosen)

@@ -19,7 +19,7 @@ from .layout import MIN_SAVED
 from .packed import (
     PackedMask,
     Packing,
-    Recorded,
+    RecordedCall,
     Unserved,
     attend_by_segments,
     foreign_attention,
@@ -36,7 +36,7 @@ __all__ = [
     "PackedMask",
     "Packing",
     "PaddingPatch",
-    "Recorded",
+    "RecordedCall",
     "Unserved",
     "attend_by_segments",
     "draws_for_tokens",

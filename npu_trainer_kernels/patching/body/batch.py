@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ops.attention import Segments, Shared, take, uploaded
 from ..call import Scored
 from .layout import DEAD, PREDICTS, READ, Layout, layout
-from .mixers import Rows, live_tokens_alone
+from .mixers import LiveRows, live_tokens_alone
 from .packed import Unserved, packed_row, packing_for
 from .user_rows import ARGUMENTS, lengths_of_rows
 
@@ -41,8 +41,8 @@ def _positions(where: Layout, shape: tuple[int, int], by_columns: bool) -> np.nd
 
 
 def _read(ids: torch.Tensor, padding: int) -> torch.Tensor:
-    """Returns for each position, in case it has no token, `READ` if a classifier may read it, else `DEAD`: it may read
-    those with another id than padding, and the first of a row without any."""
+    """Returns the code of each position for the case that it has no token: `READ` if a classifier may read it, else
+    `DEAD`. A classifier may read a position with another id than padding; in a row without one, the first position."""
     other = ids != padding
     other[:, 0] |= ~other.any(1)
     return torch.where(other, READ, DEAD)
@@ -201,7 +201,7 @@ class Batch:
         return out, packing
 
     def beside_mixers(self, kind: Any, body: Any, packed: tuple[int, int] | None = None) -> Any:
-        """Returns the body's output in the batch's shape, and its `Rows`; only its mixers compute padding.
+        """Returns the body's output in the batch's shape, and its `LiveRows`; only its mixers compute padding.
 
         Args:
             kind: the class whose forward is called.
@@ -212,7 +212,7 @@ class Batch:
         Raises:
             Unserved: its layers do not work on each token by itself.
         """
-        rows = Rows.of(self.layout, self.shape, self.given["attention_mask"].device)
+        rows = LiveRows.of(self.layout, self.shape, self.given["attention_mask"].device)
         with live_tokens_alone(rows):
             out = kind.forward(body, **{name: v for name, v in self.given.items() if name != "labels"})
         hidden = hidden_of(out)

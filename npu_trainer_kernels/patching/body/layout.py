@@ -105,9 +105,9 @@ def layout(ids: np.ndarray, *, share: bool) -> Layout | str:
     if live == 0:
         return "no token is live"
     if (ids == PREDICTS).any():
-        return "labels are to be predicted at places that are padding"
+        return "labels are predicted at positions of padding"
     if (ids == READ).any():
-        return "what is classified is found by ids, and may be a place that is padding"
+        return "the classifier finds its token by ids, and the token may be padding"
     begin = alive.argmax(1)
     rows = np.flatnonzero(counts)
     first, last = begin.tolist(), (begin + counts).tolist()

@@ -5,7 +5,7 @@ attention is code of their own. Between those modules a decoder layer works on e
 is called with the padded batch, and makes its masks and positions as always; the first layer takes the live tokens out
 of the hidden states, `[B, L, H]` to `[1, n, H]`, and each *mixer* is called with the padded batch again, zeros at
 padding, by its own code. A mixer is a child of a decoder layer whose forward takes a mask, positions, a cache or a
-state. Nothing else is known of it.
+state. The code needs to know nothing else about it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..undo import Undo
 from .layout import Layout
 from .packed import Unserved
 
-__all__ = ["Rows", "leave_padding_to_mixers", "live_tokens_alone", "mixers_under_way"]
+__all__ = ["LiveRows", "leave_padding_to_mixers", "live_tokens_alone", "mixers_under_way"]
 
 _GIVEN = frozenset((
     "attention_mask", "cache_params", "cache_position", "mask", "past_key_value", "past_key_values",
@@ -38,7 +38,7 @@ _GIVEN = frozenset((
 
 
 @dataclass
-class Rows:
+class LiveRows:
     """The live tokens of a padded batch `[B, L]` on their way through a body.
 
     Attributes:
@@ -56,7 +56,7 @@ class Rows:
     mixers: set[type[nn.Module]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, where: Layout, shape: tuple[int, int], device: torch.device) -> Rows:
+    def of(cls, where: Layout, shape: tuple[int, int], device: torch.device) -> LiveRows:
         """Uploads a layout without shared prefixes."""
         n = len(where.places)
         places = Shared.make(where.places, shape[0] * shape[1], device)
@@ -86,10 +86,10 @@ class Rows:
         return isinstance(values, torch.Tensor) and values.dim() > 2 and values.shape[:2] == self.shape
 
 
-_rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("npu_kernels_rows", default=None)
+_rows: contextvars.ContextVar[LiveRows | None] = contextvars.ContextVar("npu_kernels_rows", default=None)
 
 
-def _under_way() -> Rows | None:
+def _under_way() -> LiveRows | None:
     """Returns the batch on its way on this thread; no graph has one in it."""
     return None if torch.compiler.is_compiling() else _rows.get()
 
@@ -100,7 +100,7 @@ def mixers_under_way() -> bool:
 
 
 @contextlib.contextmanager
-def live_tokens_alone(rows: Rows | None) -> Iterator[None]:
+def live_tokens_alone(rows: LiveRows | None) -> Iterator[None]:
     """Inside the `with` block the layers of prepared bodies compute the live tokens of a batch; None: all positions."""
     token = _rows.set(rows)
     try:
@@ -176,7 +176,7 @@ def _of_layer(kind: Any) -> dict[str, Any]:
                 raise Unserved("its layers are not given the hidden states of its batch")
             packed = rows.pack(hidden)
             args, kwargs = ((packed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": packed})
-        # Beside them it may be given the embeddings or the ids of all positions (Zamba, DeepSeek V4).
+        # Besides the hidden states, a layer may get the embeddings or the ids of all positions (Zamba, DeepSeek V4).
         places = set(others.values())
         args = tuple(rows.packed(each) if i in places else each for i, each in enumerate(args))
         kwargs = {name: rows.packed(each) if name in others else each for name, each in kwargs.items()}
@@ -198,7 +198,7 @@ def _of_layer(kind: Any) -> dict[str, Any]:
     return {"__call__": call, _CHECKPOINT: property(get, put)}
 
 
-def _with_rows(rows: Rows, function: Callable[..., Any], *args: Any) -> Any:
+def _with_rows(rows: LiveRows, function: Callable[..., Any], *args: Any) -> Any:
     with live_tokens_alone(rows):
         return function(*args)
 

@@ -41,7 +41,7 @@ __all__ = [
     "Asked",
     "PackedMask",
     "Packing",
-    "Recorded",
+    "RecordedCall",
     "Unserved",
     "attend_by_segments",
     "between_pieces",
@@ -92,7 +92,7 @@ class Packing:
         named: the attention that the body's configuration names.
         tokens: the number of tokens of the row, those behind the last segment included, which nobody reads.
         attended: the classes of the modules that have attended.
-        asked: the features that they used.
+        asked: the features of attention that they used.
         configs: by id, each configuration that was read, and its copy that names the functions of this module.
         carried: the classes of the modules that have carried a state by segments.
         carries: whether modules that can do so shall.
@@ -286,13 +286,13 @@ def _attention(
 
 
 @dataclass
-class Recorded:
+class RecordedCall:
     """The arguments of a layer that is being captured.
 
     Attributes:
         now: the mask and the tensors of the call.
         tensors: the tensors that the layer is called with in their place.
-        parameters: by id, the parameters of the layer; the keys are those of what stands for them in the capture.
+        parameters: the layer's parameters, by the id of the tensor that stands for each of them in the capture.
     """
 
     now: Any
@@ -301,7 +301,8 @@ class Recorded:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """The layer is captured inside of the `with` block; if it has a packed row, its attention is that row's."""
+        """Marks the layer as being captured inside of the `with` block. Without a packed row transformers' attention
+        functions end pieces there; with one, this module's function does."""
         token = _recorded.set(self)
         try:
             with contextlib.nullcontext() if type(self.now.mask) is PackedMask else _attention_ends_pieces():
@@ -310,7 +311,7 @@ class Recorded:
             _recorded.reset(token)
 
 
-_recorded: contextvars.ContextVar[Recorded | None] = contextvars.ContextVar("npu_kernels_recorded", default=None)
+_recorded: contextvars.ContextVar[RecordedCall | None] = contextvars.ContextVar("npu_kernels_recorded", default=None)
 
 
 def _between_pieces(
@@ -364,7 +365,7 @@ def between_pieces(
     Args:
         compute: computes the function of its arguments and the row.
         named: the arguments, now.
-        dims: the dimension of tokens of those that have one.
+        dims: the dimension of tokens of each argument that has one.
         dim: the dimension of tokens of the result.
     """
     recorded = _recorded.get()
@@ -436,7 +437,7 @@ def under_way() -> bool:
 
 
 def row_under_way() -> Packing | None:
-    """Returns the packed row on its way on this thread whose segments modules with a state carry theirs by, or None."""
+    """Returns the packed row on its way on this thread if modules with a state go by its segments, else None."""
     packing = _packing.get()
     return packing if packing is not None and packing.carries else None
 

@@ -258,7 +258,7 @@ class PaddingPatch(Patch):
             # Of the shape that a mask would have.
             mask = given["position_ids"] if not full else rows if rows.dim() == 2 else rows[..., 0]
         elif not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            return "its mask is none of tokens" if torch.is_grad_enabled() else UNREPORTED
+            return "its mask does not mark tokens" if torch.is_grad_enabled() else UNREPORTED
         if not isinstance(rows, torch.Tensor) or rows.shape[:2] != mask.shape or (ids is not None and rows is not ids):
             return "its mask is not of the shape of its tokens"
         mixes, call = form.proof.mixes, current_call()
@@ -289,7 +289,7 @@ class PaddingPatch(Patch):
         if not mixes and form.longest is not None and mask.shape[-1] > form.longest:
             return "its rotation depends on the longest row"
         if form.classifies and (ids is None or config.pad_token_id is None):
-            return "what is classified is found by ids, and here are none, or no padding"
+            return "the classifier finds its token by ids, and this call has none, or no padding"
         if (reason := in_the_way(module.get_submodule(form.inner), form.proof)) is not None:
             return reason
         circumstances = _circumstances(module, rows)
@@ -372,8 +372,8 @@ class PaddingPatch(Patch):
 
 
 def _given(form: BodyForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a body's call by name. Position ids that its model was given, and has kept for itself,
-    are among them where there is no mask: they may tell rows apart."""
+    """Returns the arguments of a body's call by name. Without a mask, position ids that the model got and did not pass
+    on are among them, because they may separate rows."""
     given = dict(zip(form.names, args, strict=False), **kwargs)
     call = current_call()
     kept = None if call is None or "position_ids" in form.names else call.positions
@@ -394,7 +394,8 @@ def _taken_for_full(form: BodyForm, given: dict[str, Any]) -> bool:
 
 
 def _passed_on(kind: Any) -> tuple[str, ...]:
-    """Returns what the forward of a body of states is given by its model without naming it: xLSTM reads no mask."""
+    """Returns the arguments that a model passes to its body although the body's forward has no parameter of that name:
+    the mask of xLSTM, which reads none."""
     takes_any = inspect.Parameter.VAR_KEYWORD in (p.kind for p in inspect.signature(kind.forward).parameters.values())
     return ("attention_mask",) if takes_any and getattr(kind, "_is_stateful", False) else ()
 
@@ -403,7 +404,7 @@ _NO_BATCH = "its forward takes no ids and mask"
 _WORTH = 0.1
 """The fraction of positions that must be padding for mixers to be called apart. Around a mixer the
 hidden states are copied twice, which must cost less than what is saved. The fraction is a guess, and not measured."""
-_READ = "the loss reads what becomes of padding (a gradient arrived at its places)"
+_READ = "the loss reads hidden states of padding (a gradient arrived at their positions)"
 _FIRST, _EVERY = 2, 64
 """The backward passes that are observed: the first ones, and one in so many. The host waits for each of these."""
 _savings: list[weakref.ref[Savings]] = []
@@ -434,7 +435,7 @@ def _arrived(empty: torch.Tensor, gradient: torch.Tensor) -> None:
     for each in filter(None, (ref() for ref in _savings)):
         each.read = _READ
     warnings.warn(
-        f"{_READ}; it was left out so far, and this step's gradients have nothing of it. From the next forward on it "
+        f"{_READ}; padding was left out so far, and this step's gradients lack it. From the next forward on padding "
         "is computed, in every patched model of this process. Give the loss a mask, or leave varlen_attention out of "
         "ops.",
         RuntimeWarning,

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from ...ops.host import once_differentiable, stands_on
 from .head_call import HeadCall
 
-__all__ = ["OwedGradient", "Place", "PromisedLogits", "Step", "Transform", "promise"]
+__all__ = ["OwedGradient", "Place", "PromiseStep", "PromisedLogits", "Transform", "promise"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ NO_TRANSFORM = Transform()
 
 
 @dataclass(frozen=True)
-class Step:
+class PromiseStep:
     """A recorded step on promised logits: `function(logits, *args, **kwargs)`.
 
     Attributes:
@@ -92,7 +92,7 @@ class Place:
     hidden: torch.Tensor
     shadow: torch.Tensor
     transform: Transform = NO_TRANSFORM
-    steps: tuple[Step, ...] = ()
+    steps: tuple[PromiseStep, ...] = ()
 
     def values(self) -> torch.Tensor:
         """Returns the logits outside of any graph, in the memory of the head's output if ordinary logits would be."""

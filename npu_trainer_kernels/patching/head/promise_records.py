@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from ...ops.host import autocasts, refused
 from ...support.opaque import opaque
 from .head_call import is_of_a_wrapper
-from .promise import OwedGradient, Place, PromisedLogits, Step, Transform
+from .promise import OwedGradient, Place, PromisedLogits, PromiseStep, Transform
 
 __all__ = ["answer"]
 
@@ -182,7 +182,7 @@ def _next(
     alias: bool, *, hidden: torch.Tensor | None = None, transform: Transform | None = None,
 ) -> PromisedLogits:  # fmt: skip
     place = logits.place
-    step = Step(function, args, kwargs, alias)
+    step = PromiseStep(function, args, kwargs, alias)
     return logits.done(
         Place(
             place.call, place.hidden if hidden is None else hidden, shadow,

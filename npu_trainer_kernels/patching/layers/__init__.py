@@ -1,8 +1,8 @@
 """Decoder layers as captured pieces.
 
 Between two attentions a decoder layer depends on the number of its tokens alone. So a layer is captured as the pieces
-before and after its attention (`capture.pieces`), with transformers' attention interface as the seam between them, and
-nothing is known of the family. For each call of a layer, in this order:
+before and after its attention (`capture.pieces`), with transformers' attention interface as the seam between them. The
+code needs to know nothing about the model's family. For each call of a layer, in this order:
 
 1. `layer_capture.py`: the forward of the layer's class asks whether the call is replayed, captured, or left alone.
 2. `call_arguments.py`: takes the tensors out of the arguments.

@@ -22,13 +22,13 @@ __all__ = ["MOST_VARIANTS", "Bucket", "Captured", "Input", "Mode", "Turn", "buck
 
 _STEPS = 16
 """Buckets from a power of two to the next one. The step is a sixteenth of the lower one, so a bucket has between 0 and
-6.2% more tokens than were asked for, 2.2% on average over evenly spread numbers; 32 would halve that and double the
+6.2% more tokens than the row, 2.2% on average over evenly spread numbers; 32 would halve that and double the
 number of captures."""
 _LEAST_STEP = 16
 
 
 def bucket(tokens: int) -> int:
-    """Returns the number of tokens that a row with so many is filled up to."""
+    """Returns the number of tokens to which a packed row of `tokens` tokens is filled up."""
     step = max((1 << tokens.bit_length() - 1) // _STEPS, _LEAST_STEP)
     return -(-tokens // step) * step
 
@@ -104,12 +104,12 @@ class Bucket:
     """The place of the layer that was captured last."""
     forward: int = 0
     called: int = -1
-    """The place of the layer that was called last. The next one is behind it, or begins another forward."""
+    """The place of the layer that was called last. A layer at the same or an earlier place begins another forward."""
     released: bool = False
     restarts: int = 0
 
     def notes(self, one: Captured) -> None:
-        """Notes a call."""
+        """Records a call of a layer in the current forward, or in the next one if the layer begins it."""
         if one.place <= self.called:
             self.forward += 1
         self.called, one.forward = one.place, self.forward
@@ -130,7 +130,7 @@ class Bucket:
                     one.pieces.release()
 
     def restart(self) -> None:
-        """Gives all graphs up."""
+        """Discards all graphs."""
         self.layers, self.inputs, self.results, self.last = {}, [], set(), -1
         self.released = False
         self.restarts += 1

@@ -31,8 +31,8 @@ _MAPPINGS = (dict, UserDict)
 
 
 class CallArguments:
-    """The arguments of a call: tensors with their paths, and the rest, which has to be equal; of the latter, the dicts,
-    which layers write to for other layers."""
+    """The arguments of a call. `tensors` has the tensors with their paths. `rest` has all other values, which must be
+    equal for a replay. `maps` has the dicts, to which a layer writes tensors for other layers."""
 
     __slots__ = ("_names", "_reads_mask", "args", "kwargs", "maps", "mask", "rest", "tensors")
 
@@ -85,7 +85,7 @@ class CallArguments:
         """Calls a function with other tensors in the places of these.
 
         Returns:
-            what it returns, and what it has written to each of `maps`.
+            the result of the function, and the entries that it has written to each of `maps`.
         """
         at = {path: tensor for (path, _), tensor in zip(self.tensors, tensors, strict=True)}
         given: list[tuple[Any, dict[Any, Any]]] = []
@@ -105,7 +105,7 @@ class CallArguments:
         args = [put(self._name(i), value) for i, value in enumerate(self.args)]
         out = function(*args, **{name: put(name, value) for name, value in self.kwargs.items()})
         if any(name not in made for made, known in given for name in known):
-            raise Refused("it takes entries out of what it is given")
+            raise Refused("it removes entries of a dict that it is given")
         return out, [{k: v for k, v in made.items() if k not in known or v is not known[k]} for made, known in given]
 
 
@@ -118,8 +118,8 @@ class Now:
 
 
 def outputs_of(out: Any, written: list[dict[Any, Any]]) -> tuple[list[torch.Tensor], Callable[..., Any]]:
-    """Returns the tensors that a layer returns and writes to dicts, and a function that puts other ones in their
-    places: it is called with them and the dicts, and returns what the layer returns."""
+    """Returns the tensors that a layer returns and writes to dicts, and a function `put(results, maps)`: it puts the
+    results in the places of these tensors, also into the dicts, and returns them as the layer would."""
     leaves, spec = tree_flatten((out, written))
     at, count = [i for i, leaf in enumerate(leaves) if leaf is not None], len(leaves)
     tensors = [leaves[i] for i in at]

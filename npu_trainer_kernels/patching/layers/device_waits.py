@@ -14,8 +14,8 @@ class DeviceWaits:
     """Finds out whether the device waits for the host.
 
     When the host begins a layer it looks whether the device has begun the layer before, too: then the device has less
-    than a layer's work ahead of it, and will wait. The first forwards are not looked at (they compile kernels and fill
-    caches). Nothing is waited for.
+    than a layer's work ahead of it, and will wait. The first forwards do not count, since they compile kernels and fill
+    caches. The host itself waits for nothing here.
 
     The host is what a step waits for if the device waited at nearly all layers. Where it waited at fewer, for example
     only until the host was ahead of it in each step, graphs would gain little and cost memory.
@@ -40,7 +40,7 @@ class DeviceWaits:
         return self.share > self._SHARE
 
     def seen(self, layer: int, hidden: Any) -> bool:
-        """Looks at a call of a layer; returns whether enough calls were seen."""
+        """Counts a call of a layer; returns whether the calls suffice for a decision."""
         if not isinstance(hidden, torch.Tensor) or hidden.device.type in ("cpu", "meta"):
             return False
         self._begun[layer] += 1

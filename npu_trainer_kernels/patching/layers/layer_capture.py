@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ... import device
 from ...capture import Refused, capture, recorder_for, recording_now
 from ...support.errors import one_line
-from ..body import PackedMask, Recorded
+from ..body import PackedMask, RecordedCall
 from ..call import current_call, generates
 from ..classes import GLOBAL_HOOKS, derived
 from ..patch import PLAIN, Site, is_transformed
@@ -48,13 +48,13 @@ __all__ = ["LayerCapture"]
 
 _MOST_GRAPHS = 8192
 _MOST_BUCKETS = 512
-"""The numbers of graphs of one model, and of buckets of one mode, most of which may be waiting to come a second time.
-Beyond them the longest unused bucket is given up."""
+"""The largest number of graphs of one model, and of buckets of one mode, most of which may be waiting for their second
+call. Beyond these numbers the capture discards the least recently used bucket."""
 
 
 @contextlib.contextmanager
 def _exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
-    """Inside the `with` block a layer has other parameters, given by the id of its own."""
+    """Inside the `with` block a layer has other parameters: `others` has one for the id of each of the layer's own."""
     own = [(m._parameters, name, p) for m in layer.modules() for name, p in m._parameters.items() if p is not None]
     try:
         for where, name, p in own:
@@ -66,8 +66,8 @@ def _exchanged(layer: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[No
 
 
 def _is_saved_elsewhere() -> bool:
-    """Whether hooks take what is saved for backward. A checkpoint around a layer calls it again, without a sign of it;
-    what is to be offloaded would stay in the memory of graphs."""
+    """Whether hooks take the tensors that autograd saves for backward. A checkpoint around a layer repeats the layer's
+    call, and nothing in the call says so; tensors that hooks should offload would stay in the memory of graphs."""
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("there are some"):  # which raises an error
             return False
@@ -77,15 +77,16 @@ def _is_saved_elsewhere() -> bool:
 
 @dataclass
 class _Repeated:
-    """A call of a layer that a checkpoint makes, and repeats before its backward: the repetition must do the same.
+    """A checkpoint's call of a layer. The checkpoint repeats the call before its backward, and the repetition must run
+    as the call did.
 
-    The repetition is not recognised by what the layer is given: before transformers 5.23 a checkpoint repeats the hooks
-    of FSDP2, too, which give the layer other tensors the second time.
+    The layer's arguments do not identify the repetition: before transformers 5.23 a checkpoint also repeats the hooks
+    of FSDP2, which pass other tensors to the layer the second time.
 
     Attributes:
         layer: the layer.
         replayed: whether the call was a replay; False: it was the layer's own code; None: it was not made yet.
-        collects: what transformers' hooks collected in it.
+        collects: the names of the outputs that transformers' hooks collected in the call.
     """
 
     layer: nn.Module
@@ -95,7 +96,7 @@ class _Repeated:
 
 _BY = "_npu_kernels_captures_by"
 _CHECKPOINT = "_gradient_checkpointing_func"
-"""The attribute of a layer with what transformers calls as `checkpoint(function, *args)`."""
+"""The attribute of a layer that holds the function which transformers calls as `checkpoint(function, *args)`."""
 
 
 class LayerCapture:
@@ -107,7 +108,7 @@ class LayerCapture:
         reasons: why layers ran their own code, with the number of calls.
         seconds: the time spent on capturing.
         waited: the share of layers at which the device waited for the host, once `auto` has decided.
-        without_memory: whether tensors without memory are captured, too, as `npu-kernels fit` asks.
+        without_memory: whether layers are also captured with tensors that have no memory, for `npu-kernels fit`.
     """
 
     without_memory = False
@@ -176,11 +177,12 @@ class LayerCapture:
     # -- installation ------------------------------------------------------------------------------------------------
 
     def install(self, model: nn.Module, mode: str) -> None:
-        """Gives the decoder layers of a model classes whose forward may be replayed. Layers that have them keep them.
+        """Gives the decoder layers of a model classes whose forward may be replayed. A layer that has such a class
+        keeps it.
 
         Args:
             model: the model.
-            mode: `"on"`, or `"auto"`: once the device was seen to wait for the host.
+            mode: `"on"`: layers are captured from now on; `"auto"`: once the device is found to wait for the host.
         """
         if mode == "on":
             self.on = True
@@ -217,13 +219,13 @@ class LayerCapture:
             self._undo.set_class(layer, classes[kind])
 
     def _forget(self) -> None:
-        """Lets go of everything that was captured; the counts stay."""
+        """Discards all captured layers; the counts stay."""
         self._modes.clear()
         self._layers.clear()
         self._slots.clear()
 
     def _named(self, base: Any) -> Callable[..., Any]:
-        """Returns the `__call__` of a layer's class, which tells what a checkpoint repeats from new calls."""
+        """Returns the `__call__` of a layer's class, which tells a checkpoint's repetitions from new calls."""
         original: Any = base.__call__
 
         @functools.wraps(original)
@@ -245,7 +247,7 @@ class LayerCapture:
         return call
 
     def _repeatable(self, repeated: _Repeated, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls what a checkpoint calls, the first time and again."""
+        """Calls a layer's function for a checkpoint, in the first call and in its repetition."""
         before, self._repeated = self._repeated, repeated
         try:
             return function(*args, **kwargs)
@@ -280,7 +282,7 @@ class LayerCapture:
         if first is not None and first.replayed is not None and not names:
             names = first.collects  # transformers' hooks collect nothing while a call is repeated
         if repeats and (first is None or first.layer is not layer):
-            ready = "a checkpoint repeats its forward, and not the call of it"
+            ready = "a checkpoint repeats its forward instead of its call"
         elif first is None or first.replayed is not False:
             try:
                 ready = self._ready(layer, original, args, kwargs, names)
@@ -292,7 +294,7 @@ class LayerCapture:
                 self.reasons[ready] += 1
             self._runs_own(layer)
             if not repeats and self._is_static(hidden):
-                # Its code (a hook) may keep what it is given beyond the next replay of the layer before.
+                # The layer's code (a hook) may keep its input beyond the next replay of the layer before it.
                 own = cast("torch.Tensor", hidden).clone()
                 args, kwargs = ((own, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): own})
             return original(layer, *args, **kwargs)
@@ -302,8 +304,8 @@ class LayerCapture:
         return ready()
 
     def _runs_own(self, layer: nn.Module) -> None:
-        """Notes that a layer runs its own code: where a checkpoint repeats this call, it must do the same. (The first
-        call of a reentrant checkpoint has no gradients, and binds nobody.)"""
+        """Notes that a layer runs its own code: a checkpoint's repetition of this call must run it, too. (The first
+        call of a reentrant checkpoint has no gradients; its repetition may be a replay.)"""
         repeated = self._repeated
         if repeated is not None and repeated.layer is layer and repeated.replayed is None and is_checkpointed(layer):
             repeated.replayed = False
@@ -312,11 +314,11 @@ class LayerCapture:
         self, layer: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
         collects: tuple[str, ...],
     ) -> Callable[[], Any] | str:  # fmt: skip
-        """Returns what replays a call, or why its own code runs; an empty reason is not reported.
+        """Returns a function that replays a call, or why the layer runs its own code; no report has an empty reason.
 
         Args:
-            layer, original, args, kwargs: the layer, its forward, and what that is called with.
-            collects: the names of what transformers' hooks collect from the layer's modules.
+            layer, original, args, kwargs: the layer, its forward, and the arguments of the call.
+            collects: the names of the outputs that transformers' hooks collect from the layer's modules.
         """
         if generates() or is_transformed() or self._busy():
             return ""
@@ -367,7 +369,7 @@ class LayerCapture:
         self, layer: Any, original: Callable[..., Any], flat: CallArguments, mode: Mode, spot: Bucket,
         found: Captured, collects: tuple[str, ...],
     ) -> Callable[[], Any] | str:  # fmt: skip
-        """As `_ready`, of a call that was made before."""
+        """Returns the same as `_ready`, for a call that the layer has had before."""
         if found.pieces is None:
             if found.reason:
                 return found.reason
@@ -397,8 +399,9 @@ class LayerCapture:
                     self._joined.update((first, place))
 
     def _mode(self, where: torch.device, graded: bool, repeats: bool, listed: int) -> Mode:
-        """Returns the mode of a call. Results that stay until a backward are those of one list of layers, whose numbers
-        of tokens are the same in a forward: those of images in another tower have a mode of their own."""
+        """Returns the mode of a call. If its results stay until their backward, a mode has the layers of one list
+        alone: all of them get the same number of tokens in a forward. The layers of an image tower get other numbers,
+        and have another mode."""
         keeps = graded and not repeats
         key = where, graded, repeats, listed if keeps else None
         if key not in self._modes:
@@ -422,7 +425,7 @@ class LayerCapture:
         tensors = [t for _, t in flat.tensors]
         late = [(i, t) for i, t in zip(found.inputs, tensors, strict=True) if not i.holds(t)]
         if turn is not None and any(i.turn() is turn for i, _ in late):
-            return "its arguments are others than those of the layers before it"
+            return "it gets other arguments than the layers before it"
         pieces, mask = found.pieces, flat.mask
         assert pieces is not None
 
@@ -438,7 +441,7 @@ class LayerCapture:
             for site, calls in found.ran:
                 site.ran += calls
             own = len(results) - len(found.collected)
-            # What hooks collect is read after other layers have run.
+            # The outputs that hooks collect are read after other layers have run.
             copies = own if mode.keeps and not self._is_seen_after(layer) else 0
             results = (*results[:copies], *(t.clone() for t in results[copies:]))
             lists = collected_outputs()
@@ -483,7 +486,7 @@ class LayerCapture:
             if type(parameter) not in PLAIN:
                 return f"a parameter of it is a {type(parameter).__name__}"
             if id(parameter) in self._shared:
-                return "other modules have parameters of it, too"
+                return "other modules share parameters with it"
             if parameter._backward_hooks:
                 return "a parameter of it has a hook"
         return None
@@ -496,7 +499,7 @@ class LayerCapture:
         found.state = LayerState(layer, moves)
         reason = self._why_not(layer) or mode.recorder.no_room()
         if reason is None and mode.keeps and _is_saved_elsewhere():
-            reason = "code around it takes what it saves for backward (a checkpoint around it, or offloading)"
+            reason = "hooks around it take the tensors that it saves for backward (a checkpoint, or offloading)"
         if reason is not None:
             found.reason = reason
             return
@@ -523,17 +526,17 @@ class LayerCapture:
 
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             mask = flat.mask
-            recorded = Recorded(Now(mask, [t for _, t in flat.tensors]), tensors, originals)
+            recorded = RecordedCall(Now(mask, [t for _, t in flat.tensors]), tensors, originals)
             lists: dict[str, list[Any]] = {name: [] for name in collects}
             with recorded.on(), _exchanged(layer, stand_ins), collects_into(lists):
                 results, put = outputs_of(*flat.call(functools.partial(original, layer), tensors))
             found.collected = [name for name, each in lists.items() for _ in each]
             results += [each for every in lists.values() for each in every]
             if not all(isinstance(each, torch.Tensor) for each in results):
-                raise Refused("what is collected from its modules is no tensor")
+                raise Refused("an output that hooks collect from its modules is no tensor")
             given = {t.untyped_storage()._cdata for t in tensors}
             if any(t.untyped_storage()._cdata in given for t in results):
-                raise Refused("it returns what it is given")
+                raise Refused("it returns one of its arguments")
             outputs.append(put)
             return tuple(results)
 
@@ -555,7 +558,7 @@ class LayerCapture:
             return
         finally:
             for site, ran, declined in counts:
-                # It ran twice, and has computed nothing that is used.
+                # The layer ran twice for the capture, and nobody uses these results.
                 found.ran += [(site, (site.ran - ran) // 2)] if site.ran > ran else []
                 site.ran, site.declined = ran, declined
         if not found.state.holds():
@@ -573,8 +576,8 @@ class LayerCapture:
         self._bound(mode, spot)
 
     def _input(self, path: Any, tensor: torch.Tensor, mode: Mode, spot: Bucket, found: Captured) -> Input:
-        """Returns the buffer for an input. Layers share it if they are given the same tensor; where results need not
-        stay until a backward they share it in any case."""
+        """Returns the buffer for an input. Layers that get the same tensor share a buffer; in a mode whose results need
+        not stay until a backward all layers share one."""
         for place in spot.inputs:
             fits = place.buffer.shape == tensor.shape and place.buffer.dtype == tensor.dtype
             fits = fits and place.buffer.requires_grad == tensor.requires_grad
@@ -586,7 +589,7 @@ class LayerCapture:
         return Input(path, buffer.requires_grad_(tensor.requires_grad))
 
     def _bound(self, mode: Mode, current: Bucket) -> None:
-        """Gives up the buckets that were not used for longest, if there are too many graphs or buckets."""
+        """Discards the least recently used buckets, if there are too many graphs or buckets."""
         most = _MOST_GRAPHS if mode.most is None else min(mode.most, _MOST_GRAPHS)
         graphs = sum(spot.graphs for each in self._modes.values() for spot in each.buckets.values())
         turn = mode.turn()

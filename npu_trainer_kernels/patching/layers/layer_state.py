@@ -1,8 +1,8 @@
-"""What decides how a layer's code runs, besides its arguments.
+"""Everything that decides how a layer's code runs, except its arguments.
 
-A graph remembers addresses and nothing else. So all that Python could decide otherwise is compared at every call: the
-modules of the layer with their attributes, hooks, classes and configurations (adapters that are switched off, modes,
-patches), and the parameters with their addresses and whether they are trained.
+A graph remembers addresses and nothing else. So each call compares everything by which Python could decide otherwise:
+the modules of the layer with their attributes, hooks, classes and configurations (adapters that are switched off,
+modes, patches), and the parameters with their addresses and whether they are trained.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LayerState:
         layer: the layer.
         moves: whether its parameters are at other addresses in each call (FSDP2).
         tables: whether hooks of embeddings are compared. TRL adds one each time that it switches checkpointing on; it
-            has embedded tokens require a gradient, which is nothing to a forward without gradients.
+            makes embedded tokens require a gradient, which does not matter in a forward without gradients.
     """
 
     def __init__(self, layer: nn.Module, moves: bool = False, tables: bool = True) -> None:
@@ -63,8 +63,8 @@ class LayerState:
         return all(where.get(name) is b and (b is None or b.data_ptr() == at) for where, name, b, at in self._buffers)
 
     def signature(self) -> int:
-        """Returns a number that another state of the same layer has if nothing has changed in between. It keeps nothing
-        of the layer alive."""
+        """Returns a number. Two states of a layer have the same number if nothing has changed between them. The number
+        keeps no object of the layer alive."""
         objects = tuple(
             (id(each), id(cls), size, repr(values), tuple(map(id, same)))
             for each, cls, _, size, _, values, _, same in self._objects
@@ -93,8 +93,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _HOOKS_BY_NAME = (*_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _DICTS = (*_HOOKS, "_modules")
 _ELSEWHERE = ("_parameters", "_buffers", "_gradient_checkpointing_func")
-"""Attributes that are compared in another way, or read around a layer's forward alone. TRL switches checkpointing off
-and on for each batch, with a new function each time."""
+"""Attributes that are compared in another way, or that only code around a layer's forward reads. TRL switches
+checkpointing off and on for each batch, with a new function each time."""
 
 
 def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
@@ -126,7 +126,7 @@ def collected_outputs() -> dict[str, list[Any]] | None:
 
 @contextlib.contextmanager
 def collects_into(lists: dict[str, list[Any]]) -> Iterator[None]:
-    """Inside the `with` block transformers' hooks write to these lists; to none, if there are none."""
+    """Inside the `with` block transformers' hooks append to these lists; an empty dict makes them collect nothing."""
     collector = _collector()
     if collector is None:
         yield
@@ -153,8 +153,8 @@ def hooked(layer: nn.Module) -> bool:
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Whether a hook of a module may keep what it is given, or change it. Transformers' collector of outputs is asked
-    whether it collects, and FSDP2 gathers and frees parameters."""
+    """Whether a hook of a module may keep or change the tensors that it gets. Two kinds of hooks do not count:
+    transformers' collector, whose lists `collected_outputs` returns, and FSDP2's, which gather and free parameters."""
     own = module.__dict__
     return any(
         getattr(hook, "__name__", "") != "output_capturing_hook"

@@ -27,7 +27,7 @@ class WeightSlots:
 
     @staticmethod
     def key(parameters: Sequence[nn.Parameter]) -> tuple[object, ...]:
-        """Returns what layers have in common that share buffers."""
+        """Returns a key that is equal for the parameters of layers that may share buffers."""
         return tuple((p.shape, p.stride(), p.dtype, p.device) for p in parameters)
 
     @torch.no_grad()
@@ -37,7 +37,7 @@ class WeightSlots:
         Args:
             owner: the layer.
             parameters: its parameters, where they are now.
-            again: whether they are as they were when this layer loaded them last, as in the backward of that forward.
+            again: whether they have not changed since this layer loaded them last, as in the backward of that forward.
         """
         if not (again and self._owner is owner):
             torch._foreach_copy_(self.buffers, list(parameters))

@@ -26,8 +26,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .support.cache import CACHE_VARIABLE, cache_dir
-from .support.switch import switch
+from ..support.cache import CACHE_VARIABLE, cache_dir
+from ..support.switch import switch
 
 __all__ = [
     "Entry",

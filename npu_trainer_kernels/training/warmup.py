@@ -27,16 +27,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from . import device
-from .ops.launch import KernelError, build_launcher, compile_only, use_launcher
-from .patching import NpuKernels
-from .patching.body import foreign_attention
-from .patching.call import HeadPlan, use_plan
-from .patching.learned_plan import LearnedPlan
-from .support import triton
-from .support.errors import one_line
+from .. import device
+from ..ops.launch import KernelError, build_launcher, compile_only, use_launcher
+from ..patching import NpuKernels
+from ..patching.body import foreign_attention
+from ..patching.call import HeadPlan, use_plan
+from ..patching.learned_plan import LearnedPlan
+from ..support import triton
+from ..support.errors import one_line
 
-__all__ = ["Launch", "Recorded", "compile_all", "record", "unsupported"]
+__all__ = ["Launch", "RecordedLaunches", "compile_all", "record", "unsupported"]
 
 # The batch of ids. The kernels take lengths at run time, so any size will do that takes several chunks of logits: a
 # first chunk that borrows memory (`tiling.borrowing_chunks`) has another kernel.
@@ -64,7 +64,7 @@ class Launch:
 
 
 @dataclass
-class Recorded:
+class RecordedLaunches:
     """The launches of a step, each once; `problem` says why they are incomplete, if they are."""
 
     launches: list[Launch] = field(default_factory=list)
@@ -108,20 +108,20 @@ def record(
     handle: NpuKernels, model: nn.Module, rows: int, *, length: int = LENGTH, trl: bool = False,
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext, plan: HeadPlan | None = None,
     beside: Sequence[NpuKernels] = (),
-) -> Recorded:  # fmt: skip
+) -> RecordedLaunches:  # fmt: skip
     """Records the launches of one training step, forward and backward; nothing is launched.
 
     Args:
         handle: the handle of the model.
         model: the model that the Trainer trains, without wrappers for data parallelism; or a loss of several models, as
-            a model of ids (`training.distillation.Rehearsal`).
+            a model of ids (`training.distillation.DistillationRehearsal`).
         rows, length: the shape of the batch of ids.
         trl: whether one of TRL's trainers trains it, through the head that TRL gave it.
         context: returns the context in which the Trainer computes a loss, for example autocast.
         plan: the plan for fake tensors, if one of TRL's trainers passes plans to TRL's head.
         beside: the handles of the models that the Trainer has and does not train: they run without gradients.
     """
-    found = Recorded()
+    found = RecordedLaunches()
     seen: set[tuple[Any, ...]] = set()
 
     def recorder(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
