@@ -18,7 +18,7 @@ from ..support.tested import newer_torch
 from .audit import Audit
 from .body import PaddingPatch, outermost_body
 from .bound_forwards import BoundForwards, kernel_of_package
-from .call import CallSettings, track_calls
+from .call import CallSettings, leave_calls, track_calls
 from .classes import leaves_out_hooks, original_class
 from .head import causal_lm
 from .layers import LayerCapture
@@ -188,6 +188,7 @@ class NpuKernels:
         if model is not None and _handles.get(model) is self:
             del _handles[model]
         self._aside.end()
+        leave_calls(self.settings)
         if model is not None:
             self._bound.take_out(model)  # what has come back since the last forward is bound to replaced classes
         self._tracked.clear()

@@ -33,6 +33,7 @@ __all__ = [
     "current_call",
     "current_plan",
     "generates",
+    "leave_calls",
     "track_calls",
     "use_labels",
     "use_plan",
@@ -258,6 +259,14 @@ def _leave(aside: StandAside, module: nn.Module, args: Any, output: Any) -> None
         _current.set(call.previous)
         if call.previous is None:
             aside.ends()
+
+
+def leave_calls(settings: CallSettings) -> None:
+    """Ends this thread's calls with these settings, since the hooks that would are taken out."""
+    call = _current.get()
+    while call is not None and call.settings is settings:
+        call = call.previous
+    _current.set(call)
 
 
 def track_calls(module: nn.Module, settings: CallSettings, aside: StandAside, undo: Undo) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from npu_trainer_kernels import apply_npu_kernels
 from npu_trainer_kernels.patching import PATCHES
+from npu_trainer_kernels.patching.call import current_call
 from npu_trainer_kernels.patching.classes import is_patched_class
 from tests.models import batch, small_model
 
@@ -118,6 +119,7 @@ def test_patches_that_are_taken_out_meanwhile():
         model(input_ids=TOKEN)
     handle.remove()
     assert not any(patched(model))
+    assert current_call() is None
 
 
 def test_a_copy(model):
