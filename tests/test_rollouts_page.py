@@ -10,8 +10,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 ROUND = "2026-11-26-nvidia-h100-thirteenth-round"
 
 
-def rows(name):
-    return json.loads((RESULTS / f"{ROUND}-{name}.json").read_text())["rows"]
+def rows(name, of=ROUND):
+    return json.loads((RESULTS / f"{of}-{name}.json").read_text())["rows"]
 
 
 def gib(row):
@@ -20,7 +20,7 @@ def gib(row):
 
 def test_the_table():
     found = {}
-    for row in rows("rollouts"):
+    for row in rows("rollouts", "2026-11-26-nvidia-h100-sixteenth-round"):
         size, batch = row["shape"].split()[0], row["shape"].split()[1].partition("x")[0]
         found.setdefault(f"{size}, {batch}", {})[row["provider"]] = row
     expected = [
