@@ -23,7 +23,7 @@ from npu_trainer_kernels.patching import PATCHES
 from npu_trainer_kernels.patching.layers import layer_capture
 from npu_trainer_kernels.patching.layers.device_waits import DeviceWaits
 from tests.models import small_model
-from tests.patching.captured import FULL, PADDED, Events, Twins, assert_same, llama_twins, rows
+from tests.patching.captured import FULL, PADDED, Events, Twins, assert_same, full, llama_twins, rows
 from tests.patching.padded import Batch, loss_of, of_transformers, values
 from tests.test_callback import make_trainer
 
@@ -574,6 +574,38 @@ def test_auto_captures_where_the_device_waits_at_nearly_all_layers(
         assert events.asked < 1000
     assert found.share == waits / 10
     assert found.for_host == for_host
+
+
+def test_where_batches_have_many_numbers_of_tokens_auto_captures_those_that_come_often() -> None:
+    """Each of the numbers that have graphs already makes the next one wait for half a call more."""
+    twins = llama_twins()
+    twins.layers.waited = 1.0  # as `auto` has found
+    widths = [20, 36, 52, 68, 84]
+    captured = []
+    for _ in range(5):
+        for width in widths:
+            before = twins.layers.captured
+            twins.steps([full(2, width)])
+            captured.append(twins.layers.captured > before)
+    rounds = [captured[i : i + len(widths)] for i in range(0, len(captured), len(widths))]
+    assert rounds == [
+        [False] * 5,
+        [True, True, False, False, False],
+        [False, False, True, True, False],
+        [False, False, False, False, True],
+        [False] * 5,
+    ]
+
+
+def test_on_captures_each_number_of_tokens_the_second_time() -> None:
+    twins = llama_twins()
+    for _ in range(2):
+        before = twins.layers.captured
+        for width in (20, 36, 52, 68):
+            twins.steps([full(2, width)])
+    graphs = twins.layers.captured - before
+    assert before == 0
+    assert graphs == 4 * 2 * 4  # numbers of tokens, layers, and graphs of a layer
 
 
 def test_unknown_modes() -> None:

@@ -154,6 +154,20 @@ class Mode:
     open: Bucket | None = None
     turn: Callable[[], Turn | None] = lambda: None
 
+    def comes_often(self, spot: Bucket, calls: int) -> bool:
+        """Whether a bucket has come so often that it is expected to come often enough.
+
+        The graphs of a bucket take as long as some twenty replays save. Where there are few numbers of tokens, each
+        comes again at once, and is captured when it comes the second time. Where there are many, each is seldom: then
+        it must have come once more for every second bucket that has graphs.
+
+        Args:
+            spot: the bucket.
+            calls: how often a layer was called for it, this call included.
+        """
+        others = sum(each.last >= 0 for each in self.buckets.values() if each is not spot)
+        return calls >= 2 + others // 2
+
     def may_capture(self, spot: Bucket, place: int) -> str | None:
         """Returns why a layer is not captured now, or None.
 

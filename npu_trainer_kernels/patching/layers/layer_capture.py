@@ -374,6 +374,9 @@ class LayerCapture:
             if found.reason:
                 return found.reason
             found.calls += 1
+            # Whoever asks for captured layers (`"on"`) gets them the second time.
+            if self.waited is not None and not mode.comes_often(spot, found.calls):
+                return ""
             turn = mode.turn()
             if turn is not None and turn.pending and mode.keeps and turn.spot is not spot:
                 return "another forward awaits its backward"
